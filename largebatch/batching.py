@@ -1,0 +1,167 @@
+"""Which examples of which device belong to which update, in closed form.
+
+Originals are dealt to devices once, by a seeded permutation; every device holds all views of its
+originals. Each epoch every device visits its own examples in a new order, and a batch takes the next
+positions of the epoch round-robin over devices. So each example is visited once per epoch, no data
+moves between devices, a batch may be of any size, and the place of any update follows from
+(seed, epoch, offset) alone: resuming replays nothing.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_FEISTEL_ROUNDS = 8
+
+
+class Deal(NamedTuple):
+    """How `num_originals * views` examples are spread over `num_devices` devices."""
+
+    num_originals: int
+    num_devices: int
+    views: int
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in one epoch, over all devices."""
+        return self.num_originals * self.views
+
+    @property
+    def max_originals(self) -> int:
+        """Originals on the device that holds the most."""
+        return -(-self.num_originals // self.num_devices)
+
+    def originals_of(self, device: int, seed: int) -> np.ndarray:
+        """Global indices of the originals that `device` holds, in the order it holds them."""
+        order = np.random.default_rng(seed).permutation(self.num_originals)
+        return order[device :: self.num_devices]
+
+    def num_examples_of(self, device):
+        """Examples that `device` holds; `device` may be traced."""
+        extra = device < self.num_originals % self.num_devices
+        return (self.num_originals // self.num_devices + extra) * self.views
+
+    def count_before(self, position, device):
+        """How many of an epoch's first `position` positions belong to `device` (may be traced).
+
+        Positions go round-robin over all devices while each has examples left, then round-robin over
+        the devices that hold one original more than the others.
+        """
+        num_long = self.num_originals % self.num_devices
+        even = self.num_originals // self.num_devices * self.views * self.num_devices
+        head = jnp.minimum(position, even)
+        tail = jnp.maximum(position - even, 0)
+        count = (head + self.num_devices - 1 - device) // self.num_devices
+        if num_long:
+            in_tail = (tail + num_long - 1 - device) // num_long
+            count += jnp.where(device < num_long, in_tail, 0)
+        return count
+
+
+def epoch_and_offset(deal: Deal, examples_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Epoch and position in it, int32, of updates that start after `examples_before` (int64) examples.
+
+    Done on the host: the number of examples of a run does not fit 32 bits, an epoch does.
+    """
+    epoch, offset = np.divmod(np.asarray(examples_before, np.int64), deal.num_examples)
+    return epoch.astype(np.int32), offset.astype(np.int32)
+
+
+class Share(NamedTuple):
+    """What one device does of one update: `first` examples end its epoch, the rest start the next."""
+
+    epoch: jax.Array
+    start: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+
+def device_share(deal: Deal, device, epoch, offset, batch_size) -> Share:
+    """The part of a batch that falls to `device`; all arguments but `deal` may be traced.
+
+    The batch is the positions [offset, offset + batch_size) of `epoch`, running on into the next
+    epoch where it passes the end. Needs 1 <= batch_size <= deal.num_examples, 0 <= offset < num_examples.
+    """
+    end = offset + batch_size
+    start = deal.count_before(offset, device)
+    first = deal.count_before(jnp.minimum(end, deal.num_examples), device) - start
+    rest = deal.count_before(jnp.maximum(end - deal.num_examples, 0), device)
+    return Share(epoch, start, first, first + rest)
+
+
+def micro_batch(deal: Deal, device, share: Share, index, num_micro_batches, size: int, seed):
+    """Device-local example indices and 0/1 weights of one micro-batch.
+
+    A share is split evenly, so that no micro-batch is left with a few examples: sizes differ by one
+    at most. Returns int32 [size] indices (padding points at a valid example) and float32 [size] weights.
+    """
+    # floor((i + 1) * count / k) - floor(i * count / k), written so that int32 cannot overflow.
+    base, extra = share.count // num_micro_batches, share.count % num_micro_batches
+    begin = index * base + jnp.minimum(index, extra)
+    length = base + (index < extra)
+    lane = jnp.arange(size, dtype=jnp.int32)
+    weights = (lane < length).astype(jnp.float32)
+    nth = jnp.where(lane < length, begin + lane, 0)
+
+    in_first = nth < share.first
+    position = jnp.where(in_first, share.start + nth, nth - share.first)
+    key = shuffle_key(seed, jnp.where(in_first, share.epoch, share.epoch + 1), device)
+    held = jnp.maximum(deal.num_examples_of(device), 1)
+    position = jnp.minimum(position, held - 1)
+    return shuffled(position, held, deal.max_originals * deal.views, key), weights
+
+
+def shuffle_key(seed, epoch, device) -> jax.Array:
+    """uint32 key of the order in which `device` visits its examples in `epoch`."""
+    key = jnp.uint32(0x9E3779B9)
+    for part in (seed, epoch, device):
+        key = _mix(key ^ _mix(jnp.asarray(part).astype(jnp.uint32) + jnp.uint32(0x85EBCA6B)))
+    return key
+
+
+def shuffled(index, length, max_length: int, key) -> jax.Array:
+    """Element `index` of a pseudo-random permutation of range(length), without building it.
+
+    A Feistel network over the next power of two at or above `max_length`, applied again wherever it
+    leaves range(length) ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains,
+    CT-RSA 2002). A sort per epoch would give the same guarantee, but needs memory in the training
+    state and work whenever a batch crosses an epoch.
+
+    Args:
+      index: int32 array, 0 <= index < length.
+      length: int32, may be traced; 1 <= length <= max_length.
+      max_length: static bound, which fixes the number of bits.
+      key: uint32 array that broadcasts against `index`.
+    """
+    bits = max(1, (max_length - 1).bit_length())
+    low_bits = bits - bits // 2
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits // 2)) - 1
+
+    def encrypt(value):
+        high, low = value >> low_bits, value & low_mask
+        for round_ in range(_FEISTEL_ROUNDS):
+            round_key = key + jnp.uint32(round_ * 0x9E3779B9 & 0xFFFFFFFF)
+            if round_ % 2:
+                low ^= _mix(high ^ round_key) & low_mask
+            else:
+                high ^= _mix(low ^ round_key) & high_mask
+        return high << low_bits | low
+
+    length = jnp.asarray(length).astype(jnp.uint32)
+    walked = jax.lax.while_loop(
+        lambda value: jnp.any(value >= length),
+        lambda value: jnp.where(value >= length, encrypt(value), value),
+        encrypt(jnp.broadcast_to(index.astype(jnp.uint32), jnp.broadcast_shapes(index.shape, key.shape))),
+    )
+    return walked.astype(jnp.int32)
+
+
+def _mix(value: jax.Array) -> jax.Array:
+    """The 32-bit finaliser of MurmurHash3 (Appleby, public domain): every bit reaches every bit."""
+    value ^= value >> 16
+    value *= jnp.uint32(0x85EBCA6B)
+    value ^= value >> 13
+    value *= jnp.uint32(0xC2B2AE35)
+    return value ^ (value >> 16)

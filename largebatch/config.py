@@ -1,0 +1,229 @@
+"""Validation of the whole config, and how every script starts."""
+
+import difflib
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from absl import flags
+from ml_collections import config_dict, config_flags
+
+from largebatch import UserError
+from largebatch.optimizers import OPTIMIZERS
+
+ROOT = Path(__file__).resolve().parent.parent
+EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+# (is it allowed?, what is allowed) for one value
+Rule = tuple[Callable[[object], bool], str]
+
+
+def _integer(low: int, high: int | None = None) -> Rule:
+    def allowed(value):
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= (high or value)
+
+    return allowed, f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+
+
+def _number(low: float, high: float, text: str, *, open_low: bool = False) -> Rule:
+    def allowed(value):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        return (low < value if open_low else low <= value) and value <= high
+
+    return allowed, text
+
+
+def _one_of(*names: str) -> Rule:
+    return lambda value: value in names, " | ".join(names)
+
+
+def _or(rule: Rule, word: object) -> Rule:
+    return lambda value: value == word or rule[0](value), f"{rule[1]}, or {word!r}"
+
+
+_TEXT: Rule = (lambda value: isinstance(value, str) and bool(value.strip()), "a text")
+_FLAG: Rule = (lambda value: isinstance(value, bool), "true | false")
+_LARGE = float(sys.maxsize)
+
+RULES: dict[str, Rule] = {
+    "dataset.name": _TEXT,
+    "dataset.source": _one_of("auto", "tfds", "zip", "folder", "synthetic"),
+    "dataset.path": _or(_TEXT, None),
+    "dataset.split_seed": _integer(0, 2**32 - 1),
+    "dataset.image_size": _or(_integer(8, 1024), None),
+    "dataset.tfds_split": _TEXT,
+    "dataset.num_examples": _integer(50, 10_000_000),
+    "augment.storage": _one_of("expanded", "on_device"),
+    "augment.cache_dir": _TEXT,
+    "model.name": _one_of("convnet", "resnet8", "resnet50"),
+    "model.dtype": _one_of("float32", "bfloat16"),
+    "model.conv": _one_of("auto", "dot", "lax"),
+    "batch.size": _or(_integer(1), "full"),
+    "batch.micro_batch_size": _or(_integer(1), "auto"),
+    "optimizer.name": _one_of(*OPTIMIZERS),
+    "optimizer.learning_rate": _number(0, _LARGE, "a number > 0", open_low=True),
+    "optimizer.momentum": _number(0, 1 - 1e-9, "a number from 0 to below 1"),
+    "optimizer.weight_decay": _number(0, _LARGE, "a number >= 0"),
+    "train.inner_steps": _integer(1, 1_000_000),
+    "train.outer_steps": _integer(1),
+    "train.target_accuracy": _or(_number(0, 1, "a number above 0 and up to 1", open_low=True), None),
+    "log.tensorboard": _FLAG,
+    "devices.platform": _one_of("auto", "cpu", "gpu", "tpu"),
+    "devices.coordinator_address": _or(_TEXT, None),
+    "devices.num_hosts": _or(_integer(1), None),
+    "devices.host_index": _or(_integer(0), None),
+    "seed": _integer(0, 2**32 - 1),
+}
+
+
+def flatten(config: dict, prefix: str = "") -> dict[str, object]:
+    """Nested groups -> {"group.field": value}."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def nearest(name: str, known) -> str:
+    """" (did you mean ...?)" when something close is known, else nothing."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def validate(config: config_dict.ConfigDict) -> None:
+    """Checks every field before a device is touched.
+
+    Raises:
+      UserError: lists every problem, each with the field, the value given and what is allowed.
+    """
+    values, problems = flatten(config.to_dict()), []
+    for field in values.keys() - RULES.keys():
+        problems.append(f"{field}: unknown field{nearest(field, RULES)}")
+    for field, (allowed, text) in RULES.items():
+        if field not in values:
+            problems.append(f"{field}: missing; allowed: {text}")
+        elif not allowed(values[field]):
+            names = text.split(" | ")
+            hint = nearest(values[field], names) if len(names) > 1 else ""
+            problems.append(f"{field}: {values[field]!r}; allowed: {text}{hint}")
+    cluster = [f"devices.{name}" for name in ("coordinator_address", "num_hosts", "host_index")]
+    given = [field for field in cluster if values.get(field) is not None]
+    if 0 < len(given) < len(cluster):
+        problems.append(f"{', '.join(given)}: given alone; allowed: all of {', '.join(cluster)}, or none")
+    if problems:
+        raise UserError("; ".join(sorted(problems)))
+
+
+def resolve_batch_size(size, num_examples: int) -> int:
+    """The number of examples that `batch.size` means for a training set of `num_examples` views."""
+    if size == "full":
+        return num_examples
+    if size > num_examples:
+        raise UserError(
+            f"batch.size: {size}; allowed: an integer from 1 to {num_examples} (the training images x 8), or 'full'"
+        )
+    return size
+
+
+def differences(ours: dict, theirs: dict) -> list[str]:
+    """Fields in which two nested configs differ, as "field: ours, not theirs" texts."""
+    ours, theirs = flatten(ours), flatten(theirs)
+    return [
+        f"{field}: {ours.get(field, 'missing')!r} here, {theirs.get(field, 'missing')!r} there"
+        for field in sorted(ours.keys() | theirs.keys())
+        if ours.get(field, "missing") != theirs.get(field, "missing")
+    ]
+
+
+def use_compilation_cache(cache_dir: str) -> None:
+    """Keeps compiled programs between runs. The minimum is 0 s, or small programs would not be kept."""
+    jax.config.update("jax_compilation_cache_dir", os.path.join(os.path.expanduser(cache_dir), "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+# ---- scripts ----------------------------------------------------------------------------------------
+
+
+def run_script(main: Callable[[config_dict.ConfigDict], int | None]) -> None:
+    """Parses --config and its overrides, validates, runs `main` and exits with its code.
+
+    What a user can mend is printed as one line on stderr, without a traceback.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("largebatch").setLevel(logging.INFO)
+    script = Path(sys.argv[0]).name
+    config_flags.DEFINE_config_file("config", str(ROOT / "configs" / "default.py"), "Config file.")
+    try:
+        config = parse_flags(sys.argv)
+    except UsageError as error:
+        print(f"{script}: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    try:
+        validate(config)
+        code = main(config) or 0
+    except UserError as error:
+        print(f"{script}: error: {error}", file=sys.stderr)
+        code = EXIT_FAILED
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if code and jax.distributed.is_initialized():
+        # The usual way out waits for the other hosts, which may be waiting for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+class UsageError(Exception):
+    """The command line cannot be read; its text is one line."""
+
+
+def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
+    """The config that `argv` asks for.
+
+    Raises:
+      UsageError: unknown or malformed flag, or a config file that cannot be run.
+    """
+    try:
+        rest = flags.FLAGS(_join_values(argv))
+    except flags.Error as error:
+        raise UsageError(_one_line(error)) from error
+    except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
+        unknown = [arg for arg in argv if re.match(r"--config\.", arg)]
+        names = [re.split(r"[=\s]", arg)[0].removeprefix("--config.") for arg in unknown]
+        bad = [f"--config.{name}: unknown field{nearest(name, RULES)}" for name in names if name not in RULES]
+        raise UsageError("; ".join(bad) or _one_line(error)) from error
+    except Exception as error:  # whatever a user's config file raises when it is run
+        raise UsageError(f"--config: the file cannot be run: {type(error).__name__}: {_one_line(error)}") from error
+    if len(rest) > 1:
+        raise UsageError(f"unexpected argument {rest[1]!r}; values are given as --config.FIELD VALUE")
+    return flags.FLAGS.config
+
+
+def _join_values(argv: list[str]) -> list[str]:
+    """--config.a.b VALUE -> --config.a.b=VALUE.
+
+    config_flags takes fields of mixed type (batch.size) for switches, whose value it would not read.
+    """
+    joined, pending = [], None
+    for arg in argv:
+        if pending is not None and not arg.startswith("--"):
+            joined[-1] = f"{pending}={arg}"
+            pending = None
+            continue
+        pending = arg if re.fullmatch(r"--config\.[\w.]+", arg) else None
+        joined.append(arg)
+    return joined
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

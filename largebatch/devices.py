@@ -1,0 +1,192 @@
+"""Hosts and devices: start, place, replicate, agree, compare."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from largebatch import UserError
+
+# Set by largebatch.pod for each of its processes, beside JAX's own JAX_COORDINATOR_ADDRESS.
+NUM_HOSTS_VARIABLE = "LARGEBATCH_NUM_HOSTS"
+HOST_INDEX_VARIABLE = "LARGEBATCH_HOST_INDEX"
+HEARTBEAT_TIMEOUT_SEC = 20
+
+
+def start(
+    platform: str = "auto",
+    coordinator_address: str | None = None,
+    num_hosts: int | None = None,
+    host_index: int | None = None,
+) -> None:
+    """Starts JAX on this host, joined with the others where there are any.
+
+    With no arguments: `largebatch.pod`'s variables, else whatever `jax.distributed` recognises (TPU
+    pods, Slurm, Open MPI, Kubernetes), else this host alone.
+
+    Raises:
+      UserError: no device of `platform` here, or the other hosts did not come.
+    """
+    if platform != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
+    if coordinator_address is None and NUM_HOSTS_VARIABLE in os.environ:
+        coordinator_address = os.environ["JAX_COORDINATOR_ADDRESS"]
+        num_hosts = int(os.environ[NUM_HOSTS_VARIABLE])
+        host_index = int(os.environ[HOST_INDEX_VARIABLE])
+    if not jax.distributed.is_initialized():
+        _join(coordinator_address, num_hosts, host_index)
+    if jax.distributed.is_initialized():
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        found = jax.local_devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"devices.platform: {platform!r} has no device on this host ({reason}); "
+            f"allowed: a platform that JAX finds here, or 'auto'"
+        ) from error
+    if len({device.platform for device in found}) != 1:
+        raise UserError(f"devices.platform: {platform!r} finds several kinds of device: {found}")
+
+
+def _join(coordinator_address, num_hosts, host_index):
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_hosts,
+            host_index,
+            local_device_ids=None,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SEC,
+        )
+    except ValueError:
+        # JAX's own words for "no cluster recognised here": this host is alone.
+        if coordinator_address is not None:
+            raise
+    except RuntimeError as error:
+        raise UserError(f"hosts did not meet at {coordinator_address}: {str(error).splitlines()[0]}") from error
+
+
+def is_primary() -> bool:
+    """Whether this host writes the run folder."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+    """Waits until every host is here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def from_primary(value):
+    """The primary host's pytree of numbers or arrays, on every host."""
+    if jax.process_count() == 1:
+        return value
+    return multihost_utils.broadcast_one_to_all(value)
+
+
+def gather_text(text: str) -> list[str]:
+    """Every host's `text` (any length), by host index, on every host."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.asarray(len(data)))
+    padded = np.pad(data, (0, int(lengths.max()) - len(data)))
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def local_indices() -> list[int]:
+    """Positions of this host's devices on the pmap axis, in the order of jax.local_devices()."""
+    first = jax.process_index() * jax.local_device_count()
+    return list(range(first, first + jax.local_device_count()))
+
+
+def stack(per_device: list):
+    """Pytrees, one per local device and already on it -> one pytree with a leading local-device axis.
+
+    No copy: each device's array becomes a shard. Every leaf has shape [1, ...].
+    """
+    mesh = Mesh(np.array(jax.local_devices()), ("local_devices",))
+    sharding = NamedSharding(mesh, PartitionSpec("local_devices"))
+
+    def join(*shards):
+        shape = (len(shards), *shards[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
+
+    return jax.tree.map(join, *per_device)
+
+
+def replicate(tree):
+    """`tree` on every local device, with a leading local-device axis, as pmap wants it."""
+    add_axis = jax.tree.map(lambda x: np.asarray(x)[None], tree)
+    return stack([jax.device_put(add_axis, device) for device in jax.local_devices()])
+
+
+def first_replica(tree):
+    """This host's first replica as NumPy arrays. (Indexing a sharded array would gather it.)"""
+    return jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], tree)
+
+
+def _hash(tree) -> jax.Array:
+    """uint32 that changes with any bit of any leaf: words times odd, position-dependent numbers, added."""
+    total = jnp.uint32(0)
+    for number, leaf in enumerate(jax.tree.leaves(tree)):
+        bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+        words = lax.bitcast_convert_type(leaf, bits).astype(jnp.uint32).ravel()
+        position = jnp.arange(words.size, dtype=jnp.uint32) * 2 + 1
+        total += jnp.sum(words * (position * jnp.uint32(0x9E3779B1) | 1)) * jnp.uint32(2 * number + 1)
+    return total
+
+
+_gathered_hashes = jax.pmap(lambda tree: lax.all_gather(_hash(tree), "devices"), "devices", out_axes=None)
+
+
+def check_replicas(tree, what: str) -> None:
+    """Compares a hash of `tree` over all devices of all hosts.
+
+    Raises:
+      RuntimeError: replicas differ; names the devices that disagree with device 0.
+    """
+    hashes = np.asarray(_gathered_hashes(tree))
+    wrong = np.flatnonzero(hashes != hashes[0])
+    if len(wrong):
+        raise RuntimeError(f"{what} differ between replicas: devices {wrong.tolist()} disagree with device 0")
+
+
+def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """An uninitialised array on a 64-byte boundary, which a CPU device takes over without a copy."""
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    buffer = np.empty(num_bytes + 64, np.uint8)
+    begin = -buffer.ctypes.data % 64
+    return buffer[begin : begin + num_bytes].view(dtype).reshape(shape)
+
+
+def available_bytes() -> int | None:
+    """Bytes free for each local device, or None where the platform does not tell."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if jax.default_backend() == "cpu" and os.path.exists("/proc/meminfo"):
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024 // jax.local_device_count()
+    return None
+
+
+def check_fits(sizes: dict[str, int], hint: str) -> None:
+    """Compares an estimate in bytes per device, by part, with what a device has free.
+
+    Raises:
+      UserError: it does not fit; lists the parts.
+    """
+    available, total = available_bytes(), sum(sizes.values())
+    if available is not None and total > available:
+        parts = " + ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
+        raise UserError(
+            f"does not fit on a device: {parts} = {total / 1e9:.2f} GB needed, "
+            f"{available / 1e9:.2f} GB free; {hint}"
+        )

@@ -1,0 +1,115 @@
+"""The pmapped inner loop: many updates per call, one all-reduce per update.
+
+Each device sums weighted gradients over its share of the batch, micro-batch by micro-batch; one psum
+adds the devices; the sum is divided by the true batch size. Both loops have traced trip counts, so a
+batch size that changes, or a call that is cut shorter, compiles nothing new.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import flatten_util, lax
+
+from largebatch import batching, optimizers
+from largebatch.batching import Deal
+from largebatch.state import TrainState
+
+AXIS = "devices"
+
+
+class Batch(NamedTuple):
+    """One micro-batch: uint8 images [M, H, W, C], int32 labels [M], float32 weights [M] (0 is padding)."""
+
+    images: jax.Array
+    labels: jax.Array
+    weights: jax.Array
+
+
+class Plan(NamedTuple):
+    """Per-update inputs of one call, each a NumPy array [max_updates], made on the host."""
+
+    epoch: np.ndarray
+    offset: np.ndarray
+    batch_size: np.ndarray
+    learning_rate: np.ndarray
+
+
+class StepMetrics(NamedTuple):
+    """Per-update results of one call, each float32 [max_updates], the same on every device."""
+
+    loss: jax.Array
+    grad_norm: jax.Array
+
+
+def sum_over_devices(tree):
+    """The sum of `tree` over devices, as ONE all-reduce of one flat float32 vector."""
+    vector, unravel = flatten_util.ravel_pytree(tree)
+    return unravel(lax.psum(vector, AXIS))
+
+
+def make_inner_loop(
+    loss_fn: Callable[[Any, Batch], jax.Array],
+    optimizer: optax.GradientTransformation,
+    read: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]],
+    deal: Deal,
+    micro_batch_size: int,
+    reduce: Callable = sum_over_devices,
+):
+    """The inner loop of training, pmapped over all devices.
+
+    Args:
+      loss_fn: (params, batch) -> sum over the micro-batch of weight * loss, a scalar.
+      optimizer: from `optimizers.create_optimizer`.
+      read: (data of this device, local example indices [M]) -> images, labels.
+      deal: how the examples are spread over devices.
+      micro_batch_size: examples per gradient evaluation, per device.
+      reduce: adds a pytree over devices; everything that crosses devices goes through it, once per update.
+
+    Returns:
+      (state, data, plan, num_updates) -> (state, StepMetrics), where state and data have a leading
+      local-device axis, the plan and the number of updates to do are the same on every device, and the
+      state is donated.
+    """
+
+    def local_sums(state, data, device, share):
+        """Sum of gradients and losses over this device's share; no collective in this loop."""
+        num_micro_batches = -(-share.count // micro_batch_size)
+
+        def add_micro_batch(index, sums):
+            examples, weights = batching.micro_batch(
+                deal, device, share, index, num_micro_batches, micro_batch_size, state.seed
+            )
+            batch = Batch(*read(data, examples), weights)
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_fn)(state.params, batch))
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+        return lax.fori_loop(0, num_micro_batches, add_micro_batch, zeros)
+
+    def update(state, data, device, epoch, offset, batch_size, learning_rate):
+        share = batching.device_share(deal, device, epoch, offset, batch_size)
+        sums = reduce(local_sums(state, data, device, share))
+        loss, grads = jax.tree.map(lambda x: x / batch_size, sums)
+        opt_state = optimizers.with_learning_rate(state.opt_state, learning_rate)
+        updates, opt_state = optimizer.update(grads, opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        state = TrainState(state.step + 1, state.seed, params, opt_state)
+        return state, StepMetrics(loss, optax.global_norm(grads))
+
+    def inner_loop(state, data, plan, num_updates):
+        device = lax.axis_index(AXIS)
+
+        def body(index, carry):
+            state, metrics = carry
+            state, new = update(state, data, device, *(field[index] for field in plan))
+            return state, jax.tree.map(lambda all_, one: all_.at[index].set(one), metrics, new)
+
+        empty = StepMetrics(*[jnp.zeros(plan.epoch.shape, jnp.float32)] * 2)
+        return lax.fori_loop(0, num_updates, body, (state, empty))
+
+    return jax.pmap(
+        inner_loop, AXIS, in_axes=(0, 0, None, None), out_axes=(0, None), donate_argnums=(0,)
+    )

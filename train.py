@@ -1,0 +1,376 @@
+"""The story of a run: config -> data -> state -> outer loop.
+
+    python train.py                                                     synthetic images, no download
+    python train.py --config configs/eurosat.py --workdir runs/eurosat  the real job
+    python train.py --config configs/eurosat.py --config.optimizer.name sgd --config.batch.size 1024
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+from ml_collections import config_dict
+
+import augment
+import model as models
+from largebatch import UserError, batching, devices, evaluation, metrics
+from largebatch import config as configs
+from largebatch.optimizers import create_optimizer
+from largebatch.state import count_params, create_state, params_sha256
+from largebatch.step import Plan, make_inner_loop
+
+log = logging.getLogger("largebatch")
+
+# A call is as many updates as fit in about this long, so that progress is seen and signals are answered.
+SECONDS_PER_CALL = 2.0
+# Best of 16..256 on 2 CPU cores (LOG.md). Elsewhere a guess that fills the device.
+AUTO_MICRO_BATCH_SIZE = {"cpu": 32}
+AUTO_MICRO_BATCH_SIZE_ELSEWHERE = 1024
+PROFILED_UPDATES = 3
+
+
+class Diverged(Exception):
+    """The loss is no longer a number."""
+
+
+def make_logits_fn(network, mean, std):
+    """(params, uint8 images [M, H, W, C]) -> float32 logits, normalising where images are read."""
+    mean, scale = np.float32(mean), np.float32(1 / np.asarray(std))
+
+    def logits_fn(params, images):
+        normalised = (images.astype(jnp.float32) - mean) * scale
+        return network.apply({"params": params}, normalised.astype(network.dtype))
+
+    return logits_fn
+
+
+def cross_entropy(logits_fn):
+    """The `loss_fn` of the step: sum over a micro-batch of weight * cross-entropy."""
+
+    def loss_fn(params, batch):
+        logits = logits_fn(params, batch.images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+        return jnp.sum(losses * batch.weights)
+
+    return loss_fn
+
+
+def init_params(network, image_shape, seed: int):
+    """float32 parameters, the same for the same seed on every host."""
+    images = jnp.zeros((1, *image_shape), network.dtype)
+    return jax.jit(network.init)(jax.random.key(seed), images)["params"]
+
+
+def resolve_micro_batch_size(size, share: int, platform: str) -> int:
+    """Examples per gradient evaluation; never more than a device's share of the batch."""
+    if size == "auto":
+        size = AUTO_MICRO_BATCH_SIZE.get(platform, AUTO_MICRO_BATCH_SIZE_ELSEWHERE)
+    return min(size, share)
+
+
+def flops_per_image(model_name: str, num_classes: int, image_shape, params) -> float:
+    """Floating-point operations of one training image, as XLA counts them in the uncompiled program."""
+    network = models.create_model(model_name, num_classes, "float32", "lax")
+
+    def loss(params, images):
+        return network.apply({"params": params}, images).sum()
+
+    images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    return jax.jit(jax.value_and_grad(loss)).lower(params, images).cost_analysis()["flops"]
+
+
+def make_plan(deal: batching.Deal, config, batch_size: int, first_step: int) -> Plan:
+    """Inputs of the updates from `first_step` on, as many as one call may do."""
+    length = config.train.inner_steps
+    examples_before = np.arange(first_step, first_step + length, dtype=np.int64) * batch_size
+    return Plan(
+        *batching.epoch_and_offset(deal, examples_before),
+        np.full(length, batch_size, np.int32),
+        np.full(length, config.optimizer.learning_rate, np.float32),
+    )
+
+
+def agree_on_config(config: config_dict.ConfigDict) -> dict:
+    """The config as a plain dict, after checking that all hosts were started with the same one."""
+    ours = config.to_dict()
+    ours["devices"]["host_index"] = None
+    for host, text in enumerate(devices.gather_text(json.dumps(ours, sort_keys=True))):
+        if host and (fields := configs.differences(ours, json.loads(text))):
+            raise UserError(f"hosts disagree about the config: host {host} against host 0: {'; '.join(fields)}")
+    return ours
+
+
+def open_run(config: config_dict.ConfigDict, workdir: str) -> tuple[metrics.RunFolder, dict | None]:
+    """The run folder, new or finished (then with its summary); the same answer on every host.
+
+    Raises:
+      UserError: the folder holds another config, or a run that did not end.
+    """
+    run = metrics.RunFolder(workdir, tensorboard=config.log.tensorboard)
+    answer = {"error": None, "summary": None}
+    plain = agree_on_config(config)
+    if devices.is_primary():
+        try:
+            answer["summary"] = _look_at_folder(run, plain)
+        except UserError as error:
+            answer["error"] = str(error)
+    answer = json.loads(devices.gather_text(json.dumps(answer))[0])
+    if answer["error"]:
+        raise UserError(answer["error"])
+    return run, answer["summary"]
+
+
+def _look_at_folder(run: metrics.RunFolder, plain: dict) -> dict | None:
+    theirs, summary = run.read("config.json"), run.read("summary.json")
+    if theirs is None:
+        run.check_writable()
+        return None
+    if fields := configs.differences(plain, theirs):
+        raise UserError(f"--workdir: {run.path} holds a run of another config: {'; '.join(fields)}")
+    if summary is None or summary["status"] != "done":
+        status = "unfinished" if summary is None else summary["status"]
+        raise UserError(f"--workdir: {run.path} holds a run that is {status}; give a new folder or remove it")
+    return summary
+
+
+class Job(NamedTuple):
+    """Everything a run needs before its first update, on the devices and compiled."""
+
+    cache: augment.Cache
+    placed: augment.Placed
+    batch_size: int
+    micro_batch_size: int
+    num_params: int
+    flops_per_image: float
+    state: Any
+    inner_loop: Callable
+    predict: Callable
+
+
+def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> Job:
+    """Places the data, makes the state and compiles the two programs; times both sections."""
+    with clock.measure("data"):
+        cache, placed = augment.load_onto_devices(config)
+        jax.block_until_ready((placed.train, placed.val_images))
+    platform, num_classes = jax.default_backend(), len(cache.class_names)
+    batch_size = configs.resolve_batch_size(config.batch.size, placed.deal.num_examples)
+    share = -(-batch_size // jax.device_count())
+    micro_batch_size = resolve_micro_batch_size(config.batch.micro_batch_size, share, platform)
+
+    conv = models.resolve_conv(config.model.conv, platform)
+    network = models.create_model(config.model.name, num_classes, config.model.dtype, conv)
+    params = init_params(network, cache.image_shape, config.seed)
+    logits_fn = make_logits_fn(network, cache.manifest["mean"], cache.manifest["std"])
+    optimizer = create_optimizer(config.optimizer.name, config.optimizer.momentum, config.optimizer.weight_decay)
+    state = devices.replicate(create_state(params, optimizer, config.seed))
+
+    with clock.measure("compile"):
+        read = augment.make_read(config.augment.storage)
+        inner_loop = make_inner_loop(cross_entropy(logits_fn), optimizer, read, placed.deal, micro_batch_size)
+        plan = make_plan(placed.deal, config, batch_size, first_step=0)
+        inner_loop = inner_loop.lower(state, placed.train, plan, np.int32(0)).compile()
+        predict = evaluation.make_predict(logits_fn, micro_batch_size)
+        predict = predict.lower(state.params, placed.val_images).compile()
+    flops = flops_per_image(config.model.name, num_classes, cache.image_shape, params)
+    num_params = count_params(params)
+    return Job(cache, placed, batch_size, micro_batch_size, num_params, flops, state, inner_loop, predict)
+
+
+class Trainer:
+    """Runs the compiled inner loop in calls of a few seconds; holds the state and the update count."""
+
+    def __init__(self, job: Job, plan_of, clock: metrics.Clock, profile_dir: str | None):
+        self._job, self._plan_of, self._clock, self._profile_dir = job, plan_of, clock, profile_dir
+        self._sec_per_update = None
+        self.state, self.step = job.state, 0
+
+    def run(self, num_updates: int, on_call) -> tuple[np.ndarray, np.ndarray]:
+        """Does `num_updates` updates; calls on_call(updates, seconds) after each piece.
+
+        Returns:
+          Loss and gradient norm of each update, float32 [num_updates].
+        Raises:
+          Diverged: a loss is not finite.
+        """
+        losses, norms, done = [], [], 0
+        while done < num_updates:
+            count = self._next_count(num_updates - done)
+            plan = self._plan_of(first_step=self.step)
+            begin = time.perf_counter()
+            with self._clock.measure("train"), self._maybe_profile():
+                self.state, values = self._job.inner_loop(
+                    self.state, self._job.placed.train, plan, np.int32(count)
+                )
+                jax.block_until_ready((self.state, values))
+            seconds = time.perf_counter() - begin
+            self._sec_per_update = seconds / count
+            loss, norm = np.asarray(values.loss)[:count], np.asarray(values.grad_norm)[:count]
+            if not np.isfinite(loss).all():
+                bad = int(np.flatnonzero(~np.isfinite(loss))[0])
+                raise Diverged(
+                    f"diverged: the loss of update {self.step + bad + 1} is {loss[bad]} "
+                    f"(learning rate {plan.learning_rate[bad]:g})"
+                )
+            self.step += count
+            done += count
+            losses.append(loss)
+            norms.append(norm)
+            on_call(count, seconds)
+        return np.concatenate(losses), np.concatenate(norms)
+
+    def _next_count(self, remaining: int) -> int:
+        """Updates of the next call: one to learn its time, then SECONDS_PER_CALL's worth, as host 0 says."""
+        if self._sec_per_update is None:
+            return 1
+        if self._profile_dir:
+            return min(PROFILED_UPDATES, remaining)
+        fitting = max(1, int(SECONDS_PER_CALL / self._sec_per_update))
+        return int(devices.from_primary(np.int32(min(fitting, remaining))))
+
+    def _maybe_profile(self):
+        if not self._profile_dir or self._sec_per_update is None:
+            return contextlib.nullcontext()
+        folder, self._profile_dir = self._profile_dir, None
+        return jax.profiler.trace(folder)
+
+
+def validate_model(job: Job, params) -> tuple[evaluation.Scores, np.ndarray]:
+    """Scores and logits [N, num_classes] of all validation examples, on every host.
+
+    Raises:
+      RuntimeError: the replicas no longer hold the same parameters.
+    """
+    gathered = np.asarray(job.predict(params, job.placed.val_images))
+    logits = evaluation.in_split_order(gathered, len(job.placed.val_labels))
+    devices.check_replicas(params, "parameters")
+    return evaluation.score(logits, job.placed.val_labels), logits
+
+
+def describe(job: Job) -> dict:
+    """What the summary says of a run before its first update."""
+    return metrics.empty_summary() | {
+        "devices": jax.device_count(),
+        "hosts": jax.process_count(),
+        "platform": jax.default_backend(),
+        "device_kind": jax.devices()[0].device_kind,
+        "params": job.num_params,
+        "flops_per_image": job.flops_per_image,
+        "global_batch_size": job.batch_size,
+        "micro_batch_size": job.micro_batch_size,
+        "versions": metrics.versions(),
+        "git_commit": metrics.git_commit(),
+    }
+
+
+def headline(job: Job, config, clock: metrics.Clock) -> str:
+    """Two lines that say what is about to run."""
+    share = -(-job.batch_size // jax.device_count())
+    return (
+        f"{job.num_params:,} parameters; {jax.device_count()} {jax.default_backend()} devices on "
+        f"{jax.process_count()} hosts; {job.cache.count('train'):,} training images as "
+        f"{job.placed.deal.num_examples:,} views, {job.cache.count('val'):,} validation images\n"
+        f"batch {job.batch_size:,} = {share:,} a device in micro-batches of up to {job.micro_batch_size}; "
+        f"{config.optimizer.name} at {config.optimizer.learning_rate:g}; "
+        f"data {clock.seconds['data']:.1f} s, compiling {clock.seconds['compile']:.1f} s"
+    )
+
+
+def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bool = False) -> dict:
+    """Trains by `config`, writes the run folder `workdir` and returns its summary.
+
+    Raises:
+      UserError: bad input. Where it is found before the first update, no run is written.
+      Diverged: a loss is not finite; the summary says so.
+    """
+    clock = metrics.Clock()
+    configs.validate(config)
+    configs.use_compilation_cache(config.augment.cache_dir)
+    devices.start(**config.devices.to_dict())
+    run, finished = open_run(config, workdir)
+    if finished:
+        log.info("%s is a finished run of this config; nothing to do", workdir)
+        return finished
+
+    job = prepare(config, clock)
+    plan_of = functools.partial(make_plan, job.placed.deal, config, job.batch_size)
+    trainer = Trainer(job, plan_of, clock, f"{workdir}/profile" if profile else None)
+    job = job._replace(state=None)  # donated at the first update
+    inner_steps, outer_steps = config.train.inner_steps, config.train.outer_steps
+    report = metrics.Reporter(inner_steps * outer_steps, enabled=devices.is_primary())
+    report.line(headline(job, config, clock))
+    summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
+    if devices.is_primary():
+        run.create(config.to_dict())
+
+    def on_call(updates, seconds):
+        report.advance("training", updates, updates * job.batch_size / seconds)
+
+    try:
+        with report:
+            for outer in range(1, outer_steps + 1):
+                before = dict(clock.seconds)
+                losses, norms = trainer.run(inner_steps, on_call)
+                with clock.measure("evaluation"):
+                    scores, logits = validate_model(job, trainer.state.params)
+                row = {
+                    "step": trainer.step,
+                    "outer": outer,
+                    "examples_seen": trainer.step * job.batch_size,
+                    "epoch": trainer.step * job.batch_size / job.placed.deal.num_examples,
+                    "global_batch_size": job.batch_size,
+                    "learning_rate": config.optimizer.learning_rate,
+                    "train_loss": losses.mean(),
+                    "grad_norm": norms[-1],
+                    "noise_scale": None,
+                    "val_loss": scores.loss,
+                    "val_accuracy": scores.accuracy,
+                    "val_examples": scores.num_examples,
+                } | metrics.timings(clock, before, inner_steps, job.batch_size)
+                improved = metrics.add_to_summary(summary, row)
+                report.row(row, outer_steps)
+                if devices.is_primary():
+                    run.append_row(row)
+                    if improved:
+                        run.write_predictions(job.placed.val_labels, logits, job.placed.val_ids)
+                if summary["steps_to_target"] is not None:
+                    break
+        summary["params_sha256"] = params_sha256(devices.first_replica(trainer.state.params))
+        summary["status"] = "done"
+    except Diverged:
+        summary["status"] = "diverged"
+        raise
+    except KeyboardInterrupt:
+        summary["status"] = "interrupted"
+        raise
+    finally:
+        summary["seconds"] = clock.seconds | {"total": clock.total()}
+        if devices.is_primary():
+            run.write_json("summary.json", summary)
+            run.close()
+    report.results(summary, str(workdir))
+    return summary
+
+
+def main(config: config_dict.ConfigDict) -> int:
+    workdir = flags.FLAGS.workdir or f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        train_and_evaluate(config, workdir, flags.FLAGS.profile)
+    except Diverged as error:
+        log.error("%s", error)
+        return configs.EXIT_DIVERGED
+    return 0
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME.")
+    flags.DEFINE_bool("profile", False, "Write a jax.profiler trace of a few updates to WORKDIR/profile.")
+    configs.run_script(main)
