@@ -7,11 +7,6 @@ Example `i` of the training set is view `i % 8` of original `i // 8`. Storage "e
 as uint8 on the devices; "on_device" keeps the originals and makes the view when a micro-batch is read.
 """
 
-import hashlib
-import json
-import logging
-import os
-import time
 from typing import NamedTuple
 
 import jax
@@ -21,14 +16,11 @@ from absl import flags
 from etils import epath
 
 from largebatch import UserError, data, devices
+from largebatch import cache as caches
 from largebatch.batching import Deal
 from largebatch.evaluation import rows_of_device
 
-log = logging.getLogger("largebatch")
-
 NUM_VIEWS = 8
-CACHE_VERSION = 1
-STALE_SEC = 3600
 
 
 # ---- the 8 views ------------------------------------------------------------------------------------
@@ -47,6 +39,14 @@ def apply_view(images, view: int):
     if view & 4:
         images = images.swapaxes(-3, -2)
     return images
+
+
+def expand(images: np.ndarray) -> np.ndarray:
+    """All views of images [n, H, W, C], as [n, 8, H, W, C]."""
+    views = np.empty((len(images), NUM_VIEWS, *images.shape[1:]), images.dtype)
+    for view in range(NUM_VIEWS):
+        views[:, view] = apply_view(images, view)
+    return views
 
 
 def select_views(images: jax.Array, views: jax.Array) -> jax.Array:
@@ -74,208 +74,10 @@ def make_read(storage: str):
     return {"expanded": read_expanded, "on_device": read_on_device}[storage]
 
 
-# ---- the cache --------------------------------------------------------------------------------------
+# ---- cache and devices --------------------------------------------------------------------------------
 
 
-class DamagedCache(Exception):
-    """The cache does not hold what its manifest says; the text names the file."""
-
-
-class Cache(NamedTuple):
-    """A checked cache folder. `manifest` has source, counts, class_names, mean, std and array digests."""
-
-    folder: epath.Path
-    manifest: dict
-
-    @property
-    def class_names(self) -> list[str]:
-        return self.manifest["class_names"]
-
-    def count(self, split: str) -> int:
-        """Original images in `split`."""
-        return self.manifest["counts"][split]
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        return tuple(self.manifest["image_shape"])
-
-    def small_array(self, name: str) -> np.ndarray:
-        """Labels, ids or digests, verified whole."""
-        path = self.folder / f"{name}.npy"
-        try:
-            with path.open("rb") as file:
-                array = np.load(file, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise DamagedCache(f"{path} cannot be read ({error})") from error
-        if _digest(array) != self.manifest["sha256"][name]:
-            raise DamagedCache(f"{path} does not match its SHA-256")
-        return array
-
-    def read_images(self, split: str, examples: np.ndarray, out: np.ndarray) -> None:
-        """Reads originals `examples`, with their views, into out [n, bytes of one original's views].
-
-        Each is verified against its SHA-256. Only these rows are read, so that each host of a pod touches its own part of the file.
-        """
-        path = self.folder / f"{split}_images.npy"
-        digests = self.small_array(f"{split}_digests")
-        try:
-            with path.open("rb") as file:
-                np.lib.format.read_magic(file)
-                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-                begin = file.tell()
-        except (OSError, ValueError, EOFError) as error:
-            raise DamagedCache(f"{path} cannot be read ({error})") from error
-        if int(np.prod(shape)) != len(digests) * out.shape[1] or dtype != np.uint8:
-            raise DamagedCache(f"{path} holds {dtype} {shape}, not {len(digests)} originals of {out.shape[1]} bytes")
-
-        def read_range(first: int, last: int) -> None:
-            with path.open("rb") as file:
-                for row in range(first, last):
-                    file.seek(begin + int(examples[row]) * out.shape[1])
-                    file.readinto(out[row].data)
-                    if hashlib.sha256(out[row]).digest() != digests[examples[row]].tobytes():
-                        raise DamagedCache(f"{path}: example {examples[row]} does not match its SHA-256")
-
-        data.run_ranges(read_range, len(examples))
-
-
-def _digest(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
-
-
-def cache_key(source: data.Source, split_seed: int, storage: str) -> str:
-    """Hash of everything that shapes the cache."""
-    text = f"v{CACHE_VERSION} {source.fingerprint} split {split_seed} {storage}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def open_cache(folder: epath.Path) -> Cache:
-    """Checks the manifest, which seals itself by a SHA-256 over its other fields."""
-    path = folder / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text())
-        seal = manifest.pop("manifest_sha256")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DamagedCache(f"{path} cannot be read ({error!r})") from error
-    if seal != _seal(manifest):
-        raise DamagedCache(f"{path} does not match its SHA-256")
-    return Cache(folder, manifest)
-
-
-def _seal(manifest: dict) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def build_cache(folder: epath.Path, source: data.Source, split_seed: int, storage: str) -> None:
-    """Loads, splits, expands and writes the cache under a temporary name, then renames it to `folder`."""
-    started = time.perf_counter()
-    log.info("loading %s", source.description)
-    dataset = source.load()
-    height, width, _ = dataset.images.shape[1:]
-    if height != width:
-        raise UserError(
-            f"dataset.image_size: images are {width}x{height} pixels; rotations need square ones: set a size"
-        )
-    loaded = time.perf_counter()
-    splits = data.split_indices(dataset.example_ids, split_seed)
-    missing = set(range(len(dataset.class_names))) - set(dataset.labels[splits["train"]].tolist())
-    if missing:
-        names = ", ".join(dataset.class_names[i] for i in sorted(missing))
-        raise UserError(f"dataset: no training image is left for class {names}; add images or change split_seed")
-    _remove_stale(folder)
-    temporary = folder.parent / f".tmp-{folder.name}-{os.uname().nodename}-{os.getpid()}"
-    try:
-        temporary.mkdir(parents=True)
-        manifest = _write_arrays(temporary, dataset, splits, storage)
-        manifest |= {
-            "source": source.description,
-            "split_seed": split_seed,
-            "storage": storage,
-            "cache_version": CACHE_VERSION,
-        }
-        manifest["manifest_sha256"] = _seal(manifest)
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another process was first, with the same content
-                raise
-    except OSError as error:
-        raise UserError(f"augment.cache_dir: cannot write {folder} ({error.strerror or error})") from error
-    finally:
-        if temporary.exists():
-            temporary.rmtree()
-    done = time.perf_counter()
-    log.info("decoded in %.1f s, expanded and cached in %.1f s: %s", loaded - started, done - loaded, folder)
-
-
-def _write_arrays(folder: epath.Path, dataset: data.Dataset, splits: dict, storage: str) -> dict:
-    """Writes images, labels, ids and digests of every split; returns their part of the manifest."""
-    sha256, ids = {}, np.array(dataset.example_ids)
-    for split, rows in splits.items():
-        views = NUM_VIEWS if split == "train" and storage == "expanded" else 1
-        digests = _write_images(folder / f"{split}_images.npy", dataset.images, rows, views)
-        small = {"labels": dataset.labels[rows], "ids": ids[rows], "digests": digests}
-        for name, array in small.items():
-            with (folder / f"{split}_{name}.npy").open("wb") as file:
-                np.save(file, array, allow_pickle=False)
-            sha256[f"{split}_{name}"] = _digest(array)
-    mean, std = channel_statistics(dataset.images, splits["train"])
-    return {
-        "image_shape": list(dataset.images.shape[1:]),
-        "counts": {split: len(rows) for split, rows in splits.items()},
-        "class_names": dataset.class_names,
-        "mean": mean.tolist(),
-        "std": std.tolist(),
-        "sha256": sha256,
-    }
-
-
-def _write_images(path: epath.Path, images: np.ndarray, rows: np.ndarray, views: int) -> np.ndarray:
-    """Writes `views` views of each of `rows`; returns a SHA-256 per original, uint8 [n, 32]."""
-    digests = np.empty((len(rows), 32), np.uint8)
-    shape = (len(rows) * views, *images.shape[1:])
-    block_shape = (views, *images.shape[1:])
-    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-    with path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for part in data.iterate_batches(len(rows), 1024):
-            block = np.empty((part.stop - part.start, *block_shape), np.uint8)
-
-            def expand(begin: int, end: int, part=part, block=block) -> None:
-                originals = images[rows[part][begin:end]]
-                for view in range(views):
-                    block[begin:end, view] = apply_view(originals, view)
-                for i in range(begin, end):
-                    digests[part.start + i] = np.frombuffer(hashlib.sha256(block[i]).digest(), np.uint8)
-
-            data.run_ranges(expand, len(block))
-            file.write(block.data)
-    return digests
-
-
-def channel_statistics(images: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each channel over images[rows], on the scale 0..255; exact sums."""
-    counts = np.zeros((images.shape[-1], 256), np.int64)
-    for part in data.iterate_batches(len(rows), 1024):
-        block = images[rows[part]]
-        for channel in range(images.shape[-1]):
-            counts[channel] += np.bincount(block[..., channel].ravel(), minlength=256)
-    levels, total = np.arange(256), counts.sum(axis=1)
-    mean = counts @ levels / total
-    variance = counts @ levels**2 / total - mean**2
-    return mean, np.sqrt(np.maximum(variance, 1.0))
-
-
-def _remove_stale(folder: epath.Path) -> None:
-    """Removes what killed builds of this cache left behind, if it is old enough to be nobody's."""
-    if folder.parent.exists():
-        for path in folder.parent.glob(f".tmp-{folder.name}-*"):
-            if time.time() - path.stat().mtime > STALE_SEC:
-                path.rmtree()
-
-
-def prepare_cache(config) -> Cache:
+def prepare_cache(config) -> caches.Cache:
     """The cache of `config`, built where it is missing or damaged; same folder name on all hosts.
 
     The primary host builds first; hosts that then see no cache (no shared file system) build their own.
@@ -291,36 +93,16 @@ def prepare_cache(config) -> Cache:
         seed=fields.split_seed,
         cache_dir=config.augment.cache_dir,
     )
-    key = cache_key(source, fields.split_seed, config.augment.storage)
+    storage = config.augment.storage
+    key = caches.key(source, fields.split_seed, storage)
+    views = expand if storage == "expanded" else caches.one_view
     name = "".join(c if c.isalnum() else "_" for c in fields.name)
     folder = epath.Path(config.augment.cache_dir).expanduser() / f"{name}-{key}"
     for turn in ("primary", "others"):
         if devices.is_primary() == (turn == "primary"):
-            cache = _open_or_build(folder, source, fields.split_seed, config.augment.storage)
+            cache = caches.open_or_build(folder, source, fields.split_seed, storage, views)
         devices.barrier(f"cache {turn}")
     return cache
-
-
-def _open_or_build(folder, source, split_seed, storage) -> Cache:
-    if folder.exists():
-        try:
-            return open_cache(folder)
-        except DamagedCache as damage:
-            discard(folder, damage)
-    build_cache(folder, source, split_seed, storage)
-    return open_cache(folder)
-
-
-def discard(folder: epath.Path, damage: DamagedCache) -> None:
-    """Says what is damaged and removes the folder, so that it is built again."""
-    log.warning("damaged cache: %s; building it again", damage)
-    try:
-        folder.rmtree()
-    except FileNotFoundError:
-        pass  # another host on the same file system was first
-
-
-# ---- placing ----------------------------------------------------------------------------------------
 
 
 class Placed(NamedTuple):
@@ -333,7 +115,7 @@ class Placed(NamedTuple):
     deal: Deal
 
 
-def bytes_per_device(cache: Cache, storage: str, num_devices: int) -> dict[str, int]:
+def bytes_per_device(cache: caches.Cache, storage: str, num_devices: int) -> dict[str, int]:
     """Bytes of images that placing needs on the fullest device."""
     image = int(np.prod(cache.image_shape))
     views = NUM_VIEWS if storage == "expanded" else 1
@@ -343,7 +125,7 @@ def bytes_per_device(cache: Cache, storage: str, num_devices: int) -> dict[str, 
     }
 
 
-def load_onto_devices(config) -> tuple[Cache, Placed]:
+def load_onto_devices(config) -> tuple[caches.Cache, Placed]:
     """Prepares the cache and places it; a cache that turns out damaged is named and built again, once.
 
     Raises:
@@ -355,18 +137,18 @@ def load_onto_devices(config) -> tuple[Cache, Placed]:
         devices.check_fits(sizes, hint="augment.storage = 'on_device' keeps an eighth; or use more devices")
         try:
             placed = place(cache, config.augment.storage, config.seed)
-        except DamagedCache as error:
+        except caches.DamagedCache as error:
             damage = str(error)
         found = [text for text in devices.gather_text(damage) if text]
         if not found:
             return cache, placed
         if attempt == 0 and damage:
-            discard(cache.folder, DamagedCache(damage))
+            caches.discard(cache.folder, caches.DamagedCache(damage))
         devices.barrier("damaged cache")
     raise UserError(f"augment.cache_dir: damaged again right after it was rebuilt: {found[0]}")
 
 
-def place(cache: Cache, storage: str, seed: int) -> Placed:
+def place(cache: caches.Cache, storage: str, seed: int) -> Placed:
     """Reads this host's rows of the cache, device by device, so that no second copy is held."""
     num_devices = jax.device_count()
     deal = Deal(cache.count("train"), num_devices, NUM_VIEWS)
@@ -393,7 +175,7 @@ def place(cache: Cache, storage: str, seed: int) -> Placed:
     )
 
 
-def _place_images(cache: Cache, split: str, examples, padding: int, views: int, device) -> jax.Array:
+def _place_images(cache: caches.Cache, split: str, examples, padding: int, views: int, device) -> jax.Array:
     """uint8 [1, n * views, H, W, C] on `device`."""
     shape = cache.image_shape
     out = devices.aligned_empty((len(examples) + padding, views * int(np.prod(shape))), np.uint8)
@@ -405,7 +187,7 @@ def _place_images(cache: Cache, split: str, examples, padding: int, views: int, 
 # ---- the command ------------------------------------------------------------------------------------
 
 
-def draw_preview(cache: Cache, path: str, num_images: int = 6, scale: int = 2) -> None:
+def draw_preview(cache: caches.Cache, path: str, num_images: int = 6, scale: int = 2) -> None:
     """Writes a picture: one row per image, one column per view."""
     from PIL import Image
 
@@ -427,6 +209,7 @@ def draw_preview(cache: Cache, path: str, num_images: int = 6, scale: int = 2) -
 
 
 def main(config) -> None:
+    """Prepares the cache, says what is in it and draws the preview."""
     cache = prepare_cache(config)
     counts = ", ".join(f"{cache.count(split)} {split}" for split in data.SPLITS)
     print(f"cache   {cache.folder}")

@@ -46,9 +46,7 @@ def conv_as_dot(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
 
 def conv_lax(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
     """The same convolution by `lax.conv_general_dilated`."""
-    return lax.conv_general_dilated(
-        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 CONVS = {"dot": conv_as_dot, "lax": conv_lax}
@@ -163,9 +161,7 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x):
         conv = functools.partial(Conv, use_bias=False, dtype=self.dtype, implementation=self.conv)
-        norm = functools.partial(
-            nn.GroupNorm, num_groups=32 if self.width % 32 == 0 else 8, dtype=self.dtype
-        )
+        norm = functools.partial(nn.GroupNorm, num_groups=32 if self.width % 32 == 0 else 8, dtype=self.dtype)
         if self.imagenet_stem:
             x = nn.relu(norm()(conv(self.width, kernel_size=7, stride=2)(x)))
             x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
@@ -181,9 +177,7 @@ class ResNet(nn.Module):
 
 MODELS = {
     "convnet": ConvNet,
-    "resnet8": functools.partial(
-        ResNet, stage_sizes=(1, 1, 1), width=16, block=BasicBlock, imagenet_stem=False
-    ),
+    "resnet8": functools.partial(ResNet, stage_sizes=(1, 1, 1), width=16, block=BasicBlock, imagenet_stem=False),
     "resnet50": functools.partial(
         ResNet, stage_sizes=(3, 4, 6, 3), width=64, block=BottleneckBlock, imagenet_stem=True
     ),

@@ -1,8 +1,8 @@
 """The story of a run: config -> data -> state -> outer loop.
 
-    python train.py                                                     synthetic images, no download
-    python train.py --config configs/eurosat.py --workdir runs/eurosat  the real job
-    python train.py --config configs/eurosat.py --config.optimizer.name sgd --config.batch.size 1024
+python train.py                                                     synthetic images, no download
+python train.py --config configs/eurosat.py --workdir runs/eurosat  the real job
+python train.py --config configs/eurosat.py --config.optimizer.name sgd --config.batch.size 1024
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from ml_collections import config_dict
 import augment
 import model as models
 from largebatch import UserError, batching, devices, evaluation, metrics
+from largebatch import cache as caches
 from largebatch import config as configs
 from largebatch.optimizers import create_optimizer
 from largebatch.state import count_params, create_state, params_sha256
@@ -145,7 +146,7 @@ def _look_at_folder(run: metrics.RunFolder, plain: dict) -> dict | None:
 class Job(NamedTuple):
     """Everything a run needs before its first update, on the devices and compiled."""
 
-    cache: augment.Cache
+    cache: caches.Cache
     placed: augment.Placed
     batch_size: int
     micro_batch_size: int
@@ -207,9 +208,7 @@ class Trainer:
             plan = self._plan_of(first_step=self.step)
             begin = time.perf_counter()
             with self._clock.measure("train"), self._maybe_profile():
-                self.state, values = self._job.inner_loop(
-                    self.state, self._job.placed.train, plan, np.int32(count)
-                )
+                self.state, values = self._job.inner_loop(self.state, self._job.placed.train, plan, np.int32(count))
                 jax.block_until_ready((self.state, values))
             seconds = time.perf_counter() - begin
             self._sec_per_update = seconds / count
@@ -361,6 +360,7 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
 
 
 def main(config: config_dict.ConfigDict) -> int:
+    """Trains into --workdir; returns the exit code."""
     workdir = flags.FLAGS.workdir or f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         train_and_evaluate(config, workdir, flags.FLAGS.profile)

@@ -1,6 +1,6 @@
 """The real job, at a mini-batch that suits a CPU: EuroSAT, LAMB, batch 1,024 of the 172,800 views.
 
-    python train.py --config configs/eurosat.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat
+python train.py --config configs/eurosat.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat
 """
 
 from configs import default

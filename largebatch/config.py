@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 from absl import flags
+from etils import epath
 from ml_collections import config_dict, config_flags
 
 from largebatch import UserError
@@ -93,7 +94,7 @@ def flatten(config: dict, prefix: str = "") -> dict[str, object]:
 
 
 def nearest(name: str, known) -> str:
-    """" (did you mean ...?)" when something close is known, else nothing."""
+    """ " (did you mean ...?)" when something close is known, else nothing."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -145,7 +146,7 @@ def differences(ours: dict, theirs: dict) -> list[str]:
 
 def use_compilation_cache(cache_dir: str) -> None:
     """Keeps compiled programs between runs. The minimum is 0 s, or small programs would not be kept."""
-    jax.config.update("jax_compilation_cache_dir", os.path.join(os.path.expanduser(cache_dir), "xla"))
+    jax.config.update("jax_compilation_cache_dir", str(epath.Path(cache_dir).expanduser() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -194,19 +195,31 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
       UsageError: unknown or malformed flag, or a config file that cannot be run.
     """
     try:
-        rest = flags.FLAGS(_join_values(argv))
-    except flags.Error as error:
-        raise UsageError(_one_line(error)) from error
+        rest = parse_plain_flags(_join_values(argv))
     except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
         unknown = [arg for arg in argv if re.match(r"--config\.", arg)]
         names = [re.split(r"[=\s]", arg)[0].removeprefix("--config.") for arg in unknown]
         bad = [f"--config.{name}: unknown field{nearest(name, RULES)}" for name in names if name not in RULES]
         raise UsageError("; ".join(bad) or _one_line(error)) from error
+    except UsageError:
+        raise
     except Exception as error:  # whatever a user's config file raises when it is run
         raise UsageError(f"--config: the file cannot be run: {type(error).__name__}: {_one_line(error)}") from error
-    if len(rest) > 1:
-        raise UsageError(f"unexpected argument {rest[1]!r}; values are given as --config.FIELD VALUE")
+    if rest:
+        raise UsageError(f"unexpected argument {rest[0]!r}; values are given as --config.FIELD VALUE")
     return flags.FLAGS.config
+
+
+def parse_plain_flags(argv: list[str]) -> list[str]:
+    """Parses absl flags; returns the arguments that are no flags.
+
+    Raises:
+      UsageError: unknown or malformed flag.
+    """
+    try:
+        return flags.FLAGS(argv)[1:]
+    except flags.Error as error:
+        raise UsageError(_one_line(error)) from error
 
 
 def _join_values(argv: list[str]) -> list[str]:

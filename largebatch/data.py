@@ -126,7 +126,7 @@ def _prepared_tfds(name: str, data_dir: str | None):
     # Given explicitly, for TFDS reads the variable only once, when it is imported.
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     try:
-        return tfds.core.read_only_builder.builder_from_files(name, data_dir=os.path.expanduser(data_dir))
+        return tfds.core.read_only_builder.builder_from_files(name, data_dir=epath.Path(data_dir).expanduser())
     except tfds.core.DatasetNotFoundError:
         return None
     except (ValueError, OSError) as error:
@@ -138,7 +138,7 @@ def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | 
 
     where = data_dir or "~/tensorflow_datasets"
     prepare = (
-        "to prepare it: pip install tensorflow importlib_resources, then python -c \"import "
+        'to prepare it: pip install tensorflow importlib_resources, then python -c "import '
         f"tensorflow_datasets as tfds; tfds.builder('{name}', data_dir='{where}', "
         "file_format='array_record').download_and_prepare()\""
     )
@@ -388,25 +388,32 @@ def synthetic(num_examples: int, size: int, seed: int) -> Dataset:
     """
     rng = np.random.default_rng(seed)
     labels = np.arange(num_examples, dtype=np.int32) % len(SYNTHETIC_CLASSES)
-    y, x = np.mgrid[:size, :size].astype(np.float32)
     images = np.empty((num_examples, size, size, 3), np.uint8)
     for i, label in enumerate(labels):
-        period = rng.uniform(6, 10)
-        phase_x, phase_y = rng.uniform(0, period, 2)
-        along_x = np.sin(2 * np.pi * (x + phase_x) / period)
-        along_y = np.sin(2 * np.pi * (y + phase_y) / period)
-        radius = np.hypot(x - rng.uniform(0.3, 0.7) * size, y - rng.uniform(0.3, 0.7) * size)
-        pattern = {
-            "checks": lambda: np.sign(along_x * along_y),
-            "disks": lambda: np.where(radius < rng.uniform(0.15, 0.3) * size, 1.0, -1.0),
-            "noise": lambda: np.sign(rng.standard_normal((size, size))),
-            "rings": lambda: np.sign(np.sin(2 * np.pi * (radius + phase_x) / period)),
-            "stripes": lambda: np.sign(along_x if rng.random() < 0.5 else along_y),
-        }[SYNTHETIC_CLASSES[label]]()
+        pattern = _pattern(SYNTHETIC_CLASSES[label], size, rng)
         mean, contrast = rng.uniform(90, 165, 3), rng.uniform(15, 50, 3) * rng.choice((-1, 1))
         pixels = mean + contrast * (pattern - pattern.mean())[..., None] + rng.normal(0, 12, (size, size, 3))
         images[i] = np.clip(pixels, 0, 255)
     return Dataset(images, labels, list(SYNTHETIC_CLASSES), [f"{i:06d}" for i in range(num_examples)])
+
+
+def _pattern(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    """One texture of +1 and -1, [size, size]."""
+    y, x = np.mgrid[:size, :size].astype(np.float32)
+    period = rng.uniform(6, 10)
+    along_x, along_y = (np.sin(2 * np.pi * axis / period + rng.uniform(0, 2 * np.pi)) for axis in (x, y))
+    radius = np.hypot(x - rng.uniform(0.3, 0.7) * size, y - rng.uniform(0.3, 0.7) * size)
+    if kind == "checks":
+        wave = along_x * along_y
+    elif kind == "disks":
+        wave = rng.uniform(0.15, 0.3) * size - radius
+    elif kind == "noise":
+        wave = rng.standard_normal((size, size))
+    elif kind == "rings":
+        wave = np.sin(2 * np.pi * radius / period + rng.uniform(0, 2 * np.pi))
+    else:
+        wave = along_x if rng.random() < 0.5 else along_y
+    return np.where(wave > 0, 1.0, -1.0)
 
 
 # ---- split ------------------------------------------------------------------------------------------

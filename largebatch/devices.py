@@ -1,6 +1,7 @@
 """Hosts and devices: start, place, replicate, agree, compare."""
 
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -106,12 +107,12 @@ def local_indices() -> list[int]:
 
 
 def stack(per_device: list):
-    """Pytrees, one per local device and already on it -> one pytree with a leading local-device axis.
+    """Pytrees, one per device and already on it -> one pytree with a leading device axis, as pmap wants it.
 
     No copy: each device's array becomes a shard. Every leaf has shape [1, ...].
     """
-    mesh = Mesh(np.array(jax.local_devices()), ("local_devices",))
-    sharding = NamedSharding(mesh, PartitionSpec("local_devices"))
+    on = [jax.tree.leaves(tree)[0].device for tree in per_device]
+    sharding = NamedSharding(Mesh(np.array(on), ("local_devices",)), PartitionSpec("local_devices"))
 
     def join(*shards):
         shape = (len(shards), *shards[0].shape[1:])
@@ -120,10 +121,10 @@ def stack(per_device: list):
     return jax.tree.map(join, *per_device)
 
 
-def replicate(tree):
-    """`tree` on every local device, with a leading local-device axis, as pmap wants it."""
-    add_axis = jax.tree.map(lambda x: np.asarray(x)[None], tree)
-    return stack([jax.device_put(add_axis, device) for device in jax.local_devices()])
+def replicate(tree, num_devices: int | None = None):
+    """`tree` on the first `num_devices` local devices (default all), with a leading device axis."""
+    with_axis = jax.tree.map(lambda x: np.asarray(x)[None], tree)
+    return stack([jax.device_put(with_axis, device) for device in jax.local_devices()[:num_devices]])
 
 
 def first_replica(tree):
@@ -170,9 +171,9 @@ def available_bytes() -> int | None:
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    if jax.default_backend() == "cpu" and os.path.exists("/proc/meminfo"):
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":") for line in file)
+    meminfo = Path("/proc/meminfo")
+    if jax.default_backend() == "cpu" and meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024 // jax.local_device_count()
     return None
 

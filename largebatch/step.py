@@ -97,7 +97,7 @@ def make_inner_loop(
         updates, opt_state = optimizer.update(grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         state = TrainState(state.step + 1, state.seed, params, opt_state)
-        return state, StepMetrics(loss, optax.global_norm(grads))
+        return state, StepMetrics(loss, optax.tree.norm(grads))
 
     def inner_loop(state, data, plan, num_updates):
         device = lax.axis_index(AXIS)
@@ -110,6 +110,4 @@ def make_inner_loop(
         empty = StepMetrics(*[jnp.zeros(plan.epoch.shape, jnp.float32)] * 2)
         return lax.fori_loop(0, num_updates, body, (state, empty))
 
-    return jax.pmap(
-        inner_loop, AXIS, in_axes=(0, 0, None, None), out_axes=(0, None), donate_argnums=(0,)
-    )
+    return jax.pmap(inner_loop, AXIS, in_axes=(0, 0, None, None), out_axes=(0, None), donate_argnums=(0,))

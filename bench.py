@@ -1,0 +1,316 @@
+"""Throughput beside the hardware limit and beside the plain way, interleaved in one run.
+
+    python bench.py step [--batch_size 512] [--repeats 7] [--json FILE]
+
+Every figure is of synchronised work, as a median over repeats with its spread; contenders take turns
+within a repeat, so that a noisy machine is noisy to all. A contender whose work did not happen (its
+parameters or update count stand still) is an error, not a figure.
+"""
+
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+from absl import flags
+
+import augment
+import model as models
+import train
+from largebatch import UserError, batching, devices, metrics
+from largebatch.config import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
+from largebatch.optimizers import create_optimizer
+from largebatch.state import create_state
+from largebatch.step import make_inner_loop
+from peers import host_loop_pmap
+
+IMAGE_SHAPE, NUM_CLASSES, LEARNING_RATE = (64, 64, 3), 10, 1e-3
+MATMUL_SIZE = 2048
+MIN_TIMED_SEC = 0.5
+PLAIN_BATCH_SIZES = (16, 32, 64, 128, 256, 512)
+MICRO_BATCH_SIZES = (16, 32, 64, 128, 256)
+
+
+class Contender(NamedTuple):
+    """Something to time: `run(n)` does n rounds and waits; `check` raises if work did not happen."""
+
+    name: str
+    run: Callable[[int], None]
+    check: Callable[[], None]
+    images_per_round: int
+    bytes_per_device: int
+
+
+def seconds_per_round(contender: Contender, rounds: int) -> float:
+    """Seconds of one round, over `rounds` rounds in one go."""
+    begin = time.perf_counter()
+    contender.run(rounds)
+    return (time.perf_counter() - begin) / rounds
+
+
+def interleave(contenders: list[Contender], repeats: int) -> dict[str, list[float]]:
+    """Seconds per round of each contender, `repeats` times in turn, after a warm-up of its own."""
+    rounds = {}
+    for contender in contenders:
+        contender.run(1)
+        rounds[contender.name] = max(1, int(MIN_TIMED_SEC / seconds_per_round(contender, 1)))
+    times = {contender.name: [] for contender in contenders}
+    for _ in range(repeats):
+        for contender in contenders:
+            times[contender.name].append(seconds_per_round(contender, rounds[contender.name]))
+    for contender in contenders:
+        contender.check()
+    return times
+
+
+def tree_bytes(tree) -> int:
+    """Bytes of a pytree with a leading device axis on one device."""
+    return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(tree))
+
+
+def matmul_ceiling(dtype: str) -> tuple[Contender, float]:
+    """A large matrix product on every device at once; its rate is the ceiling. Also FLOPs per round."""
+    shape = (jax.local_device_count(), MATMUL_SIZE, MATMUL_SIZE)
+    operand = jax.pmap(lambda x: x.astype(dtype))(np.random.default_rng(0).standard_normal(shape, np.float32))
+    product = jax.pmap(lambda a: a @ a)
+    last = []
+
+    def run(rounds):
+        for _ in range(rounds):
+            last[:] = [jax.block_until_ready(product(operand))]
+
+    def check():
+        block = np.asarray(operand[0, :8], np.float64) @ np.asarray(operand[0], np.float64)
+        if not np.allclose(np.asarray(last[0][0, :8], np.float64), block, rtol=0.1, atol=2):
+            raise UserError("matrix product: wrong result")
+
+    return Contender("matrix product", run, check, 0, 2 * operand[0].nbytes), 2.0 * MATMUL_SIZE**3 * shape[0]
+
+
+def network_and_state(conv: str, dtype: str):
+    """The seed network, its parameters and a fresh LAMB state on all devices."""
+    network = models.create_model("convnet", NUM_CLASSES, dtype, conv)
+    params = train.init_params(network, IMAGE_SHAPE, 0)
+    optimizer = create_optimizer("lamb", 0.9, 0.0)
+    return network, optimizer, create_state(params, optimizer, 0)
+
+
+def our_step(
+    name: str, conv: str, dtype: str, batch_size: int, micro_batch_size: int, storage: str = "expanded"
+) -> Contender:
+    """Our inner loop: uint8 images resident, `rounds` updates in one call."""
+    network, optimizer, state = network_and_state(conv, dtype)
+    deal = batching.Deal(max(batch_size, 4096) // augment.NUM_VIEWS, jax.device_count(), augment.NUM_VIEWS)
+    rng = np.random.default_rng(0)
+    views = augment.NUM_VIEWS if storage == "expanded" else 1
+    shards = [
+        {
+            "images": rng.integers(0, 256, (1, deal.max_originals * views, *IMAGE_SHAPE), np.uint8),
+            "labels": rng.integers(0, NUM_CLASSES, (1, deal.max_originals), np.int32),
+        }
+        for _ in jax.local_devices()
+    ]
+    shards = devices.stack([jax.device_put(s, d) for s, d in zip(shards, jax.local_devices(), strict=True)])
+    logits_fn = train.make_logits_fn(network, (127.5,) * 3, (64.0,) * 3)
+    inner_loop = make_inner_loop(
+        train.cross_entropy(logits_fn), optimizer, augment.make_read(storage), deal, micro_batch_size
+    )
+    length = 4096
+    held = {"state": devices.replicate(state), "updates": 0}
+    before = devices.first_replica(held["state"].params)
+
+    def run(rounds):
+        steps = np.arange(held["updates"], held["updates"] + length) * batch_size
+        plan = train.Plan(
+            *batching.epoch_and_offset(deal, steps),
+            np.full(length, batch_size, np.int32),
+            np.full(length, LEARNING_RATE, np.float32),
+        )
+        held["state"], values = inner_loop(held["state"], shards, plan, np.int32(rounds))
+        jax.block_until_ready((held["state"], values))
+        held["updates"] += rounds
+
+    def check():
+        after = devices.first_replica(held["state"])
+        if int(after.step) != held["updates"]:
+            raise UserError(f"{name}: {after.step} updates happened, {held['updates']} were timed")
+        check_changed(name, before, after.params)
+
+    return Contender(name, run, check, batch_size, tree_bytes(shards) + tree_bytes(held["state"]))
+
+
+def check_changed(name: str, before, after) -> None:
+    """Every parameter array must have moved, to finite numbers."""
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if np.array_equal(old, new) or not np.isfinite(new).all():
+            raise UserError(f"{name}: parameters did not change to finite numbers; nothing was timed")
+
+
+def plain_step(batch_size: int, dtype: str) -> Contender:
+    """The host loop over pmap that the seed runs: float32 images, one gradient evaluation a device."""
+    network, _, state = network_and_state("lax", dtype)
+    optimizer = optax.lamb(LEARNING_RATE)
+    count, per_device = jax.local_device_count(), max(1, batch_size // jax.device_count())
+    rng = np.random.default_rng(0)
+    images = jax.pmap(lambda x: x)(rng.standard_normal((count, per_device, *IMAGE_SHAPE), np.float32))
+    labels = jax.pmap(lambda x: x)(rng.integers(0, NUM_CLASSES, (count, per_device), np.int32))
+    update = host_loop_pmap.make_update(lambda params, x: network.apply({"params": params}, x), optimizer)
+    held = {"params": devices.replicate(state.params), "opt": devices.replicate(optimizer.init(state.params))}
+    before = devices.first_replica(held["params"])
+    name = f"plain host loop, batch {batch_size}"
+
+    def run(rounds):
+        for _ in range(rounds):
+            held["params"], held["opt"] = jax.block_until_ready(update(held["params"], held["opt"], images, labels))
+
+    def check():
+        check_changed(name, before, devices.first_replica(held["params"]))
+
+    size = tree_bytes((images, labels, held["params"], held["opt"]))
+    return Contender(name, run, check, per_device * jax.device_count(), size)
+
+
+def bench_step(batch_size: int, repeats: int, dtype: str) -> dict:
+    """Our step, ours with lax.conv, the plain host loop at its best batch size, and the ceiling."""
+    conv = models.resolve_conv("auto", jax.default_backend())
+    share = -(-batch_size // jax.device_count())
+    auto = train.resolve_micro_batch_size("auto", share, jax.default_backend())
+    probes = [plain_step(size, dtype) for size in PLAIN_BATCH_SIZES if size >= jax.device_count()]
+    rates = {
+        p.name: p.images_per_round / statistics.median(t)
+        for p, t in zip(probes, interleave(probes, 3).values(), strict=True)
+    }
+    best_plain = max(probes, key=lambda probe: rates[probe.name])
+    same = plain_step(batch_size, dtype)
+    ceiling, matmul_flops = matmul_ceiling(dtype)
+    contenders = [
+        *(
+            our_step(
+                f"ours, micro-batch {size}" + (" (auto)" if size == auto else ""), conv, dtype, batch_size, size
+            )
+            for size in sorted({*(s for s in MICRO_BATCH_SIZES if s <= share), auto})
+        ),
+        our_step("ours, on_device views", conv, dtype, batch_size, auto, "on_device"),
+        our_step(
+            f"ours, {'lax' if conv == 'dot' else 'dot'} convolution",
+            "lax" if conv == "dot" else "dot",
+            dtype,
+            batch_size,
+            auto,
+        ),
+        same,
+        *([] if best_plain.name == same.name else [best_plain]),
+        ceiling,
+    ]
+    times = interleave(contenders, repeats)
+    flops = train.flops_per_image("convnet", NUM_CLASSES, IMAGE_SHAPE, network_and_state("lax", dtype)[2].params)
+    ceiling_rate = matmul_flops / statistics.median(times[ceiling.name]) / 1e9
+    rows = []
+    for contender in contenders:
+        seconds = statistics.median(times[contender.name])
+        low, high = min(times[contender.name]), max(times[contender.name])
+        images = contender.images_per_round
+        gflops = (images * flops if images else matmul_flops) / seconds / 1e9
+        rows.append(
+            {
+                "name": contender.name,
+                "images_per_sec": images / seconds if images else None,
+                "images_per_sec_range": [images / high, images / low] if images else None,
+                "gflops": gflops,
+                "share_of_ceiling": gflops / ceiling_rate,
+                "bytes_per_device": contender.bytes_per_device,
+                "seconds": times[contender.name],
+            }
+        )
+    return {
+        "command": "step",
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "repeats": repeats,
+        "flops_per_image": flops,
+        "devices": jax.device_count(),
+        "platform": jax.default_backend(),
+        "device_kind": jax.devices()[0].device_kind,
+        "versions": metrics.versions(),
+        "git_commit": metrics.git_commit(),
+        "plain_images_per_sec_by_batch": rates,
+        "rows": rows,
+        "ratio_to_plain_same_batch": ratio(times, contenders, "(auto)", same.name),
+        "ratio_to_plain_best_batch": ratio(times, contenders, "(auto)", best_plain.name),
+    }
+
+
+def ratio(times: dict, contenders: list[Contender], ours: str, other: str) -> float:
+    """Median over repeats of (images/s of ours) / (images/s of the other), repeat by repeat."""
+    by_name = {c.name: c for c in contenders}
+    ours = next(name for name in by_name if ours in name)
+    scale = by_name[ours].images_per_round / by_name[other].images_per_round
+    return statistics.median(scale * b / a for a, b in zip(times[ours], times[other], strict=True))
+
+
+def print_step(result: dict) -> None:
+    """The result of `bench_step` as a table."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for column in ("", "images/s", "range", "GFLOP/s", "of ceiling", "MB/device"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for row in result["rows"]:
+        images, span = row["images_per_sec"], row["images_per_sec_range"]
+        table.add_row(
+            row["name"],
+            f"{images:,.0f}" if images else "",
+            f"{span[0]:,.0f}-{span[1]:,.0f}" if images else "",
+            f"{row['gflops']:,.0f}",
+            f"{row['share_of_ceiling']:.2f}",
+            f"{row['bytes_per_device'] / 1e6:,.1f}",
+        )
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    console.print(
+        f"batch {result['batch_size']}, {result['dtype']}, {result['devices']} {result['platform']} devices, "
+        f"{result['flops_per_image'] / 1e6:.1f} MFLOP per image, median of {result['repeats']} interleaved repeats"
+    )
+    console.print(table)
+    console.print(
+        f"ours / plain host loop: {result['ratio_to_plain_same_batch']:.2f} at the same batch, "
+        f"{result['ratio_to_plain_best_batch']:.2f} against its best batch"
+    )
+
+
+def main() -> int:
+    """Runs one command; returns the exit code."""
+    logging.basicConfig(format="%(message)s")
+    flags.DEFINE_integer("batch_size", 512, "Examples per update over all devices.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 7, "Interleaved repeats.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Arithmetic of all contenders.")
+    flags.DEFINE_string("json", None, "Write all figures to this file.")
+    try:
+        commands = parse_plain_flags(sys.argv)
+        if commands != ["step"]:
+            raise UsageError(f"give one command: step; found {' '.join(commands) or 'none'}")
+    except UsageError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        devices.start()
+        result = bench_step(flags.FLAGS.batch_size, flags.FLAGS.repeats, flags.FLAGS.dtype)
+        print_step(result)
+        if flags.FLAGS.json:
+            with open(flags.FLAGS.json, "w") as file:
+                json.dump(result, file, indent=1)
+    except (UserError, OSError) as error:
+        print(f"bench.py: error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""A data set on disk, ready for the devices: .npy arrays and a manifest, every byte under a SHA-256.
+
+    FOLDER/manifest.json                    source, counts, class names, statistics, digests; seals itself
+    FOLDER/{train,val,test}_images.npy      uint8; of `train` all views of an original stand together
+    FOLDER/{train,val,test}_labels.npy      int32, one per original
+    FOLDER/{train,val,test}_ids.npy         text
+    FOLDER/{train,val,test}_digests.npy     SHA-256 of each original's bytes in the images file
+
+A folder is written under a temporary name and renamed, so under its own name it is whole.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from largebatch import UserError, data
+
+log = logging.getLogger("largebatch")
+
+CACHE_VERSION = 1
+STALE_SEC = 3600
+
+
+# Originals [n, H, W, C] -> all their views [n, views, H, W, C].
+Expand = Callable[[np.ndarray], np.ndarray]
+
+
+def one_view(images: np.ndarray) -> np.ndarray:
+    """The `Expand` that keeps the originals alone."""
+    return images[:, None]
+
+
+class DamagedCache(Exception):
+    """The cache does not hold what its manifest says; the text names the file."""
+
+
+class Cache(NamedTuple):
+    """A checked cache folder. `manifest` has source, counts, class_names, mean, std and array digests."""
+
+    folder: epath.Path
+    manifest: dict
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names by label."""
+        return self.manifest["class_names"]
+
+    def count(self, split: str) -> int:
+        """Original images in `split`."""
+        return self.manifest["counts"][split]
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width, channels."""
+        return tuple(self.manifest["image_shape"])
+
+    def small_array(self, name: str) -> np.ndarray:
+        """Labels, ids or digests, verified whole."""
+        path = self.folder / f"{name}.npy"
+        try:
+            with path.open("rb") as file:
+                array = np.load(file, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise DamagedCache(f"{path} cannot be read ({error})") from error
+        if _digest(array) != self.manifest["sha256"][name]:
+            raise DamagedCache(f"{path} does not match its SHA-256")
+        return array
+
+    def read_images(self, split: str, examples: np.ndarray, out: np.ndarray) -> None:
+        """Reads originals `examples`, with their views, into out [n, bytes of one original's views].
+
+        Each is verified against its SHA-256. Only these rows are read, so that each host of a pod touches
+        its own part of the file.
+        """
+        path = self.folder / f"{split}_images.npy"
+        digests = self.small_array(f"{split}_digests")
+        try:
+            with path.open("rb") as file:
+                np.lib.format.read_magic(file)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+                begin = file.tell()
+        except (OSError, ValueError, EOFError) as error:
+            raise DamagedCache(f"{path} cannot be read ({error})") from error
+        if int(np.prod(shape)) != len(digests) * out.shape[1] or dtype != np.uint8:
+            raise DamagedCache(
+                f"{path} holds {dtype} {shape}, not {len(digests)} originals of {out.shape[1]} bytes"
+            )
+
+        def read_range(first: int, last: int) -> None:
+            with path.open("rb") as file:
+                for row in range(first, last):
+                    file.seek(begin + int(examples[row]) * out.shape[1])
+                    file.readinto(out[row].data)
+                    if hashlib.sha256(out[row]).digest() != digests[examples[row]].tobytes():
+                        raise DamagedCache(f"{path}: example {examples[row]} does not match its SHA-256")
+
+        data.run_ranges(read_range, len(examples))
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+
+
+def key(source: data.Source, split_seed: int, storage: str) -> str:
+    """Hash of everything that shapes the cache, but the version of the code that writes it."""
+    text = f"{source.fingerprint} split {split_seed} {storage}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def open_folder(folder: epath.Path) -> Cache:
+    """Checks the manifest, which seals itself by a SHA-256 over its other fields."""
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+        seal = manifest.pop("manifest_sha256")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DamagedCache(f"{path} cannot be read ({error!r})") from error
+    if seal != _seal(manifest):
+        raise DamagedCache(f"{path} does not match its SHA-256")
+    if manifest["cache_version"] != CACHE_VERSION:
+        raise DamagedCache(f"{path} is of cache version {manifest['cache_version']}, this is {CACHE_VERSION}")
+    return Cache(folder, manifest)
+
+
+def _seal(manifest: dict) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def build(folder: epath.Path, source: data.Source, split_seed: int, storage: str, expand: Expand) -> None:
+    """Loads, splits, expands and writes the cache under a temporary name, then renames it to `folder`.
+
+    Raises:
+      UserError: bad images, images that are not square, a class without training images, a failing disk.
+    """
+    started = time.perf_counter()
+    log.info("loading %s", source.description)
+    dataset = source.load()
+    height, width, _ = dataset.images.shape[1:]
+    if height != width:
+        raise UserError(
+            f"dataset.image_size: images are {width}x{height} pixels; rotations need square ones: set a size"
+        )
+    loaded = time.perf_counter()
+    splits = data.split_indices(dataset.example_ids, split_seed)
+    missing = set(range(len(dataset.class_names))) - set(dataset.labels[splits["train"]].tolist())
+    if missing:
+        names = ", ".join(dataset.class_names[i] for i in sorted(missing))
+        raise UserError(f"dataset: no training image is left for class {names}; add images or change split_seed")
+    _remove_stale(folder)
+    temporary = folder.parent / f".tmp-{folder.name}-{os.uname().nodename}-{os.getpid()}"
+    try:
+        temporary.mkdir(parents=True)
+        manifest = _write_arrays(temporary, dataset, splits, expand)
+        manifest |= {
+            "source": source.description,
+            "split_seed": split_seed,
+            "storage": storage,
+            "cache_version": CACHE_VERSION,
+        }
+        manifest["manifest_sha256"] = _seal(manifest)
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was first, with the same content
+                raise
+    except OSError as error:
+        raise UserError(f"augment.cache_dir: cannot write {folder} ({error.strerror or error})") from error
+    finally:
+        if temporary.exists():
+            temporary.rmtree()
+    done = time.perf_counter()
+    log.info("decoded in %.1f s, expanded and cached in %.1f s: %s", loaded - started, done - loaded, folder)
+
+
+def _write_arrays(folder: epath.Path, dataset: data.Dataset, splits: dict, expand: Expand) -> dict:
+    """Writes images, labels, ids and digests of every split; returns their part of the manifest."""
+    sha256, ids = {}, np.array(dataset.example_ids)
+    for split, rows in splits.items():
+        expand_split = expand if split == "train" else one_view
+        digests = _write_images(folder / f"{split}_images.npy", dataset.images, rows, expand_split)
+        small = {"labels": dataset.labels[rows], "ids": ids[rows], "digests": digests}
+        for name, array in small.items():
+            with (folder / f"{split}_{name}.npy").open("wb") as file:
+                np.save(file, array, allow_pickle=False)
+            sha256[f"{split}_{name}"] = _digest(array)
+    mean, std = channel_statistics(dataset.images, splits["train"])
+    return {
+        "image_shape": list(dataset.images.shape[1:]),
+        "counts": {split: len(rows) for split, rows in splits.items()},
+        "class_names": dataset.class_names,
+        "mean": mean.tolist(),
+        "std": std.tolist(),
+        "sha256": sha256,
+    }
+
+
+def _write_images(path: epath.Path, images: np.ndarray, rows: np.ndarray, expand: Expand) -> np.ndarray:
+    """Writes all views of each of `rows`, 1,024 at a time; returns a SHA-256 per original, uint8 [n, 32]."""
+    digests = np.empty((len(rows), 32), np.uint8)
+    num_views = expand(images[:1]).shape[1]
+    header = {"descr": "|u1", "fortran_order": False, "shape": (len(rows) * num_views, *images.shape[1:])}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in data.iterate_batches(len(rows), 1024):
+            block = np.empty((part.stop - part.start, num_views, *images.shape[1:]), np.uint8)
+
+            def fill(begin: int, end: int, part=part, block=block) -> None:
+                block[begin:end] = expand(images[rows[part][begin:end]])
+                for i in range(begin, end):
+                    digests[part.start + i] = np.frombuffer(hashlib.sha256(block[i]).digest(), np.uint8)
+
+            data.run_ranges(fill, len(block))
+            file.write(block.data)
+    return digests
+
+
+def channel_statistics(images: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each channel over images[rows], on the scale 0..255; exact sums."""
+    counts = np.zeros((images.shape[-1], 256), np.int64)
+    for part in data.iterate_batches(len(rows), 1024):
+        block = images[rows[part]]
+        for channel in range(images.shape[-1]):
+            counts[channel] += np.bincount(block[..., channel].ravel(), minlength=256)
+    levels, total = np.arange(256), counts.sum(axis=1)
+    mean = counts @ levels / total
+    variance = counts @ levels**2 / total - mean**2
+    return mean, np.sqrt(np.maximum(variance, 1.0))
+
+
+def _remove_stale(folder: epath.Path) -> None:
+    """Removes what killed builds of this cache left behind, if it is old enough to be nobody's."""
+    if folder.parent.exists():
+        for path in folder.parent.glob(f".tmp-{folder.name}-*"):
+            if time.time() - path.stat().mtime > STALE_SEC:
+                path.rmtree()
+
+
+def open_or_build(folder: epath.Path, source: data.Source, split_seed: int, storage: str, expand: Expand) -> Cache:
+    """The cache in `folder`, built where it is missing, damaged or of another version."""
+    if folder.exists():
+        try:
+            return open_folder(folder)
+        except DamagedCache as damage:
+            discard(folder, damage)
+    build(folder, source, split_seed, storage, expand)
+    return open_folder(folder)
+
+
+def discard(folder: epath.Path, damage: DamagedCache) -> None:
+    """Says what is damaged and removes the folder, so that it is built again."""
+    log.warning("damaged cache: %s; building it again", damage)
+    try:
+        folder.rmtree()
+    except FileNotFoundError:
+        pass  # another host on the same file system was first

@@ -1,0 +1,130 @@
+"""A pod on one machine: several processes, each with its own CPU devices, joined over loopback.
+
+    python -m largebatch.pod --hosts 4 --devices 8 -- python train.py --config configs/eurosat.py
+
+Streams the output of host 0. When a process ends with an error, all others are ended, the end of its
+output is shown, and the exit code is its own. Nothing is left running, however this ends.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+from largebatch import devices
+
+GRACE_SEC = 5.0
+POLL_SEC = 0.1
+SHOWN_LINES = 15
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """In the child: its own session, and SIGKILL from the kernel if this process dies unseen (Linux)."""
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start(command: list[str], hosts: int, devices_per_host: int, logs: list) -> list[subprocess.Popen]:
+    address = f"127.0.0.1:{_free_port()}"
+    others = os.environ.get("XLA_FLAGS", "")
+    processes = []
+    for host in range(hosts):
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_COORDINATOR_BIND_ADDRESS": address,
+            devices.NUM_HOSTS_VARIABLE: str(hosts),
+            devices.HOST_INDEX_VARIABLE: str(host),
+            "XLA_FLAGS": f"{others} --xla_force_host_platform_device_count={devices_per_host}".strip(),
+        }
+        out = {} if host == 0 else {"stdout": logs[host], "stderr": subprocess.STDOUT}
+        processes.append(
+            subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent, **out)
+        )
+    return processes
+
+
+def _end_all(processes: list[subprocess.Popen]) -> None:
+    """SIGTERM to every process group that is left, SIGKILL to what is there after GRACE_SEC."""
+    deadline = time.monotonic() + GRACE_SEC
+    for signal_ in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            try:
+                os.killpg(process.pid, signal_)
+            except (ProcessLookupError, PermissionError):
+                pass
+        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+            time.sleep(POLL_SEC)
+    for process in processes:
+        process.wait()
+
+
+def run(command: list[str], hosts: int, devices_per_host: int) -> int:
+    """Runs `command` on `hosts` processes with `devices_per_host` CPU devices each.
+
+    Returns:
+      0 when all ended well, else the exit code of the first that did not (128 + signal if killed).
+    """
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(hosts)]
+        processes = []
+        stack.callback(lambda: _end_all(processes))
+        processes += _start(command, hosts, devices_per_host, logs)
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = [host for host, code in enumerate(codes) if code]
+            if failed:
+                # JAX aborts the peers of a host that died: those are not the ones to name.
+                culprit = next((host for host in failed if codes[host] != -signal.SIGABRT), failed[0])
+                return _report(culprit, codes[culprit], logs[culprit])
+            if all(code == 0 for code in codes):
+                return 0
+            time.sleep(POLL_SEC)
+
+
+def _report(host: int, code: int, file) -> int:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    print(f"pod: host {host} {how}; ending the others", file=sys.stderr)
+    if host:
+        file.seek(0)
+        for line in file.read().decode(errors="replace").splitlines()[-SHOWN_LINES:]:
+            print(f"pod: host {host}: {line}", file=sys.stderr)
+    return 128 - code if code < 0 else code
+
+
+def main() -> int:
+    """Parses the command line and runs the pod; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m largebatch.pod", description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, required=True, help="number of processes")
+    parser.add_argument("--devices", type=int, required=True, help="CPU devices of each process")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command to run on every host")
+    arguments = parser.parse_args()
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if arguments.hosts < 1 or arguments.devices < 1 or not command:
+        parser.error("--hosts and --devices must be at least 1, and a command must follow --")
+    for name in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, lambda number, _: sys.exit(128 + number))
+    try:
+        return run(command, arguments.hosts, arguments.devices)
+    except KeyboardInterrupt:
+        return 130
+    except FileNotFoundError as error:
+        parser.error(f"cannot run {error.filename!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

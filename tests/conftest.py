@@ -1,0 +1,76 @@
+"""Eight CPU devices in one process, and an own cache folder, before JAX is imported."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ml_collections import config_dict
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+EUROSAT = ROOT.parent / "shared" / "data" / "EuroSAT.zip"
+sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory) -> Path:
+    """One cache folder for all tests of a worker, so that programs and data are made once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def small_config(session_cache) -> config_dict.ConfigDict:
+    """The embedded default, shrunk to run in a second or two."""
+    from configs import default
+
+    c = default.get_config()
+    c.augment.cache_dir = str(session_cache)
+    c.dataset.num_examples = 100
+    c.dataset.image_size = 16
+    c.train.inner_steps = 3
+    c.train.outer_steps = 2
+    c.batch.micro_batch_size = 16
+    return c
+
+
+@pytest.fixture
+def eurosat_zip() -> Path:
+    """The real data set, where it is at hand."""
+    if not EUROSAT.exists():
+        pytest.skip(f"the real data set is not at {EUROSAT}")
+    return EUROSAT
+
+
+def make_folder(root: Path, classes: dict[str, int], size=(16, 16), suffix=".png", seed=0) -> Path:
+    """Class folders of random images."""
+    rng = np.random.default_rng(seed)
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(0, 256, (*size, 3), np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{name}_{i}{suffix}")
+    return root
+
+
+def run_script(*arguments, env=None, timeout=300, cwd=ROOT) -> subprocess.CompletedProcess:
+    """Runs a script of the project as a user would, on two devices."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"} | (env or {})
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def assert_one_line_error(result: subprocess.CompletedProcess, *words: str, code: int = 1) -> None:
+    """One line on stderr that holds all `words`, the right exit code, and no traceback."""
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert result.returncode == code, result.stderr + result.stdout
+    assert "Traceback" not in result.stderr + result.stdout, result.stderr
+    assert len(lines) == 1, result.stderr
+    for word in words:
+        assert word in lines[0], lines[0]

@@ -1,0 +1,101 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from largebatch import batching
+from largebatch.batching import Deal
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 65, 1000])
+def test_shuffled_is_a_permutation_that_depends_on_the_key(length):
+    shuffle = jax.jit(lambda key: batching.shuffled(jnp.arange(length), length, length, key))
+    one, other = np.asarray(shuffle(jnp.uint32(1))), np.asarray(shuffle(jnp.uint32(2)))
+    assert sorted(one) == list(range(length))
+    assert sorted(other) == list(range(length))
+    assert length < 64 or (one != other).mean() > 0.9
+
+
+def test_shuffled_has_no_favourite_places():
+    # 4,000 shuffles of 16: each (place, value) pair is expected 250 times, with deviation sqrt(250 * 15/16).
+    keys = jax.vmap(lambda epoch: batching.shuffle_key(0, epoch, 0))(jnp.arange(4000))
+    orders = np.asarray(jax.vmap(lambda key: batching.shuffled(jnp.arange(16), 16, 16, key))(keys))
+    counts = np.array([np.bincount(orders[:, place], minlength=16) for place in range(16)])
+    chi_square = ((counts - 250) ** 2 / 250).sum()
+    assert 150 < chi_square < 320  # 225 degrees of freedom: mean 225, deviation 21
+    neighbours = np.abs(np.diff(orders, axis=1)).mean()
+    assert abs(neighbours - 17 / 3) < 0.1  # mean distance of two random places of 16
+
+
+@pytest.mark.parametrize(
+    ("originals", "num_devices", "views"), [(5, 1, 8), (5, 8, 8), (13, 4, 8), (16, 8, 2), (3, 2, 1)]
+)
+def test_count_before_is_a_round_robin_that_uses_every_example(originals, num_devices, views):
+    deal = Deal(originals, num_devices, views)
+    counts = np.array(
+        [[int(deal.count_before(p, d)) for d in range(num_devices)] for p in range(deal.num_examples + 1)]
+    )
+    assert (counts.sum(axis=1) == np.arange(deal.num_examples + 1)).all()
+    assert (np.diff(counts, axis=0) >= 0).all()
+    assert counts[-1].tolist() == [int(deal.num_examples_of(d)) for d in range(num_devices)]
+    held = np.concatenate([deal.originals_of(d, seed=3) for d in range(num_devices)])
+    assert sorted(held) == list(range(originals))
+
+
+def visited(deal: Deal, batch_size: int, num_updates: int, micro_batch_size: int):
+    """(epoch, device, example) of every visit of every update, with each device's micro-batch sizes."""
+    visits, sizes = [], []
+
+    @jax.jit
+    def one(device, epoch, offset, index):
+        share = batching.device_share(deal, device, epoch, offset, batch_size)
+        count = -(-share.count // micro_batch_size)
+        examples, weights = batching.micro_batch(deal, device, share, index, count, micro_batch_size, 5)
+        return share, count, examples, weights
+
+    for update in range(num_updates):
+        epoch, offset = batching.epoch_and_offset(deal, np.array(update * batch_size))
+        for device in range(deal.num_devices):
+            share, count, _, _ = one(device, epoch, offset, 0)
+            seen = 0
+            for index in range(int(count)):
+                _, _, examples, weights = one(device, epoch, offset, index)
+                kept = np.asarray(examples)[np.asarray(weights) == 1]
+                sizes.append((update, device, len(kept)))
+                for example in kept:
+                    visits.append((int(epoch) + (seen >= int(share.first)), device, int(example)))
+                    seen += 1
+            assert seen == int(share.count)
+    return visits, sizes
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 40, 50, 104])
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_an_epoch_visits_every_example_once_for_any_batch_size(batch_size, num_devices):
+    deal = Deal(13, num_devices, 8)
+    num_updates = -(-2 * deal.num_examples // batch_size)
+    visits, sizes = visited(deal, batch_size, num_updates, micro_batch_size=16)
+    for epoch in (0, 1):
+        seen = [(device, example) for e, device, example in visits if e == epoch]
+        assert len(seen) == len(set(seen)) == deal.num_examples
+    orders = [[x for e, *x in visits if e == epoch] for epoch in (0, 1)]
+    assert orders[0] != orders[1]
+    for key in {(update, device) for update, device, _ in sizes}:
+        parts = [size for update, device, size in sizes if (update, device) == key]
+        assert max(parts) - min(parts) <= 1
+
+
+def test_a_devices_share_differs_from_the_others_by_one_at_most():
+    deal = Deal(13, 4, 8)
+    for offset in range(0, 96, 5):
+        shares = [int(batching.device_share(deal, d, 0, offset, 6).count) for d in range(4)]
+        assert sum(shares) == 6
+        if offset + 6 <= 96:  # before the tail, where one device holds an original more
+            assert max(shares) - min(shares) <= 1
+
+
+def test_epoch_and_offset_do_not_overflow():
+    deal = Deal(21_600, 32, 8)
+    epoch, offset = batching.epoch_and_offset(deal, np.array([10**12 + 17]))
+    assert epoch.dtype == offset.dtype == np.int32
+    assert int(epoch[0]) * deal.num_examples + int(offset[0]) == 10**12 + 17
