@@ -158,7 +158,7 @@ class Job(NamedTuple):
 
 
 def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> Job:
-    """Places the data, makes the state and compiles the two programs; times both sections."""
+    """Places the data, makes the state and compiles the two programs by running them; times both sections."""
     with clock.measure("data"):
         cache, placed = augment.load_onto_devices(config)
         jax.block_until_ready((placed.train, placed.val_images))
@@ -172,15 +172,18 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> Job:
     params = init_params(network, cache.image_shape, config.seed)
     logits_fn = make_logits_fn(network, cache.manifest["mean"], cache.manifest["std"])
     optimizer = create_optimizer(config.optimizer.name, config.optimizer.momentum, config.optimizer.weight_decay)
-    state = devices.replicate(create_state(params, optimizer, config.seed))
+    state = jax.jit(create_state, static_argnums=1)(params, optimizer, config.seed)
+    state = devices.replicate(state)
 
+    # Calling, not lowering: pmap's ahead-of-time programs do not take the arrays of several hosts.
     with clock.measure("compile"):
         read = augment.make_read(config.augment.storage)
         inner_loop = make_inner_loop(cross_entropy(logits_fn), optimizer, read, placed.deal, micro_batch_size)
         plan = make_plan(placed.deal, config, batch_size, first_step=0)
-        inner_loop = inner_loop.lower(state, placed.train, plan, np.int32(0)).compile()
+        state, _ = inner_loop(state, placed.train, plan, np.int32(0))
         predict = evaluation.make_predict(logits_fn, micro_batch_size)
-        predict = predict.lower(state.params, placed.val_images).compile()
+        jax.block_until_ready((state, predict(state.params, placed.val_images)))
+        devices.check_replicas(state.params, "initial parameters")
     flops = flops_per_image(config.model.name, num_classes, cache.image_shape, params)
     num_params = count_params(params)
     return Job(cache, placed, batch_size, micro_batch_size, num_params, flops, state, inner_loop, predict)

@@ -10,6 +10,7 @@ A folder is written under a temporary name and renamed, so under its own name it
 """
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -62,16 +63,15 @@ class Cache(NamedTuple):
         return tuple(self.manifest["image_shape"])
 
     def small_array(self, name: str) -> np.ndarray:
-        """Labels, ids or digests, verified whole."""
+        """Labels, ids or digests, verified whole (the header too: NumPy's parser trips over a damaged one)."""
         path = self.folder / f"{name}.npy"
         try:
-            with path.open("rb") as file:
-                array = np.load(file, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise DamagedCache(f"{path} cannot be read ({error})") from error
-        if _digest(array) != self.manifest["sha256"][name]:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DamagedCache(f"{path} cannot be read ({error.strerror or error})") from error
+        if hashlib.sha256(content).hexdigest() != self.manifest["sha256"][path.name]:
             raise DamagedCache(f"{path} does not match its SHA-256")
-        return array
+        return np.load(io.BytesIO(content), allow_pickle=False)
 
     def read_images(self, split: str, examples: np.ndarray, out: np.ndarray) -> None:
         """Reads originals `examples`, with their views, into out [n, bytes of one original's views].
@@ -81,22 +81,20 @@ class Cache(NamedTuple):
         """
         path = self.folder / f"{split}_images.npy"
         digests = self.small_array(f"{split}_digests")
+        num_views = out.shape[1] // int(np.prod(self.image_shape))
+        header = _npy_header((len(digests) * num_views, *self.image_shape))
         try:
             with path.open("rb") as file:
-                np.lib.format.read_magic(file)
-                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-                begin = file.tell()
-        except (OSError, ValueError, EOFError) as error:
-            raise DamagedCache(f"{path} cannot be read ({error})") from error
-        if int(np.prod(shape)) != len(digests) * out.shape[1] or dtype != np.uint8:
-            raise DamagedCache(
-                f"{path} holds {dtype} {shape}, not {len(digests)} originals of {out.shape[1]} bytes"
-            )
+                found = file.read(len(header))
+        except OSError as error:
+            raise DamagedCache(f"{path} cannot be read ({error.strerror or error})") from error
+        if found != header:
+            raise DamagedCache(f"{path} does not start as an array of {len(digests)} x {num_views} images")
 
         def read_range(first: int, last: int) -> None:
             with path.open("rb") as file:
                 for row in range(first, last):
-                    file.seek(begin + int(examples[row]) * out.shape[1])
+                    file.seek(len(header) + int(examples[row]) * out.shape[1])
                     file.readinto(out[row].data)
                     if hashlib.sha256(out[row]).digest() != digests[examples[row]].tobytes():
                         raise DamagedCache(f"{path}: example {examples[row]} does not match its SHA-256")
@@ -104,8 +102,11 @@ class Cache(NamedTuple):
         data.run_ranges(read_range, len(examples))
 
 
-def _digest(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+def _npy_header(shape: tuple[int, ...]) -> bytes:
+    """What a .npy file of uint8 `shape` starts with."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    return buffer.getvalue()
 
 
 def key(source: data.Source, split_seed: int, storage: str) -> str:
@@ -188,9 +189,11 @@ def _write_arrays(folder: epath.Path, dataset: data.Dataset, splits: dict, expan
         digests = _write_images(folder / f"{split}_images.npy", dataset.images, rows, expand_split)
         small = {"labels": dataset.labels[rows], "ids": ids[rows], "digests": digests}
         for name, array in small.items():
-            with (folder / f"{split}_{name}.npy").open("wb") as file:
-                np.save(file, array, allow_pickle=False)
-            sha256[f"{split}_{name}"] = _digest(array)
+            buffer = io.BytesIO()
+            np.save(buffer, array, allow_pickle=False)
+            path = folder / f"{split}_{name}.npy"
+            path.write_bytes(buffer.getvalue())
+            sha256[path.name] = hashlib.sha256(buffer.getvalue()).hexdigest()
     mean, std = channel_statistics(dataset.images, splits["train"])
     return {
         "image_shape": list(dataset.images.shape[1:]),
@@ -206,9 +209,8 @@ def _write_images(path: epath.Path, images: np.ndarray, rows: np.ndarray, expand
     """Writes all views of each of `rows`, 1,024 at a time; returns a SHA-256 per original, uint8 [n, 32]."""
     digests = np.empty((len(rows), 32), np.uint8)
     num_views = expand(images[:1]).shape[1]
-    header = {"descr": "|u1", "fortran_order": False, "shape": (len(rows) * num_views, *images.shape[1:])}
     with path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
+        file.write(_npy_header((len(rows) * num_views, *images.shape[1:])))
         for part in data.iterate_batches(len(rows), 1024):
             block = np.empty((part.stop - part.start, num_views, *images.shape[1:]), np.uint8)
 

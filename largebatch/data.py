@@ -1,11 +1,13 @@
 """Labelled images from TFDS, a zip, a folder or a generator, and the split that all of them share."""
 
 import concurrent.futures
+import functools
 import hashlib
 import io
 import itertools
 import logging
 import os
+import pathlib
 import urllib.error
 import urllib.request
 import zipfile
@@ -173,7 +175,7 @@ def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | 
                 file = row.get("filename", f"{number:09d}".encode()).decode()
                 example_id = file if "/" in file else f"{class_names[label]}/{file}"
                 files.append(ImageFile(example_id, label, lambda image=row["image"]: image))
-        return _load(files, class_names, image_size)
+        return _dataset(files, class_names, image_size)
 
     description = f"TFDS {info.full_name} [{split}]"
     return Source(description, f"tfds {info.full_name} {builder.data_dir} {split} {len(rows)} {image_size}", load)
@@ -192,81 +194,91 @@ class ImageFile(NamedTuple):
 
 def _zip_source(path: epath.Path, image_size: int | None) -> Source:
     try:
-        archive = zipfile.ZipFile(path.open("rb"))
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
     except (zipfile.BadZipFile, OSError) as error:
         raise UserError(f"dataset.path: {path} is not a readable zip file ({error})") from error
-    names = archive.namelist()
+    names = [entry.filename for entry in entries]
     for name in names:
         parts = name.replace("\\", "/").split("/")
         if name.startswith(("/", "\\")) or ".." in parts or ":" in parts[0]:
             raise UserError(f"dataset.path: {path} holds the unsafe name {name!r}; allowed: relative names")
-    files, class_names = _by_class([(n, lambda n=n: archive.read(n)) for n in names], str(path))
+    labels, class_names = _labels_of(names, str(path))
     # The directory of a zip holds the CRC-32 and size of every file: hashing it stands for the content.
-    listing = "\n".join(f"{i.filename} {i.file_size} {i.CRC}" for i in archive.infolist())
-    fingerprint = f"files {hashlib.sha256(listing.encode()).hexdigest()} {image_size}"
-    return Source(str(path), fingerprint, lambda: _load(files, class_names, image_size))
+    listing = [f"{entry.filename} {entry.file_size} {entry.CRC}" for entry in entries]
+
+    def load() -> Dataset:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            return _load(labels, class_names, archive.read, image_size)
+
+    return Source(str(path), _fingerprint(listing, image_size), load)
 
 
 def _folder_source(path: epath.Path, image_size: int | None) -> Source:
     if not path.is_dir():
         raise UserError(f"dataset.path: {path} is not a folder; dataset.source 'folder' needs one")
-    entries, listing = [], []
-    for folder, subfolders, names in os.walk(path):
-        subfolders.sort()
-        relative = PurePosixPath(os.path.relpath(folder, path).replace(os.sep, "/"))
-        entries.append((f"{relative}/", None))
-        for name in sorted(names):
-            file = epath.Path(folder) / name
-            entries.append((str(relative / name), file.read_bytes))
-            stat = file.stat()
-            listing.append(f"{relative / name} {stat.length} {stat.mtime}")
-    files, class_names = _by_class(entries, str(path))
-    fingerprint = f"files {hashlib.sha256(chr(10).join(listing).encode()).hexdigest()} {image_size}"
-    return Source(str(path), fingerprint, lambda: _load(files, class_names, image_size))
+    names, listing = [], []
+    for found in sorted(pathlib.Path(path).rglob("*")):
+        name = found.relative_to(path).as_posix()
+        names.append(f"{name}/" if found.is_dir() else name)
+        listing.append(f"{name} {found.stat().st_size} {found.stat().st_mtime_ns}")
+    labels, class_names = _labels_of(names, str(path))
+
+    def load() -> Dataset:
+        return _load(labels, class_names, lambda name: (path / name).read_bytes(), image_size)
+
+    return Source(str(path), _fingerprint(listing, image_size), load)
 
 
-def _by_class(entries, where: str) -> tuple[list[ImageFile], list[str]]:
-    """Sorts (name, read) entries into classes; names ending in "/" are folders.
+def _fingerprint(listing: list[str], image_size: int | None) -> str:
+    return f"files {hashlib.sha256(chr(10).join(listing).encode()).hexdigest()} {image_size}"
+
+
+def _labels_of(names: list[str], where: str) -> tuple[dict[str, int], list[str]]:
+    """Labels of the images among `names` (those that end in "/" are folders), and the class names.
 
     Classes are the folders that hold the images; folders around all of them are left off.
     """
-    images, folders, ignored = [], set(), 0
-    for name, read in entries:
+    images, folders, ignored = {}, set(), 0
+    for name in names:
         path = PurePosixPath(name)
         if any(part.startswith((".", "__MACOSX")) for part in path.parts):
             continue
         if name.endswith("/"):
             folders.add(path)
-        elif path.suffix.lower() in IMAGE_SUFFIXES:
-            images.append((path, read))
-        else:
+        elif path.suffix.lower() not in IMAGE_SUFFIXES:
             ignored += 1
+        elif name in images:
+            raise UserError(f"dataset.path: {where} holds {name!r} twice")
+        else:
+            images[name] = path
     if ignored:
         log.info("%s: ignored %d files that are not %s", where, ignored, "/".join(IMAGE_SUFFIXES))
-    parents = {path.parent for path, _ in images}
+    parents = {path.parent for path in images.values()}
     outers = {parent.parent for parent in parents}
     if not images or PurePosixPath(".") in parents:
         raise UserError(f"dataset.path: {where} has no class folders; expected Class/image.jpg")
     if len(outers) > 1:
         found = ", ".join(sorted(str(outer) for outer in outers)[:4])
         raise UserError(f"dataset.path: {where} has class folders at several places ({found}); give one of them")
-    (outer,) = outers
     for folder in sorted(folders - parents):
-        if folder.parent == outer and folder != outer:
+        if folder.parent in outers:
             raise UserError(f"dataset.path: {where}: class {folder.name!r} has no images")
     class_names = sorted(parent.name for parent in parents)
     if len(class_names) < 2:
         raise UserError(f"dataset.path: {where} has one class, {class_names[0]!r}; at least 2 are needed")
-    index = {name: i for i, name in enumerate(class_names)}
-    files = [ImageFile(f"{p.parent.name}/{p.name}", index[p.parent.name], read) for p, read in images]
-    ids = sorted(file.example_id for file in files)
-    for first, second in itertools.pairwise(ids):
-        if first == second:
-            raise UserError(f"dataset.path: {where} holds {first!r} twice")
-    return files, class_names
+    return {name: class_names.index(path.parent.name) for name, path in images.items()}, class_names
 
 
-def _load(files: list[ImageFile], class_names: list[str], image_size: int | None) -> Dataset:
+def _load(labels: dict[str, int], class_names: list[str], read, image_size: int | None) -> Dataset:
+    files = [
+        ImageFile(f"{class_names[label]}/{PurePosixPath(name).name}", label, functools.partial(read, name))
+        for name, label in labels.items()
+    ]
+    return _dataset(files, class_names, image_size)
+
+
+def _dataset(files: list[ImageFile], class_names: list[str], image_size: int | None) -> Dataset:
     images = decode_all(files, image_size)
     labels = np.array([file.label for file in files], np.int32)
     return Dataset(images, labels, class_names, [file.example_id for file in files])

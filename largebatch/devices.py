@@ -16,6 +16,8 @@ from largebatch import UserError
 NUM_HOSTS_VARIABLE = "LARGEBATCH_NUM_HOSTS"
 HOST_INDEX_VARIABLE = "LARGEBATCH_HOST_INDEX"
 HEARTBEAT_TIMEOUT_SEC = 20
+# The axis of every pmap; arrays made here carry it, so that pmap takes them as they are.
+AXIS = "devices"
 
 
 def start(
@@ -112,7 +114,7 @@ def stack(per_device: list):
     No copy: each device's array becomes a shard. Every leaf has shape [1, ...].
     """
     on = [jax.tree.leaves(tree)[0].device for tree in per_device]
-    sharding = NamedSharding(Mesh(np.array(on), ("local_devices",)), PartitionSpec("local_devices"))
+    sharding = NamedSharding(Mesh(np.array(on), (AXIS,)), PartitionSpec(AXIS))
 
     def join(*shards):
         shape = (len(shards), *shards[0].shape[1:])
@@ -143,7 +145,7 @@ def _hash(tree) -> jax.Array:
     return total
 
 
-_gathered_hashes = jax.pmap(lambda tree: lax.all_gather(_hash(tree), "devices"), "devices", out_axes=None)
+_gathered_hashes = jax.pmap(lambda tree: lax.all_gather(_hash(tree), AXIS), AXIS, out_axes=None)
 
 
 def check_replicas(tree, what: str) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from largebatch.step import AXIS
+from largebatch.devices import AXIS
 
 
 class Scores(NamedTuple):

@@ -16,9 +16,8 @@ from jax import flatten_util, lax
 
 from largebatch import batching, optimizers
 from largebatch.batching import Deal
+from largebatch.devices import AXIS
 from largebatch.state import TrainState
-
-AXIS = "devices"
 
 
 class Batch(NamedTuple):

@@ -141,7 +141,6 @@ def test_one_all_reduce_and_no_other_collective(problem):
 
 
 def test_everything_that_crosses_devices_goes_through_reduce(problem):
-    _, _, params, _ = problem
     seen = []
 
     def local_only(tree):

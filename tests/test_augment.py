@@ -1,0 +1,194 @@
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from conftest import assert_one_line_error, run_script
+from PIL import Image
+
+import augment
+from largebatch import UserError, batching, data, devices
+from largebatch import cache as caches
+
+
+def test_8_views_are_the_dihedral_group():
+    corner = np.arange(3 * 3 * 1, dtype=np.uint8).reshape(1, 3, 3, 1)
+    views = [augment.apply_view(corner, view).tobytes() for view in range(8)]
+    assert len(set(views)) == 8  # distinct
+    assert views[0] == corner.tobytes()  # with the identity
+    for first, second in itertools.product(range(8), repeat=2):  # closed
+        assert augment.apply_view(augment.apply_view(corner, first), second).tobytes() in views
+    for turns, flip in itertools.product(range(4), (False, True)):  # rotations, with and without a flip
+        turned = np.rot90(corner, turns, axes=(1, 2))
+        assert (turned[:, :, ::-1] if flip else turned).tobytes() in views
+
+
+def test_select_views_equals_expand():
+    images = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), np.uint8)
+    expanded = augment.expand(images)
+    for view in range(8):
+        np.testing.assert_array_equal(expanded[:, view], augment.apply_view(images, view))
+    views = np.array([0, 3, 7, 5, 1, 6], np.int32)
+    selected = jax.jit(augment.select_views)(images, views)
+    np.testing.assert_array_equal(selected, expanded[np.arange(6), views])
+
+
+@pytest.mark.parametrize("storage", ["expanded", "on_device"])
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
+    small_config, storage, num_devices, monkeypatch
+):
+    small_config.augment.storage = storage
+    found = jax.local_devices()[:num_devices]
+    monkeypatch.setattr(jax, "local_devices", lambda: found)
+    monkeypatch.setattr(jax, "device_count", lambda: num_devices)
+    monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
+    cache, placed = augment.load_onto_devices(small_config)
+    dataset = data.synthetic(100, 16, 0)
+    train = data.split_indices(dataset.example_ids, 0)["train"]
+    expected = {}
+    for original in train:
+        for view, image in enumerate(augment.expand(dataset.images[original][None])[0]):
+            expected[image.tobytes(), int(dataset.labels[original])] = original, view
+    read, seen = augment.make_read(storage), []
+    for index in range(num_devices):
+        shard = jax.tree.map(lambda x, i=index: np.asarray(x)[i], placed.train)
+        held = int(placed.deal.num_examples_of(index))
+        images, labels = read(jax.tree.map(jax.numpy.asarray, shard), jax.numpy.arange(held))
+        seen += [expected[i.tobytes(), int(n)] for i, n in zip(np.asarray(images), np.asarray(labels), strict=True)]
+    assert sorted(seen) == sorted(expected.values())
+    assert len(seen) == 640
+    assert cache.count("val") == len(placed.val_labels) == 10
+    sizes = augment.bytes_per_device(cache, storage, num_devices)
+    assert placed.train["images"].nbytes == sizes["training images"] * num_devices
+
+
+def test_a_set_that_does_not_fit_is_refused_with_the_numbers(small_config, monkeypatch):
+    monkeypatch.setattr(devices, "available_bytes", lambda: 50_000)
+    with pytest.raises(UserError, match=r"training images 0\.00 GB.*GB needed, 0\.00 GB free.*on_device"):
+        augment.load_onto_devices(small_config)
+
+
+def test_channel_statistics_are_those_of_numpy():
+    images = np.random.default_rng(0).integers(0, 256, (40, 5, 5, 3), np.uint8)
+    mean, std = caches.channel_statistics(images, np.arange(10, 30))
+    np.testing.assert_allclose(mean, images[10:30].mean((0, 1, 2)))
+    np.testing.assert_allclose(std, images[10:30].std((0, 1, 2)))
+
+
+@pytest.fixture
+def own_cache(small_config, tmp_path):
+    """A fresh cache of the small config, with its config."""
+    small_config.augment.cache_dir = str(tmp_path / "own")
+    return small_config, augment.prepare_cache(small_config).folder
+
+
+def flip_byte(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+FILES = [
+    *(f"{split}_{name}.npy" for split in ("train", "val") for name in ("images", "labels", "digests")),
+    "val_ids.npy",
+    "manifest.json",
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["flip first", "flip last", "truncate", "remove"])
+def test_a_damaged_cache_is_named_and_rebuilt(own_cache, name, damage, caplog):
+    config, folder = own_cache
+    sound = {path.name: path.read_bytes() for path in folder.iterdir()}
+    path = folder / name
+    if damage == "truncate":
+        path.write_bytes(sound[name][: len(sound[name]) // 2])
+    elif damage == "remove":
+        path.unlink()
+    else:
+        flip_byte(path, 10 if damage == "flip first" else -1)
+    caplog.clear()
+    augment.load_onto_devices(config)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert name in warnings[0]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == sound
+
+
+def test_a_cache_of_another_version_is_rebuilt(own_cache, caplog, monkeypatch):
+    config, _ = own_cache
+    monkeypatch.setattr(caches, "CACHE_VERSION", 2)
+    assert augment.prepare_cache(config).manifest["cache_version"] == 2
+    assert "is of cache version 1, this is 2" in caplog.text
+
+
+def test_a_sound_cache_is_used_as_it_is(own_cache, caplog, monkeypatch):
+    config, folder = own_cache
+    monkeypatch.setattr(data.Source, "load", property(lambda self: pytest.fail("loaded again")))
+    assert augment.prepare_cache(config).folder == folder
+    assert augment.load_onto_devices(config)[0].folder == folder
+
+
+def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_path, monkeypatch):
+    small_config.augment.cache_dir = str(tmp_path / "own")
+    monkeypatch.setattr(caches, "channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        augment.prepare_cache(small_config)
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_what_shapes_the_cache_changes_its_key():
+    source = data.Source("a", "files abc None", lambda: None)
+    keys = {
+        caches.key(source, 0, "expanded"),
+        caches.key(source, 1, "expanded"),
+        caches.key(source, 0, "on_device"),
+        caches.key(source._replace(fingerprint="files abd None"), 0, "expanded"),
+    }
+    assert len(keys) == 4
+    assert caches.key(source._replace(description="moved"), 0, "expanded") in keys
+
+
+def test_command_builds_the_cache_and_draws_the_views(tmp_path):
+    preview = tmp_path / "views.png"
+    arguments = ["augment.py", "--config.augment.cache_dir", tmp_path / "c", "--config.dataset.num_examples", "50"]
+    result = run_script(*arguments, "--preview", preview)
+    assert result.returncode == 0, result.stderr
+    assert "40 train, 5 val, 5 test; training set 320 views" in result.stdout
+    sheet = np.asarray(Image.open(preview))
+    tile = sheet[:64, :64][::2, ::2]
+    next_tile = sheet[:64, 68 : 68 + 64][::2, ::2]
+    np.testing.assert_array_equal(next_tile, tile[:, ::-1])
+
+
+def test_cache_folder_that_cannot_be_written(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    result = run_script("augment.py", "--config.augment.cache_dir", blocked / "cache")
+    errors = [line for line in result.stderr.splitlines() if "error" in line]
+    assert result.returncode == 1
+    assert len(errors) == 1
+    assert "augment.cache_dir: cannot write" in errors[0]
+    assert "Traceback" not in result.stderr
+
+
+def test_originals_of_a_device_follow_the_deal():
+    deal = batching.Deal(21_600, 32, 8)
+    assert {len(deal.originals_of(d, 0)) for d in range(32)} == {675}
+
+
+def test_no_space_leaves_no_cache(small_config, tmp_path, monkeypatch):
+    small_config.augment.cache_dir = str(tmp_path / "own")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
+        augment.prepare_cache(small_config)
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_bad_flags_of_the_command():
+    assert_one_line_error(run_script("augment.py", "--previw", "x.png"), "previw", code=2)

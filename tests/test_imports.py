@@ -1,0 +1,67 @@
+"""The import rule: from a higher layer to a lower one, within a layer at most to `devices`."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+LAYERS = {
+    "data": 1, "schedules": 1, "batching": 1, "optimizers": 1, "noise_scale": 1, "devices": 1, "metrics": 1,
+    "state": 2, "step": 2, "evaluation": 2, "checkpoints": 2, "preemption": 2, "cache": 2,
+    "config": 3, "doctor": 3, "pod": 3,
+}  # fmt: skip
+SCRIPTS = {"augment", "model", "train", "evaluate", "sweep", "report", "bench"}
+LIBRARY = sorted((ROOT / "largebatch").glob("*.py"))
+# A state knows the step it serves and the step its state: one pair that cannot be layered.
+ALLOWED_WITHIN_A_LAYER = {("step", "state")}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Project modules that a file imports, as "largebatch.data" or "train"."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    modules = {f"largebatch.{name}" for name in LAYERS} | SCRIPTS
+    return {name for name in found if name in modules}
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: path.stem)
+def test_library_imports_run_downwards(path):
+    if path.stem == "__init__":
+        assert not imports_of(path)
+        return
+    assert path.stem in LAYERS, "a new file needs a layer here and in README's layout"
+    for name in imports_of(path):
+        if name in SCRIPTS:
+            assert path.stem == "doctor", f"{path.name} imports the script {name}"
+            continue
+        target = name.removeprefix("largebatch.")
+        downwards = LAYERS[target] < LAYERS[path.stem]
+        same = LAYERS[target] == LAYERS[path.stem]
+        allowed = target == "devices" or (path.stem, target) in ALLOWED_WITHIN_A_LAYER
+        assert downwards or (same and allowed), f"{path.name} imports {name}"
+
+
+def test_model_imports_nothing_of_ours():
+    assert not imports_of(ROOT / "model.py")
+
+
+def test_report_imports_only_metrics():
+    path = ROOT / "report.py"
+    if path.exists():
+        assert imports_of(path) <= {"largebatch.metrics"}
+
+
+def test_every_root_script_is_known():
+    assert {path.stem for path in ROOT.glob("*.py")} <= SCRIPTS
+
+
+def test_the_rule_sees_an_upward_import(tmp_path):
+    path = tmp_path / "data.py"
+    path.write_text("from largebatch import UserError, step\nimport train\n")
+    assert imports_of(path) == {"largebatch.step", "train"}

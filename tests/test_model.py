@@ -1,0 +1,72 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import model
+import train
+from largebatch.state import count_params
+
+COUNTS = {
+    # By hand: 896 + 18,496 + 73,856 + 295,168 + 32,896 + 1,290.
+    "convnet": ((64, 64, 3), 10, 422_602),
+    # He et al. 2015, n = 1, with 1x1 projections: 77,754 + GroupNorm is in the sum below.
+    "resnet8": ((32, 32, 3), 10, 78_042),
+    # As torchvision's resnet50 (BatchNorm and GroupNorm have equally many parameters).
+    "resnet50": ((64, 64, 3), 1000, 25_557_032),
+}
+
+
+def shapes_of(name, conv="lax", dtype="float32"):
+    image_shape, num_classes, _ = COUNTS[name]
+    network = model.create_model(name, num_classes, dtype, conv)
+    images = jax.ShapeDtypeStruct((2, *image_shape), jnp.float32)
+    return jax.eval_shape(network.init_with_output, jax.random.key(0), images)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts(name):
+    logits, variables = shapes_of(name)
+    assert count_params(variables["params"]) == COUNTS[name][2]
+    assert logits.shape == (2, COUNTS[name][1])
+    assert set(variables) == {"params"}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_bfloat16_keeps_parameters_and_logits_in_float32(name):
+    logits, variables = shapes_of(name, dtype="bfloat16")
+    assert logits.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("size", [(8, 8), (9, 7)])
+def test_both_convolutions_are_equal_in_output_and_gradient(kernel, stride, size):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, *size, 3)).astype(np.float32)
+    k = rng.standard_normal((kernel, kernel, 3, 4)).astype(np.float32)
+
+    def outputs(conv):
+        y, pull = jax.vjp(lambda x, k: conv(x, k, stride), x, k)
+        return y, *pull(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+
+    for dot, lax in zip(outputs(model.conv_as_dot), outputs(model.conv_lax), strict=True):
+        np.testing.assert_allclose(dot, lax, atol=1e-5 * float(jnp.abs(lax).max()))
+
+
+@pytest.mark.parametrize("name", ["convnet", "resnet8"])
+def test_networks_are_equal_under_both_convolutions(name):
+    image_shape, num_classes, _ = COUNTS[name]
+    images = np.random.default_rng(0).standard_normal((2, *image_shape)).astype(np.float32)
+    dot, lax = (model.create_model(name, num_classes, "float32", conv) for conv in ("dot", "lax"))
+    params = train.init_params(dot, image_shape, 0)
+    one, other = (jax.jit(network.apply)({"params": params}, images) for network in (dot, lax))
+    assert float(jnp.abs(one).max()) > 1e-3
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_auto_convolution():
+    assert model.resolve_conv("auto", "cpu") == "dot"
+    assert model.resolve_conv("auto", "tpu") == "lax"
+    assert model.resolve_conv("lax", "cpu") == "lax"

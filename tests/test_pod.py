@@ -1,0 +1,102 @@
+"""The only tests that start several processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, run_script
+
+SMALL = {
+    "dataset.num_examples": 100,
+    "dataset.image_size": 16,
+    "batch.micro_batch_size": 16,
+    "optimizer.name": "sgd",
+    "optimizer.learning_rate": 0.1,
+    "train.inner_steps": 3,
+    "train.outer_steps": 1,
+}
+
+
+def train_command(tmp_path, workdir: str, **fields) -> list[str]:
+    """python train.py with a small config."""
+    fields = SMALL | {"augment.cache_dir": tmp_path / "cache"} | fields
+    overrides = [f"--config.{name}={value}" for name, value in fields.items()]
+    return [sys.executable, str(ROOT / "train.py"), "--workdir", str(tmp_path / workdir), *overrides]
+
+
+def pod_command(command: list[str], hosts: int, devices: int) -> list[str]:
+    """The same under largebatch.pod."""
+    return ["-m", "largebatch.pod", "--hosts", str(hosts), "--devices", str(devices), "--", *command]
+
+
+def processes_with(text: str) -> dict[int, str]:
+    """Running processes whose command line holds `text`."""
+    listing = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
+    return {int(pid): args for pid, stat, args in rows if text in args and not stat.startswith("Z")}
+
+
+def host_of(pid: int) -> str | None:
+    """LARGEBATCH_HOST_INDEX in the environment of a process."""
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        variables = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
+    return variables.get(b"LARGEBATCH_HOST_INDEX", b"").decode() or None
+
+
+def test_4x8_hosts_give_the_parameters_of_one_device(tmp_path):
+    found = {}
+    for name, make in (("pod", lambda c: pod_command(c, 4, 8)), ("one", lambda c: c[1:])):
+        result = run_script(*make(train_command(tmp_path, name)), env={"XLA_FLAGS": ""})
+        assert result.returncode == 0, result.stderr + result.stdout
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        with np.load(tmp_path / name / "predictions.npz", allow_pickle=False) as predictions:
+            found[name] = summary, dict(predictions)
+        assert (summary["steps"], summary["examples_seen"]) == (3, 3 * 640)
+    assert [(s["hosts"], s["devices"]) for s, _ in found.values()] == [(4, 32), (1, 1)]
+    np.testing.assert_array_equal(found["pod"][1]["ids"], found["one"][1]["ids"])
+    # Both take the full batch, summed in another order: 640 float32 terms agree to about 1e-6, and three
+    # plain SGD updates do not amplify that (LAMB would: it divides by near-zero second moments).
+    np.testing.assert_allclose(found["pod"][1]["logits"], found["one"][1]["logits"], atol=2e-5)
+    spread = np.ptp(found["one"][1]["logits"], axis=1)
+    assert spread.min() > 0.01  # logits that a wrong gradient would move by more than the tolerance
+
+
+def test_a_dead_host_is_named_and_takes_the_others_along(tmp_path):
+    command = train_command(tmp_path, "run", **{"train.outer_steps": 100_000})
+    pod = subprocess.Popen(
+        [sys.executable, *pod_command(command, 2, 2)],
+        cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert time.monotonic() < deadline, "the pod did not start training"
+            assert pod.poll() is None, pod.stderr.read()
+            time.sleep(0.2)
+        hosts = {host_of(pid): pid for pid in processes_with(str(tmp_path / "run")) if pid != pod.pid}
+        assert set(hosts) == {"0", "1"}
+        os.kill(hosts["1"], signal.SIGKILL)
+        killed = time.monotonic()
+        _, stderr = pod.communicate(timeout=60)
+        assert time.monotonic() - killed < 30
+    finally:
+        pod.kill()
+    assert pod.returncode == 128 + signal.SIGKILL
+    assert "host 1 was killed by SIGKILL" in stderr
+    assert not processes_with(str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("field", ["optimizer.learning_rate"])
+def test_hosts_that_disagree_about_the_config_stop(tmp_path, field):
+    command = " ".join(train_command(tmp_path, "run")) + f" --config.{field}=0.$LARGEBATCH_HOST_INDEX" + "5"
+    result = run_script(*pod_command(["sh", "-c", command], 2, 1), env={"XLA_FLAGS": ""})
+    assert result.returncode == 1
+    assert "hosts disagree about the config" in result.stderr
+    assert f"{field}: 0.05 here, 0.15 there" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
