@@ -2,7 +2,7 @@
 
     python train.py
 
-Expected: about 1 minute on 2 CPU cores, validation accuracy 0.95 or more.
+Expected: about 1 minute on 2 CPU cores, validation accuracy above 0.95.
 """
 
 from ml_collections import config_dict
@@ -38,13 +38,13 @@ def get_config() -> config_dict.ConfigDict:
 
     c.optimizer = config_dict.ConfigDict()
     c.optimizer.name = "lamb"  # lamb | adam | sgd
-    c.optimizer.learning_rate = 0.02  # > 0
+    c.optimizer.learning_rate = 0.01  # > 0
     c.optimizer.momentum = 0.9  # 0..1; b1 of lamb and adam
     c.optimizer.weight_decay = 0.0  # >= 0; on kernels only
 
     c.train = config_dict.ConfigDict()
     c.train.inner_steps = 10  # updates between two validations, >= 1
-    c.train.outer_steps = 6  # validations, >= 1
+    c.train.outer_steps = 5  # validations, >= 1
     c.train.target_accuracy = config_dict.placeholder(float)  # 0..1: stop at it; None runs all steps
 
     c.log = config_dict.ConfigDict()

@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import math
 import os
 import re
 import sys
@@ -32,7 +33,7 @@ def _integer(low: int, high: int | None = None) -> Rule:
 
 def _number(low: float, high: float, text: str, *, open_low: bool = False) -> Rule:
     def allowed(value):
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             return False
         return (low < value if open_low else low <= value) and value <= high
 
@@ -49,7 +50,6 @@ def _or(rule: Rule, word: object) -> Rule:
 
 _TEXT: Rule = (lambda value: isinstance(value, str) and bool(value.strip()), "a text")
 _FLAG: Rule = (lambda value: isinstance(value, bool), "true | false")
-_LARGE = float(sys.maxsize)
 
 RULES: dict[str, Rule] = {
     "dataset.name": _TEXT,
@@ -67,9 +67,9 @@ RULES: dict[str, Rule] = {
     "batch.size": _or(_integer(1), "full"),
     "batch.micro_batch_size": _or(_integer(1), "auto"),
     "optimizer.name": _one_of(*OPTIMIZERS),
-    "optimizer.learning_rate": _number(0, _LARGE, "a number > 0", open_low=True),
+    "optimizer.learning_rate": _number(0, math.inf, "a number > 0", open_low=True),
     "optimizer.momentum": _number(0, 1 - 1e-9, "a number from 0 to below 1"),
-    "optimizer.weight_decay": _number(0, _LARGE, "a number >= 0"),
+    "optimizer.weight_decay": _number(0, math.inf, "a number >= 0"),
     "train.inner_steps": _integer(1, 1_000_000),
     "train.outer_steps": _integer(1),
     "train.target_accuracy": _or(_number(0, 1, "a number above 0 and up to 1", open_low=True), None),
@@ -162,7 +162,6 @@ def run_script(main: Callable[[config_dict.ConfigDict], int | None]) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("largebatch").setLevel(logging.INFO)
     script = Path(sys.argv[0]).name
-    config_flags.DEFINE_config_file("config", str(ROOT / "configs" / "default.py"), "Config file.")
     try:
         config = parse_flags(sys.argv)
     except UsageError as error:
@@ -194,11 +193,16 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
     Raises:
       UsageError: unknown or malformed flag, or a config file that cannot be run.
     """
+    argv = _join_values(argv)
     try:
-        rest = parse_plain_flags(_join_values(argv))
+        # Reads the overrides, of which the parser of flags then knows.
+        default = str(ROOT / "configs" / "default.py")
+        config_flags.DEFINE_config_file("config", default, "Config file.", sys_argv=argv)
+        rest = parse_plain_flags(argv)
+        if not isinstance(flags.FLAGS.config, config_dict.ConfigDict):  # what stands for a missing file
+            raise UsageError(f"--config: {flags.FLAGS['config'].config_filename} cannot be loaded")
     except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
-        unknown = [arg for arg in argv if re.match(r"--config\.", arg)]
-        names = [re.split(r"[=\s]", arg)[0].removeprefix("--config.") for arg in unknown]
+        names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
         bad = [f"--config.{name}: unknown field{nearest(name, RULES)}" for name in names if name not in RULES]
         raise UsageError("; ".join(bad) or _one_line(error)) from error
     except UsageError:

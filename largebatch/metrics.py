@@ -210,7 +210,8 @@ class Reporter:
     """What a person sees: a progress bar and a line per outer loop on a terminal, plain lines elsewhere."""
 
     def __init__(self, total_updates: int, *, enabled: bool):
-        self._console = console.Console(quiet=not enabled, highlight=False)
+        width = None if sys.stdout.isatty() else 200  # a log is not cut at 80 columns
+        self._console = console.Console(quiet=not enabled, highlight=False, width=width)
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
@@ -251,6 +252,8 @@ class Reporter:
     def results(self, summary: dict, workdir: str) -> None:
         """The closing table."""
         out = table.Table(box=box.SIMPLE, show_header=False)
+        out.add_column(no_wrap=True)
+        out.add_column(overflow="fold")
         rows = {
             "status": summary["status"],
             "best val accuracy": f"{summary['best_val_accuracy']:.4f} at update {summary['best_step']}",

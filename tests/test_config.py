@@ -1,0 +1,139 @@
+import importlib
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, assert_one_line_error, run_script
+
+from configs import default
+from largebatch import UserError, config
+
+BAD_FIELDS = {
+    "dataset.source": "disk",
+    "dataset.image_size": 4,
+    "dataset.split_seed": -1,
+    "augment.storage": "both",
+    "model.name": "resnet9",
+    "model.dtype": "float16",
+    "model.conv": "winograd",
+    "batch.size": 0,
+    "batch.micro_batch_size": -4,
+    "optimizer.name": "lambb",
+    "optimizer.learning_rate": 0.0,
+    "optimizer.momentum": 1.0,
+    "optimizer.weight_decay": -0.1,
+    "train.inner_steps": 0,
+    "train.outer_steps": 0,
+    "train.target_accuracy": 1.5,
+    "devices.platform": "npu",
+    "seed": -1,
+}
+
+
+def test_the_default_is_allowed_and_every_field_has_a_rule():
+    config.validate(default.get_config())
+    assert set(config.flatten(default.get_config().to_dict())) == set(config.RULES)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+def test_every_config_file_is_allowed_and_documents_its_command(path):
+    module = importlib.import_module(f"configs.{path.stem}")
+    config.validate(module.get_config())
+    assert "python train.py" in module.__doc__
+    assert "Expected" in module.__doc__
+
+
+@pytest.mark.parametrize("field", BAD_FIELDS)
+def test_a_bad_value_is_named_with_what_is_allowed(field):
+    c = default.get_config()
+    with c.ignore_type():
+        c.update_from_flattened_dict({field: BAD_FIELDS[field]})
+    with pytest.raises(UserError) as error:
+        config.validate(c)
+    assert str(error.value).startswith(f"{field}: {BAD_FIELDS[field]!r}; allowed: {config.RULES[field][1]}")
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "many", None])
+def test_a_batch_size_is_an_integer_or_full(value):
+    c = default.get_config()
+    c.batch.size = value
+    with pytest.raises(UserError, match=r"batch.size: .*an integer >= 1, or 'full'"):
+        config.validate(c)
+
+
+def test_all_problems_are_reported_at_once():
+    c = default.get_config()
+    c.batch.size, c.optimizer.name, c.seed = -3, "adm", -1
+    with pytest.raises(UserError) as error:
+        config.validate(c)
+    text = str(error.value)
+    assert all(field in text for field in ("batch.size: -3", "optimizer.name: 'adm'", "seed: -1"))
+    assert "did you mean 'adam'?" in text
+    assert "\n" not in text
+
+
+def test_unknown_and_missing_fields_are_named():
+    c = default.get_config().unlock()
+    c.optimizer.learing_rate = 0.1
+    del c.seed
+    with pytest.raises(UserError) as error:
+        config.validate(c)
+    assert "optimizer.learing_rate: unknown field (did you mean 'optimizer.learning_rate'?)" in str(error.value)
+    assert "seed: missing" in str(error.value)
+
+
+def test_a_cluster_is_given_whole_or_not_at_all():
+    c = default.get_config()
+    c.devices.num_hosts = 2
+    with pytest.raises(UserError, match=r"devices.num_hosts: given alone"):
+        config.validate(c)
+
+
+def test_resolve_batch_size():
+    assert config.resolve_batch_size("full", 640) == 640
+    assert config.resolve_batch_size(640, 640) == 640
+    with pytest.raises(UserError, match=r"batch.size: 641; allowed: an integer from 1 to 640"):
+        config.resolve_batch_size(641, 640)
+
+
+USAGE = {
+    "unknown field": (["--config.optimizer.nam", "sgd"], "--config.optimizer.nam: unknown field"),
+    "unknown group": (["--config.optimiser.name=sgd"], "did you mean 'optimizer.name'?"),
+    "text for a number": (["--config.seed", "abc"], "--config.seed=abc"),
+    "unknown flag": (["--workdri", "x"], "workdri"),
+    "stray argument": (["sgd"], "unexpected argument 'sgd'"),
+    "no such config": (["--config", "configs/nosuch.py"], "nosuch.py"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_usage_errors_are_one_line_with_exit_code_2(name):
+    arguments, message = USAGE[name]
+    assert_one_line_error(run_script("train.py", *arguments), message, code=2)
+
+
+def test_a_config_file_that_raises_is_named(tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text("def get_config():\n    return 1 / 0\n")
+    assert_one_line_error(run_script("train.py", "--config", path), "ZeroDivisionError", code=2)
+
+
+def parse(*arguments) -> str:
+    """batch.size as train.py would see it."""
+    code = (
+        "import sys; from largebatch import config;print(repr(config.parse_flags(['x', *sys.argv[1:]]).batch.size))"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_fields_of_mixed_type_take_both():
+    assert parse("--config.batch.size", "512") == "512"
+    assert parse("--config.batch.size=512") == "512"
+    assert parse("--config", "configs/eurosat.py", "--config.batch.size", "full") == "'full'"
+
+
+def test_differences_name_the_fields():
+    ours, theirs = {"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3, "d": 4}}
+    assert config.differences(ours, ours) == []
+    assert config.differences(ours, theirs) == ["a.c: 2 here, 3 there", "a.d: 'missing' here, 4 there"]

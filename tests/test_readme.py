@@ -1,0 +1,41 @@
+"""What README promises a newcomer, on a fresh clone with no environment."""
+
+import json
+import os
+import re
+import subprocess
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from test_data import mean_colour_accuracy
+
+from configs import default
+from largebatch import data
+
+
+@pytest.mark.timeout(900)
+def test_make_train_on_a_fresh_clone_learns_what_colour_does_not_tell(tmp_path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    pip_cache = os.environ.get("PIP_CACHE_DIR") or os.path.expanduser("~/.cache/pip")  # noqa: PTH111
+    environment |= {"HOME": str(tmp_path / "home"), "PIP_CACHE_DIR": pip_cache}
+    assert "make train" in (clone / "README.md").read_text()
+    result = subprocess.run(["make", "train"], cwd=clone, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    workdir = re.search(r"run folder\s+(\S+)", result.stdout).group(1)
+    summary = json.loads((clone / workdir / "summary.json").read_text())
+    assert summary["status"] == "done"
+    assert summary["final_val_accuracy"] >= 0.95
+    assert f"{summary['best_val_accuracy']:.4f}" in result.stdout
+
+    fields = default.get_config().dataset
+    dataset = data.find_source(fields.name, num_examples=fields.num_examples, seed=fields.split_seed).load()
+    splits = data.split_indices(dataset.example_ids, fields.split_seed)
+    train, val = (
+        (dataset.images[splits[name]].astype(np.float64), dataset.labels[splits[name]]) for name in ("train", "val")
+    )
+    assert mean_colour_accuracy(train, val) < 0.6
+    with np.load(clone / workdir / "predictions.npz", allow_pickle=False) as predictions:
+        assert predictions["labels"].tolist() == val[1].tolist()

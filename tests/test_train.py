@@ -1,0 +1,267 @@
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, assert_one_line_error, make_folder, run_script
+
+import train
+from largebatch import devices, metrics
+from largebatch.evaluation import score
+
+ROW = [
+    "step",
+    "outer",
+    "examples_seen",
+    "epoch",
+    "global_batch_size",
+    "learning_rate",
+    "train_loss",
+    "grad_norm",
+    "noise_scale",
+    "val_loss",
+    "val_accuracy",
+    "val_examples",
+    "images_per_sec",
+    "step_time_ms",
+    "train_sec",
+    "eval_sec",
+    "compile_sec",
+    "wall_sec",
+]
+SUMMARY = [
+    "status",
+    "best_val_accuracy",
+    "best_step",
+    "final_val_accuracy",
+    "target_accuracy",
+    "steps_to_target",
+    "examples_to_target",
+    "sec_to_target",
+    "images_per_sec",
+    "params_sha256",
+    "devices",
+    "platform",
+    "params",
+    "flops_per_image",
+    "versions",
+    "git_commit",
+]
+
+
+def rows_of(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def small_flags(session_cache, **fields):
+    fields = {
+        "augment.cache_dir": session_cache,
+        "dataset.num_examples": 100,
+        "dataset.image_size": 16,
+        "train.inner_steps": 2,
+        "train.outer_steps": 1,
+    } | fields
+    return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+def test_a_run_writes_the_folder_that_design_promises(small_config, tmp_path):
+    small_config.batch.size = 100
+    summary = train.train_and_evaluate(small_config, str(tmp_path))
+    rows = rows_of(tmp_path)
+    assert [list(row) for row in rows] == [ROW, ROW]
+    assert [(row["step"], row["outer"], row["examples_seen"]) for row in rows] == [(3, 1, 300), (6, 2, 600)]
+    assert rows[1]["epoch"] == 600 / 640
+    assert rows[0]["val_examples"] == 10
+    assert rows[0]["images_per_sec"] == pytest.approx(300 / rows[0]["train_sec"])
+    assert rows[0]["compile_sec"] > 0 == rows[1]["compile_sec"]
+    stored = json.loads((tmp_path / "summary.json").read_text())
+    assert stored == metrics.jsonable(summary)
+    assert set(SUMMARY) <= set(stored)
+    assert (stored["status"], stored["devices"], stored["platform"]) == ("done", 8, "cpu")
+    assert stored["best_val_accuracy"] == max(row["val_accuracy"] for row in rows)
+    assert json.loads((tmp_path / "config.json").read_text()) == small_config.to_dict()
+    with np.load(tmp_path / "predictions.npz", allow_pickle=False) as predictions:
+        assert score(predictions["logits"], predictions["labels"]).accuracy == stored["best_val_accuracy"]
+        assert len(set(predictions["ids"])) == 10
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_runs_are_repeatable_and_depend_on_the_seed(small_config, tmp_path):
+    digests = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        small_config.seed = seed
+        digests.append(train.train_and_evaluate(small_config, str(tmp_path / name))["params_sha256"])
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_length_of_a_call_changes_nothing(small_config, tmp_path, monkeypatch):
+    small_config.train.inner_steps = 7
+    small_config.batch.size = 100
+    digests = []
+    for name, seconds in (("short", 0.0), ("long", 1e9)):
+        monkeypatch.setattr(train, "SECONDS_PER_CALL", seconds)
+        summary = train.train_and_evaluate(small_config, str(tmp_path / name))
+        digests.append((summary["params_sha256"], [row["train_loss"] for row in rows_of(tmp_path / name)]))
+    assert digests[0] == digests[1]
+
+
+def test_one_compilation_serves_every_call(small_config, tmp_path, monkeypatch):
+    made = []
+    make = train.make_inner_loop
+
+    def counting(loss_fn, *arguments):
+        def counted(params, batch):
+            made.append(1)
+            return loss_fn(params, batch)
+
+        return make(counted, *arguments)
+
+    monkeypatch.setattr(train, "make_inner_loop", counting)
+    monkeypatch.setattr(train, "SECONDS_PER_CALL", 0.0)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    small_config.optimizer.learning_rate = 0.0123
+    calls = []
+    train_run = train.Trainer.run
+
+    def run(self, *arguments):
+        before = len(compiled)
+        out = train_run(self, *arguments)
+        calls.append(len(compiled) - before)
+        return out
+
+    monkeypatch.setattr(train.Trainer, "run", run)
+    train.train_and_evaluate(small_config, str(tmp_path))
+    assert len(made) == 1
+    assert len(compiled) > 0
+    assert calls == [0, 0]
+
+
+def test_the_target_stops_the_run_and_is_recorded(small_config, tmp_path):
+    small_config.train.target_accuracy = 0.01
+    small_config.train.outer_steps = 50
+    summary = train.train_and_evaluate(small_config, str(tmp_path))
+    first = next(row for row in rows_of(tmp_path) if row["val_accuracy"] >= 0.01)
+    assert rows_of(tmp_path)[-1] == first
+    assert summary["steps_to_target"] == summary["steps"] == first["step"]
+    assert summary["examples_to_target"] == first["examples_seen"]
+    assert summary["sec_to_target"] == pytest.approx(sum(row["train_sec"] for row in rows_of(tmp_path)))
+
+
+def test_a_loss_that_is_no_number_ends_the_run_as_diverged(small_config, tmp_path):
+    small_config.optimizer.name = "sgd"
+    small_config.optimizer.learning_rate = 1e30
+    with pytest.raises(train.Diverged, match=r"loss of update \d+ is (nan|inf) \(learning rate 1e\+30\)"):
+        train.train_and_evaluate(small_config, str(tmp_path))
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "diverged"
+
+
+def test_replicas_that_differ_stop_the_run(small_config, tmp_path, monkeypatch):
+    run = train.Trainer.run
+
+    def corrupt_one_replica(self, *arguments):
+        out = run(self, *arguments)
+        bias = self.state.params["Dense_0"]["bias"]
+        shards = [shard.data for shard in bias.addressable_shards]
+        shards[5] = shards[5].at[0, 3].add(1e-7)
+        self.state.params["Dense_0"]["bias"] = devices.stack(shards)
+        return out
+
+    monkeypatch.setattr(train.Trainer, "run", corrupt_one_replica)
+    with pytest.raises(RuntimeError, match=r"parameters differ between replicas: devices \[5\]"):
+        train.train_and_evaluate(small_config, str(tmp_path))
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_finished_run_says_so_and_another_config_is_refused(tmp_path, session_cache):
+    flags = [*small_flags(session_cache), "--workdir", tmp_path / "run"]
+    first = run_script("train.py", *flags)
+    assert first.returncode == 0, first.stderr
+    assert str(tmp_path / "run") in first.stdout
+    assert "best val accuracy" in first.stdout
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    again = run_script("train.py", *flags)
+    assert again.returncode == 0
+    assert "finished" in again.stderr + again.stdout
+    other = run_script("train.py", *flags, "--config.seed=3", "--config.optimizer.name=sgd")
+    assert_one_line_error(
+        other, "another config", "optimizer.name: 'sgd' here, 'lamb' there", "seed: 3 here, 0 there"
+    )
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    (tmp_path / "run" / "summary.json").unlink()
+    assert_one_line_error(run_script("train.py", *flags), "holds a run that is unfinished")
+
+
+BAD_RUNS = {
+    "batch above 8N": ({"batch.size": 641}, ["batch.size: 641", "from 1 to 640"]),
+    "batch 0": ({"batch.size": 0}, ["batch.size: 0", "an integer >= 1"]),
+    "negative batch": ({"batch.size": -5}, ["batch.size: -5"]),
+    "unknown optimizer": ({"optimizer.name": "lamp"}, ["optimizer.name: 'lamp'", "did you mean 'lamb'?"]),
+    "no such path": ({"dataset.name": "x", "dataset.path": "/nowhere.zip"}, ["/nowhere.zip does not exist"]),
+    "platform that is not here": ({"devices.platform": "tpu"}, ["devices.platform: 'tpu' has no device"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RUNS)
+def test_bad_input_is_one_line_and_writes_no_run(name, tmp_path, session_cache):
+    fields, words = BAD_RUNS[name]
+    result = run_script("train.py", *small_flags(session_cache, **fields), "--workdir", tmp_path / "run")
+    lines = [line for line in result.stderr.splitlines() if line.startswith("train.py: error:")]
+    assert result.returncode == 1, result.stderr
+    assert len(lines) == 1
+    assert all(word in lines[0] for word in words), lines[0]
+    assert "Traceback" not in result.stderr
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+
+
+def test_a_corrupt_image_stops_before_anything_is_written(tmp_path):
+    folder = make_folder(tmp_path / "images", {"a": 10, "b": 10})
+    (folder / "a" / "a_7.png").write_bytes(b"\x89PNG broken")
+    flags = [f"--config.dataset.path={folder}", "--config.dataset.name=mine", "--workdir", tmp_path / "run"]
+    result = run_script("train.py", *flags, f"--config.augment.cache_dir={tmp_path / 'cache'}")
+    assert result.returncode == 1
+    assert "a/a_7.png: damaged image" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in tmp_path.glob("cache/*") if path.name != "xla"]
+
+
+def test_a_workdir_that_cannot_be_written(tmp_path, session_cache):
+    (tmp_path / "file").write_text("")
+    result = run_script("train.py", *small_flags(session_cache), "--workdir", tmp_path / "file" / "run")
+    assert_one_line_error(result, "--workdir: cannot write", "Not a directory")
+
+
+def test_profile_writes_a_trace(tmp_path, session_cache):
+    flags = small_flags(session_cache, **{"train.inner_steps": 6})
+    result = run_script("train.py", *flags, "--workdir", tmp_path / "run", "--profile")
+    assert result.returncode == 0, result.stderr
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+def test_plain_lines_when_not_on_a_terminal(tmp_path, session_cache):
+    result = run_script("train.py", *small_flags(session_cache), "--workdir", tmp_path / "run")
+    lines = result.stdout.splitlines()
+    assert sum(line.startswith("outer ") for line in lines) == 1
+    assert "\x1b" not in result.stdout
+    assert "images/s" in result.stdout
+
+
+def test_interrupted_by_ctrl_c(tmp_path, session_cache):
+    flags = small_flags(session_cache, **{"train.outer_steps": 100_000})
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *flags, "--workdir", str(tmp_path / "run")],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("outer    2"):
+            break
+    process.send_signal(2)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
