@@ -187,13 +187,13 @@ def _place_images(cache: caches.Cache, split: str, examples, padding: int, views
 # ---- the command ------------------------------------------------------------------------------------
 
 
-def draw_preview(cache: caches.Cache, path: str, num_images: int = 6, scale: int = 2) -> None:
-    """Writes a picture: one row per image, one column per view."""
+def draw_preview(cache: caches.Cache, path: str, num_images: int = 4, scale: int = 2) -> None:
+    """Writes a picture: one row per image, each of another class, and one column per view."""
     from PIL import Image
 
-    size = cache.image_shape[0]
-    step = cache.count("train") // num_images or 1
-    rows = np.arange(0, cache.count("train"), step)[:num_images]
+    size, labels = cache.image_shape[0], cache.small_array("train_labels")
+    shown = np.unique(np.linspace(0, len(cache.class_names) - 1, num_images).astype(int))
+    rows = np.array([np.flatnonzero(labels == label)[0] for label in shown])
     stored = NUM_VIEWS if cache.manifest["storage"] == "expanded" else 1
     images = np.empty((len(rows), stored * int(np.prod(cache.image_shape))), np.uint8)
     cache.read_images("train", rows, images)

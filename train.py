@@ -101,24 +101,28 @@ def make_plan(deal: batching.Deal, config, batch_size: int, first_step: int) -> 
 
 
 def agree_on_config(config: config_dict.ConfigDict) -> dict:
-    """The config as a plain dict, after checking that all hosts were started with the same one."""
-    ours = config.to_dict()
-    ours["devices"]["host_index"] = None
-    for host, text in enumerate(devices.gather_text(json.dumps(ours, sort_keys=True))):
-        if host and (fields := configs.differences(ours, json.loads(text))):
-            raise UserError(f"hosts disagree about the config: host {host} against host 0: {'; '.join(fields)}")
-    return ours
+    """The config as a plain dict.
+
+    Raises:
+      UserError: this host or another was started with another config than host 0.
+    """
+    plain = config.to_dict()
+    plain["devices"]["host_index"] = None
+    first, *others = map(json.loads, devices.gather_text(json.dumps(plain)))
+    for host, theirs in enumerate(others, 1):
+        if fields := configs.differences(first, theirs, ("on host 0", f"on host {host}")):
+            raise UserError(f"hosts disagree about the config: {fields}")
+    return plain
 
 
-def open_run(config: config_dict.ConfigDict, workdir: str) -> tuple[metrics.RunFolder, dict | None]:
+def open_run(plain: dict, workdir: str) -> tuple[metrics.RunFolder, dict | None]:
     """The run folder, new or finished (then with its summary); the same answer on every host.
 
     Raises:
-      UserError: the folder holds another config, or a run that did not end.
+      UserError: the folder cannot be written, holds another config, or a run that did not end.
     """
-    run = metrics.RunFolder(workdir, tensorboard=config.log.tensorboard)
+    run = metrics.RunFolder(workdir, tensorboard=plain["log"]["tensorboard"])
     answer = {"error": None, "summary": None}
-    plain = agree_on_config(config)
     if devices.is_primary():
         try:
             answer["summary"] = _look_at_folder(run, plain)
@@ -135,8 +139,8 @@ def _look_at_folder(run: metrics.RunFolder, plain: dict) -> dict | None:
     if theirs is None:
         run.check_writable()
         return None
-    if fields := configs.differences(plain, theirs):
-        raise UserError(f"--workdir: {run.path} holds a run of another config: {'; '.join(fields)}")
+    if fields := configs.differences(plain, theirs, ("here", "there")):
+        raise UserError(f"--workdir: {run.path} holds a run of another config: {fields}")
     if summary is None or summary["status"] != "done":
         status = "unfinished" if summary is None else summary["status"]
         raise UserError(f"--workdir: {run.path} holds a run that is {status}; give a new folder or remove it")
@@ -239,10 +243,11 @@ class Trainer:
         return int(devices.from_primary(np.int32(min(fitting, remaining))))
 
     def _maybe_profile(self):
+        """Host 0 traces the call after the first; the others do as many updates in it."""
         if not self._profile_dir or self._sec_per_update is None:
             return contextlib.nullcontext()
         folder, self._profile_dir = self._profile_dir, None
-        return jax.profiler.trace(folder)
+        return jax.profiler.trace(folder) if devices.is_primary() else contextlib.nullcontext()
 
 
 def validate_model(job: Job, params) -> tuple[evaluation.Scores, np.ndarray]:
@@ -297,7 +302,8 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
     configs.validate(config)
     configs.use_compilation_cache(config.augment.cache_dir)
     devices.start(**config.devices.to_dict())
-    run, finished = open_run(config, workdir)
+    plain = agree_on_config(config)
+    run, finished = open_run(plain, workdir)
     if finished:
         log.info("%s is a finished run of this config; nothing to do", workdir)
         return finished
@@ -305,13 +311,12 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
     job = prepare(config, clock)
     plan_of = functools.partial(make_plan, job.placed.deal, config, job.batch_size)
     trainer = Trainer(job, plan_of, clock, f"{workdir}/profile" if profile else None)
-    job = job._replace(state=None)  # donated at the first update
     inner_steps, outer_steps = config.train.inner_steps, config.train.outer_steps
     report = metrics.Reporter(inner_steps * outer_steps, enabled=devices.is_primary())
     report.line(headline(job, config, clock))
     summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
     if devices.is_primary():
-        run.create(config.to_dict())
+        run.create(plain)
 
     def on_call(updates, seconds):
         report.advance("training", updates, updates * job.batch_size / seconds)

@@ -134,14 +134,19 @@ def resolve_batch_size(size, num_examples: int) -> int:
     return size
 
 
-def differences(ours: dict, theirs: dict) -> list[str]:
-    """Fields in which two nested configs differ, as "field: ours, not theirs" texts."""
-    ours, theirs = flatten(ours), flatten(theirs)
-    return [
-        f"{field}: {ours.get(field, 'missing')!r} here, {theirs.get(field, 'missing')!r} there"
-        for field in sorted(ours.keys() | theirs.keys())
-        if ours.get(field, "missing") != theirs.get(field, "missing")
-    ]
+def differences(one: dict, other: dict, names: tuple[str, str]) -> str:
+    """Fields in which two nested configs differ, in one line; empty where they agree.
+
+    Args:
+      names: what to call the two: ("here", "there").
+    """
+    one, other = flatten(one), flatten(other)
+    missing = "missing"
+    return "; ".join(
+        f"{field}: {one.get(field, missing)!r} {names[0]}, {other.get(field, missing)!r} {names[1]}"
+        for field in sorted(one.keys() | other.keys())
+        if one.get(field, missing) != other.get(field, missing)
+    )
 
 
 def use_compilation_cache(cache_dir: str) -> None:

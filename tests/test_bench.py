@@ -36,18 +36,41 @@ def test_ratio_pairs_the_repeats():
     assert bench.ratio(times, contenders, "(auto)", "plain") == 2.0
 
 
-def test_step_reports_every_contender(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "MIN_TIMED_SEC", 0.0)
+@pytest.fixture
+def small_images(monkeypatch):
     monkeypatch.setattr(bench, "IMAGE_SHAPE", (16, 16, 3))
-    monkeypatch.setattr(bench, "PLAIN_BATCH_SIZES", (8, 16))
-    monkeypatch.setattr(bench, "MICRO_BATCH_SIZES", (2,))
+    monkeypatch.setattr(bench, "MIN_TIMED_SEC", 0.0)
+
+
+def test_real_contenders_do_their_work(small_images, monkeypatch):
     monkeypatch.setattr(bench, "MATMUL_SIZE", 64)
-    result = bench.bench_step(16, 1, "float32")
+    ceiling, flops = bench.matmul_ceiling("float32")
+    ours, plain = bench.our_step("ours", "dot", "float32", 16, 2), bench.plain_step(16, "float32")
+    times = bench.interleave([ours, plain, ceiling], repeats=1)
+    assert list(times) == ["ours", "plain host loop, batch 16", "matrix product"]
+    assert flops == 8 * 2 * 64**3
+    # 4,096 uint8 images over 8 devices against two float32 images on each of them.
+    images = 16 * 16 * 3
+    state = 3 * 4 * 422_602  # parameters and two moments
+    assert 512 * images + 64 * 4 < ours.bytes_per_device - state < 512 * images + 64 * 4 + 100
+    assert 2 * 4 * images < plain.bytes_per_device - state < 2 * 4 * images + 100
+
+
+def test_step_reports_every_contender(small_images, monkeypatch):
+    def contender(name, images):
+        made, _ = fake(name, changes=True)
+        return made._replace(images_per_round=images)
+
+    monkeypatch.setattr(bench, "our_step", lambda name, conv, dtype, batch, *_: contender(name, batch))
+    monkeypatch.setattr(bench, "plain_step", lambda batch, _: contender(f"plain host loop, batch {batch}", batch))
+    monkeypatch.setattr(bench, "MATMUL_SIZE", 64)
+    result = bench.bench_step(512, 2, "float32")
     names = [row["name"] for row in result["rows"]]
-    assert any("(auto)" in name for name in names)
-    assert any("lax convolution" in name for name in names)
-    assert any("plain host loop, batch 16" in name for name in names)
+    assert [name for name in names if "micro-batch" in name][1] == "ours, micro-batch 32 (auto)"
+    assert "ours, lax convolution" in names
+    assert "plain host loop, batch 512" in names
     assert names[-1] == "matrix product"
     assert all(np.isfinite(row["gflops"]) and row["gflops"] > 0 for row in result["rows"])
+    assert result["rows"][-1]["share_of_ceiling"] == 1.0
     assert result["devices"] == jax.device_count() == 8
     bench.print_step(json.loads(json.dumps(result)))

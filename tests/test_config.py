@@ -135,5 +135,6 @@ def test_fields_of_mixed_type_take_both():
 
 def test_differences_name_the_fields():
     ours, theirs = {"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3, "d": 4}}
-    assert config.differences(ours, ours) == []
-    assert config.differences(ours, theirs) == ["a.c: 2 here, 3 there", "a.d: 'missing' here, 4 there"]
+    names = ("here", "there")
+    assert config.differences(ours, ours, names) == ""
+    assert config.differences(ours, theirs, names) == "a.c: 2 here, 3 there; a.d: 'missing' here, 4 there"

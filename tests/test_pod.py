@@ -101,6 +101,6 @@ def test_hosts_that_disagree_about_the_config_stop(tmp_path):
     result = run_script(*pod_command(["sh", "-c", command], 2, 1), env={"XLA_FLAGS": ""})
     assert result.returncode == 1
     assert "hosts disagree about the config" in result.stderr
-    assert "optimizer.learning_rate: 0.05 here, 0.15 there" in result.stderr
+    assert "optimizer.learning_rate: 0.05 on host 0, 0.15 on host 1" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run").exists()
