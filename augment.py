@@ -7,6 +7,7 @@ Example `i` of the training set is view `i % 8` of original `i // 8`. Storage "e
 as uint8 on the devices; "on_device" keeps the originals and makes the view when a micro-batch is read.
 """
 
+import json
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from largebatch import UserError, data, devices
 from largebatch import cache as caches
 from largebatch.batching import Deal
 from largebatch.evaluation import rows_of_device
+from largebatch.images import SPLITS
 
 NUM_VIEWS = 8
 
@@ -57,19 +59,23 @@ def select_views(images: jax.Array, views: jax.Array) -> jax.Array:
     return jnp.where(views & 4, images.swapaxes(1, 2), images)
 
 
-def make_read(storage: str):
-    """The `read` of `step.make_inner_loop` for {"images": [n, H, W, C], "labels": [originals]}."""
+def make_read(storage: str, image_shape: tuple[int, int, int]):
+    """The `read` of `step.make_inner_loop` for {"images": [n, H * W * C], "labels": [originals]}.
+
+    Images lie as flat rows: a TPU pads the last two dimensions of an array to its tile of 8 x 128.
+    """
 
     def take(array, index):
         return array.at[index].get(mode="promise_in_bounds")
 
     def read_expanded(shard, examples):
-        return take(shard["images"], examples), take(shard["labels"], examples // NUM_VIEWS)
+        images = take(shard["images"], examples).reshape(-1, *image_shape)
+        return images, take(shard["labels"], examples // NUM_VIEWS)
 
     def read_on_device(shard, examples):
         originals = examples // NUM_VIEWS
-        images = select_views(take(shard["images"], originals), examples % NUM_VIEWS)
-        return images, take(shard["labels"], originals)
+        images = take(shard["images"], originals).reshape(-1, *image_shape)
+        return select_views(images, examples % NUM_VIEWS), take(shard["labels"], originals)
 
     return {"expanded": read_expanded, "on_device": read_on_device}[storage]
 
@@ -78,11 +84,32 @@ def make_read(storage: str):
 
 
 def prepare_cache(config) -> caches.Cache:
-    """The cache of `config`, built where it is missing or damaged; same folder name on all hosts.
+    """The cache of `config`, built where it is missing or damaged; the same content on all hosts.
 
     The primary host builds first; hosts that then see no cache (no shared file system) build their own.
+
+    Raises:
+      UserError: on every host, if the data set is bad or missing on any of them.
     """
-    fields = config.dataset
+    cache = None
+    for turn in ("primary", "others"):
+        error = None
+        if devices.is_primary() == (turn == "primary"):
+            try:
+                cache = _prepare_own_cache(config)
+            except UserError as found:
+                error = found
+            except ImportError as found:
+                error = UserError(f"augment.cache_dir: {config.augment.cache_dir} needs a package ({found})")
+        devices.share_error(error)
+    content = [cache.manifest[key] for key in ("sha256", "counts", "class_names")]
+    if len(set(devices.gather_text(json.dumps(content, sort_keys=True)))) > 1:
+        raise UserError(f"dataset: hosts hold different data under {config.dataset.path or config.dataset.name!r}")
+    return cache
+
+
+def _prepare_own_cache(config) -> caches.Cache:
+    fields, storage = config.dataset, config.augment.storage
     source = data.find_source(
         fields.name,
         fields.source,
@@ -93,20 +120,18 @@ def prepare_cache(config) -> caches.Cache:
         seed=fields.split_seed,
         cache_dir=config.augment.cache_dir,
     )
-    storage = config.augment.storage
-    key = caches.key(source, fields.split_seed, storage)
-    views = expand if storage == "expanded" else caches.one_view
     name = "".join(c if c.isalnum() else "_" for c in fields.name)
-    folder = epath.Path(config.augment.cache_dir).expanduser() / f"{name}-{key}"
-    for turn in ("primary", "others"):
-        if devices.is_primary() == (turn == "primary"):
-            cache = caches.open_or_build(folder, source, fields.split_seed, storage, views)
-        devices.barrier(f"cache {turn}")
-    return cache
+    folder = f"{name}-{caches.key(source, fields.split_seed, storage)}"
+    folder = epath.Path(config.augment.cache_dir).expanduser() / folder
+    views = expand if storage == "expanded" else caches.one_view
+    return caches.open_or_build(folder, source, fields.split_seed, storage, views)
 
 
 class Placed(NamedTuple):
-    """What is on the devices: pytrees with a leading local-device axis, and what they hold."""
+    """What is on the devices: pytrees with a leading local-device axis, and what they hold.
+
+    Images are flat uint8 rows [local devices, n, H * W * C].
+    """
 
     train: dict
     val_images: jax.Array
@@ -115,44 +140,49 @@ class Placed(NamedTuple):
     deal: Deal
 
 
-def bytes_per_device(cache: caches.Cache, storage: str, num_devices: int) -> dict[str, int]:
+def bytes_per_device(cache: caches.Cache, num_devices: int) -> dict[str, int]:
     """Bytes of images that placing needs on the fullest device."""
     image = int(np.prod(cache.image_shape))
-    views = NUM_VIEWS if storage == "expanded" else 1
     return {
-        "training images": -(-cache.count("train") // num_devices) * views * image,
+        "training images": -(-cache.count("train") // num_devices) * cache.num_views * image,
         "validation images": -(-cache.count("val") // num_devices) * image,
     }
 
 
-def load_onto_devices(config) -> tuple[caches.Cache, Placed]:
+def load_onto_devices(config, other_bytes=lambda cache: {}) -> tuple[caches.Cache, Placed]:
     """Prepares the cache and places it; a cache that turns out damaged is named and built again, once.
 
+    Args:
+      other_bytes: cache -> bytes per device of whatever else must fit, by part.
     Raises:
       UserError: it does not fit, or the fresh cache is damaged too.
     """
     for attempt in range(2):
-        cache, damage = prepare_cache(config), ""
-        sizes = bytes_per_device(cache, config.augment.storage, jax.device_count())
-        devices.check_fits(sizes, hint="augment.storage = 'on_device' keeps an eighth; or use more devices")
+        cache, placed, damage, error = prepare_cache(config), None, None, None
+        sizes = bytes_per_device(cache, jax.device_count()) | other_bytes(cache)
+        hint = "augment.storage = 'on_device' keeps an eighth of the images; or use more devices"
         try:
-            placed = place(cache, config.augment.storage, config.seed)
-        except caches.DamagedCache as error:
-            damage = str(error)
-        found = [text for text in devices.gather_text(damage) if text]
+            devices.check_fits(sizes, hint)
+        except UserError as found:
+            error = found
+        devices.share_error(error)
+        try:
+            placed = place(cache, config.seed)
+        except caches.DamagedCache as found:
+            damage = found
+        found = [text for text in devices.gather_text(str(damage or "")) if text]
         if not found:
             return cache, placed
-        if attempt == 0 and damage:
-            caches.discard(cache.folder, caches.DamagedCache(damage))
+        if damage and not attempt:
+            caches.discard(cache.folder, damage)
         devices.barrier("damaged cache")
-    raise UserError(f"augment.cache_dir: damaged again right after it was rebuilt: {found[0]}")
+    raise UserError(f"augment.cache_dir: damaged again right after it was built: {found[0]}")
 
 
-def place(cache: caches.Cache, storage: str, seed: int) -> Placed:
+def place(cache: caches.Cache, seed: int) -> Placed:
     """Reads this host's rows of the cache, device by device, so that no second copy is held."""
     num_devices = jax.device_count()
     deal = Deal(cache.count("train"), num_devices, NUM_VIEWS)
-    views = NUM_VIEWS if storage == "expanded" else 1
     labels = cache.small_array("train_labels")
     train, val = [], []
     for index, device in zip(devices.local_indices(), jax.local_devices(), strict=True):
@@ -160,7 +190,7 @@ def place(cache: caches.Cache, storage: str, seed: int) -> Placed:
         padding = deal.max_originals - len(originals)
         train.append(
             {
-                "images": _place_images(cache, "train", originals, padding, views, device),
+                "images": _place_images(cache, "train", originals, padding, cache.num_views, device),
                 "labels": jax.device_put(np.pad(labels[originals], (0, padding))[None], device),
             }
         )
@@ -176,12 +206,12 @@ def place(cache: caches.Cache, storage: str, seed: int) -> Placed:
 
 
 def _place_images(cache: caches.Cache, split: str, examples, padding: int, views: int, device) -> jax.Array:
-    """uint8 [1, n * views, H, W, C] on `device`."""
-    shape = cache.image_shape
-    out = devices.aligned_empty((len(examples) + padding, views * int(np.prod(shape))), np.uint8)
+    """uint8 [1, n * views, H * W * C] on `device`."""
+    image = int(np.prod(cache.image_shape))
+    out = devices.aligned_empty((len(examples) + padding, views * image), np.uint8)
     cache.read_images(split, examples, out[: len(examples)])
     out[len(examples) :] = 0
-    return jax.device_put(out.reshape(1, -1, *shape), device)
+    return jax.device_put(out.reshape(1, -1, image), device)
 
 
 # ---- the command ------------------------------------------------------------------------------------
@@ -194,10 +224,9 @@ def draw_preview(cache: caches.Cache, path: str, num_images: int = 4, scale: int
     size, labels = cache.image_shape[0], cache.small_array("train_labels")
     shown = np.unique(np.linspace(0, len(cache.class_names) - 1, num_images).astype(int))
     rows = np.array([np.flatnonzero(labels == label)[0] for label in shown])
-    stored = NUM_VIEWS if cache.manifest["storage"] == "expanded" else 1
-    images = np.empty((len(rows), stored * int(np.prod(cache.image_shape))), np.uint8)
+    images = np.empty((len(rows), cache.num_views * int(np.prod(cache.image_shape))), np.uint8)
     cache.read_images("train", rows, images)
-    originals = images.reshape(len(rows), stored, *cache.image_shape)[:, 0]
+    originals = images.reshape(len(rows), cache.num_views, *cache.image_shape)[:, 0]
     gap = 2
     sheet = np.full((len(rows) * (size + gap) - gap, NUM_VIEWS * (size + gap) - gap, 3), 255, np.uint8)
     for row, original in enumerate(originals):
@@ -205,13 +234,21 @@ def draw_preview(cache: caches.Cache, path: str, num_images: int = 4, scale: int
             y, x = row * (size + gap), view * (size + gap)
             sheet[y : y + size, x : x + size] = apply_view(original, view)
     picture = Image.fromarray(sheet)
-    picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST).save(path)
+    try:
+        picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST).save(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--preview: cannot write {path} ({getattr(error, 'strerror', None) or error})") from error
 
 
 def main(config) -> None:
-    """Prepares the cache, says what is in it and draws the preview."""
+    """Prepares the cache, verifies every byte of it, says what is in it and draws the preview."""
     cache = prepare_cache(config)
-    counts = ", ".join(f"{cache.count(split)} {split}" for split in data.SPLITS)
+    try:
+        cache.verify()
+    except caches.DamagedCache as damage:
+        caches.discard(cache.folder, damage)
+        cache = prepare_cache(config)
+    counts = ", ".join(f"{cache.count(split)} {split}" for split in SPLITS)
     print(f"cache   {cache.folder}")
     print(f"images  {counts}; training set {cache.count('train') * NUM_VIEWS} views")
     print(f"classes {', '.join(cache.class_names)}")

@@ -1,16 +1,20 @@
 """Throughput beside the hardware limit and beside the plain way, interleaved in one run.
 
     python bench.py step [--batch_size 512] [--repeats 7] [--json FILE]
+    python bench.py input --path EuroSAT.zip [--json FILE]
 
 Every figure is of synchronised work, as a median over repeats with its spread; contenders take turns
 within a repeat, so that a noisy machine is noisy to all. A contender whose work did not happen (its
 parameters or update count stand still) is an error, not a figure.
 """
 
+import contextlib
 import json
 import logging
+import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,7 +27,8 @@ from absl import flags
 import augment
 import model as models
 import train
-from largebatch import UserError, batching, devices, metrics
+from configs import eurosat
+from largebatch import UserError, batching, data, devices, metrics
 from largebatch.config import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
 from largebatch.optimizers import create_optimizer
 from largebatch.state import create_state
@@ -33,6 +38,7 @@ from peers import host_loop_pmap
 IMAGE_SHAPE, NUM_CLASSES, LEARNING_RATE = (64, 64, 3), 10, 1e-3
 MATMUL_SIZE = 2048
 MIN_TIMED_SEC = 0.5
+MAX_ROUNDS = 4096
 PLAIN_BATCH_SIZES = (16, 32, 64, 128, 256, 512)
 MICRO_BATCH_SIZES = (16, 32, 64, 128, 256)
 
@@ -59,7 +65,8 @@ def interleave(contenders: list[Contender], repeats: int) -> dict[str, list[floa
     rounds = {}
     for contender in contenders:
         contender.run(1)
-        rounds[contender.name] = max(1, int(MIN_TIMED_SEC / seconds_per_round(contender, 1)))
+        fitting = int(MIN_TIMED_SEC / seconds_per_round(contender, 1))
+        rounds[contender.name] = min(max(1, fitting), MAX_ROUNDS)
     times = {contender.name: [] for contender in contenders}
     for _ in range(repeats):
         for contender in contenders:
@@ -106,22 +113,24 @@ def our_step(
 ) -> Contender:
     """Our inner loop: uint8 images resident, `rounds` updates in one call."""
     network, optimizer, state = network_and_state(conv, dtype)
-    deal = batching.Deal(max(batch_size, 4096) // augment.NUM_VIEWS, jax.device_count(), augment.NUM_VIEWS)
+    num_originals = -(-max(batch_size, 4096) // augment.NUM_VIEWS)
+    deal = batching.Deal(num_originals, jax.device_count(), augment.NUM_VIEWS)
+    image = int(np.prod(IMAGE_SHAPE))
     rng = np.random.default_rng(0)
     views = augment.NUM_VIEWS if storage == "expanded" else 1
     shards = [
         {
-            "images": rng.integers(0, 256, (1, deal.max_originals * views, *IMAGE_SHAPE), np.uint8),
+            "images": rng.integers(0, 256, (1, deal.max_originals * views, image), np.uint8),
             "labels": rng.integers(0, NUM_CLASSES, (1, deal.max_originals), np.int32),
         }
         for _ in jax.local_devices()
     ]
     shards = devices.stack([jax.device_put(s, d) for s, d in zip(shards, jax.local_devices(), strict=True)])
-    logits_fn = train.make_logits_fn(network, (127.5,) * 3, (64.0,) * 3)
+    logits_fn = train.make_logits_fn(network, IMAGE_SHAPE, (127.5,) * 3, (64.0,) * 3)
     inner_loop = make_inner_loop(
-        train.cross_entropy(logits_fn), optimizer, augment.make_read(storage), deal, micro_batch_size
+        train.cross_entropy(logits_fn), optimizer, augment.make_read(storage, IMAGE_SHAPE), deal, micro_batch_size
     )
-    length = 4096
+    length = MAX_ROUNDS
     held = {"state": devices.replicate(state), "updates": 0}
     before = devices.first_replica(held["state"].params)
 
@@ -181,7 +190,8 @@ def bench_step(batch_size: int, repeats: int, dtype: str) -> dict:
     conv = models.resolve_conv("auto", jax.default_backend())
     other = "lax" if conv == "dot" else "dot"
     share = -(-batch_size // jax.device_count())
-    auto = train.resolve_micro_batch_size("auto", share, jax.default_backend())
+    auto = min(share, train.resolve_micro_batch_size("auto", jax.default_backend()))
+    few = min(batch_size, 64)  # the slow convolution would take minutes on the whole batch
     probes = [plain_step(size, dtype) for size in PLAIN_BATCH_SIZES if size >= jax.device_count()]
     rates = {
         p.name: p.images_per_round / statistics.median(t)
@@ -198,13 +208,14 @@ def bench_step(batch_size: int, repeats: int, dtype: str) -> dict:
             for size in sorted({*(s for s in MICRO_BATCH_SIZES if s <= share), auto})
         ),
         our_step("ours, on_device views", conv, dtype, batch_size, auto, "on_device"),
-        our_step(f"ours, {other} convolution", other, dtype, min(batch_size, 64), min(auto, 64)),
+        our_step(f"ours, {other} convolution, batch {few}", other, dtype, few, min(auto, few)),
         same,
         *([] if best_plain.name == same.name else [best_plain]),
         ceiling,
     ]
     times = interleave(contenders, repeats)
-    flops = train.flops_per_image("convnet", NUM_CLASSES, IMAGE_SHAPE, network_and_state("lax", dtype)[2].params)
+    network, _, _ = network_and_state("dot", dtype)
+    flops = models.training_costs(network, IMAGE_SHAPE).flops
     ceiling_rate = matmul_flops / statistics.median(times[ceiling.name]) / 1e9
     rows = []
     for contender in contenders:
@@ -280,26 +291,84 @@ def print_step(result: dict) -> None:
     )
 
 
+def bench_input(path: str) -> dict:
+    """Seconds of each part of bringing the zip or folder `path` onto the devices, in a fresh cache."""
+    config = eurosat.get_config()
+    config.dataset.path = path
+    seconds, clock = {}, metrics.Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        config.augment.cache_dir = folder
+        with clock.measure("decode"):
+            dataset = data.find_source(config.dataset.name, path=path).load()
+        num_images, num_bytes = len(dataset.labels), dataset.images.nbytes
+        del dataset
+        with clock.measure("decode, expand and cache"):
+            augment.prepare_cache(config)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        with clock.measure("open a sound cache"):
+            cache = augment.prepare_cache(config)
+        with clock.measure("read, verify and place"):
+            placed = augment.place(cache, config.seed)
+            jax.block_until_ready((placed.train, placed.val_images))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds = dict(clock.seconds)
+    seconds["expand and cache"] = seconds["decode, expand and cache"] - seconds["decode"]
+    on_devices = placed.train["images"].nbytes + placed.val_images.nbytes
+    return {
+        "command": "input",
+        "images": num_images,
+        "decoded_bytes": num_bytes,
+        "seconds": seconds,
+        "training_image_bytes_on_devices": placed.train["images"].nbytes,
+        "expected_training_image_bytes": cache.count("train") * augment.NUM_VIEWS * int(np.prod(cache.image_shape)),
+        "place_gb_per_sec": on_devices / seconds["read, verify and place"] / 1e9,
+        "peak_resident_bytes": peak,
+        "peak_resident_bytes_before_placing": before,
+        "devices": jax.device_count(),
+        "platform": jax.default_backend(),
+        "versions": metrics.versions(),
+        "git_commit": metrics.git_commit(),
+    }
+
+
+def print_input(result: dict) -> None:
+    """The result of `bench_input`, a line each."""
+    for name, value in result["seconds"].items():
+        print(f"{name:28} {value:8.2f} s")
+    print(f"{'place':28} {result['place_gb_per_sec']:8.2f} GB/s")
+    for name in ("training_image_bytes_on_devices", "expected_training_image_bytes", "peak_resident_bytes"):
+        print(f"{name.replace('_', ' '):36} {result[name] / 1e9:.4f} GB")
+
+
 def main() -> int:
     """Runs one command; returns the exit code."""
     logging.basicConfig(format="%(message)s")
-    flags.DEFINE_integer("batch_size", 512, "Examples per update over all devices.", lower_bound=1)
-    flags.DEFINE_integer("repeats", 7, "Interleaved repeats.", lower_bound=1)
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Arithmetic of all contenders.")
+    flags.DEFINE_integer("batch_size", 512, "step: examples per update over all devices.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 7, "step: interleaved repeats.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "step: arithmetic of all contenders.")
+    flags.DEFINE_string("path", None, "input: EuroSAT.zip or its folder.")
     flags.DEFINE_string("json", None, "Write all figures to this file.")
     try:
-        commands = parse_plain_flags(sys.argv)
-        if commands != ["step"]:
-            raise UsageError(f"give one command: step; found {' '.join(commands) or 'none'}")
+        command = parse_plain_flags(sys.argv)
+        if command not in (["step"], ["input"]):
+            raise UsageError(f"give one command: step | input; found {' '.join(command) or 'none'}")
+        if command == ["input"] and not flags.FLAGS.path:
+            raise UsageError("--path: not given; input needs EuroSAT.zip or its folder")
     except UsageError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return EXIT_USAGE
+    values = flags.FLAGS
     try:
-        devices.start()
-        result = bench_step(flags.FLAGS.batch_size, flags.FLAGS.repeats, flags.FLAGS.dtype)
-        print_step(result)
-        if flags.FLAGS.json:
-            with open(flags.FLAGS.json, "w") as file:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open(values.json, "w")) if values.json else None
+            devices.start()
+            if command == ["step"]:
+                result = bench_step(values.batch_size, values.repeats, values.dtype)
+                print_step(result)
+            else:
+                result = bench_input(values.path)
+                print_input(result)
+            if file:
                 json.dump(result, file, indent=1)
     except (UserError, OSError) as error:
         print(f"bench.py: error: {error}", file=sys.stderr)

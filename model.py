@@ -5,7 +5,9 @@ All take float images [N, H, W, C] and give float32 logits [N, num_classes]. Par
 """
 
 import functools
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -187,3 +189,43 @@ MODELS = {
 def create_model(name: str, num_classes: int, dtype: str, conv: str) -> nn.Module:
     """The network called `name` (a key of MODELS), computing in `dtype`, convolving by CONVS[conv]."""
     return MODELS[name](num_classes=num_classes, dtype=jnp.dtype(dtype), conv=conv)
+
+
+class Costs(NamedTuple):
+    """Of one training image: FLOPs of all matrix products, and bytes kept for the backward pass."""
+
+    flops: float
+    activation_bytes: int
+
+
+def training_costs(network: nn.Module, image_shape: tuple[int, int, int]) -> Costs:
+    """Counts one image's gradient from the traced program, so on any platform.
+
+    FLOPs are 2 per multiply-add of each matrix product, forward and backward, with convolutions written as
+    products (taps over the padding count); elementwise work does not count. Bytes are an estimate: the
+    output of each product and of the activation after it.
+    """
+    network = network.clone(conv="dot")
+    images = jax.ShapeDtypeStruct((1, *image_shape), network.dtype)
+    variables = jax.eval_shape(network.init, jax.random.key(0), images)
+
+    def total(variables, images):
+        return network.apply(variables, images).sum()
+
+    forward = _products(jax.make_jaxpr(total)(variables, images).jaxpr)
+    both = _products(jax.make_jaxpr(jax.grad(total))(variables, images).jaxpr)
+    kept = sum(2 * out.size * out.dtype.itemsize for _, out in forward)
+    return Costs(float(sum(flops for flops, _ in both)), kept)
+
+
+def _products(jaxpr):
+    """(FLOPs, output) of every matrix product of a jaxpr, those of inner jaxprs included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            operand, out = equation.invars[0].aval, equation.outvars[0].aval
+            yield 2 * out.size * math.prod(operand.shape[axis] for axis in contracted), out
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _products(inner)

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from largebatch import UserError, batching, devices, evaluation, metrics
 from largebatch import cache as caches
 from largebatch import config as configs
 from largebatch.optimizers import create_optimizer
-from largebatch.state import count_params, create_state, params_sha256
+from largebatch.state import TrainState, count_params, create_state, params_sha256
 from largebatch.step import Plan, make_inner_loop
 
 log = logging.getLogger("largebatch")
@@ -43,11 +43,12 @@ class Diverged(Exception):
     """The loss is no longer a number."""
 
 
-def make_logits_fn(network, mean, std):
-    """(params, uint8 images [M, H, W, C]) -> float32 logits, normalising where images are read."""
+def make_logits_fn(network, image_shape, mean, std):
+    """(params, uint8 images [M, H * W * C]) -> float32 logits, normalising where images are read."""
     mean, scale = np.float32(mean), np.float32(1 / np.asarray(std))
 
     def logits_fn(params, images):
+        images = images.reshape(-1, *image_shape)
         normalised = (images.astype(jnp.float32) - mean) * scale
         return network.apply({"params": params}, normalised.astype(network.dtype))
 
@@ -55,12 +56,13 @@ def make_logits_fn(network, mean, std):
 
 
 def cross_entropy(logits_fn):
-    """The `loss_fn` of the step: sum over a micro-batch of weight * cross-entropy."""
+    """The `loss_fn` of the step: sums over a micro-batch of weighted cross-entropy and of hits."""
 
     def loss_fn(params, batch):
         logits = logits_fn(params, batch.images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-        return jnp.sum(losses * batch.weights)
+        hits = jnp.argmax(logits, axis=-1) == batch.labels
+        return jnp.sum(losses * batch.weights), {"accuracy": jnp.sum(hits * batch.weights)}
 
     return loss_fn
 
@@ -71,22 +73,11 @@ def init_params(network, image_shape, seed: int):
     return jax.jit(network.init)(jax.random.key(seed), images)["params"]
 
 
-def resolve_micro_batch_size(size, share: int, platform: str) -> int:
-    """Examples per gradient evaluation; never more than a device's share of the batch."""
+def resolve_micro_batch_size(size, platform: str) -> int:
+    """Examples per gradient evaluation."""
     if size == "auto":
-        size = AUTO_MICRO_BATCH_SIZE.get(platform, AUTO_MICRO_BATCH_SIZE_ELSEWHERE)
-    return min(size, share)
-
-
-def flops_per_image(model_name: str, num_classes: int, image_shape, params) -> float:
-    """Floating-point operations of one training image, as XLA counts them in the uncompiled program."""
-    network = models.create_model(model_name, num_classes, "float32", "lax")
-
-    def loss(params, images):
-        return network.apply({"params": params}, images).sum()
-
-    images = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
-    return jax.jit(jax.value_and_grad(loss)).lower(params, images).cost_analysis()["flops"]
+        return AUTO_MICRO_BATCH_SIZE.get(platform, AUTO_MICRO_BATCH_SIZE_ELSEWHERE)
+    return size
 
 
 def make_plan(deal: batching.Deal, config, batch_size: int, first_step: int) -> Plan:
@@ -137,18 +128,18 @@ def open_run(plain: dict, workdir: str) -> tuple[metrics.RunFolder, dict | None]
 def _look_at_folder(run: metrics.RunFolder, plain: dict) -> dict | None:
     theirs, summary = run.read("config.json"), run.read("summary.json")
     if theirs is None:
-        run.check_writable()
+        run.check_new()
         return None
-    if fields := configs.differences(plain, theirs, ("here", "there")):
+    if fields := configs.differences(configs.identity(plain), configs.identity(theirs), ("here", "there")):
         raise UserError(f"--workdir: {run.path} holds a run of another config: {fields}")
-    if summary is None or summary["status"] != "done":
-        status = "unfinished" if summary is None else summary["status"]
+    if summary is None or summary.get("status") != "done":
+        status = "unfinished" if summary is None else summary.get("status")
         raise UserError(f"--workdir: {run.path} holds a run that is {status}; give a new folder or remove it")
     return summary
 
 
 class Job(NamedTuple):
-    """Everything a run needs before its first update, on the devices and compiled."""
+    """What does not change while a run trains: its data on the devices and its compiled programs."""
 
     cache: caches.Cache
     placed: augment.Placed
@@ -156,82 +147,98 @@ class Job(NamedTuple):
     micro_batch_size: int
     num_params: int
     flops_per_image: float
-    state: Any
     inner_loop: Callable
     predict: Callable
 
 
-def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> Job:
+def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, TrainState]:
     """Places the data, makes the state and compiles the two programs by running them; times both sections."""
+    platform = jax.default_backend()
+    conv = models.resolve_conv(config.model.conv, platform)
+    micro_batch_size = resolve_micro_batch_size(config.batch.micro_batch_size, platform)
+    optimizer = create_optimizer(config.optimizer.name, config.optimizer.momentum, config.optimizer.weight_decay)
+
+    def network_for(cache):
+        return models.create_model(config.model.name, len(cache.class_names), config.model.dtype, conv)
+
+    def initial_state(cache):
+        params = init_params(network_for(cache), cache.image_shape, config.seed)
+        return create_state(params, optimizer, np.uint32(config.seed))
+
+    def other_bytes(cache):
+        state = jax.eval_shape(functools.partial(initial_state, cache))
+        costs = models.training_costs(network_for(cache), cache.image_shape)
+        return {
+            "parameters and optimizer": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+            "gradients": 3 * 4 * count_params(state.params),  # one micro-batch's, their sum, the flat vector
+            f"activations of {micro_batch_size} images": micro_batch_size * costs.activation_bytes,
+        }
+
     with clock.measure("data"):
-        cache, placed = augment.load_onto_devices(config)
+        cache, placed = augment.load_onto_devices(config, other_bytes)
         jax.block_until_ready((placed.train, placed.val_images))
-    platform, num_classes = jax.default_backend(), len(cache.class_names)
     batch_size = configs.resolve_batch_size(config.batch.size, placed.deal.num_examples)
     share = -(-batch_size // jax.device_count())
-    micro_batch_size = resolve_micro_batch_size(config.batch.micro_batch_size, share, platform)
-
-    conv = models.resolve_conv(config.model.conv, platform)
-    network = models.create_model(config.model.name, num_classes, config.model.dtype, conv)
-    params = init_params(network, cache.image_shape, config.seed)
-    logits_fn = make_logits_fn(network, cache.manifest["mean"], cache.manifest["std"])
-    optimizer = create_optimizer(config.optimizer.name, config.optimizer.momentum, config.optimizer.weight_decay)
-    state = jax.jit(create_state, static_argnums=1)(params, optimizer, config.seed)
-    state = devices.replicate(state)
+    network = network_for(cache)
+    logits_fn = make_logits_fn(network, cache.image_shape, cache.manifest["mean"], cache.manifest["std"])
+    state = devices.replicate(jax.jit(functools.partial(initial_state, cache))())
 
     # Calling, not lowering: pmap's ahead-of-time programs do not take the arrays of several hosts.
     with clock.measure("compile"):
-        read = augment.make_read(config.augment.storage)
-        inner_loop = make_inner_loop(cross_entropy(logits_fn), optimizer, read, placed.deal, micro_batch_size)
+        read = augment.make_read(config.augment.storage, cache.image_shape)
+        inner_loop = make_inner_loop(
+            cross_entropy(logits_fn), optimizer, read, placed.deal, min(micro_batch_size, share)
+        )
         plan = make_plan(placed.deal, config, batch_size, first_step=0)
         state, _ = inner_loop(state, placed.train, plan, np.int32(0))
         predict = evaluation.make_predict(logits_fn, micro_batch_size)
         jax.block_until_ready((state, predict(state.params, placed.val_images)))
         devices.check_replicas(state.params, "initial parameters")
-    flops = flops_per_image(config.model.name, num_classes, cache.image_shape, params)
-    num_params = count_params(params)
-    return Job(cache, placed, batch_size, micro_batch_size, num_params, flops, state, inner_loop, predict)
+    flops = models.training_costs(network, cache.image_shape).flops
+    num_params = count_params(state.params) // jax.local_device_count()
+    return Job(
+        cache, placed, batch_size, min(micro_batch_size, share), num_params, flops, inner_loop, predict
+    ), state
 
 
 class Trainer:
     """Runs the compiled inner loop in calls of a few seconds; holds the state and the update count."""
 
-    def __init__(self, job: Job, plan_of, clock: metrics.Clock, profile_dir: str | None):
+    def __init__(self, job: Job, state: TrainState, plan_of, clock: metrics.Clock, profile_dir: str | None):
         self._job, self._plan_of, self._clock, self._profile_dir = job, plan_of, clock, profile_dir
         self._sec_per_update = None
-        self.state, self.step = job.state, 0
+        self.state, self.step = state, 0
 
-    def run(self, num_updates: int, on_call) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, num_updates: int, on_call) -> dict[str, np.ndarray]:
         """Does `num_updates` updates; calls on_call(updates, seconds) after each piece.
 
         Returns:
-          Loss and gradient norm of each update, float32 [num_updates].
+          The metrics of each update, float32 [num_updates] each.
         Raises:
-          Diverged: a loss is not finite.
+          Diverged: a loss or gradient is not finite.
         """
-        losses, norms, done = [], [], 0
+        pieces, done = [], 0
         while done < num_updates:
             count = self._next_count(num_updates - done)
             plan = self._plan_of(first_step=self.step)
             begin = time.perf_counter()
-            with self._clock.measure("train"), self._maybe_profile():
+            with self._maybe_profile(), self._clock.measure("train"):
                 self.state, values = self._job.inner_loop(self.state, self._job.placed.train, plan, np.int32(count))
                 jax.block_until_ready((self.state, values))
             seconds = time.perf_counter() - begin
             self._sec_per_update = seconds / count
-            loss, norm = np.asarray(values.loss)[:count], np.asarray(values.grad_norm)[:count]
-            if not np.isfinite(loss).all():
-                bad = int(np.flatnonzero(~np.isfinite(loss))[0])
-                raise Diverged(
-                    f"diverged: the loss of update {self.step + bad + 1} is {loss[bad]} "
-                    f"(learning rate {plan.learning_rate[bad]:g})"
-                )
+            pieces.append({name: np.asarray(value)[:count] for name, value in values.items()})
+            for name in ("loss", "grad_norm"):
+                bad = np.flatnonzero(~np.isfinite(pieces[-1][name]))
+                if len(bad):
+                    raise Diverged(
+                        f"diverged: {name} of update {self.step + bad[0] + 1} is {pieces[-1][name][bad[0]]} "
+                        f"(learning rate {plan.learning_rate[bad[0]]:g})"
+                    )
             self.step += count
             done += count
-            losses.append(loss)
-            norms.append(norm)
             on_call(count, seconds)
-        return np.concatenate(losses), np.concatenate(norms)
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
     def _next_count(self, remaining: int) -> int:
         """Updates of the next call: one to learn its time, then SECONDS_PER_CALL's worth, as host 0 says."""
@@ -308,9 +315,11 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
         log.info("%s is a finished run of this config; nothing to do", workdir)
         return finished
 
-    job = prepare(config, clock)
+    job, state = prepare(config, clock)
     plan_of = functools.partial(make_plan, job.placed.deal, config, job.batch_size)
-    trainer = Trainer(job, plan_of, clock, f"{workdir}/profile" if profile else None)
+    profile = bool(devices.from_primary(np.int32(profile)))
+    trainer = Trainer(job, state, plan_of, clock, f"{workdir}/profile" if profile else None)
+    del state  # donated at the first update
     inner_steps, outer_steps = config.train.inner_steps, config.train.outer_steps
     report = metrics.Reporter(inner_steps * outer_steps, enabled=devices.is_primary())
     report.line(headline(job, config, clock))
@@ -319,15 +328,17 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
         run.create(plain)
 
     def on_call(updates, seconds):
-        report.advance("training", updates, updates * job.batch_size / seconds)
+        report.advance(updates, updates * job.batch_size / seconds)
 
     try:
         with report:
             for outer in range(1, outer_steps + 1):
                 before = dict(clock.seconds)
-                losses, norms = trainer.run(inner_steps, on_call)
+                values = trainer.run(inner_steps, on_call)
                 with clock.measure("evaluation"):
                     scores, logits = validate_model(job, trainer.state.params)
+                if not np.isfinite(scores.loss):
+                    raise Diverged(f"diverged: the validation loss after update {trainer.step} is {scores.loss}")
                 row = {
                     "step": trainer.step,
                     "outer": outer,
@@ -335,8 +346,9 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
                     "epoch": trainer.step * job.batch_size / job.placed.deal.num_examples,
                     "global_batch_size": job.batch_size,
                     "learning_rate": config.optimizer.learning_rate,
-                    "train_loss": losses.mean(),
-                    "grad_norm": norms[-1],
+                    "train_loss": values["loss"].mean(),
+                    "train_accuracy": values["accuracy"].mean(),
+                    "grad_norm": values["grad_norm"][-1],
                     "noise_scale": None,
                     "val_loss": scores.loss,
                     "val_accuracy": scores.accuracy,
@@ -361,8 +373,10 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
     finally:
         summary["seconds"] = clock.seconds | {"total": clock.total()}
         if devices.is_primary():
-            run.write_json("summary.json", summary)
-            run.close()
+            try:
+                run.write_json("summary.json", summary)
+            finally:
+                run.close()
     report.results(summary, str(workdir))
     return summary
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from largebatch import UserError, data
+from largebatch import UserError
+from largebatch.images import Dataset, Source, iterate_batches, run_ranges, split_indices
 
 log = logging.getLogger("largebatch")
 
@@ -56,6 +57,11 @@ class Cache(NamedTuple):
     def count(self, split: str) -> int:
         """Original images in `split`."""
         return self.manifest["counts"][split]
+
+    @property
+    def num_views(self) -> int:
+        """Views of each training original in the images file."""
+        return self.manifest["num_views"]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -94,12 +100,28 @@ class Cache(NamedTuple):
         def read_range(first: int, last: int) -> None:
             with path.open("rb") as file:
                 for row in range(first, last):
-                    file.seek(len(header) + int(examples[row]) * out.shape[1])
-                    file.readinto(out[row].data)
+                    try:
+                        file.seek(len(header) + int(examples[row]) * out.shape[1])
+                        length = file.readinto(out[row].data)
+                    except OSError as error:
+                        raise DamagedCache(f"{path} cannot be read ({error.strerror or error})") from error
+                    if length != out.shape[1]:  # or the hash would be of what was in memory before
+                        raise DamagedCache(f"{path} ends within example {examples[row]}")
                     if hashlib.sha256(out[row]).digest() != digests[examples[row]].tobytes():
                         raise DamagedCache(f"{path}: example {examples[row]} does not match its SHA-256")
 
-        data.run_ranges(read_range, len(examples))
+        run_ranges(read_range, len(examples))
+
+    def verify(self) -> None:
+        """Reads every byte of every array; raises DamagedCache."""
+        image = int(np.prod(self.image_shape))
+        for name in self.manifest["sha256"]:
+            self.small_array(name.removesuffix(".npy"))
+        for split, count in self.manifest["counts"].items():
+            size = image * (self.num_views if split == "train" else 1)
+            for part in iterate_batches(count, 1024):
+                rows = np.arange(part.start, part.stop)
+                self.read_images(split, rows, np.empty((len(rows), size), np.uint8))
 
 
 def _npy_header(shape: tuple[int, ...]) -> bytes:
@@ -109,7 +131,7 @@ def _npy_header(shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def key(source: data.Source, split_seed: int, storage: str) -> str:
+def key(source: Source, split_seed: int, storage: str) -> str:
     """Hash of everything that shapes the cache, but the version of the code that writes it."""
     text = f"{source.fingerprint} split {split_seed} {storage}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -134,7 +156,7 @@ def _seal(manifest: dict) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def build(folder: epath.Path, source: data.Source, split_seed: int, storage: str, expand: Expand) -> None:
+def build(folder: epath.Path, source: Source, split_seed: int, storage: str, expand: Expand) -> None:
     """Loads, splits, expands and writes the cache under a temporary name, then renames it to `folder`.
 
     Raises:
@@ -149,7 +171,7 @@ def build(folder: epath.Path, source: data.Source, split_seed: int, storage: str
             f"dataset.image_size: images are {width}x{height} pixels; rotations need square ones: set a size"
         )
     loaded = time.perf_counter()
-    splits = data.split_indices(dataset.example_ids, split_seed)
+    splits = split_indices(dataset.example_ids, split_seed)
     missing = set(range(len(dataset.class_names))) - set(dataset.labels[splits["train"]].tolist())
     if missing:
         names = ", ".join(dataset.class_names[i] for i in sorted(missing))
@@ -181,7 +203,7 @@ def build(folder: epath.Path, source: data.Source, split_seed: int, storage: str
     log.info("decoded in %.1f s, expanded and cached in %.1f s: %s", loaded - started, done - loaded, folder)
 
 
-def _write_arrays(folder: epath.Path, dataset: data.Dataset, splits: dict, expand: Expand) -> dict:
+def _write_arrays(folder: epath.Path, dataset: Dataset, splits: dict, expand: Expand) -> dict:
     """Writes images, labels, ids and digests of every split; returns their part of the manifest."""
     sha256, ids = {}, np.array(dataset.example_ids)
     for split, rows in splits.items():
@@ -197,6 +219,7 @@ def _write_arrays(folder: epath.Path, dataset: data.Dataset, splits: dict, expan
     mean, std = channel_statistics(dataset.images, splits["train"])
     return {
         "image_shape": list(dataset.images.shape[1:]),
+        "num_views": expand(dataset.images[:1]).shape[1],
         "counts": {split: len(rows) for split, rows in splits.items()},
         "class_names": dataset.class_names,
         "mean": mean.tolist(),
@@ -211,7 +234,7 @@ def _write_images(path: epath.Path, images: np.ndarray, rows: np.ndarray, expand
     num_views = expand(images[:1]).shape[1]
     with path.open("wb") as file:
         file.write(_npy_header((len(rows) * num_views, *images.shape[1:])))
-        for part in data.iterate_batches(len(rows), 1024):
+        for part in iterate_batches(len(rows), 1024):
             block = np.empty((part.stop - part.start, num_views, *images.shape[1:]), np.uint8)
 
             def fill(begin: int, end: int, part=part, block=block) -> None:
@@ -219,7 +242,7 @@ def _write_images(path: epath.Path, images: np.ndarray, rows: np.ndarray, expand
                 for i in range(begin, end):
                     digests[part.start + i] = np.frombuffer(hashlib.sha256(block[i]).digest(), np.uint8)
 
-            data.run_ranges(fill, len(block))
+            run_ranges(fill, len(block))
             file.write(block.data)
     return digests
 
@@ -227,7 +250,7 @@ def _write_images(path: epath.Path, images: np.ndarray, rows: np.ndarray, expand
 def channel_statistics(images: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation of each channel over images[rows], on the scale 0..255; exact sums."""
     counts = np.zeros((images.shape[-1], 256), np.int64)
-    for part in data.iterate_batches(len(rows), 1024):
+    for part in iterate_batches(len(rows), 1024):
         block = images[rows[part]]
         for channel in range(images.shape[-1]):
             counts[channel] += np.bincount(block[..., channel].ravel(), minlength=256)
@@ -245,7 +268,7 @@ def _remove_stale(folder: epath.Path) -> None:
                 path.rmtree()
 
 
-def open_or_build(folder: epath.Path, source: data.Source, split_seed: int, storage: str, expand: Expand) -> Cache:
+def open_or_build(folder: epath.Path, source: Source, split_seed: int, storage: str, expand: Expand) -> Cache:
     """The cache in `folder`, built where it is missing, damaged or of another version."""
     if folder.exists():
         try:
@@ -259,7 +282,9 @@ def open_or_build(folder: epath.Path, source: data.Source, split_seed: int, stor
 def discard(folder: epath.Path, damage: DamagedCache) -> None:
     """Says what is damaged and removes the folder, so that it is built again."""
     log.warning("damaged cache: %s; building it again", damage)
+    trash = folder.parent / f".tmp-{folder.name}-{os.uname().nodename}-{os.getpid()}-damaged"
     try:
-        folder.rmtree()
+        folder.rename(trash)  # at once, for hosts that share the file system do this at the same time
     except FileNotFoundError:
-        pass  # another host on the same file system was first
+        return  # another host was first
+    trash.rmtree()

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,14 @@ def nearest(name: str, known) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def _nearest_field(field: str) -> str:
+    """A known field with a similar last name in the same group, else one similar as a whole."""
+    group, _, last = field.rpartition(".")
+    same_group = {name.rpartition(".")[2]: name for name in RULES if name.rpartition(".")[0] == group}
+    close = difflib.get_close_matches(last, same_group, n=1)
+    return f" (did you mean {same_group[close[0]]!r}?)" if close else nearest(field, RULES)
+
+
 def validate(config: config_dict.ConfigDict) -> None:
     """Checks every field before a device is touched.
 
@@ -107,7 +116,7 @@ def validate(config: config_dict.ConfigDict) -> None:
     """
     values, problems = flatten(config.to_dict()), []
     for field in values.keys() - RULES.keys():
-        problems.append(f"{field}: unknown field{nearest(field, RULES)}")
+        problems.append(f"{field}: unknown field{_nearest_field(field)}")
     for field, (allowed, text) in RULES.items():
         if field not in values:
             problems.append(f"{field}: missing; allowed: {text}")
@@ -117,7 +126,13 @@ def validate(config: config_dict.ConfigDict) -> None:
             problems.append(f"{field}: {values[field]!r}; allowed: {text}{hint}")
     cluster = [f"devices.{name}" for name in ("coordinator_address", "num_hosts", "host_index")]
     given = [field for field in cluster if values.get(field) is not None]
-    if 0 < len(given) < len(cluster):
+    if len(given) == len(cluster):
+        address, num_hosts, host_index = (values[field] for field in cluster)
+        if not re.fullmatch(r"\S+:\d+", str(address)):
+            problems.append(f"devices.coordinator_address: {address!r}; allowed: ADDRESS:PORT")
+        if host_index >= num_hosts:
+            problems.append(f"devices.host_index: {host_index}; allowed: 0 to devices.num_hosts - 1")
+    elif given:
         problems.append(f"{', '.join(given)}: given alone; allowed: all of {', '.join(cluster)}, or none")
     if problems:
         raise UserError("; ".join(sorted(problems)))
@@ -132,6 +147,12 @@ def resolve_batch_size(size, num_examples: int) -> int:
             f"batch.size: {size}; allowed: an integer from 1 to {num_examples} (the training images x 8), or 'full'"
         )
     return size
+
+
+def identity(config: dict) -> dict:
+    """The fields that shape a run's numbers: not where its hosts meet, what it logs or where its caches are."""
+    kept = {name: value for name, value in config.items() if name not in ("devices", "log")}
+    return kept | {"augment": {k: v for k, v in config.get("augment", {}).items() if k != "cache_dir"}}
 
 
 def differences(one: dict, other: dict, names: tuple[str, str]) -> str:
@@ -180,6 +201,9 @@ def run_script(main: Callable[[config_dict.ConfigDict], int | None]) -> None:
         code = EXIT_FAILED
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except Exception:  # a fault of ours: shown in full, and left by the same door
+        traceback.print_exc()
+        code = EXIT_FAILED
     if code and jax.distributed.is_initialized():
         # The usual way out waits for the other hosts, which may be waiting for this one.
         sys.stdout.flush()
@@ -208,8 +232,8 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
             raise UsageError(f"--config: {flags.FLAGS['config'].config_filename} cannot be loaded")
     except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
         names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
-        bad = [f"--config.{name}: unknown field{nearest(name, RULES)}" for name in names if name not in RULES]
-        raise UsageError("; ".join(bad) or _one_line(error)) from error
+        bad = [f"--config.{name}: unknown field{_nearest_field(name)}" for name in names if name not in RULES]
+        raise UsageError("; ".join(bad) or f"--config: the file cannot be run: {_one_line(error)}") from error
     except UsageError:
         raise
     except Exception as error:  # whatever a user's config file raises when it is run
@@ -225,6 +249,9 @@ def parse_plain_flags(argv: list[str]) -> list[str]:
     Raises:
       UsageError: unknown or malformed flag.
     """
+    if "--help" in argv:
+        print(f"{sys.modules['__main__'].__doc__ or ''}\n{flags.FLAGS.main_module_help()}")
+        sys.exit(0)
     try:
         return flags.FLAGS(argv)[1:]
     except flags.Error as error:

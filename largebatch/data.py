@@ -1,30 +1,22 @@
-"""Labelled images from TFDS, a zip, a folder or a generator, and the split that all of them share."""
+"""Where images come from: TFDS, a zip, a folder of class folders, or a generator."""
 
-import concurrent.futures
 import functools
 import hashlib
-import io
-import itertools
+import http.client
 import logging
 import os
 import pathlib
-import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
-from typing import NamedTuple
 
-import numpy as np
 from etils import epath
-from PIL import Image
 
-from largebatch import UserError
+from largebatch import UserError, images
 
 log = logging.getLogger("largebatch")
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
-SPLITS = ("train", "val", "test")
 
 # The 27,000 RGB JPEGs of Helber et al. 2019, tried in this order. The first is the authors' record, the
 # second torchvision's pinned copy of the original archive, whose SHA-256 is also the one TFDS checks.
@@ -41,23 +33,6 @@ EUROSAT_MIRRORS = (
 EUROSAT_TFDS_NAME = "eurosat/rgb"
 
 
-class Dataset(NamedTuple):
-    """images uint8 [N, H, W, 3], labels int32 [N]; `example_ids` are `Class/file` where there are files."""
-
-    images: np.ndarray
-    labels: np.ndarray
-    class_names: list[str]
-    example_ids: list[str]
-
-
-class Source(NamedTuple):
-    """A data set that can be loaded; `fingerprint` changes when what `load` returns would."""
-
-    description: str
-    fingerprint: str
-    load: Callable[[], Dataset]
-
-
 def find_source(
     name: str,
     source: str = "auto",
@@ -65,10 +40,10 @@ def find_source(
     *,
     image_size: int | None = None,
     tfds_split: str = "train",
-    num_examples: int = 1000,
+    num_examples: int = 960,
     seed: int = 0,
     cache_dir: str = "~/.cache/largebatch",
-) -> Source:
+) -> images.Source:
     """Finds a data set without decoding it.
 
     Args:
@@ -87,10 +62,10 @@ def find_source(
         source = _guess_source(name, path)
     if source == "synthetic":
         size = image_size or 32
-        return Source(
+        return images.Source(
             f"synthetic ({num_examples} images, seed {seed})",
             f"synthetic-1 {num_examples} {size} {seed}",
-            lambda: synthetic(num_examples, size, seed),
+            lambda: images.synthetic(num_examples, size, seed),
         )
     if source == "tfds":
         return _tfds_source(EUROSAT_TFDS_NAME if name == "eurosat" else name, path, tfds_split, image_size)
@@ -106,8 +81,9 @@ def find_source(
 
 def _guess_source(name: str, path: str | None) -> str:
     if name == "eurosat" and path is None:
-        # Not only the folder: an unprepared or half-prepared set is no reason not to download.
-        return "tfds" if _prepared_tfds(EUROSAT_TFDS_NAME, None) else "zip"
+        # An unprepared or unreadable TFDS set is no reason not to download.
+        builder = _prepared_tfds(EUROSAT_TFDS_NAME, None)
+        return "tfds" if builder and _is_readable(builder) else "zip"
     if path is None:
         return "synthetic" if name == "synthetic" else "tfds"
     root = epath.Path(path).expanduser()
@@ -125,20 +101,29 @@ def _prepared_tfds(name: str, data_dir: str | None):
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow_datasets as tfds
 
-    # Given explicitly, for TFDS reads the variable only once, when it is imported.
-    data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    data_dir = epath.Path(_tfds_dir(data_dir)).expanduser()
     try:
-        return tfds.core.read_only_builder.builder_from_files(name, data_dir=epath.Path(data_dir).expanduser())
+        return tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:
         return None
     except (ValueError, OSError) as error:
         raise UserError(f"dataset.name: TFDS cannot open {name!r} ({' '.join(str(error).split())})") from error
 
 
-def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | None) -> Source:
+def _tfds_dir(data_dir: str | None) -> str:
+    """Given explicitly, for TFDS reads the variable only once, when it is imported."""
+    return data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+
+
+def _is_readable(builder) -> bool:
+    """TFDS 4.9.10 reads tfrecord with TensorFlow only, and writes parquet sets that lack examples."""
+    return builder.info.file_format is not None and builder.info.file_format.value == "array_record"
+
+
+def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | None) -> images.Source:
     import tensorflow_datasets as tfds
 
-    where = data_dir or "~/tensorflow_datasets"
+    where = _tfds_dir(data_dir)
     prepare = (
         'to prepare it: pip install tensorflow importlib_resources, then python -c "import '
         f"tensorflow_datasets as tfds; tfds.builder('{name}', data_dir='{where}', "
@@ -148,8 +133,7 @@ def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | 
     if builder is None:
         raise UserError(f"dataset.name: TFDS set {name!r} is not prepared in {where}; {prepare}")
     info = builder.info
-    if info.file_format is None or info.file_format.value != "array_record":
-        # TFDS 4.9.10 reads tfrecord with TensorFlow only, and writes parquet sets that lack examples.
+    if not _is_readable(builder):
         found = info.file_format and info.file_format.value
         raise UserError(f"dataset.name: TFDS set {name!r} is prepared as {found}, not array_record; {prepare}")
     if not {"image", "label"} <= info.features.keys():
@@ -161,9 +145,9 @@ def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | 
         raise UserError(f"dataset.tfds_split: {split!r}: {' '.join(str(error).split())}") from error
     class_names = list(info.features["label"].names)
 
-    def load() -> Dataset:
+    def load() -> images.Dataset:
         files = []
-        for part in iterate_batches(len(rows), 256):  # in blocks: half the time of one by one
+        for part in images.iterate_batches(len(rows), 256):  # in blocks: half the time of one by one
             try:
                 block = rows.__getitems__(range(part.start, part.stop))
             except RuntimeError as error:
@@ -174,29 +158,23 @@ def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | 
                     raise UserError(f"dataset.tfds_split: {split!r} of TFDS set {name!r} has rows without label")
                 file = row.get("filename", f"{number:09d}".encode()).decode()
                 example_id = file if "/" in file else f"{class_names[label]}/{file}"
-                files.append(ImageFile(example_id, label, lambda image=row["image"]: image))
-        return _dataset(files, class_names, image_size)
+                files.append(images.ImageFile(example_id, label, lambda image=row["image"]: image))
+        return images.decode_dataset(files, class_names, image_size)
 
     description = f"TFDS {info.full_name} [{split}]"
-    return Source(description, f"tfds {info.full_name} {builder.data_dir} {split} {len(rows)} {image_size}", load)
+    return images.Source(
+        description, f"tfds {info.full_name} {builder.data_dir} {split} {len(rows)} {image_size}", load
+    )
 
 
 # ---- zip and folder ---------------------------------------------------------------------------------
 
 
-class ImageFile(NamedTuple):
-    """One image still encoded: its id, its class and how to read its bytes."""
-
-    example_id: str
-    label: int
-    read: Callable[[], bytes]
-
-
-def _zip_source(path: epath.Path, image_size: int | None) -> Source:
+def _zip_source(path: epath.Path, image_size: int | None) -> images.Source:
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-    except (zipfile.BadZipFile, OSError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
         raise UserError(f"dataset.path: {path} is not a readable zip file ({error})") from error
     names = [entry.filename for entry in entries]
     for name in names:
@@ -205,29 +183,31 @@ def _zip_source(path: epath.Path, image_size: int | None) -> Source:
             raise UserError(f"dataset.path: {path} holds the unsafe name {name!r}; allowed: relative names")
     labels, class_names = _labels_of(names, str(path))
     # The directory of a zip holds the CRC-32 and size of every file: hashing it stands for the content.
-    listing = [f"{entry.filename} {entry.file_size} {entry.CRC}" for entry in entries]
+    listing = [f"{e.filename} {e.file_size} {e.CRC}" for e in entries if e.filename in labels]
 
-    def load() -> Dataset:
+    def load() -> images.Dataset:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             return _load(labels, class_names, archive.read, image_size)
 
-    return Source(str(path), _fingerprint(listing, image_size), load)
+    return images.Source(str(path), _fingerprint(listing, image_size), load)
 
 
-def _folder_source(path: epath.Path, image_size: int | None) -> Source:
+def _folder_source(path: epath.Path, image_size: int | None) -> images.Source:
     if not path.is_dir():
         raise UserError(f"dataset.path: {path} is not a folder; dataset.source 'folder' needs one")
-    names, listing = [], []
-    for found in sorted(pathlib.Path(path).rglob("*")):
-        name = found.relative_to(path).as_posix()
-        names.append(f"{name}/" if found.is_dir() else name)
-        listing.append(f"{name} {found.stat().st_size} {found.stat().st_mtime_ns}")
-    labels, class_names = _labels_of(names, str(path))
+    root = pathlib.Path(path)
+    found = {p.relative_to(root).as_posix() + "/" * p.is_dir(): p for p in sorted(root.rglob("*"))}
+    labels, class_names = _labels_of(list(found), str(path))
+    try:
+        stats = {name: found[name].stat() for name in labels}
+    except OSError as error:
+        raise UserError(f"dataset.path: {error.filename} cannot be read ({error.strerror})") from error
+    listing = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats.items()]
 
-    def load() -> Dataset:
+    def load() -> images.Dataset:
         return _load(labels, class_names, lambda name: (path / name).read_bytes(), image_size)
 
-    return Source(str(path), _fingerprint(listing, image_size), load)
+    return images.Source(str(path), _fingerprint(listing, image_size), load)
 
 
 def _fingerprint(listing: list[str], image_size: int | None) -> str:
@@ -239,7 +219,7 @@ def _labels_of(names: list[str], where: str) -> tuple[dict[str, int], list[str]]
 
     Classes are the folders that hold the images; folders around all of them are left off.
     """
-    images, folders, ignored = {}, set(), 0
+    paths, folders, ignored = {}, set(), 0
     for name in names:
         path = PurePosixPath(name)
         if any(part.startswith((".", "__MACOSX")) for part in path.parts):
@@ -247,93 +227,36 @@ def _labels_of(names: list[str], where: str) -> tuple[dict[str, int], list[str]]
         if name.endswith("/"):
             folders.add(path)
         elif path.suffix.lower() not in IMAGE_SUFFIXES:
+            folders.add(path.parent)
             ignored += 1
-        elif name in images:
+        elif name in paths:
             raise UserError(f"dataset.path: {where} holds {name!r} twice")
         else:
-            images[name] = path
+            paths[name] = path
     if ignored:
         log.info("%s: ignored %d files that are not %s", where, ignored, "/".join(IMAGE_SUFFIXES))
-    parents = {path.parent for path in images.values()}
+    parents = {path.parent for path in paths.values()}
     outers = {parent.parent for parent in parents}
-    if not images or PurePosixPath(".") in parents:
+    if not paths or PurePosixPath(".") in parents:
         raise UserError(f"dataset.path: {where} has no class folders; expected Class/image.jpg")
     if len(outers) > 1:
         found = ", ".join(sorted(str(outer) for outer in outers)[:4])
         raise UserError(f"dataset.path: {where} has class folders at several places ({found}); give one of them")
     for folder in sorted(folders - parents):
-        if folder.parent in outers:
+        if folder.parent in outers and folder not in outers:
             raise UserError(f"dataset.path: {where}: class {folder.name!r} has no images")
     class_names = sorted(parent.name for parent in parents)
     if len(class_names) < 2:
         raise UserError(f"dataset.path: {where} has one class, {class_names[0]!r}; at least 2 are needed")
-    return {name: class_names.index(path.parent.name) for name, path in images.items()}, class_names
+    return {name: class_names.index(path.parent.name) for name, path in paths.items()}, class_names
 
 
-def _load(labels: dict[str, int], class_names: list[str], read, image_size: int | None) -> Dataset:
+def _load(labels: dict[str, int], class_names: list[str], read, image_size: int | None) -> images.Dataset:
     files = [
-        ImageFile(f"{class_names[label]}/{PurePosixPath(name).name}", label, functools.partial(read, name))
+        images.ImageFile(f"{class_names[label]}/{PurePosixPath(name).name}", label, functools.partial(read, name))
         for name, label in labels.items()
     ]
-    return _dataset(files, class_names, image_size)
-
-
-def _dataset(files: list[ImageFile], class_names: list[str], image_size: int | None) -> Dataset:
-    images = decode_all(files, image_size)
-    labels = np.array([file.label for file in files], np.int32)
-    return Dataset(images, labels, class_names, [file.example_id for file in files])
-
-
-def decode_all(files: list[ImageFile], image_size: int | None) -> np.ndarray:
-    """Decodes to uint8 [N, H, W, 3] on all cores, into one array.
-
-    Raises:
-      UserError: an image is damaged, not 8 bits deep, or of another size than the first; it is named.
-    """
-    first = decode(files[0], image_size)
-    images = np.empty((len(files), *first.shape), np.uint8)
-
-    def decode_range(begin: int, end: int) -> None:
-        for i in range(begin, end):
-            image = decode(files[i], image_size)
-            if image.shape != first.shape:
-                raise UserError(
-                    f"dataset.image_size: {files[i].example_id} is {image.shape[1]}x{image.shape[0]} pixels, "
-                    f"{files[0].example_id} is {first.shape[1]}x{first.shape[0]}; set a size to resize to"
-                )
-            images[i] = image
-
-    run_ranges(decode_range, len(files))
-    return images
-
-
-def decode(file: ImageFile, image_size: int | None) -> np.ndarray:
-    """One image as uint8 [H, W, 3]; grey and palette images become RGB."""
-    try:
-        with Image.open(io.BytesIO(file.read())) as image:
-            if image.mode.startswith(("I", "F")):
-                raise UserError(f"{file.example_id}: pixels are of mode {image.mode}; allowed: 8 bits a channel")
-            image = image.convert("RGB")
-    except UserError:
-        raise
-    except Exception as error:  # Pillow and zipfile raise a dozen kinds on damaged input
-        raise UserError(f"{file.example_id}: damaged image ({error})") from error
-    if image_size and image.size != (image_size, image_size):
-        image = image.resize((image_size, image_size), Image.Resampling.BILINEAR, reducing_gap=None)
-    return np.asarray(image)
-
-
-def run_ranges(work: Callable[[int, int], None], length: int) -> None:
-    """Runs `work(begin, end)` over pieces of range(length) on one thread per core; first error wins."""
-    num_workers = os.cpu_count() or 1
-    edges = np.linspace(0, length, 4 * num_workers + 1).astype(int).tolist()
-    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-        futures = [pool.submit(work, a, b) for a, b in itertools.pairwise(edges) if a < b]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    return images.decode_dataset(files, class_names, image_size)
 
 
 # ---- download ---------------------------------------------------------------------------------------
@@ -344,20 +267,26 @@ def download_eurosat(cache_dir: epath.Path) -> epath.Path:
     target = cache_dir / "EuroSAT.zip"
     if target.exists():
         return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    part = cache_dir / f".EuroSAT.zip.{os.uname().nodename}.{os.getpid()}"
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        part.touch()
+    except OSError as error:
+        raise UserError(f"augment.cache_dir: cannot write {part} ({error.strerror})") from error
     problems = []
-    for url, sha256 in EUROSAT_MIRRORS:
-        part = cache_dir / f".EuroSAT.zip.{os.getpid()}"
-        try:
-            found = _download(url, part)
+    try:
+        for url, sha256 in EUROSAT_MIRRORS:
+            try:
+                found = _download(url, part)
+            except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+                problems.append(f"{url} cannot be fetched ({getattr(error, 'reason', error)})")
+                continue
             if found == sha256:
-                part.rename(target)
+                part.replace(target)
                 return target
             problems.append(f"{url} has SHA-256 {found}, expected {sha256}")
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            problems.append(f"{url} cannot be reached ({getattr(error, 'reason', error)})")
-        finally:
-            part.unlink(missing_ok=True)
+    finally:
+        part.unlink(missing_ok=True)
     raise UserError(
         f"dataset.path: not given, and EuroSAT could not be downloaded: {'; '.join(problems)}. "
         "Give the path of EuroSAT.zip or of its unpacked folder"
@@ -386,70 +315,3 @@ def _download(url: str, target: epath.Path) -> str:
             digest.update(block)
             bar.advance(task, len(block))
     return digest.hexdigest()
-
-
-# ---- synthetic --------------------------------------------------------------------------------------
-
-SYNTHETIC_CLASSES = ("checks", "disks", "noise", "rings", "stripes")
-
-
-def synthetic(num_examples: int, size: int, seed: int) -> Dataset:
-    """Textures in random colours: the class is the pattern, which mean colour does not tell.
-
-    Every pattern looks alike under the 8 views, has random phase, scale and contrast, and carries noise.
-    """
-    rng = np.random.default_rng(seed)
-    labels = np.arange(num_examples, dtype=np.int32) % len(SYNTHETIC_CLASSES)
-    images = np.empty((num_examples, size, size, 3), np.uint8)
-    for i, label in enumerate(labels):
-        pattern = _pattern(SYNTHETIC_CLASSES[label], size, rng)
-        mean, contrast = rng.uniform(90, 165, 3), rng.uniform(15, 50, 3) * rng.choice((-1, 1))
-        pixels = mean + contrast * (pattern - pattern.mean())[..., None] + rng.normal(0, 12, (size, size, 3))
-        images[i] = np.clip(pixels, 0, 255)
-    return Dataset(images, labels, list(SYNTHETIC_CLASSES), [f"{i:06d}" for i in range(num_examples)])
-
-
-def _pattern(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """One texture of +1 and -1, [size, size]."""
-    y, x = np.mgrid[:size, :size].astype(np.float32)
-    period = rng.uniform(6, 10)
-    along_x, along_y = (np.sin(2 * np.pi * axis / period + rng.uniform(0, 2 * np.pi)) for axis in (x, y))
-    radius = np.hypot(x - rng.uniform(0.3, 0.7) * size, y - rng.uniform(0.3, 0.7) * size)
-    if kind == "checks":
-        wave = along_x * along_y
-    elif kind == "disks":
-        wave = rng.uniform(0.15, 0.3) * size - radius
-    elif kind == "noise":
-        wave = rng.standard_normal((size, size))
-    elif kind == "rings":
-        wave = np.sin(2 * np.pi * radius / period + rng.uniform(0, 2 * np.pi))
-    else:
-        wave = along_x if rng.random() < 0.5 else along_y
-    return np.where(wave > 0, 1.0, -1.0)
-
-
-# ---- split ------------------------------------------------------------------------------------------
-
-
-def split_indices(example_ids: list[str], seed: int) -> dict[str, np.ndarray]:
-    """80/10/10 split: a seeded permutation of the examples sorted by id, so every source gives the same.
-
-    Returns:
-      For each of SPLITS the indices into `example_ids`.
-    Raises:
-      UserError: fewer than 10 examples, which would leave a part empty.
-    """
-    count = len(example_ids)
-    if count < 10:
-        raise UserError(f"the data set has {count} examples; at least 10 are needed for an 80/10/10 split")
-    by_id = np.argsort(np.array(example_ids))
-    order = by_id[np.random.default_rng(seed).permutation(count)]
-    tenth = count // 10
-    train, val, test = np.split(order, [count - 2 * tenth, count - tenth])
-    return {"train": train, "val": val, "test": test}
-
-
-def iterate_batches(length: int, size: int) -> Iterator[slice]:
-    """Consecutive slices that cover range(length)."""
-    for begin in range(0, length, size):
-        yield slice(begin, min(begin + size, length))

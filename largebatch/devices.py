@@ -65,14 +65,25 @@ def _join(coordinator_address, num_hosts, host_index):
             local_device_ids=None,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SEC,
         )
-    except ValueError:
-        # JAX's own words for "no cluster recognised here": this host is alone.
-        if coordinator_address is not None:
-            raise
+    except ValueError as error:
+        if coordinator_address is None and str(error).startswith("coordinator_address should be defined"):
+            _check_that_host_is_alone()
+            return
+        raise UserError(f"devices: the hosts cannot be joined ({error})") from error
     except RuntimeError as error:
         if coordinator_address is None and "before any JAX calls" in str(error):
             return  # a caller (a test, a notebook) that already uses its own devices
         raise UserError(f"hosts did not meet at {coordinator_address}: {str(error).splitlines()[0]}") from error
+
+
+def _check_that_host_is_alone() -> None:
+    """Open MPI 5 does not set what JAX looks for: several hosts would each train alone, into one folder."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if int(os.environ.get(name, 1)) > 1:
+            raise UserError(
+                f"devices: started as one of {os.environ[name]} processes ({name}) that JAX does not recognise; "
+                "give devices.coordinator_address, devices.num_hosts and devices.host_index"
+            )
 
 
 def is_primary() -> bool:
@@ -102,6 +113,13 @@ def gather_text(text: str) -> list[str]:
     padded = np.pad(data, (0, int(lengths.max()) - len(data)))
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def share_error(error: Exception | None) -> None:
+    """Waits for all hosts; raises on each of them, as a UserError, the first error that any of them passes."""
+    texts = [text for text in gather_text(str(error or "")) if text]
+    if texts:
+        raise UserError(texts[0]) from error
 
 
 def local_indices() -> list[int]:
@@ -178,7 +196,8 @@ def available_bytes() -> int | None:
     meminfo = Path("/proc/meminfo")
     if jax.default_backend() == "cpu" and meminfo.exists():
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024 // jax.local_device_count()
+        sharing = jax.local_device_count() * int(os.environ.get(NUM_HOSTS_VARIABLE, 1))
+        return int(fields["MemAvailable"].split()[0]) * 1024 // sharing
     return None
 
 
@@ -190,8 +209,8 @@ def check_fits(sizes: dict[str, int], hint: str) -> None:
     """
     available, total = available_bytes(), sum(sizes.values())
     if available is not None and total > available:
-        parts = " + ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
+        parts = " + ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
         raise UserError(
-            f"does not fit on a device: {parts} = {total / 1e9:.2f} GB needed, "
-            f"{available / 1e9:.2f} GB free; {hint}"
+            f"does not fit on a device: {parts} = {total / 1e6:,.1f} MB needed, "
+            f"{available / 1e6:,.1f} MB free; {hint}"
         )

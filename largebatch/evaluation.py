@@ -23,10 +23,10 @@ def make_predict(logits_fn: Callable, micro_batch_size: int):
     """Logits of a sharded split, pmapped.
 
     Args:
-      logits_fn: (params, uint8 images [M, H, W, C]) -> float32 logits [M, num_classes].
+      logits_fn: (params, uint8 images [M, ...]) -> float32 logits [M, num_classes].
       micro_batch_size: images per forward pass, per device.
     Returns:
-      (params, images [n, H, W, C]) with a leading local-device axis each -> logits
+      (params, images [n, ...]) with a leading local-device axis each -> logits
       [num_devices, n', num_classes] of all devices, n' >= n, on every host.
     """
 

@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from etils import epath
 from rich import box, console, progress, table
 
 from largebatch import UserError
@@ -42,6 +41,10 @@ def writing(path):
         raise UserError(f"--workdir: cannot write {path} ({error.strerror or error})") from error
 
 
+def _json(content: dict) -> str:
+    return json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
+
+
 class RunFolder:
     """config.json, metrics.jsonl, summary.json, predictions.npz and tensorboard/ of one run.
 
@@ -49,7 +52,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | os.PathLike, *, tensorboard: bool = True):
-        self.path = epath.Path(path).expanduser()
+        self.path = Path(path).expanduser()
         self._tensorboard = tensorboard
         self._events = None
 
@@ -59,28 +62,41 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            return json.loads(path.read_text())
+            content = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"--workdir: {path} cannot be read ({error})") from error
+        if not isinstance(content, dict):
+            raise UserError(f"--workdir: {path} is not a JSON object")
+        return content
 
-    def check_writable(self) -> None:
+    def check_new(self) -> None:
         """Makes the folder and tries it, so that a full or read-only disk is found before the work."""
+        if (self.path / "metrics.jsonl").exists():
+            raise UserError(f"--workdir: {self.path} holds metrics.jsonl but no config.json; give a new folder")
         self._write("probe", b"probe")
         with writing(self.path):
             (self.path / "probe").unlink()
 
     def create(self, config: dict) -> None:
-        """Starts the folder's files."""
+        """Starts the folder's files; config.json first, which another run that starts here now cannot."""
+        path = self.path / "config.json"
         with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                with path.open("x") as file:
+                    file.write(_json(config))
+            except FileExistsError as error:
+                raise UserError(f"--workdir: another run has just started in {self.path}") from error
             if self._tensorboard:
-                from tensorboardX import SummaryWriter
+                # The synchronous writer: SummaryWriter's thread would hang the run when the disk is full.
+                from tensorboardX.event_file_writer import EventsWriter
 
-                self._events = SummaryWriter(str(self.path / "tensorboard"))
-        self.write_json("config.json", config)
+                (self.path / "tensorboard").mkdir(exist_ok=True)
+                self._events = EventsWriter(str(self.path / "tensorboard" / "events"))
 
     def write_json(self, name: str, content: dict) -> None:
         """Writes or replaces one JSON file."""
-        self._write(name, (json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n").encode())
+        self._write(name, _json(content).encode())
 
     def write_predictions(self, labels: np.ndarray, logits: np.ndarray, ids: np.ndarray) -> None:
         """Writes predictions.npz; the zip's CRCs guard it."""
@@ -91,22 +107,36 @@ class RunFolder:
         self._write("predictions.npz", buffer.getvalue())
 
     def append_row(self, row: dict) -> None:
-        """Adds one line to metrics.jsonl and the same numbers to TensorBoard."""
+        """Adds one line to metrics.jsonl, whole or not at all, and the same numbers to TensorBoard."""
         path = self.path / "metrics.jsonl"
         row = jsonable(row)
-        with writing(path):
-            with path.open("a") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
-            if self._events:
-                for name, value in row.items():
-                    if value is not None:
-                        self._events.add_scalar(name, value, row["step"])
-                self._events.flush()
+        with writing(path), path.open("ab") as file:
+            size = file.tell()
+            try:
+                file.write((json.dumps(row, allow_nan=False) + "\n").encode())
+                file.flush()
+            except OSError:
+                file.truncate(size)
+                raise
+        if self._events:
+            self._write_events(row)
+
+    def _write_events(self, row: dict) -> None:
+        from tensorboardX import summary
+        from tensorboardX.proto.event_pb2 import Event
+
+        with writing(self.path / "tensorboard"):
+            for name, value in row.items():
+                if value is not None:
+                    scalar = summary.scalar(name, value)
+                    self._events.write_event(Event(wall_time=time.time(), step=row["step"], summary=scalar))
+            self._events.flush()
 
     def close(self) -> None:
         """Closes the event file."""
         if self._events:
-            self._events.close()
+            with writing(self.path / "tensorboard"):
+                self._events.close()
 
     def _write(self, name: str, content: bytes) -> None:
         target, temporary = self.path / name, self.path / f".{name}.tmp"
@@ -130,8 +160,10 @@ class Clock:
     def measure(self, section: str):
         """Adds the time of the block to `section`; the block must wait for its device work."""
         begin = time.perf_counter()
-        yield
-        self.seconds[section] = self.seconds.get(section, 0.0) + time.perf_counter() - begin
+        try:
+            yield
+        finally:
+            self.seconds[section] = self.seconds.get(section, 0.0) + time.perf_counter() - begin
 
     def total(self) -> float:
         """Seconds since the clock was made."""
@@ -213,7 +245,6 @@ class Reporter:
         width = None if sys.stdout.isatty() else 200  # a log is not cut at 80 columns
         self._console = console.Console(quiet=not enabled, highlight=False, width=width)
         self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
             progress.BarColumn(),
             progress.TextColumn("{task.completed:.0f}/{task.total:.0f} updates"),
             progress.TextColumn("{task.fields[rate]}"),
@@ -222,7 +253,7 @@ class Reporter:
             transient=True,
             disable=not (enabled and self._console.is_terminal),
         )
-        self._task = self._bar.add_task("compiling", total=total_updates, rate="")
+        self._task = self._bar.add_task("training", total=total_updates, rate="")
 
     def __enter__(self):
         self._bar.start()
@@ -235,10 +266,9 @@ class Reporter:
         """Prints one line above the bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def advance(self, description: str, updates: int, images_per_sec: float | None = None) -> None:
-        """Moves the bar by `updates` and shows what is going on."""
-        fields = {} if images_per_sec is None else {"rate": f"{images_per_sec:,.0f} images/s"}
-        self._bar.update(self._task, description=description, advance=updates, **fields)
+    def advance(self, updates: int, images_per_sec: float) -> None:
+        """Moves the bar by `updates`."""
+        self._bar.update(self._task, advance=updates, rate=f"{images_per_sec:,.0f} images/s")
 
     def row(self, row: dict, outer_steps: int) -> None:
         """The line of one outer loop."""

@@ -22,6 +22,7 @@ from largebatch import devices
 GRACE_SEC = 5.0
 POLL_SEC = 0.1
 SHOWN_LINES = 15
+COLLECTIVE_TIMEOUT_SEC = 3600
 _PR_SET_PDEATHSIG = 1
 
 
@@ -38,10 +39,15 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start(command: list[str], hosts: int, devices_per_host: int, logs: list) -> list[subprocess.Popen]:
+def _start(command: list[str], hosts: int, devices_per_host: int, logs: list, processes: list) -> None:
+    """Adds one process per host to `processes`, as each is started."""
     address = f"127.0.0.1:{_free_port()}"
-    others = os.environ.get("XLA_FLAGS", "")
-    processes = []
+    flags = [
+        os.environ.get("XLA_FLAGS", ""),
+        f"--xla_force_host_platform_device_count={devices_per_host}",
+        # A simulated device waits for the others as long as two cores need for all of their work.
+        f"--xla_cpu_collective_call_terminate_timeout_seconds={COLLECTIVE_TIMEOUT_SEC}",
+    ]
     for host in range(hosts):
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
@@ -49,7 +55,7 @@ def _start(command: list[str], hosts: int, devices_per_host: int, logs: list) ->
             "JAX_COORDINATOR_BIND_ADDRESS": address,
             devices.NUM_HOSTS_VARIABLE: str(hosts),
             devices.HOST_INDEX_VARIABLE: str(host),
-            "XLA_FLAGS": f"{others} --xla_force_host_platform_device_count={devices_per_host}".strip(),
+            "XLA_FLAGS": " ".join(flags).strip(),
         }
         out = {} if host == 0 else {"stdout": logs[host], "stderr": subprocess.STDOUT}
         processes.append(
@@ -59,9 +65,14 @@ def _start(command: list[str], hosts: int, devices_per_host: int, logs: list) ->
 
 
 def _end_all(processes: list[subprocess.Popen]) -> None:
-    """SIGTERM to every process group that is left, SIGKILL to what is there after GRACE_SEC."""
+    """SIGINT to every process group that is left, SIGKILL to what is there after GRACE_SEC.
+
+    Not SIGTERM: JAX's preemption notifier swallows it once hosts are joined.
+    """
+    for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(name, signal.SIG_IGN)  # nothing interrupts the cleaning up
     deadline = time.monotonic() + GRACE_SEC
-    for signal_ in (signal.SIGTERM, signal.SIGKILL):
+    for signal_ in (signal.SIGINT, signal.SIGKILL):
         for process in processes:
             try:
                 os.killpg(process.pid, signal_)
@@ -83,13 +94,13 @@ def run(command: list[str], hosts: int, devices_per_host: int) -> int:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(hosts)]
         processes = []
         stack.callback(lambda: _end_all(processes))
-        processes += _start(command, hosts, devices_per_host, logs)
+        _start(command, hosts, devices_per_host, logs, processes)
         while True:
             codes = [process.poll() for process in processes]
             failed = [host for host, code in enumerate(codes) if code]
             if failed:
-                # JAX aborts the peers of a host that died: those are not the ones to name.
-                culprit = next((host for host in failed if codes[host] != -signal.SIGABRT), failed[0])
+                # The peers of a host that died end by an exception or are aborted by JAX: name them last.
+                culprit = min(failed, key=lambda host: (codes[host] == -signal.SIGABRT, codes[host] > 0))
                 return _report(culprit, codes[culprit], logs[culprit])
             if all(code == 0 for code in codes):
                 return 0

@@ -17,7 +17,6 @@ from jax import flatten_util, lax
 from largebatch import batching, optimizers
 from largebatch.batching import Deal
 from largebatch.devices import AXIS
-from largebatch.state import TrainState
 
 
 class Batch(NamedTuple):
@@ -37,13 +36,6 @@ class Plan(NamedTuple):
     learning_rate: np.ndarray
 
 
-class StepMetrics(NamedTuple):
-    """Per-update results of one call, each float32 [max_updates], the same on every device."""
-
-    loss: jax.Array
-    grad_norm: jax.Array
-
-
 def sum_over_devices(tree):
     """The sum of `tree` over devices, as ONE all-reduce of one flat float32 vector."""
     vector, unravel = flatten_util.ravel_pytree(tree)
@@ -51,7 +43,7 @@ def sum_over_devices(tree):
 
 
 def make_inner_loop(
-    loss_fn: Callable[[Any, Batch], jax.Array],
+    loss_fn: Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]],
     optimizer: optax.GradientTransformation,
     read: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]],
     deal: Deal,
@@ -61,7 +53,8 @@ def make_inner_loop(
     """The inner loop of training, pmapped over all devices.
 
     Args:
-      loss_fn: (params, batch) -> sum over the micro-batch of weight * loss, a scalar.
+      loss_fn: (params, batch) -> sum over the micro-batch of weight * loss, and such sums of whatever else
+        is to be averaged over the batch, by name; all scalars.
       optimizer: from `optimizers.create_optimizer`.
       read: (data of this device, local example indices [M]) -> images, labels.
       deal: how the examples are spread over devices.
@@ -69,44 +62,48 @@ def make_inner_loop(
       reduce: adds a pytree over devices; everything that crosses devices goes through it, once per update.
 
     Returns:
-      (state, data, plan, num_updates) -> (state, StepMetrics), where state and data have a leading
-      local-device axis, the plan and the number of updates to do are the same on every device, and the
-      state is donated.
+      (state, data, plan, num_updates) -> (state, metrics). State and data have a leading local-device
+      axis, the plan and the number of updates to do are the same on every device, and the state is
+      donated. Metrics are "loss", "grad_norm" and the averages of `loss_fn`, each float32 [max_updates].
     """
 
     def local_sums(state, data, device, share):
         """Sum of gradients and losses over this device's share; no collective in this loop."""
         num_micro_batches = -(-share.count // micro_batch_size)
 
-        def add_micro_batch(index, sums):
+        def sums_of(index):
             examples, weights = batching.micro_batch(
                 deal, device, share, index, num_micro_batches, micro_batch_size, state.seed
             )
             batch = Batch(*read(data, examples), weights)
-            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_fn)(state.params, batch))
+            return jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
 
-        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-        return lax.fori_loop(0, num_micro_batches, add_micro_batch, zeros)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums_of, 0))
+        return lax.fori_loop(0, num_micro_batches, lambda i, sums: jax.tree.map(jnp.add, sums, sums_of(i)), zeros)
 
     def update(state, data, device, epoch, offset, batch_size, learning_rate):
         share = batching.device_share(deal, device, epoch, offset, batch_size)
         sums = reduce(local_sums(state, data, device, share))
-        loss, grads = jax.tree.map(lambda x: x / batch_size, sums)
+        (loss, averages), grads = jax.tree.map(lambda x: x / batch_size, sums)
         opt_state = optimizers.with_learning_rate(state.opt_state, learning_rate)
         updates, opt_state = optimizer.update(grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        state = TrainState(state.step + 1, state.seed, params, opt_state)
-        return state, StepMetrics(loss, optax.tree.norm(grads))
+        state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+        return state, {"loss": loss, "grad_norm": optax.tree.norm(grads), **averages}
 
     def inner_loop(state, data, plan, num_updates):
         device = lax.axis_index(AXIS)
 
+        def do(index, state):
+            return update(state, data, device, *(field[index] for field in plan))
+
         def body(index, carry):
             state, metrics = carry
-            state, new = update(state, data, device, *(field[index] for field in plan))
+            state, new = do(index, state)
             return state, jax.tree.map(lambda all_, one: all_.at[index].set(one), metrics, new)
 
-        empty = StepMetrics(*[jnp.zeros(plan.epoch.shape, jnp.float32)] * 2)
+        _, shapes = jax.eval_shape(do, 0, state)
+        empty = jax.tree.map(lambda x: jnp.zeros(plan.epoch.shape, x.dtype), shapes)
         return lax.fori_loop(0, num_updates, body, (state, empty))
 
     return jax.pmap(inner_loop, AXIS, in_axes=(0, 0, None, None), out_axes=(0, None), donate_argnums=(0,))

@@ -1,4 +1,5 @@
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -7,8 +8,9 @@ from conftest import assert_one_line_error, run_script
 from PIL import Image
 
 import augment
-from largebatch import UserError, batching, data, devices
+from largebatch import UserError, batching, devices, images
 from largebatch import cache as caches
+from largebatch.images import Source
 
 
 def test_8_views_are_the_dihedral_group():
@@ -24,12 +26,12 @@ def test_8_views_are_the_dihedral_group():
 
 
 def test_select_views_equals_expand():
-    images = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), np.uint8)
-    expanded = augment.expand(images)
+    originals = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), np.uint8)
+    expanded = augment.expand(originals)
     for view in range(8):
-        np.testing.assert_array_equal(expanded[:, view], augment.apply_view(images, view))
+        np.testing.assert_array_equal(expanded[:, view], augment.apply_view(originals, view))
     views = np.array([0, 3, 7, 5, 1, 6], np.int32)
-    selected = jax.jit(augment.select_views)(images, views)
+    selected = jax.jit(augment.select_views)(originals, views)
     np.testing.assert_array_equal(selected, expanded[np.arange(6), views])
 
 
@@ -44,36 +46,36 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     monkeypatch.setattr(jax, "device_count", lambda: num_devices)
     monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
     cache, placed = augment.load_onto_devices(small_config)
-    dataset = data.synthetic(100, 16, 0)
-    train = data.split_indices(dataset.example_ids, 0)["train"]
+    dataset = images.synthetic(100, 16, 0)
+    train = images.split_indices(dataset.example_ids, 0)["train"]
     expected = {}
     for original in train:
         for view, image in enumerate(augment.expand(dataset.images[original][None])[0]):
             expected[image.tobytes(), int(dataset.labels[original])] = original, view
-    read, seen = augment.make_read(storage), []
+    read, seen = augment.make_read(storage, (16, 16, 3)), []
     for index in range(num_devices):
         shard = jax.tree.map(lambda x, i=index: np.asarray(x)[i], placed.train)
         held = int(placed.deal.num_examples_of(index))
-        images, labels = read(jax.tree.map(jax.numpy.asarray, shard), jax.numpy.arange(held))
-        seen += [expected[i.tobytes(), int(n)] for i, n in zip(np.asarray(images), np.asarray(labels), strict=True)]
+        found, labels = read(jax.tree.map(jax.numpy.asarray, shard), jax.numpy.arange(held))
+        seen += [expected[i.tobytes(), int(n)] for i, n in zip(np.asarray(found), np.asarray(labels), strict=True)]
     assert sorted(seen) == sorted(expected.values())
     assert len(seen) == 640
     assert cache.count("val") == len(placed.val_labels) == 10
-    sizes = augment.bytes_per_device(cache, storage, num_devices)
+    sizes = augment.bytes_per_device(cache, num_devices)
     assert placed.train["images"].nbytes == sizes["training images"] * num_devices
 
 
 def test_a_set_that_does_not_fit_is_refused_with_the_numbers(small_config, monkeypatch):
     monkeypatch.setattr(devices, "available_bytes", lambda: 50_000)
-    with pytest.raises(UserError, match=r"training images 0\.00 GB.*GB needed, 0\.00 GB free.*on_device"):
+    with pytest.raises(UserError, match=r"training images .* MB .* MB needed, 0\.1 MB free.*on_device"):
         augment.load_onto_devices(small_config)
 
 
 def test_channel_statistics_are_those_of_numpy():
-    images = np.random.default_rng(0).integers(0, 256, (40, 5, 5, 3), np.uint8)
-    mean, std = caches.channel_statistics(images, np.arange(10, 30))
-    np.testing.assert_allclose(mean, images[10:30].mean((0, 1, 2)))
-    np.testing.assert_allclose(std, images[10:30].std((0, 1, 2)))
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 5, 5, 3), np.uint8)
+    mean, std = caches.channel_statistics(pixels, np.arange(10, 30))
+    np.testing.assert_allclose(mean, pixels[10:30].mean((0, 1, 2)))
+    np.testing.assert_allclose(std, pixels[10:30].std((0, 1, 2)))
 
 
 @pytest.fixture
@@ -90,16 +92,17 @@ def flip_byte(path, position):
 
 
 FILES = [
-    *(f"{split}_{name}.npy" for split in ("train", "val") for name in ("images", "labels", "digests")),
-    "val_ids.npy",
+    *(f"{split}_{name}.npy" for split in images.SPLITS for name in ("images", "labels", "ids", "digests")),
     "manifest.json",
 ]
+NOT_READ_BY_TRAINING = ("test_", "train_ids")
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["flip first", "flip last", "truncate", "remove"])
-def test_a_damaged_cache_is_named_and_rebuilt(own_cache, name, damage, caplog):
+def test_a_damaged_cache_is_named_and_rebuilt(own_cache, name, damage, caplog, monkeypatch):
     config, folder = own_cache
+    monkeypatch.setattr(augment.flags, "FLAGS", types.SimpleNamespace(preview=None))
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}
     path = folder / name
     if damage == "truncate":
@@ -109,7 +112,10 @@ def test_a_damaged_cache_is_named_and_rebuilt(own_cache, name, damage, caplog):
     else:
         flip_byte(path, 10 if damage == "flip first" else -1)
     caplog.clear()
-    augment.load_onto_devices(config)
+    if name.startswith(NOT_READ_BY_TRAINING):
+        augment.main(config)
+    else:
+        augment.load_onto_devices(config)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert name in warnings[0]
@@ -125,7 +131,7 @@ def test_a_cache_of_another_version_is_rebuilt(own_cache, caplog, monkeypatch):
 
 def test_a_sound_cache_is_used_as_it_is(own_cache, caplog, monkeypatch):
     config, folder = own_cache
-    monkeypatch.setattr(data.Source, "load", property(lambda self: pytest.fail("loaded again")))
+    monkeypatch.setattr(Source, "load", property(lambda self: pytest.fail("loaded again")))
     assert augment.prepare_cache(config).folder == folder
     assert augment.load_onto_devices(config)[0].folder == folder
 
@@ -139,7 +145,7 @@ def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_pa
 
 
 def test_what_shapes_the_cache_changes_its_key():
-    source = data.Source("a", "files abc None", lambda: None)
+    source = Source("a", "files abc None", lambda: None)
     keys = {
         caches.key(source, 0, "expanded"),
         caches.key(source, 1, "expanded"),
@@ -188,6 +194,29 @@ def test_no_space_leaves_no_cache(small_config, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
         augment.prepare_cache(small_config)
     assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_a_preview_that_cannot_be_written(tmp_path):
+    flags = ["--config.augment.cache_dir", tmp_path / "c", "--config.dataset.num_examples", "50"]
+    for path, word in ((tmp_path / "no" / "x.png", "No such file"), (tmp_path / "x.foo", "unknown file extension")):
+        result = run_script("augment.py", *flags, "--preview", path)
+        assert result.returncode == 1
+        assert f"--preview: cannot write {path}" in result.stderr.splitlines()[-1]
+        assert word in result.stderr.splitlines()[-1]
+
+
+def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(own_cache, monkeypatch):
+    config, _ = own_cache
+    made, make = [], devices.aligned_empty
+
+    def remember(*arguments):
+        made.append(make(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(devices, "aligned_empty", remember)
+    _, placed = augment.load_onto_devices(config)
+    shards = [shard.data.unsafe_buffer_pointer() for shard in placed.train["images"].addressable_shards]
+    assert set(shards) <= {array.ctypes.data for array in made}  # no second copy
 
 
 def test_bad_flags_of_the_command():

@@ -67,7 +67,7 @@ def test_step_reports_every_contender(small_images, monkeypatch):
     result = bench.bench_step(512, 2, "float32")
     names = [row["name"] for row in result["rows"]]
     assert [name for name in names if "micro-batch" in name][1] == "ours, micro-batch 32 (auto)"
-    assert "ours, lax convolution" in names
+    assert "ours, lax convolution, batch 64" in names
     assert "plain host loop, batch 512" in names
     assert names[-1] == "matrix product"
     assert all(np.isfinite(row["gflops"]) and row["gflops"] > 0 for row in result["rows"])

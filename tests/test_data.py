@@ -12,7 +12,7 @@ from conftest import make_folder
 from etils import epath
 from PIL import Image
 
-from largebatch import UserError, data
+from largebatch import UserError, data, images
 
 CLASSES = {"Forest": 12, "River": 9, "SeaLake": 9}
 
@@ -72,12 +72,13 @@ def split_contents(dataset, seed=0):
             (dataset.example_ids[i], dataset.class_names[dataset.labels[i]], dataset.images[i].tobytes())
             for i in rows
         ]
-        for name, rows in data.split_indices(dataset.example_ids, seed).items()
+        for name, rows in images.split_indices(dataset.example_ids, seed).items()
     }
 
 
 def test_zip_folder_and_tfds_give_the_same_splits(tmp_path):
     folder = make_folder(tmp_path / "images", CLASSES)
+    outer = make_folder(tmp_path / "outer" / "2750", CLASSES).parent
     plain = zip_of(folder, tmp_path / "plain.zip")
     nested = zip_of(folder, tmp_path / "nested.zip", prefix="2750/")
     names = sorted(CLASSES)
@@ -86,8 +87,7 @@ def test_zip_folder_and_tfds_give_the_same_splits(tmp_path):
     write_prepared_tfds(tmp_path / "tfds", "eurosat/rgb", rows, names)
     contents = [
         split_contents(data.find_source("eurosat", path=str(path)).load())
-        for path in (folder, tmp_path, plain, nested, tmp_path / "tfds")
-        if path != tmp_path
+        for path in (folder, outer, plain, nested, tmp_path / "tfds")
     ]
     assert {name: len(rows) for name, rows in contents[0].items()} == {"train": 24, "val": 3, "test": 3}
     for other in contents[1:]:
@@ -128,11 +128,11 @@ def test_an_unknown_tfds_split_is_named(tmp_path):
 
 def test_split_is_80_10_10_of_every_example_once():
     ids = [f"{i:05d}" for i in range(27_000)]
-    split = data.split_indices(ids, 0)
+    split = images.split_indices(ids, 0)
     assert {name: len(rows) for name, rows in split.items()} == {"train": 21_600, "val": 2_700, "test": 2_700}
     assert sorted(np.concatenate(list(split.values()))) == list(range(27_000))
     shuffled = np.random.default_rng(0).permutation(27_000)
-    again = data.split_indices([ids[i] for i in shuffled], 0)
+    again = images.split_indices([ids[i] for i in shuffled], 0)
     assert [ids[shuffled[i]] for i in again["val"]] == [ids[i] for i in split["val"]]
 
 
@@ -141,11 +141,11 @@ def test_image_size_resizes_and_mixed_sizes_need_it(tmp_path):
     (folder / "b" / "odd.png").write_bytes(png((8, 12)))
     with pytest.raises(UserError, match=r"dataset.image_size: b/odd.png is 12x8 pixels, .* is 16x16"):
         data.find_source("x", path=str(folder)).load()
-    images = data.find_source("x", path=str(folder), image_size=8).load().images
-    assert images.shape == (13, 8, 8, 3)
+    small = data.find_source("x", path=str(folder), image_size=8).load().images
+    assert small.shape == (13, 8, 8, 3)
     large = np.asarray(Image.open(folder / "a" / "a_0.png"), np.float64)
     means = large.reshape(8, 2, 8, 2, 3).mean((1, 3))
-    assert np.abs(images[0] - means).mean() < 20  # an average of neighbours, not a crop
+    assert np.abs(small[0] - means).mean() < 20  # an average of neighbours, not a crop
 
 
 def test_all_promised_kinds_of_image_are_read(tmp_path):
@@ -171,6 +171,7 @@ BAD_ZIPS = {
     "no images": ({"a/readme.txt": b"x"}, "has no class folders"),
     "one class": ({"a/x.png": png()}, "has one class, 'a'"),
     "empty class": ({"a/x.png": png(), "b/x.png": png(), "c/": b""}, "class 'c' has no images"),
+    "class of other files": ({"a/x.png": png(), "b/x.png": png(), "c/x.gif": b"x"}, "class 'c' has no images"),
     "several places": ({"train/a/x.png": png(), "test/a/x.png": png()}, r"several places \(test, train\)"),
 }
 
@@ -225,7 +226,7 @@ def test_16_bit_images_are_refused(tmp_path):
 
 def test_fewer_than_ten_examples_are_refused():
     with pytest.raises(UserError, match="has 9 examples; at least 10"):
-        data.split_indices([str(i) for i in range(9)], 0)
+        images.split_indices([str(i) for i in range(9)], 0)
 
 
 def test_the_fingerprint_changes_with_the_content(tmp_path):
@@ -280,10 +281,34 @@ def test_a_wrong_checksum_or_no_network_keeps_nothing(tmp_path, web, monkeypatch
     with pytest.raises(UserError) as error:
         data.download_eurosat(epath.Path(tmp_path / "cache"))
     found = hashlib.sha256(b"something else").hexdigest()
-    assert "gone.zip cannot be reached" in str(error.value)
+    assert "gone.zip cannot be fetched" in str(error.value)
     assert f"has SHA-256 {found}, expected {'1' * 64}" in str(error.value)
     assert "Give the path" in str(error.value)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_download_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "no_tfds"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"augment.cache_dir: cannot write .*Not a directory"):
+        data.find_source("eurosat", cache_dir=str(tmp_path / "file" / "cache"))
+
+
+def test_an_unreadable_tfds_set_is_no_reason_not_to_download(tmp_path, monkeypatch):
+    folder = write_prepared_tfds(tmp_path, "eurosat/rgb", [(png(), 0, "a.png"), (png(), 1, "b.png")], ["a", "b"])
+    info = folder / "dataset_info.json"
+    info.write_text(info.read_text().replace("array_record", "tfrecord"))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    archive = zip_of(make_folder(tmp_path / "images", CLASSES), tmp_path / "EuroSAT.zip")
+    monkeypatch.setattr(data, "download_eurosat", lambda _: epath.Path(archive))
+    assert data.find_source("eurosat").description == str(archive)
+
+
+def test_a_dangling_link_is_named(tmp_path):
+    folder = make_folder(tmp_path / "images", {"a": 5, "b": 5})
+    (folder / "a" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(UserError, match=r"a/gone.png cannot be read"):
+        data.find_source("x", path=str(folder))
 
 
 def test_eurosat_without_a_path_uses_a_prepared_tfds_set(tmp_path, monkeypatch):
@@ -300,7 +325,7 @@ def test_the_real_eurosat(eurosat_zip):
     assert dataset.class_names[0] == "AnnualCrop"
     assert np.bincount(dataset.labels).tolist() == [3000, 3000, 3000, 2500, 2500, 2000, 2500, 3000, 2500, 3000]
     assert dataset.example_ids[0] == "AnnualCrop/AnnualCrop_1.jpg"
-    split = data.split_indices(dataset.example_ids, 0)
+    split = images.split_indices(dataset.example_ids, 0)
     assert len(set(split["train"]) | set(split["val"]) | set(split["test"])) == 27_000
 
 
@@ -318,8 +343,8 @@ def mean_colour_accuracy(train, val) -> float:
 
 
 def test_mean_colour_does_not_tell_the_synthetic_classes():
-    dataset = data.synthetic(960, 32, 0)
-    split = data.split_indices(dataset.example_ids, 0)
+    dataset = images.synthetic(960, 32, 0)
+    split = images.split_indices(dataset.example_ids, 0)
     parts = [(dataset.images[rows].astype(np.float64), dataset.labels[rows]) for rows in split.values()]
     assert mean_colour_accuracy(parts[0], parts[1]) < 0.6
     assert np.bincount(dataset.labels).min() == 192

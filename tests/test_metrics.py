@@ -86,10 +86,33 @@ def full_disk(tmp_path):
 
 
 def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
-    run = metrics.RunFolder(full_disk / "run", tensorboard=False)
+    run = metrics.RunFolder(full_disk / "run")
     run.create({"a": 1})
+    run.append_row({"step": 1})
     (full_disk / "ballast").write_bytes(bytes(200_000))
     with pytest.raises(UserError, match=r"cannot write .*config.json \(No space left on device\)"):
         run.write_json("config.json", {"a": "x" * 300_000})
     assert run.read("config.json") == {"a": 1}
-    assert sorted(path.name for path in (full_disk / "run").iterdir()) == ["config.json"]
+
+    def fill():
+        for step in range(2, 10_000):
+            run.append_row({"step": step, "val_loss": 0.5} | {f"metric_{i}": i for i in range(50)})
+
+    with pytest.raises(UserError, match=r"cannot write .* \(No space left on device\)"):
+        fill()
+    (full_disk / "ballast").unlink()
+    run.close()
+    lines = (full_disk / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+    names = sorted(path.name for path in (full_disk / "run").iterdir())
+    assert names == ["config.json", "metrics.jsonl", "tensorboard"]
+
+
+def test_two_runs_cannot_start_in_one_folder(tmp_path):
+    metrics.RunFolder(tmp_path / "run", tensorboard=False).create({"a": 1})
+    with pytest.raises(UserError, match="another run has just started"):
+        metrics.RunFolder(tmp_path / "run").create({"a": 1})
+    (tmp_path / "stale").mkdir()
+    (tmp_path / "stale" / "metrics.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"metrics.jsonl but no config.json"):
+        metrics.RunFolder(tmp_path / "stale").check_new()

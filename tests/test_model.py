@@ -10,7 +10,8 @@ from largebatch.state import count_params
 COUNTS = {
     # By hand: 896 + 18,496 + 73,856 + 295,168 + 32,896 + 1,290.
     "convnet": ((64, 64, 3), 10, 422_602),
-    # He et al. 2015, n = 1, with 1x1 projections: 77,754 + GroupNorm is in the sum below.
+    # 432 (stem) + 4,608 + 13,824 + 512 + 55,296 + 2,048 (blocks, with 1x1 projections) + 650 (dense), and 672
+    # scales and biases of 9 group normalisations.
     "resnet8": ((32, 32, 3), 10, 78_042),
     # As torchvision's resnet50 (BatchNorm and GroupNorm have equally many parameters).
     "resnet50": ((64, 64, 3), 1000, 25_557_032),
@@ -64,6 +65,20 @@ def test_networks_are_equal_under_both_convolutions(name):
     one, other = (jax.jit(network.apply)({"params": params}, images) for network in (dot, lax))
     assert float(jnp.abs(one).max()) > 1e-3
     np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_training_costs_by_hand():
+    # 2 x out pixels x 9 x in x out features, three times (forward, kernel, input), the first layer's input not.
+    layers = [(32, 3, 32), (16, 32, 64), (8, 64, 128), (4, 128, 256)]
+    products = [2 * side**2 * 9 * inputs * outputs for side, inputs, outputs in layers] + [
+        2 * 256 * 128,
+        2 * 128 * 10,
+    ]
+    kept = sum(side**2 * outputs for side, _, outputs in layers) + 128 + 10
+    for conv in ("dot", "lax"):
+        costs = model.training_costs(model.create_model("convnet", 10, "float32", conv), (64, 64, 3))
+        assert costs.flops == 3 * sum(products) - products[0] == 88_677_888
+        assert costs.activation_bytes == 2 * 4 * kept
 
 
 def test_auto_convolution():

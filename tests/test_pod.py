@@ -8,6 +8,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 from conftest import ROOT, run_script
 
 SMALL = {
@@ -16,8 +17,8 @@ SMALL = {
     "batch.micro_batch_size": 16,
     "optimizer.name": "sgd",
     "optimizer.learning_rate": 0.1,
-    "train.inner_steps": 3,
-    "train.outer_steps": 1,
+    "train.inner_steps": 1,
+    "train.outer_steps": 3,
 }
 
 
@@ -63,8 +64,16 @@ def test_4x8_hosts_give_the_parameters_of_one_device(tmp_path):
     # Both take the full batch, summed in another order: 640 float32 terms agree to about 1e-6, and three
     # plain SGD updates do not amplify that (LAMB would: it divides by near-zero second moments).
     np.testing.assert_allclose(found["pod"][1]["logits"], found["one"][1]["logits"], atol=2e-5)
-    spread = np.ptp(found["one"][1]["logits"], axis=1)
-    assert spread.min() > 0.01  # logits that a wrong gradient would move by more than the tolerance
+    rows = {
+        name: [json.loads(x) for x in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in found
+    }
+    for pod, one in zip(rows["pod"], rows["one"], strict=True):
+        assert [pod[k] for k in ("train_loss", "grad_norm", "val_loss")] == pytest.approx(
+            [one[k] for k in ("train_loss", "grad_norm", "val_loss")], rel=1e-5
+        )
+    losses = [row["train_loss"] for row in rows["one"]]
+    assert losses[0] - losses[-1] > 100 * 1e-5 * losses[0]  # a wrong gradient would show
 
 
 def test_a_dead_host_is_named_and_takes_the_others_along(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from conftest import ROOT
 from test_data import mean_colour_accuracy
 
 from configs import default
-from largebatch import data
+from largebatch import data, images
 
 
 @pytest.mark.timeout(900)
@@ -22,7 +23,9 @@ def test_make_train_on_a_fresh_clone_learns_what_colour_does_not_tell(tmp_path):
     pip_cache = os.environ.get("PIP_CACHE_DIR") or os.path.expanduser("~/.cache/pip")  # noqa: PTH111
     environment |= {"HOME": str(tmp_path / "home"), "PIP_CACHE_DIR": pip_cache}
     assert "make train" in (clone / "README.md").read_text()
-    result = subprocess.run(["make", "train"], cwd=clone, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        ["make", "train", f"PYTHON={sys.executable}"], cwd=clone, env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     workdir = re.search(r"run folder\s+(\S+)", result.stdout).group(1)
     summary = json.loads((clone / workdir / "summary.json").read_text())
@@ -32,7 +35,7 @@ def test_make_train_on_a_fresh_clone_learns_what_colour_does_not_tell(tmp_path):
 
     fields = default.get_config().dataset
     dataset = data.find_source(fields.name, num_examples=fields.num_examples, seed=fields.split_seed).load()
-    splits = data.split_indices(dataset.example_ids, fields.split_seed)
+    splits = images.split_indices(dataset.example_ids, fields.split_seed)
     train, val = (
         (dataset.images[splits[name]].astype(np.float64), dataset.labels[splits[name]]) for name in ("train", "val")
     )

@@ -1,6 +1,9 @@
 import json
+import os
+import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,6 +22,7 @@ ROW = [
     "global_batch_size",
     "learning_rate",
     "train_loss",
+    "train_accuracy",
     "grad_norm",
     "noise_scale",
     "val_loss",
@@ -68,6 +72,7 @@ def small_flags(session_cache, **fields):
 
 def test_a_run_writes_the_folder_that_design_promises(small_config, tmp_path):
     small_config.batch.size = 100
+    small_config.augment.storage = "on_device"
     summary = train.train_and_evaluate(small_config, str(tmp_path))
     rows = rows_of(tmp_path)
     assert [list(row) for row in rows] == [ROW, ROW]
@@ -86,11 +91,12 @@ def test_a_run_writes_the_folder_that_design_promises(small_config, tmp_path):
         assert score(predictions["logits"], predictions["labels"]).accuracy == stored["best_val_accuracy"]
         assert len(set(predictions["ids"])) == 10
     assert list((tmp_path / "tensorboard").iterdir())
+    assert list((Path(small_config.augment.cache_dir) / "xla").iterdir())  # compiled programs are kept
 
 
 def test_runs_are_repeatable_and_depend_on_the_seed(small_config, tmp_path):
     digests = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+    for name, seed in (("a", 0), ("b", 0), ("c", 2**32 - 1)):
         small_config.seed = seed
         digests.append(train.train_and_evaluate(small_config, str(tmp_path / name))["params_sha256"])
     assert digests[0] == digests[1] != digests[2]
@@ -108,17 +114,6 @@ def test_the_length_of_a_call_changes_nothing(small_config, tmp_path, monkeypatc
 
 
 def test_one_compilation_serves_every_call(small_config, tmp_path, monkeypatch):
-    made = []
-    make = train.make_inner_loop
-
-    def counting(loss_fn, *arguments):
-        def counted(params, batch):
-            made.append(1)
-            return loss_fn(params, batch)
-
-        return make(counted, *arguments)
-
-    monkeypatch.setattr(train, "make_inner_loop", counting)
     monkeypatch.setattr(train, "SECONDS_PER_CALL", 0.0)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -136,7 +131,7 @@ def test_one_compilation_serves_every_call(small_config, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train.Trainer, "run", run)
     train.train_and_evaluate(small_config, str(tmp_path))
-    assert len(made) == 1
+    jax.monitoring.clear_event_listeners()
     assert len(compiled) > 0
     assert calls == [0, 0]
 
@@ -152,10 +147,20 @@ def test_the_target_stops_the_run_and_is_recorded(small_config, tmp_path):
     assert summary["sec_to_target"] == pytest.approx(sum(row["train_sec"] for row in rows_of(tmp_path)))
 
 
+def test_damage_by_the_last_update_is_seen_in_validation(small_config, tmp_path):
+    small_config.optimizer.name = "sgd"
+    small_config.optimizer.learning_rate = 1e30
+    small_config.train.inner_steps = small_config.train.outer_steps = 1
+    with pytest.raises(train.Diverged, match="the validation loss after update 1 is"):
+        train.train_and_evaluate(small_config, str(tmp_path))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["best_step"]) == ("diverged", None)
+
+
 def test_a_loss_that_is_no_number_ends_the_run_as_diverged(small_config, tmp_path):
     small_config.optimizer.name = "sgd"
     small_config.optimizer.learning_rate = 1e30
-    with pytest.raises(train.Diverged, match=r"loss of update \d+ is (nan|inf) \(learning rate 1e\+30\)"):
+    with pytest.raises(train.Diverged, match=r"of update \d+ is (nan|inf) \(learning rate 1e\+30\)"):
         train.train_and_evaluate(small_config, str(tmp_path))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "diverged"
 
@@ -249,6 +254,58 @@ def test_plain_lines_when_not_on_a_terminal(tmp_path, session_cache):
     assert sum(line.startswith("outer ") for line in lines) == 1
     assert "\x1b" not in result.stdout
     assert "images/s" in result.stdout
+
+
+def test_a_progress_bar_on_a_terminal(tmp_path, session_cache):
+    parent, child = pty.openpty()
+    command = [sys.executable, "train.py", *small_flags(session_cache), "--workdir", str(tmp_path / "run")]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "150"}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=child, stderr=child, stdin=child, env=environment)
+    os.close(child)
+    shown = b""
+    try:
+        while block := os.read(parent, 4096):
+            shown += block
+    except OSError:
+        pass  # what Linux answers when the other side has closed
+    os.close(parent)
+    assert process.wait() == 0, shown
+    assert b"2/2 updates" in shown
+    assert b"outer    1/1" in shown
+    assert b"best val accuracy" in shown
+
+
+def test_another_cache_or_coordinator_is_still_the_same_run(small_config, tmp_path):
+    plain = small_config.to_dict()
+    one, other = train.configs.identity(plain), train.configs.identity(plain)
+    other["augment"] = other["augment"] | {"storage": "on_device"}
+    assert train.configs.differences(one, other, ("here", "there"))
+    small_config.augment.cache_dir = "/elsewhere"
+    small_config.devices.coordinator_address = "a:1"
+    small_config.log.tensorboard = False
+    assert train.configs.identity(small_config.to_dict()) == one
+
+
+def test_one_host_given_by_config(tmp_path, session_cache):
+    fields = {"devices.coordinator_address": "127.0.0.1:29517", "devices.num_hosts": 1, "devices.host_index": 0}
+    result = run_script("train.py", *small_flags(session_cache, **fields), "--workdir", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    fields["devices.host_index"] = 1
+    result = run_script("train.py", *small_flags(session_cache, **fields), "--workdir", tmp_path / "other")
+    assert_one_line_error(result, "devices.host_index: 1; allowed: 0 to devices.num_hosts - 1")
+
+
+def test_processes_that_jax_does_not_join_are_stopped(tmp_path, session_cache):
+    flags = [*small_flags(session_cache), "--workdir", tmp_path / "run"]
+    result = run_script("train.py", *flags, env={"OMPI_COMM_WORLD_SIZE": "4"})
+    assert_one_line_error(result, "started as one of 4 processes", "devices.coordinator_address")
+
+
+def test_help():
+    result = run_script("train.py", "--help")
+    assert result.returncode == 0
+    assert "python train.py" in result.stdout
+    assert "--workdir" in result.stdout
 
 
 def test_interrupted_by_ctrl_c(tmp_path, session_cache):
