@@ -147,8 +147,8 @@ def open_folder(folder: epath.Path) -> Cache:
         raise DamagedCache(f"{path} cannot be read ({error!r})") from error
     if seal != _seal(manifest):
         raise DamagedCache(f"{path} does not match its SHA-256")
-    if manifest["cache_version"] != CACHE_VERSION:
-        raise DamagedCache(f"{path} is of cache version {manifest['cache_version']}, this is {CACHE_VERSION}")
+    if manifest.get("cache_version") != CACHE_VERSION:
+        raise DamagedCache(f"{path} is of cache version {manifest.get('cache_version')}, this is {CACHE_VERSION}")
     return Cache(folder, manifest)
 
 
