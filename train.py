@@ -113,16 +113,14 @@ def open_run(plain: dict, workdir: str) -> tuple[metrics.RunFolder, dict | None]
       UserError: the folder cannot be written, holds another config, or a run that did not end.
     """
     run = metrics.RunFolder(workdir, tensorboard=plain["log"]["tensorboard"])
-    answer = {"error": None, "summary": None}
+    error = summary = None
     if devices.is_primary():
         try:
-            answer["summary"] = _look_at_folder(run, plain)
-        except UserError as error:
-            answer["error"] = str(error)
-    answer = json.loads(devices.gather_text(json.dumps(answer))[0])
-    if answer["error"]:
-        raise UserError(answer["error"])
-    return run, answer["summary"]
+            summary = _look_at_folder(run, plain)
+        except UserError as found:
+            error = found
+    devices.share_error(error)
+    return run, json.loads(devices.gather_text(json.dumps(summary))[0])
 
 
 def _look_at_folder(run: metrics.RunFolder, plain: dict) -> dict | None:
@@ -158,6 +156,10 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
     micro_batch_size = resolve_micro_batch_size(config.batch.micro_batch_size, platform)
     optimizer = create_optimizer(config.optimizer.name, config.optimizer.momentum, config.optimizer.weight_decay)
 
+    def sizes_for(cache):
+        batch_size = configs.resolve_batch_size(config.batch.size, cache.count("train") * augment.NUM_VIEWS)
+        return batch_size, min(micro_batch_size, -(-batch_size // jax.device_count()))
+
     def network_for(cache):
         return models.create_model(config.model.name, len(cache.class_names), config.model.dtype, conv)
 
@@ -168,17 +170,17 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
     def other_bytes(cache):
         state = jax.eval_shape(functools.partial(initial_state, cache))
         costs = models.training_costs(network_for(cache), cache.image_shape)
+        _, size = sizes_for(cache)
         return {
             "parameters and optimizer": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
             "gradients": 3 * 4 * count_params(state.params),  # one micro-batch's, their sum, the flat vector
-            f"activations of {micro_batch_size} images": micro_batch_size * costs.activation_bytes,
+            f"activations of {size} images": size * costs.activation_bytes,
         }
 
     with clock.measure("data"):
         cache, placed = augment.load_onto_devices(config, other_bytes)
         jax.block_until_ready((placed.train, placed.val_images))
-    batch_size = configs.resolve_batch_size(config.batch.size, placed.deal.num_examples)
-    share = -(-batch_size // jax.device_count())
+    batch_size, size = sizes_for(cache)
     network = network_for(cache)
     logits_fn = make_logits_fn(network, cache.image_shape, cache.manifest["mean"], cache.manifest["std"])
     state = devices.replicate(jax.jit(functools.partial(initial_state, cache))())
@@ -186,9 +188,7 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
     # Calling, not lowering: pmap's ahead-of-time programs do not take the arrays of several hosts.
     with clock.measure("compile"):
         read = augment.make_read(config.augment.storage, cache.image_shape)
-        inner_loop = make_inner_loop(
-            cross_entropy(logits_fn), optimizer, read, placed.deal, min(micro_batch_size, share)
-        )
+        inner_loop = make_inner_loop(cross_entropy(logits_fn), optimizer, read, placed.deal, size)
         plan = make_plan(placed.deal, config, batch_size, first_step=0)
         state, _ = inner_loop(state, placed.train, plan, np.int32(0))
         predict = evaluation.make_predict(logits_fn, micro_batch_size)
@@ -196,9 +196,7 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
         devices.check_replicas(state.params, "initial parameters")
     flops = models.training_costs(network, cache.image_shape).flops
     num_params = count_params(state.params) // jax.local_device_count()
-    return Job(
-        cache, placed, batch_size, min(micro_batch_size, share), num_params, flops, inner_loop, predict
-    ), state
+    return Job(cache, placed, batch_size, size, num_params, flops, inner_loop, predict), state
 
 
 class Trainer:
