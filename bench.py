@@ -2,6 +2,7 @@
 
     python bench.py step [--batch_size 512] [--repeats 7] [--json FILE]
     python bench.py input --path EuroSAT.zip [--json FILE]
+    python bench.py loop --path runs/eurosat [--json FILE]
 
 Every figure is of synchronised work, as a median over repeats with its spread; contenders take turns
 within a repeat, so that a noisy machine is noisy to all. A contender whose work did not happen (its
@@ -9,6 +10,7 @@ parameters or update count stand still) is an error, not a figure.
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import resource
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -187,6 +190,7 @@ def plain_step(batch_size: int, dtype: str) -> Contender:
 
 def bench_step(batch_size: int, repeats: int, dtype: str) -> dict:
     """Our step, ours with lax.conv, the plain host loop at its best batch size, and the ceiling."""
+    devices.start()
     conv = models.resolve_conv("auto", jax.default_backend())
     other = "lax" if conv == "dot" else "dot"
     share = -(-batch_size // jax.device_count())
@@ -293,9 +297,10 @@ def print_step(result: dict) -> None:
 
 def bench_input(path: str) -> dict:
     """Seconds of each part of bringing the zip or folder `path` onto the devices, in a fresh cache."""
+    devices.start()
     config = eurosat.get_config()
     config.dataset.path = path
-    seconds, clock = {}, metrics.Clock()
+    clock = metrics.Clock()
     with tempfile.TemporaryDirectory() as folder:
         config.augment.cache_dir = folder
         with clock.measure("decode"):
@@ -340,34 +345,67 @@ def print_input(result: dict) -> None:
         print(f"{name.replace('_', ' '):36} {result[name] / 1e9:.4f} GB")
 
 
+def bench_loop(path: str) -> dict:
+    """What a finished run spent outside its devices: the share of each outer loop but the first that was
+    neither training nor evaluation, from the wall clock of its metrics."""
+    try:
+        rows = [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
+        walls = [after["wall_sec"] - before["wall_sec"] for before, after in itertools.pairwise(rows)]
+        busy = [row["train_sec"] + row["eval_sec"] for row in rows[1:]]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--path: {path} holds no readable metrics.jsonl ({error})") from error
+    if not walls:
+        raise UserError(f"--path: {path} has {len(rows)} outer loops; at least 2 are needed")
+    shares = [1 - device / wall for device, wall in zip(busy, walls, strict=True)]
+    return {
+        "command": "loop",
+        "run": path,
+        "outer_loops": len(shares),
+        "overhead_median": statistics.median(shares),
+        "overhead_max": max(shares),
+        "evaluation_share": sum(row["eval_sec"] for row in rows[1:]) / sum(walls),
+        "images_per_sec": statistics.median(row["images_per_sec"] for row in rows),
+    }
+
+
+def print_loop(result: dict) -> None:
+    """The result of `bench_loop`, a line."""
+    print(
+        f"{result['outer_loops']} outer loops: {result['overhead_median']:.2%} outside the devices "
+        f"({result['overhead_max']:.2%} at most), {result['evaluation_share']:.1%} evaluation, "
+        f"{result['images_per_sec']:,.0f} images/s"
+    )
+
+
 def main() -> int:
     """Runs one command; returns the exit code."""
     logging.basicConfig(format="%(message)s")
     flags.DEFINE_integer("batch_size", 512, "step: examples per update over all devices.", lower_bound=1)
     flags.DEFINE_integer("repeats", 7, "step: interleaved repeats.", lower_bound=1)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "step: arithmetic of all contenders.")
-    flags.DEFINE_string("path", None, "input: EuroSAT.zip or its folder.")
+    flags.DEFINE_string("path", None, "input: EuroSAT.zip or its folder; loop: a run folder.")
     flags.DEFINE_string("json", None, "Write all figures to this file.")
+    values = flags.FLAGS
+    commands = {
+        "step": (lambda: bench_step(values.batch_size, values.repeats, values.dtype), print_step),
+        "input": (lambda: bench_input(values.path), print_input),
+        "loop": (lambda: bench_loop(values.path), print_loop),
+    }
     try:
-        command = parse_plain_flags(sys.argv)
-        if command not in (["step"], ["input"]):
-            raise UsageError(f"give one command: step | input; found {' '.join(command) or 'none'}")
-        if command == ["input"] and not flags.FLAGS.path:
-            raise UsageError("--path: not given; input needs EuroSAT.zip or its folder")
+        given = parse_plain_flags(sys.argv)
+        if len(given) != 1 or given[0] not in commands:
+            raise UsageError(f"give one command: {' | '.join(commands)}; found {' '.join(given) or 'none'}")
+        if given != ["step"] and not values.path:
+            raise UsageError("--path: not given; input needs EuroSAT.zip or its folder, loop a run folder")
     except UsageError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return EXIT_USAGE
-    values = flags.FLAGS
     try:
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:  # a file that cannot be written is found before the work
             file = stack.enter_context(open(values.json, "w")) if values.json else None
-            devices.start()
-            if command == ["step"]:
-                result = bench_step(values.batch_size, values.repeats, values.dtype)
-                print_step(result)
-            else:
-                result = bench_input(values.path)
-                print_input(result)
+            bench, show = commands[given[0]]
+            result = bench()
+            show(result)
             if file:
                 json.dump(result, file, indent=1)
     except (UserError, OSError) as error:

@@ -1,6 +1,7 @@
 """The run folder, its writers, and what a person sees while training."""
 
 import contextlib
+import io
 import json
 import logging
 import math
@@ -100,8 +101,6 @@ class RunFolder:
 
     def write_predictions(self, labels: np.ndarray, logits: np.ndarray, ids: np.ndarray) -> None:
         """Writes predictions.npz; the zip's CRCs guard it."""
-        import io
-
         buffer = io.BytesIO()
         np.savez(buffer, labels=labels, logits=logits, ids=ids)
         self._write("predictions.npz", buffer.getvalue())

@@ -74,3 +74,18 @@ def test_step_reports_every_contender(small_images, monkeypatch):
     assert result["rows"][-1]["share_of_ceiling"] == 1.0
     assert result["devices"] == jax.device_count() == 8
     bench.print_step(json.loads(json.dumps(result)))
+
+
+def test_loop_reads_the_overhead_off_a_run(tmp_path):
+    rows = [(10.0, 8.0, 1.0), (20.0, 9.0, 0.9), (40.0, 15.0, 1.0)]
+    lines = [{"wall_sec": w, "train_sec": t, "eval_sec": e, "images_per_sec": 100 * w} for w, t, e in rows]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    result = bench.bench_loop(str(tmp_path))
+    assert result["overhead_median"] == pytest.approx((0.01 + 0.2) / 2)
+    assert result["overhead_max"] == pytest.approx(0.2)
+    assert result["evaluation_share"] == pytest.approx(1.9 / 30)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[0]))
+    with pytest.raises(UserError, match="has 1 outer loops; at least 2"):
+        bench.bench_loop(str(tmp_path))
+    with pytest.raises(UserError, match=r"holds no readable metrics.jsonl"):
+        bench.bench_loop(str(tmp_path / "nowhere"))
