@@ -9,6 +9,8 @@ import contextlib
 import functools
 import json
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,6 +39,22 @@ SECONDS_PER_CALL = 2.0
 AUTO_MICRO_BATCH_SIZE = {"cpu": 32}
 AUTO_MICRO_BATCH_SIZE_ELSEWHERE = 1024
 PROFILED_UPDATES = 3
+
+
+_interrupted = threading.Event()
+
+
+def answer_interrupts() -> None:
+    """Ctrl-C ends the run after the running call, a second one at once.
+
+    Python's own handler raises at any line, and a KeyboardInterrupt raised in a destructor is lost.
+    """
+
+    def note(*_):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _interrupted.set()
+
+    signal.signal(signal.SIGINT, note)
 
 
 class Diverged(Exception):
@@ -236,6 +254,8 @@ class Trainer:
             self.step += count
             done += count
             on_call(count, seconds)
+            if _interrupted.is_set():
+                raise KeyboardInterrupt
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
     def _next_count(self, remaining: int) -> int:
@@ -381,6 +401,7 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
 
 def main(config: config_dict.ConfigDict) -> int:
     """Trains into --workdir; returns the exit code."""
+    answer_interrupts()
     workdir = flags.FLAGS.workdir or f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         train_and_evaluate(config, workdir, flags.FLAGS.profile)
