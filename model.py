@@ -11,26 +11,67 @@ from typing import NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def conv_as_dot(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """A "SAME" convolution as strided slices, one concatenate and one matrix product.
+    """A "SAME" convolution as strided slices, one concatenate and one matrix product; for CPUs.
 
-    On CPU, XLA runs the matrix product at full speed anywhere, while gradients of `lax.conv` inside a
-    loop miss the fast path (about 20x slower: jax issue 12868). LOG.md has the figures.
+    Gradients of `lax.conv` inside a loop miss XLA's fast path on CPU (about 50x slower: jax issue 12868);
+    matrix products do not. With bfloat16 operands all three products (output and both gradients) stay in
+    the one form that XLA hands to its bfloat16 kernels, bfloat16 x bfloat16 -> float32 with rows times
+    columns: 1.5x the float32 step (LOG.md). Reverse mode only.
 
     Args:
-      x: [N, H, W, C].
-      kernel: [KH, KW, C, C_out].
+      x: [N, H, W, C]; its dtype is that of the arithmetic.
+      kernel: float32 [KH, KW, C, C_out]; its gradient is not rounded.
     Returns:
-      [N, ceil(H / stride), ceil(W / stride), C_out].
+      float32 [N, ceil(H / stride), ceil(W / stride), C_out].
     """
-    n, height, width, channels = x.shape
-    kernel_height, kernel_width, _, features = kernel.shape
-    (out_height, *pad_height) = _same_padding(height, kernel_height, stride)
-    (out_width, *pad_width) = _same_padding(width, kernel_width, stride)
+    return _conv_as_dot_forward(x, kernel, stride)[0]
+
+
+def _conv_as_dot_forward(x, kernel, stride):
+    height, width, channels, features = kernel.shape
+    patches = _from_bits(_patches(_bits(x), height, width, stride), x.dtype)
+    out_shape = (*patches.shape[:3], features)
+    patches = patches.reshape(-1, height * width * channels)
+    kernel = kernel.astype(x.dtype)
+    out = _dot(patches, kernel.reshape(-1, features), 0).reshape(out_shape)
+    return out, (patches, kernel, x[:0])  # of x, the backward pass needs but shape and dtype
+
+
+def _conv_as_dot_backward(stride, residuals, grad):
+    patches, kernel, no_x = residuals
+    height, width, _, features = kernel.shape
+    rows = grad.reshape(-1, features).astype(kernel.dtype)
+    if patches.shape[1] < 32:  # a first layer: its product is too small to pay for a transposition
+        kernel_grad = patches.astype(jnp.float32).T @ rows.astype(jnp.float32)
+    else:
+        # The barriers keep XLA from folding the transpositions into the product, which would turn it into a
+        # form without bfloat16 kernel; a flat vector has but one layout, so the transposition really happens.
+        columns = _from_bits(lax.optimization_barrier(_bits(rows).T.ravel()).reshape(features, -1), rows.dtype)
+        kernel_grad = lax.optimization_barrier(_dot(columns, patches, 0)).T
+    patches_grad = _dot(rows, kernel.reshape(-1, features), 1).reshape(*grad.shape[:3], -1)
+    add_up = jax.linear_transpose(
+        functools.partial(_patches, height=height, width=width, stride=stride),
+        jax.ShapeDtypeStruct((len(grad), *no_x.shape[1:]), jnp.float32),
+    )
+    (x_grad,) = add_up(patches_grad)
+    return x_grad.astype(no_x.dtype), kernel_grad.reshape(kernel.shape)
+
+
+conv_as_dot.defvjp(_conv_as_dot_forward, _conv_as_dot_backward)
+
+
+def _patches(x, height: int, width: int, stride: int):
+    """[N, H, W, C] -> [N, OH, OW, height * width * C]: what each output of a "SAME" convolution sees."""
+    n, in_height, in_width, channels = x.shape
+    (out_height, *pad_height) = _same_padding(in_height, height, stride)
+    (out_width, *pad_width) = _same_padding(in_width, width, stride)
     x = jnp.pad(x, ((0, 0), pad_height, pad_width, (0, 0)))
     taps = [
         lax.slice(
@@ -39,19 +80,45 @@ def conv_as_dot(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
             (n, i + (out_height - 1) * stride + 1, j + (out_width - 1) * stride + 1, channels),
             (1, stride, stride, 1),
         )
-        for i in range(kernel_height)
-        for j in range(kernel_width)
+        for i in range(height)
+        for j in range(width)
     ]
-    patches = jnp.concatenate(taps, axis=-1).reshape(-1, kernel_height * kernel_width * channels)
-    return (patches @ kernel.reshape(-1, features)).reshape(n, out_height, out_width, features)
+    return jnp.concatenate(taps, axis=-1)
+
+
+def _dot(rows, matrix, contracted: int):
+    """rows [M, K] times matrix, over its axis `contracted`; the sum is in float32."""
+    return lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _bits(x):
+    """The same bits as unsigned integers: XLA moves bfloat16 on CPU as float32, twice the bytes and two
+    conversions, but integers as they are."""
+    return lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+
+
+def _from_bits(x, dtype):
+    return lax.bitcast_convert_type(x, dtype)
 
 
 def conv_lax(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """The same convolution by `lax.conv_general_dilated`."""
+    """The same convolution by `lax.conv_general_dilated`, in and out in the dtype of x."""
+    kernel = kernel.astype(x.dtype)
     return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-CONVS = {"dot": conv_as_dot, "lax": conv_lax}
+def conv_lax_padded(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+    """`conv_lax` with fewer than 8 input channels padded to 8 by zeros, as tensor cores want them.
+
+    On GPU, XLA does so by itself for float16 but not for bfloat16. Not measured yet: `bench.py step` on a
+    GPU times it beside "lax".
+    """
+    missing = max(0, 8 - x.shape[-1])
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing)))
+    return conv_lax(x, jnp.pad(kernel, ((0, 0), (0, 0), (0, missing), (0, 0))), stride)
+
+
+CONVS = {"dot": conv_as_dot, "lax": conv_lax, "lax_padded": conv_lax_padded}
 
 
 def resolve_conv(name: str, platform: str) -> str:
@@ -82,9 +149,9 @@ class Conv(nn.Module):
     def __call__(self, x):
         shape = (self.kernel_size, self.kernel_size, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        x = CONVS[self.implementation](x.astype(self.dtype), kernel.astype(self.dtype), self.stride)
+        x = CONVS[self.implementation](x.astype(self.dtype), kernel, self.stride)
         if self.use_bias:
-            x += self.param("bias", nn.initializers.zeros, (self.features,)).astype(self.dtype)
+            x += self.param("bias", nn.initializers.zeros, (self.features,)).astype(x.dtype)
         return x
 
 
@@ -198,34 +265,45 @@ class Costs(NamedTuple):
     activation_bytes: int
 
 
+@functools.cache  # tracing takes half a second
 def training_costs(network: nn.Module, image_shape: tuple[int, int, int]) -> Costs:
     """Counts one image's gradient from the traced program, so on any platform.
 
     FLOPs are 2 per multiply-add of each matrix product, forward and backward, with convolutions written as
     products (taps over the padding count); elementwise work does not count. Bytes are an estimate: the
-    output of each product and of the activation after it.
+    output of each product and of the activation after it, and for "dot" the patches too.
     """
-    network = network.clone(conv="dot")
+    as_dot = network.clone(conv="dot")
     images = jax.ShapeDtypeStruct((1, *image_shape), network.dtype)
-    variables = jax.eval_shape(network.init, jax.random.key(0), images)
+    variables = jax.eval_shape(as_dot.init, jax.random.key(0), images)
 
     def total(variables, images):
-        return network.apply(variables, images).sum()
+        return as_dot.apply(variables, images).sum()
 
-    forward = _products(jax.make_jaxpr(total)(variables, images).jaxpr)
-    both = _products(jax.make_jaxpr(jax.grad(total))(variables, images).jaxpr)
-    kept = sum(2 * out.size * out.dtype.itemsize for _, out in forward)
-    return Costs(float(sum(flops for flops, _ in both)), kept)
+    kept = 0
+    for _, operand, out in _products(jax.make_jaxpr(total)(variables, images).jaxpr):
+        if network.conv == "dot":
+            kept += 2 * out.size * 4 + operand.size * network.dtype.itemsize
+        else:
+            kept += 2 * out.size * network.dtype.itemsize
+    both = _products(jax.make_jaxpr(jax.value_and_grad(total))(variables, images).jaxpr)
+    return Costs(float(sum(flops for flops, _, _ in both)), kept)
 
 
 def _products(jaxpr):
-    """(FLOPs, output) of every matrix product of a jaxpr, those of inner jaxprs included."""
-    for equation in jaxpr.eqns:
+    """(FLOPs, left operand, output) of every matrix product that a jaxpr's outputs need, inner jaxprs' too."""
+    needed, found = set(jaxpr.outvars), []
+    for equation in reversed(jaxpr.eqns):
+        if not needed.intersection(equation.outvars):
+            continue  # the gradient of the images, which XLA drops too
+        needed.update(v for v in equation.invars if not isinstance(v, jax.extend.core.Literal))
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             operand, out = equation.invars[0].aval, equation.outvars[0].aval
-            yield 2 * out.size * math.prod(operand.shape[axis] for axis in contracted), out
+            flops = 2 * out.size * math.prod(operand.shape[axis] for axis in contracted)
+            found.append((flops, operand, out))
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from _products(inner)
+                found += _products(inner)
+    return found

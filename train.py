@@ -35,8 +35,8 @@ log = logging.getLogger("largebatch")
 
 # A call is as many updates as fit in about this long, so that progress is seen and signals are answered.
 SECONDS_PER_CALL = 2.0
-# Best of 16..256 on 2 CPU cores (LOG.md). Elsewhere a guess that fills the device.
-AUTO_MICRO_BATCH_SIZE = {"cpu": 32}
+# Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
+AUTO_MICRO_BATCH_SIZE = {"cpu": 16}
 AUTO_MICRO_BATCH_SIZE_ELSEWHERE = 1024
 PROFILED_UPDATES = 3
 
@@ -167,6 +167,16 @@ class Job(NamedTuple):
     predict: Callable
 
 
+def bytes_beside_images(network, state, image_shape, micro_batch_size: int) -> dict[str, int]:
+    """Estimate of what a step needs on a device beside the images, in bytes by part; `state` may be shapes."""
+    costs = models.training_costs(network, image_shape)
+    return {
+        "parameters and optimizer": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        "gradients": 3 * 4 * count_params(state.params),  # one micro-batch's, their sum, the flat vector
+        f"activations of {micro_batch_size} images": micro_batch_size * costs.activation_bytes,
+    }
+
+
 def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, TrainState]:
     """Places the data, makes the state and compiles the two programs by running them; times both sections."""
     platform = jax.default_backend()
@@ -187,13 +197,7 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
 
     def other_bytes(cache):
         state = jax.eval_shape(functools.partial(initial_state, cache))
-        costs = models.training_costs(network_for(cache), cache.image_shape)
-        _, size = sizes_for(cache)
-        return {
-            "parameters and optimizer": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
-            "gradients": 3 * 4 * count_params(state.params),  # one micro-batch's, their sum, the flat vector
-            f"activations of {size} images": size * costs.activation_bytes,
-        }
+        return bytes_beside_images(network_for(cache), state, cache.image_shape, sizes_for(cache)[1])
 
     with clock.measure("data"):
         cache, placed = augment.load_onto_devices(config, other_bytes)

@@ -28,7 +28,7 @@ def get_config() -> config_dict.ConfigDict:
     c.model = config_dict.ConfigDict()
     c.model.name = "convnet"  # convnet (the seed's, 422,602 parameters) | resnet8 | resnet50
     c.model.dtype = "float32"  # of the arithmetic: float32 | bfloat16; parameters stay float32
-    c.model.conv = "auto"  # dot (slices and one matrix product) | lax | auto: dot on CPU, else lax
+    c.model.conv = "auto"  # dot (slices and one matrix product) | lax | lax_padded | auto: dot on CPU, else lax
 
     c.batch = config_dict.ConfigDict()
     # Examples per update over all devices: an integer from 1 to 8 x training images, or "full" for all.

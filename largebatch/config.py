@@ -64,7 +64,7 @@ RULES: dict[str, Rule] = {
     "augment.cache_dir": _TEXT,
     "model.name": _one_of("convnet", "resnet8", "resnet50"),
     "model.dtype": _one_of("float32", "bfloat16"),
-    "model.conv": _one_of("auto", "dot", "lax"),
+    "model.conv": _one_of("auto", "dot", "lax", "lax_padded"),
     "batch.size": _or(_integer(1), "full"),
     "batch.micro_batch_size": _or(_integer(1), "auto"),
     "optimizer.name": _one_of(*OPTIMIZERS),

@@ -1,5 +1,6 @@
 """Hosts and devices: start, place, replicate, agree, compare."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def start(
     Raises:
       UserError: no device of `platform` here, or the other hosts did not come.
     """
+    _use_every_core()
     if platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     if coordinator_address is None and NUM_HOSTS_VARIABLE in os.environ:
@@ -54,6 +56,20 @@ def start(
         ) from error
     if len({device.platform for device in found}) != 1:
         raise UserError(f"devices.platform: {platform!r} finds several kinds of device: {found}")
+
+
+def _use_every_core() -> None:
+    """Makes one CPU device per core, unless XLA_FLAGS or JAX_NUM_CPU_DEVICES say how many.
+
+    Two devices of one core each train 1.15x as fast as one device of two: no core waits for the other at
+    the end of every operation (LOG.md).
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.config.jax_num_cpu_devices == -1 and "xla_force_host_platform_device_count" not in flags:
+        with contextlib.suppress(RuntimeError):  # a caller that already uses its devices keeps them
+            # macOS has no affinity.
+            affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+            jax.config.update("jax_num_cpu_devices", len(affinity(0)))
 
 
 def _join(coordinator_address, num_hosts, host_index):

@@ -1,91 +1,349 @@
 import json
+import math
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
+from conftest import ROOT, assert_one_line_error, make_folder, run_script
 
-import bench
+import model
+from benchmarks import accuracy, growth, loop, memory, ours, plot, scaling, step, timing
+from benchmarks import input as inputs
 from largebatch import UserError
+from peers import flax_loop, seed_loop, serve
 
-
-def fake(name, changes):
-    state = {"x": np.zeros(3), "rounds": 0}
-    before = state["x"].copy()
-
-    def run(rounds):
-        state["rounds"] += rounds
-        if changes:
-            state["x"] = state["x"] + 1
-
-    return bench.Contender(name, run, lambda: bench.check_changed(name, before, state["x"]), 10, 5), state
-
-
-def test_work_that_did_not_happen_is_not_timed(monkeypatch):
-    monkeypatch.setattr(bench, "MIN_TIMED_SEC", 0.0)
-    with pytest.raises(UserError, match="idle: parameters did not change"):
-        bench.interleave([fake("idle", changes=False)[0]], repeats=1)
-    times = bench.interleave([fake("busy", changes=True)[0], fake("other", changes=True)[0]], repeats=4)
-    assert {name: len(values) for name, values in times.items()} == {"busy": 4, "other": 4}
-
-
-def test_ratio_pairs_the_repeats():
-    contenders = [
-        bench.Contender(name, None, None, images, 0) for name, images in (("ours (auto)", 20), ("plain", 10))
-    ]
-    times = {"ours (auto)": [1.0, 2.0, 4.0], "plain": [2.0, 2.0, 2.0]}
-    assert bench.ratio(times, contenders, "(auto)", "plain") == 2.0
+OPTIONS = {"batch_size": 64, "micro_batch_size": 4, "dtype": "float32", "conv": "dot"}
+PEER = {"batch_size": 64, "micro_batch_size": 0, "devices": 2, "dtype": "float32"}
 
 
 @pytest.fixture
-def small_images(monkeypatch):
-    monkeypatch.setattr(bench, "IMAGE_SHAPE", (16, 16, 3))
-    monkeypatch.setattr(bench, "MIN_TIMED_SEC", 0.0)
+def small(monkeypatch):
+    """Images of 16 x 16, few of them, and no minimum time."""
+    monkeypatch.setattr(serve, "IMAGE_SHAPE", (16, 16, 3))
+    monkeypatch.setattr(serve, "NUM_IMAGES", 256)
+    monkeypatch.setattr(timing, "MIN_TIMED_SEC", 0.0)
+    monkeypatch.setattr(ours, "MATMUL_SIZE", 64)
+    monkeypatch.setattr(ours, "COPY_BYTES", 2**16)
 
 
-def test_real_contenders_do_their_work(small_images, monkeypatch):
-    monkeypatch.setattr(bench, "MATMUL_SIZE", 64)
-    ceiling, flops = bench.matmul_ceiling("float32")
-    ours, plain = bench.our_step("ours", "dot", "float32", 16, 2), bench.plain_step(16, "float32")
-    times = bench.interleave([ours, plain, ceiling], repeats=1)
-    assert list(times) == ["ours", "plain host loop, batch 16", "matrix product"]
-    assert flops == 8 * 2 * 64**3
-    # 4,096 uint8 images over 8 devices against two float32 images on each of them.
+def fake(name, images=10, moves=True, counts=True, value=1.0):
+    state = {"x": 0.0, "updates": 0}
+
+    def run(rounds):
+        state["updates"] += rounds if counts else 1
+        state["x"] += value * rounds if moves else 0.0
+
+    return timing.Contender(name, run, lambda: {"updates": state["updates"], "sums": [[state["x"]]]}, images)
+
+
+# ---- the clock --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        ({"moves": False}, "idle: parameters did not change"),
+        ({"value": math.nan}, "idle: parameters did not change to finite numbers"),
+        ({"counts": False}, "idle: 2 updates happened, [0-9]+ were timed"),
+    ],
+)
+def test_work_that_did_not_happen_is_not_timed(broken, complaint):
+    with pytest.raises(UserError, match=complaint):
+        timing.interleave([fake("busy"), fake("idle", **broken)], repeats=2)
+
+
+def test_contenders_take_turns(monkeypatch):
+    monkeypatch.setattr(timing, "MIN_TIMED_SEC", 0.0)
+    turns = []
+    contenders = [
+        made._replace(run=lambda rounds, made=made: (turns.append(made.name), made.run(rounds)))
+        for made in (fake("a"), fake("b"))
+    ]
+    times = timing.interleave(contenders, repeats=3)
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+    assert turns == ["a", "a", "b", "b"] + ["a", "b"] * 3  # a warm-up and a measure of the length each
+
+
+def test_ratio_pairs_the_repeats():
+    times = {"ours": [1.0, 2.0, 4.0], "plain": [2.0, 2.0, 2.0]}
+    found = timing.ratio(fake("ours", images=20), fake("plain", images=10), times)
+    assert found == {"median": 2.0, "min": 1.0, "max": 4.0}
+
+
+def test_the_best_configuration_is_found_and_what_fails_is_told(monkeypatch):
+    monkeypatch.setattr(timing, "MIN_TIMED_SEC", 0.0)
+
+    def build(choice):
+        if choice["n"] == 3:
+            raise ValueError("does not work")
+        return fake("x", images=10 ** choice["n"])
+
+    best, rates = timing.best_of([{"n": 1}, {"n": 6}, {"n": 3}], build)
+    assert best == {"n": 6}
+    assert rates['{"n": 3}'] is None
+    assert rates['{"n": 6}'] > rates['{"n": 1}'] > 0
+    with pytest.raises(UserError, match="no configuration works: does not work"):
+        timing.best_of([{"n": 3}], build)
+
+
+# ---- the peers --------------------------------------------------------------------------------------------
+
+
+def share_of_equal(one, other):
+    """Adam's first updates are signs: a gradient near zero may take either."""
+    equal = [np.abs(a - b) < 1e-5 for a, b in zip(one, other, strict=True)]
+    return sum(e.sum() for e in equal) / sum(e.size for e in equal)
+
+
+@pytest.mark.parametrize("peer", [seed_loop, flax_loop])
+def test_accumulating_peers_do_the_same_update(small, peer):
+    before = peer.build(PEER).params()
+    found = []
+    for change in ({}, {"micro_batch_size": 8}, {"devices": 1, "micro_batch_size": 16}):
+        ready = peer.build(PEER | change)
+        ready.run(1)
+        assert ready.updates() == 1
+        found.append(ready.params())
+    assert share_of_equal(before, found[0]) < 0.5  # images of 16 x 16 leave one pixel to the last layer
+    assert share_of_equal(found[0], found[1]) > 0.98
+    assert share_of_equal(found[0], found[2]) > 0.98
+    with pytest.raises(ValueError, match="64 images are not whole micro-batches of 5"):
+        peer.build(PEER | {"micro_batch_size": 5})
+
+
+def test_torch_has_the_same_network_and_accumulates(small):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: peers/torch_requirements.txt")
+    from peers import torch_step
+
+    network = model.create_model("convnet", serve.NUM_CLASSES, "float32", "lax")
+    images = np.random.default_rng(0).standard_normal((4, *serve.IMAGE_SHAPE)).astype(np.float32)
+    theirs = torch_step.make_network()
+    arrays = [p.detach().numpy() for p in theirs.parameters()]
+    params, names = {}, [f"Conv_{i}" for i in range(4)] + ["Dense_0", "Dense_1"]
+    for name, weight, bias in zip(names, arrays[::2], arrays[1::2], strict=True):
+        # Mirrored in height and width: their padding stands before the image, JAX's behind it.
+        kernel = weight[:, :, ::-1, ::-1].transpose(2, 3, 1, 0) if weight.ndim == 4 else weight.T
+        params[name] = {"kernel": kernel, "bias": bias}
+    expected = network.apply({"params": params}, images)
+    mirrored = torch.from_numpy(images[:, ::-1, ::-1].transpose(0, 3, 1, 2).copy())
+    np.testing.assert_allclose(theirs(mirrored).detach().numpy(), expected, atol=1e-5)
+
+    found = []
+    for size in (0, 16):
+        ready = torch_step.build(
+            {"batch_size": 64, "micro_batch_size": size, "channels_last": True, "autocast": False, "compile": False}
+        )
+        ready.run(1)
+        assert ready.updates() == 1
+        found.append(ready.params())
+    assert share_of_equal(*found) > 0.98
+
+
+def test_a_child_answers_and_its_failures_are_one_line():
+    with timing.Child("peers.seed_loop") as child:
+        contender = child.contender(
+            "seed", {"batch_size": 8, "micro_batch_size": 4, "devices": 1, "dtype": "float32"}
+        )
+        before = contender.look()
+        contender.run(3)
+        timing.check_happened("seed", before, contender.look(), 3)
+        with pytest.raises(
+            UserError, match=r"peers.seed_loop: ValueError: 8 images are not whole micro-batches of 5"
+        ):
+            child.ask(build=PEER | {"batch_size": 8, "micro_batch_size": 5})
+    with timing.Child("peers.nobody") as child, pytest.raises(UserError, match=r"nobody: ended with status 1"):
+        child.ask(facts=True)
+
+
+def test_a_peer_times_itself_by_hand():
+    command = [sys.executable, "-m", "peers.flax_loop", "--batch_size", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout.removesuffix(" images/s\n").replace(",", "")) > 0
+
+
+# ---- ours and the ceilings ----------------------------------------------------------------------------------
+
+
+def test_our_step_does_its_work(small):
+    contender = ours.our_step("ours", OPTIONS)
+    timing.interleave([contender], repeats=1)
     images = 16 * 16 * 3
     state = 3 * 4 * 422_602  # parameters and two moments
-    assert 512 * images + 64 * 4 < ours.bytes_per_device - state < 512 * images + 64 * 4 + 100
-    assert 2 * 4 * images < plain.bytes_per_device - state < 2 * 4 * images + 100
+    # 256 uint8 images over 8 devices.
+    assert 32 * images < contender.bytes_per_device - state < 32 * images + 200
 
 
-def test_step_reports_every_contender(small_images, monkeypatch):
-    def contender(name, images):
-        made, _ = fake(name, changes=True)
-        return made._replace(images_per_round=images)
+def test_ceilings_compute_what_they_claim(small):
+    product = ours.matmul_ceiling("float32")
+    assert product.flops == 8 * 2 * 64**3
+    rng = np.random.default_rng(0)
+    start, factor = rng.standard_normal((8, 64, 64), np.float32), rng.standard_normal((8, 64, 64), np.float32) / 8
+    product.run(2)
+    expected = (start[0] @ factor[0] @ factor[0]).ravel()
+    np.testing.assert_allclose(product.look()["sums"][0], [expected.sum(), np.abs(expected).sum()], rtol=1e-4)
+    copy = ours.copy_ceiling()
+    copy.run(3)
+    assert copy.bytes == 2 * 2**16
+    assert copy.look() == {"updates": 3, "sums": [[3.0 * 2**16 / 4 / 8] * 2]}
 
-    monkeypatch.setattr(bench, "our_step", lambda name, conv, dtype, batch, *_: contender(name, batch))
-    monkeypatch.setattr(bench, "plain_step", lambda batch, _: contender(f"plain host loop, batch {batch}", batch))
-    monkeypatch.setattr(bench, "MATMUL_SIZE", 64)
-    result = bench.bench_step(512, 2, "float32")
+
+def test_xla_counts_no_less_than_the_products_of_the_lax_network():
+    counted = ours.count_by_xla("float32", "lax", 4)
+    # XLA leaves out the taps over the padding and adds elementwise work.
+    assert 0.9 * 88_677_888 < counted["flops"] < 1.2 * 88_677_888
+    assert counted["bytes"] > 4 * 60_000
+
+
+def test_one_all_reduce_is_all_that_crosses_devices(small):
+    facts = ours.OurStep(OPTIONS).step().facts()
+    count = jax.device_count()
+    found = scaling.traffic(facts["collectives"], facts["params"], count)
+    assert found["collectives"] == ["all-reduce"]
+    assert found["ring_formula"] == 2 * 7 / 8 * 4 * 422_602
+    assert found["bytes_per_update"] == pytest.approx(found["ring_formula"], rel=0.001)
+
+
+def test_collectives_are_read_from_the_text():
+    text = """
+      %all-reduce.1 = f32[10,2]{1,0} all-reduce(%x), channel_id=1
+      %t = (f32[3]{0}, bf16[4]{0}) all-gather-start(%y, %z), dimensions={0}
+      ROOT %r = s32[] add(%all-reduce.1, %q)
+    """
+    assert ours.collectives(text) == [{"kind": "all-reduce", "bytes": 80}, {"kind": "all-gather", "bytes": 20}]
+
+
+# ---- the commands -------------------------------------------------------------------------------------------
+
+
+def test_step_reports_every_contender(small, monkeypatch, tmp_path, capsys):
+    made = iter(range(1000))
+
+    def contender(name, *options):
+        return fake(name, images=options[-1]["batch_size"] + next(made))
+
+    monkeypatch.setattr(ours, "our_step", contender)
+    monkeypatch.setattr(step, "in_process", contender)
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda _: None)
+    result = step.bench_step(512, 2)
     names = [row["name"] for row in result["rows"]]
-    assert [name for name in names if "micro-batch" in name][1] == "ours, micro-batch 32 (auto)"
-    assert "ours, lax convolution, batch 64" in names
-    assert "plain host loop, batch 512" in names
-    assert names[-1] == "matrix product"
-    assert all(np.isfinite(row["gflops"]) and row["gflops"] > 0 for row in result["rows"])
-    assert result["rows"][-1]["share_of_ceiling"] == 1.0
-    assert result["devices"] == jax.device_count() == 8
-    bench.print_step(json.loads(json.dumps(result)))
+    assert "ours, float32, micro-batch 16 (auto)" in names
+    assert "ours, bfloat16, micro-batch 16 (auto)" in names
+    assert "ours, float32, lax convolution, batch 64" in names
+    assert [name.split(",")[0] for name in names[-6:-3]].count("flax-style loop") >= 1
+    assert names[-3:] == ["matrix product, float32", "matrix product, bfloat16", "memory copy"]
+    assert result["notes"] == ["PyTorch is not installed: pip install -r peers/torch_requirements.txt"]
+    assert all(ratios["bfloat16"]["median"] > 0 for ratios in result["ratios"].values())
+    assert {name.split(",")[0] for name in result["ratios"]} == {"seed's loop", "flax-style loop"}
+    assert next(row for row in result["rows"] if row["name"].startswith("matrix"))["share_of_ceiling"] == 1.0
+    result = json.loads(json.dumps(result))
+    step.print_step(result)
+    assert "ours / seed's loop" in capsys.readouterr().out
+    plot.plot_step(result, str(tmp_path / "step.png"))
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+def test_scaling_over_batches_and_devices(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(timing, "MIN_TIMED_SEC", 0.0)
+    monkeypatch.setattr(scaling, "STRONG_BATCH", 32)
+    monkeypatch.setattr(scaling, "WEAK_BATCH_PER_DEVICE", 16)
+    result = scaling.bench_scaling(1, batch_sizes=(16, 32), device_counts=(2,), pods=((2, 1),))
+    assert [row["batch_size"] for row in result["batch_sizes"]] == [16, 32]
+    (two,) = result["devices"]
+    assert two["collectives"] == ["all-reduce"]
+    assert two["bytes_per_update"] == pytest.approx(4 * 422_602, rel=0.05)
+    assert two["weak_batch"] == 32
+    assert result["hosts"][0]["images_per_sec"] > 0
+    scaling.print_scaling(result)
+    assert "2 hosts x 1 devices" in capsys.readouterr().out
+    plot.plot_scaling(result, str(tmp_path / "scaling.png"))
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+def test_the_memory_estimate_is_near_what_the_compiler_says(capsys):
+    result = memory.bench_memory([64])
+    for row in result["rows"]:
+        assert 0.8 < row["estimate"] / row["compiled"] < 1.25, row
+        assert row["compiled"] > row["work_space"] > 64 * 4 * 61_440
+    memory.print_memory(result)
+    assert capsys.readouterr().out.count("estimated") == 2
+
+
+def test_growth_is_near_the_one_pod_that_was_measured():
+    # The seed system: 100 updates of all images in 1.5 s on a v3-32.
+    assert growth.step_time(32)["total"] == pytest.approx(0.015, rel=0.15)
+    parts = growth.step_time(64)
+    assert parts["flops"] == pytest.approx(2700 * 88_677_888 / 61.5e12)
+    # 1,690,408 bytes twice over four links of 82 GB/s, but for one chip's part; 2 x (sqrt(32) - 1) hops each way.
+    assert parts["all_reduce"] == pytest.approx(2 * 31 / 32 * 1_690_408 / 328e9 + 4 * (math.sqrt(32) - 1) * 1e-6)
+    rows = growth.bench_growth()["rows"]
+    efficiency = [row["efficiency"] for row in rows]
+    assert 0.99 < efficiency[0] < 1.0
+    assert efficiency == sorted(efficiency, reverse=True)
+    for limit in growth.bench_growth()["limits"]:
+        assert growth.efficiency(limit["devices"], limit["batch_size"]) >= 0.5
+
+
+def test_accuracy_trains_each_seed_once(tmp_path, session_cache):
+    arguments = [f"--config.augment.cache_dir={session_cache}", "--config.dataset.num_examples=100"]
+    arguments += ["--config.dataset.image_size=16", "--config.train.inner_steps=15", "--config.train.outer_steps=1"]
+    result = accuracy.bench_accuracy(arguments, 2, 0.1, str(tmp_path / "runs"))
+    assert result["reached"] == 2
+    assert result["to_target"]["steps_to_target"] == [15, 15]
+    assert result["to_target"]["examples_to_target"] == [15 * 640] * 2
+    stamp = (tmp_path / "runs" / "seed_0" / "summary.json").stat().st_mtime_ns
+    assert accuracy.bench_accuracy(arguments, 2, 0.1, str(tmp_path / "runs")) == result
+    assert (tmp_path / "runs" / "seed_0" / "summary.json").stat().st_mtime_ns == stamp
+    accuracy.print_accuracy(result)
+    with pytest.raises(UserError, match=r"seed 0: .*batch\.size"):
+        accuracy.bench_accuracy([*arguments, "--config.batch.size=0"], 1, 0.01, str(tmp_path / "other"))
+
+
+def test_input_measures_every_part(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(inputs, "PLACES", 1)
+    folder = make_folder(tmp_path / "images", {"a": 50, "b": 50})
+    result = inputs.bench_input(str(folder))
+    assert result["images"] == 100
+    assert result["training_image_bytes_on_devices"] >= result["expected_training_image_bytes"] == 640 * 768
+    assert result["start"]["warm"]["to_exit"] > result["start"]["warm"]["to_first_update"] > 0
+    assert all(seconds > 0 for seconds in result["seconds"].values())
+    inputs.print_input(result)
+    assert "to first update, warm" in capsys.readouterr().out
 
 
 def test_loop_reads_the_overhead_off_a_run(tmp_path):
     rows = [(10.0, 8.0, 1.0), (20.0, 9.0, 0.9), (40.0, 15.0, 1.0)]
     lines = [{"wall_sec": w, "train_sec": t, "eval_sec": e, "images_per_sec": 100 * w} for w, t, e in rows]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    result = bench.bench_loop(str(tmp_path))
+    result = loop.bench_loop(str(tmp_path))
     assert result["overhead_median"] == pytest.approx((0.01 + 0.2) / 2)
     assert result["overhead_max"] == pytest.approx(0.2)
     assert result["evaluation_share"] == pytest.approx(1.9 / 30)
     (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[0]))
     with pytest.raises(UserError, match="has 1 outer loops; at least 2"):
-        bench.bench_loop(str(tmp_path))
+        loop.bench_loop(str(tmp_path))
     with pytest.raises(UserError, match=r"holds no readable metrics.jsonl"):
-        bench.bench_loop(str(tmp_path / "nowhere"))
+        loop.bench_loop(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "code"),
+    [
+        (["nothing"], ["give one command: step | input", "found nothing"], 2),
+        (["input"], ["--path: not given"], 2),
+        (["memory", "--", "--x"], ["only accuracy takes the arguments of train.py"], 2),
+        (["growth", "--plot", "x.png"], ["--plot: growth draws nothing"], 2),
+        (["loop", "--path", "nowhere"], ["nowhere holds no readable metrics.jsonl"], 1),
+        (["growth", "--json", "no/where.json"], ["no/where.json"], 1),
+    ],
+)
+def test_bad_input_is_one_line(arguments, words, code):
+    assert_one_line_error(run_script("bench.py", *arguments), *words, code=code)
+
+
+def test_growth_is_written_as_json(tmp_path):
+    done = run_script("bench.py", "growth", "--json", tmp_path / "growth.json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "growth.json").read_text()) == json.loads(json.dumps(growth.bench_growth()))
+    assert done.stdout.count("\n") == 2 + len(growth.DEVICE_COUNTS) + 3 + len(growth.BATCH_SIZES)

@@ -11,6 +11,7 @@ LAYERS = {
     "state": 1, "data": 2, "step": 2, "evaluation": 2, "checkpoints": 2, "preemption": 2, "cache": 2,
     "config": 3, "doctor": 3, "pod": 3,
 }  # fmt: skip
+# `benchmarks` and `peers` belong to bench.py: nothing else imports them.
 SCRIPTS = {"augment", "model", "train", "evaluate", "sweep", "report", "bench"}
 LIBRARY = sorted((ROOT / "largebatch").glob("*.py"))
 
@@ -52,6 +53,18 @@ def test_report_imports_only_metrics():
     path = ROOT / "report.py"
     if path.exists():
         assert imports_of(path) <= {"largebatch.metrics"}
+
+
+USERS = [*LIBRARY, *ROOT.glob("*.py"), *ROOT.glob("configs/*.py")]
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: path.stem)
+def test_only_bench_imports_benchmarks_and_peers(path):
+    text = path.read_text()
+    for package in ("benchmarks", "peers"):
+        if path.name != "bench.py":
+            assert f"from {package}" not in text
+            assert f"import {package}" not in text
 
 
 def test_every_root_script_is_known():

@@ -43,7 +43,7 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32(name):
 @pytest.mark.parametrize("kernel", [1, 3, 7])
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("size", [(8, 8), (9, 7)])
-def test_both_convolutions_are_equal_in_output_and_gradient(kernel, stride, size):
+def test_convolutions_are_equal_in_output_and_gradient(kernel, stride, size):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, *size, 3)).astype(np.float32)
     k = rng.standard_normal((kernel, kernel, 3, 4)).astype(np.float32)
@@ -52,8 +52,26 @@ def test_both_convolutions_are_equal_in_output_and_gradient(kernel, stride, size
         y, pull = jax.vjp(lambda x, k: conv(x, k, stride), x, k)
         return y, *pull(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
-    for dot, lax in zip(outputs(model.conv_as_dot), outputs(model.conv_lax), strict=True):
-        np.testing.assert_allclose(dot, lax, atol=1e-5 * float(jnp.abs(lax).max()))
+    for other in (model.conv_as_dot, model.conv_lax_padded):
+        for ours, lax in zip(outputs(other), outputs(model.conv_lax), strict=True):
+            np.testing.assert_allclose(ours, lax, atol=1e-5 * float(jnp.abs(lax).max()))
+
+
+@pytest.mark.parametrize("channels", [3, 8])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_the_bfloat16_convolution_rounds_its_operands_alone(stride, channels):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 8, 8, channels)), jnp.bfloat16)
+    k = jnp.asarray(rng.standard_normal((3, 3, channels, 4)), jnp.bfloat16).astype(jnp.float32)
+    exact, pull_exact = jax.vjp(lambda x, k: model.conv_lax(x, k, stride), x.astype(jnp.float32), k)
+    out, pull = jax.vjp(lambda x, k: model.conv_as_dot(x, k, stride), x, k)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, exact, atol=1e-5 * float(jnp.abs(exact).max()))
+    grad = jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(jnp.bfloat16).astype(jnp.float32)
+    (x_grad, kernel_grad), (x_exact, kernel_exact) = pull(grad), pull_exact(grad)
+    assert (x_grad.dtype, kernel_grad.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(kernel_grad, kernel_exact, atol=1e-5 * float(jnp.abs(kernel_exact).max()))
+    np.testing.assert_allclose(x_grad.astype(jnp.float32), x_exact, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["convnet", "resnet8"])
@@ -75,10 +93,17 @@ def test_training_costs_by_hand():
         2 * 128 * 10,
     ]
     kept = sum(side**2 * outputs for side, _, outputs in layers) + 128 + 10
-    for conv in ("dot", "lax"):
-        costs = model.training_costs(model.create_model("convnet", 10, "float32", conv), (64, 64, 3))
+    patches = sum(side**2 * 9 * inputs for side, inputs, _ in layers) + 256 + 128
+    expected = {
+        ("lax", "float32"): 2 * 4 * kept,
+        ("lax", "bfloat16"): 2 * 2 * kept,
+        ("dot", "float32"): 2 * 4 * kept + 4 * patches,
+        ("dot", "bfloat16"): 2 * 4 * kept + 2 * patches,  # products give float32 there
+    }
+    for (conv, dtype), num_bytes in expected.items():
+        costs = model.training_costs(model.create_model("convnet", 10, dtype, conv), (64, 64, 3))
         assert costs.flops == 3 * sum(products) - products[0] == 88_677_888
-        assert costs.activation_bytes == 2 * 4 * kept
+        assert costs.activation_bytes == num_bytes
 
 
 def test_auto_convolution():

@@ -1,0 +1,63 @@
+"""bench.py accuracy: seconds, images and updates to a target accuracy, over seeds.
+
+Each seed is a run of train.py like any other; a run that is there already is not run again.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.timing import ROOT
+from largebatch import UserError, metrics
+
+COLUMNS = {"steps_to_target": "updates", "examples_to_target": "images", "sec_to_target": "seconds of training"}
+
+
+def bench_accuracy(arguments: list[str], seeds: int, target: float, path: str) -> dict:
+    """Trains with the arguments of train.py and seeds 0 .. seeds - 1 until `target`, into `path`/seed_N.
+
+    Raises:
+      UserError: a run failed; its message.
+    """
+    summaries = []
+    for seed in range(seeds):
+        folder = Path(path).resolve() / f"seed_{seed}"
+        own = [f"--config.seed={seed}", f"--config.train.target_accuracy={target}", f"--workdir={folder}"]
+        done = subprocess.run(
+            [sys.executable, "train.py", *arguments, *own], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or [f"train.py ended with status {done.returncode}"]
+            raise UserError(f"seed {seed}: {last[0]}")
+        summaries.append(json.loads((folder / "summary.json").read_text()))
+    return {
+        "command": "accuracy",
+        "arguments": arguments,
+        "target_accuracy": target,
+        "seeds": seeds,
+        "reached": sum(summary["steps_to_target"] is not None for summary in summaries),
+        "to_target": {name: [summary[name] for summary in summaries] for name in COLUMNS},
+        "final_val_accuracy": [summary["final_val_accuracy"] for summary in summaries],
+        "best_val_accuracy": [summary["best_val_accuracy"] for summary in summaries],
+        "images_per_sec": [summary["images_per_sec"] for summary in summaries],
+        "devices": summaries[0]["devices"],
+        "platform": summaries[0]["platform"],
+        "versions": metrics.versions(),
+        "git_commit": summaries[0]["git_commit"],
+    }
+
+
+def print_accuracy(result: dict) -> None:
+    """Medians with their range over the seeds that reached the target, and how many did."""
+    print(f"{result['reached']} of {result['seeds']} seeds reached {result['target_accuracy']}")
+    if not result["reached"]:
+        print(f"best {max(result['best_val_accuracy']):.4f}")
+    for name, label in COLUMNS.items():
+        found = [value for value in result["to_target"][name] if value is not None]
+        if found:
+            print(f"{label:22} {statistics.median(found):12,.1f} ({min(found):,.1f} to {max(found):,.1f})")
+    final = result["final_val_accuracy"]
+    spread = f" ± {statistics.stdev(final):.4f}" if len(final) > 1 else ""
+    print(f"{'final accuracy':22} {statistics.mean(final):12.4f}{spread} (n = {len(final)})")

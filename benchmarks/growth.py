@@ -1,0 +1,107 @@
+"""bench.py growth: step time of full-batch training on TPU v3 slices, from FLOPs, bytes and link speeds.
+
+No device is touched. docs/growth.md has the assumptions, the table and what it says.
+"""
+
+import math
+from typing import NamedTuple
+
+import model as models
+from peers import serve
+
+IMAGES = 172_800
+BATCH_SIZES = (512, 4096, 32768, IMAGES)
+DEVICE_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+class Core(NamedTuple):
+    """One TPU v3 core; two of them are a chip. Jouppi et al., "A domain-specific supercomputer for training
+    deep neural networks", CACM 2020: 123 TFLOP/s bfloat16 and 900 GB/s of memory a chip, four links of 656
+    Gbit/s to its neighbours on a 2-D torus."""
+
+    flops: float = 61.5e12
+    memory_bytes_per_sec: float = 450e9
+    link_bytes_per_sec: float = 656e9 / 8
+    # Not in the paper; the order of magnitude of a message to a neighbour, and of one turn of a device loop.
+    hop_sec: float = 1e-6
+    overhead_sec: float = 20e-6
+
+
+def memory_bytes_per_image(features=(32, 64, 128, 256), image_shape=serve.IMAGE_SHAPE) -> int:
+    """Bytes that an image's gradient moves through memory in bfloat16, where each product reads its
+    operands and writes its result once and everything else is fused into a neighbour.
+
+    An output is written, read by its activation's gradient, and its gradient is written, read, written
+    once more behind the activation and read by two products: 6 times. An input is read twice, its gradient
+    written once.
+    """
+    side, channels, _ = image_shape[0], image_shape[2], None
+    total = 0
+    for index, out_channels in enumerate(features):
+        inputs, side = side * side * channels, side // 2
+        outputs, channels = side * side * out_channels, out_channels
+        total += 6 * outputs + (3 if index else 2) * inputs
+    return 2 * total
+
+
+def step_time(num_devices: int, images: int = IMAGES, core: Core | None = None) -> dict[str, float]:
+    """Seconds of the parts of one update on `num_devices` cores.
+
+    Compute and memory traffic overlap; the all-reduce waits for both and the optimizer for it. The
+    all-reduce goes along both axes of the torus, in both directions, over chips.
+    """
+    core = core or Core()
+    network = models.create_model("convnet", serve.NUM_CLASSES, "bfloat16", "lax")
+    share = math.ceil(images / num_devices)
+    flops = share * models.training_costs(network, serve.IMAGE_SHAPE).flops / core.flops
+    memory = share * memory_bytes_per_image() / core.memory_bytes_per_sec
+    params_bytes = 4 * 422_602
+    chips = max(1, num_devices // 2)
+    side = math.sqrt(chips)
+    reduce = 2 * (chips - 1) / chips * params_bytes / (4 * core.link_bytes_per_sec) + 4 * (side - 1) * core.hop_sec
+    # LAMB reads parameters, gradients and two moments, writes three of them, and reads once more for its norms.
+    optimizer = 9 * params_bytes / core.memory_bytes_per_sec
+    total = max(flops, memory) + reduce + optimizer + core.overhead_sec
+    return {"flops": flops, "memory": memory, "all_reduce": reduce, "optimizer": optimizer, "total": total}
+
+
+def efficiency(num_devices: int, images: int) -> float:
+    """Share of the cores' time that one core would have needed for the same update."""
+    return step_time(1, images)["total"] / (num_devices * step_time(num_devices, images)["total"])
+
+
+def bench_growth() -> dict:
+    """The model over device counts at the full batch, and how many cores each batch size keeps busy."""
+    rows = []
+    for count in DEVICE_COUNTS:
+        parts = step_time(count)
+        row = {"devices": count, "images_per_sec": IMAGES / parts["total"], "efficiency": efficiency(count, IMAGES)}
+        rows.append(row | parts)
+    limits = []
+    for batch_size in BATCH_SIZES:
+        count = max(2**n for n in range(12) if efficiency(2**n, batch_size) >= 0.5)
+        limits.append({"batch_size": batch_size, "devices": count, "total": step_time(count, batch_size)["total"]})
+    return {
+        "command": "growth",
+        "images": IMAGES,
+        "memory_bytes_per_image": memory_bytes_per_image(),
+        "rows": rows,
+        "limits": limits,
+    }
+
+
+def print_growth(result: dict) -> None:
+    """The result of `bench_growth` as Markdown tables."""
+    columns = ("cores", "images per core", "arithmetic ms", "memory ms", "all-reduce ms", "update ms", "M images/s")
+    print(f"| {' | '.join(columns)} | efficiency |")
+    print("|---" * (len(columns) + 1) + "|")
+    for row in result["rows"]:
+        parts = (f"{row[name] * 1e3:.3f}" for name in ("flops", "memory", "all_reduce", "total"))
+        print(
+            f"| {row['devices']:,} | {math.ceil(result['images'] / row['devices']):,} | {' | '.join(parts)} "
+            f"| {row['images_per_sec'] / 1e6:.1f} | {row['efficiency']:.2f} |"
+        )
+    print("\n| batch | cores that are at least half used | update ms |")
+    print("|---|---|---|")
+    for row in result["limits"]:
+        print(f"| {row['batch_size']:,} | {row['devices']:,} | {row['total'] * 1e3:.3f} |")
