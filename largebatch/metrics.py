@@ -89,11 +89,7 @@ class RunFolder:
             except FileExistsError as error:
                 raise UserError(f"--workdir: another run has just started in {self.path}") from error
             if self._tensorboard:
-                # The synchronous writer: SummaryWriter's thread would hang the run when the disk is full.
-                from tensorboardX.event_file_writer import EventsWriter
-
                 (self.path / "tensorboard").mkdir(exist_ok=True)
-                self._events = EventsWriter(str(self.path / "tensorboard" / "events"))
 
     def write_json(self, name: str, content: dict) -> None:
         """Writes or replaces one JSON file."""
@@ -117,14 +113,19 @@ class RunFolder:
             except OSError:
                 file.truncate(size)
                 raise
-        if self._events:
+        if self._tensorboard:
             self._write_events(row)
 
     def _write_events(self, row: dict) -> None:
+        # Imported only now: where PyTorch is installed it comes along, 1.5 s before the first update.
         from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event
 
         with writing(self.path / "tensorboard"):
+            if self._events is None:
+                # The synchronous writer: SummaryWriter's thread would hang the run when the disk is full.
+                self._events = EventsWriter(str(self.path / "tensorboard" / "events"))
             for name, value in row.items():
                 if value is not None:
                     scalar = summary.scalar(name, value)

@@ -67,7 +67,14 @@ def make_inner_loop(
       donated. Metrics are "loss", "grad_norm" and the averages of `loss_fn`, each float32 [max_updates].
     """
 
-    def local_sums(state, data, device, share):
+    def zero_averages(state, data):
+        """What `loss_fn` sums beside the loss, as zeros; traced forward only, which costs no start-up time."""
+        examples = jnp.zeros(micro_batch_size, jnp.int32)
+        batch = Batch(*read(data, examples), examples.astype(jnp.float32))
+        _, averages = jax.eval_shape(loss_fn, state.params, batch)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), averages)
+
+    def local_sums(state, data, device, share, averages):
         """Sum of gradients and losses over this device's share; no collective in this loop."""
         num_micro_batches = -(-share.count // micro_batch_size)
 
@@ -78,12 +85,12 @@ def make_inner_loop(
             batch = Batch(*read(data, examples), weights)
             return jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
 
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums_of, 0))
+        zeros = ((jnp.zeros(()), averages), jax.tree.map(jnp.zeros_like, state.params))
         return lax.fori_loop(0, num_micro_batches, lambda i, sums: jax.tree.map(jnp.add, sums, sums_of(i)), zeros)
 
-    def update(state, data, device, epoch, offset, batch_size, learning_rate):
+    def update(state, data, device, averages, epoch, offset, batch_size, learning_rate):
         share = batching.device_share(deal, device, epoch, offset, batch_size)
-        sums = reduce(local_sums(state, data, device, share))
+        sums = reduce(local_sums(state, data, device, share, averages))
         (loss, averages), grads = jax.tree.map(lambda x: x / batch_size, sums)
         opt_state = optimizers.with_learning_rate(state.opt_state, learning_rate)
         updates, opt_state = optimizer.update(grads, opt_state, state.params)
@@ -92,18 +99,14 @@ def make_inner_loop(
         return state, {"loss": loss, "grad_norm": optax.tree.norm(grads), **averages}
 
     def inner_loop(state, data, plan, num_updates):
-        device = lax.axis_index(AXIS)
-
-        def do(index, state):
-            return update(state, data, device, *(field[index] for field in plan))
+        device, averages = lax.axis_index(AXIS), zero_averages(state, data)
 
         def body(index, carry):
             state, metrics = carry
-            state, new = do(index, state)
+            state, new = update(state, data, device, averages, *(field[index] for field in plan))
             return state, jax.tree.map(lambda all_, one: all_.at[index].set(one), metrics, new)
 
-        _, shapes = jax.eval_shape(do, 0, state)
-        empty = jax.tree.map(lambda x: jnp.zeros(plan.epoch.shape, x.dtype), shapes)
+        empty = {name: jnp.zeros(plan.epoch.shape) for name in ("loss", "grad_norm", *averages)}
         return lax.fori_loop(0, num_updates, body, (state, empty))
 
     return jax.pmap(inner_loop, AXIS, in_axes=(0, 0, None, None), out_axes=(0, None), donate_argnums=(0,))
