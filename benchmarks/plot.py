@@ -18,8 +18,10 @@ def plot_step(result: dict, path: str) -> None:
     spans += [[r["images_per_sec_range"][1] - r["images_per_sec"] for r in rows]]
     colours = [OURS if row["name"].startswith("ours") else THEIRS for row in rows]
     axes.barh([row["name"] for row in rows], rates, xerr=spans, color=colours, ecolor="#444", capsize=2, height=0.7)
-    for index, rate in enumerate(rates):
-        axes.text(0.01 * max(rates), index, f"{rate:,.0f}", va="center", fontsize=8, color="black")
+    for index, row in enumerate(rows):
+        end = row["images_per_sec_range"][1] + 0.012 * max(rates)
+        axes.text(end, index, f"{row['images_per_sec']:,.0f}", va="center", fontsize=8, backgroundcolor="white")
+    axes.margins(x=0.12, y=0.01)
     limit = ceiling["gflops"] * 1e9 / result["flops_per_image"]
     axes.axvline(limit, color=CEILING, lw=1.5)
     axes.text(limit, len(rows) - 0.4, "float32 matrix product", color=CEILING, ha="right", va="bottom", fontsize=8)

@@ -94,7 +94,9 @@ def over_devices(counts, repeats: int) -> list[dict]:
                 options = {"batch_size": batch_size, "micro_batch_size": 16, "dtype": DTYPE}
                 contenders.append(child.contender(f"{count} devices", options))
             rows.append(_rates(contenders, repeats))
-        facts = [child.ask(facts=True) for child in children]
+        facts = [
+            child.ask(facts=True, name=f"{count} devices") for count, child in zip(counts, children, strict=True)
+        ]
     return [
         {"devices": count, "strong": strong, "weak": weak, "weak_batch": WEAK_BATCH_PER_DEVICE * count}
         | traffic(fact["collectives"], fact["params"], count)

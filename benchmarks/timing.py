@@ -142,11 +142,13 @@ class Child:
         return answer
 
     def contender(self, name: str, options: dict) -> Contender:
-        """Builds what `options` say, in place of what was built before."""
-        self.ask(build=options)
-        return Contender(
-            name, lambda rounds: self.ask(run=rounds), lambda: self.ask(digest=True), options["batch_size"]
-        )
+        """Builds what `options` say, in place of what was built under this name before."""
+        self.ask(build=options, name=name)
+
+        def run(rounds):
+            self.ask(run=rounds, name=name)
+
+        return Contender(name, run, lambda: self.ask(digest=True, name=name), options["batch_size"])
 
     def __enter__(self):
         return self

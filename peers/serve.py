@@ -54,17 +54,19 @@ def digest(step: Step) -> dict:
     return {"updates": step.updates(), "sums": sums}
 
 
-def _answer(build, request: dict, held: list) -> dict:
-    """One request of a parent: {"build": options} | {"run": n} | {"digest": true} | {"facts": true}."""
+def _answer(build, request: dict, held: dict[str, Step]) -> dict:
+    """One request of a parent: {"build": options} | {"run": n} | {"digest": true} | {"facts": true}, of the
+    step called "name"; building under a name that is taken drops what it named."""
+    name = request.get("name", "")
     if "build" in request:
-        held[:] = []
-        held.append(build(request["build"]))
+        held.pop(name, None)
+        held[name] = build(request["build"])
     elif "run" in request:
-        held[0].run(request["run"])
+        held[name].run(request["run"])
     elif "digest" in request:
-        return digest(held[0])
+        return digest(held[name])
     elif "facts" in request:
-        return held[0].facts()
+        return held[name].facts()
     else:
         raise ValueError(f"unknown request {request}")
     return {}
@@ -79,7 +81,7 @@ def main(build: Callable[[dict], Step], defaults: dict) -> None:
     parser.add_argument("--serve", action="store_true")
     options = vars(parser.parse_args())
     if options.pop("serve"):
-        held, out = [], sys.stdout
+        held, out = {}, sys.stdout
         sys.stdout = sys.stderr  # whatever a library prints is not an answer
         for line in sys.stdin:
             try:
