@@ -115,10 +115,7 @@ def traffic(collectives: list[dict], params: int, count: int) -> dict:
 
 
 def _child(count: int) -> Child:
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
-    }
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
     return Child("benchmarks.ours", env=environment)
 
 

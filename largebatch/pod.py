@@ -56,6 +56,7 @@ def _start(command: list[str], hosts: int, devices_per_host: int, logs: list, pr
             devices.NUM_HOSTS_VARIABLE: str(hosts),
             devices.HOST_INDEX_VARIABLE: str(host),
             "XLA_FLAGS": " ".join(flags).strip(),
+            "JAX_NUM_CPU_DEVICES": str(devices_per_host),  # which JAX heeds before XLA_FLAGS
         }
         out = {} if host == 0 else {"stdout": logs[host], "stderr": subprocess.STDOUT}
         processes.append(
