@@ -91,7 +91,7 @@ def best_of(
         try:
             contender = build(choice)
             times = interleave([contender], repeats)[contender.name]
-        except (UserError, ValueError) as error:
+        except (UserError, ValueError, RuntimeError) as error:  # JAX out of memory is a RuntimeError
             errors[index] = error
             continue
         rates[index] = contender.images / statistics.median(times)

@@ -2,7 +2,7 @@
 
     python train.py --config configs/eurosat.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat
 
-Expected: 6 minutes on 2 CPU cores, validation accuracy about 0.91 after 512,000 images. All views in
+Expected: 4 to 6 minutes on 2 CPU cores, validation accuracy about 0.91 after 512,000 images. All views in
 every update, for an accelerator: --config.batch.size full.
 """
 
