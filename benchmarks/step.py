@@ -126,7 +126,7 @@ def _torch_peer(child: Child, batch_size: int, platform: str, tried: dict) -> li
         return child.contender("PyTorch", choice)
 
     sizes = [0, *micro_batch_sizes(batch_size, platform)]
-    middle = min(128, batch_size) if platform == "cpu" else sizes[-1]
+    middle = min(128, batch_size) if platform == "cpu" else sizes[len(sizes) // 2]
     switches = [
         {"batch_size": batch_size, "micro_batch_size": middle}
         | {"channels_last": layout, "autocast": autocast, "compile": compiled}

@@ -68,7 +68,7 @@ def make_inner_loop(
     """
 
     def zero_averages(state, data):
-        """What `loss_fn` sums beside the loss, as zeros; traced forward only: tracing the gradient costs half a second."""
+        """What `loss_fn` sums beside the loss, as zeros; traced forward only, which is quick."""
         examples = jnp.zeros(micro_batch_size, jnp.int32)
         batch = Batch(*read(data, examples), examples.astype(jnp.float32))
         _, averages = jax.eval_shape(loss_fn, state.params, batch)
