@@ -5,16 +5,14 @@ python train.py --config configs/eurosat.py --workdir runs/eurosat  the real job
 python train.py --config configs/eurosat.py --config.optimizer.name sgd --config.batch.size 1024
 """
 
-import contextlib
 import functools
 import json
 import logging
-import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,53 +22,55 @@ from ml_collections import config_dict
 
 import augment
 import model as models
-from largebatch import UserError, batching, devices, evaluation, metrics
+from largebatch import UserError, batching, checkpoints, devices, evaluation, metrics, preemption, resume
 from largebatch import cache as caches
 from largebatch import config as configs
 from largebatch.optimizers import create_optimizer
+from largebatch.resume import Diverged
 from largebatch.state import TrainState, count_params, create_state, params_sha256
-from largebatch.step import Plan, make_inner_loop
+from largebatch.step import Plan, make_count_nonfinite, make_inner_loop
+from largebatch.trainer import NonFinite, Trainer
 
 log = logging.getLogger("largebatch")
 
-# A call is as many updates as fit in about this long, so that progress is seen and signals are answered.
-SECONDS_PER_CALL = 2.0
 # Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
 AUTO_MICRO_BATCH_SIZE = {"cpu": 16}
 AUTO_MICRO_BATCH_SIZE_ELSEWHERE = 1024
-PROFILED_UPDATES = 3
 
 
-_interrupted = threading.Event()
+def make_normalise(network, image_shape, mean, std):
+    """uint8 images [M, H * W * C] -> [M, H, W, C] in the network's dtype, normalised where they are read."""
+    mean, scale = np.float32(mean), np.float32(1 / np.asarray(std))
 
+    def normalise(images):
+        images = images.reshape(-1, *image_shape)
+        return ((images.astype(jnp.float32) - mean) * scale).astype(network.dtype)
 
-def answer_interrupts() -> None:
-    """Ctrl-C ends the run after the running call, a second one at once.
-
-    Python's own handler raises at any line, and a KeyboardInterrupt raised in a destructor is lost.
-    """
-
-    def note(*_):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _interrupted.set()
-
-    signal.signal(signal.SIGINT, note)
-
-
-class Diverged(Exception):
-    """The loss is no longer a number."""
+    return normalise
 
 
 def make_logits_fn(network, image_shape, mean, std):
-    """(params, uint8 images [M, H * W * C]) -> float32 logits, normalising where images are read."""
-    mean, scale = np.float32(mean), np.float32(1 / np.asarray(std))
+    """(params, uint8 images [M, H * W * C]) -> float32 logits."""
+    normalise = make_normalise(network, image_shape, mean, std)
+    return lambda params, images: network.apply({"params": params}, normalise(images))
 
-    def logits_fn(params, images):
-        images = images.reshape(-1, *image_shape)
-        normalised = (images.astype(jnp.float32) - mean) * scale
-        return network.apply({"params": params}, normalised.astype(network.dtype))
 
-    return logits_fn
+def make_layer_outputs(network, image_shape, mean, std):
+    """(params, uint8 images) -> {"000 Conv_0": output, ...} of every layer, numbered from input to output."""
+    normalise = make_normalise(network, image_shape, mean, std)
+
+    def layer_outputs(params, images):
+        _, kept = network.apply(
+            {"params": params}, normalise(images), capture_intermediates=True, mutable=["intermediates"]
+        )
+        flat = flax.traverse_util.flatten_dict(kept["intermediates"])
+        names = ["/".join(path[:-1]) or "logits" for path in flat]
+        return {
+            f"{i:03d} {name}": outputs[0]
+            for i, (name, outputs) in enumerate(zip(names, flat.values(), strict=True))
+        }
+
+    return layer_outputs
 
 
 def cross_entropy(logits_fn):
@@ -125,10 +125,10 @@ def agree_on_config(config: config_dict.ConfigDict) -> dict:
 
 
 def open_run(plain: dict, workdir: str) -> tuple[metrics.RunFolder, dict | None]:
-    """The run folder, new or finished (then with its summary); the same answer on every host.
+    """The run folder; with its summary where it holds an ended run. The same answer on every host.
 
     Raises:
-      UserError: the folder cannot be written, holds another config, or a run that did not end.
+      UserError: the folder cannot be written, is in use, or holds a run of another config.
     """
     run = metrics.RunFolder(workdir, tensorboard=plain["log"]["tensorboard"])
     error = summary = None
@@ -143,15 +143,16 @@ def open_run(plain: dict, workdir: str) -> tuple[metrics.RunFolder, dict | None]
 
 def _look_at_folder(run: metrics.RunFolder, plain: dict) -> dict | None:
     theirs, summary = run.read("config.json"), run.read("summary.json")
-    if theirs is None:
-        run.check_new()
-        return None
-    if fields := configs.differences(configs.identity(plain), configs.identity(theirs), ("here", "there")):
+    if theirs and (
+        fields := configs.differences(configs.identity(plain), configs.identity(theirs), ("here", "there"))
+    ):
         raise UserError(f"--workdir: {run.path} holds a run of another config: {fields}")
-    if summary is None or summary.get("status") != "done":
-        status = "unfinished" if summary is None else summary.get("status")
-        raise UserError(f"--workdir: {run.path} holds a run that is {status}; give a new folder or remove it")
-    return summary
+    if theirs and summary and summary.get("status") in ("done", "diverged"):
+        return summary
+    if theirs is None and (run.path / "metrics.jsonl").exists():
+        raise UserError(f"--workdir: {run.path} holds metrics.jsonl but no config.json; give a new folder")
+    run.lock()
+    return None
 
 
 class Job(NamedTuple):
@@ -165,6 +166,7 @@ class Job(NamedTuple):
     flops_per_image: float
     inner_loop: Callable
     predict: Callable
+    count_nonfinite: Callable
 
 
 def bytes_beside_images(network, state, image_shape, micro_batch_size: int) -> dict[str, int]:
@@ -210,7 +212,10 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
     # Calling, not lowering: pmap's ahead-of-time programs do not take the arrays of several hosts.
     with clock.measure("compile"):
         read = augment.make_read(config.augment.storage, cache.image_shape)
-        inner_loop = make_inner_loop(cross_entropy(logits_fn), optimizer, read, placed.deal, size)
+        loss_fn, skips = cross_entropy(logits_fn), config.train.on_nonfinite == "skip"
+        inner_loop = make_inner_loop(
+            loss_fn, optimizer, read, placed.deal, size, max_nonfinite=config.train.max_nonfinite if skips else 0
+        )
         plan = make_plan(placed.deal, config, batch_size, first_step=0)
         state, _ = inner_loop(state, placed.train, plan, np.int32(0))
         predict = evaluation.make_predict(logits_fn, micro_batch_size)
@@ -218,65 +223,9 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
         devices.check_replicas(state.params, "initial parameters")
     flops = models.training_costs(network, cache.image_shape).flops
     num_params = count_params(state.params) // jax.local_device_count()
-    return Job(cache, placed, batch_size, size, num_params, flops, inner_loop, predict), state
-
-
-class Trainer:
-    """Runs the compiled inner loop in calls of a few seconds; holds the state and the update count."""
-
-    def __init__(self, job: Job, state: TrainState, plan_of, clock: metrics.Clock, profile_dir: str | None):
-        self._job, self._plan_of, self._clock, self._profile_dir = job, plan_of, clock, profile_dir
-        self._sec_per_update = None
-        self.state, self.step = state, 0
-
-    def run(self, num_updates: int, on_call) -> dict[str, np.ndarray]:
-        """Does `num_updates` updates; calls on_call(updates, seconds) after each piece.
-
-        Returns:
-          The metrics of each update, float32 [num_updates] each.
-        Raises:
-          Diverged: a loss or gradient is not finite.
-        """
-        pieces, done = [], 0
-        while done < num_updates:
-            count = self._next_count(num_updates - done)
-            plan = self._plan_of(first_step=self.step)
-            begin = time.perf_counter()
-            with self._maybe_profile(), self._clock.measure("train"):
-                self.state, values = self._job.inner_loop(self.state, self._job.placed.train, plan, np.int32(count))
-                jax.block_until_ready((self.state, values))
-            seconds = time.perf_counter() - begin
-            self._sec_per_update = seconds / count
-            pieces.append({name: np.asarray(value)[:count] for name, value in values.items()})
-            for name in ("loss", "grad_norm"):
-                bad = np.flatnonzero(~np.isfinite(pieces[-1][name]))
-                if len(bad):
-                    raise Diverged(
-                        f"diverged: {name} of update {self.step + bad[0] + 1} is {pieces[-1][name][bad[0]]} "
-                        f"(learning rate {plan.learning_rate[bad[0]]:g})"
-                    )
-            self.step += count
-            done += count
-            on_call(count, seconds)
-            if _interrupted.is_set():
-                raise KeyboardInterrupt
-        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-
-    def _next_count(self, remaining: int) -> int:
-        """Updates of the next call: one to learn its time, then SECONDS_PER_CALL's worth, as host 0 says."""
-        if self._sec_per_update is None:
-            return 1
-        if self._profile_dir:
-            return min(PROFILED_UPDATES, remaining)
-        fitting = max(1, int(SECONDS_PER_CALL / self._sec_per_update))
-        return int(devices.from_primary(np.int32(min(fitting, remaining))))
-
-    def _maybe_profile(self):
-        """Host 0 traces the call after the first; the others do as many updates in it."""
-        if not self._profile_dir or self._sec_per_update is None:
-            return contextlib.nullcontext()
-        folder, self._profile_dir = self._profile_dir, None
-        return jax.profiler.trace(folder) if devices.is_primary() else contextlib.nullcontext()
+    outputs = make_layer_outputs(network, cache.image_shape, cache.manifest["mean"], cache.manifest["std"])
+    count_nonfinite = make_count_nonfinite(outputs, loss_fn, read, placed.deal, size)  # compiled if ever called
+    return Job(cache, placed, batch_size, size, num_params, flops, inner_loop, predict, count_nonfinite), state
 
 
 def validate_model(job: Job, params) -> tuple[evaluation.Scores, np.ndarray]:
@@ -289,6 +238,17 @@ def validate_model(job: Job, params) -> tuple[evaluation.Scores, np.ndarray]:
     logits = evaluation.in_split_order(gathered, len(job.placed.val_labels))
     devices.check_replicas(params, "parameters")
     return evaluation.score(logits, job.placed.val_labels), logits
+
+
+def where_nonfinite(job: Job, trainer: Trainer, place: tuple) -> str:
+    """The first layer, from input to output, that is not finite in the update at `place`; in words."""
+    outputs, gradients = job.count_nonfinite(trainer.state, job.placed.train, *place)
+    for name, count in outputs.items():
+        if count:
+            return f"first in the output of layer {name.split(' ', 1)[1]}"
+    # Gradients run from output to input.
+    names = [name for name, count in checkpoints.named_leaves(gradients).items() if count]
+    return f"first in the gradient of {names[-1]}" if names else "no single layer's output or gradient is"
 
 
 def describe(job: Job) -> dict:
@@ -320,98 +280,121 @@ def headline(job: Job, config, clock: metrics.Clock) -> str:
     )
 
 
+def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run, report, clock) -> None:
+    """Validates and records the outer loop that has just ended.
+
+    Raises:
+      NonFinite: the validation loss is not finite.
+    """
+    with clock.measure("evaluation"):
+        scores, logits = validate_model(job, trainer.state.params)
+    if not np.isfinite(scores.loss):
+        raise trainer.nonfinite_validation(scores.loss)
+    applied = trainer.values["nonfinite"] == 0
+    mean = {name: values[applied].mean() if applied.any() else None for name, values in trainer.values.items()}
+    inner_steps, outer = config.train.inner_steps, trainer.step // config.train.inner_steps
+    row = {
+        "step": trainer.step,
+        "outer": outer,
+        "examples_seen": trainer.step * job.batch_size,
+        "epoch": trainer.step * job.batch_size / job.placed.deal.num_examples,
+        "global_batch_size": job.batch_size,
+        "learning_rate": config.optimizer.learning_rate * trainer.learning_rate_scale,
+        "train_loss": mean["loss"],
+        "train_accuracy": mean["accuracy"],
+        "grad_norm": trainer.values["grad_norm"][-1],
+        "skipped_updates": int((~applied).sum()),
+        "noise_scale": None,
+        "val_loss": scores.loss,
+        "val_accuracy": scores.accuracy,
+        "val_examples": scores.num_examples,
+    } | metrics.timings(clock, progress.before, inner_steps, job.batch_size)
+    progress.before = dict(clock.seconds)
+    improved = metrics.add_to_summary(progress.summary, row)
+    report.row(row, config.train.outer_steps)
+    if devices.is_primary():
+        run.append_row(row)
+        if improved:
+            run.write_predictions(job.placed.val_labels, logits, job.placed.val_ids)
+    last = outer == config.train.outer_steps or progress.summary["steps_to_target"] is not None
+    if improved or last or outer % config.checkpoint.every_outer == 0:
+        progress.save(at_boundary=True)
+
+
 def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bool = False) -> dict:
-    """Trains by `config`, writes the run folder `workdir` and returns its summary.
+    """Trains by `config` in the run folder `workdir`, goes on where a run there stopped, returns its summary.
 
     Raises:
       UserError: bad input. Where it is found before the first update, no run is written.
       Diverged: a loss is not finite; the summary says so.
+      preemption.Stopped: a signal came; all is saved, and the same call goes on from there.
     """
     clock = metrics.Clock()
     configs.validate(config)
     configs.use_compilation_cache(config.augment.cache_dir)
     devices.start(**config.devices.to_dict())
     plain = agree_on_config(config)
-    run, finished = open_run(plain, workdir)
-    if finished:
+    run, ended = open_run(plain, workdir)
+    if ended and ended["status"] == "diverged":
+        raise Diverged(f"{workdir} is a run of this config that diverged; change the config and give a new folder")
+    if ended:
         log.info("%s is a finished run of this config; nothing to do", workdir)
-        return finished
+        return ended
 
     job, state = prepare(config, clock)
     plan_of = functools.partial(make_plan, job.placed.deal, config, job.batch_size)
     profile = bool(devices.from_primary(np.int32(profile)))
-    trainer = Trainer(job, state, plan_of, clock, f"{workdir}/profile" if profile else None)
+    trainer = Trainer(
+        state,
+        job.inner_loop,
+        job.placed.train,
+        plan_of,
+        clock,
+        inner_steps=config.train.inner_steps,
+        max_nonfinite=config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0,
+        profile_dir=f"{workdir}/profile" if profile else None,
+    )
     del state  # donated at the first update
-    inner_steps, outer_steps = config.train.inner_steps, config.train.outer_steps
-    report = metrics.Reporter(inner_steps * outer_steps, enabled=devices.is_primary())
+    total = config.train.inner_steps * config.train.outer_steps
+    report = metrics.Reporter(total, enabled=devices.is_primary())
     report.line(headline(job, config, clock))
-    summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
     if devices.is_primary():
-        run.create(plain)
-
-    def on_call(updates, seconds):
-        report.advance(updates, updates * job.batch_size / seconds)
-
-    try:
-        with report:
-            for outer in range(1, outer_steps + 1):
-                before = dict(clock.seconds)
-                values = trainer.run(inner_steps, on_call)
-                with clock.measure("evaluation"):
-                    scores, logits = validate_model(job, trainer.state.params)
-                if not np.isfinite(scores.loss):
-                    raise Diverged(f"diverged: the validation loss after update {trainer.step} is {scores.loss}")
-                row = {
-                    "step": trainer.step,
-                    "outer": outer,
-                    "examples_seen": trainer.step * job.batch_size,
-                    "epoch": trainer.step * job.batch_size / job.placed.deal.num_examples,
-                    "global_batch_size": job.batch_size,
-                    "learning_rate": config.optimizer.learning_rate,
-                    "train_loss": values["loss"].mean(),
-                    "train_accuracy": values["accuracy"].mean(),
-                    "grad_norm": values["grad_norm"][-1],
-                    "noise_scale": None,
-                    "val_loss": scores.loss,
-                    "val_accuracy": scores.accuracy,
-                    "val_examples": scores.num_examples,
-                } | metrics.timings(clock, before, inner_steps, job.batch_size)
-                improved = metrics.add_to_summary(summary, row)
-                report.row(row, outer_steps)
-                if devices.is_primary():
-                    run.append_row(row)
-                    if improved:
-                        run.write_predictions(job.placed.val_labels, logits, job.placed.val_ids)
-                if summary["steps_to_target"] is not None:
-                    break
-        summary["params_sha256"] = params_sha256(devices.first_replica(trainer.state.params))
-        summary["status"] = "done"
-    except Diverged:
-        summary["status"] = "diverged"
-        raise
-    except KeyboardInterrupt:
-        summary["status"] = "interrupted"
-        raise
-    finally:
-        summary["seconds"] = clock.seconds | {"total": clock.total()}
-        if devices.is_primary():
+        run.write_json("config.json", plain)
+    summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
+    progress = resume.Progress(run, trainer, clock, summary, plain)
+    with progress.recorded_end(), report:
+        progress.resume()
+        while trainer.step < total and summary["steps_to_target"] is None:
             try:
-                run.write_json("summary.json", summary)
-            finally:
-                run.close()
+                for updates, seconds in trainer.finish_outer_loop():
+                    report.at(trainer.step, updates * job.batch_size / seconds)
+                    if trainer.step % config.train.inner_steps:
+                        progress.save_if_due()
+                write_row(job, config, trainer, progress, run, report, clock)
+            except NonFinite as bad:
+                trouble = f"{bad}; {where_nonfinite(job, trainer, bad.place)}"
+                if config.train.on_nonfinite != "rollback":
+                    raise Diverged(f"diverged: {trouble}") from bad
+                progress.roll_back(bad.step, trouble)
+            if trainer.step < total:
+                trainer.stop_if_asked()
+        summary["params_sha256"] = params_sha256(devices.first_replica(trainer.state.params))
     report.results(summary, str(workdir))
     return summary
 
 
 def main(config: config_dict.ConfigDict) -> int:
     """Trains into --workdir; returns the exit code."""
-    answer_interrupts()
+    preemption.answer_signals()
     workdir = flags.FLAGS.workdir or f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         train_and_evaluate(config, workdir, flags.FLAGS.profile)
     except Diverged as error:
         log.error("%s", error)
         return configs.EXIT_DIVERGED
+    except preemption.Stopped as stopped:
+        log.info("%s; start again with --workdir %s to go on", stopped, workdir)
+        return stopped.exit_code
     return 0
 
 

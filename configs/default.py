@@ -46,6 +46,16 @@ def get_config() -> config_dict.ConfigDict:
     c.train.inner_steps = 10  # updates between two validations, >= 1
     c.train.outer_steps = 5  # validations, >= 1
     c.train.target_accuracy = config_dict.placeholder(float)  # 0..1: stop at it; None runs all steps
+    c.train.init_from = config_dict.placeholder(str)  # run folder: start from its best parameters
+    # A loss or gradient that is not finite: stop | skip the update | rollback to the last validation, rate cut.
+    c.train.on_nonfinite = "stop"
+    c.train.max_nonfinite = 5  # skipped updates in a row, or rollbacks in all, before the run has diverged
+    c.train.rollback_factor = 0.5  # 0..1, of the learning rate
+
+    c.checkpoint = config_dict.ConfigDict()
+    c.checkpoint.keep = 3  # latest checkpoints kept, beside the best one
+    c.checkpoint.every_outer = 1  # validations between two checkpoints; a new best is always saved
+    c.checkpoint.every_sec = 300.0  # seconds between two checkpoints inside an outer loop, >= 0
 
     c.log = config_dict.ConfigDict()
     c.log.tensorboard = True  # event files in WORKDIR/tensorboard

@@ -19,7 +19,8 @@ from largebatch import UserError
 from largebatch.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parent.parent
-EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED = 1, 2, 3, 130, 143
+AGREED_EXITS = (EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED)
 
 # (is it allowed?, what is allowed) for one value
 Rule = tuple[Callable[[object], bool], str]
@@ -73,7 +74,14 @@ RULES: dict[str, Rule] = {
     "optimizer.weight_decay": _number(0, math.inf, "a number >= 0"),
     "train.inner_steps": _integer(1, 1_000_000),
     "train.outer_steps": _integer(1),
+    "train.init_from": _or(_TEXT, None),
+    "train.on_nonfinite": _one_of("stop", "skip", "rollback"),
+    "train.max_nonfinite": _integer(1, 1_000_000),
+    "train.rollback_factor": _number(0, 1 - 1e-9, "a number above 0 and below 1", open_low=True),
     "train.target_accuracy": _or(_number(0, 1, "a number above 0 and up to 1", open_low=True), None),
+    "checkpoint.keep": _integer(1, 1_000_000),
+    "checkpoint.every_outer": _integer(1),
+    "checkpoint.every_sec": _number(0, math.inf, "a number >= 0"),
     "log.tensorboard": _FLAG,
     "devices.platform": _one_of("auto", "cpu", "gpu", "tpu"),
     "devices.coordinator_address": _or(_TEXT, None),
@@ -150,8 +158,8 @@ def resolve_batch_size(size, num_examples: int) -> int:
 
 
 def identity(config: dict) -> dict:
-    """The fields that shape a run's numbers: not where its hosts meet, what it logs or where its caches are."""
-    kept = {name: value for name, value in config.items() if name not in ("devices", "log")}
+    """The fields that shape a run's numbers: not where its hosts meet, what it keeps or where its caches are."""
+    kept = {name: value for name, value in config.items() if name not in ("devices", "log", "checkpoint")}
     return kept | {"augment": {k: v for k, v in config.get("augment", {}).items() if k != "cache_dir"}}
 
 
@@ -204,7 +212,7 @@ def run_script(main: Callable[[config_dict.ConfigDict], int | None]) -> None:
     except Exception:  # a fault of ours: shown in full, and left by the same door
         traceback.print_exc()
         code = EXIT_FAILED
-    if code and jax.distributed.is_initialized():
+    if code not in (0, *AGREED_EXITS) and jax.distributed.is_initialized():
         # The usual way out waits for the other hosts, which may be waiting for this one.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -43,6 +43,8 @@ def start(
         coordinator_address = os.environ["JAX_COORDINATOR_ADDRESS"]
         num_hosts = int(os.environ[NUM_HOSTS_VARIABLE])
         host_index = int(os.environ[HOST_INDEX_VARIABLE])
+    # It would take SIGTERM for itself; `preemption` answers it.
+    jax.config.update("jax_enable_preemption_service", False)
     if not jax.distributed.is_initialized():
         _join(coordinator_address, num_hosts, host_index)
     if jax.distributed.is_initialized():
@@ -115,10 +117,21 @@ def barrier(name: str) -> None:
 
 
 def from_primary(value):
-    """The primary host's pytree of numbers or arrays, on every host."""
+    """The primary host's pytree of numbers or arrays, on every host, bit by bit.
+
+    On the other hosts `value` gives structure, shapes and types. It travels as integers, since JAX adds
+    zeros to it, which would turn -0.0 into 0.0.
+    """
     if jax.process_count() == 1:
         return value
-    return multihost_utils.broadcast_one_to_all(value)
+    value = jax.tree.map(np.asarray, value)
+    bits = jax.tree.map(lambda x: x.view(f"uint{8 * x.dtype.itemsize}"), value)
+    return jax.tree.map(lambda x, y: np.asarray(x).view(y.dtype), multihost_utils.broadcast_one_to_all(bits), value)
+
+
+def gather(value: np.ndarray) -> np.ndarray:
+    """Every host's array of one shape, stacked by host index, on every host."""
+    return np.asarray(multihost_utils.process_allgather(value)) if jax.process_count() > 1 else value[None]
 
 
 def gather_text(text: str) -> list[str]:
@@ -126,9 +139,8 @@ def gather_text(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.asarray(len(data)))
-    padded = np.pad(data, (0, int(lengths.max()) - len(data)))
-    rows = multihost_utils.process_allgather(padded)
+    lengths = gather(np.asarray(len(data)))
+    rows = gather(np.pad(data, (0, int(lengths.max()) - len(data))))
     return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
 

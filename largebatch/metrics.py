@@ -1,6 +1,8 @@
 """The run folder, its writers, and what a person sees while training."""
 
 import contextlib
+import fcntl
+import hashlib
 import io
 import json
 import logging
@@ -47,15 +49,18 @@ def _json(content: dict) -> str:
 
 
 class RunFolder:
-    """config.json, metrics.jsonl, summary.json, predictions.npz and tensorboard/ of one run.
+    """config.json, metrics.jsonl, events.jsonl, summary.json, predictions.npz and tensorboard/ of one run.
 
-    Only the primary host writes. Whole files are written under a temporary name and renamed.
+    Only the primary host writes. Whole files are written under a temporary name and renamed; lines of the
+    two .jsonl files are added one by one.
     """
 
     def __init__(self, path: str | os.PathLike, *, tensorboard: bool = True):
         self.path = Path(path).expanduser()
         self._tensorboard = tensorboard
         self._events = None
+        self._lock = None
+        self._rows_bytes, self._rows_sha256 = 0, hashlib.sha256()
 
     def read(self, name: str) -> dict | None:
         """A JSON file of the folder, or None where there is none."""
@@ -70,26 +75,69 @@ class RunFolder:
             raise UserError(f"--workdir: {path} is not a JSON object")
         return content
 
-    def check_new(self) -> None:
-        """Makes the folder and tries it, so that a full or read-only disk is found before the work."""
-        if (self.path / "metrics.jsonl").exists():
-            raise UserError(f"--workdir: {self.path} holds metrics.jsonl but no config.json; give a new folder")
-        self._write("probe", b"probe")
+    def lock(self) -> None:
+        """Makes the folder, tries it, and keeps other processes out until this one ends, however it ends.
+
+        Raises:
+          UserError: the folder cannot be written, or another process trains in it.
+        """
+        self._write("probe", b"probe")  # a full or read-only disk is found before the work
         with writing(self.path):
             (self.path / "probe").unlink()
+            self._lock = (self.path / "lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"--workdir: another process is training in {self.path}") from error
 
-    def create(self, config: dict) -> None:
-        """Starts the folder's files; config.json first, which another run that starts here now cannot."""
-        path = self.path / "config.json"
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                with path.open("x") as file:
-                    file.write(_json(config))
-            except FileExistsError as error:
-                raise UserError(f"--workdir: another run has just started in {self.path}") from error
-            if self._tensorboard:
-                (self.path / "tensorboard").mkdir(exist_ok=True)
+    def start_rows(self, mark: dict | None) -> None:
+        """Cuts metrics.jsonl back to `mark`, the `rows_mark` of a checkpoint; None is before the first row.
+
+        Raises:
+          UserError: the file no longer starts with the rows that were there then.
+        """
+        path = self.path / "metrics.jsonl"
+        mark = mark or {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+        with writing(path):
+            path.touch()
+            with path.open("rb+") as file:
+                digest = hashlib.sha256(file.read(mark["bytes"]))
+                if file.tell() != mark["bytes"] or digest.hexdigest() != mark["sha256"]:
+                    raise UserError(
+                        f"--workdir: {path} was changed: it no longer starts with the {mark['bytes']} bytes "
+                        "of rows that the checkpoint goes with; put them back, or start a new run from this one's "
+                        "parameters with --config.train.init_from"
+                    )
+                file.truncate()
+        self._rows_bytes, self._rows_sha256 = mark["bytes"], digest
+
+    def rows_mark(self) -> dict:
+        """Where metrics.jsonl ends now: its length and SHA-256."""
+        return {"bytes": self._rows_bytes, "sha256": self._rows_sha256.hexdigest()}
+
+    def log_event(self, event: str, **fields) -> None:
+        """Adds a line to events.jsonl, which tells what happened to the run: starts, stops, rollbacks."""
+        path = self.path / "events.jsonl"
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event} | fields
+        with writing(path), path.open("ab+") as file:
+            # A line that a killed process left without its end stays apart from the next.
+            file.seek(max(file.tell() - 1, 0))
+            end = b"\n" if file.read(1) not in (b"", b"\n") else b""
+            file.write(end + json.dumps(jsonable(line), allow_nan=False).encode() + b"\n")
+
+    def last_event(self) -> dict | None:
+        """The latest whole line of events.jsonl."""
+        path = self.path / "events.jsonl"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError):
+                return json.loads(line)
+        return None
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        with writing(self.path / name):
+            (self.path / name).unlink(missing_ok=True)
 
     def write_json(self, name: str, content: dict) -> None:
         """Writes or replaces one JSON file."""
@@ -105,14 +153,17 @@ class RunFolder:
         """Adds one line to metrics.jsonl, whole or not at all, and the same numbers to TensorBoard."""
         path = self.path / "metrics.jsonl"
         row = jsonable(row)
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
         with writing(path), path.open("ab") as file:
-            size = file.tell()
             try:
-                file.write((json.dumps(row, allow_nan=False) + "\n").encode())
+                file.write(line)
                 file.flush()
+                os.fsync(file.fileno())  # a checkpoint that goes with these rows is written after them
             except OSError:
-                file.truncate(size)
+                file.truncate(self._rows_bytes)
                 raise
+        self._rows_bytes += len(line)
+        self._rows_sha256.update(line)
         if self._tensorboard:
             self._write_events(row)
 
@@ -120,12 +171,17 @@ class RunFolder:
         # Imported only now: where PyTorch is installed it comes along, 1.5 s before the first update.
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        with writing(self.path / "tensorboard"):
+        folder = self.path / "tensorboard"
+        with writing(folder):
             if self._events is None:
+                folder.mkdir(exist_ok=True)
                 # The synchronous writer: SummaryWriter's thread would hang the run when the disk is full.
-                self._events = EventsWriter(str(self.path / "tensorboard" / "events"))
+                self._events = EventsWriter(str(folder / "events"))
+                # TensorBoard drops what an earlier process wrote from this step on.
+                start = SessionLog(status=SessionLog.START)
+                self._events.write_event(Event(wall_time=time.time(), step=row["step"], session_log=start))
             for name, value in row.items():
                 if value is not None:
                     scalar = summary.scalar(name, value)
@@ -133,10 +189,12 @@ class RunFolder:
             self._events.flush()
 
     def close(self) -> None:
-        """Closes the event file."""
+        """Closes the event file and lets other processes in."""
         if self._events:
             with writing(self.path / "tensorboard"):
                 self._events.close()
+        if self._lock:
+            self._lock.close()
 
     def _write(self, name: str, content: bytes) -> None:
         target, temporary = self.path / name, self.path / f".{name}.tmp"
@@ -150,11 +208,21 @@ class RunFolder:
 
 
 class Clock:
-    """Seconds spent in named sections, which never overlap, and since the start."""
+    """Seconds spent in named sections, which never overlap, and since the start; goes on after a restart."""
 
     def __init__(self):
         self._started = time.perf_counter()
         self.seconds: dict[str, float] = {}
+
+    def saved(self) -> dict:
+        """What `add` takes."""
+        return {"seconds": dict(self.seconds), "total": self.total()}
+
+    def add(self, saved: dict) -> None:
+        """Adds the time that another process spent on the same run."""
+        self._started -= saved["total"]
+        for section, seconds in saved["seconds"].items():
+            self.seconds[section] = self.seconds.get(section, 0.0) + seconds
 
     @contextlib.contextmanager
     def measure(self, section: str):
@@ -185,6 +253,8 @@ def empty_summary() -> dict:
         "examples_seen": 0,
         "images_per_sec": None,
         "images_per_sec_by_outer": [],
+        "train_sec": 0.0,
+        "rollbacks": [],
         "params_sha256": None,
     }
 
@@ -197,7 +267,7 @@ def timings(clock: Clock, before: dict, updates: int, batch_size: int) -> dict:
         "step_time_ms": 1e3 * train_sec / updates,
         "train_sec": train_sec,
         "eval_sec": eval_sec,
-        "compile_sec": clock.seconds["compile"] if "train" not in before else 0.0,
+        "compile_sec": clock.seconds["compile"] - before.get("compile", 0.0),
         "wall_sec": clock.total(),
     }
 
@@ -208,7 +278,7 @@ def add_to_summary(summary: dict, row: dict) -> bool:
     summary |= {"steps": row["step"], "examples_seen": row["examples_seen"], "final_val_accuracy": accuracy}
     summary["images_per_sec_by_outer"].append(row["images_per_sec"])
     summary["images_per_sec"] = float(np.median(summary["images_per_sec_by_outer"]))
-    summary["train_sec"] = summary.get("train_sec", 0.0) + row["train_sec"]
+    summary["train_sec"] += row["train_sec"]
     improved = summary["best_step"] is None or accuracy > summary["best_val_accuracy"]
     if improved:
         summary |= {"best_val_accuracy": accuracy, "best_step": row["step"]}
@@ -266,9 +336,9 @@ class Reporter:
         """Prints one line above the bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def advance(self, updates: int, images_per_sec: float) -> None:
-        """Moves the bar by `updates`."""
-        self._bar.update(self._task, advance=updates, rate=f"{images_per_sec:,.0f} images/s")
+    def at(self, step: int, images_per_sec: float) -> None:
+        """Moves the bar to update `step`."""
+        self._bar.update(self._task, completed=step, rate=f"{images_per_sec:,.0f} images/s")
 
     def row(self, row: dict, outer_steps: int) -> None:
         """The line of one outer loop."""

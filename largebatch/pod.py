@@ -3,7 +3,8 @@
     python -m largebatch.pod --hosts 4 --devices 8 -- python train.py --config configs/eurosat.py
 
 Streams the output of host 0. When a process ends with an error, all others are ended, the end of its
-output is shown, and the exit code is its own. Nothing is left running, however this ends.
+output is shown, and the exit code is its own. SIGTERM and SIGINT are passed on, once to save and stop,
+twice to leave at once. Nothing is left running, however this ends.
 """
 
 import argparse
@@ -20,6 +21,9 @@ import time
 from largebatch import devices
 
 GRACE_SEC = 5.0
+# Exit codes of hosts that agreed to stop; they leave one by one within the grace.
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+STOP_GRACE_SEC = 60.0
 POLL_SEC = 0.1
 SHOWN_LINES = 15
 COLLECTIVE_TIMEOUT_SEC = 3600
@@ -65,20 +69,19 @@ def _start(command: list[str], hosts: int, devices_per_host: int, logs: list, pr
     return processes
 
 
-def _end_all(processes: list[subprocess.Popen]) -> None:
-    """SIGINT to every process group that is left, SIGKILL to what is there after GRACE_SEC.
+def _pass_on(number: int, processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
 
-    Not SIGTERM: JAX's preemption notifier swallows it once hosts are joined.
-    """
+
+def _end_all(processes: list[subprocess.Popen]) -> None:
+    """SIGINT to every process group that is left, SIGKILL to what is there after GRACE_SEC."""
     for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(name, signal.SIG_IGN)  # nothing interrupts the cleaning up
     deadline = time.monotonic() + GRACE_SEC
     for signal_ in (signal.SIGINT, signal.SIGKILL):
-        for process in processes:
-            try:
-                os.killpg(process.pid, signal_)
-            except (ProcessLookupError, PermissionError):
-                pass
+        _pass_on(signal_, processes)
         while time.monotonic() < deadline and any(process.poll() is None for process in processes):
             time.sleep(POLL_SEC)
     for process in processes:
@@ -89,21 +92,37 @@ def run(command: list[str], hosts: int, devices_per_host: int) -> int:
     """Runs `command` on `hosts` processes with `devices_per_host` CPU devices each.
 
     Returns:
-      0 when all ended well, else the exit code of the first that did not (128 + signal if killed).
+      0 when all ended well, 130 or 143 when they stopped at a signal, else the exit code of the first that
+      failed (128 + signal if killed).
     """
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(hosts)]
         processes = []
         stack.callback(lambda: _end_all(processes))
+        signals = []  # that came so far
+        for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(name, lambda number, _: signals.append(number))
         _start(command, hosts, devices_per_host, logs, processes)
+        passed_on, stopping_since = 0, None
         while True:
+            for number in signals[passed_on:]:
+                _pass_on(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, processes)
+                passed_on += 1
+            if passed_on > 2:
+                return 128 + signals[-1]
             codes = [process.poll() for process in processes]
-            failed = [host for host, code in enumerate(codes) if code]
-            if failed:
+            failed = [host for host, code in enumerate(codes) if code and code not in STOPPED]
+            stopped = [code for code in codes if code in STOPPED]
+            if stopped:
+                stopping_since = stopping_since or time.monotonic()
+                late = time.monotonic() - stopping_since > STOP_GRACE_SEC
+                if failed or late or passed_on > 1 or None not in codes:
+                    return stopped[0]
+            elif failed:
                 # The peers of a host that died end by an exception or are aborted by JAX: name them last.
                 culprit = min(failed, key=lambda host: (codes[host] == -signal.SIGABRT, codes[host] > 0))
                 return _report(culprit, codes[culprit], logs[culprit])
-            if all(code == 0 for code in codes):
+            elif all(code == 0 for code in codes):
                 return 0
             time.sleep(POLL_SEC)
 
@@ -128,12 +147,8 @@ def main() -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if arguments.hosts < 1 or arguments.devices < 1 or not command:
         parser.error("--hosts and --devices must be at least 1, and a command must follow --")
-    for name in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, lambda number, _: sys.exit(128 + number))
     try:
         return run(command, arguments.hosts, arguments.devices)
-    except KeyboardInterrupt:
-        return 130
     except FileNotFoundError as error:
         parser.error(f"cannot run {error.filename!r}")
 

@@ -13,18 +13,23 @@ class TrainState(NamedTuple):
     """Replicated over devices.
 
     `step` (int32) counts updates, never micro-batches; `seed` (uint32) orders the examples, and is data
-    so that runs that differ by seed share one compiled program.
+    so that runs that differ by seed share one compiled program. `nonfinite` (int32) counts the latest
+    updates in a row that were not applied since their loss or gradient was not finite, and
+    `learning_rate_scale` (float32) is what rollbacks left of the planned rate.
     """
 
     step: jax.Array
     seed: jax.Array
     params: Any
     opt_state: Any
+    nonfinite: jax.Array
+    learning_rate_scale: jax.Array
 
 
 def create_state(params, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """The state before the first update."""
-    return TrainState(jnp.zeros((), jnp.int32), jnp.uint32(seed), params, optimizer.init(params))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, jnp.uint32(seed), params, optimizer.init(params), zero, jnp.float32(1))
 
 
 def count_params(params) -> int:

@@ -6,6 +6,7 @@ batch size that changes, or a call that is cut shorter, compiles nothing new.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +43,19 @@ def sum_over_devices(tree):
     return unravel(lax.psum(vector, AXIS))
 
 
+def _sum_over_share(sums_of, zeros, read, deal: Deal, micro_batch_size: int, seed, data, device, share):
+    """`sums_of(batch)` added over the micro-batches of one device's share."""
+    num_micro_batches = -(-share.count // micro_batch_size)
+
+    def add(index, sums):
+        examples, weights = batching.micro_batch(
+            deal, device, share, index, num_micro_batches, micro_batch_size, seed
+        )
+        return jax.tree.map(jnp.add, sums, sums_of(Batch(*read(data, examples), weights)))
+
+    return lax.fori_loop(0, num_micro_batches, add, zeros)
+
+
 def make_inner_loop(
     loss_fn: Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]],
     optimizer: optax.GradientTransformation,
@@ -49,6 +63,7 @@ def make_inner_loop(
     deal: Deal,
     micro_batch_size: int,
     reduce: Callable = sum_over_devices,
+    max_nonfinite: int = 0,
 ):
     """The inner loop of training, pmapped over all devices.
 
@@ -60,11 +75,14 @@ def make_inner_loop(
       deal: how the examples are spread over devices.
       micro_batch_size: examples per gradient evaluation, per device.
       reduce: adds a pytree over devices; everything that crosses devices goes through it, once per update.
+      max_nonfinite: updates in a row whose loss or gradient norm is not finite before the loop ends early.
+        Such an update is never applied: its batch is passed over.
 
     Returns:
       (state, data, plan, num_updates) -> (state, metrics). State and data have a leading local-device
       axis, the plan and the number of updates to do are the same on every device, and the state is
-      donated. Metrics are "loss", "grad_norm" and the averages of `loss_fn`, each float32 [max_updates].
+      donated. Metrics are "loss", "grad_norm", "nonfinite" (the state's counter after the update) and the
+      averages of `loss_fn`, each float32 [max_updates]; zero for updates that were not reached.
     """
 
     def zero_averages(state, data):
@@ -76,37 +94,77 @@ def make_inner_loop(
 
     def local_sums(state, data, device, share, averages):
         """Sum of gradients and losses over this device's share; no collective in this loop."""
-        num_micro_batches = -(-share.count // micro_batch_size)
 
-        def sums_of(index):
-            examples, weights = batching.micro_batch(
-                deal, device, share, index, num_micro_batches, micro_batch_size, state.seed
-            )
-            batch = Batch(*read(data, examples), weights)
+        def sums_of(batch):
             return jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
 
         zeros = ((jnp.zeros(()), averages), jax.tree.map(jnp.zeros_like, state.params))
-        return lax.fori_loop(0, num_micro_batches, lambda i, sums: jax.tree.map(jnp.add, sums, sums_of(i)), zeros)
+        return _sum_over_share(sums_of, zeros, read, deal, micro_batch_size, state.seed, data, device, share)
 
     def update(state, data, device, averages, epoch, offset, batch_size, learning_rate):
         share = batching.device_share(deal, device, epoch, offset, batch_size)
         sums = reduce(local_sums(state, data, device, share, averages))
         (loss, averages), grads = jax.tree.map(lambda x: x / batch_size, sums)
-        opt_state = optimizers.with_learning_rate(state.opt_state, learning_rate)
-        updates, opt_state = optimizer.update(grads, opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
-        return state, {"loss": loss, "grad_norm": optax.tree.norm(grads), **averages}
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+
+        def apply(params, opt_state):
+            opt_state = optimizers.with_learning_rate(opt_state, learning_rate * state.learning_rate_scale)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params, opt_state = lax.cond(finite, apply, lambda *same: same, state.params, state.opt_state)
+        nonfinite = jnp.where(finite, 0, state.nonfinite + 1)
+        state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, nonfinite=nonfinite)
+        counted = nonfinite.astype(jnp.float32)
+        return state, {"loss": loss, "grad_norm": grad_norm, "nonfinite": counted, **averages}
 
     def inner_loop(state, data, plan, num_updates):
         device, averages = lax.axis_index(AXIS), zero_averages(state, data)
 
-        def body(index, carry):
-            state, metrics = carry
-            state, new = update(state, data, device, averages, *(field[index] for field in plan))
-            return state, jax.tree.map(lambda all_, one: all_.at[index].set(one), metrics, new)
+        def goes_on(carry):
+            index, state, _ = carry
+            return (index < num_updates) & (state.nonfinite <= max_nonfinite)
 
-        empty = {name: jnp.zeros(plan.epoch.shape) for name in ("loss", "grad_norm", *averages)}
-        return lax.fori_loop(0, num_updates, body, (state, empty))
+        def body(carry):
+            index, state, metrics = carry
+            state, new = update(state, data, device, averages, *(field[index] for field in plan))
+            return index + 1, state, jax.tree.map(lambda all_, one: all_.at[index].set(one), metrics, new)
+
+        empty = {name: jnp.zeros(plan.epoch.shape) for name in ("loss", "grad_norm", "nonfinite", *averages)}
+        return lax.while_loop(goes_on, body, (jnp.int32(0), state, empty))[1:]
 
     return jax.pmap(inner_loop, AXIS, in_axes=(0, 0, None, None), out_axes=(0, None), donate_argnums=(0,))
+
+
+def make_count_nonfinite(
+    outputs_fn: Callable, loss_fn: Callable, read: Callable, deal: Deal, micro_batch_size: int
+):
+    """Finds where an update stops being finite, once it has; pmapped over all devices.
+
+    Args:
+      outputs_fn: (params, images [M, ...]) -> outputs of the network's layers, by name.
+      The others: as for `make_inner_loop`.
+
+    Returns:
+      (state, data, epoch, offset, batch_size) -> number of values that are not finite, int32, in each
+      layer's output and in each parameter's gradient, over the whole batch: two pytrees.
+    """
+
+    def counts_of(params, batch):
+        grads, _ = jax.grad(loss_fn, has_aux=True)(params, batch)
+        found = outputs_fn(params, batch.images), grads
+        return jax.tree.map(lambda x: jnp.sum(~jnp.isfinite(x), dtype=jnp.int32), found)
+
+    def count(state, data, epoch, offset, batch_size):
+        device = lax.axis_index(AXIS)
+        share = batching.device_share(deal, device, epoch, offset, batch_size)
+        examples = jnp.zeros(micro_batch_size, jnp.int32)
+        batch = Batch(*read(data, examples), examples.astype(jnp.float32))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(counts_of, state.params, batch))
+        sums_of = partial(counts_of, state.params)
+        return lax.psum(
+            _sum_over_share(sums_of, zeros, read, deal, micro_batch_size, state.seed, data, device, share), AXIS
+        )
+
+    return jax.pmap(count, AXIS, in_axes=(0, 0, None, None, None), out_axes=None)

@@ -1,0 +1,252 @@
+"""What a run has reached and must not lose: saved, taken up again after a stop, rolled back after trouble."""
+
+import contextlib
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from largebatch import UserError, checkpoints, devices, metrics, preemption
+
+log = logging.getLogger("largebatch")
+
+ENDS = ("done", "diverged", "interrupted", "failed")
+
+
+class Diverged(Exception):
+    """A loss or gradient is not finite, and the run cannot go on."""
+
+
+class Progress:
+    """Ties a trainer to its run folder. Every host has one; host 0 reads and writes.
+
+    A checkpoint holds the trainer's `snapshot`, the config, and as plain JSON what the hosts gathered:
+    the summary so far, the clock, and how long metrics.jsonl is.
+
+    Args:
+      trainer: with `snapshot`, `restore`, `step` and `state` (see `trainer.Trainer`).
+      keep, every_sec: checkpoints kept, and seconds between those inside an outer loop.
+    """
+
+    def __init__(self, run: metrics.RunFolder, trainer, clock: metrics.Clock, summary: dict, config: dict):
+        self._run, self._trainer, self._clock, self._config = run, trainer, clock, config
+        self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", config["checkpoint"]["keep"])
+        self._every_sec = config["checkpoint"]["every_sec"]
+        self._saved_step, self._saved_time, self._boundary = None, time.monotonic(), 0
+        self.summary = summary
+        self.before: dict[str, float] = {}  # clock.seconds when the running outer loop began
+        self._like = trainer.snapshot()
+
+    # ---- start ----------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Takes up the newest sound checkpoint of the run folder, or starts at update 0.
+
+        Raises:
+          UserError: the checkpoint or metrics.jsonl do not go with this program; on every host.
+        """
+        found = error = None
+        with self._clock.measure("checkpoint"):
+            if devices.is_primary():
+                try:
+                    found = self._checkpoints.restore_newest(self._like)
+                    self._run.start_rows(found and found[1]["rows"])
+                    self._run.remove("summary.json")  # of the start before
+                except UserError as raised:
+                    error = raised
+            devices.share_error(error)
+            found = self._from_primary(found)
+        if found:
+            snapshot, description = found
+            self._take_up(snapshot, description)
+            self._clock.add(description["clock"])
+            self._say_what_happened(description)
+        if devices.is_primary():
+            place = {"pid": os.getpid(), "node": os.uname().nodename, **self._layout()}
+            self._run.log_event("start", step=self._trainer.step, **place)
+        if not found:
+            self.save(at_boundary=True)
+
+    def _from_primary(self, found: tuple | None) -> tuple | None:
+        """Host 0's snapshot and description, on every host."""
+        description = json.loads(devices.gather_text(json.dumps(found and found[1]))[0])
+        if description is None:
+            return None
+        return devices.from_primary(found[0] if found else self._like), description
+
+    def _take_up(self, snapshot: dict, description: dict) -> None:
+        self._trainer.restore(snapshot)
+        self.summary |= {k: v for k, v in description["summary"].items() if k in metrics.empty_summary()}
+        self.before, self._boundary = description["before"], description["boundary"]
+        self._saved_step = self._trainer.step
+
+    def _say_what_happened(self, description: dict) -> None:
+        if not devices.is_primary():
+            return
+        last, step = self._run.last_event() or {}, self._trainer.step
+        if last.get("event") in ENDS:
+            how = f"the process before {last['event']}"
+        else:
+            how = f"the process before (pid {last.get('pid')} on {last.get('node')}) was killed, or a host died"
+        log.info("resuming at update %d; %s", step, how)
+        theirs, ours = description["layout"], self._layout()
+        if changed := [f"{name} {ours[name]}, was {theirs[name]}" for name in ours if ours[name] != theirs[name]]:
+            dealt = "; until this epoch ends some examples come twice and others not, since they are dealt anew"
+            log.warning(
+                "resuming with %s: results will not be bitwise those of an uninterrupted run, since sums are "
+                "rounded in another order%s",
+                "; ".join(changed),
+                dealt if theirs["devices"] != ours["devices"] else "",
+            )
+
+    @staticmethod
+    def _layout() -> dict:
+        """What must be the same for bitwise the same results."""
+        return {
+            "devices": jax.device_count(),
+            "hosts": jax.process_count(),
+            "platform": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+        }
+
+    # ---- save -----------------------------------------------------------------------------------
+
+    def save(self, *, at_boundary: bool) -> None:
+        """Saves in the background; `at_boundary` is after the row of an outer loop, else inside one.
+
+        Raises:
+          UserError: this save or the one before it failed.
+        """
+        if at_boundary:
+            self._boundary = self._trainer.step
+        self._saved_step, self._saved_time = self._trainer.step, time.monotonic()
+        if devices.is_primary():
+            with self._clock.measure("checkpoint"):
+                self._save()
+
+    def _save(self) -> None:
+        description = {
+            "config": self._config,
+            "layout": self._layout(),
+            "summary": metrics.jsonable(self.summary),
+            "clock": self._clock.saved(),
+            "before": self.before,
+            "boundary": self._boundary,
+            "rows": self._run.rows_mark(),
+        }
+        protect = {self._boundary, self.summary["best_step"]} - {None}
+        self._checkpoints.save(self._trainer.step, self._trainer.snapshot(), description, protect)
+
+    def save_if_due(self) -> None:
+        """Between two calls inside an outer loop: saves when `every_sec` have passed."""
+        self._checkpoints.poll()
+        if time.monotonic() - self._saved_time >= self._every_sec:
+            self.save(at_boundary=False)
+
+    # ---- trouble --------------------------------------------------------------------------------
+
+    def roll_back(self, from_step: int, reason: str) -> None:
+        """Goes back to the last validated checkpoint with the learning rate cut, on all hosts.
+
+        Raises:
+          Diverged: it was rolled back as often as the config allows.
+          UserError: the checkpoint is damaged.
+        """
+        limit, factor = self._config["train"]["max_nonfinite"], self._config["train"]["rollback_factor"]
+        rollbacks = self.summary["rollbacks"]
+        if len(rollbacks) >= limit:
+            raise Diverged(f"diverged: {reason}; rolled back {limit} times before (train.max_nonfinite)")
+        found = error = None
+        if devices.is_primary():
+            try:
+                self._checkpoints.discard_after(self._boundary)
+                found = checkpoints.restore(self._checkpoints.path(self._boundary), self._like)
+                self._run.start_rows(found[1]["rows"])
+            except (UserError, checkpoints.DamagedCheckpoint) as raised:
+                error = raised
+        devices.share_error(error)
+        snapshot, description = self._from_primary(found)
+        since = len(rollbacks) + 1 - len(description["summary"]["rollbacks"])
+        state = snapshot["state"]
+        scale = np.float32(state.learning_rate_scale * np.float32(factor**since))
+        self._take_up(snapshot | {"state": state._replace(learning_rate_scale=scale)}, description)
+        entry = {"from_step": from_step, "to_step": self._boundary, "learning_rate_scale": float(scale)}
+        self.summary["rollbacks"] = [*rollbacks, entry | {"reason": reason}]
+        self._saved_step = None
+        log.warning("%s; rolled back to update %d, learning rate x %g", reason, self._boundary, scale)
+        if devices.is_primary():
+            self._run.log_event("rollback", **self.summary["rollbacks"][-1])
+
+    # ---- end ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recorded_end(self):
+        """Writes summary.json and the last event, however the block ends; saves first if it was stopped."""
+        self.summary["status"] = "failed"
+        try:
+            yield
+            self._checkpoints.wait()
+            self.summary["status"] = "done"
+        except Diverged:
+            self.summary["status"] = "diverged"
+            raise
+        except preemption.Stopped:
+            if self._saved_step != self._trainer.step:
+                self.save(at_boundary=False)
+            self._checkpoints.wait()
+            self.summary["status"] = "interrupted"
+            raise
+        finally:
+            self.summary["seconds"] = self._clock.seconds | {"total": self._clock.total()}
+            # After a failure (a full disk?) the failure itself is what the user has to know.
+            failed = self.summary["status"] == "failed"
+            with contextlib.suppress(UserError) if failed else contextlib.nullcontext():
+                self._end()
+
+    def _end(self) -> None:
+        if devices.is_primary():
+            try:
+                self._run.write_json("summary.json", self.summary)
+                self._run.log_event(self.summary["status"], step=self._trainer.step)
+            finally:
+                self._checkpoints.close()
+                self._run.close()
+
+
+# ---- the results of another run ------------------------------------------------------------------
+
+
+def best_checkpoint(run: Path) -> tuple[dict[str, np.ndarray], dict]:
+    """Arrays and description of the checkpoint with the best validation accuracy of a run.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
+    if not (run / "config.json").exists():
+        raise UserError(f"{run} is no run folder: it has no config.json")
+    kept = checkpoints.Checkpoints(run / "checkpoints", keep=1)
+    for step in reversed(kept.steps()):
+        try:
+            best = checkpoints.check(kept.path(step))["summary"]["best_step"]
+            if best is None:
+                break
+            return checkpoints.read_arrays(kept.path(best))
+        except checkpoints.DamagedCheckpoint as damage:
+            log.warning("damaged checkpoint: %s", damage)
+    raise UserError(f"{run} has no sound checkpoint of a validated step")
+
+
+def params_of(run: Path, like):
+    """The parameters of `best_checkpoint`, as the pytree `like`.
+
+    Raises:
+      UserError: see there; or they do not fit `like`.
+    """
+    arrays, _ = best_checkpoint(run)
+    prefix = "state.params."
+    params = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    return checkpoints.fill(like, params, str(run))
