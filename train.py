@@ -212,10 +212,8 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
     # Calling, not lowering: pmap's ahead-of-time programs do not take the arrays of several hosts.
     with clock.measure("compile"):
         read = augment.make_read(config.augment.storage, cache.image_shape)
-        loss_fn, skips = cross_entropy(logits_fn), config.train.on_nonfinite == "skip"
-        inner_loop = make_inner_loop(
-            loss_fn, optimizer, read, placed.deal, size, max_nonfinite=config.train.max_nonfinite if skips else 0
-        )
+        loss_fn, tolerated = cross_entropy(logits_fn), tolerated_nonfinite(config)
+        inner_loop = make_inner_loop(loss_fn, optimizer, read, placed.deal, size, max_nonfinite=tolerated)
         plan = make_plan(placed.deal, config, batch_size, first_step=0)
         state, _ = inner_loop(state, placed.train, plan, np.int32(0))
         predict = evaluation.make_predict(logits_fn, micro_batch_size)
@@ -226,6 +224,26 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
     outputs = make_layer_outputs(network, cache.image_shape, cache.manifest["mean"], cache.manifest["std"])
     count_nonfinite = make_count_nonfinite(outputs, loss_fn, read, placed.deal, size)  # compiled if ever called
     return Job(cache, placed, batch_size, size, num_params, flops, inner_loop, predict, count_nonfinite), state
+
+
+def make_trainer(job: Job, state: TrainState, config, clock: metrics.Clock, profile_dir: str | None) -> Trainer:
+    """What runs the compiled inner loop; all hosts profile if host 0 does."""
+    profiles = bool(devices.from_primary(np.int32(bool(profile_dir))))
+    return Trainer(
+        state,
+        job.inner_loop,
+        job.placed.train,
+        functools.partial(make_plan, job.placed.deal, config, job.batch_size),
+        clock,
+        inner_steps=config.train.inner_steps,
+        max_nonfinite=tolerated_nonfinite(config),
+        profile_dir=(profile_dir or "profile") if profiles else None,
+    )
+
+
+def tolerated_nonfinite(config) -> int:
+    """Updates in a row that may be passed over."""
+    return config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0
 
 
 def validate_model(job: Job, params) -> tuple[evaluation.Scores, np.ndarray]:
@@ -340,47 +358,44 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
     if ended:
         log.info("%s is a finished run of this config; nothing to do", workdir)
         return ended
-
-    job, state = prepare(config, clock)
-    plan_of = functools.partial(make_plan, job.placed.deal, config, job.batch_size)
-    profile = bool(devices.from_primary(np.int32(profile)))
-    trainer = Trainer(
-        state,
-        job.inner_loop,
-        job.placed.train,
-        plan_of,
-        clock,
-        inner_steps=config.train.inner_steps,
-        max_nonfinite=config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0,
-        profile_dir=f"{workdir}/profile" if profile else None,
-    )
-    del state  # donated at the first update
-    total = config.train.inner_steps * config.train.outer_steps
-    report = metrics.Reporter(total, enabled=devices.is_primary())
-    report.line(headline(job, config, clock))
-    if devices.is_primary():
-        run.write_json("config.json", plain)
-    summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
-    progress = resume.Progress(run, trainer, clock, summary, plain)
-    with progress.recorded_end(), report:
+    with run:
+        job, state = prepare(config, clock)
+        trainer = make_trainer(job, state, config, clock, f"{workdir}/profile" if profile else None)
+        summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
+        progress = resume.Progress(run, trainer, clock, summary, plain)
+        del state  # donated at the first update
         progress.resume()
-        while trainer.step < total and summary["steps_to_target"] is None:
-            try:
-                for updates, seconds in trainer.finish_outer_loop():
-                    report.at(trainer.step, updates * job.batch_size / seconds)
-                    if trainer.step % config.train.inner_steps:
-                        progress.save_if_due()
-                write_row(job, config, trainer, progress, run, report, clock)
-            except NonFinite as bad:
-                trouble = f"{bad}; {where_nonfinite(job, trainer, bad.place)}"
-                if config.train.on_nonfinite != "rollback":
-                    raise Diverged(f"diverged: {trouble}") from bad
-                progress.roll_back(bad.step, trouble)
-            if trainer.step < total:
-                trainer.stop_if_asked()
-        summary["params_sha256"] = params_sha256(devices.first_replica(trainer.state.params))
-    report.results(summary, str(workdir))
+        report = metrics.Reporter(config.train.inner_steps * config.train.outer_steps, enabled=devices.is_primary())
+        report.line(headline(job, config, clock))
+        with progress.recorded_end(), report:
+            run_outer_loops(job, config, trainer, progress, run, report, clock)
+            summary["params_sha256"] = params_sha256(devices.first_replica(trainer.state.params))
+        report.results(summary, str(workdir))
     return summary
+
+
+def run_outer_loops(job, config, trainer, progress, run, report, clock) -> None:
+    """Trains and validates until the last update or the target; the run is saved on the way.
+
+    Raises:
+      Diverged: a loss or gradient is not finite, and the config does not allow to go on.
+      preemption.Stopped: a signal came.
+    """
+    total = config.train.inner_steps * config.train.outer_steps
+    while trainer.step < total and progress.summary["steps_to_target"] is None:
+        try:
+            for updates, seconds in trainer.finish_outer_loop():
+                report.at(trainer.step, updates * job.batch_size / seconds)
+                if trainer.step % config.train.inner_steps:
+                    progress.save_if_due()
+            write_row(job, config, trainer, progress, run, report, clock)
+        except NonFinite as bad:
+            trouble = f"{bad}; {where_nonfinite(job, trainer, bad.place)}"
+            if config.train.on_nonfinite != "rollback":
+                raise Diverged(f"diverged: {trouble}") from bad
+            progress.roll_back(bad.step, trouble)
+        if trainer.step < total:
+            trainer.stop_if_asked()
 
 
 def main(config: config_dict.ConfigDict) -> int:

@@ -82,13 +82,18 @@ class RunFolder:
           UserError: the folder cannot be written, or another process trains in it.
         """
         self._write("probe", b"probe")  # a full or read-only disk is found before the work
+        path = self.path / "lock"
         with writing(self.path):
             (self.path / "probe").unlink()
-            self._lock = (self.path / "lock").open("a")
+            lock = path.open("a")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
+                raise BlockingIOError  # a process that has just ended removed it; yet another may have made its own
         except BlockingIOError as error:
+            lock.close()
             raise UserError(f"--workdir: another process is training in {self.path}") from error
+        self._lock = lock
 
     def start_rows(self, mark: dict | None) -> None:
         """Cuts metrics.jsonl back to `mark`, the `rows_mark` of a checkpoint; None is before the first row.
@@ -98,17 +103,15 @@ class RunFolder:
         """
         path = self.path / "metrics.jsonl"
         mark = mark or {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
-        with writing(path):
-            path.touch()
-            with path.open("rb+") as file:
-                digest = hashlib.sha256(file.read(mark["bytes"]))
-                if file.tell() != mark["bytes"] or digest.hexdigest() != mark["sha256"]:
-                    raise UserError(
-                        f"--workdir: {path} was changed: it no longer starts with the {mark['bytes']} bytes "
-                        "of rows that the checkpoint goes with; put them back, or start a new run from this one's "
-                        "parameters with --config.train.init_from"
-                    )
-                file.truncate()
+        with writing(path), path.open("rb+") if path.exists() else io.BytesIO() as file:
+            digest = hashlib.sha256(file.read(mark["bytes"]))
+            if file.tell() != mark["bytes"] or digest.hexdigest() != mark["sha256"]:
+                raise UserError(
+                    f"--workdir: {path} was changed: it no longer starts with the {mark['bytes']} bytes "
+                    "of rows that the checkpoint goes with; put them back, or start a new run from this one's "
+                    "parameters with --config.train.init_from"
+                )
+            file.truncate()
         self._rows_bytes, self._rows_sha256 = mark["bytes"], digest
 
     def rows_mark(self) -> dict:
@@ -194,7 +197,15 @@ class RunFolder:
             with writing(self.path / "tensorboard"):
                 self._events.close()
         if self._lock:
+            (self.path / "lock").unlink(missing_ok=True)
             self._lock.close()
+            self._lock = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
     def _write(self, name: str, content: bytes) -> None:
         target, temporary = self.path / name, self.path / f".{name}.tmp"
@@ -308,6 +319,10 @@ def git_commit() -> str | None:
     return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
+def _four_digits(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"
+
+
 class Reporter:
     """What a person sees: a progress bar and a line per outer loop on a terminal, plain lines elsewhere."""
 
@@ -344,7 +359,7 @@ class Reporter:
         """The line of one outer loop."""
         self.line(
             f"outer {row['outer']:>4}/{outer_steps}  step {row['step']:>6}  epoch {row['epoch']:8.2f}  "
-            f"train loss {row['train_loss']:.4f}  val loss {row['val_loss']:.4f}  "
+            f"train loss {_four_digits(row['train_loss'])}  val loss {row['val_loss']:.4f}  "
             f"val accuracy {row['val_accuracy']:.4f}  {row['images_per_sec']:>10,.0f} images/s  "
             f"{row['step_time_ms']:,.1f} ms/update"
         )

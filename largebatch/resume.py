@@ -55,21 +55,37 @@ class Progress:
                 try:
                     found = self._checkpoints.restore_newest(self._like)
                     self._run.start_rows(found and found[1]["rows"])
-                    self._run.remove("summary.json")  # of the start before
                 except UserError as raised:
                     error = raised
             devices.share_error(error)
             found = self._from_primary(found)
+            init_from = self._config["train"]["init_from"]
+            if not found and init_from:
+                self._start_from(Path(init_from).expanduser())
         if found:
             snapshot, description = found
             self._take_up(snapshot, description)
             self._clock.add(description["clock"])
             self._say_what_happened(description)
         if devices.is_primary():
+            self._run.write_json("config.json", self._config)
+            self._run.remove("summary.json")  # of the start before
             place = {"pid": os.getpid(), "node": os.uname().nodename, **self._layout()}
             self._run.log_event("start", step=self._trainer.step, **place)
         if not found:
             self.save(at_boundary=True)
+
+    def _start_from(self, run: Path) -> None:
+        """Takes the parameters of another run's best checkpoint."""
+        params, error = self._like["state"].params, None
+        if devices.is_primary():
+            try:
+                params = params_of(run, params)
+            except UserError as raised:
+                error = UserError(f"train.init_from: {raised}")
+        devices.share_error(error)
+        state = self._like["state"]._replace(params=devices.from_primary(params))
+        self._trainer.restore(self._like | {"state": state})
 
     def _from_primary(self, found: tuple | None) -> tuple | None:
         """Host 0's snapshot and description, on every host."""
@@ -206,15 +222,12 @@ class Progress:
             failed = self.summary["status"] == "failed"
             with contextlib.suppress(UserError) if failed else contextlib.nullcontext():
                 self._end()
+            self._checkpoints.close()
 
     def _end(self) -> None:
         if devices.is_primary():
-            try:
-                self._run.write_json("summary.json", self.summary)
-                self._run.log_event(self.summary["status"], step=self._trainer.step)
-            finally:
-                self._checkpoints.close()
-                self._run.close()
+            self._run.write_json("summary.json", self.summary)
+            self._run.log_event(self.summary["status"], step=self._trainer.step)
 
 
 # ---- the results of another run ------------------------------------------------------------------

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT, run_script
+from test_resume import assert_same_run
 
 SMALL = {
     "dataset.num_examples": 100,
@@ -102,6 +103,32 @@ def test_a_dead_host_is_named_and_takes_the_others_along(tmp_path):
     assert pod.returncode == 128 + signal.SIGKILL
     assert "host 1 was killed by SIGKILL" in stderr
     assert not processes_with(str(tmp_path / "run"))
+
+
+def test_one_host_signalled_saves_and_stops_all_and_a_start_goes_on_bitwise(tmp_path):
+    fields = {"train.inner_steps": 4, "train.outer_steps": 4, "batch.size": 150, "dataset.num_examples": 400}
+    fields |= {"dataset.image_size": 32}
+    whole = run_script(*pod_command(train_command(tmp_path, "whole", **fields), 2, 2), env={"XLA_FLAGS": ""})
+    assert whole.returncode == 0, whole.stderr
+    arguments = pod_command(train_command(tmp_path, "cut", **fields), 2, 2)
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    pod = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""}, **output)
+    events = tmp_path / "cut" / "events.jsonl"
+    while not events.exists():
+        assert pod.poll() is None, pod.stderr.read()
+        time.sleep(0.05)
+    hosts = {host_of(pid): pid for pid in processes_with(str(tmp_path / "cut")) if pid != pod.pid}
+    os.kill(hosts["1"], signal.SIGTERM)
+    _, stderr = pod.communicate(timeout=60)
+    assert pod.returncode == 143, stderr
+    assert "ending the others" not in stderr
+    stopped = json.loads(events.read_text().splitlines()[-1])
+    assert stopped["event"] == "interrupted"
+    assert stopped["step"] < 16
+    again = run_script(*arguments, env={"XLA_FLAGS": ""})
+    assert again.returncode == 0, again.stderr
+    assert f"resuming at update {stopped['step']}; the process before interrupted" in again.stderr
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
 def test_hosts_that_disagree_about_the_config_stop(tmp_path):

@@ -3,11 +3,13 @@
 import json
 import signal
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import augment
 import train
-from largebatch import preemption, trainer
+from largebatch import UserError, data, images, metrics, preemption, resume, trainer
 
 WALL_CLOCK = {"images_per_sec", "step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec"}
 SUMMARY_WALL_CLOCK = {"images_per_sec", "images_per_sec_by_outer", "train_sec", "sec_to_target", "seconds"}
@@ -34,6 +36,13 @@ def assert_same_run(one, other):
     assert rows_of(one) == rows_of(other)
     assert summary_of(one) == summary_of(other)
     assert predictions_of(one) == predictions_of(other)
+
+
+def flip(path, byte: int) -> None:
+    """Inverts a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[byte % len(content)] ^= 4
+    path.write_bytes(content)
 
 
 @pytest.fixture
@@ -72,10 +81,222 @@ def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, st
         try:
             summary = train.train_and_evaluate(config, str(tmp_path / "cut"))
             break
-        except preemption.Stopped as stopped:
-            assert stopped.exit_code == 143
+        except preemption.Stopped:
             assert json.loads((tmp_path / "cut" / "summary.json").read_text())["status"] == "interrupted"
             stops += 1
     assert stops >= 5
     assert summary["params_sha256"] == whole["params_sha256"]
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, monkeypatch):
+    whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
+    save = resume.Progress.save
+
+    def save_all_but_8(self, **keywords):
+        if self._trainer.step != 8:
+            save(self, **keywords)
+
+    monkeypatch.setattr(resume.Progress, "save", save_all_but_8)
+    monkeypatch.setattr(resume.Progress, "_end", lambda self: None)  # a killed process writes no end
+    row = train.write_row
+
+    def die(job, config, trainer, *rest):
+        row(job, config, trainer, *rest)
+        if trainer.step == 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "write_row", die)
+    with pytest.raises(KeyboardInterrupt):
+        train.train_and_evaluate(config, str(tmp_path / "cut"))
+    assert [row["step"] for row in rows_of(tmp_path / "cut")] == [4, 8]
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "torn')
+    monkeypatch.undo()
+    monkeypatch.setattr(trainer, "SECONDS_PER_CALL", 0.0)
+    assert train.train_and_evaluate(config, str(tmp_path / "cut"))["params_sha256"] == whole["params_sha256"]
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(config, tmp_path, stop_at, caplog):
+    whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
+    stop_at(11)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path / "cut"))
+    newest = tmp_path / "cut" / "checkpoints" / "00000011"
+    chunk = newest / "arrays" / "state.params.Conv_1.kernel" / "0.0.0.0"
+    flip(chunk, 77)
+    stop_at(0)
+    with caplog.at_level("INFO", "largebatch"):
+        summary = train.train_and_evaluate(config, str(tmp_path / "cut"))
+    assert f"{chunk} does not match its SHA-256 (array state.params.Conv_1.kernel)" in caplog.text
+    assert "resuming at update 8; the process before interrupted" in caplog.text
+    assert (newest.parent / "00000011.damaged").is_dir()
+    assert summary["params_sha256"] == whole["params_sha256"]
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_changed_rows_are_refused(config, tmp_path, stop_at):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+    flip(tmp_path / "metrics.jsonl", 100)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"metrics.jsonl was changed"):
+        train.train_and_evaluate(config, str(tmp_path))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_process_in_the_folder_is_refused(config, tmp_path):
+    run = metrics.RunFolder(tmp_path)
+    run.lock()
+    with pytest.raises(UserError, match="another process is training in"):
+        train.train_and_evaluate(config, str(tmp_path))
+    run.close()
+
+
+def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
+    accuracies = iter([0.1, 0.9, 0.3, 0.4, 0.5, 0.6])
+    validate = train.validate_model
+
+    def pretend(*arguments):
+        scores, logits = validate(*arguments)
+        return scores._replace(accuracy=next(accuracies)), logits
+
+    monkeypatch.setattr(train, "validate_model", pretend)
+    config.train.outer_steps, config.checkpoint.keep = 6, 2
+    train.train_and_evaluate(config, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "00000008",
+        "00000020",
+        "00000024",
+    ]
+    arrays, description = resume.best_checkpoint(tmp_path)
+    assert (description["step"], int(arrays["state.step"])) == (8, 8)
+
+
+def test_another_number_of_devices_resumes_and_says_what_differs(config, tmp_path, stop_at, caplog, monkeypatch):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+    layout = resume.Progress._layout()
+    monkeypatch.setattr(resume.Progress, "_layout", staticmethod(lambda: layout | {"devices": 2}))
+    stop_at(0)
+    summary = train.train_and_evaluate(config, str(tmp_path))
+    assert "devices 2, was 8: results will not be bitwise" in caplog.text
+    assert "some examples come twice" in caplog.text
+    assert (summary["status"], summary["steps"]) == ("done", 12)
+
+
+def test_init_from_starts_with_the_best_parameters(config, tmp_path):
+    first = train.train_and_evaluate(config, str(tmp_path / "first"))
+    arrays, _ = resume.best_checkpoint(tmp_path / "first")
+    config.train.init_from, config.optimizer.learning_rate = str(tmp_path / "first"), 1e-30
+    config.train.inner_steps = config.train.outer_steps = 1
+    second = train.train_and_evaluate(config, str(tmp_path / "second"))
+    after, _ = resume.best_checkpoint(tmp_path / "second")
+    np.testing.assert_array_equal(after["state.params.Conv_0.kernel"], arrays["state.params.Conv_0.kernel"])
+    assert second["best_val_accuracy"] == first["best_val_accuracy"]
+    config.model.name = "resnet8"
+    with pytest.raises(UserError, match=r"train.init_from: .*first: BasicBlock_0.Conv_0.kernel is missing there"):
+        train.train_and_evaluate(config, str(tmp_path / "third"))
+    config.train.init_from = str(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"train.init_from: .*nowhere is no run folder"):
+        train.train_and_evaluate(config, str(tmp_path / "third"))
+    assert not (tmp_path / "third" / "config.json").exists()
+
+
+# ---- numerical trouble ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poisoned(config, monkeypatch):
+    """One of the 640 views gives a loss that is no number: the update it falls in, once per epoch of 4."""
+    config.batch.size = 160
+    make = train.cross_entropy
+    weights = np.arange(16 * 16 * 3).reshape(16, 16, 3) % 251  # tells views of an image apart
+
+    def make_poisoned(logits_fn):
+        loss_fn = make(logits_fn)
+
+        def poisoned_loss(params, batch):
+            loss, averages = loss_fn(params, batch)
+            sums = jnp.sum(batch.images.astype(jnp.int32) * weights, axis=(1, 2, 3)) * (batch.weights > 0)
+            return loss * jnp.where(jnp.any(sums == poison), jnp.nan, 1), averages
+
+        return poisoned_loss
+
+    source = data.find_source("synthetic", num_examples=100, image_size=16).load()
+    views = augment.expand(source.images[images.split_indices(source.example_ids, 0)["train"]])
+    sums = (views.astype(int) * weights).sum(axis=(2, 3, 4)).ravel()
+    poison = sums[5]
+    assert np.count_nonzero(sums == poison) == 1
+    monkeypatch.setattr(train, "cross_entropy", make_poisoned)
+    return config
+
+
+def test_stop_names_update_layer_and_rate(poisoned, tmp_path):
+    message = r"loss of update \d is nan \(learning rate 0.01\); first in the gradient of Dense_1.kernel"
+    with pytest.raises(train.Diverged, match=message):
+        train.train_and_evaluate(poisoned, str(tmp_path))
+    assert summary_of(tmp_path)["status"] == "diverged"
+
+
+def test_skip_passes_over_bad_updates_and_resumes_bitwise(poisoned, tmp_path, stop_at):
+    poisoned.train.on_nonfinite = "skip"
+    whole = train.train_and_evaluate(poisoned, str(tmp_path / "whole"))
+    skipped = [row["skipped_updates"] for row in rows_of(tmp_path / "whole")]
+    assert skipped == [1, 1, 1]
+    assert np.isfinite([row["train_loss"] for row in rows_of(tmp_path / "whole")]).all()
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(poisoned, str(tmp_path / "cut"))
+    stop_at(0)
+    assert train.train_and_evaluate(poisoned, str(tmp_path / "cut"))["params_sha256"] == whole["params_sha256"]
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_skip_gives_up_after_so_many_in_a_row(poisoned, tmp_path):
+    poisoned.train.on_nonfinite, poisoned.train.max_nonfinite, poisoned.batch.size = "skip", 2, "full"
+    with pytest.raises(train.Diverged, match="loss of update 3 is nan"):
+        train.train_and_evaluate(poisoned, str(tmp_path / "few"))
+    poisoned.train.max_nonfinite, poisoned.train.outer_steps = 8, 1
+    train.train_and_evaluate(poisoned, str(tmp_path / "many"))
+    (row,) = rows_of(tmp_path / "many")
+    assert (row["skipped_updates"], row["train_loss"]) == (4, None)
+
+
+@pytest.fixture
+def explosive(config):
+    """Plain SGD at a rate that overflows at once, and no longer after two cuts."""
+    config.optimizer.name, config.optimizer.learning_rate = "sgd", 1e5
+    config.train.on_nonfinite, config.train.rollback_factor = "rollback", 1e-3
+    return config
+
+
+def test_rollback_cuts_the_rate_and_resumes_bitwise(explosive, tmp_path, stop_at):
+    whole = train.train_and_evaluate(explosive, str(tmp_path / "whole"))
+    rollbacks = whole["rollbacks"]
+    assert 1 <= len(rollbacks) <= 3
+    assert [entry["to_step"] for entry in rollbacks] == [0] * len(rollbacks)
+    rates = [row["learning_rate"] for row in rows_of(tmp_path / "whole")]
+    assert rates == pytest.approx([1e5 * 1e-3 ** len(rollbacks)] * 3)
+    assert np.isfinite([row["train_loss"] for row in rows_of(tmp_path / "whole")]).all()
+    events = [json.loads(line) for line in (tmp_path / "whole" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["start", *["rollback"] * len(rollbacks), "done"]
+    assert "first in the " in events[1]["reason"]
+    for stops in range(1, 20):
+        stop_at(2)
+        try:
+            train.train_and_evaluate(explosive, str(tmp_path / "cut"))
+            break
+        except preemption.Stopped:
+            assert stops < 19
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_rollback_gives_up_after_so_many(explosive, tmp_path):
+    explosive.train.rollback_factor, explosive.train.max_nonfinite = 0.9, 2
+    with pytest.raises(train.Diverged, match=r"rolled back 2 times before \(train.max_nonfinite\)"):
+        train.train_and_evaluate(explosive, str(tmp_path))
+    assert len(summary_of(tmp_path)["rollbacks"]) == 2

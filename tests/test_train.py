@@ -1,8 +1,10 @@
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -11,7 +13,7 @@ import pytest
 from conftest import ROOT, assert_one_line_error, make_folder, run_script
 
 import train
-from largebatch import devices, metrics
+from largebatch import devices, metrics, trainer
 from largebatch.evaluation import score
 
 ROW = [
@@ -24,6 +26,7 @@ ROW = [
     "train_loss",
     "train_accuracy",
     "grad_norm",
+    "skipped_updates",
     "noise_scale",
     "val_loss",
     "val_accuracy",
@@ -107,33 +110,32 @@ def test_the_length_of_a_call_changes_nothing(small_config, tmp_path, monkeypatc
     small_config.batch.size = 100
     digests = []
     for name, seconds in (("short", 0.0), ("long", 1e9)):
-        monkeypatch.setattr(train, "SECONDS_PER_CALL", seconds)
+        monkeypatch.setattr(trainer, "SECONDS_PER_CALL", seconds)
         summary = train.train_and_evaluate(small_config, str(tmp_path / name))
         digests.append((summary["params_sha256"], [row["train_loss"] for row in rows_of(tmp_path / name)]))
     assert digests[0] == digests[1]
 
 
 def test_one_compilation_serves_every_call(small_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "SECONDS_PER_CALL", 0.0)
+    monkeypatch.setattr(trainer, "SECONDS_PER_CALL", 0.0)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
     small_config.optimizer.learning_rate = 0.0123
     calls = []
-    train_run = train.Trainer.run
+    inner_call = trainer.Trainer._call
 
-    def run(self, *arguments):
+    def call(self, count):
         before = len(compiled)
-        out = train_run(self, *arguments)
+        inner_call(self, count)
         calls.append(len(compiled) - before)
-        return out
 
-    monkeypatch.setattr(train.Trainer, "run", run)
+    monkeypatch.setattr(trainer.Trainer, "_call", call)
     train.train_and_evaluate(small_config, str(tmp_path))
     jax.monitoring.clear_event_listeners()
     assert len(compiled) > 0
-    assert calls == [0, 0]
+    assert calls == [0] * 6
 
 
 def test_the_target_stops_the_run_and_is_recorded(small_config, tmp_path):
@@ -160,23 +162,25 @@ def test_damage_by_the_last_update_is_seen_in_validation(small_config, tmp_path)
 def test_a_loss_that_is_no_number_ends_the_run_as_diverged(small_config, tmp_path):
     small_config.optimizer.name = "sgd"
     small_config.optimizer.learning_rate = 1e30
-    with pytest.raises(train.Diverged, match=r"of update \d+ is (nan|inf) \(learning rate 1e\+30\)"):
+    message = r"loss of update 2 is (nan|inf) \(learning rate 1e\+30\); first in the output of layer Conv_[1-3]$"
+    with pytest.raises(train.Diverged, match=message):
         train.train_and_evaluate(small_config, str(tmp_path))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "diverged"
+    with pytest.raises(train.Diverged, match="that diverged; change the config and give a new folder"):
+        train.train_and_evaluate(small_config, str(tmp_path))
 
 
 def test_replicas_that_differ_stop_the_run(small_config, tmp_path, monkeypatch):
-    run = train.Trainer.run
+    call = trainer.Trainer._call
 
-    def corrupt_one_replica(self, *arguments):
-        out = run(self, *arguments)
+    def corrupt_one_replica(self, count):
+        call(self, count)
         bias = self.state.params["Dense_0"]["bias"]
         shards = [shard.data for shard in bias.addressable_shards]
         shards[5] = shards[5].at[0, 3].add(1e-7)
         self.state.params["Dense_0"]["bias"] = devices.stack(shards)
-        return out
 
-    monkeypatch.setattr(train.Trainer, "run", corrupt_one_replica)
+    monkeypatch.setattr(trainer.Trainer, "_call", corrupt_one_replica)
     with pytest.raises(RuntimeError, match=r"parameters differ between replicas: devices \[5\]"):
         train.train_and_evaluate(small_config, str(tmp_path))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
@@ -197,8 +201,6 @@ def test_a_finished_run_says_so_and_another_config_is_refused(tmp_path, session_
         other, "another config", "optimizer.name: 'sgd' here, 'lamb' there", "seed: 3 here, 0 there"
     )
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
-    (tmp_path / "run" / "summary.json").unlink()
-    assert_one_line_error(run_script("train.py", *flags), "holds a run that is unfinished")
 
 
 BAD_RUNS = {
@@ -308,17 +310,48 @@ def test_help():
     assert "--workdir" in result.stdout
 
 
-def test_interrupted_by_ctrl_c(tmp_path, session_cache):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_a_start_goes_on(number, code, tmp_path, session_cache):
     flags = small_flags(session_cache, **{"train.outer_steps": 100_000})
+    command = [sys.executable, "train.py", *flags, "--workdir", str(tmp_path / "run")]
+    reached = 0
+    for start in range(2):
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        )  # fmt: skip
+        for line in process.stdout:
+            if line.startswith("outer ") and int(line.split()[1].split("/")[0]) >= reached + 2:
+                break
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == code, stderr
+        assert "Traceback" not in stderr
+        assert ("resuming at update" in stderr) == (start == 1)
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert summary["status"] == "interrupted"
+        rows = rows_of(tmp_path / "run")
+        assert [row["outer"] for row in rows] == list(range(1, len(rows) + 1))
+        assert len(rows) >= reached + 2
+        reached = len(rows)
+
+
+def test_a_second_signal_leaves_at_once(tmp_path, session_cache):
+    # One update takes minutes, so nothing but the watching thread can answer.
+    flags = small_flags(session_cache, **{"dataset.num_examples": 4000, "dataset.image_size": 96})
     process = subprocess.Popen(
         [sys.executable, "train.py", *flags, "--workdir", str(tmp_path / "run")],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    for line in process.stdout:
-        if line.startswith("outer    2"):
-            break
-    process.send_signal(2)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in stderr
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+    events = tmp_path / "run" / "events.jsonl"
+    while not events.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=5)
+    assert process.returncode == 143
+    assert "a second signal leaves at once" in stderr

@@ -1,0 +1,13 @@
+"""Where the fault tests leave their figures: a line each in faults.jsonl, which `make faults` prints."""
+
+import json
+import os
+from pathlib import Path
+
+
+def record(test: str, figures: dict) -> None:
+    """Adds a line; a single write, since tests run side by side."""
+    path = os.environ.get("FAULT_FIGURES")
+    if path:
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"test": test} | figures) + "\n")

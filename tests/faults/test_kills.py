@@ -1,0 +1,172 @@
+"""SIGKILL at any moment: the run goes on and ends bitwise as if nothing had happened.
+
+Moments are drawn at random: a time, a change of a file (crash.py), or right after something appeared in
+the run folder (a checkpoint or cache being written, a row, the summary).
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from conftest import ROOT
+from figures import record
+from test_pod import host_of, processes_with
+from test_resume import assert_same_run, rows_of
+
+CRASH = Path(__file__).with_name("crash.py")
+KILLS_PER_RUN = 5
+TORN_ROW = b'{"step": 7, "outer'
+
+
+class Layout(NamedTuple):
+    hosts: int
+    devices: int
+    batch_size: str
+    limit_sec: float  # an end that takes longer is a hang
+
+
+LAYOUTS = {
+    "1 process, 1 device, mini-batch": Layout(1, 1, "500", 120),
+    "1 process, 8 devices, full batch": Layout(1, 8, "full", 120),
+    "1 process, 8 devices, mini-batch": Layout(1, 8, "500", 120),
+    "4 hosts x 8 devices, mini-batch": Layout(4, 8, "500", 400),
+}
+
+
+class Job:
+    """One small training command on a layout, with its data cache and the uninterrupted run."""
+
+    def __init__(self, folder: Path, layout: Layout):
+        self.folder, self.layout = folder, layout
+        self.whole = folder / "whole"
+        begin = time.monotonic()
+        assert self.start(self.whole, number=10**9).wait() == 0, self.log()
+        self.seconds = time.monotonic() - begin
+        self.changes = int((self.whole.parent / "changes").read_text())
+
+    def start(self, workdir: Path, number: int = 10**9) -> subprocess.Popen:
+        """Starts train.py, as a group of its own, to die before change `number` of a file in the run folder."""
+        fields = {
+            "augment.cache_dir": self.folder / "cache",
+            "dataset.num_examples": 200,
+            "train.inner_steps": 6,
+            "train.outer_steps": 5,
+            "batch.size": self.layout.batch_size,
+            "checkpoint.every_sec": 0,
+        }
+        command = [sys.executable, str(CRASH), str(number), str(workdir), "--", str(ROOT / "train.py")]
+        command += [f"--config.{name}={value}" for name, value in fields.items()] + [f"--workdir={workdir}"]
+        if self.layout.hosts > 1:
+            pod = ["-m", "largebatch.pod", f"--hosts={self.layout.hosts}", f"--devices={self.layout.devices}"]
+            command = [sys.executable, *pod, "--", *command]
+        environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": str(self.layout.devices)}
+        with (self.folder / "log").open("a") as log:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()[-3000:]
+
+    def run_and_kill(self, workdir: Path, rng: random.Random) -> bool:
+        """One start with one kill; False if the run was at its end before."""
+        kind = rng.choice(("time", "change", "checkpoint", "row", "summary", "cache"))
+        number = rng.randint(1, self.changes) if kind == "change" else 10**9
+        if kind == "cache":
+            for cache in (self.folder / "cache").glob("synthetic-*"):
+                shutil.rmtree(cache)
+        process = self.start(workdir, number)
+        self._wait_for(kind, workdir, process, rng)
+        if kind != "change" and process.poll() is None:
+            self._kill(process, rng)
+        code = self._wait(process)
+        if code == 0:
+            return False
+        assert code in (-9, 137), f"{kind}: ended with {code}\n{self.log()}"
+        return True
+
+    def _wait_for(self, kind: str, workdir: Path, process, rng) -> None:
+        watched = {
+            "checkpoint": lambda: len(list((workdir / "checkpoints").glob(".*.tmp"))),
+            "row": lambda: (
+                (workdir / "metrics.jsonl").stat().st_size if (workdir / "metrics.jsonl").exists() else 0
+            ),
+            "summary": lambda: int((workdir / ".summary.json.tmp").exists() or (workdir / "summary.json").exists()),
+            "cache": lambda: len(list((self.folder / "cache").glob(".tmp-*"))),
+        }
+        if kind in ("time", "change"):
+            deadline = rng.uniform(0, self.seconds) if kind == "time" else self.layout.limit_sec
+            begin = time.monotonic()
+            while process.poll() is None and time.monotonic() - begin < deadline:
+                time.sleep(0.005)
+            return
+        count, before = rng.randint(1, 3), watched[kind]()
+        while process.poll() is None and count:
+            now = watched[kind]()
+            count -= now > before
+            before = now
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0, 0.05))
+
+    def _kill(self, process, rng) -> None:
+        """Everything at once, or one host of a pod."""
+        hosts = {}
+        if self.layout.hosts > 1 and rng.random() < 0.7:
+            hosts = {host_of(pid): pid for pid in processes_with(f"{CRASH} ") if pid != process.pid}
+        victim = rng.choice(sorted(hosts.values())) if hosts else None
+        try:
+            os.kill(victim, signal.SIGKILL) if victim else os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def _wait(self, process) -> int:
+        try:
+            return process.wait(self.layout.limit_sec)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"hangs\n{self.log()}")
+
+    def survive(self, kills: int, rng: random.Random, name: str) -> dict:
+        """Kills runs until there were `kills`, each run taken to its end and compared."""
+        count = runs = torn = 0
+        while count < kills:
+            workdir = self.folder / f"cut_{runs}"
+            for _ in range(min(KILLS_PER_RUN, kills - count)):
+                if not self.run_and_kill(workdir, rng):
+                    break
+                count += 1
+                rows = workdir / "metrics.jsonl"
+                if rows.exists() and rng.random() < 0.3:
+                    torn += 1
+                    with rows.open("ab") as file:
+                        file.write(TORN_ROW)
+            assert self._wait(self.start(workdir)) == 0, self.log()
+            assert_same_run(workdir, self.whole)
+            assert [row["outer"] for row in rows_of(workdir)] == [1, 2, 3, 4, 5]
+            shutil.rmtree(workdir)
+            runs += 1
+        figures = {"layout": name, "kills": count, "runs": runs, "rows torn by hand": torn, "runs that differ": 0}
+        record("kills", figures)
+        return figures
+
+
+@pytest.mark.timeout(600)
+def test_a_few_kills(tmp_path):
+    layout = Layout(1, 2, "500", 120)
+    assert Job(tmp_path, layout).survive(3, random.Random(0), "1 process, 2 devices, mini-batch")["kills"] == 3
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_many_kills(name, seed, tmp_path):
+    kills = 15 if LAYOUTS[name].hosts > 1 else 30
+    assert Job(tmp_path, LAYOUTS[name]).survive(kills, random.Random(f"{name} {seed}"), name)["kills"] == kills
