@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
+from flax import linen as nn
 from ml_collections import config_dict
 
 import augment
@@ -164,9 +165,12 @@ class Job(NamedTuple):
     micro_batch_size: int
     num_params: int
     flops_per_image: float
+    network: nn.Module
+    optimizer: optax.GradientTransformation
+    read: Callable
+    loss_fn: Callable
     inner_loop: Callable
     predict: Callable
-    count_nonfinite: Callable
 
 
 def bytes_beside_images(network, state, image_shape, micro_batch_size: int) -> dict[str, int]:
@@ -221,9 +225,10 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
         devices.check_replicas(state.params, "initial parameters")
     flops = models.training_costs(network, cache.image_shape).flops
     num_params = count_params(state.params) // jax.local_device_count()
-    outputs = make_layer_outputs(network, cache.image_shape, cache.manifest["mean"], cache.manifest["std"])
-    count_nonfinite = make_count_nonfinite(outputs, loss_fn, read, placed.deal, size)  # compiled if ever called
-    return Job(cache, placed, batch_size, size, num_params, flops, inner_loop, predict, count_nonfinite), state
+    job = Job(
+        cache, placed, batch_size, size, num_params, flops, network, optimizer, read, loss_fn, inner_loop, predict
+    )
+    return job, state
 
 
 def make_trainer(job: Job, state: TrainState, config, clock: metrics.Clock, profile_dir: str | None) -> Trainer:
@@ -260,7 +265,10 @@ def validate_model(job: Job, params) -> tuple[evaluation.Scores, np.ndarray]:
 
 def where_nonfinite(job: Job, trainer: Trainer, place: tuple) -> str:
     """The first layer, from input to output, that is not finite in the update at `place`; in words."""
-    outputs, gradients = job.count_nonfinite(trainer.state, job.placed.train, *place)
+    manifest = job.cache.manifest
+    layer_outputs = make_layer_outputs(job.network, job.cache.image_shape, manifest["mean"], manifest["std"])
+    count = make_count_nonfinite(layer_outputs, job.loss_fn, job.read, job.placed.deal, job.micro_batch_size)
+    outputs, gradients = count(trainer.state, job.placed.train, *place)
     for name, count in outputs.items():
         if count:
             return f"first in the output of layer {name.split(' ', 1)[1]}"
@@ -362,7 +370,8 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
         job, state = prepare(config, clock)
         trainer = make_trainer(job, state, config, clock, f"{workdir}/profile" if profile else None)
         summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
-        progress = resume.Progress(run, trainer, clock, summary, plain)
+        data = {name: job.cache.manifest[name] for name in ("class_names", "image_shape", "mean", "std")}
+        progress = resume.Progress(run, trainer, clock, summary, plain, data)
         del state  # donated at the first update
         progress.resume()
         report = metrics.Reporter(config.train.inner_steps * config.train.outer_steps, enabled=devices.is_primary())
@@ -400,6 +409,10 @@ def run_outer_loops(job, config, trainer, progress, run, report, clock) -> None:
 
 def main(config: config_dict.ConfigDict) -> int:
     """Trains into --workdir; returns the exit code."""
+    if flags.FLAGS.doctor:
+        from largebatch import doctor  # which imports this script
+
+        return doctor.main(config)
     preemption.answer_signals()
     workdir = flags.FLAGS.workdir or f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
@@ -415,5 +428,6 @@ def main(config: config_dict.ConfigDict) -> int:
 
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME.")
+    flags.DEFINE_bool("doctor", False, "Check this config on this machine before a long run; trains nothing.")
     flags.DEFINE_bool("profile", False, "Write a jax.profiler trace of a few updates to WORKDIR/profile.")
     configs.run_script(main)

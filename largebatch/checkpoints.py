@@ -63,6 +63,19 @@ def _orbax():
     return ocp, ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
+def _disk_bytes(array: np.ndarray) -> int:
+    """At most what Orbax needs for one array: a folder, metadata and one chunk, in blocks of 4 KiB."""
+    return -(-array.nbytes // 4096) * 4096 + 4 * 4096
+
+
+def _try_space(path: Path, num_bytes: int) -> None:
+    """Raises OSError where there is no room: Orbax would find out in many threads, each with a traceback."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        path.unlink()
+
+
 def _sync(path: Path) -> None:
     """Asks the disk to keep a file, or the names in a folder, through a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -122,6 +135,7 @@ class Checkpoints:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
+            _try_space(temporary / "space", sum(_disk_bytes(array) for array in arrays.values()) + 2 * len(text))
             ocp, checkpointer = _orbax()
             checkpointer.save(temporary / ARRAYS, args=ocp.args.PyTreeSave(arrays))
             description = {"step": step, "arrays": {name: _array_digest(array) for name, array in arrays.items()}}

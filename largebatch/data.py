@@ -1,5 +1,6 @@
 """Where images come from: TFDS, a zip, a folder of class folders, or a generator."""
 
+import contextlib
 import functools
 import hashlib
 import http.client
@@ -170,18 +171,22 @@ def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | 
 # ---- zip and folder ---------------------------------------------------------------------------------
 
 
-def _zip_source(path: epath.Path, image_size: int | None) -> images.Source:
+def _zip_entries(path: epath.Path) -> list[zipfile.ZipInfo]:
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
         raise UserError(f"dataset.path: {path} is not a readable zip file ({error})") from error
-    names = [entry.filename for entry in entries]
-    for name in names:
+    for name in (entry.filename for entry in entries):
         parts = name.replace("\\", "/").split("/")
         if name.startswith(("/", "\\")) or ".." in parts or ":" in parts[0]:
             raise UserError(f"dataset.path: {path} holds the unsafe name {name!r}; allowed: relative names")
-    labels, class_names = _labels_of(names, str(path))
+    return entries
+
+
+def _zip_source(path: epath.Path, image_size: int | None) -> images.Source:
+    entries = _zip_entries(path)
+    labels, class_names = _labels_of([entry.filename for entry in entries], str(path))
     # The directory of a zip holds the CRC-32 and size of every file: hashing it stands for the content.
     listing = [f"{e.filename} {e.file_size} {e.CRC}" for e in entries if e.filename in labels]
 
@@ -257,6 +262,39 @@ def _load(labels: dict[str, int], class_names: list[str], read, image_size: int 
         for name, label in labels.items()
     ]
     return images.decode_dataset(files, class_names, image_size)
+
+
+def find_images(path: str, class_names: list[str], image_size: int) -> images.Dataset:
+    """All images in a folder or zip, whatever its folders; label -1 where the folder is none of `class_names`.
+
+    Raises:
+      UserError: nothing there, or an image is damaged.
+    """
+    root = epath.Path(path).expanduser()
+    if not root.exists():
+        raise UserError(f"--images: {path} does not exist")
+    with contextlib.ExitStack() as stack:
+        if root.is_dir():
+            names = [p.relative_to(root).as_posix() for p in sorted(pathlib.Path(root).rglob("*")) if p.is_file()]
+            read = lambda name: (root / name).read_bytes()  # noqa: E731
+        else:
+            names = sorted(entry.filename for entry in _zip_entries(root))
+            read = stack.enter_context(zipfile.ZipFile(stack.enter_context(root.open("rb")))).read
+        paths = [PurePosixPath(name) for name in names]
+        names = [
+            str(p)
+            for p in paths
+            if p.suffix.lower() in IMAGE_SUFFIXES and not any(x.startswith((".", "__MACOSX")) for x in p.parts)
+        ]
+        if not names:
+            raise UserError(f"--images: {path} holds no {'/'.join(IMAGE_SUFFIXES)} files")
+        index = {name: label for label, name in enumerate(class_names)}
+        labels = [index.get(PurePosixPath(name).parent.name, -1) for name in names]
+        files = [
+            images.ImageFile(name, label, functools.partial(read, name))
+            for name, label in zip(names, labels, strict=True)
+        ]
+        return images.decode_dataset(files, class_names, image_size)
 
 
 # ---- download ---------------------------------------------------------------------------------------

@@ -29,11 +29,15 @@ class Progress:
 
     Args:
       trainer: with `snapshot`, `restore`, `step` and `state` (see `trainer.Trainer`).
-      keep, every_sec: checkpoints kept, and seconds between those inside an outer loop.
+      summary: what is known before the first update; filled in from there.
+      config: of the whole run, as plain JSON.
+      data: what someone needs to use the network elsewhere; plain JSON.
     """
 
-    def __init__(self, run: metrics.RunFolder, trainer, clock: metrics.Clock, summary: dict, config: dict):
-        self._run, self._trainer, self._clock, self._config = run, trainer, clock, config
+    def __init__(
+        self, run: metrics.RunFolder, trainer, clock: metrics.Clock, summary: dict, config: dict, data: dict
+    ):
+        self._run, self._trainer, self._clock, self._config, self._data = run, trainer, clock, config, data
         self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", config["checkpoint"]["keep"])
         self._every_sec = config["checkpoint"]["every_sec"]
         self._saved_step, self._saved_time, self._boundary = None, time.monotonic(), 0
@@ -147,6 +151,7 @@ class Progress:
     def _save(self) -> None:
         description = {
             "config": self._config,
+            "data": self._data,
             "layout": self._layout(),
             "summary": metrics.jsonable(self.summary),
             "clock": self._clock.saved(),
@@ -259,7 +264,10 @@ def params_of(run: Path, like):
     Raises:
       UserError: see there; or they do not fit `like`.
     """
-    arrays, _ = best_checkpoint(run)
+    return checkpoints.fill(like, params_in(best_checkpoint(run)[0]), str(run))
+
+
+def params_in(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The parameters among the arrays of a checkpoint, by their own names."""
     prefix = "state.params."
-    params = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-    return checkpoints.fill(like, params, str(run))
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

@@ -33,10 +33,10 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "1 process, 1 device, mini-batch": Layout(1, 1, "500", 120),
-    "1 process, 8 devices, full batch": Layout(1, 8, "full", 120),
-    "1 process, 8 devices, mini-batch": Layout(1, 8, "500", 120),
-    "4 hosts x 8 devices, mini-batch": Layout(4, 8, "500", 400),
+    "1 device": Layout(1, 1, "500", 120),
+    "8 devices, full batch": Layout(1, 8, "full", 120),
+    "8 devices": Layout(1, 8, "500", 120),
+    "4 hosts x 8 devices": Layout(4, 8, "500", 400),
 }
 
 
@@ -55,7 +55,8 @@ class Job:
         """Starts train.py, as a group of its own, to die before change `number` of a file in the run folder."""
         fields = {
             "augment.cache_dir": self.folder / "cache",
-            "dataset.num_examples": 200,
+            "dataset.num_examples": 400,
+            "dataset.image_size": 16,
             "train.inner_steps": 6,
             "train.outer_steps": 5,
             "batch.size": self.layout.batch_size,
@@ -142,8 +143,8 @@ class Job:
                 if not self.run_and_kill(workdir, rng):
                     break
                 count += 1
-                rows = workdir / "metrics.jsonl"
-                if rows.exists() and rng.random() < 0.3:
+                rows, ended = workdir / "metrics.jsonl", (workdir / "summary.json").exists()
+                if rows.exists() and not ended and rng.random() < 0.3:
                     torn += 1
                     with rows.open("ab") as file:
                         file.write(TORN_ROW)
@@ -160,7 +161,7 @@ class Job:
 @pytest.mark.timeout(600)
 def test_a_few_kills(tmp_path):
     layout = Layout(1, 2, "500", 120)
-    assert Job(tmp_path, layout).survive(3, random.Random(0), "1 process, 2 devices, mini-batch")["kills"] == 3
+    assert Job(tmp_path, layout).survive(3, random.Random(0), "2 devices")["kills"] == 3
 
 
 @pytest.mark.faults

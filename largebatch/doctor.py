@@ -1,0 +1,291 @@
+"""Checks before a long run: python train.py ... --doctor
+
+Takes the real data, network and optimizer of the config for a few updates, in under a minute once the
+data are cached, and says line by line what is fine, doubtful or wrong, and what to change.
+"""
+
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from rich import box, console, table
+
+import augment
+import train
+from largebatch import UserError, batching, checkpoints, devices, metrics, optimizers
+from largebatch import config as configs
+from largebatch import step as steps
+from largebatch.state import TrainState, create_state
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+BUDGET_SEC = 40.0  # after which no further micro-batch size is tried
+MAX_GRADIENT_ERROR = 0.02  # of the gradient's norm; rounding stays below, a sum in place of a mean is 1 or more
+# Of an update's norm to its layer's: above the first training is torn about, below the last it stands still.
+FAIL_UPDATE_RATIO, MAX_UPDATE_RATIO, MIN_UPDATE_RATIO = 1.0, 0.1, 1e-6
+# You et al. 2020, section 3, clip it to such a range ("phi").
+MIN_TRUST_RATIO, MAX_TRUST_RATIO = 1e-3, 10.0
+BETTER = 1.1  # how much faster another micro-batch size must be to be worth a word
+TIMED_SEC, TIMED_REPEATS = 0.5, 3
+
+
+class Finding(NamedTuple):
+    """One line: OK, WARN or FAIL, what was looked at, what was found, what to change."""
+
+    status: str
+    name: str
+    found: str
+    advice: str = ""
+
+
+def examine(config) -> list[Finding]:
+    """All findings about a config, on every host.
+
+    Raises:
+      UserError: the config or the data cannot be used at all.
+    """
+    started, clock = time.perf_counter(), metrics.Clock()
+    job, state = train.prepare(config, clock)
+    start = devices.first_replica(state)
+    findings = [check_gradient(job, start.params), *check_updates(job, config, start)]
+    sizes = time_micro_batches(job, config, start, started)
+    return [
+        *findings,
+        check_micro_batch(job, sizes),
+        check_learning_rate(job, config),
+        check_memory(job, state),
+        estimate_time(job, config, state, sizes),
+        count_bytes(job),
+    ]
+
+
+# ---- gradients ------------------------------------------------------------------------------------
+
+
+def _plan(job: train.Job, batch_size: int, learning_rate: float = 0.0, length: int = 1) -> steps.Plan:
+    starts = np.arange(length, dtype=np.int64) * batch_size
+    place = batching.epoch_and_offset(job.placed.deal, starts)
+    return steps.Plan(*place, np.full(length, batch_size, np.int32), np.full(length, learning_rate, np.float32))
+
+
+def _mean_of_device_means(job: train.Job, params, size: int):
+    """Plain gradients of the mean loss of each device's `size` examples, averaged over devices."""
+    deal = job.placed.deal
+
+    def gradient(params, data):
+        device = lax.axis_index(devices.AXIS)
+        share = batching.device_share(deal, device, 0, 0, size * deal.num_devices)
+        examples, _ = batching.micro_batch(deal, device, share, 0, 1, size, jnp.uint32(0))
+        batch = steps.Batch(*job.read(data, examples), jnp.ones(size))
+        grads, _ = jax.grad(lambda p: job.loss_fn(p, batch), has_aux=True)(params)
+        return lax.pmean(jax.tree.map(lambda g: g / size, grads), devices.AXIS)
+
+    run = jax.pmap(gradient, devices.AXIS, in_axes=(0, 0), out_axes=None)
+    return jax.tree.map(np.asarray, run(devices.replicate(params), job.placed.train))
+
+
+def _norm(tree) -> float:
+    return float(np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(tree))))
+
+
+def check_gradient(job: train.Job, params) -> Finding:
+    """The reduced gradient is the mean over examples, not a sum of means; replicas stay equal."""
+    name, size = "gradient", job.micro_batch_size
+    expected = _mean_of_device_means(job, params, size)
+    # Plain SGD at rate 1: the update is the gradient.
+    optimizer = optimizers.create_optimizer("sgd", 0.0, 0.0)
+    loop = steps.make_inner_loop(job.loss_fn, optimizer, job.read, job.placed.deal, size)
+    state = devices.replicate(create_state(params, optimizer, 0))
+    plan = _plan(job, size * job.placed.deal.num_devices, learning_rate=1.0)
+    state, _ = loop(state, job.placed.train, plan, np.int32(1))
+    found = jax.tree.map(np.subtract, params, devices.first_replica(state.params))
+    ratio = _norm(found) / _norm(expected)
+    error = _norm(jax.tree.map(np.subtract, found, expected)) / _norm(expected)
+    text = f"reduced gradient is {ratio:.3f} x the mean over {job.placed.deal.num_devices} devices"
+    if not error < MAX_GRADIENT_ERROR:
+        return Finding(
+            FAIL, name, f"{text}, off by {error:.2g}", "a sum taken for a mean? see step.make_inner_loop"
+        )
+    try:
+        devices.check_replicas(state, "states")
+    except RuntimeError as trouble:
+        return Finding(FAIL, name, str(trouble), "a device computes wrongly: run without it")
+    return Finding(OK, name, f"{text} (difference {error:.1g}), replicas are equal")
+
+
+# ---- updates --------------------------------------------------------------------------------------
+
+
+def check_updates(job: train.Job, config, start: TrainState) -> list[Finding]:
+    """Norms of the first update beside those of the parameters, layer by layer; trust ratios of LAMB."""
+    fields, num_devices = config.optimizer, job.placed.deal.num_devices
+    batch_size = min(job.batch_size, job.micro_batch_size * num_devices * 4)
+    plan = _plan(job, batch_size, fields.learning_rate, config.train.inner_steps)  # as long as it was compiled for
+    state, _ = job.inner_loop(devices.replicate(start), job.placed.train, plan, np.int32(1))
+    moved = jax.tree.map(np.subtract, devices.first_replica(state.params), start.params)
+    moved = checkpoints.named_leaves(moved)
+    # Biases start at zero, so no ratio says anything of them.
+    kernels = {name: leaf for name, leaf in checkpoints.named_leaves(start.params).items() if leaf.ndim > 1}
+    ratios = {name: _norm(moved[name]) / _norm(kernels[name]) for name in kernels}
+    findings = [_judge_updates(ratios, fields.learning_rate)]
+    if fields.name == "lamb":
+        # At the first update Adam's direction is the sign of the gradient, of norm sqrt(n).
+        trust = {name: _norm(p) / np.sqrt(p.size) for name, p in kernels.items()}
+        text, low, high = _range_of(trust)
+        inside = low >= MIN_TRUST_RATIO and high <= MAX_TRUST_RATIO
+        advice = "" if inside else f"allowed {MIN_TRUST_RATIO:g} to {MAX_TRUST_RATIO:g}: look at the initialisation"
+        findings.append(Finding(OK if inside else WARN, "trust ratio", f"{text} at the first update", advice))
+    return findings
+
+
+def _range_of(values: dict[str, float]) -> tuple[str, float, float]:
+    low, high = min(values, key=values.get), max(values, key=values.get)
+    return f"{values[low]:.2g} ({low}) to {values[high]:.2g} ({high})", values[low], values[high]
+
+
+def _judge_updates(ratios: dict[str, float], learning_rate: float) -> Finding:
+    text, low, high = _range_of(ratios)
+    found, name = f"{text} of the kernels' norms", "first update"
+    if not np.isfinite(high) or high > FAIL_UPDATE_RATIO:
+        return Finding(FAIL, name, found, f"optimizer.learning_rate {learning_rate:g} is far too high")
+    if high > MAX_UPDATE_RATIO:
+        lower = learning_rate * MAX_UPDATE_RATIO / high
+        return Finding(WARN, name, found, f"optimizer.learning_rate {learning_rate:g} is high: try {lower:.2g}")
+    if low < MIN_UPDATE_RATIO:
+        advice = f"optimizer.learning_rate {learning_rate:g} is low, or a layer gets no gradient"
+        return Finding(WARN, name, found, advice)
+    return Finding(OK, name, found)
+
+
+def check_learning_rate(job: train.Job, config) -> Finding:
+    """The rate that the updates will use."""
+    updates = config.train.inner_steps * config.train.outer_steps
+    epochs = updates * job.batch_size / job.placed.deal.num_examples
+    rate = f"{config.optimizer.learning_rate:g}, constant over {updates:,} updates"
+    return Finding(OK, "learning rate", f"{rate} of {job.batch_size:,} examples = {epochs:,.1f} epochs")
+
+
+# ---- sizes ----------------------------------------------------------------------------------------
+
+
+def time_micro_batches(job: train.Job, config, start: TrainState, started: float) -> dict[int, float | str]:
+    """Seconds per example of all devices together by micro-batch size, or why a size does not run.
+
+    Sizes take turns and the best of each counts, since a shared machine is only ever too slow.
+    """
+    own, deal = job.micro_batch_size, job.placed.deal
+    share, num_rounds = -(-job.batch_size // deal.num_devices), 1
+    batch_size = min(job.batch_size, deal.num_devices * own * 8)
+    plan = _plan(job, batch_size, length=config.train.inner_steps)  # as long as the loop was compiled for
+    loops, found = {own: job.inner_loop}, {}
+    for size in (own // 2, own * 2):
+        if 1 <= size <= share:
+            loops[size] = steps.make_inner_loop(job.loss_fn, job.optimizer, job.read, deal, size)
+    states = {size: devices.replicate(start) for size in loops}
+    for repeat in range(1 + TIMED_REPEATS):
+        for size, loop in loops.items():
+            late = bool(devices.from_primary(np.int32(time.perf_counter() - started > BUDGET_SEC)))
+            if isinstance(found.get(size), str) or (late and size not in found and size != own):
+                continue
+            begin = time.perf_counter()
+            try:
+                states[size], _ = loop(states[size], job.placed.train, plan, np.int32(num_rounds if repeat else 1))
+                jax.block_until_ready(states[size])
+            except jax.errors.JaxRuntimeError as error:
+                found[size] = str(error).splitlines()[0][:120]
+                continue
+            seconds = time.perf_counter() - begin
+            if repeat:
+                found[size] = min(found[size], seconds / (num_rounds * batch_size))
+            else:
+                found[size] = np.inf  # that was the compilation
+                if size == own:
+                    num_rounds = int(np.clip(TIMED_SEC / seconds, 1, config.train.inner_steps))
+                    num_rounds = int(devices.from_primary(np.int32(num_rounds)))
+    return found
+
+
+def check_micro_batch(job: train.Job, sizes: dict[int, float | str]) -> Finding:
+    """Whether the size fits, and whether half or twice of it is faster."""
+    own, name = job.micro_batch_size, "micro-batch"
+    if isinstance(sizes[own], str):
+        advice = f"set batch.micro_batch_size {max(own // 2, 1)}"
+        return Finding(FAIL, name, f"{own} does not run: {sizes[own]}", advice)
+    timed = {size: 1 / sec for size, sec in sizes.items() if not isinstance(sec, str)}
+    text = ", ".join(f"{size}: {timed[size]:,.0f}" for size in sorted(timed))
+    best = max(timed, key=timed.get)
+    text = f"{own} fits; images/s at size {text}"
+    if timed[best] > BETTER * timed[own]:
+        return Finding(WARN, name, text, f"set batch.micro_batch_size {best}")
+    return Finding(OK, name, text)
+
+
+def check_memory(job: train.Job, state) -> Finding:
+    """The estimate of what a device needs, beside what it has."""
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    images = augment.bytes_per_device(job.cache, jax.device_count())
+    beside = train.bytes_beside_images(job.network, one, job.cache.image_shape, job.micro_batch_size)
+    total, free = sum((images | beside).values()), devices.available_bytes()
+    text = f"{total / 1e6:,.0f} MB a device, {sum(images.values()) / 1e6:,.0f} MB of it images"
+    if free is None:
+        return Finding(WARN, "memory", text, "this platform does not tell how much there is")
+    text += f"; {free / 1e6:,.0f} MB free now"
+    if sum(beside.values()) > free:
+        return Finding(FAIL, "memory", text, "a smaller batch.micro_batch_size, or augment.storage on_device")
+    return Finding(OK, "memory", text)
+
+
+def estimate_time(job: train.Job, config, state, sizes: dict[int, float | str]) -> Finding:
+    """Time of all updates and validations, from the times above."""
+    if isinstance(sizes[job.micro_batch_size], str):
+        return Finding(FAIL, "time", "unknown: no update ran")
+    begin = time.perf_counter()
+    jax.block_until_ready(job.predict(state.params, job.placed.val_images))
+    validation = time.perf_counter() - begin
+    update = sizes[job.micro_batch_size] * job.batch_size
+    total = config.train.outer_steps * (config.train.inner_steps * update + validation)
+    text = f"about {_duration(total)}: {_duration(update)} an update, {_duration(validation)} a validation"
+    inner = config.train.inner_steps * update
+    if validation > inner:
+        return Finding(WARN, "time", text, "validations take most of it: raise train.inner_steps")
+    return Finding(OK, "time", text)
+
+
+def _duration(seconds: float) -> str:
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (np.inf, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.3g} {name}"
+    raise ValueError(seconds)
+
+
+def count_bytes(job: train.Job) -> Finding:
+    """What each device sends per update: a ring all-reduce of the gradient."""
+    num_devices = jax.device_count()
+    sent = 2 * (num_devices - 1) / num_devices * 4 * job.num_params
+    return Finding(OK, "traffic", f"{sent / 1e6:.2f} MB sent by each of {num_devices} devices an update")
+
+
+# ---- the command ----------------------------------------------------------------------------------
+
+
+def main(config) -> int:
+    """Prints the findings; returns the exit code, 1 if any is a fail."""
+    configs.use_compilation_cache(config.augment.cache_dir)
+    devices.start(**config.devices.to_dict())
+    train.agree_on_config(config)
+    begin = time.perf_counter()
+    findings = examine(config)
+    if devices.is_primary():
+        out = console.Console(highlight=False, width=None if console.Console().is_terminal else 200)
+        rows = table.Table(box=box.SIMPLE, show_header=False)
+        colours = {OK: "green", WARN: "yellow", FAIL: "red"}
+        for finding in findings:
+            text = finding.found + (f"\n-> {finding.advice}" if finding.advice else "")
+            rows.add_row(f"[{colours[finding.status]}]{finding.status}[/]", finding.name, text)
+        out.print(rows)
+        out.print(f"examined in {time.perf_counter() - begin:.0f} s; nothing was written to a run folder")
+    if any(finding.status == FAIL for finding in findings):
+        raise UserError("the doctor found what would fail; see above")
+    return 0

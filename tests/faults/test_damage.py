@@ -1,0 +1,116 @@
+"""Single flipped bits and cut files: every one is found, in checkpoints, caches and manifests."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from figures import record
+
+import augment
+import train
+from largebatch import cache as caches
+from largebatch import checkpoints
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run folder with checkpoints, and its cache."""
+    from configs import default
+
+    config = default.get_config()
+    config.augment.cache_dir = str(tmp_path_factory.mktemp("cache"))
+    config.dataset.num_examples, config.dataset.image_size = 100, 16
+    config.train.inner_steps = config.train.outer_steps = 2
+    run = tmp_path_factory.mktemp("run")
+    train.train_and_evaluate(config, str(run))
+    (cache,) = (path for path in Path(config.augment.cache_dir).glob("synthetic-*"))
+    return run, cache, config
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """Flips one bit or cuts the file; returns which."""
+    content = bytearray(path.read_bytes())
+    if content and rng.random() < 0.7:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        return "flipped"
+    path.write_bytes(content[: rng.randrange(len(content))] if content else b"x")
+    return "cut"
+
+
+def trouble_of(read, *arguments) -> str:
+    """What is said of the damage; empty if nothing is."""
+    try:
+        read(*arguments)
+    except (checkpoints.DamagedCheckpoint, caches.DamagedCache) as trouble:
+        return str(trouble)
+    return ""
+
+
+def damage_checkpoints(made, count: int, rng: random.Random) -> dict:
+    """Damages a file, reads the checkpoint as a resuming run does, and mends the file, `count` times."""
+    run, _, _ = made
+    newest = max((run / "checkpoints").iterdir())
+    sound, description = checkpoints.read_arrays(newest)
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    found = {"flipped": 0, "cut": 0, "restored silently": 0}
+    # Half of the damage to the arrays, where nearly all bytes are, half to any file.
+    chunks = [path for path in files if path.parent.parent.name == "arrays" and not path.name.startswith(".")]
+    for number in range(count):
+        path = rng.choice(chunks if number % 2 else files)
+        before = path.read_bytes()
+        kind = damage(path, rng)
+        trouble = trouble_of(checkpoints.read_arrays, newest)
+        found[kind if trouble else "restored silently"] += 1
+        # A damaged list of digests says of another file that it does not match.
+        assert not trouble or path.name == "SHA256SUMS" or str(path) in trouble, (path, trouble)
+        assert not trouble or path not in chunks or f"(array {path.parent.name})" in trouble, (path, trouble)
+        path.write_bytes(before)
+    arrays, again = checkpoints.read_arrays(newest)
+    assert again == description
+    assert all(np.array_equal(arrays[name], sound[name]) for name in sound)
+    record("damage", {"of": "checkpoint files"} | found)
+    return found
+
+
+def damage_caches(made, count: int, rng: random.Random) -> dict:
+    """The same for a data cache and its manifest, read as training and as augment.py do."""
+    _, folder, config = made
+    files = sorted(path for path in folder.iterdir())
+    found = {"flipped": 0, "cut": 0, "restored silently": 0}
+    for number in range(count):
+        path = folder / "manifest.json" if number % 3 == 0 else rng.choice(files)
+        before = path.read_bytes()
+        kind = damage(path, rng)
+
+        def read(path=path):
+            cache = caches.open_folder(augment.epath.Path(folder))
+            if path.name.startswith("test_") or path.name == "train_ids.npy":  # which training does not read
+                cache.verify()
+            else:
+                augment.place(cache, config.seed)
+
+        trouble = trouble_of(read)
+        found[kind if trouble else "restored silently"] += 1
+        split = path.name.split("_")[0]  # damaged digests say of an image that it does not match
+        assert not trouble or path.name in trouble or f"{split}_" in trouble, (path, trouble)
+        path.write_bytes(before)
+    caches.open_folder(augment.epath.Path(folder)).verify()
+    record("damage", {"of": "cache and manifest files"} | found)
+    return found
+
+
+def test_some_damage_to_checkpoints(made):
+    assert damage_checkpoints(made, 40, random.Random(0))["restored silently"] == 0
+
+
+def test_some_damage_to_caches(made):
+    assert damage_caches(made, 30, random.Random(0))["restored silently"] == 0
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_much_damage(made):
+    assert damage_checkpoints(made, 400, random.Random(1))["restored silently"] == 0
+    assert damage_caches(made, 300, random.Random(1))["restored silently"] == 0

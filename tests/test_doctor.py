@@ -1,0 +1,80 @@
+import jax
+import pytest
+from conftest import run_script
+
+from largebatch import doctor
+from largebatch import step as steps
+
+
+def statuses(config) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.examine(config)}
+
+
+@pytest.fixture
+def quick(small_config, monkeypatch):
+    """One micro-batch size."""
+    monkeypatch.setattr(doctor, "BUDGET_SEC", 0.0)
+    return small_config
+
+
+def test_a_sound_config_is_sound(quick):
+    found = statuses(quick)
+    assert {finding.status for finding in found.values()} == {"ok"}, found
+    assert list(found) == [
+        "gradient", "first update", "trust ratio", "micro-batch", "learning rate", "memory", "time", "traffic",
+    ]  # fmt: skip
+    # LAMB moves every layer by the learning rate times its norm.
+    assert found["first update"].found.startswith("0.01 (")
+    assert "reduced gradient is 1.000 x the mean over 8 devices" in found["gradient"].found
+
+
+@pytest.mark.parametrize("wrong", ["times the devices", "one device left out"])
+def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
+    def reduce(tree):
+        if wrong == "times the devices":
+            return jax.tree.map(lambda x: 8 * x, steps.sum_over_devices(tree))
+        first = jax.lax.axis_index(steps.AXIS) > 0
+        return steps.sum_over_devices(jax.tree.map(lambda x: x * first, tree))
+
+    make = steps.make_inner_loop
+    monkeypatch.setattr(steps, "make_inner_loop", lambda *a, **k: make(*a, **k | {"reduce": reduce}))
+    finding = statuses(quick)["gradient"]
+    assert finding.status == "fail"
+    if wrong == "times the devices":
+        assert "8.000 x the mean" in finding.found
+
+
+def test_rates_out_of_range_are_named(quick):
+    quick.optimizer.name, quick.optimizer.learning_rate = "adam", 0.01
+    finding = statuses(quick)["first update"]
+    assert (finding.status, "is high: try" in finding.advice) == ("warn", True)
+    quick.optimizer.learning_rate = 1e3
+    assert statuses(quick)["first update"].status == "fail"
+    quick.optimizer.learning_rate = 1e-9
+    finding = statuses(quick)["first update"]
+    assert (finding.status, "is low" in finding.advice) == ("warn", True)
+
+
+def test_a_faster_micro_batch_size_is_recommended():
+    job = type("Job", (), {"micro_batch_size": 16})
+    assert doctor.check_micro_batch(job, {16: 1e-3, 8: 2e-3, 32: 0.95e-3}).status == "ok"
+    finding = doctor.check_micro_batch(job, {16: 1e-3, 8: 2e-3, 32: 0.5e-3})
+    assert (finding.status, finding.advice) == ("warn", "set batch.micro_batch_size 32")
+    finding = doctor.check_micro_batch(job, {16: "RESOURCE_EXHAUSTED: out of memory"})
+    assert (finding.status, finding.advice) == ("fail", "set batch.micro_batch_size 8")
+
+
+def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
+    fields = {"augment.cache_dir": session_cache, "dataset.num_examples": 100, "dataset.image_size": 16}
+    arguments = [f"--config.{name}={value}" for name, value in fields.items()]
+    arguments += ["--doctor", f"--workdir={tmp_path / 'run'}"]
+    result = run_script("train.py", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" ok ") == 8 - result.stdout.count(" warn ")
+    result = run_script(
+        "train.py", *arguments, "--config.optimizer.name=sgd", "--config.optimizer.learning_rate=1e6"
+    )
+    assert result.returncode == 1
+    assert "-> optimizer.learning_rate 1e+06 is far too high" in result.stdout
+    assert result.stderr.splitlines()[-1] == "train.py: error: the doctor found what would fail; see above"
+    assert not (tmp_path / "run").exists()
