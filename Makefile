@@ -3,12 +3,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test lint bench
+.PHONY: train test lint bench faults
 
 train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosat.py ..." for anything else
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/.dev  ## the whole suite
+test: $(VENV)/.dev  ## the whole suite, with a short part of the fault harness
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.dev
@@ -17,6 +17,11 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.run  ## throughput beside the plain way and the hardware limit
 	$(BIN)/python bench.py step $(ARGS)
+
+faults: $(VENV)/.dev  ## the long part of the fault harness, about an hour on 2 cores; figures in faults.jsonl
+	rm -f faults.jsonl
+	FAULT_FIGURES=$(CURDIR)/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults -n 2 $(ARGS)
+	cat faults.jsonl
 
 $(VENV)/.run: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or later is needed, this is " + sys.version.split()[0] + "; give another by PYTHON=")'

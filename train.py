@@ -110,12 +110,15 @@ def make_plan(deal: batching.Deal, config, batch_size: int, first_step: int) -> 
     )
 
 
-def agree_on_config(config: config_dict.ConfigDict) -> dict:
-    """The config as a plain dict.
+def start(config: config_dict.ConfigDict) -> dict:
+    """Starts JAX by a config that all hosts agree on; returns it as a plain dict.
 
     Raises:
-      UserError: this host or another was started with another config than host 0.
+      UserError: the config is bad, or another than host 0's; or the devices or hosts are not there.
     """
+    configs.validate(config)
+    configs.use_compilation_cache(config.augment.cache_dir)
+    devices.start(**config.devices.to_dict())
     plain = config.to_dict()
     plain["devices"]["host_index"] = None
     first, *others = map(json.loads, devices.gather_text(json.dumps(plain)))
@@ -356,10 +359,7 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
       preemption.Stopped: a signal came; all is saved, and the same call goes on from there.
     """
     clock = metrics.Clock()
-    configs.validate(config)
-    configs.use_compilation_cache(config.augment.cache_dir)
-    devices.start(**config.devices.to_dict())
-    plain = agree_on_config(config)
+    plain = start(config)
     run, ended = open_run(plain, workdir)
     if ended and ended["status"] == "diverged":
         raise Diverged(f"{workdir} is a run of this config that diverged; change the config and give a new folder")
@@ -412,6 +412,7 @@ def main(config: config_dict.ConfigDict) -> int:
     if flags.FLAGS.doctor:
         from largebatch import doctor  # which imports this script
 
+        start(config)
         return doctor.main(config)
     preemption.answer_signals()
     workdir = flags.FLAGS.workdir or f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -143,7 +143,7 @@ def open_folder(folder: epath.Path) -> Cache:
     try:
         manifest = json.loads(path.read_text())
         seal = manifest.pop("manifest_sha256")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedCache(f"{path} cannot be read ({error!r})") from error
     if seal != _seal(manifest):
         raise DamagedCache(f"{path} does not match its SHA-256")

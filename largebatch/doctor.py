@@ -16,7 +16,6 @@ from rich import box, console, table
 import augment
 import train
 from largebatch import UserError, batching, checkpoints, devices, metrics, optimizers
-from largebatch import config as configs
 from largebatch import step as steps
 from largebatch.state import TrainState, create_state
 
@@ -272,9 +271,6 @@ def count_bytes(job: train.Job) -> Finding:
 
 def main(config) -> int:
     """Prints the findings; returns the exit code, 1 if any is a fail."""
-    configs.use_compilation_cache(config.augment.cache_dir)
-    devices.start(**config.devices.to_dict())
-    train.agree_on_config(config)
     begin = time.perf_counter()
     findings = examine(config)
     if devices.is_primary():

@@ -70,7 +70,7 @@ class Progress:
             snapshot, description = found
             self._take_up(snapshot, description)
             self._clock.add(description["clock"])
-            self._say_what_happened(description)
+        self._say_what_happened(found and description)
         if devices.is_primary():
             self._run.write_json("config.json", self._config)
             self._run.remove("summary.json")  # of the start before
@@ -104,15 +104,18 @@ class Progress:
         self.before, self._boundary = description["before"], description["boundary"]
         self._saved_step = self._trainer.step
 
-    def _say_what_happened(self, description: dict) -> None:
-        if not devices.is_primary():
+    def _say_what_happened(self, description: dict | None) -> None:
+        last = self._run.last_event() if devices.is_primary() else None
+        if last is None:
             return
-        last, step = self._run.last_event() or {}, self._trainer.step
         if last.get("event") in ENDS:
             how = f"the process before {last['event']}"
         else:
             how = f"the process before (pid {last.get('pid')} on {last.get('node')}) was killed, or a host died"
-        log.info("resuming at update %d; %s", step, how)
+        if description is None:
+            log.info("starting again at update 0, for there is no sound checkpoint; %s", how)
+            return
+        log.info("resuming at update %d; %s", self._trainer.step, how)
         theirs, ours = description["layout"], self._layout()
         if changed := [f"{name} {ours[name]}, was {theirs[name]}" for name in ours if ours[name] != theirs[name]]:
             dealt = "; until this epoch ends some examples come twice and others not, since they are dealt anew"

@@ -6,10 +6,12 @@ import signal
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import run_script
 
 import augment
 import train
 from largebatch import UserError, data, images, metrics, preemption, resume, trainer
+from largebatch import config as configs
 
 WALL_CLOCK = {"images_per_sec", "step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec"}
 SUMMARY_WALL_CLOCK = {"images_per_sec", "images_per_sec_by_outer", "train_sec", "sec_to_target", "seconds"}
@@ -175,17 +177,20 @@ def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
     assert (description["step"], int(arrays["state.step"])) == (8, 8)
 
 
-def test_another_number_of_devices_resumes_and_says_what_differs(config, tmp_path, stop_at, caplog, monkeypatch):
+def test_another_number_of_devices_resumes_and_says_what_differs(config, tmp_path, stop_at):
     stop_at(6)
     with pytest.raises(preemption.Stopped):
         train.train_and_evaluate(config, str(tmp_path))
-    layout = resume.Progress._layout()
-    monkeypatch.setattr(resume.Progress, "_layout", staticmethod(lambda: layout | {"devices": 2}))
-    stop_at(0)
-    summary = train.train_and_evaluate(config, str(tmp_path))
-    assert "devices 2, was 8: results will not be bitwise" in caplog.text
-    assert "some examples come twice" in caplog.text
-    assert (summary["status"], summary["steps"]) == ("done", 12)
+    fields = configs.flatten(config.to_dict()).items()
+    arguments = [f"--config.{name}={value}" for name, value in fields if value is not None]
+    result = run_script("train.py", *arguments, f"--workdir={tmp_path}")  # on two devices
+    assert result.returncode == 0, result.stderr
+    assert "devices 2, was 8: results will not be bitwise" in result.stderr
+    assert "some examples come twice" in result.stderr
+    assert summary_of(tmp_path)["status"] == "done"
+    assert [row["step"] for row in rows_of(tmp_path)] == [4, 8, 12]
+    losses = [row["train_loss"] for row in rows_of(tmp_path)]
+    assert losses[2] < losses[0]
 
 
 def test_init_from_starts_with_the_best_parameters(config, tmp_path):

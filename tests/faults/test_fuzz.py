@@ -76,8 +76,7 @@ def config_case(folder: Path, rng: random.Random) -> Case:
     texts = {
         "file": rng.choice(("", "x = 1", "def get_config(): return 3", "def get_config(): raise ValueError('boo')",
                             "import nothing_like_this", "def get_config(a, b): pass", "raise SystemExit(0)",
-                            "from configs import default\ndef get_config():\n c = default.get_config()\n c.nope.x = 1\n"
-                            " return c")),
+                            "from configs import default\ndef get_config():\n default.get_config().nope.x = 1")),
         "syntax": "".join(rng.choice("abc()[]:= \n'\"#0.") for _ in range(40)) + "\n)",
     }  # fmt: skip
     path.write_text(texts[kind])
