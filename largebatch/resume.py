@@ -109,7 +109,8 @@ class Progress:
         if last is None:
             return
         if last.get("event") in ENDS:
-            how = f"the process before {last['event']}"
+            reason = f" ({last['reason']})" if last.get("reason") else ""
+            how = f"the process before {last['event']}{reason}"
         else:
             how = f"the process before (pid {last.get('pid')} on {last.get('node')}) was killed, or a host died"
         if description is None:
@@ -210,13 +211,13 @@ class Progress:
     @contextlib.contextmanager
     def recorded_end(self):
         """Writes summary.json and the last event, however the block ends; saves first if it was stopped."""
-        self.summary["status"] = "failed"
+        self.summary["status"], reason = "failed", None
         try:
             yield
             self._checkpoints.wait()
             self.summary["status"] = "done"
-        except Diverged:
-            self.summary["status"] = "diverged"
+        except Diverged as error:
+            self.summary["status"], reason = "diverged", str(error)
             raise
         except preemption.Stopped:
             if self._saved_step != self._trainer.step:
@@ -224,18 +225,26 @@ class Progress:
             self._checkpoints.wait()
             self.summary["status"] = "interrupted"
             raise
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            reason = f"a collective failed, probably since another host died: {str(error).splitlines()[0][:200]}"
+            raise UserError(f"{reason}; start again to go on from the last checkpoint") from error
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
         finally:
             self.summary["seconds"] = self._clock.seconds | {"total": self._clock.total()}
             # After a failure (a full disk?) the failure itself is what the user has to know.
             failed = self.summary["status"] == "failed"
             with contextlib.suppress(UserError) if failed else contextlib.nullcontext():
-                self._end()
+                self._end(reason)
             self._checkpoints.close()
 
-    def _end(self) -> None:
+    def _end(self, reason: str | None) -> None:
         if devices.is_primary():
             self._run.write_json("summary.json", self.summary)
-            self._run.log_event(self.summary["status"], step=self._trainer.step)
+            self._run.log_event(self.summary["status"], step=self._trainer.step, reason=reason)
 
 
 # ---- the results of another run ------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, mon
             save(self, **keywords)
 
     monkeypatch.setattr(resume.Progress, "save", save_all_but_8)
-    monkeypatch.setattr(resume.Progress, "_end", lambda self: None)  # a killed process writes no end
+    monkeypatch.setattr(resume.Progress, "_end", lambda self, reason: None)  # a killed process writes no end
     row = train.write_row
 
     def die(job, config, trainer, *rest):

@@ -59,10 +59,11 @@ def test_the_hosts_left_end_within_30_s_and_a_start_goes_on(victim, tmp_path):
     again = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     told = next((line for line in again.stderr if "resuming at update" in line), "")
     again.terminate()
-    again.communicate(timeout=120)
-    assert again.returncode == 143
+    _, rest = again.communicate(timeout=120)
+    assert again.returncode == 143, rest
     assert f"resuming at update {saved}" in told
-    assert "was killed, or a host died" in told
+    # JAX aborts a host that lost another, or raises first.
+    assert "was killed, or a host died" in told or "the process before failed (a collective" in told
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert events == ["start", "start", "interrupted"]
+    assert [event for event in events if event != "failed"] == ["start", "start", "interrupted"]
     record("a dead host", {"victim": victim, "seconds until the others ended": round(seconds, 1)})
