@@ -79,7 +79,8 @@ class Job:
     def run_and_kill(self, workdir: Path, rng: random.Random) -> bool:
         """One start with one kill; False if the run was at its end before."""
         kind = rng.choice(("time", "change", "checkpoint", "row", "summary", "cache"))
-        number = rng.randint(1, self.changes) if kind == "change" else 10**9
+        # Squared, since a run that goes on has fewer changes left.
+        number = 1 + int(self.changes * rng.random() ** 2) if kind == "change" else 10**9
         if kind == "cache":
             for cache in (self.folder / "cache").glob("synthetic-*"):
                 shutil.rmtree(cache)
@@ -103,12 +104,12 @@ class Job:
             "cache": lambda: len(list((self.folder / "cache").glob(".tmp-*"))),
         }
         if kind in ("time", "change"):
-            deadline = rng.uniform(0, self.seconds) if kind == "time" else self.layout.limit_sec
+            deadline = self.seconds * rng.random() if kind == "time" else self.layout.limit_sec
             begin = time.monotonic()
             while process.poll() is None and time.monotonic() - begin < deadline:
                 time.sleep(0.005)
             return
-        count, before = rng.randint(1, 3), watched[kind]()
+        count, before = 1 + int(3 * rng.random() ** 2), watched[kind]()
         while process.poll() is None and count:
             now = watched[kind]()
             count -= now > before
@@ -138,17 +139,18 @@ class Job:
         """Kills runs until there were `kills`, each run taken to its end and compared."""
         count = runs = torn = 0
         while count < kills:
-            workdir = self.folder / f"cut_{runs}"
+            workdir, ended = self.folder / f"cut_{runs}", False
             for _ in range(min(KILLS_PER_RUN, kills - count)):
-                if not self.run_and_kill(workdir, rng):
+                ended = not self.run_and_kill(workdir, rng)
+                if ended:
                     break
                 count += 1
-                rows, ended = workdir / "metrics.jsonl", (workdir / "summary.json").exists()
-                if rows.exists() and not ended and rng.random() < 0.3:
+                rows = workdir / "metrics.jsonl"
+                if rows.exists() and not (workdir / "summary.json").exists() and rng.random() < 0.3:
                     torn += 1
                     with rows.open("ab") as file:
                         file.write(TORN_ROW)
-            assert self._wait(self.start(workdir)) == 0, self.log()
+            assert ended or self._wait(self.start(workdir)) == 0, self.log()
             assert_same_run(workdir, self.whole)
             assert [row["outer"] for row in rows_of(workdir)] == [1, 2, 3, 4, 5]
             shutil.rmtree(workdir)
