@@ -29,7 +29,7 @@ def test_summary_follows_the_rows():
 
 def test_no_number_is_written_as_nan(tmp_path):
     run = metrics.RunFolder(tmp_path / "run", tensorboard=False)
-    run.create({"a": 1})
+    run.write_json("config.json", {"a": 1})
     run.append_row({"step": 1, "train_loss": np.float32("nan"), "grad_norm": float("inf"), "n": np.int64(3)})
     run.append_row({"step": 2, "train_loss": np.float32(0.5), "grad_norm": 1.0, "n": 4})
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -39,7 +39,7 @@ def test_no_number_is_written_as_nan(tmp_path):
 
 def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
     code = (
-        "import sys; from largebatch import metrics; run = metrics.RunFolder(sys.argv[1]); run.create({});"
+        "import sys; from largebatch import metrics; run = metrics.RunFolder(sys.argv[1]);"
         "run.append_row({'step': 7, 'val_accuracy': 0.25, 'noise_scale': None}); run.close();"
         "assert 'tensorflow' not in sys.modules"
     )
@@ -64,7 +64,22 @@ def test_the_clock_adds_sections_up():
     assert times["images_per_sec"] == pytest.approx(40 / clock.seconds["train"])
     assert times["step_time_ms"] == pytest.approx(250 * clock.seconds["train"])
     assert times["compile_sec"] == clock.seconds["compile"]
-    assert metrics.timings(clock, {"train": 0.0, "evaluation": 0.0}, 4, 10)["compile_sec"] == 0
+    before = {"train": 0.0, "evaluation": 0.0, "compile": clock.seconds["compile"]}
+    assert metrics.timings(clock, before, 4, 10)["compile_sec"] == 0
+
+
+def test_the_clock_goes_on_after_a_restart():
+    clock = metrics.Clock()
+    with clock.measure("train"):
+        pass
+    own = clock.seconds["train"]
+    clock.add({"seconds": {"train": 10.0, "evaluation": 2.0}, "total": 15.0})
+    assert clock.seconds == {"train": 10.0 + own, "evaluation": 2.0}
+    assert 15 < clock.total() < 16
+    again = metrics.Clock()
+    again.add(clock.saved())
+    assert again.seconds == clock.seconds
+    assert again.total() >= clock.saved()["total"] - 1e-3
 
 
 def test_a_damaged_json_file_is_named(tmp_path):
@@ -87,7 +102,7 @@ def full_disk(tmp_path):
 
 def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
     run = metrics.RunFolder(full_disk / "run")
-    run.create({"a": 1})
+    run.write_json("config.json", {"a": 1})
     run.append_row({"step": 1})
     (full_disk / "ballast").write_bytes(bytes(200_000))
     with pytest.raises(UserError, match=r"cannot write .*config.json \(No space left on device\)"):
@@ -108,11 +123,44 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
     assert names == ["config.json", "metrics.jsonl", "tensorboard"]
 
 
-def test_two_runs_cannot_start_in_one_folder(tmp_path):
-    metrics.RunFolder(tmp_path / "run", tensorboard=False).create({"a": 1})
-    with pytest.raises(UserError, match="another run has just started"):
-        metrics.RunFolder(tmp_path / "run").create({"a": 1})
-    (tmp_path / "stale").mkdir()
-    (tmp_path / "stale" / "metrics.jsonl").write_text("{}")
-    with pytest.raises(UserError, match=r"metrics.jsonl but no config.json"):
-        metrics.RunFolder(tmp_path / "stale").check_new()
+def test_only_one_process_trains_in_a_folder(tmp_path):
+    first = metrics.RunFolder(tmp_path)
+    first.lock()
+    with pytest.raises(UserError, match="another process is training in"):
+        metrics.RunFolder(tmp_path).lock()
+    first.close()
+    assert not list(tmp_path.iterdir())
+    with metrics.RunFolder(tmp_path) as second:
+        second.lock()
+
+
+def test_rows_are_cut_back_to_a_mark(tmp_path):
+    run = metrics.RunFolder(tmp_path, tensorboard=False)
+    run.start_rows(None)
+    run.append_row({"step": 1})
+    mark = run.rows_mark()
+    run.append_row({"step": 2})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "tor')
+    again = metrics.RunFolder(tmp_path, tensorboard=False)
+    again.start_rows(mark)
+    again.append_row({"step": 2})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    with pytest.raises(UserError, match="was changed"):
+        again.start_rows(mark | {"sha256": "0" * 64})
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="was changed"):
+        again.start_rows(mark)
+
+
+def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path):
+    run = metrics.RunFolder(tmp_path)
+    assert run.last_event() is None
+    run.log_event("start", step=3)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "sto')
+    assert run.last_event()["event"] == "start"
+    run.log_event("done")
+    assert run.last_event()["event"] == "done"
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
