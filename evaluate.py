@@ -42,13 +42,19 @@ def load_run(run: Path) -> tuple[config_dict.ConfigDict, dict, dict, int]:
     return config, description["data"], resume.params_in(arrays), description["step"]
 
 
-def read_split(config, split: str) -> images.Dataset:
-    """Images and labels of a split from the run's cache, built again if it is gone."""
+def read_split(config, split: str, expected: str) -> images.Dataset:
+    """Images and labels of a split from the run's cache, built again if it is gone.
+
+    Raises:
+      UserError: the digest of the example ids is not `expected`, so the split is another.
+    """
     for attempt in range(2):
         cache = augment.prepare_cache(config)
         pixels = devices.aligned_empty((cache.count(split), *cache.image_shape), np.uint8)
         try:
             cache.read_images(split, np.arange(len(pixels)), pixels.reshape(len(pixels), -1))
+            if cache.identity()["ids"] != expected:
+                raise UserError(f"dataset: the examples of {cache.manifest['source']} are not those of the run")
             labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")
             return images.Dataset(pixels, labels, cache.class_names, ids.tolist())
         except caches.DamagedCache as damage:
@@ -66,7 +72,7 @@ def predict(network, params, dataset: images.Dataset, mean, std) -> np.ndarray:
         own = rows[evaluation.rows_of_device(len(rows), num_devices, index)]
         placed.append(jax.device_put(own[None], device))
     size = train.resolve_micro_batch_size("auto", jax.default_backend())
-    run = evaluation.make_predict(train.make_logits_fn(network, shape, mean, std), size)
+    run = evaluation.make_predict(models.make_logits_fn(network, shape, mean, std), size)
     gathered = np.asarray(run(devices.replicate(params), devices.stack(placed)))
     return evaluation.in_split_order(gathered, len(rows))
 
@@ -136,11 +142,11 @@ def evaluate(run: Path, split: str, path: str | None, out: str | None) -> float 
         size = description["image_shape"][0]
         dataset = data.find_images(path, description["class_names"], size)
     else:
-        dataset = read_split(config, split)
+        dataset = read_split(config, split, description["ids"])
     conv = models.resolve_conv(config.model.conv, jax.default_backend())
     network = models.create_model(config.model.name, len(dataset.class_names), config.model.dtype, conv)
     params = checkpoints.fill(
-        jax.eval_shape(lambda: train.init_params(network, dataset.images.shape[1:], 0)), params, str(run)
+        jax.eval_shape(lambda: models.init_params(network, dataset.images.shape[1:], 0)), params, str(run)
     )
     logits = predict(network, params, dataset, description["mean"], description["std"])
     print_results(dataset, logits, f"{run} at update {step}, {path or f'{split} split'}")

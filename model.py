@@ -13,6 +13,9 @@ import flax.linen as nn
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import traverse_util
 from jax import lax
 
 
@@ -307,3 +310,59 @@ def _products(jaxpr):
             if hasattr(inner, "eqns"):
                 found += _products(inner)
     return found
+
+
+# ---- from uint8 images to the loss -----------------------------------------------------------------
+
+
+def make_normalise(network, image_shape, mean, std):
+    """uint8 images [M, H * W * C] -> [M, H, W, C] in the network's dtype, normalised where they are read."""
+    mean, scale = np.float32(mean), np.float32(1 / np.asarray(std))
+
+    def normalise(images):
+        images = images.reshape(-1, *image_shape)
+        return ((images.astype(jnp.float32) - mean) * scale).astype(network.dtype)
+
+    return normalise
+
+
+def make_logits_fn(network, image_shape, mean, std):
+    """(params, uint8 images [M, H * W * C]) -> float32 logits."""
+    normalise = make_normalise(network, image_shape, mean, std)
+    return lambda params, images: network.apply({"params": params}, normalise(images))
+
+
+def make_layer_outputs(network, image_shape, mean, std):
+    """(params, uint8 images) -> {"000 Conv_0": output, ...} of every layer, numbered from input to output."""
+    normalise = make_normalise(network, image_shape, mean, std)
+
+    def layer_outputs(params, images):
+        _, kept = network.apply(
+            {"params": params}, normalise(images), capture_intermediates=True, mutable=["intermediates"]
+        )
+        flat = traverse_util.flatten_dict(kept["intermediates"])
+        names = ["/".join(path[:-1]) or "logits" for path in flat]
+        return {
+            f"{i:03d} {name}": outputs[0]
+            for i, (name, outputs) in enumerate(zip(names, flat.values(), strict=True))
+        }
+
+    return layer_outputs
+
+
+def cross_entropy(logits_fn):
+    """The `loss_fn` of the step: sums over a micro-batch of weighted cross-entropy and of hits."""
+
+    def loss_fn(params, batch):
+        logits = logits_fn(params, batch.images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+        hits = jnp.argmax(logits, axis=-1) == batch.labels
+        return jnp.sum(losses * batch.weights), {"accuracy": jnp.sum(hits * batch.weights)}
+
+    return loss_fn
+
+
+def init_params(network, image_shape, seed: int):
+    """float32 parameters, the same for the same seed on every host."""
+    images = jnp.zeros((1, *image_shape), network.dtype)
+    return jax.jit(network.init)(jax.random.key(seed), images)["params"]

@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import flax
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
@@ -23,7 +21,7 @@ from ml_collections import config_dict
 
 import augment
 import model as models
-from largebatch import UserError, batching, checkpoints, devices, evaluation, metrics, preemption, resume
+from largebatch import UserError, batching, checkpoints, devices, display, evaluation, metrics, preemption, resume
 from largebatch import cache as caches
 from largebatch import config as configs
 from largebatch.optimizers import create_optimizer
@@ -37,59 +35,6 @@ log = logging.getLogger("largebatch")
 # Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
 AUTO_MICRO_BATCH_SIZE = {"cpu": 16}
 AUTO_MICRO_BATCH_SIZE_ELSEWHERE = 1024
-
-
-def make_normalise(network, image_shape, mean, std):
-    """uint8 images [M, H * W * C] -> [M, H, W, C] in the network's dtype, normalised where they are read."""
-    mean, scale = np.float32(mean), np.float32(1 / np.asarray(std))
-
-    def normalise(images):
-        images = images.reshape(-1, *image_shape)
-        return ((images.astype(jnp.float32) - mean) * scale).astype(network.dtype)
-
-    return normalise
-
-
-def make_logits_fn(network, image_shape, mean, std):
-    """(params, uint8 images [M, H * W * C]) -> float32 logits."""
-    normalise = make_normalise(network, image_shape, mean, std)
-    return lambda params, images: network.apply({"params": params}, normalise(images))
-
-
-def make_layer_outputs(network, image_shape, mean, std):
-    """(params, uint8 images) -> {"000 Conv_0": output, ...} of every layer, numbered from input to output."""
-    normalise = make_normalise(network, image_shape, mean, std)
-
-    def layer_outputs(params, images):
-        _, kept = network.apply(
-            {"params": params}, normalise(images), capture_intermediates=True, mutable=["intermediates"]
-        )
-        flat = flax.traverse_util.flatten_dict(kept["intermediates"])
-        names = ["/".join(path[:-1]) or "logits" for path in flat]
-        return {
-            f"{i:03d} {name}": outputs[0]
-            for i, (name, outputs) in enumerate(zip(names, flat.values(), strict=True))
-        }
-
-    return layer_outputs
-
-
-def cross_entropy(logits_fn):
-    """The `loss_fn` of the step: sums over a micro-batch of weighted cross-entropy and of hits."""
-
-    def loss_fn(params, batch):
-        logits = logits_fn(params, batch.images)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-        hits = jnp.argmax(logits, axis=-1) == batch.labels
-        return jnp.sum(losses * batch.weights), {"accuracy": jnp.sum(hits * batch.weights)}
-
-    return loss_fn
-
-
-def init_params(network, image_shape, seed: int):
-    """float32 parameters, the same for the same seed on every host."""
-    images = jnp.zeros((1, *image_shape), network.dtype)
-    return jax.jit(network.init)(jax.random.key(seed), images)["params"]
 
 
 def resolve_micro_batch_size(size, platform: str) -> int:
@@ -201,7 +146,7 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
         return models.create_model(config.model.name, len(cache.class_names), config.model.dtype, conv)
 
     def initial_state(cache):
-        params = init_params(network_for(cache), cache.image_shape, config.seed)
+        params = models.init_params(network_for(cache), cache.image_shape, config.seed)
         return create_state(params, optimizer, np.uint32(config.seed))
 
     def other_bytes(cache):
@@ -213,13 +158,13 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, 
         jax.block_until_ready((placed.train, placed.val_images))
     batch_size, size = sizes_for(cache)
     network = network_for(cache)
-    logits_fn = make_logits_fn(network, cache.image_shape, cache.manifest["mean"], cache.manifest["std"])
+    logits_fn = models.make_logits_fn(network, cache.image_shape, cache.manifest["mean"], cache.manifest["std"])
     state = devices.replicate(jax.jit(functools.partial(initial_state, cache))())
 
     # Calling, not lowering: pmap's ahead-of-time programs do not take the arrays of several hosts.
     with clock.measure("compile"):
         read = augment.make_read(config.augment.storage, cache.image_shape)
-        loss_fn, tolerated = cross_entropy(logits_fn), tolerated_nonfinite(config)
+        loss_fn, tolerated = models.cross_entropy(logits_fn), tolerated_nonfinite(config)
         inner_loop = make_inner_loop(loss_fn, optimizer, read, placed.deal, size, max_nonfinite=tolerated)
         plan = make_plan(placed.deal, config, batch_size, first_step=0)
         state, _ = inner_loop(state, placed.train, plan, np.int32(0))
@@ -269,7 +214,7 @@ def validate_model(job: Job, params) -> tuple[evaluation.Scores, np.ndarray]:
 def where_nonfinite(job: Job, trainer: Trainer, place: tuple) -> str:
     """The first layer, from input to output, that is not finite in the update at `place`; in words."""
     manifest = job.cache.manifest
-    layer_outputs = make_layer_outputs(job.network, job.cache.image_shape, manifest["mean"], manifest["std"])
+    layer_outputs = models.make_layer_outputs(job.network, job.cache.image_shape, manifest["mean"], manifest["std"])
     count = make_count_nonfinite(layer_outputs, job.loss_fn, job.read, job.placed.deal, job.micro_batch_size)
     outputs, gradients = count(trainer.state, job.placed.train, *place)
     for name, count in outputs.items():
@@ -340,7 +285,6 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
     } | metrics.timings(clock, progress.before, inner_steps, job.batch_size)
     progress.before = dict(clock.seconds)
     improved = metrics.add_to_summary(progress.summary, row)
-    report.row(row, config.train.outer_steps)
     if devices.is_primary():
         run.append_row(row)
         if improved:
@@ -348,6 +292,7 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
     last = outer == config.train.outer_steps or progress.summary["steps_to_target"] is not None
     if improved or last or outer % config.checkpoint.every_outer == 0:
         progress.save(at_boundary=True)
+    report.row(row, config.train.outer_steps)
 
 
 def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bool = False) -> dict:
@@ -368,13 +313,13 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
         return ended
     with run:
         job, state = prepare(config, clock)
-        trainer = make_trainer(job, state, config, clock, f"{workdir}/profile" if profile else None)
+        trainer = make_trainer(job, state, config, clock, str(run.path / "profile") if profile else None)
         summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
-        data = {name: job.cache.manifest[name] for name in ("class_names", "image_shape", "mean", "std")}
+        data = job.cache.identity()
         progress = resume.Progress(run, trainer, clock, summary, plain, data)
         del state  # donated at the first update
         progress.resume()
-        report = metrics.Reporter(config.train.inner_steps * config.train.outer_steps, enabled=devices.is_primary())
+        report = display.Reporter(config.train.inner_steps * config.train.outer_steps, enabled=devices.is_primary())
         report.line(headline(job, config, clock))
         with progress.recorded_end(), report:
             run_outer_loops(job, config, trainer, progress, run, report, clock)

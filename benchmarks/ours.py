@@ -32,14 +32,14 @@ class OurStep:
         self.batch_size, self.updates = options["batch_size"], 0
         self.network = models.create_model("convnet", serve.NUM_CLASSES, options["dtype"], options["conv"])
         optimizer = create_optimizer("adam", 0.9, 0.0)
-        params = train.init_params(self.network, serve.IMAGE_SHAPE, 0)
+        params = models.init_params(self.network, serve.IMAGE_SHAPE, 0)
         storage = options.get("storage", "expanded")
         originals = -(-max(self.batch_size, serve.NUM_IMAGES) // augment.NUM_VIEWS)
         self.deal = batching.Deal(originals, jax.device_count(), augment.NUM_VIEWS)
         self.shards = _random_shards(self.deal, storage)
-        logits_fn = train.make_logits_fn(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
+        logits_fn = models.make_logits_fn(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
         self.inner_loop = make_inner_loop(
-            train.cross_entropy(logits_fn),
+            models.cross_entropy(logits_fn),
             optimizer,
             augment.make_read(storage, serve.IMAGE_SHAPE),
             self.deal,
@@ -133,15 +133,15 @@ def count_by_xla(dtype: str, conv: str, micro_batch_size: int) -> dict[str, floa
     goes on in library calls: the counts are then too low.
     """
     network = models.create_model("convnet", serve.NUM_CLASSES, dtype, conv)
-    params = train.init_params(network, serve.IMAGE_SHAPE, 0)
-    logits_fn = train.make_logits_fn(network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
+    params = models.init_params(network, serve.IMAGE_SHAPE, 0)
+    logits_fn = models.make_logits_fn(network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
     size, image = micro_batch_size, int(np.prod(serve.IMAGE_SHAPE))
     batch = Batch(
         jax.ShapeDtypeStruct((size, image), jnp.uint8),
         jax.ShapeDtypeStruct((size,), jnp.int32),
         jax.ShapeDtypeStruct((size,), jnp.float32),
     )
-    gradient = jax.jit(jax.value_and_grad(train.cross_entropy(logits_fn), has_aux=True))
+    gradient = jax.jit(jax.value_and_grad(models.cross_entropy(logits_fn), has_aux=True))
     costs = gradient.lower(params, batch).compile().cost_analysis()
     return {"flops": costs.get("flops", 0.0) / size, "bytes": costs.get("bytes accessed", 0.0) / size}
 

@@ -47,7 +47,7 @@ def get_config() -> config_dict.ConfigDict:
     c.train.outer_steps = 5  # validations, >= 1
     c.train.target_accuracy = config_dict.placeholder(float)  # 0..1: stop at it; None runs all steps
     c.train.init_from = config_dict.placeholder(str)  # run folder: start from its best parameters
-    # A loss or gradient that is not finite: stop | skip the update | rollback to the last validation, rate cut.
+    # A loss or gradient that is not finite: stop | skip (the update) | rollback (to the last saved validation).
     c.train.on_nonfinite = "stop"
     c.train.max_nonfinite = 5  # skipped updates in a row, or rollbacks in all, before the run has diverged
     c.train.rollback_factor = 0.5  # 0..1, of the learning rate

@@ -22,7 +22,7 @@ import numpy as np
 from etils import epath
 
 from largebatch import UserError
-from largebatch.images import Dataset, Source, iterate_batches, run_ranges, split_indices
+from largebatch.images import SPLITS, Dataset, Source, iterate_batches, run_ranges, split_indices
 
 log = logging.getLogger("largebatch")
 
@@ -67,6 +67,14 @@ class Cache(NamedTuple):
     def image_shape(self) -> tuple[int, int, int]:
         """Height, width, channels."""
         return tuple(self.manifest["image_shape"])
+
+    def identity(self) -> dict:
+        """What someone needs to use a network trained on this elsewhere, and digests that tell data apart."""
+        kept = {name: self.manifest[name] for name in ("class_names", "image_shape", "mean", "std")}
+        for name, part in (("ids", "ids"), ("labels", "labels"), ("images", "digests")):
+            digests = "".join(self.manifest["sha256"][f"{split}_{part}.npy"] for split in SPLITS)
+            kept[name] = hashlib.sha256(digests.encode()).hexdigest()
+        return kept
 
     def small_array(self, name: str) -> np.ndarray:
         """Labels, ids or digests, verified whole (the header too: NumPy's parser trips over a damaged one)."""

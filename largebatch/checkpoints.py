@@ -27,6 +27,8 @@ from largebatch import UserError
 log = logging.getLogger("largebatch")
 
 SUMS, DESCRIPTION, ARRAYS = "SHA256SUMS", "checkpoint.json", "arrays"
+# What is damage; any other OSError is a disk or a network in trouble, and the file may well be sound.
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedCheckpoint(Exception):
@@ -143,9 +145,11 @@ class Checkpoints:
             (temporary / SUMS).write_text(_sums_of(temporary))
             for path in (temporary / DESCRIPTION, temporary / SUMS, temporary):
                 _sync(path)
+            old = self.folder / f".{step:08d}.old.tmp"
             if target.exists():  # of the same step, from before a rollback
-                self._remove(step)
+                target.rename(old)
             temporary.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
             _sync(self.folder)
             self._prune(protect)
         except Exception as error:  # TensorStore reports a full disk as ValueError
@@ -159,7 +163,7 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         """Renamed first: a folder under its own name is whole."""
-        trash = self.folder / f".{step:08d}.old.tmp"
+        trash = self.folder / f".{step:08d}.gone.tmp"
         shutil.rmtree(trash, ignore_errors=True)
         self.path(step).rename(trash)
         shutil.rmtree(trash)
@@ -177,21 +181,39 @@ class Checkpoints:
         Args:
           like: pytree of what is expected, with shapes and dtypes.
         Returns:
-          Tree of NumPy arrays and description, or None where there is no sound one.
+          Tree of NumPy arrays and description, or None where there is no checkpoint yet.
         Raises:
-          UserError: a sound checkpoint holds other arrays than `like`.
+          UserError: all are damaged (then nothing is set aside), one cannot be read, or it holds other
+            arrays than `like`.
         """
+        for old in self.folder.glob(".*.old.tmp"):  # of a process that was killed while it replaced one
+            if not (target := self.path(int(old.name[1:9]))).exists():
+                old.rename(target)
         for temporary in self.folder.glob(".*.tmp"):
-            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(temporary, ignore_errors=True)
+        damages: dict[int, DamagedCheckpoint] = {}
         for step in reversed(self.steps()):
             try:
-                return restore(self.path(step), like)
+                found = restore(self.path(step), like)
             except DamagedCheckpoint as damage:
-                aside = self.path(step).with_suffix(".damaged")
-                log.warning("damaged checkpoint: %s; set aside as %s", damage, aside.name)
-                shutil.rmtree(aside, ignore_errors=True)
-                self.path(step).rename(aside)
+                damages[step] = damage
+                continue
+            for damaged, damage in damages.items():
+                self._set_aside(damaged, damage)
+            return found
+        if damages:
+            newest = damages[max(damages)]
+            raise UserError(f"--workdir: no checkpoint is sound: {newest}; start in a new folder")
         return None
+
+    def _set_aside(self, step: int, damage: DamagedCheckpoint) -> None:
+        aside = self.path(step).with_suffix(".damaged")
+        log.warning("damaged checkpoint: %s; set aside as %s", damage, aside.name)
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            self.path(step).rename(aside)
+        except OSError as error:
+            raise UserError(f"--workdir: cannot write {aside} ({error.strerror})") from error
 
     def close(self) -> None:
         """Waits for the writer."""
@@ -215,13 +237,16 @@ def check(folder: Path) -> dict:
 
     Raises:
       DamagedCheckpoint: names the file, and the array that it belongs to.
+      UserError: a file cannot be read just now.
     """
     try:
         lines = (folder / SUMS).read_bytes().decode().splitlines(keepends=True)
         expected = {line[66:-1]: line[:64] for line in lines}
         found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {SUMS}
-    except (OSError, UnicodeDecodeError) as error:
+    except (*MISSING, UnicodeDecodeError) as error:
         raise DamagedCheckpoint(f"{folder / SUMS} cannot be read ({error})") from error
+    except OSError as error:
+        raise UserError(f"{folder / SUMS} cannot be read ({error.strerror})") from error
     if "".join(f"{digest}  {name}\n" for name, digest in expected.items()) != "".join(lines):
         raise DamagedCheckpoint(f"{folder / SUMS} is not a list of digests")
     for name in sorted(expected.keys() | found):
@@ -230,8 +255,10 @@ def check(folder: Path) -> dict:
         of_array = f" (array {name.split('/')[1]})" if name.count("/") > 1 else ""
         try:
             digest = _sha256((folder / name).read_bytes())
-        except OSError as error:
+        except MISSING as error:
             raise DamagedCheckpoint(f"{folder / name} cannot be read ({error.strerror}){of_array}") from error
+        except OSError as error:
+            raise UserError(f"{folder / name} cannot be read ({error.strerror})") from error
         if digest != expected[name]:
             raise DamagedCheckpoint(f"{folder / name} does not match its SHA-256{of_array}")
     return json.loads((folder / DESCRIPTION).read_text())

@@ -180,7 +180,8 @@ def time_micro_batches(job: train.Job, config, start: TrainState, started: float
     plan = _plan(job, batch_size, length=config.train.inner_steps)  # as long as the loop was compiled for
     loops, found = {own: job.inner_loop}, {}
     for size in (own // 2, own * 2):
-        if 1 <= size <= share:
+        # On a pod a host that runs out of memory alone would leave the others in a collective.
+        if 1 <= size <= share and jax.process_count() == 1:
             loops[size] = steps.make_inner_loop(job.loss_fn, job.optimizer, job.read, deal, size)
     states = {size: devices.replicate(start) for size in loops}
     for repeat in range(1 + TIMED_REPEATS):

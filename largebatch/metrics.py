@@ -1,6 +1,7 @@
 """The run folder, its writers, and what a person sees while training."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -15,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from rich import box, console, progress, table
 
 from largebatch import UserError
 
@@ -93,6 +93,8 @@ class RunFolder:
         except BlockingIOError as error:
             lock.close()
             raise UserError(f"--workdir: another process is training in {self.path}") from error
+        except OSError as error:  # some network file systems
+            log.warning("--workdir: %s cannot be locked (%s): start one process in it only", path, error.strerror)
         self._lock = lock
 
     def start_rows(self, mark: dict | None) -> None:
@@ -113,6 +115,7 @@ class RunFolder:
                 )
             file.truncate()
         self._rows_bytes, self._rows_sha256 = mark["bytes"], digest
+        self._close_events()  # the next row starts a new file, which takes the place of later steps
 
     def rows_mark(self) -> dict:
         """Where metrics.jsonl ends now: its length and SHA-256."""
@@ -121,7 +124,8 @@ class RunFolder:
     def log_event(self, event: str, **fields) -> None:
         """Adds a line to events.jsonl, which tells what happened to the run: starts, stops, rollbacks."""
         path = self.path / "events.jsonl"
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event} | fields
+        process = {"pid": os.getpid(), "node": os.uname().nodename}
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event} | fields | process
         with writing(path), path.open("ab+") as file:
             # A line that a killed process left without its end stays apart from the next.
             file.seek(max(file.tell() - 1, 0))
@@ -157,10 +161,10 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         row = jsonable(row)
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        with writing(path), path.open("ab") as file:
+        with writing(path), path.open("ab", buffering=0) as file:
             try:
-                file.write(line)
-                file.flush()
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(file.fileno())  # a checkpoint that goes with these rows is written after them
             except OSError:
                 file.truncate(self._rows_bytes)
@@ -191,11 +195,15 @@ class RunFolder:
                     self._events.write_event(Event(wall_time=time.time(), step=row["step"], summary=scalar))
             self._events.flush()
 
+    def _close_events(self) -> None:
+        events, self._events = self._events, None
+        if events:
+            with writing(self.path / "tensorboard"):
+                events.close()
+
     def close(self) -> None:
         """Closes the event file and lets other processes in."""
-        if self._events:
-            with writing(self.path / "tensorboard"):
-                self._events.close()
+        self._close_events()
         if self._lock:
             (self.path / "lock").unlink(missing_ok=True)
             self._lock.close()
@@ -212,7 +220,10 @@ class RunFolder:
         with writing(target):
             self.path.mkdir(parents=True, exist_ok=True)
             try:
-                temporary.write_bytes(content)
+                with temporary.open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
                 temporary.replace(target)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -317,77 +328,3 @@ def git_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
-
-
-def _four_digits(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4f}"
-
-
-class Reporter:
-    """What a person sees: a progress bar and a line per outer loop on a terminal, plain lines elsewhere."""
-
-    def __init__(self, total_updates: int, *, enabled: bool):
-        width = None if sys.stdout.isatty() else 200  # a log is not cut at 80 columns
-        self._console = console.Console(quiet=not enabled, highlight=False, width=width)
-        self._bar = progress.Progress(
-            progress.BarColumn(),
-            progress.TextColumn("{task.completed:.0f}/{task.total:.0f} updates"),
-            progress.TextColumn("{task.fields[rate]}"),
-            progress.TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            disable=not (enabled and self._console.is_terminal),
-        )
-        self._task = self._bar.add_task("training", total=total_updates, rate="")
-
-    def __enter__(self):
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_):
-        self._bar.stop()
-
-    def line(self, text: str) -> None:
-        """Prints one line above the bar."""
-        self._console.print(text, markup=False, soft_wrap=True)
-
-    def at(self, step: int, images_per_sec: float) -> None:
-        """Moves the bar to update `step`."""
-        self._bar.update(self._task, completed=step, rate=f"{images_per_sec:,.0f} images/s")
-
-    def row(self, row: dict, outer_steps: int) -> None:
-        """The line of one outer loop."""
-        self.line(
-            f"outer {row['outer']:>4}/{outer_steps}  step {row['step']:>6}  epoch {row['epoch']:8.2f}  "
-            f"train loss {_four_digits(row['train_loss'])}  val loss {row['val_loss']:.4f}  "
-            f"val accuracy {row['val_accuracy']:.4f}  {row['images_per_sec']:>10,.0f} images/s  "
-            f"{row['step_time_ms']:,.1f} ms/update"
-        )
-
-    def results(self, summary: dict, workdir: str) -> None:
-        """The closing table."""
-        out = table.Table(box=box.SIMPLE, show_header=False)
-        out.add_column(no_wrap=True)
-        out.add_column(overflow="fold")
-        rows = {
-            "status": summary["status"],
-            "best val accuracy": f"{summary['best_val_accuracy']:.4f} at update {summary['best_step']}",
-            "final val accuracy": f"{summary['final_val_accuracy']:.4f}",
-            "updates": f"{summary['steps']:,}",
-            "images seen": f"{summary['examples_seen']:,}",
-            "images/s (median)": f"{summary['images_per_sec']:,.0f}",
-            "seconds": "  ".join(f"{name} {sec:.1f}" for name, sec in summary["seconds"].items()),
-            "devices": f"{summary['devices']} {summary['platform']}",
-            "run folder": workdir,
-        }
-        if summary["target_accuracy"] is not None:
-            reached = summary["steps_to_target"]
-            rows["target"] = f"{summary['target_accuracy']:.4f} " + (
-                "not reached"
-                if reached is None
-                else f"after {reached:,} updates, {summary['examples_to_target']:,} images, "
-                f"{summary['sec_to_target']:.1f} s of training"
-            )
-        for name, value in rows.items():
-            out.add_row(name, value)
-        self._console.print(out)

@@ -113,7 +113,7 @@ def run(command: list[str], hosts: int, devices_per_host: int) -> int:
             codes = [process.poll() for process in processes]
             failed = [host for host, code in enumerate(codes) if code and code not in STOPPED]
             stopped = [code for code in codes if code in STOPPED]
-            if stopped:
+            if stopped and not any(codes[host] > 0 for host in failed):
                 stopping_since = stopping_since or time.monotonic()
                 late = time.monotonic() - stopping_since > STOP_GRACE_SEC
                 if failed or late or passed_on > 1 or None not in codes:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -74,8 +73,7 @@ class Progress:
         if devices.is_primary():
             self._run.write_json("config.json", self._config)
             self._run.remove("summary.json")  # of the start before
-            place = {"pid": os.getpid(), "node": os.uname().nodename, **self._layout()}
-            self._run.log_event("start", step=self._trainer.step, **place)
+            self._run.log_event("start", step=self._trainer.step, **self._layout())
         if not found:
             self.save(at_boundary=True)
 
@@ -99,6 +97,9 @@ class Progress:
         return devices.from_primary(found[0] if found else self._like), description
 
     def _take_up(self, snapshot: dict, description: dict) -> None:
+        for name in ("ids", "labels"):
+            if (theirs := description["data"][name]) != self._data[name]:
+                raise UserError(f"dataset: its {name} changed since the checkpoint was saved ({theirs[:8]} then)")
         self._trainer.restore(snapshot)
         self.summary |= {k: v for k, v in description["summary"].items() if k in metrics.empty_summary()}
         self.before, self._boundary = description["before"], description["boundary"]
@@ -117,7 +118,8 @@ class Progress:
             log.info("starting again at update 0, for there is no sound checkpoint; %s", how)
             return
         log.info("resuming at update %d; %s", self._trainer.step, how)
-        theirs, ours = description["layout"], self._layout()
+        theirs = description["layout"] | {"decoded images": description["data"]["images"][:8]}
+        ours = self._layout() | {"decoded images": self._data["images"][:8]}
         if changed := [f"{name} {ours[name]}, was {theirs[name]}" for name in ours if ours[name] != theirs[name]]:
             dealt = "; until this epoch ends some examples come twice and others not, since they are dealt anew"
             log.warning(
@@ -197,7 +199,9 @@ class Progress:
         snapshot, description = self._from_primary(found)
         since = len(rollbacks) + 1 - len(description["summary"]["rollbacks"])
         state = snapshot["state"]
-        scale = np.float32(state.learning_rate_scale * np.float32(factor**since))
+        scale = np.float32(state.learning_rate_scale)
+        for _ in range(since):  # one by one: the same roundings whatever was saved in between
+            scale = np.float32(scale * np.float32(factor))
         self._take_up(snapshot | {"state": state._replace(learning_rate_scale=scale)}, description)
         entry = {"from_step": from_step, "to_step": self._boundary, "learning_rate_scale": float(scale)}
         self.summary["rollbacks"] = [*rollbacks, entry | {"reason": reason}]
@@ -214,19 +218,22 @@ class Progress:
         self.summary["status"], reason = "failed", None
         try:
             yield
-            self._checkpoints.wait()
+            self._finish_saving()
             self.summary["status"] = "done"
         except Diverged as error:
             self.summary["status"], reason = "diverged", str(error)
             raise
-        except preemption.Stopped:
-            if self._saved_step != self._trainer.step:
-                self.save(at_boundary=False)
-            self._checkpoints.wait()
-            self.summary["status"] = "interrupted"
+        except preemption.Stopped as stopped:
+            try:
+                self._finish_saving()
+            except UserError as error:
+                reason = f"{stopped}, and then: {error}"
+                raise
+            self.summary["status"], reason = "interrupted", str(stopped)
             raise
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
+                reason = str(error).splitlines()[0][:200]
                 raise
             reason = f"a collective failed, probably since another host died: {str(error).splitlines()[0][:200]}"
             raise UserError(f"{reason}; start again to go on from the last checkpoint") from error
@@ -240,6 +247,17 @@ class Progress:
             with contextlib.suppress(UserError) if failed else contextlib.nullcontext():
                 self._end(reason)
             self._checkpoints.close()
+
+    def _finish_saving(self) -> None:
+        """Saves where the run stands and waits for it; all hosts learn of a failure."""
+        error = None
+        try:
+            if self._saved_step != self._trainer.step:
+                self.save(at_boundary=False)
+            self._checkpoints.wait()
+        except UserError as raised:
+            error = raised
+        devices.share_error(error)
 
     def _end(self, reason: str | None) -> None:
         if devices.is_primary():
@@ -258,16 +276,19 @@ def best_checkpoint(run: Path) -> tuple[dict[str, np.ndarray], dict]:
     """
     if not (run / "config.json").exists():
         raise UserError(f"{run} is no run folder: it has no config.json")
-    kept = checkpoints.Checkpoints(run / "checkpoints", keep=1)
+    kept, best = checkpoints.Checkpoints(run / "checkpoints", keep=1), None
     for step in reversed(kept.steps()):
         try:
             best = checkpoints.check(kept.path(step))["summary"]["best_step"]
-            if best is None:
-                break
-            return checkpoints.read_arrays(kept.path(best))
+            break
         except checkpoints.DamagedCheckpoint as damage:
             log.warning("damaged checkpoint: %s", damage)
-    raise UserError(f"{run} has no sound checkpoint of a validated step")
+    if best is None:
+        raise UserError(f"{run} has no sound checkpoint of a validated step")
+    try:
+        return checkpoints.read_arrays(kept.path(best))
+    except checkpoints.DamagedCheckpoint as damage:
+        raise UserError(f"{run}: its best checkpoint is damaged: {damage}") from damage
 
 
 def params_of(run: Path, like):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import model
-import train
 from largebatch.state import count_params
 
 COUNTS = {
@@ -79,7 +78,7 @@ def test_networks_are_equal_under_both_convolutions(name):
     image_shape, num_classes, _ = COUNTS[name]
     images = np.random.default_rng(0).standard_normal((2, *image_shape)).astype(np.float32)
     dot, lax = (model.create_model(name, num_classes, "float32", conv) for conv in ("dot", "lax"))
-    params = train.init_params(dot, image_shape, 0)
+    params = model.init_params(dot, image_shape, 0)
     one, other = (jax.jit(network.apply)({"params": params}, images) for network in (dot, lax))
     assert float(jnp.abs(one).max()) > 1e-3
     np.testing.assert_allclose(one, other, atol=1e-5)

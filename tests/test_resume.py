@@ -9,8 +9,10 @@ import pytest
 from conftest import run_script
 
 import augment
+import model
 import train
-from largebatch import UserError, data, images, metrics, preemption, resume, trainer
+from largebatch import UserError, checkpoints, data, images, metrics, preemption, resume, trainer
+from largebatch import cache as caches
 from largebatch import config as configs
 
 WALL_CLOCK = {"images_per_sec", "step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec"}
@@ -138,6 +140,43 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(config, tmp_pa
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+def test_damage_to_all_checkpoints_is_refused_and_nothing_is_touched(config, tmp_path, stop_at):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+    for path in (tmp_path / "checkpoints").glob("*/SHA256SUMS"):
+        flip(path, 0)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"no checkpoint is sound: .*00000006.* start in a new folder"):
+        train.train_and_evaluate(config, str(tmp_path))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_half_replaced_by_a_killed_process_is_found(config, tmp_path, stop_at):
+    whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path / "cut"))
+    folder = tmp_path / "cut" / "checkpoints"
+    (folder / "00000006").rename(folder / ".00000006.old.tmp")
+    (folder / ".00000006.tmp").mkdir()
+    found = checkpoints.Checkpoints(folder, keep=3)
+    stop_at(0)
+    assert train.train_and_evaluate(config, str(tmp_path / "cut"))["params_sha256"] == whole["params_sha256"]
+    assert not list(folder.glob(".*"))
+    assert found.steps() == [6, 8, 12]
+
+
+def test_other_examples_are_refused(config, tmp_path, stop_at, monkeypatch):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+    identity = caches.Cache.identity
+    monkeypatch.setattr(caches.Cache, "identity", lambda self: identity(self) | {"ids": "0" * 64})
+    with pytest.raises(UserError, match="dataset: its ids changed since the checkpoint was saved"):
+        train.train_and_evaluate(config, str(tmp_path))
+
+
 def test_changed_rows_are_refused(config, tmp_path, stop_at):
     stop_at(6)
     with pytest.raises(preemption.Stopped):
@@ -218,7 +257,7 @@ def test_init_from_starts_with_the_best_parameters(config, tmp_path):
 def poisoned(config, monkeypatch):
     """One of the 640 views gives a loss that is no number: the update it falls in, once per epoch of 4."""
     config.batch.size = 160
-    make = train.cross_entropy
+    make = model.cross_entropy
     weights = np.arange(16 * 16 * 3).reshape(16, 16, 3) % 251  # tells views of an image apart
 
     def make_poisoned(logits_fn):
@@ -236,7 +275,7 @@ def poisoned(config, monkeypatch):
     sums = (views.astype(int) * weights).sum(axis=(2, 3, 4)).ravel()
     poison = sums[5]
     assert np.count_nonzero(sums == poison) == 1
-    monkeypatch.setattr(train, "cross_entropy", make_poisoned)
+    monkeypatch.setattr(model, "cross_entropy", make_poisoned)
     return config
 
 

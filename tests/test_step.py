@@ -6,7 +6,6 @@ import pytest
 
 import augment
 import model
-import train
 from largebatch import batching, devices, optimizers
 from largebatch import step as steps
 from largebatch.batching import Deal
@@ -22,9 +21,9 @@ def problem():
     images = rng.integers(0, 256, (NUM_ORIGINALS, SIZE, SIZE, 3), np.uint8)
     labels = rng.integers(0, NUM_CLASSES, NUM_ORIGINALS, np.int32)
     network = model.create_model("convnet", NUM_CLASSES, "float32", "dot")
-    params = train.init_params(network, (SIZE, SIZE, 3), 0)
-    logits_fn = train.make_logits_fn(network, (SIZE, SIZE, 3), (120.0,) * 3, (70.0,) * 3)
-    return images, labels, params, train.cross_entropy(logits_fn)
+    params = model.init_params(network, (SIZE, SIZE, 3), 0)
+    logits_fn = model.make_logits_fn(network, (SIZE, SIZE, 3), (120.0,) * 3, (70.0,) * 3)
+    return images, labels, params, model.cross_entropy(logits_fn)
 
 
 def place(images, labels, num_devices, storage="expanded"):
@@ -227,8 +226,8 @@ def test_golden_first_step(problem):
 def test_bfloat16_keeps_float32_parameters(problem):
     images, labels, _, _ = problem
     network = model.create_model("convnet", NUM_CLASSES, "bfloat16", "dot")
-    params = train.init_params(network, (SIZE, SIZE, 3), 0)
-    loss_fn = train.cross_entropy(train.make_logits_fn(network, (SIZE, SIZE, 3), (120.0,) * 3, (70.0,) * 3))
+    params = model.init_params(network, (SIZE, SIZE, 3), 0)
+    loss_fn = model.cross_entropy(model.make_logits_fn(network, (SIZE, SIZE, 3), (120.0,) * 3, (70.0,) * 3))
     deal, shards, loop, fresh = sgd_loop((images, labels, params, loss_fn), 1)
     state, metrics = loop(fresh(), shards, plan(deal, [400]), np.int32(1))
     deal, shards, exact, fresh = sgd_loop(problem, 1)

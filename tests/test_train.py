@@ -258,6 +258,18 @@ def test_plain_lines_when_not_on_a_terminal(tmp_path, session_cache):
     assert "images/s" in result.stdout
 
 
+def test_nobody_reading_the_output_is_no_reason_to_stop(tmp_path, session_cache):
+    flags = small_flags(session_cache, **{"train.outer_steps": 6})
+    command = [sys.executable, "train.py", *flags, "--workdir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    stderr = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(120) == 0, stderr
+    assert "BrokenPipe" not in stderr
+    assert len(rows_of(tmp_path / "run")) == 6
+
+
 def test_a_progress_bar_on_a_terminal(tmp_path, session_cache):
     parent, child = pty.openpty()
     command = [sys.executable, "train.py", *small_flags(session_cache), "--workdir", str(tmp_path / "run")]

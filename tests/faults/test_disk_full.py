@@ -1,10 +1,12 @@
 """A disk that is full wherever a run writes: a clear message, and a start goes on once there is space."""
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,35 +37,52 @@ def arguments(cache: Path, workdir: Path) -> list[str]:
         "dataset.num_examples": 100,
         "dataset.image_size": 16,
         "train.inner_steps": 2,
-        "train.outer_steps": 4,
+        "train.outer_steps": 40,
     }
     return [*(f"--config.{name}={value}" for name, value in fields.items()), f"--workdir={workdir}"]
 
 
 def fill(disk: Path, free: int) -> Path:
-    """Leaves `free` bytes."""
+    """Leaves `free` bytes, or none if a run takes them meanwhile."""
     ballast = disk / "ballast"
     statistics = os.statvfs(disk)
-    with ballast.open("wb") as file:
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         file.write(bytes(max(statistics.f_bavail * statistics.f_frsize - free, 0)))
     return ballast
 
 
-def check(disk: Path, tmp_path: Path, whole: Path, free: int, steps_before: int) -> str:
+def run_on(disk: Path, command: list[str], free: int, rows: int | None) -> tuple[int, str]:
+    """Runs train.py with `free` bytes left, from the start or once there are `rows` rows; exit code and stderr."""
+    if rows is None:
+        fill(disk, free)
+        result = run_script("train.py", *command)
+        return result.returncode, result.stderr
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    arguments, file = [sys.executable, "train.py", *command], disk / "run" / "metrics.jsonl"
+    process = subprocess.Popen(
+        arguments, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= rows):
+        time.sleep(0.002)
+    fill(disk, free)
+    _, stderr = process.communicate(timeout=120)
+    return process.returncode, stderr
+
+
+def check(disk: Path, tmp_path: Path, whole: Path, free: int, *, from_part: bool, rows: int | None) -> str:
     """Runs until the disk is full, checks what is left, makes space and goes on; returns what failed."""
     run = disk / "run"
     for path in disk.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if steps_before:  # older checkpoints, which must stay as they are
+    if from_part:  # older checkpoints, which must stay as they are
         shutil.copytree(tmp_path / "part", run)
     kept = {path: path.read_bytes() for path in run.glob("checkpoints/*/**/*") if path.is_file()}
-    ballast = fill(disk, free)
-    result = run_script("train.py", *arguments(tmp_path / "cache", run))
-    errors = [line for line in result.stderr.splitlines() if line.startswith("train.py: error:")]
-    if result.returncode:
-        assert result.returncode == 1, result.stderr
-        assert "Traceback" not in result.stderr, result.stderr
-        assert len(errors) == 1, result.stderr
+    code, stderr = run_on(disk, arguments(tmp_path / "cache", run), free, rows)
+    errors = [line for line in stderr.splitlines() if line.startswith("train.py: error:")]
+    if code:
+        assert code == 1, stderr
+        assert "Traceback" not in stderr, stderr
+        assert len(errors) == 1, stderr
         assert "No space left on device" in errors[0]
         assert str(run) in errors[0]
         old = checkpoints.Checkpoints(run / "checkpoints", keep=1)
@@ -71,7 +90,7 @@ def check(disk: Path, tmp_path: Path, whole: Path, free: int, steps_before: int)
             checkpoints.check(old.path(step))
         assert all(path.read_bytes() == content for path, content in kept.items() if path.exists())
         assert not kept or old.steps()
-    ballast.unlink()
+    (disk / "ballast").unlink()
     again = run_script("train.py", *arguments(tmp_path / "cache", run))
     assert again.returncode == 0, again.stderr
     assert_same_run(run, whole)
@@ -79,8 +98,8 @@ def check(disk: Path, tmp_path: Path, whole: Path, free: int, steps_before: int)
     return Path(where).relative_to(run).parts[0] if errors and where != str(run) else where
 
 
-def fill_up(disk: Path, tmp_path: Path, amounts: list[int]) -> dict[str, int]:
-    """`check` for each amount of free space; how often which place was the one that failed."""
+def fill_up(disk: Path, tmp_path: Path, amounts: list[tuple[int, int | None]]) -> dict[str, int]:
+    """`check` for each (free bytes, rows before); how often which place was the one that failed."""
     whole, part = tmp_path / "whole", tmp_path / "part"
     assert run_script("train.py", *arguments(tmp_path / "cache", whole)).returncode == 0
     command = [sys.executable, "train.py", *arguments(tmp_path / "cache", part)]
@@ -97,8 +116,9 @@ def fill_up(disk: Path, tmp_path: Path, amounts: list[int]) -> dict[str, int]:
     stopped = json.loads((part / "events.jsonl").read_text().splitlines()[-1])
     assert stopped["event"] in ("interrupted", "done")
     found: dict[str, int] = {}
-    for number, free in enumerate(amounts):
-        place = check(disk, tmp_path, whole, free, steps_before=number % 2 and stopped["event"] == "interrupted")
+    for number, (free, rows) in enumerate(amounts):
+        from_part = number % 2 == 1 and stopped["event"] == "interrupted"
+        place = check(disk, tmp_path, whole, free, from_part=from_part, rows=rows)
         found[place] = found.get(place, 0) + 1
     record("disk full", {"starts": len(amounts)} | found)
     return found
@@ -106,15 +126,17 @@ def fill_up(disk: Path, tmp_path: Path, amounts: list[int]) -> dict[str, int]:
 
 @pytest.mark.timeout(600)
 def test_a_disk_that_is_full_at_a_checkpoint(disk, tmp_path):
-    found = fill_up(disk, tmp_path, [4 << 20])
+    found = fill_up(disk, tmp_path, [(4 << 20, None)])
     assert found == {"checkpoints": 1}
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 def test_a_disk_that_fills_up_anywhere(disk, tmp_path):
-    found = fill_up(disk, tmp_path, [0, 0, *(1 << n for n in range(12, 25) for _ in range(2))])
-    assert {"checkpoints", "metrics.jsonl"} <= found.keys() or len(found) >= 3, found
+    from_the_start = [(0, None), (0, None), *((1 << n, None) for n in range(12, 25))]
+    later = [(4096 * pages, rows) for rows in (2, 17) for pages in range(6)]
+    found = fill_up(disk, tmp_path, [*from_the_start, *later])
+    assert {"checkpoints", "metrics.jsonl", "predictions.npz"} <= found.keys(), found
 
 
 @pytest.mark.timeout(300)
