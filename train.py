@@ -312,7 +312,8 @@ def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bo
         log.info("%s is a finished run of this config; nothing to do", workdir)
         return ended
     with run:
-        job, state = prepare(config, clock)
+        with devices.named_collective_errors():
+            job, state = prepare(config, clock)
         trainer = make_trainer(job, state, config, clock, str(run.path / "profile") if profile else None)
         summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
         data = job.cache.identity()

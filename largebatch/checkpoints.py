@@ -10,11 +10,14 @@ is the same on every device.
 """
 
 import concurrent.futures
+import functools
 import hashlib
 import json
 import logging
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -53,29 +56,33 @@ def _array_digest(array: np.ndarray) -> dict:
     }
 
 
+@functools.cache
+def _hush_orbax() -> None:
+    """What its threads raise (on a full disk: each of them) comes back from `save`; they print it as well."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # it warns of what is meant, too
+    in_thread, unraisable = threading.excepthook, sys.unraisablehook
+
+    def of_thread(found):
+        if not type(found.thread).__module__.startswith("orbax"):
+            in_thread(found)
+
+    def of_callback(found):
+        if "Event loop is closed" not in str(found.exc_value):
+            unraisable(found)
+
+    threading.excepthook, sys.unraisablehook = of_thread, of_callback
+
+
 def _orbax():
     """Orbax's checkpointer, confined to this process; imported only now since it takes a while."""
     import orbax.checkpoint as ocp
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of what is meant
+    _hush_orbax()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(), active_processes={jax.process_index()}, barrier_sync_key_prefix="alone"
     )
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)  # an array, a folder
     return ocp, ocp.Checkpointer(handler, multiprocessing_options=alone)
-
-
-def _disk_bytes(array: np.ndarray) -> int:
-    """At most what Orbax needs for one array: a folder, metadata and one chunk, in blocks of 4 KiB."""
-    return -(-array.nbytes // 4096) * 4096 + 4 * 4096
-
-
-def _try_space(path: Path, num_bytes: int) -> None:
-    """Raises OSError where there is no room: Orbax would find out in many threads, each with a traceback."""
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        path.unlink()
 
 
 def _sync(path: Path) -> None:
@@ -137,7 +144,6 @@ class Checkpoints:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            _try_space(temporary / "space", sum(_disk_bytes(array) for array in arrays.values()) + 2 * len(text))
             ocp, checkpointer = _orbax()
             checkpointer.save(temporary / ARRAYS, args=ocp.args.PyTreeSave(arrays))
             description = {"step": step, "arrays": {name: _array_digest(array) for name, array in arrays.items()}}

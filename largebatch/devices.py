@@ -151,6 +151,25 @@ def share_error(error: Exception | None) -> None:
         raise UserError(texts[0]) from error
 
 
+@contextlib.contextmanager
+def named_collective_errors():
+    """Says in one line that a collective failed, which on several hosts seldom is this host's fault.
+
+    Raises:
+      UserError: in place of JAX's error; on one host that passes as it is.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(
+            f"a collective failed, probably since another host died or was late ({reason}); "
+            "start again to go on from the last checkpoint"
+        ) from error
+
+
 def local_indices() -> list[int]:
     """Positions of this host's devices on the pmap axis, in the order of jax.local_devices()."""
     first = jax.process_index() * jax.local_device_count()

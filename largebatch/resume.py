@@ -217,8 +217,9 @@ class Progress:
         """Writes summary.json and the last event, however the block ends; saves first if it was stopped."""
         self.summary["status"], reason = "failed", None
         try:
-            yield
-            self._finish_saving()
+            with devices.named_collective_errors():
+                yield
+                self._finish_saving()
             self.summary["status"] = "done"
         except Diverged as error:
             self.summary["status"], reason = "diverged", str(error)
@@ -231,14 +232,8 @@ class Progress:
                 raise
             self.summary["status"], reason = "interrupted", str(stopped)
             raise
-        except jax.errors.JaxRuntimeError as error:
-            if jax.process_count() == 1:
-                reason = str(error).splitlines()[0][:200]
-                raise
-            reason = f"a collective failed, probably since another host died: {str(error).splitlines()[0][:200]}"
-            raise UserError(f"{reason}; start again to go on from the last checkpoint") from error
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             raise
         finally:
             self.summary["seconds"] = self._clock.seconds | {"total": self._clock.total()}
