@@ -59,7 +59,8 @@ def _array_digest(array: np.ndarray) -> dict:
 @functools.cache
 def _hush_orbax() -> None:
     """What its threads raise (on a full disk: each of them) comes back from `save`; they print it as well."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # it warns of what is meant, too
+    for name in ("absl", "asyncio", "concurrent.futures"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     in_thread, unraisable = threading.excepthook, sys.unraisablehook
 
     def of_thread(found):
