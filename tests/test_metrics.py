@@ -108,6 +108,8 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
     with pytest.raises(UserError, match=r"cannot write .*config.json \(No space left on device\)"):
         run.write_json("config.json", {"a": "x" * 300_000})
     assert run.read("config.json") == {"a": 1}
+    with pytest.raises(UserError, match=r"cannot write .*predictions.npz \(No space left on device\)"):
+        run.write_predictions(np.zeros(9), np.random.default_rng(0).random((9, 5000)), np.arange(9))
 
     def fill():
         for step in range(2, 10_000):
