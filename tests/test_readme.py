@@ -19,7 +19,8 @@ from largebatch import data, images
 def test_make_train_on_a_fresh_clone_learns_what_colour_does_not_tell(tmp_path):
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    inherited = ("XLA_FLAGS", "JAX_PLATFORMS", "MAKEFLAGS", "MAKEOVERRIDES", "ARGS")  # `make test ARGS=...`
+    environment = {k: v for k, v in os.environ.items() if k not in inherited}
     pip_cache = os.environ.get("PIP_CACHE_DIR") or os.path.expanduser("~/.cache/pip")  # noqa: PTH111
     environment |= {"HOME": str(tmp_path / "home"), "PIP_CACHE_DIR": pip_cache}
     assert "make train" in (clone / "README.md").read_text()
