@@ -217,12 +217,16 @@ def where_nonfinite(job: Job, trainer: Trainer, place: tuple) -> str:
     layer_outputs = models.make_layer_outputs(job.network, job.cache.image_shape, manifest["mean"], manifest["std"])
     count = make_count_nonfinite(layer_outputs, job.loss_fn, job.read, job.placed.deal, job.micro_batch_size)
     outputs, gradients = count(trainer.state, job.placed.train, *place)
-    for name, count in outputs.items():
+    layers = [name.split(" ", 1)[1] for name in outputs]
+    for layer, count in zip(layers, outputs.values(), strict=True):
         if count:
-            return f"first in the output of layer {name.split(' ', 1)[1]}"
+            return f"first in the output of layer {layer}"
     # Gradients run from output to input.
     names = [name for name, count in checkpoints.named_leaves(gradients).items() if count]
-    return f"first in the gradient of {names[-1]}" if names else "no single layer's output or gradient is"
+    if not names:
+        return "no single layer's output or gradient is"
+    last = max(names, key=lambda name: layers.index(name.rpartition(".")[0].replace(".", "/")))
+    return f"first in the gradient of {last}"
 
 
 def describe(job: Job) -> dict:

@@ -25,7 +25,7 @@ class NonFinite(Exception):
 
     def __init__(self, what: str, step: int, place: tuple, learning_rate: float):
         super().__init__(f"{what} (learning rate {learning_rate:g})")
-        self.step, self.place, self.learning_rate = int(step), place, float(learning_rate)
+        self.step, self.place = int(step), place
 
 
 class Trainer:

@@ -279,8 +279,10 @@ def poisoned(config, monkeypatch):
     return config
 
 
-def test_stop_names_update_layer_and_rate(poisoned, tmp_path):
-    message = r"loss of update \d is nan \(learning rate 0.01\); first in the gradient of Dense_1.kernel"
+@pytest.mark.parametrize(("network", "last"), [("convnet", "Dense_1"), ("resnet8", "Dense_0")])
+def test_stop_names_update_layer_and_rate(poisoned, tmp_path, network, last):
+    poisoned.model.name = network
+    message = rf"loss of update \d is nan \(learning rate 0.01\); first in the gradient of {last}\.(bias|kernel)$"
     with pytest.raises(train.Diverged, match=message):
         train.train_and_evaluate(poisoned, str(tmp_path))
     assert summary_of(tmp_path)["status"] == "diverged"
