@@ -7,6 +7,7 @@ Example `i` of the training set is view `i % 8` of original `i // 8`. Storage "e
 as uint8 on the devices; "on_device" keeps the originals and makes the view when a micro-batch is read.
 """
 
+import functools
 import json
 from typing import NamedTuple
 
@@ -149,17 +150,18 @@ def bytes_per_device(cache: caches.Cache, num_devices: int) -> dict[str, int]:
     }
 
 
-def load_onto_devices(config, other_bytes=lambda cache: {}) -> tuple[caches.Cache, Placed]:
+def load_onto_devices(config, other_bytes=lambda cache: {}, *, packed: bool = False) -> tuple[caches.Cache, Placed]:
     """Prepares the cache and places it; a cache that turns out damaged is named and built again, once.
 
     Args:
       other_bytes: cache -> bytes per device of whatever else must fit, by part.
+      packed: see `place`.
     Raises:
       UserError: it does not fit, or the fresh cache is damaged too.
     """
     for attempt in range(2):
         cache, placed, damage, error = prepare_cache(config), None, None, None
-        sizes = bytes_per_device(cache, jax.device_count()) | other_bytes(cache)
+        sizes = bytes_per_device(cache, 1 if packed else jax.device_count()) | other_bytes(cache)
         hint = "augment.storage = 'on_device' keeps an eighth of the images; or use more devices"
         try:
             devices.check_fits(sizes, hint)
@@ -167,7 +169,7 @@ def load_onto_devices(config, other_bytes=lambda cache: {}) -> tuple[caches.Cach
             error = found
         devices.share_error(error)
         try:
-            placed = place(cache, config.seed)
+            placed = place(cache, config.dataset.split_seed, packed=packed)
         except caches.DamagedCache as found:
             damage = found
         found = [text for text in devices.gather_text(str(damage or "")) if text]
@@ -179,39 +181,49 @@ def load_onto_devices(config, other_bytes=lambda cache: {}) -> tuple[caches.Cach
     raise UserError(f"augment.cache_dir: damaged again right after it was built: {found[0]}")
 
 
-def place(cache: caches.Cache, seed: int) -> Placed:
-    """Reads this host's rows of the cache, device by device, so that no second copy is held."""
-    num_devices = jax.device_count()
+def place(cache: caches.Cache, seed: int, *, packed: bool = False) -> Placed:
+    """Reads this host's rows of the cache, device by device, so that no second copy is held.
+
+    Args:
+      seed: of the deal. Not the run's, so that runs that differ by seed share what is placed.
+      packed: all of the set on each device, as if it were the only one.
+    """
+    num_devices = 1 if packed else jax.device_count()
     deal = Deal(cache.count("train"), num_devices, NUM_VIEWS)
     labels = cache.small_array("train_labels")
-    train, val = [], []
-    for index, device in zip(devices.local_indices(), jax.local_devices(), strict=True):
+
+    def read(index):
         originals = deal.originals_of(index, seed)
         padding = deal.max_originals - len(originals)
-        train.append(
-            {
-                "images": _place_images(cache, "train", originals, padding, cache.num_views, device),
-                "labels": jax.device_put(np.pad(labels[originals], (0, padding))[None], device),
-            }
-        )
-        rows = rows_of_device(cache.count("val"), num_devices, index)
-        val.append(_place_images(cache, "val", rows, 0, 1, device))
+        train = {
+            "images": _read_images(cache, "train", originals, padding, cache.num_views),
+            "labels": np.pad(labels[originals], (0, padding))[None],
+        }
+        return train, _read_images(cache, "val", rows_of_device(cache.count("val"), num_devices, index), 0, 1)
+
+    if packed:
+        read = functools.cache(read)  # CPU devices then share one copy, which `aligned_empty` makes possible
+    indices = [0] * jax.local_device_count() if packed else devices.local_indices()
+    train, val = zip(
+        *(jax.device_put(read(index), device) for index, device in zip(indices, jax.local_devices(), strict=True)),
+        strict=True,
+    )
     return Placed(
-        devices.stack(train),
-        devices.stack(val),
+        devices.stack(list(train)),
+        devices.stack(list(val)),
         cache.small_array("val_labels"),
         cache.small_array("val_ids"),
         deal,
     )
 
 
-def _place_images(cache: caches.Cache, split: str, examples, padding: int, views: int, device) -> jax.Array:
-    """uint8 [1, n * views, H * W * C] on `device`."""
+def _read_images(cache: caches.Cache, split: str, examples, padding: int, views: int) -> np.ndarray:
+    """uint8 [1, n * views, H * W * C]."""
     image = int(np.prod(cache.image_shape))
     out = devices.aligned_empty((len(examples) + padding, views * image), np.uint8)
     cache.read_images(split, examples, out[: len(examples)])
     out[len(examples) :] = 0
-    return jax.device_put(out.reshape(1, -1, image), device)
+    return out.reshape(1, -1, image)
 
 
 # ---- the command ------------------------------------------------------------------------------------

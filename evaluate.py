@@ -71,7 +71,7 @@ def predict(network, params, dataset: images.Dataset, mean, std) -> np.ndarray:
     for index, device in enumerate(jax.local_devices()):
         own = rows[evaluation.rows_of_device(len(rows), num_devices, index)]
         placed.append(jax.device_put(own[None], device))
-    size = train.resolve_micro_batch_size("auto", jax.default_backend())
+    size = train.resolve_micro_batch_size("auto")
     run = evaluation.make_predict(models.make_logits_fn(network, shape, mean, std), size)
     gathered = np.asarray(run(devices.replicate(params), devices.stack(placed)))
     return evaluation.in_split_order(gathered, len(rows))

@@ -21,7 +21,7 @@ from ml_collections import config_dict
 
 import augment
 import model as models
-from largebatch import UserError, batching, checkpoints, devices, display, evaluation, metrics, preemption, resume
+from largebatch import batching, checkpoints, devices, display, evaluation, metrics, preemption, resume
 from largebatch import cache as caches
 from largebatch import config as configs
 from largebatch.optimizers import create_optimizer
@@ -37,16 +37,21 @@ AUTO_MICRO_BATCH_SIZE = {"cpu": 16}
 AUTO_MICRO_BATCH_SIZE_ELSEWHERE = 1024
 
 
-def resolve_micro_batch_size(size, platform: str) -> int:
+def resolve_micro_batch_size(size) -> int:
     """Examples per gradient evaluation."""
     if size == "auto":
-        return AUTO_MICRO_BATCH_SIZE.get(platform, AUTO_MICRO_BATCH_SIZE_ELSEWHERE)
+        return AUTO_MICRO_BATCH_SIZE.get(jax.default_backend(), AUTO_MICRO_BATCH_SIZE_ELSEWHERE)
     return size
+
+
+def plan_length(config) -> int:
+    """Updates that one call may do: a power of two, so that runs of other inner_steps share its program."""
+    return 1 << (config.train.inner_steps - 1).bit_length()
 
 
 def make_plan(deal: batching.Deal, config, batch_size: int, first_step: int) -> Plan:
     """Inputs of the updates from `first_step` on, as many as one call may do."""
-    length = config.train.inner_steps
+    length = plan_length(config)
     examples_before = np.arange(first_step, first_step + length, dtype=np.int64) * batch_size
     return Plan(
         *batching.epoch_and_offset(deal, examples_before),
@@ -55,57 +60,97 @@ def make_plan(deal: batching.Deal, config, batch_size: int, first_step: int) -> 
     )
 
 
-def start(config: config_dict.ConfigDict) -> dict:
-    """Starts JAX by a config that all hosts agree on; returns it as a plain dict.
+class Programs(NamedTuple):
+    """The compiled part of a run, which serves every seed, batch size, rate, momentum and weight decay."""
 
-    Raises:
-      UserError: the config is bad, or another than host 0's; or the devices or hosts are not there.
+    network: nn.Module
+    optimizer: optax.GradientTransformation
+    read: Callable
+    loss_fn: Callable
+    init: Callable
+    inner_loop: Callable
+    predict: Callable
+    metric_names: tuple[str, ...]
+
+
+class Shared:
+    """Data on the devices and compiled programs, by what shapes them: runs of one process may share both.
+
+    Args:
+      packed: each device trains a run of its own, on all of the data.
     """
-    configs.validate(config)
-    configs.use_compilation_cache(config.augment.cache_dir)
-    devices.start(**config.devices.to_dict())
-    plain = config.to_dict()
-    plain["devices"]["host_index"] = None
-    first, *others = map(json.loads, devices.gather_text(json.dumps(plain)))
-    for host, theirs in enumerate(others, 1):
-        if fields := configs.differences(first, theirs, ("on host 0", f"on host {host}")):
-            raise UserError(f"hosts disagree about the config: {fields}")
-    return plain
 
+    def __init__(self, *, packed: bool = False):
+        self.packed, self.local_devices = packed, jax.local_devices()
+        self._data, self._programs = (None, None), {}
 
-def open_run(plain: dict, workdir: str) -> tuple[metrics.RunFolder, dict | None]:
-    """The run folder; with its summary where it holds an ended run. The same answer on every host.
+    def data(self, config) -> tuple[caches.Cache, augment.Placed]:
+        """Places the data set, unless it is there; of several only the latest is kept, for it fills devices."""
+        key = json.dumps([config.dataset.to_dict(), config.augment.to_dict()])
+        if self._data[0] != key:
+            self._data = (None, None)
 
-    Raises:
-      UserError: the folder cannot be written, is in use, or holds a run of another config.
-    """
-    run = metrics.RunFolder(workdir, tensorboard=plain["log"]["tensorboard"])
-    error = summary = None
-    if devices.is_primary():
-        try:
-            summary = _look_at_folder(run, plain)
-        except UserError as found:
-            error = found
-    devices.share_error(error)
-    return run, json.loads(devices.gather_text(json.dumps(summary))[0])
+            def other_bytes(cache):
+                state = jax.eval_shape(make_init(config, cache), np.uint32(0), 0.0, 0.0)
+                size = sizes(config, cache, 1 if self.packed else jax.device_count())[1]
+                return bytes_beside_images(make_network(config, cache), state, cache.image_shape, size)
 
+            cache, placed = augment.load_onto_devices(config, other_bytes, packed=self.packed)
+            jax.block_until_ready((placed.train, placed.val_images))
+            self._data = key, (cache, placed)
+        return self._data[1]
 
-def _look_at_folder(run: metrics.RunFolder, plain: dict) -> dict | None:
-    theirs, summary = run.read("config.json"), run.read("summary.json")
-    if theirs and (
-        fields := configs.differences(configs.identity(plain), configs.identity(theirs), ("here", "there"))
-    ):
-        raise UserError(f"--workdir: {run.path} holds a run of another config: {fields}")
-    if theirs and summary and summary.get("status") in ("done", "diverged"):
-        return summary
-    if theirs is None and (run.path / "metrics.jsonl").exists():
-        raise UserError(f"--workdir: {run.path} holds metrics.jsonl but no config.json; give a new folder")
-    run.lock()
-    return None
+    def key(self, config) -> tuple:
+        """What shapes the programs of `config`; places its data."""
+        cache, placed = self.data(config)
+        return (
+            self._data[0],
+            *config.model.values(),
+            config.optimizer.name,
+            resolve_micro_batch_size(config.batch.micro_batch_size),  # of predictions
+            sizes(config, cache, placed.deal.num_devices)[1],
+            plan_length(config),
+            tolerated_nonfinite(config),
+        )
+
+    def programs(self, config) -> Programs:
+        """Compiles by running once, unless that was done; pmap's ahead-of-time way does not know several hosts."""
+        key = self.key(config)
+        if key not in self._programs:
+            self._programs[key] = self._compile(config, *self.data(config))
+        return self._programs[key]
+
+    def _compile(self, config, cache, placed) -> Programs:
+        network, manifest = make_network(config, cache), cache.manifest
+        logits_fn = models.make_logits_fn(network, cache.image_shape, manifest["mean"], manifest["std"])
+        loss_fn = models.cross_entropy(logits_fn)
+        optimizer = create_optimizer(config.optimizer.name, 0.0, 0.0)
+        read = augment.make_read(config.augment.storage, cache.image_shape)
+        init = make_init(config, cache)
+        inner_loop = make_inner_loop(
+            loss_fn,
+            optimizer,
+            read,
+            placed.deal,
+            sizes(config, cache, placed.deal.num_devices)[1],
+            max_nonfinite=tolerated_nonfinite(config),
+            packed=self.packed,
+        )
+        predict = evaluation.make_predict(
+            logits_fn, resolve_micro_batch_size(config.batch.micro_batch_size), packed=self.packed
+        )
+        state = devices.replicate(init(np.uint32(0), 0.0, 0.0), self.local_devices)
+        plan, updates = make_plan(placed.deal, config, 1, first_step=0), np.int32(0)
+        if self.packed:
+            many = len(self.local_devices)
+            plan, updates = jax.tree.map(lambda x: np.stack([x] * many), (plan, updates))
+        state, values = inner_loop(state, placed.train, plan, updates)
+        jax.block_until_ready((state, predict(state.params, placed.val_images)))
+        return Programs(network, optimizer, read, loss_fn, init, inner_loop, predict, tuple(values))
 
 
 class Job(NamedTuple):
-    """What does not change while a run trains: its data on the devices and its compiled programs."""
+    """What does not change while a run trains."""
 
     cache: caches.Cache
     placed: augment.Placed
@@ -113,12 +158,31 @@ class Job(NamedTuple):
     micro_batch_size: int
     num_params: int
     flops_per_image: float
-    network: nn.Module
-    optimizer: optax.GradientTransformation
-    read: Callable
-    loss_fn: Callable
-    inner_loop: Callable
-    predict: Callable
+    programs: Programs
+
+
+def make_network(config, cache: caches.Cache) -> nn.Module:
+    """The network of `config` for the classes of `cache`."""
+    conv = models.resolve_conv(config.model.conv, jax.default_backend())
+    return models.create_model(config.model.name, len(cache.class_names), config.model.dtype, conv)
+
+
+def make_init(config, cache: caches.Cache) -> Callable[[int, float, float], TrainState]:
+    """(seed, momentum, weight decay) -> the state before the first update, of one replica."""
+    network = make_network(config, cache)
+
+    def init(seed, momentum, weight_decay):
+        optimizer = create_optimizer(config.optimizer.name, momentum, weight_decay)
+        return create_state(models.init_params(network, cache.image_shape, seed), optimizer, seed)
+
+    return jax.jit(init)
+
+
+def sizes(config, cache: caches.Cache, num_devices: int) -> tuple[int, int]:
+    """Examples per update, and per gradient evaluation of one device."""
+    batch_size = configs.resolve_batch_size(config.batch.size, cache.count("train") * augment.NUM_VIEWS)
+    micro_batch_size = resolve_micro_batch_size(config.batch.micro_batch_size)
+    return batch_size, min(micro_batch_size, -(-batch_size // num_devices))
 
 
 def bytes_beside_images(network, state, image_shape, micro_batch_size: int) -> dict[str, int]:
@@ -131,50 +195,24 @@ def bytes_beside_images(network, state, image_shape, micro_batch_size: int) -> d
     }
 
 
-def prepare(config: config_dict.ConfigDict, clock: metrics.Clock) -> tuple[Job, TrainState]:
-    """Places the data, makes the state and compiles the two programs by running them; times both sections."""
-    platform = jax.default_backend()
-    conv = models.resolve_conv(config.model.conv, platform)
-    micro_batch_size = resolve_micro_batch_size(config.batch.micro_batch_size, platform)
-    optimizer = create_optimizer(config.optimizer.name, config.optimizer.momentum, config.optimizer.weight_decay)
-
-    def sizes_for(cache):
-        batch_size = configs.resolve_batch_size(config.batch.size, cache.count("train") * augment.NUM_VIEWS)
-        return batch_size, min(micro_batch_size, -(-batch_size // jax.device_count()))
-
-    def network_for(cache):
-        return models.create_model(config.model.name, len(cache.class_names), config.model.dtype, conv)
-
-    def initial_state(cache):
-        params = models.init_params(network_for(cache), cache.image_shape, config.seed)
-        return create_state(params, optimizer, np.uint32(config.seed))
-
-    def other_bytes(cache):
-        state = jax.eval_shape(functools.partial(initial_state, cache))
-        return bytes_beside_images(network_for(cache), state, cache.image_shape, sizes_for(cache)[1])
-
+def prepare(config: config_dict.ConfigDict, clock: metrics.Clock, shared: Shared) -> tuple[Job, TrainState]:
+    """Places the data, compiles the programs, makes the state; times both sections."""
     with clock.measure("data"):
-        cache, placed = augment.load_onto_devices(config, other_bytes)
-        jax.block_until_ready((placed.train, placed.val_images))
-    batch_size, size = sizes_for(cache)
-    network = network_for(cache)
-    logits_fn = models.make_logits_fn(network, cache.image_shape, cache.manifest["mean"], cache.manifest["std"])
-    state = devices.replicate(jax.jit(functools.partial(initial_state, cache))())
-
-    # Calling, not lowering: pmap's ahead-of-time programs do not take the arrays of several hosts.
+        cache, placed = shared.data(config)
+    batch_size, micro_batch_size = sizes(config, cache, placed.deal.num_devices)
     with clock.measure("compile"):
-        read = augment.make_read(config.augment.storage, cache.image_shape)
-        loss_fn, tolerated = models.cross_entropy(logits_fn), tolerated_nonfinite(config)
-        inner_loop = make_inner_loop(loss_fn, optimizer, read, placed.deal, size, max_nonfinite=tolerated)
-        plan = make_plan(placed.deal, config, batch_size, first_step=0)
-        state, _ = inner_loop(state, placed.train, plan, np.int32(0))
-        predict = evaluation.make_predict(logits_fn, micro_batch_size)
-        jax.block_until_ready((state, predict(state.params, placed.val_images)))
+        programs = shared.programs(config)
+        state = programs.init(np.uint32(config.seed), config.optimizer.momentum, config.optimizer.weight_decay)
+        state = devices.replicate(state, shared.local_devices)
         devices.check_replicas(state.params, "initial parameters")
-    flops = models.training_costs(network, cache.image_shape).flops
-    num_params = count_params(state.params) // jax.local_device_count()
     job = Job(
-        cache, placed, batch_size, size, num_params, flops, network, optimizer, read, loss_fn, inner_loop, predict
+        cache=cache,
+        placed=placed,
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        num_params=count_params(devices.first_replica(state.params)),
+        flops_per_image=models.training_costs(programs.network, cache.image_shape).flops,
+        programs=programs,
     )
     return job, state
 
@@ -184,7 +222,8 @@ def make_trainer(job: Job, state: TrainState, config, clock: metrics.Clock, prof
     profiles = bool(devices.from_primary(np.int32(bool(profile_dir))))
     return Trainer(
         state,
-        job.inner_loop,
+        job.programs.inner_loop,
+        job.programs.metric_names,
         job.placed.train,
         functools.partial(make_plan, job.placed.deal, config, job.batch_size),
         clock,
@@ -205,7 +244,7 @@ def validate_model(job: Job, params) -> tuple[evaluation.Scores, np.ndarray]:
     Raises:
       RuntimeError: the replicas no longer hold the same parameters.
     """
-    gathered = np.asarray(job.predict(params, job.placed.val_images))
+    gathered = np.asarray(job.programs.predict(params, job.placed.val_images))
     logits = evaluation.in_split_order(gathered, len(job.placed.val_labels))
     devices.check_replicas(params, "parameters")
     return evaluation.score(logits, job.placed.val_labels), logits
@@ -213,9 +252,13 @@ def validate_model(job: Job, params) -> tuple[evaluation.Scores, np.ndarray]:
 
 def where_nonfinite(job: Job, trainer: Trainer, place: tuple) -> str:
     """The first layer, from input to output, that is not finite in the update at `place`; in words."""
-    manifest = job.cache.manifest
-    layer_outputs = models.make_layer_outputs(job.network, job.cache.image_shape, manifest["mean"], manifest["std"])
-    count = make_count_nonfinite(layer_outputs, job.loss_fn, job.read, job.placed.deal, job.micro_batch_size)
+    manifest, programs = job.cache.manifest, job.programs
+    layer_outputs = models.make_layer_outputs(
+        programs.network, job.cache.image_shape, manifest["mean"], manifest["std"]
+    )
+    count = make_count_nonfinite(
+        layer_outputs, programs.loss_fn, programs.read, job.placed.deal, job.micro_batch_size
+    )
     outputs, gradients = count(trainer.state, job.placed.train, *place)
     layers = [name.split(" ", 1)[1] for name in outputs]
     for layer, count in zip(layers, outputs.values(), strict=True):
@@ -232,7 +275,7 @@ def where_nonfinite(job: Job, trainer: Trainer, place: tuple) -> str:
 def describe(job: Job) -> dict:
     """What the summary says of a run before its first update."""
     return metrics.empty_summary() | {
-        "devices": jax.device_count(),
+        "devices": job.placed.deal.num_devices,
         "hosts": jax.process_count(),
         "platform": jax.default_backend(),
         "device_kind": jax.devices()[0].device_kind,
@@ -247,9 +290,10 @@ def describe(job: Job) -> dict:
 
 def headline(job: Job, config, clock: metrics.Clock) -> str:
     """Two lines that say what is about to run."""
-    share = -(-job.batch_size // jax.device_count())
+    num_devices = job.placed.deal.num_devices
+    share = -(-job.batch_size // num_devices)
     return (
-        f"{job.num_params:,} parameters; {jax.device_count()} {jax.default_backend()} devices on "
+        f"{job.num_params:,} parameters; {num_devices} {jax.default_backend()} devices on "
         f"{jax.process_count()} hosts; {job.cache.count('train'):,} training images as "
         f"{job.placed.deal.num_examples:,} views, {job.cache.count('val'):,} validation images\n"
         f"batch {job.batch_size:,} = {share:,} a device in micro-batches of up to {job.micro_batch_size}; "
@@ -294,38 +338,53 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
         if improved:
             run.write_predictions(job.placed.val_labels, logits, job.placed.val_ids)
     last = outer == config.train.outer_steps or progress.summary["steps_to_target"] is not None
+    if row["skipped_updates"]:
+        log.warning("outer loop %d: %d updates skipped, not finite", outer, row["skipped_updates"])
+        if devices.is_primary():
+            run.log_event("skipped", step=trainer.step, updates=row["skipped_updates"])
     if improved or last or outer % config.checkpoint.every_outer == 0:
         progress.save(at_boundary=True)
     report.row(row, config.train.outer_steps)
 
 
-def train_and_evaluate(config: config_dict.ConfigDict, workdir: str, profile: bool = False) -> dict:
+def train_and_evaluate(
+    config: config_dict.ConfigDict,
+    workdir: str,
+    profile: bool = False,
+    shared: Shared | None = None,
+    report: display.Reporter | None = None,
+) -> dict:
     """Trains by `config` in the run folder `workdir`, goes on where a run there stopped, returns its summary.
 
+    Args:
+      shared: data and programs, where several runs of this process have them in common.
+      report: what is told of the run as it goes; may end it by raising resume.Pruned from `row`.
     Raises:
       UserError: bad input. Where it is found before the first update, no run is written.
       Diverged: a loss is not finite; the summary says so.
+      resume.Pruned: `report` ended the run.
       preemption.Stopped: a signal came; all is saved, and the same call goes on from there.
     """
     clock = metrics.Clock()
-    plain = start(config)
-    run, ended = open_run(plain, workdir)
+    plain = configs.start(config)
+    run, ended = resume.open_run(plain, workdir)
     if ended and ended["status"] == "diverged":
         raise Diverged(f"{workdir} is a run of this config that diverged; change the config and give a new folder")
-    if ended:
+    if ended:  # done or pruned
         log.info("%s is a finished run of this config; nothing to do", workdir)
         return ended
     with run:
         with devices.named_collective_errors():
-            job, state = prepare(config, clock)
-        trainer = make_trainer(job, state, config, clock, str(run.path / "profile") if profile else None)
-        summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
-        data = job.cache.identity()
-        progress = resume.Progress(run, trainer, clock, summary, plain, data)
-        del state  # donated at the first update
-        progress.resume()
-        report = display.Reporter(config.train.inner_steps * config.train.outer_steps, enabled=devices.is_primary())
-        report.line(headline(job, config, clock))
+            job, state = prepare(config, clock, shared or Shared())
+            trainer = make_trainer(job, state, config, clock, str(run.path / "profile") if profile else None)
+            summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
+            progress = resume.Progress(run, trainer, clock, summary, plain, job.cache.identity())
+            del state  # donated at the first update
+            progress.resume()
+        report = report or display.Reporter(enabled=devices.is_primary())
+        report.start(
+            config.train.inner_steps * config.train.outer_steps, trainer.step, headline(job, config, clock)
+        )
         with progress.recorded_end(), report:
             run_outer_loops(job, config, trainer, progress, run, report, clock)
             summary["params_sha256"] = params_sha256(devices.first_replica(trainer.state.params))
@@ -362,7 +421,7 @@ def main(config: config_dict.ConfigDict) -> int:
     if flags.FLAGS.doctor:
         from largebatch import doctor  # which imports this script
 
-        start(config)
+        configs.start(config)
         return doctor.main(config)
     preemption.answer_signals()
     workdir = flags.FLAGS.workdir or f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -76,7 +76,7 @@ def _place(path: str, folder: str) -> dict:
     config = _config(path, folder)
     cache = augment.prepare_cache(config)
     begin = time.perf_counter()
-    placed = augment.place(cache, config.seed)
+    placed = augment.place(cache, config.dataset.split_seed)
     jax.block_until_ready((placed.train, placed.val_images))
     return {
         "seconds": time.perf_counter() - begin,

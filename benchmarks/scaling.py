@@ -62,7 +62,7 @@ def over_batch_sizes(sizes, repeats: int) -> list[dict]:
     platform = jax.default_backend()
     options = {
         "batch_size": max(sizes),
-        "micro_batch_size": train.resolve_micro_batch_size("auto", platform),
+        "micro_batch_size": train.resolve_micro_batch_size("auto"),
         "dtype": DTYPE,
         "conv": models.resolve_conv("auto", platform),
     }

@@ -72,7 +72,7 @@ def bench_step(batch_size: int, repeats: int, peers: bool = True) -> dict:
 
 def _auto(share: int, platform: str) -> tuple[str, int]:
     """Convolution and micro-batch size that train.py takes by itself."""
-    return models.resolve_conv("auto", platform), min(share, train.resolve_micro_batch_size("auto", platform))
+    return models.resolve_conv("auto", platform), min(share, train.resolve_micro_batch_size("auto"))
 
 
 def our_contenders(batch_size: int, share: int, platform: str) -> list[Contender]:

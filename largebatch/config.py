@@ -1,6 +1,7 @@
 """Validation of the whole config, and how every script starts."""
 
 import difflib
+import json
 import logging
 import math
 import os
@@ -15,7 +16,8 @@ from absl import flags
 from etils import epath
 from ml_collections import config_dict, config_flags
 
-from largebatch import UserError
+from largebatch import UserError, devices
+from largebatch.fields import differences, flatten
 from largebatch.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,24 +93,13 @@ RULES: dict[str, Rule] = {
 }
 
 
-def flatten(config: dict, prefix: str = "") -> dict[str, object]:
-    """Nested groups -> {"group.field": value}."""
-    flat = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def nearest(name: str, known) -> str:
     """ " (did you mean ...?)" when something close is known, else nothing."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _nearest_field(field: str) -> str:
+def nearest_field(field: str) -> str:
     """A known field with a similar last name in the same group, else one similar as a whole."""
     group, _, last = field.rpartition(".")
     same_group = {name.rpartition(".")[2]: name for name in RULES if name.rpartition(".")[0] == group}
@@ -124,7 +115,7 @@ def validate(config: config_dict.ConfigDict) -> None:
     """
     values, problems = flatten(config.to_dict()), []
     for field in values.keys() - RULES.keys():
-        problems.append(f"{field}: unknown field{_nearest_field(field)}")
+        problems.append(f"{field}: unknown field{nearest_field(field)}")
     for field, (allowed, text) in RULES.items():
         if field not in values:
             problems.append(f"{field}: missing; allowed: {text}")
@@ -157,32 +148,29 @@ def resolve_batch_size(size, num_examples: int) -> int:
     return size
 
 
-def identity(config: dict) -> dict:
-    """The fields that shape a run's numbers: not where its hosts meet, what it keeps or where its caches are."""
-    kept = {name: value for name, value in config.items() if name not in ("devices", "log", "checkpoint")}
-    return kept | {"augment": {k: v for k, v in config.get("augment", {}).items() if k != "cache_dir"}}
-
-
-def differences(one: dict, other: dict, names: tuple[str, str]) -> str:
-    """Fields in which two nested configs differ, in one line; empty where they agree.
-
-    Args:
-      names: what to call the two: ("here", "there").
-    """
-    one, other = flatten(one), flatten(other)
-    missing = "missing"
-    return "; ".join(
-        f"{field}: {one.get(field, missing)!r} {names[0]}, {other.get(field, missing)!r} {names[1]}"
-        for field in sorted(one.keys() | other.keys())
-        if one.get(field, missing) != other.get(field, missing)
-    )
-
-
 def use_compilation_cache(cache_dir: str) -> None:
     """Keeps compiled programs between runs. The minimum is 0 s, or small programs would not be kept."""
     jax.config.update("jax_compilation_cache_dir", str(epath.Path(cache_dir).expanduser() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def start(config: config_dict.ConfigDict) -> dict:
+    """Starts JAX by a config that all hosts agree on; returns it as a plain dict.
+
+    Raises:
+      UserError: the config is bad, or another than host 0's; or the devices or hosts are not there.
+    """
+    validate(config)
+    use_compilation_cache(config.augment.cache_dir)
+    devices.start(**config.devices.to_dict())
+    plain = config.to_dict()
+    plain["devices"]["host_index"] = None
+    first, *others = map(json.loads, devices.gather_text(json.dumps(plain)))
+    for host, theirs in enumerate(others, 1):
+        if changed := differences(first, theirs, ("on host 0", f"on host {host}")):
+            raise UserError(f"hosts disagree about the config: {changed}")
+    return plain
 
 
 # ---- scripts ----------------------------------------------------------------------------------------
@@ -240,7 +228,7 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
             raise UsageError(f"--config: {flags.FLAGS['config'].config_filename} cannot be loaded")
     except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
         names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
-        bad = [f"--config.{name}: unknown field{_nearest_field(name)}" for name in names if name not in RULES]
+        bad = [f"--config.{name}: unknown field{nearest_field(name)}" for name in names if name not in RULES]
         raise UsageError("; ".join(bad) or f"--config: the file cannot be run: {_one_line(error)}") from error
     except UsageError:
         raise

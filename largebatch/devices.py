@@ -191,10 +191,27 @@ def stack(per_device: list):
     return jax.tree.map(join, *per_device)
 
 
-def replicate(tree, num_devices: int | None = None):
-    """`tree` on the first `num_devices` local devices (default all), with a leading device axis."""
+def replicate(tree, on: list | None = None):
+    """`tree` on local devices (default all), with a leading device axis."""
     with_axis = jax.tree.map(lambda x: np.asarray(x)[None], tree)
-    return stack([jax.device_put(with_axis, device) for device in jax.local_devices()[:num_devices]])
+    return stack([jax.device_put(with_axis, device) for device in on or jax.local_devices()])
+
+
+def shards_of(tree) -> list:
+    """The inverse of `stack`: this host's part of `tree`, device by device, each with an axis of 1; no copy."""
+    leaves, structure = jax.tree.flatten(tree)
+    per_device = zip(*([shard.data for shard in leaf.addressable_shards] for leaf in leaves), strict=True)
+    return [jax.tree.unflatten(structure, shards) for shards in per_device]
+
+
+def local_devices_of(tree) -> list:
+    """This host's devices that hold `tree`, in the order of its leading axis."""
+    return [shard.device for shard in jax.tree.leaves(tree)[0].addressable_shards]
+
+
+def count(tree) -> int:
+    """How many devices of all hosts hold `tree`."""
+    return len(jax.tree.leaves(tree)[0].sharding.device_set)
 
 
 def first_replica(tree):
@@ -222,6 +239,8 @@ def check_replicas(tree, what: str) -> None:
     Raises:
       RuntimeError: replicas differ; names the devices that disagree with device 0.
     """
+    if count(tree) == 1:
+        return
     hashes = np.asarray(_gathered_hashes(tree))
     wrong = np.flatnonzero(hashes != hashes[0])
     if len(wrong):

@@ -2,8 +2,11 @@
 
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable
 
-from rich import box, console, progress, table
+from rich import box, console, live, progress, table, text
 
 
 def _four_digits(value: float | None) -> str:
@@ -21,7 +24,7 @@ class _Console(console.Console):
 class Reporter:
     """What a person sees: a progress bar and a line per outer loop on a terminal, plain lines elsewhere."""
 
-    def __init__(self, total_updates: int, *, enabled: bool):
+    def __init__(self, *, enabled: bool):
         width = None if sys.stdout.isatty() else 200  # a log is not cut at 80 columns
         self._console = _Console(quiet=not enabled, highlight=False, width=width)
         self._bar = progress.Progress(
@@ -33,7 +36,7 @@ class Reporter:
             transient=True,
             disable=not (enabled and self._console.is_terminal),
         )
-        self._task = self._bar.add_task("training", total=total_updates, rate="")
+        self._task = self._bar.add_task("training", rate="")
 
     def __enter__(self):
         self._bar.start()
@@ -41,6 +44,11 @@ class Reporter:
 
     def __exit__(self, *_):
         self._bar.stop()
+
+    def start(self, total_updates: int, step: int, headline: str) -> None:
+        """Before the first update, which is number `step` of `total_updates`."""
+        self.line(headline)
+        self._bar.update(self._task, total=total_updates, completed=step)
 
     def line(self, text: str) -> None:
         """Prints one line above the bar."""
@@ -86,3 +94,130 @@ class Reporter:
         for name, value in rows.items():
             out.add_row(name, value)
         self._console.print(out)
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    """A table of texts; numbers to the right."""
+    out = table.Table(box=box.SIMPLE)
+    for name, cells in zip(header, zip(*rows, strict=True) if rows else [()] * len(header), strict=True):
+        numbers = all(
+            cell.replace(".", "", 1).replace("-", "").replace("e", "").isdigit() for cell in cells if cell
+        )
+        out.add_column(name, justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        out.add_row(*row)
+    _Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(out)
+
+
+class SweepTable:
+    """What a person sees of a study: a live table of trials on a terminal, a line per start and end elsewhere.
+
+    Args:
+      counts: () -> trials waiting, running and ended, of all processes.
+    """
+
+    SHOWN = 12
+
+    def __init__(self, name: str, counts: Callable[[], tuple[int, int, int]], *, enabled: bool):
+        self._name, self._counts, self._started = name, counts, time.monotonic()
+        self._console = _Console(quiet=not enabled, highlight=False, width=None if sys.stdout.isatty() else 200)
+        self._trials: dict[str, dict] = {}  # of this process, in the order of their start
+        self._lock = threading.Lock()
+        self._live = live.Live(
+            get_renderable=self._render, console=self._console, refresh_per_second=2, redirect_stderr=False
+        )
+
+    def __enter__(self):
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_):
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def start(self, name: str, values: dict, total_updates: int, step: int) -> None:
+        """A trial has begun, at update `step`."""
+        shown = "  ".join(f"{field.rpartition('.')[2]} {_short(value)}" for field, value in values.items())
+        trial = {"values": shown, "total": total_updates, "first": step, "step": step, "since": time.monotonic()}
+        with self._lock:
+            self._trials[name] = trial | {"status": "running", "accuracy": None, "rate": None}
+        self._line(f"trial {name}  {shown}  started at update {step} of {total_updates}")
+
+    def at(self, name: str, step: int, images_per_sec: float) -> None:
+        """A trial has done update `step`."""
+        with self._lock:
+            self._trials[name] |= {"step": step, "rate": images_per_sec}
+
+    def row(self, name: str, row: dict) -> None:
+        """A trial was validated."""
+        with self._lock:
+            trial = self._trials[name]
+            trial["accuracy"] = max(trial["accuracy"] or 0.0, row["val_accuracy"])
+
+    def end(self, name: str, summary: dict) -> None:
+        """A trial has ended; `summary` has its status, and its accuracy or error."""
+        error, accuracy = summary.get("error"), summary.get("best_val_accuracy")
+        with self._lock:
+            trial = self._trials.setdefault(name, {"values": "", "total": 1, "first": 0, "step": 1, "rate": None})
+            trial |= {"status": summary["status"], "accuracy": accuracy}
+            seconds = time.monotonic() - trial.get("since", time.monotonic())
+        result = error or f"best val accuracy {_four_digits(accuracy)}"
+        self._line(
+            f"trial {name}  {trial['values']}  {summary['status']}  {result}  {seconds:.1f} s; {self._left()}"
+        )
+
+    def _line(self, line: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(line, markup=False, soft_wrap=True)
+
+    def _left(self) -> str:
+        waiting, running, ended = self._counts()
+        with self._lock:
+            trials = list(self._trials.values())
+        done = sum(
+            1 - t["first"] / t["total"] if t["status"] != "running" else (t["step"] - t["first"]) / t["total"]
+            for t in trials
+        )
+        ours = sum(t["status"] != "running" for t in trials)
+        total = waiting + running + ended
+        left = waiting + sum(1 - t["step"] / t["total"] for t in trials if t["status"] == "running")
+        shown = f"{min(max(ended, ours), total)} of {total} trials ended"
+        if done < 0.2 or not left:
+            return shown
+        return f"{shown}, about {_duration(left * (time.monotonic() - self._started) / done)} left"
+
+    def _render(self) -> table.Table:
+        out = table.Table(box=box.SIMPLE, title=f"{self._name}: {self._left()}", title_justify="left")
+        for column in ("trial", "setting", "status", "updates", "val accuracy", "images/s"):
+            out.add_column(column, justify="left" if column in ("trial", "setting", "status") else "right")
+        with self._lock:
+            shown = list(self._trials.items())[-self.SHOWN :]
+        for name, trial in shown:
+            status, running = trial["status"], trial["status"] == "running"
+            bar = (
+                progress.ProgressBar(total=trial["total"], completed=trial["step"], width=12) if running else status
+            )
+            out.add_row(
+                name,
+                text.Text(trial["values"]),
+                bar,
+                f"{trial['step']:,}/{trial['total']:,}",
+                "" if trial["accuracy"] is None else _four_digits(trial["accuracy"]),
+                "" if trial["rate"] is None else f"{trial['rate']:,.0f}",
+            )
+        return out
+
+
+def _short(value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 6000
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -46,7 +46,7 @@ def examine(config) -> list[Finding]:
       UserError: the config or the data cannot be used at all.
     """
     started, clock = time.perf_counter(), metrics.Clock()
-    job, state = train.prepare(config, clock)
+    job, state = train.prepare(config, clock, train.Shared())
     start = devices.first_replica(state)
     findings = [check_gradient(job, start.params), *check_updates(job, config, start)]
     sizes = time_micro_batches(job, config, start, started)
@@ -77,8 +77,8 @@ def _mean_of_device_means(job: train.Job, params, size: int):
         device = lax.axis_index(devices.AXIS)
         share = batching.device_share(deal, device, 0, 0, size * deal.num_devices)
         examples, _ = batching.micro_batch(deal, device, share, 0, 1, size, jnp.uint32(0))
-        batch = steps.Batch(*job.read(data, examples), jnp.ones(size))
-        grads, _ = jax.grad(lambda p: job.loss_fn(p, batch), has_aux=True)(params)
+        batch = steps.Batch(*job.programs.read(data, examples), jnp.ones(size))
+        grads, _ = jax.grad(lambda p: job.programs.loss_fn(p, batch), has_aux=True)(params)
         return lax.pmean(jax.tree.map(lambda g: g / size, grads), devices.AXIS)
 
     run = jax.pmap(gradient, devices.AXIS, in_axes=(0, 0), out_axes=None)
@@ -95,7 +95,7 @@ def check_gradient(job: train.Job, params) -> Finding:
     expected = _mean_of_device_means(job, params, size)
     # Plain SGD at rate 1: the update is the gradient.
     optimizer = optimizers.create_optimizer("sgd", 0.0, 0.0)
-    loop = steps.make_inner_loop(job.loss_fn, optimizer, job.read, job.placed.deal, size)
+    loop = steps.make_inner_loop(job.programs.loss_fn, optimizer, job.programs.read, job.placed.deal, size)
     state = devices.replicate(create_state(params, optimizer, 0))
     plan = _plan(job, size * job.placed.deal.num_devices, learning_rate=1.0)
     state, _ = loop(state, job.placed.train, plan, np.int32(1))
@@ -121,8 +121,8 @@ def check_updates(job: train.Job, config, start: TrainState) -> list[Finding]:
     """Norms of the first update beside those of the parameters, layer by layer; trust ratios of LAMB."""
     fields, num_devices = config.optimizer, job.placed.deal.num_devices
     batch_size = min(job.batch_size, job.micro_batch_size * num_devices * 4)
-    plan = _plan(job, batch_size, fields.learning_rate, config.train.inner_steps)  # as long as it was compiled for
-    state, _ = job.inner_loop(devices.replicate(start), job.placed.train, plan, np.int32(1))
+    plan = _plan(job, batch_size, fields.learning_rate, train.plan_length(config))  # as long as it was compiled for
+    state, _ = job.programs.inner_loop(devices.replicate(start), job.placed.train, plan, np.int32(1))
     moved = jax.tree.map(np.subtract, devices.first_replica(state.params), start.params)
     moved = checkpoints.named_leaves(moved)
     # Biases start at zero, so no ratio says anything of them.
@@ -174,15 +174,15 @@ def time_micro_batches(job: train.Job, config, start: TrainState, started: float
 
     Sizes take turns and the best of each counts, since a shared machine is only ever too slow.
     """
-    own, deal = job.micro_batch_size, job.placed.deal
+    own, deal, programs = job.micro_batch_size, job.placed.deal, job.programs
     share, num_rounds = -(-job.batch_size // deal.num_devices), 1
     batch_size = min(job.batch_size, deal.num_devices * own * 8)
-    plan = _plan(job, batch_size, length=config.train.inner_steps)  # as long as the loop was compiled for
-    loops, found = {own: job.inner_loop}, {}
+    plan = _plan(job, batch_size, length=train.plan_length(config))  # as long as the loop was compiled for
+    loops, found = {own: programs.inner_loop}, {}
     for size in (own // 2, own * 2):
         # On a pod a host that runs out of memory alone would leave the others in a collective.
         if 1 <= size <= share and jax.process_count() == 1:
-            loops[size] = steps.make_inner_loop(job.loss_fn, job.optimizer, job.read, deal, size)
+            loops[size] = steps.make_inner_loop(programs.loss_fn, programs.optimizer, programs.read, deal, size)
     states = {size: devices.replicate(start) for size in loops}
     for repeat in range(1 + TIMED_REPEATS):
         for size, loop in loops.items():
@@ -226,7 +226,7 @@ def check_memory(job: train.Job, state) -> Finding:
     """The estimate of what a device needs, beside what it has."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     images = augment.bytes_per_device(job.cache, jax.device_count())
-    beside = train.bytes_beside_images(job.network, one, job.cache.image_shape, job.micro_batch_size)
+    beside = train.bytes_beside_images(job.programs.network, one, job.cache.image_shape, job.micro_batch_size)
     total, free = sum((images | beside).values()), devices.available_bytes()
     text = f"{total / 1e6:,.0f} MB a device, {sum(images.values()) / 1e6:,.0f} MB of it images"
     if free is None:
@@ -242,7 +242,7 @@ def estimate_time(job: train.Job, config, state, sizes: dict[int, float | str]) 
     if isinstance(sizes[job.micro_batch_size], str):
         return Finding(FAIL, "time", "unknown: no update ran")
     begin = time.perf_counter()
-    jax.block_until_ready(job.predict(state.params, job.placed.val_images))
+    jax.block_until_ready(job.programs.predict(state.params, job.placed.val_images))
     validation = time.perf_counter() - begin
     update = sizes[job.micro_batch_size] * job.batch_size
     total = config.train.outer_steps * (config.train.inner_steps * update + validation)

@@ -19,12 +19,13 @@ class Scores(NamedTuple):
     num_examples: int
 
 
-def make_predict(logits_fn: Callable, micro_batch_size: int):
+def make_predict(logits_fn: Callable, micro_batch_size: int, *, packed: bool = False):
     """Logits of a sharded split, pmapped.
 
     Args:
       logits_fn: (params, uint8 images [M, ...]) -> float32 logits [M, num_classes].
       micro_batch_size: images per forward pass, per device.
+      packed: each device has a run of its own; its logits stay where they are.
     Returns:
       (params, images [n, ...]) with a leading local-device axis each -> logits
       [num_devices, n', num_classes] of all devices, n' >= n, on every host.
@@ -41,9 +42,10 @@ def make_predict(logits_fn: Callable, micro_batch_size: int):
             return logits_fn(params, images[rows])
 
         logits = lax.map(some, starts)
-        return lax.all_gather(logits.reshape(-1, logits.shape[-1]), AXIS)
+        logits = logits.reshape(-1, logits.shape[-1])
+        return logits if packed else lax.all_gather(logits, AXIS)
 
-    return jax.pmap(predict, AXIS, in_axes=(0, 0), out_axes=None)
+    return jax.pmap(predict, AXIS, in_axes=(0, 0), out_axes=0 if packed else None)
 
 
 def rows_of_device(num_examples: int, num_devices: int, device: int) -> np.ndarray:

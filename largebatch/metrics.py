@@ -48,6 +48,10 @@ def _json(content: dict) -> str:
     return json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
 
 
+class InUse(UserError):
+    """Another process trains in the run folder."""
+
+
 class RunFolder:
     """config.json, metrics.jsonl, events.jsonl, summary.json, predictions.npz and tensorboard/ of one run.
 
@@ -79,7 +83,8 @@ class RunFolder:
         """Makes the folder, tries it, and keeps other processes out until this one ends, however it ends.
 
         Raises:
-          UserError: the folder cannot be written, or another process trains in it.
+          UserError: the folder cannot be written.
+          InUse: another process trains in it.
         """
         self._write("probe", b"probe")  # a full or read-only disk is found before the work
         path = self.path / "lock"
@@ -92,7 +97,7 @@ class RunFolder:
                 raise BlockingIOError  # a process that has just ended removed it; yet another may have made its own
         except BlockingIOError as error:
             lock.close()
-            raise UserError(f"--workdir: another process is training in {self.path}") from error
+            raise InUse(f"--workdir: another process is training in {self.path}") from error
         except OSError as error:  # some network file systems
             log.warning("--workdir: %s cannot be locked (%s): start one process in it only", path, error.strerror)
         self._lock = lock

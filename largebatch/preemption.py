@@ -52,6 +52,11 @@ def _watch(read: int) -> None:
         os.write(2, f"{name}: saving after the running call; a second signal leaves at once\n".encode())
 
 
+def first_signal() -> int:
+    """The first signal that this host got, or 0."""
+    return _first_signal
+
+
 def agree(vote: int = 0) -> tuple[int, int]:
     """Called by all hosts together: the first signal that any of them got (0 if none), and host 0's `vote`."""
     gathered = devices.gather(np.array([_first_signal, vote], np.int32))

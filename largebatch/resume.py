@@ -9,15 +9,50 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from largebatch import UserError, checkpoints, devices, metrics, preemption
+from largebatch import UserError, checkpoints, devices, fields, metrics, preemption
 
 log = logging.getLogger("largebatch")
 
-ENDS = ("done", "diverged", "interrupted", "failed")
+ENDS = ("done", "diverged", "pruned", "interrupted", "failed")
 
 
 class Diverged(Exception):
     """A loss or gradient is not finite, and the run cannot go on."""
+
+
+class Pruned(Exception):
+    """A sweep ended the run early, for others do better."""
+
+
+def open_run(plain: dict, workdir: str) -> tuple[metrics.RunFolder, dict | None]:
+    """The run folder; with its summary where it holds an ended run. The same answer on every host.
+
+    Raises:
+      UserError: the folder cannot be written, is in use, or holds a run of another config.
+    """
+    run = metrics.RunFolder(workdir, tensorboard=plain["log"]["tensorboard"])
+    error = summary = None
+    if devices.is_primary():
+        try:
+            summary = _look_at_folder(run, plain)
+        except UserError as found:
+            error = found
+    devices.share_error(error)
+    return run, json.loads(devices.gather_text(json.dumps(summary))[0])
+
+
+def _look_at_folder(run: metrics.RunFolder, plain: dict) -> dict | None:
+    theirs, summary = run.read("config.json"), run.read("summary.json")
+    if theirs:
+        changed = fields.differences(fields.identity(plain), fields.identity(theirs), ("here", "there"))
+        if changed:
+            raise UserError(f"--workdir: {run.path} holds a run of another config: {changed}")
+    if theirs and summary and summary.get("status") in ("done", "diverged", "pruned"):
+        return summary
+    if theirs is None and (run.path / "metrics.jsonl").exists():
+        raise UserError(f"--workdir: {run.path} holds metrics.jsonl but no config.json; give a new folder")
+    run.lock()
+    return None
 
 
 class Progress:
@@ -129,11 +164,10 @@ class Progress:
                 dealt if theirs["devices"] != ours["devices"] else "",
             )
 
-    @staticmethod
-    def _layout() -> dict:
+    def _layout(self) -> dict:
         """What must be the same for bitwise the same results."""
         return {
-            "devices": jax.device_count(),
+            "devices": devices.count(self._trainer.state),
             "hosts": jax.process_count(),
             "platform": jax.devices()[0].device_kind,
             "jax": jax.__version__,
@@ -221,8 +255,8 @@ class Progress:
                 yield
                 self._finish_saving()
             self.summary["status"] = "done"
-        except Diverged as error:
-            self.summary["status"], reason = "diverged", str(error)
+        except (Diverged, Pruned) as error:
+            self.summary["status"], reason = type(error).__name__.lower(), str(error)
             raise
         except preemption.Stopped as stopped:
             try:

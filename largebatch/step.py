@@ -43,6 +43,16 @@ def sum_over_devices(tree):
     return unravel(lax.psum(vector, AXIS))
 
 
+def _example_batch(read, data, micro_batch_size: int) -> Batch:
+    """A micro-batch to trace by: example 0, again and again."""
+    examples = jnp.zeros(micro_batch_size, jnp.int32)
+    return Batch(*read(data, examples), examples.astype(jnp.float32))
+
+
+def _zeros_like_shapes(shapes):
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
 def _sum_over_share(sums_of, zeros, read, deal: Deal, micro_batch_size: int, seed, data, device, share):
     """`sums_of(batch)` added over the micro-batches of one device's share."""
     num_micro_batches = -(-share.count // micro_batch_size)
@@ -64,6 +74,8 @@ def make_inner_loop(
     micro_batch_size: int,
     reduce: Callable = sum_over_devices,
     max_nonfinite: int = 0,
+    *,
+    packed: bool = False,
 ):
     """The inner loop of training, pmapped over all devices.
 
@@ -77,6 +89,8 @@ def make_inner_loop(
       reduce: adds a pytree over devices; everything that crosses devices goes through it, once per update.
       max_nonfinite: updates in a row whose loss or gradient norm is not finite before the loop ends early.
         Such an update is never applied: its batch is passed over.
+      packed: each device trains a run of its own on a deal to one device: nothing crosses devices, and
+        plan, number of updates and metrics have a leading device axis too.
 
     Returns:
       (state, data, plan, num_updates) -> (state, metrics). State and data have a leading local-device
@@ -87,10 +101,8 @@ def make_inner_loop(
 
     def zero_averages(state, data):
         """What `loss_fn` sums beside the loss, as zeros; traced forward only, which is quick."""
-        examples = jnp.zeros(micro_batch_size, jnp.int32)
-        batch = Batch(*read(data, examples), examples.astype(jnp.float32))
-        _, averages = jax.eval_shape(loss_fn, state.params, batch)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), averages)
+        _, averages = jax.eval_shape(loss_fn, state.params, _example_batch(read, data, micro_batch_size))
+        return _zeros_like_shapes(averages)
 
     def local_sums(state, data, device, share, averages):
         """Sum of gradients and losses over this device's share; no collective in this loop."""
@@ -103,7 +115,9 @@ def make_inner_loop(
 
     def update(state, data, device, averages, epoch, offset, batch_size, learning_rate):
         share = batching.device_share(deal, device, epoch, offset, batch_size)
-        sums = reduce(local_sums(state, data, device, share, averages))
+        sums = local_sums(state, data, device, share, averages)
+        if not packed:
+            sums = reduce(sums)
         (loss, averages), grads = jax.tree.map(lambda x: x / batch_size, sums)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -120,7 +134,7 @@ def make_inner_loop(
         return state, {"loss": loss, "grad_norm": grad_norm, "nonfinite": counted, **averages}
 
     def inner_loop(state, data, plan, num_updates):
-        device, averages = lax.axis_index(AXIS), zero_averages(state, data)
+        device, averages = 0 if packed else lax.axis_index(AXIS), zero_averages(state, data)
 
         def goes_on(carry):
             index, state, _ = carry
@@ -134,7 +148,8 @@ def make_inner_loop(
         empty = {name: jnp.zeros(plan.epoch.shape) for name in ("loss", "grad_norm", "nonfinite", *averages)}
         return lax.while_loop(goes_on, body, (jnp.int32(0), state, empty))[1:]
 
-    return jax.pmap(inner_loop, AXIS, in_axes=(0, 0, None, None), out_axes=(0, None), donate_argnums=(0,))
+    per_run = 0 if packed else None
+    return jax.pmap(inner_loop, AXIS, in_axes=(0, 0, per_run, per_run), out_axes=(0, per_run), donate_argnums=(0,))
 
 
 def make_count_nonfinite(
@@ -159,9 +174,8 @@ def make_count_nonfinite(
     def count(state, data, epoch, offset, batch_size):
         device = lax.axis_index(AXIS)
         share = batching.device_share(deal, device, epoch, offset, batch_size)
-        examples = jnp.zeros(micro_batch_size, jnp.int32)
-        batch = Batch(*read(data, examples), examples.astype(jnp.float32))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(counts_of, state.params, batch))
+        batch = _example_batch(read, data, micro_batch_size)
+        zeros = _zeros_like_shapes(jax.eval_shape(counts_of, state.params, batch))
         sums_of = partial(counts_of, state.params)
         return lax.psum(
             _sum_over_share(sums_of, zeros, read, deal, micro_batch_size, state.seed, data, device, share), AXIS

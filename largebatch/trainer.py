@@ -34,7 +34,9 @@ class Trainer:
     `snapshot` and `restore` carry all of it through a checkpoint.
 
     Args:
-      inner_loop, data: from `step.make_inner_loop`, and its second argument.
+      inner_loop: from `step.make_inner_loop`.
+      metric_names: of what it returns beside the state.
+      data: its second argument.
       plan_of: first update (counted from 0) -> Plan of the next updates.
       inner_steps: updates between two validations.
       max_nonfinite: as `inner_loop` was made with.
@@ -45,6 +47,7 @@ class Trainer:
         self,
         state: TrainState,
         inner_loop: Callable,
+        metric_names: tuple[str, ...],
         data: Any,
         plan_of: Callable[[int], Plan],
         clock: metrics.Clock,
@@ -56,9 +59,8 @@ class Trainer:
         self._inner_loop, self._data, self._plan_of, self._clock = inner_loop, data, plan_of, clock
         self._inner_steps, self._max_nonfinite, self._profile_dir = inner_steps, max_nonfinite, profile_dir
         self._sec_per_update, self._next_count = None, 1
-        _, names = jax.eval_shape(inner_loop, state, data, plan_of(0), np.int32(0))
         self.state, self.step, self.signal = state, 0, 0
-        self.values = {name: np.zeros(inner_steps, np.float32) for name in names}
+        self.values = {name: np.zeros(inner_steps, np.float32) for name in metric_names}
         self.learning_rate_scale = 1.0
 
     def snapshot(self) -> dict:
@@ -67,7 +69,7 @@ class Trainer:
 
     def restore(self, snapshot: dict) -> None:
         """Goes on from a `snapshot`."""
-        self.state = devices.replicate(snapshot["state"])
+        self.state = devices.replicate(snapshot["state"], on=devices.local_devices_of(self.state))
         self.values = {name: np.array(values) for name, values in snapshot["updates"].items()}
         self.step = int(snapshot["state"].step)
         self.learning_rate_scale = float(snapshot["state"].learning_rate_scale)

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT, assert_one_line_error, run_script
 
 from configs import default
-from largebatch import UserError, config
+from largebatch import UserError, config, fields
 
 BAD_FIELDS = {
     "dataset.source": "disk",
@@ -32,7 +32,7 @@ BAD_FIELDS = {
 
 def test_the_default_is_allowed_and_every_field_has_a_rule():
     config.validate(default.get_config())
-    assert set(config.flatten(default.get_config().to_dict())) == set(config.RULES)
+    assert set(fields.flatten(default.get_config().to_dict())) == set(config.RULES)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
@@ -136,5 +136,5 @@ def test_fields_of_mixed_type_take_both():
 def test_differences_name_the_fields():
     ours, theirs = {"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3, "d": 4}}
     names = ("here", "there")
-    assert config.differences(ours, ours, names) == ""
-    assert config.differences(ours, theirs, names) == "a.c: 2 here, 3 there; a.d: 'missing' here, 4 there"
+    assert fields.differences(ours, ours, names) == ""
+    assert fields.differences(ours, theirs, names) == "a.c: 2 here, 3 there; a.d: 'missing' here, 4 there"

@@ -23,7 +23,7 @@ def test_every_example_is_predicted_once_on_uneven_shards(num_devices, num_examp
     for index, device in enumerate(jax.local_devices()[:num_devices]):
         rows = evaluation.rows_of_device(num_examples, num_devices, index)
         shards.append(jax.device_put(images[rows][None], device))
-    params = devices.replicate({"scale": np.float32(2)}, num_devices)
+    params = devices.replicate({"scale": np.float32(2)}, jax.local_devices()[:num_devices])
     gathered = evaluation.make_predict(identity_logits, micro_batch_size)(params, devices.stack(shards))
     logits = evaluation.in_split_order(np.asarray(gathered), num_examples)
     np.testing.assert_array_equal(logits, 2.0 * images[:, 0, 0, :2])

@@ -11,9 +11,8 @@ from conftest import run_script
 import augment
 import model
 import train
-from largebatch import UserError, checkpoints, data, images, metrics, preemption, resume, trainer
+from largebatch import UserError, checkpoints, data, fields, images, metrics, preemption, resume, trainer
 from largebatch import cache as caches
-from largebatch import config as configs
 
 WALL_CLOCK = {"images_per_sec", "step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec"}
 SUMMARY_WALL_CLOCK = {"images_per_sec", "images_per_sec_by_outer", "train_sec", "sec_to_target", "seconds"}
@@ -220,8 +219,8 @@ def test_another_number_of_devices_resumes_and_says_what_differs(config, tmp_pat
     stop_at(6)
     with pytest.raises(preemption.Stopped):
         train.train_and_evaluate(config, str(tmp_path))
-    fields = configs.flatten(config.to_dict()).items()
-    arguments = [f"--config.{name}={value}" for name, value in fields if value is not None]
+    flat = fields.flatten(config.to_dict()).items()
+    arguments = [f"--config.{name}={value}" for name, value in flat if value is not None]
     result = run_script("train.py", *arguments, f"--workdir={tmp_path}")  # on two devices
     assert result.returncode == 0, result.stderr
     assert "devices 2, was 8: results will not be bitwise" in result.stderr

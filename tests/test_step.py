@@ -53,7 +53,12 @@ def sgd_loop(problem, num_devices, storage="expanded", **kwargs):
     loop = steps.make_inner_loop(
         loss_fn, optimizer, augment.make_read(storage, (SIZE, SIZE, 3)), deal, MICRO, **kwargs
     )
-    return deal, shards, loop, lambda: devices.replicate(create_state(params, optimizer, 0), num_devices)
+    return (
+        deal,
+        shards,
+        loop,
+        lambda: devices.replicate(create_state(params, optimizer, 0), jax.local_devices()[:num_devices]),
+    )
 
 
 def gradient_of_one_update(params, state):
@@ -212,7 +217,7 @@ def test_golden_first_step(problem):
     loop = steps.make_inner_loop(loss_fn, optimizer, augment.make_read("expanded", (SIZE, SIZE, 3)), deal, MICRO)
 
     def moved(rate):
-        state = devices.replicate(create_state(params, optimizer, 0), 2)
+        state = devices.replicate(create_state(params, optimizer, 0), jax.local_devices()[:2])
         state, metrics = loop(state, shards, plan(deal, [deal.num_examples], rate), np.int32(1))
         new = jax.tree.map(lambda x: np.asarray(x)[0], state.params)
         distance = optax.tree.norm(jax.tree.map(lambda a, b: a - b, new, params))

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, assert_one_line_error, make_folder, run_script
 
 import train
-from largebatch import devices, metrics, trainer
+from largebatch import devices, fields, metrics, trainer
 from largebatch.evaluation import score
 
 ROW = [
@@ -291,13 +291,13 @@ def test_a_progress_bar_on_a_terminal(tmp_path, session_cache):
 
 def test_another_cache_or_coordinator_is_still_the_same_run(small_config, tmp_path):
     plain = small_config.to_dict()
-    one, other = train.configs.identity(plain), train.configs.identity(plain)
+    one, other = fields.identity(plain), fields.identity(plain)
     other["augment"] = other["augment"] | {"storage": "on_device"}
-    assert train.configs.differences(one, other, ("here", "there"))
+    assert fields.differences(one, other, ("here", "there"))
     small_config.augment.cache_dir = "/elsewhere"
     small_config.devices.coordinator_address = "a:1"
     small_config.log.tensorboard = False
-    assert train.configs.identity(small_config.to_dict()) == one
+    assert fields.identity(small_config.to_dict()) == one
 
 
 def test_one_host_given_by_config(tmp_path, session_cache):

@@ -89,7 +89,7 @@ def damage_caches(made, count: int, rng: random.Random) -> dict:
             if path.name.startswith("test_") or path.name == "train_ids.npy":  # which training does not read
                 cache.verify()
             else:
-                augment.place(cache, config.seed)
+                augment.place(cache, config.dataset.split_seed)
 
         trouble = trouble_of(read)
         found[kind if trouble else "restored silently"] += 1

@@ -17,6 +17,7 @@ from PIL import Image
 
 from configs import default
 from largebatch import config as configs
+from largebatch import fields
 
 VALUES = (
     "-1", "0", "1.5", "-0.5", "nan", "inf", "-inf", "1e400", "''", "' '", "x", "None", "True", "[]", "[1, 2]", "{}",
@@ -48,7 +49,7 @@ class Case:
 
 def is_malformed(field: str, text: str) -> bool:
     """Whether `field` cannot take the value that the command line reads `text` as."""
-    known = configs.flatten(default.get_config().to_dict())[field]
+    known = fields.flatten(default.get_config().to_dict())[field]
     if isinstance(known, bool) or known is None or isinstance(known, str):
         return False  # texts are checked by what they name: below
     try:

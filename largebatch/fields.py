@@ -1,0 +1,33 @@
+"""A config as plain nested dicts: its fields by name, what identifies a run, and how two differ."""
+
+
+def flatten(config: dict, prefix: str = "") -> dict[str, object]:
+    """Nested groups -> {"group.field": value}."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def identity(config: dict) -> dict:
+    """The fields that shape a run's numbers: not where its hosts meet, what it keeps or where its caches are."""
+    kept = {name: value for name, value in config.items() if name not in ("devices", "log", "checkpoint")}
+    return kept | {"augment": {k: v for k, v in config.get("augment", {}).items() if k != "cache_dir"}}
+
+
+def differences(one: dict, other: dict, names: tuple[str, str]) -> str:
+    """Fields in which two nested configs differ, in one line; empty where they agree.
+
+    Args:
+      names: what to call the two: ("here", "there").
+    """
+    one, other = flatten(one), flatten(other)
+    missing = "missing"
+    return "; ".join(
+        f"{field}: {one.get(field, missing)!r} {names[0]}, {other.get(field, missing)!r} {names[1]}"
+        for field in sorted(one.keys() | other.keys())
+        if one.get(field, missing) != other.get(field, missing)
+    )
