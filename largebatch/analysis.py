@@ -17,6 +17,7 @@ from largebatch.runs import BATCH, OBJECTIVES, Run, Study, number, read, read_ru
 __all__ = ["Run", "Study", "number", "read", "read_run", "read_study", "setting_of"]  # as if they were of here
 
 OPTIMIZER = "optimizer.name"
+UNFINISHED = ("running", "interrupted", "pruned")
 
 
 # ---- statistics over seeds ---------------------------------------------------------------------------
@@ -95,15 +96,15 @@ def _setting(values: dict, runs: list[Run], objective: str) -> Setting:
     names = [run.status for run in runs]
     statuses = {name: names.count(name) for name in dict.fromkeys(names)}
     finished = [run for run in runs if run.status == "done"]
-    counted = finished or [run for run in runs if run.status in ("running", "interrupted", "pruned")] or runs
+    counted = finished or [run for run in runs if run.status in UNFINISHED] or runs
     accuracy = estimate(run.best_val_accuracy for run in counted)
     return Setting(values, runs, estimate(run.value(objective) for run in counted), accuracy, statuses)
 
 
 def _rank(setting: Setting, objective: str) -> tuple:
-    bad = sum(setting.statuses.get(name, 0) for name in ("diverged", "failed", "unreadable"))
-    alive = 2 if bad < len(setting.runs) else 3
-    tier = int(bad > 0) if setting.statuses.get("done") else alive
+    bad = bool({"diverged", "failed"} & setting.statuses.keys())
+    alive = bool(set(UNFINISHED) & setting.statuses.keys())
+    tier = int(bad) if "done" in setting.statuses else 3 - alive
     accuracy = -math.inf if setting.accuracy.mean is None else setting.accuracy.mean
     if objective == "best_val_accuracy":
         return (tier, -accuracy)
@@ -202,9 +203,10 @@ def steps_to_target(study: Study) -> list[BatchPoint]:
 
 
 def unreached_batch_sizes(study: Study) -> list[int]:
-    """Batch sizes that ran, at which no setting took all of its seeds to the target."""
+    """Batch sizes that ran with a target, at which no setting took all of its seeds there."""
     reached = {point.batch_size for point in steps_to_target(study)}
-    return sorted({batch_size for batch_size, _ in _by_batch_size(study)} - reached)
+    aimed = {run.batch_size for run in study.runs if run.field("train.target_accuracy") is not None}
+    return sorted(aimed - reached - {None})
 
 
 def _by_batch_size(study: Study) -> dict[tuple[int, int], list[Run]]:

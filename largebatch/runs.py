@@ -31,13 +31,14 @@ class Run(NamedTuple):
 
     @property
     def status(self) -> str:
-        """One of ENDED, "running" (or killed: its end was not recorded), or "unreadable"."""
+        """One of ENDED, "running" (or killed: its end was not recorded), or "unreadable" (damaged)."""
         found = self.summary.get("status")
         if found in ENDED:
             return found
         if self.trial and self.trial.get("error"):
             return "failed"
-        return "running" if self.config else "unreadable"
+        damaged = any(problem.startswith("summary.json: damaged") for problem in self.problems)
+        return "running" if self.config and not damaged else "unreadable"
 
     @property
     def batch_size(self) -> int | None:

@@ -138,6 +138,9 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path, name, damage, words):
 
 def test_status_of_runs_that_did_not_end(tmp_path):
     running = analysis.read_run(write_run(tmp_path / "running", status="running"))
+    damaged = write_run(tmp_path / "damaged")
+    (damaged / "summary.json").write_text("{")
+    assert analysis.read_run(damaged).status == "unreadable"
     assert running.status == "running"
     assert running.batch_size == 512
     assert running.best_val_accuracy == 0.9
@@ -202,7 +205,7 @@ def test_leaderboard_by_accuracy(tmp_path):
         {"rate": 0.01, "accuracies": (0.5, 0.7), "seed": 1},
         {"rate": 0.03, "accuracies": (0.99,), "status": "diverged"},
         {"rate": 0.04, "accuracies": (0.95,), "status": "done"},
-        {"rate": 0.04, "accuracies": (0.95,), "status": "diverged", "seed": 1},
+        {"rate": 0.04, "accuracies": (0.2,), "status": "diverged", "seed": 1},
         {"rate": 0.05, "accuracies": (0.97,), "status": "pruned"},
         {"rate": 0.06, "error": "no memory"},
     ]
@@ -214,6 +217,7 @@ def test_leaderboard_by_accuracy(tmp_path):
     assert found[1].objective.std == pytest.approx(np.std([0.8, 0.7], ddof=1))
     assert found[1].statuses == {"done": 2}
     assert found[2].statuses == {"done": 1, "diverged": 1}
+    assert found[2].accuracy == (0.95, None, None, None, 1)
     header, rows = analysis.leaderboard_rows(study)
     assert all(len(row) == len(header) for row in rows)
     first = dict(zip(header, rows[0], strict=True))
