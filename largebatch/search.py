@@ -1,0 +1,166 @@
+"""Search spaces: read from a file, checked field by field, and which point of a space a setting is.
+
+A point of a grid, of random or of quasi-random search follows from (seed, number of the setting) alone. So
+a sweep that is killed and started again, or shared by several processes, tries the same points.
+"""
+
+import itertools
+import json
+import math
+import runpy
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import optuna
+from optuna import distributions
+
+from largebatch import UserError
+
+# "tpe" has no points of its own: it looks at the trials that ended.
+SAMPLERS = ("grid", "random", "quasi-random", "tpe")
+PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
+    "none": optuna.pruners.NopPruner,
+    "median": optuna.pruners.MedianPruner,
+    "successive-halving": optuna.pruners.SuccessiveHalvingPruner,
+    "hyperband": optuna.pruners.HyperbandPruner,
+}
+# Not shaping a run's numbers, or with an option of their own.
+NOT_SEARCHED = ("devices", "log", "checkpoint", "seed", "augment.cache_dir")
+
+Space = dict[str, distributions.BaseDistribution]
+
+
+class SpaceFile(NamedTuple):
+    """A space, and `derive(config)`, which sets fields that follow from the searched ones."""
+
+    space: Space
+    derive: Callable
+
+
+def read_space(path: Path, rules: dict, nearest: Callable[[str], str]) -> SpaceFile:
+    """Runs a space file: `get_space()` gives {field: optuna distribution}; `derive(config)` is optional.
+
+    Args:
+      rules: field -> (is a value allowed?, what is allowed).
+      nearest: unknown field -> hint.
+    Raises:
+      UserError: the file cannot be run, or names unknown fields or values that are not allowed; all of them.
+    """
+    if not path.is_file():
+        raise UserError(f"--space: {path} is not a file")
+    try:
+        module = runpy.run_path(str(path))
+        if not callable(module.get("get_space")):
+            raise UserError(f"--space: {path} has no function get_space()")
+        space = module["get_space"]()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's file raises
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f", line {lines[-1]}" if lines else ""
+        raise UserError(
+            f"--space: {path}{where}: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(space, dict) or not space:
+        raise UserError(f"--space: {path}: get_space() gave {space!r}; allowed: {{field: optuna distribution}}")
+    problems = [text for field, values in space.items() for text in _problems(field, values, rules, nearest)]
+    if problems:
+        raise UserError(f"--space: {path}: {'; '.join(problems)}")
+    return SpaceFile(space, module.get("derive", lambda config: None))
+
+
+def _problems(field: str, values, rules: dict, nearest: Callable[[str], str]) -> list[str]:
+    if field not in rules:
+        return [f"{field}: unknown field{nearest(field)}"]
+    if any(field == name or field.startswith(f"{name}.") for name in NOT_SEARCHED):
+        return [f"{field}: cannot be searched" + (" (use --seeds)" if field == "seed" else "")]
+    if isinstance(values, distributions.CategoricalDistribution):
+        tried = values.choices
+        if len({json.dumps(value) for value in tried}) < len(tried):
+            return [f"{field}: a choice comes twice in {tried!r}"]
+    elif isinstance(values, distributions.FloatDistribution | distributions.IntDistribution):
+        tried = (values.low, values.high)
+    else:
+        return [f"{field}: {values!r}; allowed: a FloatDistribution, IntDistribution or CategoricalDistribution"]
+    allowed, text = rules[field]
+    return [f"{field}: {value!r}; allowed: {text}" for value in tried if not allowed(value)]
+
+
+def as_json(space: Space) -> dict:
+    """The space as plain JSON, the same for the same space."""
+    return {field: json.loads(distributions.distribution_to_json(values)) for field, values in space.items()}
+
+
+def grid(space: Space) -> list[dict]:
+    """All points, the first field changing slowest.
+
+    Raises:
+      UserError: a field has no finite number of values.
+    """
+    values = {}
+    for field, one in space.items():
+        if isinstance(one, distributions.CategoricalDistribution):
+            values[field] = list(one.choices)
+        elif one.step is not None and not one.log:
+            count = round((one.high - one.low) / one.step) + 1
+            values[field] = [_rounded(one, one.low + i * one.step) for i in range(count)]
+        else:
+            raise UserError(
+                f"--sampler grid: {field} is a range; allowed: a CategoricalDistribution, or a range with a step"
+            )
+    return [dict(zip(values, point, strict=True)) for point in itertools.product(*values.values())]
+
+
+def point(space: Space, sampler: str, seed: int, setting: int) -> dict:
+    """The setting number `setting` of a sampler that has points of its own."""
+    if sampler == "grid":
+        return grid(space)[setting]
+    if sampler == "random":
+        unit = np.random.default_rng([seed, setting]).random(len(space))
+    else:
+        from scipy.stats import qmc  # Sobol' points, scrambled: the first 2^m of them fill space evenly
+
+        sobol = qmc.Sobol(len(space), rng=seed)
+        if setting:
+            sobol.fast_forward(setting)
+        unit = sobol.random(1)[0]
+    return {field: _value(values, u) for (field, values), u in zip(space.items(), unit, strict=True)}
+
+
+def _value(values: distributions.BaseDistribution, unit: float):
+    """The value at `unit` in [0, 1) of a field's range."""
+    if isinstance(values, distributions.CategoricalDistribution):
+        return values.choices[int(unit * len(values.choices))]
+    half = (values.step or 0) / 2  # so that the ends come as often as the others
+    low, high = values.low - half, values.high + half
+    if values.log:
+        return _rounded(values, math.exp(math.log(low) + unit * (math.log(high) - math.log(low))))
+    return _rounded(values, low + unit * (high - low))
+
+
+def _rounded(values, number: float):
+    """The nearest value that the range has."""
+    if values.step is not None:
+        number = values.low + round((number - values.low) / values.step) * values.step
+    number = min(max(number, values.low), values.high)
+    return round(number) if isinstance(values, distributions.IntDistribution) else float(number)
+
+
+def suggest(trial: optuna.Trial, space: Space) -> dict:
+    """What was fixed for the trial when it was put in the queue, or what its sampler chooses."""
+    values = {}
+    for field, one in space.items():
+        if isinstance(one, distributions.CategoricalDistribution):
+            values[field] = trial.suggest_categorical(field, one.choices)
+        else:
+            ask = trial.suggest_int if isinstance(one, distributions.IntDistribution) else trial.suggest_float
+            values[field] = ask(field, one.low, one.high, step=one.step, log=one.log)
+    return values
+
+
+def tpe(seed: int, setting: int) -> optuna.samplers.TPESampler:
+    """A sampler whose draws follow from (seed, setting), so that a restarted sweep does not repeat its draws."""
+    return optuna.samplers.TPESampler(seed=int(np.random.default_rng([seed, setting]).integers(2**32)))

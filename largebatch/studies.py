@@ -1,0 +1,301 @@
+"""The trials of a study in a database that several processes may share, and which any of them may outlive.
+
+A trial is one run: setting number k with seed number s. What is to be run follows from the study's options;
+`StudyQueue` keeps every such run in the database exactly once alive: waiting, running, or ended. A running
+trial whose process gives no sign any more counts as not run, and is put in the queue again; its run folder
+holds its checkpoints.
+"""
+
+import contextlib
+import datetime
+import json
+import logging
+import threading
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import optuna
+import sqlalchemy.exc
+from optuna.trial import FrozenTrial, TrialState
+
+from largebatch import UserError, preemption, search
+
+log = logging.getLogger("largebatch")
+
+# Optuna beats only for Study.optimize, which runs one trial at a time; here `_beat` does, for packs too.
+warnings.filterwarnings("ignore", message="Heartbeat of storage is supposed to be used with Study.optimize")
+warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+
+MISSED_HEARTBEATS = 3  # after which a trial's process counts as dead
+MAX_WAIT_SEC = 30.0  # between two tries to reach the database
+DATABASE_ERRORS = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError)
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+class Options(NamedTuple):
+    """What is to be run.
+
+    `settings` settings are searched with `seeds` seeds each; then the best setting of each value of
+    `best_by` (a field, or None for one best) gets `best_seeds` seeds in all.
+    """
+
+    space: search.Space
+    sampler: str
+    study_seed: int
+    settings: int
+    seeds: int
+    best_seeds: int
+    best_by: str | None
+
+
+class Claimed(NamedTuple):
+    """A trial that this process has to run."""
+
+    trial: optuna.Trial
+    setting: int
+    seed: int
+    values: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of its run folder."""
+        return f"{self.setting:04d}-{self.seed}"
+
+
+def patiently(call):
+    """Makes a method wait, with messages, until the database can be reached."""
+
+    def waiting(*args, **kwargs):
+        wait, since = 1.0, time.monotonic()
+        while True:
+            try:
+                result = call(*args, **kwargs)
+            except DATABASE_ERRORS as error:
+                reason = str(error.__cause__ or error).strip().splitlines()[0]
+                log.warning("the study's database does not answer (%s); trying again in %.0f s", reason, wait)
+                sleep(wait)
+                wait = min(2 * wait, MAX_WAIT_SEC)
+                continue
+            if wait > 1:
+                log.info("the study's database answers again after %.0f s", time.monotonic() - since)
+            return result
+
+    return waiting
+
+
+def sleep(seconds: float) -> None:
+    """Sleeps; leaves at once on a signal.
+
+    Raises:
+      preemption.Stopped: there was one.
+    """
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if number := preemption.first_signal():
+            raise preemption.Stopped(number)
+        time.sleep(min(left, 0.2))
+
+
+def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
+    """Opens a database that SQLAlchemy knows, and makes its tables.
+
+    Raises:
+      UserError: it cannot be opened.
+    """
+    # Waits for other writers; looks whether a pooled connection still lives.
+    waits = {"timeout": 60} if url.startswith("sqlite") else {}
+    try:
+        return optuna.storages.RDBStorage(
+            url,
+            engine_kwargs={"connect_args": waits, "pool_pre_ping": True},
+            heartbeat_interval=heartbeat_sec,
+            grace_period=MISSED_HEARTBEATS * heartbeat_sec,
+        )
+    except (*DATABASE_ERRORS, sqlalchemy.exc.ArgumentError, ImportError, RuntimeError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise UserError(f"--storage: {url.split('@')[-1]} cannot be opened ({reason})") from error
+
+
+class StudyQueue:
+    """The queue of one study.
+
+    Args:
+      direction: "maximize" or "minimize" the value of a trial.
+    """
+
+    def __init__(self, storage, name: str, direction: str, pruner, options: Options, heartbeat_sec: int):
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._storage, self._options, self._heartbeat_sec = storage, options, heartbeat_sec
+        self._study = optuna.create_study(
+            storage=storage, study_name=name, direction=direction, pruner=pruner, load_if_exists=True
+        )
+        if self._study.direction.name.lower() != direction:
+            raise UserError(f"--storage: study {name!r} there is to {self._study.direction.name.lower()} its value")
+        self.counts = (0, 0, 0)
+        self._beating: set[int] = set()
+        self._lock, self._stop = threading.Lock(), threading.Event()
+
+    # ---- what there is to do ------------------------------------------------------------------------
+
+    def _alive(self) -> dict[tuple[int, int], FrozenTrial]:
+        """The one trial of each (setting, seed) that is waiting, running or ended."""
+        alive = {}
+        for trial in self._study.get_trials(deepcopy=False):
+            attrs = trial.user_attrs
+            if "setting" in attrs and (trial.state != TrialState.FAIL or "error" in attrs):
+                alive.setdefault((attrs["setting"], attrs["seed"]), trial)
+        return alive
+
+    def _wanted(self, alive: dict) -> dict[tuple[int, int], dict]:
+        """Values to fix of every run that can be named by now; {} where the sampler is to choose."""
+        own = self._options
+        wanted = {}
+        for setting in range(own.settings):
+            if own.sampler != "tpe":
+                values = search.point(own.space, own.sampler, own.study_seed, setting)
+            elif known := self._values_of(setting):
+                values = known
+            else:
+                values = {}
+            # What TPE chose is known, and shared by the other seeds, once the first was started.
+            wanted |= {(setting, seed): values for seed in range(own.seeds if values else 1)}
+        searched = [key for key in wanted if key[1] < own.seeds]
+        all_known = own.best_seeds > own.seeds and len(searched) == own.settings * own.seeds
+        if all_known and all(key in alive and self._has_ended(alive[key]) for key in searched):
+            wanted |= self._best(alive, searched, wanted)
+        return wanted
+
+    def _best(self, alive: dict, searched: list, wanted: dict) -> dict:
+        """Further seeds of the best settings, by the mean over the searched seeds."""
+        own, groups = self._options, {}
+        sign = 1 if self._study.direction == optuna.study.StudyDirection.MAXIMIZE else -1
+        worst = -float("inf")
+        for setting in range(own.settings):
+            trials = [alive[key] for key in searched if key[0] == setting]
+            ok = all(trial.state == TrialState.COMPLETE and "diverged" not in trial.user_attrs for trial in trials)
+            score = sum(sign * trial.value for trial in trials) if ok else worst
+            values = wanted[setting, 0]
+            groups.setdefault(json.dumps(values.get(own.best_by)), []).append((score, -setting))
+        best = [max(group) for group in groups.values()]
+        return {
+            (-negated, seed): wanted[-negated, 0]
+            for score, negated in best
+            if score > worst
+            for seed in range(own.seeds, own.best_seeds)
+        }
+
+    @staticmethod
+    def _has_ended(trial: FrozenTrial) -> bool:
+        return trial.state in ENDED or trial.state == TrialState.FAIL  # alive and failed: with an error
+
+    def _values_of(self, setting: int) -> dict | None:
+        """What was chosen for a setting, by any of its trials, dead ones too."""
+        for trial in self._study.get_trials(deepcopy=False):
+            if trial.user_attrs.get("setting") == setting and "values" in trial.user_attrs:
+                return trial.user_attrs["values"]
+        return None
+
+    @patiently
+    def fill(self) -> tuple[int, int, int]:
+        """Puts in the queue what is missing there: at first all, later the trials of dead processes.
+
+        Returns:
+          Runs waiting, running, and ended; `counts` keeps them.
+        """
+        optuna.storages.fail_stale_trials(self._study)
+        self._fail_unclaimed()
+        alive = self._alive()
+        wanted = self._wanted(alive)
+        for (setting, seed), values in wanted.items():
+            if (setting, seed) not in alive:
+                self._study.enqueue_trial(values, user_attrs={"setting": setting, "seed": seed})
+        states = [alive[key].state if key in alive else TrialState.WAITING for key in wanted]
+        waiting, running = states.count(TrialState.WAITING), states.count(TrialState.RUNNING)
+        self.counts = waiting, running, len(states) - waiting - running
+        return self.counts
+
+    def _fail_unclaimed(self) -> None:
+        """Trials whose process died between taking them and its first heartbeat, which Optuna overlooks."""
+        grace = datetime.timedelta(seconds=MISSED_HEARTBEATS * self._heartbeat_sec)
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if "claimed" not in trial.user_attrs and datetime.datetime.now() - trial.datetime_start > grace:
+                self._end(trial._trial_id, TrialState.FAIL)
+
+    # ---- one trial ----------------------------------------------------------------------------------
+
+    @patiently
+    def claim(self) -> Claimed | None:
+        """Takes the next waiting trial, if there is one; its heart beats from here on."""
+        while True:
+            trial = self._study.ask()
+            attrs = trial.user_attrs
+            key = attrs.get("setting"), attrs.get("seed")
+            if "setting" not in attrs:  # the queue was empty: Optuna made a new one
+                self._end(trial._trial_id, TrialState.FAIL)
+                return None
+            if self._alive()[key].number != trial.number:  # two processes filled the queue at once
+                self._end(trial._trial_id, TrialState.FAIL)
+                continue
+            self._storage.record_heartbeat(trial._trial_id)
+            if self._options.sampler == "tpe":
+                self._study.sampler = search.tpe(self._options.study_seed, key[0])
+                trial = optuna.Trial(self._study, trial._trial_id)
+            values = search.suggest(trial, self._options.space)
+            trial.set_user_attr("values", values)
+            trial.set_user_attr("claimed", True)
+            with self._lock:
+                self._beating.add(trial._trial_id)
+            return Claimed(trial, *key, values)
+
+    @patiently
+    def report(self, claimed: Claimed, value: float, outer: int) -> bool:
+        """Tells the value after an outer loop; whether the trial should be pruned."""
+        claimed.trial.report(value, outer)
+        return claimed.trial.should_prune()
+
+    @patiently
+    def end(self, claimed: Claimed, value: float | None, **attrs) -> None:
+        """Ends a trial with its value; with `pruned` or an `error` among `attrs` it has none."""
+        for name, text in attrs.items():
+            claimed.trial.set_user_attr(name, text)
+        if "error" in attrs:
+            self._end(claimed.trial._trial_id, TrialState.FAIL)
+        elif "pruned" in attrs:
+            self._end(claimed.trial._trial_id, TrialState.PRUNED, value)
+        else:
+            self._end(claimed.trial._trial_id, TrialState.COMPLETE, value)
+        self._forget(claimed)
+
+    @patiently
+    def put_back(self, claimed: Claimed) -> None:
+        """Gives a trial back, to be run later by any process from where it stands."""
+        self._end(claimed.trial._trial_id, TrialState.FAIL)
+        self._forget(claimed)
+
+    def _end(self, trial_id: int, state: TrialState, value: float | None = None) -> None:
+        # Another process may have taken this one for dead. Then the run comes again, and is found ended.
+        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            self._storage.set_trial_state_values(trial_id, state, None if value is None else [value])
+
+    def _forget(self, claimed: Claimed) -> None:
+        with self._lock:
+            self._beating.discard(claimed.trial._trial_id)
+
+    # ---- heartbeats ---------------------------------------------------------------------------------
+
+    def __enter__(self):
+        threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._heartbeat_sec):
+            with self._lock:
+                beating = list(self._beating)
+            for trial_id in beating:
+                # Whoever next needs the database says that it is away.
+                with contextlib.suppress(*DATABASE_ERRORS):
+                    self._storage.record_heartbeat(trial_id)
