@@ -333,11 +333,15 @@ class Sweep:
 
     def _run_packed(self, orders: list) -> list:
         """Trials of one compiled program at once, group by group."""
-        groups: dict = {}
+        groups, errors = {}, []
         for order, claimed in orders:
-            key = self._shared.key(self._study.config_of(order.values, order.seed))
-            groups.setdefault(key, []).append((order, claimed))
-        return [error for group in groups.values() for error in self._run_group(group)]
+            try:
+                key = self._shared.key(self._study.config_of(order.values, order.seed))
+            except UserError:
+                errors.append(self._run_one(order, claimed, self._shared))  # alone it says why it fails
+            else:
+                groups.setdefault(key, []).append((order, claimed))
+        return errors + [error for group in groups.values() for error in self._run_group(group)]
 
     def _run_group(self, group: list) -> list:
         config = self._study.config_of(group[0][0].values, group[0][0].seed)
@@ -410,9 +414,10 @@ def main(config: config_dict.ConfigDict) -> int:
     shared = train.Shared(packed=flags.FLAGS.pack)
     with contextlib.ExitStack() as stack:
         queue = stack.enter_context(open_queue(study)) if devices.is_primary() else None
-        table = display.SweepTable(study.path.name, lambda: queue.counts, enabled=queue is not None)
+        counts = (lambda: queue.counts) if queue else (lambda: (0, 0, 0))
+        table = display.SweepTable(study.path.name, counts, enabled=devices.is_primary())
         try:
-            with table:
+            with table, devices.named_collective_errors():
                 Sweep(study, shared, queue, table).run()
         except preemption.Stopped as stopped:
             log.info("%s; start again with --study %s to go on", stopped, study.path)

@@ -16,6 +16,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import optuna
+import sqlalchemy
 import sqlalchemy.exc
 from optuna.trial import FrozenTrial, TrialState
 
@@ -106,15 +107,35 @@ def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
     # Waits for other writers; looks whether a pooled connection still lives.
     waits = {"timeout": 60} if url.startswith("sqlite") else {}
     try:
-        return optuna.storages.RDBStorage(
+        storage = optuna.storages.RDBStorage(
             url,
             engine_kwargs={"connect_args": waits, "pool_pre_ping": True},
             heartbeat_interval=heartbeat_sec,
             grace_period=MISSED_HEARTBEATS * heartbeat_sec,
         )
+        if url.startswith("sqlite"):
+            _lock_from_the_start(storage.engine)
+        return storage
     except (*DATABASE_ERRORS, sqlalchemy.exc.ArgumentError, ImportError, RuntimeError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise UserError(f"--storage: {url.split('@')[-1]} cannot be opened ({reason})") from error
+
+
+def _lock_from_the_start(engine) -> None:
+    """Makes every SQLite transaction lock the database when it begins.
+
+    SQLite has no SELECT ... FOR UPDATE, by which Optuna keeps two processes from taking the same trial.
+    """
+
+    @sqlalchemy.event.listens_for(engine, "connect")
+    def leave_transactions_to_us(connection, record):
+        connection.isolation_level = None
+
+    @sqlalchemy.event.listens_for(engine, "begin")
+    def begin(connection):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    engine.dispose()  # connections made before
 
 
 class StudyQueue:

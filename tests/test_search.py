@@ -1,0 +1,136 @@
+import collections
+import math
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+from largebatch import UserError, search
+from largebatch.config import RULES, nearest_field
+
+SPACE = {
+    "optimizer.name": CategoricalDistribution(["lamb", "adam", "sgd"]),
+    "optimizer.learning_rate": FloatDistribution(1e-4, 1.0, log=True),
+    "optimizer.momentum": FloatDistribution(0.5, 0.9, step=0.1),
+    "batch.size": IntDistribution(16, 1024, log=True),
+    "train.inner_steps": IntDistribution(1, 5),
+}
+
+
+def read(tmp_path, text: str):
+    path = tmp_path / "space.py"
+    path.write_text(f"from optuna.distributions import *\n{text}\n")
+    return search.read_space(path, RULES, nearest_field)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = 1", ["has no function get_space"]),
+        ("def get_space():\n    return {}", ["get_space() gave {}"]),
+        ("def get_space():\n    return 1 / 0", ["line 3", "ZeroDivisionError"]),
+        ("def get_space(:", ["SyntaxError"]),
+        (
+            'def get_space():\n    return {"optimizer.learning_rat": FloatDistribution(0.1, 1)}',
+            ["optimizer.learning_rat: unknown field", "did you mean 'optimizer.learning_rate'"],
+        ),
+        (
+            'def get_space():\n    return {"optimizer.learning_rate": FloatDistribution(0, 1, log=True)}',
+            ["line 3", "`low > 0` must hold"],
+        ),
+        (
+            'def get_space():\n    return {"optimizer.momentum": FloatDistribution(0.9, 0.5)}',
+            ["line 3", "low <= high"],
+        ),
+        ('def get_space():\n    return {"optimizer.name": CategoricalDistribution([])}', ["one or more"]),
+        (
+            'def get_space():\n    return {"optimizer.name": CategoricalDistribution(["sgd", "sgd"])}',
+            ["comes twice"],
+        ),
+        (
+            'def get_space():\n    return {"optimizer.name": CategoricalDistribution(["sgd", "lambb"])}',
+            ["optimizer.name: 'lambb'; allowed: lamb | adam | sgd"],
+        ),
+        (
+            'def get_space():\n    return {"optimizer.momentum": FloatDistribution(0.5, 1.5)}',
+            ["optimizer.momentum: 1.5"],
+        ),
+        ('def get_space():\n    return {"optimizer.momentum": [0.5]}', ["[0.5]; allowed: a FloatDistribution"]),
+        (
+            'def get_space():\n    return {"seed": IntDistribution(0, 5)}',
+            ["seed: cannot be searched (use --seeds)"],
+        ),
+        (
+            'def get_space():\n    return {"log.tensorboard": CategoricalDistribution([True])}',
+            ["cannot be searched"],
+        ),
+    ],
+)
+def test_a_bad_space_is_named_in_one_line(tmp_path, text, words):
+    with pytest.raises(UserError) as error:
+        read(tmp_path, text)
+    message = str(error.value)
+    assert "space.py" in message
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_all_problems_of_a_space_are_listed(tmp_path):
+    fields = (
+        '{"modle.name": CategoricalDistribution(["convnet"]), "batch.size": CategoricalDistribution([0, "ful"])}'
+    )
+    with pytest.raises(UserError, match=r"modle\.name.*batch\.size: 0;.*batch\.size: 'ful'"):
+        read(tmp_path, f"def get_space():\n    return {fields}")
+
+
+def test_a_missing_space_file(tmp_path):
+    with pytest.raises(UserError, match="is not a file"):
+        search.read_space(tmp_path / "none.py", RULES, nearest_field)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.py")), ids=lambda path: path.stem)
+def test_the_spaces_that_come_along_are_sound(path):
+    space, derive = search.read_space(path, RULES, nearest_field)
+    assert space
+    assert callable(derive)
+
+
+def test_grid_has_every_combination_once_first_field_slowest():
+    space = {
+        "optimizer.name": CategoricalDistribution(["lamb", "sgd"]),
+        "optimizer.momentum": FloatDistribution(0.5, 0.9, step=0.2),
+        "train.inner_steps": IntDistribution(1, 5, step=4),
+    }
+    points = search.grid(space)
+    assert [point["optimizer.name"] for point in points] == ["lamb"] * 6 + ["sgd"] * 6
+    assert {(p["optimizer.momentum"], p["train.inner_steps"]) for p in points} == {
+        (m, n) for m in (0.5, 0.7, 0.9) for n in (1, 5)
+    }
+    assert all(space[f]._contains(space[f].to_internal_repr(v)) for point in points for f, v in point.items())
+    assert search.point(space, "grid", 0, 7) == points[7]
+
+
+def test_a_range_is_no_grid():
+    with pytest.raises(UserError, match=r"optimizer.learning_rate is a range"):
+        search.grid(SPACE)
+
+
+@pytest.mark.parametrize("sampler", ["random", "quasi-random"])
+def test_points_follow_from_seed_and_number_and_fill_the_space(sampler):
+    points = [search.point(SPACE, sampler, 3, number) for number in range(256)]
+    assert points[7] == search.point(SPACE, sampler, 3, 7)
+    assert points[7] != search.point(SPACE, sampler, 4, 7)
+    for field, values in SPACE.items():
+        assert all(values._contains(values.to_internal_repr(point[field])) for point in points), field
+    counts = collections.Counter(point["train.inner_steps"] for point in points)
+    assert min(counts.values()) > 256 / 5 / 2  # the ends as often as the others
+    logs = np.sort([math.log10(point["optimizer.learning_rate"]) for point in points])
+    uniform = np.linspace(-4, 0, 256)
+    assert np.abs(logs - uniform).max() < (0.5 if sampler == "random" else 0.05)
+
+
+def test_tpe_does_not_repeat_its_draws_after_a_restart():
+    draws = [search.tpe(0, setting)._rng.rng.random() for setting in (0, 1, 1)]
+    assert draws[0] != draws[1] == draws[2]

@@ -1,0 +1,203 @@
+import datetime
+import threading
+
+import optuna
+import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution
+from optuna.trial import TrialState
+
+from largebatch import UserError, preemption, search, studies
+
+SPACE = {
+    "batch.size": CategoricalDistribution([64, 128]),
+    "optimizer.learning_rate": CategoricalDistribution([0.1, 0.2, 0.3]),
+}
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path / 'study.db'}"
+
+
+def make_queue(url, heartbeat_sec=20, pruner=None, direction="maximize", **changed) -> studies.StudyQueue:
+    given = {"space": SPACE, "sampler": "grid", "study_seed": 0, "settings": 6, "seeds": 1}
+    options = studies.Options(**(given | {"best_seeds": 0, "best_by": "batch.size"} | changed))
+    storage = studies.open_storage(url, heartbeat_sec)
+    return studies.StudyQueue(storage, "study", direction, pruner, options, heartbeat_sec)
+
+
+def run_all(queue, value=lambda claimed: claimed.values["optimizer.learning_rate"]) -> list[studies.Claimed]:
+    """Claims and ends all there is."""
+    ran = []
+    while queue.fill()[0]:
+        while claimed := queue.claim():
+            queue.end(claimed, value(claimed))
+            ran.append(claimed)
+    return ran
+
+
+def names(claimed) -> list[str]:
+    return [one.name for one in claimed]
+
+
+def test_every_point_of_the_grid_is_run_once(url):
+    ran = run_all(make_queue(url, seeds=2))
+    assert names(ran) == [f"{setting:04d}-{seed}" for setting in range(6) for seed in (0, 1)]
+    assert [one.values for one in ran] == [point for point in search.grid(SPACE) for _ in (0, 1)]
+    assert make_queue(url, seeds=2).fill() == (0, 0, 12)
+    assert not run_all(make_queue(url, seeds=2))
+
+
+def test_trials_is_the_total_and_can_grow(url):
+    assert len(run_all(make_queue(url, settings=2))) == 2
+    assert names(run_all(make_queue(url, settings=5))) == ["0002-0", "0003-0", "0004-0"]
+
+
+@pytest.mark.parametrize("repeat", range(8))
+def test_processes_that_fill_the_queue_at_once_run_no_trial_twice(url, repeat):
+    one, two = make_queue(url), make_queue(url)
+    for queue in (one, two):  # as if both had looked before either wrote
+        for setting in range(6):
+            values = search.grid(SPACE)[setting]
+            queue._study.enqueue_trial(values, user_attrs={"setting": setting, "seed": 0})
+    ran: list[studies.Claimed] = []
+    threads = [threading.Thread(target=lambda queue=queue: ran.extend(run_all(queue))) for queue in (one, two)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(names(ran)) == [f"{setting:04d}-0" for setting in range(6)]
+
+
+def test_a_trial_of_a_dead_process_comes_again_with_its_values(url, monkeypatch):
+    dead = make_queue(url, heartbeat_sec=1, sampler="tpe", settings=1)  # its heart does not beat: no `with`
+    dead.fill()
+    lost = dead.claim()
+    other = make_queue(url, heartbeat_sec=1, sampler="tpe", settings=1)
+    assert other.fill() == (0, 1, 0)
+    assert other.claim() is None
+    _wait_until(lambda: other.fill() == (1, 0, 0))
+    again = other.claim()
+    assert (again.name, again.values) == (lost.name, lost.values)
+    dead.end(lost, 0.5)  # it was not dead, only slow
+    other.end(again, 0.7)
+    assert other.fill() == (0, 0, 1)
+    assert [trial.value for trial in other._study.get_trials(states=(TrialState.COMPLETE,))] == [0.7]
+
+
+def test_a_beating_heart_keeps_a_trial(url):
+    with make_queue(url, heartbeat_sec=1, settings=1) as alive:
+        alive.fill()
+        alive.claim()
+        other = make_queue(url, heartbeat_sec=1, settings=1)
+        deadline = datetime.datetime.now() + datetime.timedelta(seconds=5)
+        while datetime.datetime.now() < deadline:
+            assert other.fill() == (0, 1, 0)
+
+
+def test_a_process_killed_before_its_first_heartbeat(url):
+    dead = make_queue(url, heartbeat_sec=1, settings=1)
+    dead.fill()
+    dead._study.ask()
+    _wait_until(lambda: dead.fill() == (1, 0, 0))
+
+
+def _wait_until(condition, seconds=20):
+    deadline = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
+    while not condition():
+        assert datetime.datetime.now() < deadline
+        threading.Event().wait(0.2)
+
+
+def test_what_ended_is_not_run_again_however_it_ended(url):
+    queue = make_queue(url)
+    queue.fill()
+    queue.end(queue.claim(), 0.5)
+    queue.end(queue.claim(), 0.1, diverged=True)
+    queue.end(queue.claim(), 0.2, pruned=True)
+    queue.end(queue.claim(), None, error="disk full")
+    queue.put_back(queue.claim())
+    assert queue.fill() == (2, 0, 4)
+    assert names(run_all(make_queue(url))) == ["0005-0", "0004-0"]
+
+
+def test_the_best_setting_of_each_batch_size_gets_more_seeds(url):
+    queue = make_queue(url, best_seeds=3)
+    best = {64: 0.2, 128: 0.3}
+
+    def value(claimed):
+        return 1.0 if claimed.values["optimizer.learning_rate"] == best[claimed.values["batch.size"]] else 0.5
+
+    ran = run_all(queue, value)
+    extra = [(one.values["batch.size"], one.values["optimizer.learning_rate"], one.seed) for one in ran[6:]]
+    assert sorted(extra) == [(64, 0.2, 1), (64, 0.2, 2), (128, 0.3, 1), (128, 0.3, 2)]
+
+
+def test_the_best_is_the_least_where_the_value_is_to_be_small_and_never_one_that_failed(url):
+    queue = make_queue(url, best_seeds=2, direction="minimize")
+    queue.fill()
+    queue.end(queue.claim(), None, error="disk full")  # 64, 0.1
+    ran = run_all(queue, lambda claimed: claimed.values["optimizer.learning_rate"])
+    assert [(one.values["batch.size"], one.values["optimizer.learning_rate"]) for one in ran[5:]] == [
+        (64, 0.2),
+        (128, 0.1),
+    ]
+
+
+def test_tpe_gives_all_seeds_of_a_setting_the_same_values(url):
+    space = {"optimizer.learning_rate": FloatDistribution(1e-4, 1, log=True)}
+    ran = run_all(make_queue(url, space=space, sampler="tpe", settings=4, seeds=2))
+    chosen = {}
+    for one in ran:
+        chosen.setdefault(one.setting, []).append(one.values["optimizer.learning_rate"])
+    assert all(len(values) == 2 and len(set(values)) == 1 for values in chosen.values())
+    assert len({values[0] for values in chosen.values()}) == 4
+
+
+def test_pruner_sees_what_is_reported(url):
+    queue = make_queue(url, pruner=optuna.pruners.MedianPruner(n_startup_trials=1), settings=2)
+    queue.fill()
+    good, bad = queue.claim(), queue.claim()
+    assert not queue.report(good, 0.9, 1)
+    queue.end(good, 0.9)
+    assert queue.report(bad, 0.1, 1)
+
+
+def test_a_database_that_is_away_is_waited_for(url, monkeypatch, caplog):
+    queue, fail = make_queue(url), [optuna.exceptions.StorageInternalError("connection refused")] * 2
+    get_trials = queue._study.get_trials
+
+    def flaky(*args, **kwargs):
+        if fail:
+            raise fail.pop()
+        return get_trials(*args, **kwargs)
+
+    monkeypatch.setattr(queue._study, "get_trials", flaky)
+    with caplog.at_level("INFO", "largebatch"):
+        assert queue.fill() == (6, 0, 0)
+    assert "does not answer (connection refused); trying again in 1 s" in caplog.text
+    assert "answers again after" in caplog.text
+
+
+def test_a_signal_ends_the_waiting(url, monkeypatch):
+    queue = make_queue(url)
+
+    def gone(*args, **kwargs):
+        raise optuna.exceptions.StorageInternalError("connection refused")
+
+    monkeypatch.setattr(queue._study, "get_trials", gone)
+    monkeypatch.setattr(preemption, "_first_signal", 15)
+    with pytest.raises(preemption.Stopped):
+        queue.fill()
+
+
+@pytest.mark.parametrize("bad", ["nonsense", "nodb://host/x", "sqlite:////no/such/folder/x.db"])
+def test_a_database_that_cannot_be_opened(bad):
+    with pytest.raises(UserError, match=r"--storage: .* cannot be opened"):
+        studies.open_storage(bad, 20)
+
+
+def test_a_study_of_another_direction(url):
+    make_queue(url, direction="minimize")
+    with pytest.raises(UserError, match="is to minimize"):
+        make_queue(url, direction="maximize")

@@ -1,0 +1,305 @@
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optuna
+import pytest
+from conftest import ROOT, assert_one_line_error, run_script
+from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+import sweep
+import train
+from largebatch import UserError, display, metrics, resume, search, studies
+
+RATES = CategoricalDistribution([0.003, 0.01, 0.03])
+SPACE_FILE = """
+from optuna.distributions import CategoricalDistribution
+
+def get_space():
+    return {"optimizer.name": CategoricalDistribution(["lamb", "sgd"]),
+            "optimizer.learning_rate": CategoricalDistribution([0.003, 0.01])}
+"""
+
+
+@pytest.fixture
+def config(small_config):
+    small_config.train.outer_steps = 2
+    small_config.batch.size = 64
+    return small_config
+
+
+def make_study(config, path, space, derive=lambda config: None, pruner="none", **changed) -> sweep.Study:
+    given = {"sampler": "grid", "study_seed": 0, "seeds": 1, "best_seeds": 0, "best_by": None}
+    given |= {"settings": len(search.grid(space))} if changed.get("sampler", "grid") == "grid" else {}
+    options = studies.Options(space=space, **(given | changed))
+    metrics.RunFolder(path).write_json("study.json", {"space": search.as_json(space), "config": config.to_dict()})
+    return sweep.Study(path, config, options, pruner, "best_val_accuracy", derive)
+
+
+def run_study(study: sweep.Study, packed=False, shared=None) -> dict[str, dict]:
+    """Runs a study in this process; summaries by name of trial."""
+    storage = studies.open_storage(f"sqlite:///{study.path / 'study.db'}", 20)
+    queue = studies.StudyQueue(storage, "s", "maximize", search.PRUNERS[study.pruner](), study.options, 20)
+    table = display.SweepTable("s", lambda: queue.counts, enabled=True)
+    shared = shared or train.Shared(packed=packed)
+    with queue, table:
+        sweep.Sweep(study, shared, queue, table).run()
+    assert queue.fill()[:2] == (0, 0)
+    return summaries_of(study.path)
+
+
+def summaries_of(path) -> dict[str, dict]:
+    folders = sorted((path / "trials").iterdir())
+    return {folder.name: json.loads((folder / "summary.json").read_text()) for folder in folders}
+
+
+def test_a_trial_is_the_run_that_train_would_do(config, tmp_path):
+    found = run_study(make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, seeds=2))
+    assert list(found) == ["0000-0", "0000-1", "0001-0", "0001-1", "0002-0", "0002-1"]
+    config.optimizer.learning_rate, config.seed = 0.01, 1
+    alone = train.train_and_evaluate(config, str(tmp_path / "alone"))
+    assert found["0001-1"]["params_sha256"] == alone["params_sha256"]
+    assert len({summary["params_sha256"] for summary in found.values()}) == 6
+
+
+@pytest.fixture
+def compilations():
+    """Counts the programs that are compiled, or read from the cache of compiled programs."""
+    events = []
+
+    def listen(name, *_, **__):
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax._src.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilations):
+    shared = train.Shared()
+    config.batch.size = 128  # a micro-batch of 16 on each of 8 devices, as the larger ones have
+    first = {"optimizer.learning_rate": CategoricalDistribution([0.01])}
+    run_study(make_study(config, tmp_path / "first", first), shared=shared)
+    assert len(compilations) > 2  # at least the inner loop, the predictions and the initial state
+    compilations.clear()
+    others = {
+        "optimizer.learning_rate": CategoricalDistribution([0.02, 0.03]),
+        "optimizer.momentum": CategoricalDistribution([0.5]),
+        "optimizer.weight_decay": CategoricalDistribution([0.1]),
+        "batch.size": CategoricalDistribution([200, 640]),
+        "train.inner_steps": CategoricalDistribution([4]),  # 3 before; both are done by a program for 4
+    }
+    found = run_study(make_study(config, tmp_path / "others", others, seeds=2), shared=shared)
+    assert len(found) == 8
+    assert compilations == []
+
+
+def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
+    space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"]), "optimizer.learning_rate": RATES}
+    shared = train.Shared(packed=True)
+    packed = run_study(make_study(config, tmp_path / "packed", space), shared=shared)
+    for name, (optimizer, rate) in {"0001-0": ("lamb", 0.01), "0005-0": ("sgd", 0.03)}.items():
+        alone = {
+            "optimizer.name": CategoricalDistribution([optimizer]),
+            "optimizer.learning_rate": CategoricalDistribution([rate]),
+        }
+        # Packed with nobody, so on a device of the same program: bitwise.
+        one = run_study(make_study(config, tmp_path / name, alone), shared=shared)["0000-0"]
+        assert packed[name]["params_sha256"] == one["params_sha256"]
+        assert packed[name]["devices"] == 1
+    # By train.py on one device: XLA fuses a program for one device in another way, so to rounding.
+    config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.03
+    arguments = [f"--config.{field}={value}" for field, value in changed_fields(config).items()]
+    result = run_script("train.py", *arguments, f"--workdir={tmp_path / 'one'}", env={"XLA_FLAGS": ONE_DEVICE})
+    assert result.returncode == 0, result.stderr
+    theirs = resume.params_in(resume.best_checkpoint(tmp_path / "one")[0])
+    ours = resume.params_in(resume.best_checkpoint(tmp_path / "packed" / "trials" / "0005-0")[0])
+    for name, array in theirs.items():
+        np.testing.assert_allclose(ours[name], array, atol=1e-5)
+
+
+ONE_DEVICE = "--xla_force_host_platform_device_count=1"
+
+
+def changed_fields(config) -> dict:
+    from configs import default
+    from largebatch import fields
+
+    ours, theirs = fields.flatten(config.to_dict()), fields.flatten(default.get_config().to_dict())
+    return {field: value for field, value in ours.items() if value != theirs[field]}
+
+
+def test_packed_trials_of_other_lengths_and_batch_sizes(config, tmp_path):
+    def derive(config):
+        config.train.outer_steps = 1 if config.batch.size == 64 else 4
+
+    space = {"batch.size": CategoricalDistribution([64, 100, 640])}
+    config.batch.micro_batch_size = 8
+    found = run_study(make_study(config, tmp_path, space, derive), packed=True)
+    assert [summary["steps"] for summary in found.values()] == [3, 12, 12]
+    assert [summary["examples_seen"] for summary in found.values()] == [3 * 64, 12 * 100, 12 * 640]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_path, packed, capsys):
+    # 10,000 examples are more than there are; a rate of 1e38 does not stay finite.
+    rates = CategoricalDistribution([0.01, 1e38])
+    space = {"optimizer.learning_rate": rates, "batch.size": CategoricalDistribution([64, 10_000])}
+    config.optimizer.name = "sgd"
+    study = make_study(config, tmp_path, space)
+    storage = studies.open_storage(f"sqlite:///{tmp_path / 'study.db'}", 20)
+    queue = studies.StudyQueue(storage, "s", "maximize", None, study.options, 20)
+    table = display.SweepTable("s", lambda: queue.counts, enabled=True)
+    with queue, table:
+        sweep.Sweep(study, train.Shared(packed=packed), queue, table).run()
+    shown = capsys.readouterr().out
+    assert "4 of 4 trials ended" in shown
+    assert shown.count("  failed  ") == 2
+    assert "batch.size: 10000; allowed: an integer from 1 to 640" in shown
+    assert shown.count("  diverged  ") == 1
+    assert queue.fill() == (0, 0, 4)
+    trial = json.loads((tmp_path / "trials" / "0001-0" / "trial.json").read_text())
+    assert "batch.size: 10000" in trial["error"]
+
+
+def test_several_failures_in_a_row_end_the_sweep(config, tmp_path):
+    space = {"batch.size": CategoricalDistribution([1000, 2000, 3000, 4000])}
+    with pytest.raises(UserError, match=r"3 trials in a row failed, the last one: batch\.size: 3000"):
+        run_study(make_study(config, tmp_path, space))
+
+
+def test_pruned_trials_end_early_and_are_kept(config, tmp_path, monkeypatch):
+    config.train.outer_steps = 6
+
+    class Second(optuna.pruners.BasePruner):
+        """Prunes every trial but the first, at the second validation."""
+
+        def prune(self, study, trial):
+            return trial.number > 0 and trial.last_step == 2
+
+    monkeypatch.setitem(search.PRUNERS, "median", Second)
+    space = {"optimizer.learning_rate": CategoricalDistribution([0.01, 0.02])}
+    study = make_study(config, tmp_path, space, pruner="median")
+    run_study(study)
+    good, bad = summaries_of(tmp_path).values()
+    assert (good["status"], bad["status"]) == ("done", "pruned")
+    assert (bad["steps"], good["steps"]) == (6, 18)
+    states = [
+        trial.state.name for trial in optuna.load_study(None, f"sqlite:///{tmp_path / 'study.db'}").get_trials()
+    ]
+    assert sorted(states) == ["COMPLETE", "PRUNED"]
+
+
+def test_tpe_searches_and_all_its_trials_are_kept(config, tmp_path):
+    space = {"optimizer.learning_rate": FloatDistribution(1e-4, 0.1, log=True)}
+    found = run_study(make_study(config, tmp_path, space, sampler="tpe", settings=3))
+    assert list(found) == ["0000-0", "0001-0", "0002-0"]
+    settings = [json.loads((tmp_path / "trials" / name / "trial.json").read_text())["setting"] for name in found]
+    assert len({setting["optimizer.learning_rate"] for setting in settings}) == 3
+
+
+# ---- the command ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory, session_cache):
+    """A function that runs sweep.py on a small study."""
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "space.py").write_text(SPACE_FILE)
+    small = {"dataset.num_examples": 100, "dataset.image_size": 16, "train.inner_steps": 3, "train.outer_steps": 2}
+    given = [f"--config.{name}={value}" for name, value in small.items()]
+    given += [f"--config.augment.cache_dir={session_cache}"]
+
+    def run(*arguments, study="study", space="space.py", config=given, env=None):
+        space = [f"--space={folder / space}"] if space else []
+        return run_script("sweep.py", f"--study={folder / study}", *space, *config, *arguments, env=env)
+
+    run.folder = folder
+    run.config = given
+    return run
+
+
+def test_the_command_its_leaderboard_and_going_on(command):
+    result = command("--trials=2")
+    assert result.returncode == 0, result.stderr
+    assert "2 of 2 trials ended" in result.stdout
+    assert "best_val_accuracy" in result.stdout
+    assert result.stderr == ""
+    more = command("--trials=3", space=None, config=[])
+    assert more.returncode == 0, more.stderr
+    assert more.stdout.count("started at update 0") == 1
+    described = json.loads((command.folder / "study" / "study.json").read_text())
+    assert described["config"]["dataset"]["num_examples"] == 100
+    assert described["trials"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"space": None, "study": "none"}, ["--study: no study in", "give --space"]),
+        ({"space": "none.py", "study": "x"}, ["--space:", "none.py is not a file"]),
+        (("--trials=9", {"study": "x"}), ["--trials: 9; allowed: up to 4"]),
+        (("--trials=3", "--seeds=2", {"study": "x"}), ["--trials: 3; allowed: a multiple of --seeds, 2"]),
+        (("--sampler=random", {"study": "x"}), ["--trials: missing"]),
+        (("--objective=steps_to_target", {"study": "x"}), ["needs train.target_accuracy"]),
+        (("--storage=nonsense", {"study": "x2"}), ["--storage: nonsense cannot be opened"]),
+    ],
+)
+def test_bad_input_is_one_line(command, arguments, words):
+    arguments = arguments if isinstance(arguments, tuple) else (arguments,)
+    options = [one for one in arguments if isinstance(one, str)]
+    (changed,) = [one for one in arguments if isinstance(one, dict)]
+    result = command(*options, **changed)
+    assert_one_line_error(result, *words)
+    assert not (command.folder / "x").exists()
+
+
+def test_another_study_in_the_folder_is_refused(command):
+    (command.folder / "other.py").write_text(SPACE_FILE.replace("0.01", "0.02"))
+    folder = command.folder / "kept"
+    folder.mkdir()
+    assert command("--trials=1", study="kept").returncode == 0
+    before = (folder / "study.json").read_bytes()
+    assert_one_line_error(
+        command("--trials=1", study="kept", space="other.py"), "holds another study", "choices", "0.02"
+    )
+    assert_one_line_error(
+        command("--trials=1", "--config.optimizer.momentum=0.5", study="kept"),
+        "another study",
+        "momentum: 0.5 here",
+    )
+    assert (folder / "study.json").read_bytes() == before
+
+
+def test_two_processes_share_a_study(command):
+    arguments = [f"--study={command.folder / 'both'}", f"--space={command.folder / 'space.py'}", *command.config]
+    environment = os.environ | {"XLA_FLAGS": ONE_DEVICE}
+    start = [sys.executable, "sweep.py", *arguments]
+    both = [
+        subprocess.Popen(
+            start, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    shown = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], shown
+    assert sum(out.count("  done  ") for out, _ in shown) == 4, shown
+    assert all("rank" in out for out, _ in shown)
+
+
+def test_every_host_of_a_pod_joins_the_same_trial(command):
+    result = run_script(
+        *("-m", "largebatch.pod", "--hosts", "2", "--devices", "2", "--", sys.executable, "sweep.py", "--trials=2"),
+        *(f"--study={command.folder / 'pod'}", f"--space={command.folder / 'space.py'}", *command.config),
+    )
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "2 of 2 trials ended" in result.stdout
+    found = summaries_of(command.folder / "pod")
+    assert [(summary["hosts"], summary["devices"], summary["status"]) for summary in found.values()] == [
+        (2, 4, "done"),
+        (2, 4, "done"),
+    ]
