@@ -189,7 +189,8 @@ def test_pruned_trials_end_early_and_are_kept(config, tmp_path, monkeypatch):
     assert (good["status"], bad["status"]) == ("done", "pruned")
     assert (bad["steps"], good["steps"]) == (6, 18)
     states = [
-        trial.state.name for trial in optuna.load_study(None, f"sqlite:///{tmp_path / 'study.db'}").get_trials()
+        trial.state.name
+        for trial in optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path / 'study.db'}").get_trials()
     ]
     assert sorted(states) == ["COMPLETE", "PRUNED"]
 
