@@ -24,7 +24,6 @@ import model as models
 import train
 from configs import default
 from largebatch import UserError, checkpoints, data, devices, evaluation, images, resume
-from largebatch import cache as caches
 from largebatch import config as configs
 
 
@@ -48,19 +47,16 @@ def read_split(config, split: str, expected: str) -> images.Dataset:
     Raises:
       UserError: the digest of the example ids is not `expected`, so the split is another.
     """
-    for attempt in range(2):
-        cache = augment.prepare_cache(config)
+
+    def read(cache):
         pixels = devices.aligned_empty((cache.count(split), *cache.image_shape), np.uint8)
-        try:
-            cache.read_images(split, np.arange(len(pixels)), pixels.reshape(len(pixels), -1))
-            if cache.identity()["ids"] != expected:
-                raise UserError(f"dataset: the examples of {cache.manifest['source']} are not those of the run")
-            labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")
-            return images.Dataset(pixels, labels, cache.class_names, ids.tolist())
-        except caches.DamagedCache as damage:
-            if attempt:
-                raise UserError(f"augment.cache_dir: damaged again right after it was built: {damage}") from damage
-            caches.discard(cache.folder, damage)
+        cache.read_images(split, np.arange(len(pixels)), pixels.reshape(len(pixels), -1))
+        if cache.identity()["ids"] != expected:
+            raise UserError(f"dataset: the examples of {cache.manifest['source']} are not those of the run")
+        labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")
+        return images.Dataset(pixels, labels, cache.class_names, ids.tolist())
+
+    return augment.with_cache(config, read)[1]
 
 
 def predict(network, params, dataset: images.Dataset, mean, std) -> np.ndarray:
