@@ -1,8 +1,11 @@
 import jax
+import numpy as np
 import pytest
 from conftest import run_script
 
-from largebatch import doctor
+import model
+import train
+from largebatch import devices, doctor, metrics
 from largebatch import step as steps
 
 
@@ -42,6 +45,35 @@ def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
     assert finding.status == "fail"
     if wrong == "times the devices":
         assert "8.000 x the mean" in finding.found
+
+
+def test_a_layer_without_a_gradient_is_named(quick, monkeypatch):
+    quick.optimizer.weight_decay = 0.5  # by which it moves all the same
+    cross_entropy = model.cross_entropy
+
+    def without_one(logits_fn):
+        def logits(params, images):
+            return logits_fn(params | {"Conv_1": jax.lax.stop_gradient(params["Conv_1"])}, images)
+
+        return cross_entropy(logits)
+
+    monkeypatch.setattr(model, "cross_entropy", without_one)
+    job, state = train.prepare(quick, metrics.Clock())
+    params = devices.first_replica(state.params)
+    finding = doctor.check_trust_ratios(doctor.mean_gradient(job, params), params, quick.optimizer.weight_decay)
+    assert (finding.status, finding.advice) == ("warn", "no gradient reaches Conv_1.kernel")
+
+
+def test_trust_ratios_out_of_range_are_named():
+    params = {"low": np.full((2, 2), 1e-5, np.float32), "good": np.ones((2, 2), np.float32)}
+    gradient = {"low": np.ones((2, 2), np.float32), "good": np.ones((2, 2), np.float32)}
+    finding = doctor.check_trust_ratios(gradient, params, 0.0)
+    assert (finding.status, "1e-05 (low) to 1 (good)" in finding.found) == ("warn", True)
+    params["low"] *= 1e4
+    assert doctor.check_trust_ratios(gradient, params, 0.0).status == "ok"
+    gradient["low"] = np.full((2, 2), 1e-9, np.float32)  # lost beside LAMB's epsilon
+    finding = doctor.check_trust_ratios(gradient, params, 0.0)
+    assert (finding.status, "1e+02 (low)" in finding.found) == ("warn", True)
 
 
 def test_rates_out_of_range_are_named(quick):
