@@ -50,7 +50,7 @@ def examine(config) -> list[Finding]:
     start = devices.first_replica(state)
     gradient = mean_gradient(job, start.params)
     findings = [check_gradient(job, start.params, gradient), check_update(job, config, start)]
-    if config.optimizer.name == "lamb":
+    if config.optimizer.name == "lamb" and gradient is not None:
         findings.append(check_trust_ratios(gradient, start.params, config.optimizer.weight_decay))
     sizes = time_micro_batches(job, config, start, started)
     return [
@@ -72,9 +72,20 @@ def _plan(job: train.Job, batch_size: int, learning_rate: float = 0.0, length: i
     return steps.Plan(*place, np.full(length, batch_size, np.int32), np.full(length, learning_rate, np.float32))
 
 
+def even_share(job: train.Job) -> int:
+    """Examples that every device can take of an even batch, a micro-batch at most; 0 if one holds none."""
+    deal = job.placed.deal
+    return min(job.micro_batch_size, deal.num_originals // deal.num_devices * deal.views)
+
+
 def mean_gradient(job: train.Job, params):
-    """The gradient of a micro-batch per device, the plain way: each device's mean, averaged over devices."""
-    deal, size = job.placed.deal, job.micro_batch_size
+    """The gradient of `even_share` examples per device, the plain way: each device's mean, averaged over devices.
+
+    None where there are no such examples.
+    """
+    deal, size = job.placed.deal, even_share(job)
+    if not size:
+        return None
 
     def gradient(params, data):
         device = lax.axis_index(devices.AXIS)
@@ -94,7 +105,11 @@ def _norm(tree) -> float:
 
 def check_gradient(job: train.Job, params, expected) -> Finding:
     """The step's gradient is `expected`, from `mean_gradient`, and not a sum of means; replicas stay equal."""
-    name, size = "gradient", job.micro_batch_size
+    name, size = "gradient", even_share(job)
+    if expected is None:
+        deal = job.placed.deal
+        found = f"not checked: {deal.num_originals} training images leave some of {deal.num_devices} devices idle"
+        return Finding(WARN, name, found, "use fewer devices, or more images")
     # Plain SGD at rate 1: the update is the gradient.
     optimizer = optimizers.create_optimizer("sgd", 0.0, 0.0)
     loop = steps.make_inner_loop(job.loss_fn, optimizer, job.read, job.placed.deal, size)

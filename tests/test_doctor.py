@@ -1,3 +1,5 @@
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -5,7 +7,7 @@ from conftest import run_script
 
 import model
 import train
-from largebatch import devices, doctor, metrics
+from largebatch import batching, devices, doctor, metrics
 from largebatch import step as steps
 
 
@@ -45,6 +47,15 @@ def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
     assert finding.status == "fail"
     if wrong == "times the devices":
         assert "8.000 x the mean" in finding.found
+
+
+def test_devices_without_images_are_named():
+    placed = types.SimpleNamespace(deal=batching.Deal(5, 8, 8))
+    job = types.SimpleNamespace(placed=placed, micro_batch_size=16)
+    assert doctor.mean_gradient(job, {}) is None
+    finding = doctor.check_gradient(job, {}, None)
+    assert finding.status == "warn"
+    assert finding.found == "not checked: 5 training images leave some of 8 devices idle"
 
 
 def test_a_layer_without_a_gradient_is_named(quick, monkeypatch):
@@ -97,15 +108,18 @@ def test_a_faster_micro_batch_size_is_recommended():
 
 
 def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
-    fields = {"augment.cache_dir": session_cache, "dataset.num_examples": 100, "dataset.image_size": 16}
+    """On three devices, of which two hold 216 of the 640 views and one 208: less than a micro-batch."""
+    fields = {"augment.cache_dir": session_cache, "dataset.num_examples": 100, "dataset.image_size": 8}
+    fields |= {"batch.micro_batch_size": 512, "train.inner_steps": 2}
     arguments = [f"--config.{name}={value}" for name, value in fields.items()]
     arguments += ["--doctor", f"--workdir={tmp_path / 'run'}"]
-    result = run_script("train.py", *arguments)
-    assert result.returncode == 0, result.stderr
+    three = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    result = run_script("train.py", *arguments, env=three)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "reduced gradient is 1.000 x the mean over 3 devices" in result.stdout
     assert result.stdout.count(" ok ") == 8 - result.stdout.count(" warn ")
-    result = run_script(
-        "train.py", *arguments, "--config.optimizer.name=sgd", "--config.optimizer.learning_rate=1e6"
-    )
+    wrong = ["--config.optimizer.name=sgd", "--config.optimizer.learning_rate=1e6"]
+    result = run_script("train.py", *arguments, *wrong, env=three)
     assert result.returncode == 1
     assert "-> optimizer.learning_rate 1e+06 is far too high" in result.stdout
     assert result.stderr.splitlines()[-1] == "train.py: error: the doctor found what would fail; see above"
