@@ -65,16 +65,16 @@ class Progress:
             init_from = self._config["train"]["init_from"]
             if not found and init_from:
                 self._start_from(Path(init_from).expanduser())
-        if found:
-            snapshot, description = found
+        snapshot, description = found or (None, None)
+        if description:
             self._take_up(snapshot, description)
             self._clock.add(description["clock"])
-        self._say_what_happened(found and description)
+        self._say_what_happened(description)
         if devices.is_primary():
             self._run.write_json("config.json", self._config)
             self._run.remove("summary.json")  # of the start before
             self._run.log_event("start", step=self._trainer.step, **self._layout())
-        if not found:
+        if not description:
             self.save(at_boundary=True)
 
     def _start_from(self, run: Path) -> None:
