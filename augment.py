@@ -183,13 +183,9 @@ def load_onto_devices(config, other_bytes=lambda cache: {}) -> tuple[caches.Cach
     """
 
     def check_and_place(cache):
-        sizes, error = bytes_per_device(cache, jax.device_count()) | other_bytes(cache), None
+        sizes = bytes_per_device(cache, jax.device_count()) | other_bytes(cache)
         hint = "augment.storage = 'on_device' keeps an eighth of the images; or use more devices"
-        try:
-            devices.check_fits(sizes, hint)
-        except UserError as found:
-            error = found
-        devices.share_error(error)
+        devices.agreed(lambda: devices.check_fits(sizes, hint))
         return place(cache, config.seed)
 
     return with_cache(config, check_and_place)
