@@ -9,7 +9,8 @@ as uint8 on the devices; "on_device" keeps the originals and makes the view when
 
 import functools
 import json
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,29 @@ def prepare_cache(config) -> caches.Cache:
     return cache
 
 
+def with_cache(config, use: Callable[[caches.Cache], Any]) -> tuple[caches.Cache, Any]:
+    """The cache of `config` and `use(cache)`; a cache that `use` finds damaged is built again, once.
+
+    All hosts call this, and all call `use` again if any of them finds damage.
+
+    Raises:
+      UserError: on every host, if the fresh cache is damaged too; what `prepare_cache` and `use` raise.
+    """
+    for attempt in range(2):
+        cache, result, damage = prepare_cache(config), None, None
+        try:
+            result = use(cache)
+        except caches.DamagedCache as found:
+            damage = found
+        found = [text for text in devices.gather_text(str(damage or "")) if text]
+        if not found:
+            return cache, result
+        if damage and not attempt:
+            caches.discard(cache.folder, damage)
+        devices.barrier("damaged cache")
+    raise UserError(f"augment.cache_dir: damaged again right after it was built: {found[0]}")
+
+
 def _prepare_own_cache(config) -> caches.Cache:
     fields, storage = config.dataset, config.augment.storage
     source = data.find_source(
@@ -159,26 +183,14 @@ def load_onto_devices(config, other_bytes=lambda cache: {}, *, packed: bool = Fa
     Raises:
       UserError: it does not fit, or the fresh cache is damaged too.
     """
-    for attempt in range(2):
-        cache, placed, damage, error = prepare_cache(config), None, None, None
+
+    def check_and_place(cache):
         sizes = bytes_per_device(cache, 1 if packed else jax.device_count()) | other_bytes(cache)
         hint = "augment.storage = 'on_device' keeps an eighth of the images; or use more devices"
-        try:
-            devices.check_fits(sizes, hint)
-        except UserError as found:
-            error = found
-        devices.share_error(error)
-        try:
-            placed = place(cache, config.dataset.split_seed, packed=packed)
-        except caches.DamagedCache as found:
-            damage = found
-        found = [text for text in devices.gather_text(str(damage or "")) if text]
-        if not found:
-            return cache, placed
-        if damage and not attempt:
-            caches.discard(cache.folder, damage)
-        devices.barrier("damaged cache")
-    raise UserError(f"augment.cache_dir: damaged again right after it was built: {found[0]}")
+        devices.agreed(lambda: devices.check_fits(sizes, hint))
+        return place(cache, config.dataset.split_seed, packed=packed)
+
+    return with_cache(config, check_and_place)
 
 
 def place(cache: caches.Cache, seed: int, *, packed: bool = False) -> Placed:
@@ -254,12 +266,7 @@ def draw_preview(cache: caches.Cache, path: str, num_images: int = 4, scale: int
 
 def main(config) -> None:
     """Prepares the cache, verifies every byte of it, says what is in it and draws the preview."""
-    cache = prepare_cache(config)
-    try:
-        cache.verify()
-    except caches.DamagedCache as damage:
-        caches.discard(cache.folder, damage)
-        cache = prepare_cache(config)
+    cache, _ = with_cache(config, caches.Cache.verify)
     counts = ", ".join(f"{cache.count(split)} {split}" for split in SPLITS)
     print(f"cache   {cache.folder}")
     print(f"images  {counts}; training set {cache.count('train') * NUM_VIEWS} views")

@@ -5,10 +5,13 @@
     python evaluate.py runs/eurosat --images photos.zip --out photos.csv
 
 Takes the checkpoint with the best validation accuracy. Images given by --images count as labelled where
-the folder they lie in is a class of the run; all others are predicted only.
+the folder they lie in is a class of the run; all others are predicted only. On several hosts run it on
+each; host 0 reads the run folder, prints and writes, and all of them read the images.
 """
 
 import csv
+import hashlib
+import json
 import logging
 import sys
 from pathlib import Path
@@ -24,17 +27,20 @@ import model as models
 import train
 from configs import default
 from largebatch import UserError, checkpoints, data, devices, evaluation, images, resume
-from largebatch import cache as caches
 from largebatch import config as configs
 
 
 def load_run(run: Path) -> tuple[config_dict.ConfigDict, dict, dict, int]:
     """Config, description of the data, parameters and step of a run's best checkpoint.
 
+    Read by the primary host; the others get all but the parameters, for which they have {}.
+
     Raises:
-      UserError: no such run, or its checkpoints or config cannot be used.
+      UserError: no such run, or its checkpoints or config cannot be used; on every host.
     """
-    arrays, description = resume.best_checkpoint(run)
+    found = devices.agreed(lambda: resume.best_checkpoint(run), devices.is_primary())
+    arrays, description = found or ({}, None)
+    description = json.loads(devices.gather_text(json.dumps(description))[0])
     config = default.get_config()
     with config.unlocked():
         config.update(config_dict.ConfigDict(description["config"]))
@@ -48,28 +54,39 @@ def read_split(config, split: str, expected: str) -> images.Dataset:
     Raises:
       UserError: the digest of the example ids is not `expected`, so the split is another.
     """
-    for attempt in range(2):
-        cache = augment.prepare_cache(config)
+
+    def read(cache):
         pixels = devices.aligned_empty((cache.count(split), *cache.image_shape), np.uint8)
-        try:
-            cache.read_images(split, np.arange(len(pixels)), pixels.reshape(len(pixels), -1))
-            if cache.identity()["ids"] != expected:
-                raise UserError(f"dataset: the examples of {cache.manifest['source']} are not those of the run")
-            labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")
-            return images.Dataset(pixels, labels, cache.class_names, ids.tolist())
-        except caches.DamagedCache as damage:
-            if attempt:
-                raise UserError(f"augment.cache_dir: damaged again right after it was built: {damage}") from damage
-            caches.discard(cache.folder, damage)
+        cache.read_images(split, np.arange(len(pixels)), pixels.reshape(len(pixels), -1))
+        if cache.identity()["ids"] != expected:
+            raise UserError(f"dataset: the examples of {cache.manifest['source']} are not those of the run")
+        labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")
+        return images.Dataset(pixels, labels, cache.class_names, ids.tolist())
+
+    return augment.with_cache(config, read)[1]
+
+
+def read_images(path: str, class_names: list[str], size: int) -> images.Dataset:
+    """All images in a folder or zip, resized to `size`, on every host; see `data.find_images`.
+
+    Raises:
+      UserError: a host cannot read them, or not the same ones; on every host.
+    """
+    dataset = devices.agreed(lambda: data.find_images(path, class_names, size))
+    digest = hashlib.sha256(dataset.images)
+    digest.update("\n".join(dataset.example_ids).encode())
+    if len(set(devices.gather_text(digest.hexdigest()))) > 1:
+        raise UserError(f"--images: hosts hold different images under {path}")
+    return dataset
 
 
 def predict(network, params, dataset: images.Dataset, mean, std) -> np.ndarray:
-    """Logits [N, num_classes] of all images, computed on all devices of this host."""
+    """Logits [N, num_classes] of all images, computed on all devices of all hosts, on every host."""
     shape = dataset.images.shape[1:]
     rows = dataset.images.reshape(len(dataset.images), -1)
-    num_devices, placed = jax.local_device_count(), []
-    for index, device in enumerate(jax.local_devices()):
-        own = rows[evaluation.rows_of_device(len(rows), num_devices, index)]
+    placed = []
+    for index, device in zip(devices.local_indices(), jax.local_devices(), strict=True):
+        own = rows[evaluation.rows_of_device(len(rows), jax.device_count(), index)]
         placed.append(jax.device_put(own[None], device))
     size = train.resolve_micro_batch_size("auto")
     run = evaluation.make_predict(models.make_logits_fn(network, shape, mean, std), size)
@@ -132,52 +149,54 @@ def write_csv(path: str, dataset: images.Dataset, logits: np.ndarray) -> None:
 def evaluate(run: Path, split: str, path: str | None, out: str | None) -> float | None:
     """Prints the results of a run on a split, or on the images in `path`; returns the accuracy if there is one.
 
+    Every host calls it; the primary host prints and writes.
+
     Raises:
-      UserError: the run or the images cannot be used.
+      UserError: the run or the images cannot be used, or `out` not be written; on every host.
     """
-    config, description, params, step = load_run(run)
-    configs.use_compilation_cache(config.augment.cache_dir)
     devices.start()
+    config, description, arrays, step = load_run(run)
+    configs.use_compilation_cache(config.augment.cache_dir)
     if path:
-        size = description["image_shape"][0]
-        dataset = data.find_images(path, description["class_names"], size)
+        dataset = read_images(path, description["class_names"], description["image_shape"][0])
     else:
         dataset = read_split(config, split, description["ids"])
     conv = models.resolve_conv(config.model.conv, jax.default_backend())
     network = models.create_model(config.model.name, len(dataset.class_names), config.model.dtype, conv)
-    params = checkpoints.fill(
-        jax.eval_shape(lambda: models.init_params(network, dataset.images.shape[1:], 0)), params, str(run)
-    )
+    like = jax.eval_shape(lambda: models.init_params(network, dataset.images.shape[1:], 0))
+    like = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+    params = devices.agreed(lambda: checkpoints.fill(like, arrays, str(run)), devices.is_primary())
+    params = devices.from_primary(params or like)
     logits = predict(network, params, dataset, description["mean"], description["std"])
-    print_results(dataset, logits, f"{run} at update {step}, {path or f'{split} split'}")
-    if out:
-        write_csv(out, dataset, logits)
+
+    def show():
+        print_results(dataset, logits, f"{run} at update {step}, {path or f'{split} split'}")
+        if out:
+            write_csv(out, dataset, logits)
+
+    devices.agreed(show, devices.is_primary())
     known = dataset.labels >= 0
     return evaluation.score(logits[known], dataset.labels[known]).accuracy if known.any() else None
 
 
-def main() -> int:
-    """Reads the command line; returns the exit code."""
+def main() -> None:
+    """Reads the command line and evaluates.
+
+    Raises:
+      UsageError: the command line cannot be read.
+      UserError: see `evaluate`.
+    """
     logging.basicConfig(format="%(message)s")
     flags.DEFINE_enum("split", "val", ["val", "test"], "Which split of the run's own data.")
     flags.DEFINE_string("images", None, "A folder or zip of images instead of a split.")
     flags.DEFINE_string("out", None, "Write the predictions to this CSV file.")
-    try:
-        given = configs.parse_plain_flags(sys.argv)
-        if len(given) != 1:
-            raise configs.UsageError(f"give one run folder; found {' '.join(given) or 'none'}")
-        if flags.FLAGS.images and flags.FLAGS["split"].present:
-            raise configs.UsageError("--images and --split: allowed: one of them")
-    except configs.UsageError as error:
-        print(f"evaluate.py: {error}", file=sys.stderr)
-        return configs.EXIT_USAGE
-    try:
-        evaluate(Path(given[0]).expanduser(), flags.FLAGS.split, flags.FLAGS.images, flags.FLAGS.out)
-    except UserError as error:
-        print(f"evaluate.py: error: {error}", file=sys.stderr)
-        return configs.EXIT_FAILED
-    return 0
+    given = configs.parse_plain_flags(sys.argv)
+    if len(given) != 1:
+        raise configs.UsageError(f"give one run folder; found {' '.join(given) or 'none'}")
+    if flags.FLAGS.images and flags.FLAGS["split"].present:
+        raise configs.UsageError("--images and --split: allowed: one of them")
+    evaluate(Path(given[0]).expanduser(), flags.FLAGS.split, flags.FLAGS.images, flags.FLAGS.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    configs.exit_after(main)

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 from absl import flags
@@ -176,22 +177,30 @@ def start(config: config_dict.ConfigDict) -> dict:
 # ---- scripts ----------------------------------------------------------------------------------------
 
 
-def run_script(main: Callable[[config_dict.ConfigDict], int | None]) -> None:
-    """Parses --config and its overrides, validates, runs `main` and exits with its code.
-
-    What a user can mend is printed as one line on stderr, without a traceback.
-    """
+def run_script(main: Callable[[config_dict.ConfigDict], int | None]) -> NoReturn:
+    """Parses --config and its overrides, validates, runs `main` and exits; see `exit_after`."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("largebatch").setLevel(logging.INFO)
+
+    def parse_and_run():
+        config = parse_flags(sys.argv)
+        validate(config)
+        return main(config)
+
+    exit_after(parse_and_run)
+
+
+def exit_after(main: Callable[[], int | None]) -> NoReturn:
+    """Runs `main` and exits with its code.
+
+    What a user can mend (UsageError, UserError) is printed as one line on stderr, without a traceback.
+    """
     script = Path(sys.argv[0]).name
     try:
-        config = parse_flags(sys.argv)
+        code = main() or 0
     except UsageError as error:
         print(f"{script}: {error}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
-    try:
-        validate(config)
-        code = main(config) or 0
+        code = EXIT_USAGE
     except UserError as error:
         print(f"{script}: error: {error}", file=sys.stderr)
         code = EXIT_FAILED

@@ -276,7 +276,9 @@ def find_images(path: str, class_names: list[str], image_size: int) -> images.Da
     with contextlib.ExitStack() as stack:
         if root.is_dir():
             names = [p.relative_to(root).as_posix() for p in sorted(pathlib.Path(root).rglob("*")) if p.is_file()]
-            read = lambda name: (root / name).read_bytes()  # noqa: E731
+
+            def read(name):
+                return (root / name).read_bytes()
         else:
             names = sorted(entry.filename for entry in _zip_entries(root))
             read = stack.enter_context(zipfile.ZipFile(stack.enter_context(root.open("rb")))).read

@@ -3,7 +3,9 @@
 import contextlib
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +151,18 @@ def share_error(error: Exception | None) -> None:
     texts = [text for text in gather_text(str(error or "")) if text]
     if texts:
         raise UserError(texts[0]) from error
+
+
+def agreed(act: Callable[[], Any], here: bool = True) -> Any:
+    """`act()` on the hosts where `here` is true, else None; a UserError on one of them is raised on all."""
+    result = error = None
+    if here:
+        try:
+            result = act()
+        except UserError as raised:
+            error = raised
+    share_error(error)
+    return result
 
 
 @contextlib.contextmanager

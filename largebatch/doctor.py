@@ -48,7 +48,10 @@ def examine(config) -> list[Finding]:
     started, clock = time.perf_counter(), metrics.Clock()
     job, state = train.prepare(config, clock, train.Shared())
     start = devices.first_replica(state)
-    findings = [check_gradient(job, start.params), *check_updates(job, config, start)]
+    gradient = mean_gradient(job, start.params)
+    findings = [check_gradient(job, start.params, gradient), check_update(job, config, start)]
+    if config.optimizer.name == "lamb" and gradient is not None:
+        findings.append(check_trust_ratios(gradient, start.params, config.optimizer.weight_decay))
     sizes = time_micro_batches(job, config, start, started)
     return [
         *findings,
@@ -69,9 +72,20 @@ def _plan(job: train.Job, batch_size: int, learning_rate: float = 0.0, length: i
     return steps.Plan(*place, np.full(length, batch_size, np.int32), np.full(length, learning_rate, np.float32))
 
 
-def _mean_of_device_means(job: train.Job, params, size: int):
-    """Plain gradients of the mean loss of each device's `size` examples, averaged over devices."""
+def even_share(job: train.Job) -> int:
+    """Examples that every device can take of an even batch, a micro-batch at most; 0 if one holds none."""
     deal = job.placed.deal
+    return min(job.micro_batch_size, deal.num_originals // deal.num_devices * deal.views)
+
+
+def mean_gradient(job: train.Job, params):
+    """The gradient of `even_share` examples per device, the plain way: each device's mean, averaged over devices.
+
+    None where there are no such examples.
+    """
+    deal, size = job.placed.deal, even_share(job)
+    if not size:
+        return None
 
     def gradient(params, data):
         device = lax.axis_index(devices.AXIS)
@@ -89,10 +103,13 @@ def _norm(tree) -> float:
     return float(np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(tree))))
 
 
-def check_gradient(job: train.Job, params) -> Finding:
-    """The reduced gradient is the mean over examples, not a sum of means; replicas stay equal."""
-    name, size = "gradient", job.micro_batch_size
-    expected = _mean_of_device_means(job, params, size)
+def check_gradient(job: train.Job, params, expected) -> Finding:
+    """The step's gradient is `expected`, from `mean_gradient`, and not a sum of means; replicas stay equal."""
+    name, size = "gradient", even_share(job)
+    if expected is None:
+        deal = job.placed.deal
+        found = f"not checked: {deal.num_originals} training images leave some of {deal.num_devices} devices idle"
+        return Finding(WARN, name, found, "use fewer devices, or more images")
     # Plain SGD at rate 1: the update is the gradient.
     optimizer = optimizers.create_optimizer("sgd", 0.0, 0.0)
     loop = steps.make_inner_loop(job.programs.loss_fn, optimizer, job.programs.read, job.placed.deal, size)
@@ -117,26 +134,35 @@ def check_gradient(job: train.Job, params) -> Finding:
 # ---- updates --------------------------------------------------------------------------------------
 
 
-def check_updates(job: train.Job, config, start: TrainState) -> list[Finding]:
-    """Norms of the first update beside those of the parameters, layer by layer; trust ratios of LAMB."""
+def _kernels(tree) -> dict:
+    """Leaves by name, without biases: those start at zero, so no ratio says anything of them."""
+    return {name: leaf for name, leaf in checkpoints.named_leaves(tree).items() if leaf.ndim > 1}
+
+
+def check_update(job: train.Job, config, start: TrainState) -> Finding:
+    """Norms of the first update beside those of the parameters, layer by layer."""
     fields, num_devices = config.optimizer, job.placed.deal.num_devices
     batch_size = min(job.batch_size, job.micro_batch_size * num_devices * 4)
     plan = _plan(job, batch_size, fields.learning_rate, train.plan_length(config))  # as long as it was compiled for
     state, _ = job.programs.inner_loop(devices.replicate(start), job.placed.train, plan, np.int32(1))
     moved = jax.tree.map(np.subtract, devices.first_replica(state.params), start.params)
-    moved = checkpoints.named_leaves(moved)
-    # Biases start at zero, so no ratio says anything of them.
-    kernels = {name: leaf for name, leaf in checkpoints.named_leaves(start.params).items() if leaf.ndim > 1}
+    moved, kernels = checkpoints.named_leaves(moved), _kernels(start.params)
     ratios = {name: _norm(moved[name]) / _norm(kernels[name]) for name in kernels}
-    findings = [_judge_updates(ratios, fields.learning_rate)]
-    if fields.name == "lamb":
-        # At the first update Adam's direction is the sign of the gradient, of norm sqrt(n).
-        trust = {name: _norm(p) / np.sqrt(p.size) for name, p in kernels.items()}
-        text, low, high = _range_of(trust)
-        inside = low >= MIN_TRUST_RATIO and high <= MAX_TRUST_RATIO
-        advice = "" if inside else f"allowed {MIN_TRUST_RATIO:g} to {MAX_TRUST_RATIO:g}: look at the initialisation"
-        findings.append(Finding(OK if inside else WARN, "trust ratio", f"{text} at the first update", advice))
-    return findings
+    return _judge_updates(ratios, fields.learning_rate)
+
+
+def check_trust_ratios(gradient, params, weight_decay: float) -> Finding:
+    """LAMB's trust ratios at the first update; a layer without a gradient has none."""
+    kernels = _kernels(params)
+    ratios = checkpoints.named_leaves(optimizers.trust_ratios(gradient, params, weight_decay))
+    ratios = {layer: float(ratios[layer]) for layer in kernels}
+    text, name = f"{_range_of(ratios)[0]} at the first update", "trust ratio"
+    if dead := [layer for layer, ratio in ratios.items() if np.isinf(ratio)]:
+        return Finding(WARN, name, text, f"no gradient reaches {', '.join(dead)}")
+    if all(MIN_TRUST_RATIO <= ratio <= MAX_TRUST_RATIO for ratio in ratios.values()):
+        return Finding(OK, name, text)
+    allowed = f"allowed {MIN_TRUST_RATIO:g} to {MAX_TRUST_RATIO:g}"
+    return Finding(WARN, name, text, f"{allowed}: look at the initialisation")
 
 
 def _range_of(values: dict[str, float]) -> tuple[str, float, float]:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+LAMB_EPSILON = 1e-6  # beside the root of the second moment
+
 
 def _kernels_only(params):
     """Weight-decay mask: kernels, not biases or normalisation scales."""
@@ -29,7 +31,7 @@ def _adam(learning_rate, momentum, weight_decay):
 
 def _lamb(learning_rate, momentum, weight_decay):
     # You et al. 2020, "Large Batch Optimization for Deep Learning".
-    return optax.lamb(learning_rate, b1=momentum, weight_decay=weight_decay, mask=_kernels_only)
+    return optax.lamb(learning_rate, b1=momentum, eps=LAMB_EPSILON, weight_decay=weight_decay, mask=_kernels_only)
 
 
 OPTIMIZERS = {"lamb": _lamb, "adam": _adam, "sgd": _sgd}
@@ -53,3 +55,24 @@ def with_learning_rate(opt_state, learning_rate):
     """`opt_state` with the rate of the next update."""
     hyperparams = {**opt_state.hyperparams, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
     return opt_state._replace(hyperparams=hyperparams)
+
+
+def trust_ratios(grads, params, weight_decay: float):
+    """LAMB's trust ratio of every parameter at the first update: ||p|| / ||Adam's direction + decay * p||.
+
+    You et al. 2020, algorithm 2. The momentum cancels, since the first moments are corrected for their bias.
+
+    Args:
+      grads, params: pytrees alike.
+      weight_decay: on kernels only.
+    Returns:
+      A pytree alike of float32 scalars; inf where the gradient is zero, whatever the decay.
+    """
+    adam = optax.scale_by_adam(eps=LAMB_EPSILON)
+    lamb = optax.chain(adam, optax.add_decayed_weights(weight_decay, mask=_kernels_only))
+    updates, _ = lamb.update(grads, lamb.init(params), params)
+
+    def ratio(grad, param, update):
+        return jnp.where(jnp.any(grad != 0), optax.tree.norm(param) / optax.tree.norm(update), jnp.inf)
+
+    return jax.tree.map(ratio, grads, params, updates)

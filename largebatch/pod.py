@@ -66,7 +66,6 @@ def _start(command: list[str], hosts: int, devices_per_host: int, logs: list, pr
         processes.append(
             subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent, **out)
         )
-    return processes
 
 
 def _pass_on(number: int, processes: list[subprocess.Popen]) -> None:

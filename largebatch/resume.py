@@ -87,40 +87,40 @@ class Progress:
         Raises:
           UserError: the checkpoint or metrics.jsonl do not go with this program; on every host.
         """
-        found = error = None
+
+        def restore():
+            found = self._checkpoints.restore_newest(self._like)
+            self._run.start_rows(found and found[1]["rows"])
+            return found
+
         with self._clock.measure("checkpoint"):
-            if devices.is_primary():
-                try:
-                    found = self._checkpoints.restore_newest(self._like)
-                    self._run.start_rows(found and found[1]["rows"])
-                except UserError as raised:
-                    error = raised
-            devices.share_error(error)
-            found = self._from_primary(found)
+            found = self._from_primary(devices.agreed(restore, devices.is_primary()))
             init_from = self._config["train"]["init_from"]
             if not found and init_from:
                 self._start_from(Path(init_from).expanduser())
-        if found:
-            snapshot, description = found
+        snapshot, description = found or (None, None)
+        if description:
             self._take_up(snapshot, description)
             self._clock.add(description["clock"])
-        self._say_what_happened(found and description)
+        self._say_what_happened(description)
         if devices.is_primary():
             self._run.write_json("config.json", self._config)
             self._run.remove("summary.json")  # of the start before
             self._run.log_event("start", step=self._trainer.step, **self._layout())
-        if not found:
+        if not description:
             self.save(at_boundary=True)
 
     def _start_from(self, run: Path) -> None:
         """Takes the parameters of another run's best checkpoint."""
-        params, error = self._like["state"].params, None
-        if devices.is_primary():
+        like = self._like["state"].params
+
+        def read():
             try:
-                params = params_of(run, params)
-            except UserError as raised:
-                error = UserError(f"train.init_from: {raised}")
-        devices.share_error(error)
+                return params_of(run, like)
+            except UserError as error:
+                raise UserError(f"train.init_from: {error}") from error
+
+        params = devices.agreed(read, devices.is_primary()) or like
         state = self._like["state"]._replace(params=devices.from_primary(params))
         self._trainer.restore(self._like | {"state": state})
 
@@ -221,16 +221,17 @@ class Progress:
         rollbacks = self.summary["rollbacks"]
         if len(rollbacks) >= limit:
             raise Diverged(f"diverged: {reason}; rolled back {limit} times before (train.max_nonfinite)")
-        found = error = None
-        if devices.is_primary():
+
+        def restore():
+            self._checkpoints.discard_after(self._boundary)
             try:
-                self._checkpoints.discard_after(self._boundary)
                 found = checkpoints.restore(self._checkpoints.path(self._boundary), self._like)
-                self._run.start_rows(found[1]["rows"])
-            except (UserError, checkpoints.DamagedCheckpoint) as raised:
-                error = raised
-        devices.share_error(error)
-        snapshot, description = self._from_primary(found)
+            except checkpoints.DamagedCheckpoint as damage:
+                raise UserError(str(damage)) from damage
+            self._run.start_rows(found[1]["rows"])
+            return found
+
+        snapshot, description = self._from_primary(devices.agreed(restore, devices.is_primary()))
         since = len(rollbacks) + 1 - len(description["summary"]["rollbacks"])
         state = snapshot["state"]
         scale = np.float32(state.learning_rate_scale)

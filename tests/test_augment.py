@@ -122,6 +122,20 @@ def test_a_damaged_cache_is_named_and_rebuilt(own_cache, name, damage, caplog, m
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == sound
 
 
+def test_a_cache_that_is_damaged_again_is_an_error(own_cache, caplog):
+    config, folder = own_cache
+    calls = []
+
+    def use(cache):
+        calls.append(cache)
+        raise caches.DamagedCache(f"{folder} is bad {len(calls)}")
+
+    with pytest.raises(UserError, match=r"damaged again right after it was built: .* is bad 2"):
+        augment.with_cache(config, use)
+    assert len(calls) == 2
+    assert caplog.text.count("is bad 1; building it again") == 1
+
+
 def test_a_cache_of_another_version_is_rebuilt(own_cache, caplog, monkeypatch):
     config, _ = own_cache
     monkeypatch.setattr(caches, "CACHE_VERSION", 2)

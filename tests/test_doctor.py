@@ -1,8 +1,13 @@
+import types
+
 import jax
+import numpy as np
 import pytest
 from conftest import run_script
 
-from largebatch import doctor
+import model
+import train
+from largebatch import batching, devices, doctor, metrics
 from largebatch import step as steps
 
 
@@ -44,6 +49,44 @@ def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
         assert "8.000 x the mean" in finding.found
 
 
+def test_devices_without_images_are_named():
+    placed = types.SimpleNamespace(deal=batching.Deal(5, 8, 8))
+    job = types.SimpleNamespace(placed=placed, micro_batch_size=16)
+    assert doctor.mean_gradient(job, {}) is None
+    finding = doctor.check_gradient(job, {}, None)
+    assert finding.status == "warn"
+    assert finding.found == "not checked: 5 training images leave some of 8 devices idle"
+
+
+def test_a_layer_without_a_gradient_is_named(quick, monkeypatch):
+    quick.optimizer.weight_decay = 0.5  # by which it moves all the same
+    cross_entropy = model.cross_entropy
+
+    def without_one(logits_fn):
+        def logits(params, images):
+            return logits_fn(params | {"Conv_1": jax.lax.stop_gradient(params["Conv_1"])}, images)
+
+        return cross_entropy(logits)
+
+    monkeypatch.setattr(model, "cross_entropy", without_one)
+    job, state = train.prepare(quick, metrics.Clock())
+    params = devices.first_replica(state.params)
+    finding = doctor.check_trust_ratios(doctor.mean_gradient(job, params), params, quick.optimizer.weight_decay)
+    assert (finding.status, finding.advice) == ("warn", "no gradient reaches Conv_1.kernel")
+
+
+def test_trust_ratios_out_of_range_are_named():
+    params = {"low": np.full((2, 2), 1e-5, np.float32), "good": np.ones((2, 2), np.float32)}
+    gradient = {"low": np.ones((2, 2), np.float32), "good": np.ones((2, 2), np.float32)}
+    finding = doctor.check_trust_ratios(gradient, params, 0.0)
+    assert (finding.status, "1e-05 (low) to 1 (good)" in finding.found) == ("warn", True)
+    params["low"] *= 1e4
+    assert doctor.check_trust_ratios(gradient, params, 0.0).status == "ok"
+    gradient["low"] = np.full((2, 2), 1e-9, np.float32)  # lost beside LAMB's epsilon
+    finding = doctor.check_trust_ratios(gradient, params, 0.0)
+    assert (finding.status, "1e+02 (low)" in finding.found) == ("warn", True)
+
+
 def test_rates_out_of_range_are_named(quick):
     quick.optimizer.name, quick.optimizer.learning_rate = "adam", 0.01
     finding = statuses(quick)["first update"]
@@ -65,15 +108,18 @@ def test_a_faster_micro_batch_size_is_recommended():
 
 
 def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
-    fields = {"augment.cache_dir": session_cache, "dataset.num_examples": 100, "dataset.image_size": 16}
+    """On three devices, of which two hold 216 of the 640 views and one 208: less than a micro-batch."""
+    fields = {"augment.cache_dir": session_cache, "dataset.num_examples": 100, "dataset.image_size": 8}
+    fields |= {"batch.micro_batch_size": 512, "train.inner_steps": 2}
     arguments = [f"--config.{name}={value}" for name, value in fields.items()]
     arguments += ["--doctor", f"--workdir={tmp_path / 'run'}"]
-    result = run_script("train.py", *arguments)
-    assert result.returncode == 0, result.stderr
+    three = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    result = run_script("train.py", *arguments, env=three)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert "reduced gradient is 1.000 x the mean over 3 devices" in result.stdout
     assert result.stdout.count(" ok ") == 8 - result.stdout.count(" warn ")
-    result = run_script(
-        "train.py", *arguments, "--config.optimizer.name=sgd", "--config.optimizer.learning_rate=1e6"
-    )
+    wrong = ["--config.optimizer.name=sgd", "--config.optimizer.learning_rate=1e6"]
+    result = run_script("train.py", *arguments, *wrong, env=three)
     assert result.returncode == 1
     assert "-> optimizer.learning_rate 1e+06 is far too high" in result.stdout
     assert result.stderr.splitlines()[-1] == "train.py: error: the doctor found what would fail; see above"

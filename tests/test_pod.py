@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,3 +142,30 @@ def test_hosts_that_disagree_about_the_config_stop(tmp_path):
     assert "optimizer.learning_rate: 0.05 on host 0, 0.15 on host 1" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_on_two_hosts_is_that_of_one(tmp_path):
+    """Each host has a folder and a data cache of its own; the run lies on host 0, host 1's cache is damaged."""
+    hosts = [tmp_path / "0", tmp_path / "1"]
+    command = train_command(tmp_path / "0", "run", **{"augment.cache_dir": "cache"})
+    hosts[0].mkdir()
+    result = run_script(*command[1:], cwd=hosts[0])
+    assert result.returncode == 0, result.stderr
+    shutil.copytree(hosts[0] / "cache", hosts[1] / "cache")
+    (images,) = hosts[1].glob("cache/*/val_images.npy")
+    content = images.read_bytes()
+    images.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    evaluate = [str(ROOT / "evaluate.py"), "run", "--out"]
+    four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    one = run_script(*evaluate, "one.csv", cwd=hosts[0], env=four)
+    assert one.returncode == 0, one.stderr
+    both = f"cd {tmp_path}/$LARGEBATCH_HOST_INDEX && {sys.executable} {' '.join(evaluate)} two.csv >out 2>err"
+    result = run_script(*pod_command(["sh", "-c", both], 2, 2), env={"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)})
+    told = [(host / "err").read_text() for host in hosts]
+    assert result.returncode == 0, told
+    assert ["damaged cache" in text for text in told] == [False, True]
+    assert (hosts[0] / "out").read_text().endswith(one.stdout)  # before it stands what Gloo says
+    assert (hosts[0] / "two.csv").read_text() == (hosts[0] / "one.csv").read_text()
+    assert one.stdout.count("over 10 images") == 1
+    assert "accuracy" not in (hosts[1] / "out").read_text()
+    assert not (hosts[1] / "two.csv").exists()

@@ -209,6 +209,26 @@ def _reference(name, p, grads, rate, beta, decay):
     return p
 
 
+def test_trust_ratios_are_those_of_numpy_and_of_the_first_update():
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (5, 4), "tiny": (5, 4), "bias": (4,), "dead": (3, 3)}
+    params = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    grads = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    grads["tiny"] *= np.float32(1e-6)  # where epsilon counts
+    grads["dead"] *= np.float32(0)
+    optimizer = optimizers.create_optimizer("lamb", 0.9, 0.3)
+    state = optimizers.with_learning_rate(optimizer.init(params), 1.0)
+    updates, _ = optimizer.update(grads, state, params)
+    found = optimizers.trust_ratios(grads, params, 0.3)
+    assert found.keys() == params.keys()
+    assert found.pop("dead") == np.inf
+    for name, ratio in found.items():
+        g, p = grads[name].astype(np.float64), params[name].astype(np.float64)
+        move = g / (np.abs(g) + 1e-6) + (0.3 * p if name != "bias" else 0.0)
+        np.testing.assert_allclose(ratio, np.linalg.norm(p) / np.linalg.norm(move), rtol=1e-4)
+        np.testing.assert_allclose(updates[name], -ratio * move, rtol=1e-3, atol=1e-6)
+
+
 def test_golden_first_step(problem):
     """Recorded once; a doubled rate, a sum in place of a mean or another normalisation all miss it."""
     images, labels, params, loss_fn = problem

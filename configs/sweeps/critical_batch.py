@@ -1,7 +1,8 @@
 """How large can the batch be before it stops paying? Updates to a target accuracy, rates tuned per batch size.
 
     python sweep.py --config configs/eurosat.py --space configs/sweeps/critical_batch.py \
-        --study runs/studies/critical_batch --best_seeds 3 --config.train.target_accuracy 0.75 --config.dataset.image_size 32
+        --study runs/studies/critical_batch --best_seeds 3 \
+        --config.train.target_accuracy 0.75 --config.dataset.image_size 32
 
 Then `python report.py runs/studies/critical_batch` draws the curve and fits its knee.
 """
