@@ -65,7 +65,7 @@ def read_confusion(run: Run, pairs: int = 5, examples: int = 4) -> tuple[Confusi
     if not path.exists():
         return None, None
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             labels, logits, ids = (arrays[name] for name in ("labels", "logits", "ids"))
         problem = _misfit(labels, logits, ids)
     except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input

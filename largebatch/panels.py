@@ -79,7 +79,7 @@ def _value_label(name: str, value) -> str:
 
 def short_name(field: str) -> str:
     """A config field as the head of a column."""
-    return {analysis.OPTIMIZER: "optimizer", BATCH: "batch"}.get(field, field.rpartition(".")[2])
+    return {analysis.OPTIMIZER: "optimizer", BATCH: "batch"}.get(field, field.rpartition(".")[2].replace("_", " "))
 
 
 def plain(value) -> str:

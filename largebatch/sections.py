@@ -160,7 +160,7 @@ def run_list(group: Group, described: dict, key: str) -> Html:
         cells.append(figure(number(run.summary.get("images_per_sec")) or last.get("images_per_sec")))
         if aimed:
             cells += [figure(run.value("steps_to_target")), figure(run.value("sec_to_target"), ",.1f")]
-        cells.append(figure(panels.run_seconds(run)["train"], ",.1f"))
+        cells.append(figure(panels.run_seconds(run)["train"] or None, ",.1f"))
         rows.append(({"data_run": index}, cells))
     return join([element("h2", "Runs", id=f"{key}-runs"), table(names, rows, cls="sortable", id=f"{key}-runtable")])
 
