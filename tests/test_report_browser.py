@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from test_analysis import write_study
-from test_report import EVIL, make, panel_ids, small_study
+from test_report import EVIL, make, panel_ids, small_study, write_predictions
 
 
 @pytest.fixture
@@ -127,7 +127,10 @@ def test_dark_scheme_and_toggle(browser, study, tmp_path):
 
 
 def test_a_phone_scrolls_no_page_sideways(browser, study, tmp_path):
-    for index, path in enumerate((study, study / "trials" / "0000")):
+    names = [f"AClassWithALongName{k}" for k in range(12)]  # a matrix wider than the screen
+    ids = [f"{name}/{k}.png" for k, name in enumerate(names)]
+    write_predictions(study / "trials" / "0007", range(12), range(12), ids, classes=12)
+    for index, path in enumerate((study, study / "trials" / "0007")):
         page = tmp_path / f"page{index}.html"
         make(path, out=page)
         look(browser, page, width=360)
