@@ -35,10 +35,16 @@ class Run(NamedTuple):
         found = self.summary.get("status")
         if found in ENDED:
             return found
-        if self.trial and self.trial.get("error"):
+        if self.trial_error:
             return "failed"
         damaged = any(problem.startswith("summary.json: damaged") for problem in self.problems)
         return "running" if self.config and not damaged else "unreadable"
+
+    @property
+    def trial_error(self) -> str | None:
+        """Why the trial failed, in one line."""
+        error = self.trial.get("error") if self.trial else None
+        return " ".join(str(error).split()) if error else None
 
     @property
     def batch_size(self) -> int | None:

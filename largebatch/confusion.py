@@ -1,0 +1,183 @@
+"""What a run took for what: its predictions.npz as a matrix, and pictures of the worst mistakes."""
+
+import base64
+import contextlib
+import io
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import numpy as np
+
+from largebatch.runs import Run
+
+MAX_PIXELS = 96  # of an example, on its longer side
+NUMBERED = re.compile(r"(.+?)_\d+\.\w+")  # AnnualCrop_12.jpg
+
+
+class Example(NamedTuple):
+    """One mistake: its id, the probability of the wrong class (0..1), and the picture as a data: URI, or None."""
+
+    example_id: str
+    probability: float
+    picture: str | None
+
+
+class Mistake(NamedTuple):
+    """Examples of class `true` that were taken for `predicted`, the surest first; `count` are all of them."""
+
+    true: int
+    predicted: int
+    count: int
+    examples: list[Example]
+
+
+class Confusion(NamedTuple):
+    """matrix int [classes, classes], rows true, columns predicted; `missing` says why there are no pictures."""
+
+    names: list[str]
+    matrix: np.ndarray
+    worst: list[Mistake]
+    missing: str | None
+
+    @property
+    def recall(self) -> np.ndarray:
+        """Share of each class that was found, [classes], NaN for a class without examples."""
+        counts = self.matrix.sum(1)
+        return np.divide(self.matrix.diagonal(), counts, out=np.full(len(counts), np.nan), where=counts > 0)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of all examples that is right."""
+        return float(self.matrix.trace() / max(self.matrix.sum(), 1))
+
+
+def read_confusion(run: Run, pairs: int = 5, examples: int = 4) -> tuple[Confusion | None, str | None]:
+    """The confusions of a run at its best step, and what is wrong with predictions.npz, if anything.
+
+    Args:
+      pairs: worst confusions to show.
+      examples: pictures of each.
+    """
+    path = run.path / "predictions.npz"
+    if not path.exists():
+        return None, None
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            labels, logits, ids = (arrays[name] for name in ("labels", "logits", "ids"))
+        problem = _misfit(labels, logits, ids)
+    except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input
+        problem = " ".join(str(error).split()) or type(error).__name__
+    if problem:
+        return None, f"predictions.npz: damaged: {problem}"
+    predicted, classes = logits.argmax(1), logits.shape[1]
+    matrix = np.zeros((classes, classes), np.int64)
+    np.add.at(matrix, (labels, predicted), 1)
+    worst: list[Mistake] = []
+    with picture_reader(run) as (read, missing):
+        for true, wrong in worst_pairs(matrix, pairs):
+            sure = _softmax(logits)[:, wrong]
+            chosen = np.flatnonzero((labels == true) & (predicted == wrong))
+            chosen = chosen[np.argsort(-sure[chosen], kind="stable")][:examples]
+            shown = [Example(str(ids[i]), float(sure[i]), read(str(ids[i]))) for i in chosen]
+            worst.append(Mistake(true, wrong, int(matrix[true, wrong]), shown))
+    if missing is None and worst and not any(example.picture for mistake in worst for example in mistake.examples):
+        missing = f"no example was found in {run.field('dataset.path')}"
+    return Confusion(class_names(labels, ids, classes), matrix, worst, missing), None
+
+
+def _misfit(labels: np.ndarray, logits: np.ndarray, ids: np.ndarray) -> str | None:
+    if logits.ndim != 2 or labels.shape != ids.shape or labels.shape != logits.shape[:1] or not logits.size:
+        return f"labels {labels.shape}, logits {logits.shape} and ids {ids.shape} do not go together"
+    if labels.dtype.kind not in "iu" or logits.dtype.kind != "f" or ids.dtype.kind != "U":
+        return f"labels, logits and ids are of {labels.dtype}, {logits.dtype} and {ids.dtype}"
+    if labels.min() < 0 or labels.max() >= logits.shape[1]:
+        return f"labels from {labels.min()} to {labels.max()}, with {logits.shape[1]} classes"
+    return None
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    return powers / powers.sum(1, keepdims=True)
+
+
+def worst_pairs(matrix: np.ndarray, count: int) -> list[tuple[int, int]]:
+    """The `count` most frequent (true, predicted) that are wrong, most frequent first."""
+    wrong = matrix - np.diag(matrix.diagonal())
+    order = np.argsort(-wrong, axis=None, kind="stable")[:count]
+    return [divmod(int(i), len(matrix)) for i in order if wrong.flat[i] > 0]
+
+
+def class_names(labels: np.ndarray, ids: np.ndarray, classes: int) -> list[str]:
+    """Names told by ids such as "River/River_7.jpg" or "River_7.jpg"; numbers where those do not tell all."""
+    found: dict[int, set] = {}
+    for label, example_id in zip(labels.tolist(), ids.tolist(), strict=True):
+        path = PurePosixPath(example_id)
+        numbered = NUMBERED.fullmatch(path.name)
+        name = path.parent.name or (numbered.group(1) if numbered else None)
+        found.setdefault(label, set()).add(name)
+    names = {label: next(iter(options)) for label, options in found.items() if len(options) == 1}
+    if len(names) < len(found) or None in names.values() or len(set(names.values())) < len(names):
+        return [str(label) for label in range(classes)]
+    return [names.get(label, str(label)) for label in range(classes)]
+
+
+# ---- pictures ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def picture_reader(run: Run) -> Iterator[tuple[Callable[[str], str | None], str | None]]:
+    """Yields (what gives the data: URI of an example id, or None; why no picture can be had, or None)."""
+    none = lambda example_id: None  # noqa: E731
+    path, missing, cache = run.field("dataset.path"), None, run.field("augment.cache_dir")
+    if path is None and run.field("dataset.name") == "eurosat" and isinstance(cache, str):
+        path = f"{cache}/EuroSAT.zip"  # where train.py keeps its download
+    if run.field("dataset.name") == "synthetic" or run.field("dataset.source") == "synthetic":
+        missing = "synthetic images have no files"
+    elif not isinstance(path, str):
+        missing = "the run names no dataset.path"
+    elif not Path(path).expanduser().exists():
+        missing = f"dataset.path {path} does not exist here"
+    if missing:
+        yield none, missing
+        return
+    path = Path(path).expanduser()
+    if path.is_dir():
+        yield lambda example_id: _picture(lambda: _find(path, example_id)), None
+        return
+    try:
+        archive = zipfile.ZipFile(path)
+    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
+        yield none, f"dataset.path {path} is not a readable zip file ({error})"
+        return
+    with archive:
+        # By the last two parts, Class/file: folders around them are not in an id.
+        names = {"/".join(name.split("/")[-2:]): name for name in archive.namelist()}
+        yield lambda example_id: _picture(lambda: archive.read(names[example_id])), None
+
+
+def _find(root: Path, example_id: str) -> bytes:
+    parts = PurePosixPath(example_id).parts
+    if len(parts) != 2 or ".." in parts:  # an id is Class/file: it leads nowhere else
+        raise FileNotFoundError(example_id)
+    for folder in (root, *sorted(p for p in root.iterdir() if p.is_dir())):
+        if (path := folder.joinpath(*parts)).is_file():
+            return path.read_bytes()
+    raise FileNotFoundError(example_id)
+
+
+def _picture(read: Callable[[], bytes]) -> str | None:
+    """A small PNG as a data: URI, or None where the file is not there or damaged."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(read())) as image:
+            image = image.convert("RGB")
+            image.thumbnail((MAX_PIXELS, MAX_PIXELS))
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG", optimize=True)
+    except Exception:  # Pillow and zipfile raise a dozen kinds; a page without this picture is still a page
+        return None
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,97 @@
+import base64
+import io
+import json
+import zipfile
+
+import numpy as np
+import pytest
+from conftest import make_folder
+from PIL import Image
+from test_analysis import write_run
+from test_report import make, text_of, write_predictions
+
+from largebatch import analysis, confusion
+
+
+def test_confusions_with_pictures_from_folder_and_zip(tmp_path):
+    data = make_folder(tmp_path / "data" / "2750", {"Forest": 3, "Lake": 3, "River": 3}).parent
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        for path in data.rglob("*.png"):
+            archive.write(path, path.relative_to(tmp_path / "data"))
+    ids = [f"{name}/{name}_{k}.png" for name in ("Forest", "Lake", "River") for k in range(3)]
+    run = write_run(tmp_path / "run")
+    write_predictions(run, np.arange(9) // 3, [0, 2, 2, 1, 1, 1, 0, 2, 2], ids)
+    for place in (data, tmp_path / "data.zip"):
+        config = json.loads((run / "config.json").read_text())
+        config["dataset"] |= {"name": "mine", "path": str(place)}
+        (run / "config.json").write_text(json.dumps(config))
+        found, problem = confusion.read_confusion(analysis.read(run))
+        assert problem is None
+        assert found.missing is None
+        assert found.names == ["Forest", "Lake", "River"]
+        assert found.matrix.tolist() == [[1, 0, 2], [0, 3, 0], [1, 0, 2]]
+        np.testing.assert_allclose(found.recall, [1 / 3, 1, 2 / 3])
+        first, _ = found.worst
+        assert (first.true, first.predicted, first.count) == (0, 2, 2)
+        assert [example.example_id for example in first.examples] == ["Forest/Forest_2.png", "Forest/Forest_1.png"]
+        page = make(run, out=tmp_path / "page.html")
+        assert page.count('src="data:image/png;base64,') == 3
+        assert "Forest taken for River: 2" in text_of(page)
+        with Image.open(data / "2750" / "Forest" / "Forest_2.png") as image:
+            expected = np.asarray(image.convert("RGB"))
+        encoded = first.examples[0].picture.removeprefix("data:image/png;base64,")
+        with Image.open(io.BytesIO(base64.b64decode(encoded))) as image:
+            np.testing.assert_array_equal(np.asarray(image), expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nowhere.zip", "nowhere.zip does not exist here"),
+        (None, "the run names no dataset.path"),
+        ("empty", "no example was found in"),
+        ("run/config.json", "is not a readable zip file"),
+    ],
+)
+def test_why_there_are_no_pictures(tmp_path, path, words):
+    run = write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    config = json.loads((run / "config.json").read_text())
+    config["dataset"] = {"name": "mine", "path": path and str(tmp_path / path)}
+    (run / "config.json").write_text(json.dumps(config))
+    write_predictions(run, [0, 1], [1, 0], ["a/a_0.png", "b/b_0.png"])
+    text = text_of(make(run, out=tmp_path / "page.html"))
+    assert "No example pictures: " in text
+    assert words in text
+
+
+def test_an_id_leads_nowhere_else(tmp_path):
+    make_folder(tmp_path / "secret", {"a": 1})
+    (tmp_path / "data").mkdir()
+    for example_id in ("../secret", str(tmp_path / "secret/a/a_0.png"), "../secret/a/a_0.png"):
+        with pytest.raises(FileNotFoundError):
+            confusion._find(tmp_path / "data", example_id)
+
+
+def test_class_names_are_told_by_ids_or_are_numbers():
+    names = lambda labels, ids: confusion.class_names(np.array(labels), np.array(ids), 3)  # noqa: E731
+    assert names([0, 1, 1], ["A/x.jpg", "B/y.jpg", "B/z.jpg"]) == ["A", "B", "2"]
+    assert names([0, 1], ["A_1.jpg", "B_b_2.jpg"]) == ["A", "B_b", "2"]
+    assert names([0, 1], ["000001", "000002"]) == ["0", "1", "2"]
+    assert names([0, 0], ["A/x.jpg", "B/y.jpg"]) == ["0", "1", "2"]
+    assert names([0, 1], ["A/x.jpg", "A/y.jpg"]) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"labels": np.array([0, 3]), "logits": np.zeros((2, 3), np.float32), "ids": np.array(["a", "b"])},
+        {"labels": np.array([0]), "logits": np.zeros((2, 3), np.float32), "ids": np.array(["a", "b"])},
+        {"labels": np.array([0, 1]), "logits": np.zeros((2, 3), np.float32)},
+        {"labels": np.array([0, {}]), "logits": np.zeros((2, 3), np.float32), "ids": np.array(["a", "b"])},
+    ],
+)
+def test_damaged_predictions_are_named(tmp_path, arrays):
+    run = write_run(tmp_path / "run")
+    np.savez(run / "predictions.npz", **arrays)
+    assert "predictions.npz: damaged" in text_of(make(run, out=tmp_path / "page.html"))

@@ -1,0 +1,149 @@
+"""The page of report.py as a reader meets it: in headless Chromium."""
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from test_analysis import write_study
+from test_report import EVIL, make, panel_ids, small_study, write_predictions
+
+
+@pytest.fixture
+def study(tmp_path) -> Path:
+    return small_study(tmp_path / "optimizers")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium, told by its driver; both must be on PATH."""
+    chromium, driver = (shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver"))
+    if not chromium or not driver:
+        pytest.skip("no chromium and chromedriver on PATH: the page was not opened in a browser")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield found
+    found.quit()
+
+
+def look(browser, path: Path, width=1200, scheme="light") -> None:
+    """Opens the page at a width and in a colour scheme."""
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(path.as_uri())
+    wait(browser, "document.querySelectorAll('svg').length > 3")
+    assert browser.get_log("browser") == []
+
+
+def wait(browser, condition: str):
+    """Waits until a JavaScript expression holds."""
+    deadline = time.monotonic() + 10
+    while not (found := browser.execute_script(f"return {condition}")):
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.05)
+    return found
+
+
+COLUMN = "[...document.querySelectorAll('#group-0-table tbody tr')].map(row => row.cells[arguments[0]].dataset.v)"
+PATHS = "document.querySelectorAll('[data-panel=val_accuracy] path.line').length"
+
+
+def test_the_page_in_a_browser(browser, study, tmp_path):
+    page = tmp_path / "page.html"
+    make(study, out=page)
+    look(browser, page)
+    for panel in panel_ids(page.read_text()):
+        size = browser.execute_script(
+            "const box = document.querySelector(`[data-panel=${arguments[0]}]`).firstElementChild"
+            ".getBoundingClientRect(); return [box.width, box.height]", panel
+        )  # fmt: skip
+        assert min(size) > 100, panel
+    assert browser.execute_script(f"return {PATHS}") == 23  # of 24 one failed before it began
+
+
+def test_headers_sort_legends_hide_and_the_axis_changes(browser, study, tmp_path):
+    page = tmp_path / "page.html"
+    make(study, out=page)
+    look(browser, page)
+    click = "document.querySelectorAll('#group-0-table th button')[arguments[0]].click()"
+    rates = sorted(float(v) for v in browser.execute_script(f"return {COLUMN}", 2))
+    browser.execute_script(click, 2)
+    assert [float(v) for v in browser.execute_script(f"return {COLUMN}", 2)] == rates
+    browser.execute_script(click, 2)
+    assert [float(v) for v in browser.execute_script(f"return {COLUMN}", 2)] == rates[::-1]
+    before = browser.execute_script(f"return {PATHS}")
+    browser.execute_script("document.querySelector('.controls .legend button').click()")
+    assert browser.execute_script(f"return {PATHS}") < before
+    label = "[...document.querySelectorAll('[data-panel=val_loss] svg text')].map(t => t.textContent).join('|')"
+    assert "updates" in browser.execute_script(f"return {label}")
+    browser.execute_script("document.querySelector('.axis button[data-value=seconds]').click()")
+    assert "seconds of training" in browser.execute_script(f"return {label}")
+    browser.refresh()  # as in --watch
+    wait(browser, "document.querySelectorAll('svg').length > 3")
+    assert "seconds of training" in browser.execute_script(f"return {label}")
+    assert [float(v) for v in browser.execute_script(f"return {COLUMN}", 2)] == rates[::-1]
+    assert browser.get_log("browser") == []
+
+
+def test_pointing_at_a_curve_says_its_values(browser, study, tmp_path):
+    page = tmp_path / "page.html"
+    make(study, out=page)
+    look(browser, page)
+    browser.execute_script("sessionStorage.clear()")
+    browser.execute_script(
+        "const svg = document.querySelector('[data-panel=val_accuracy] svg'); svg.scrollIntoView();"
+        "const path = svg.querySelector('path.line'), end = path.getPointAtLength(path.getTotalLength());"
+        "const box = svg.getBoundingClientRect();"
+        "svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + end.x, clientY: box.top + end.y}))"
+    )
+    tip = browser.execute_script("return document.getElementById('tip').textContent")
+    assert re.search(r"\d{4} · \w+ · lr .*\naccuracy|updates \d+\naccuracy 0\.\d+", tip), tip
+    assert browser.execute_script("return document.querySelectorAll('path.hot').length") >= 5
+
+
+def test_dark_scheme_and_toggle(browser, study, tmp_path):
+    page = tmp_path / "page.html"
+    make(study, out=page)
+    background = "return getComputedStyle(document.body).backgroundColor"
+    look(browser, page, scheme="light")
+    light = browser.execute_script(background)
+    look(browser, page, scheme="dark")
+    dark = browser.execute_script(background)
+    brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (light, dark)]
+    assert brightness[0] > 600
+    assert brightness[1] < 150
+    browser.execute_script("document.querySelector('#theme [data-value=light]').click()")
+    assert browser.execute_script(background) == light
+    browser.execute_script("document.querySelector('#theme [data-value=auto]').click()")
+
+
+def test_a_phone_scrolls_no_page_sideways(browser, study, tmp_path):
+    names = [f"AClassWithALongName{k}" for k in range(12)]  # a matrix wider than the screen
+    ids = [f"{name}/{k}.png" for k, name in enumerate(names)]
+    write_predictions(study / "trials" / "0007", range(12), range(12), ids, classes=12)
+    for index, path in enumerate((study, study / "trials" / "0007")):
+        page = tmp_path / f"page{index}.html"
+        make(path, out=page)
+        look(browser, page, width=360)
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 360
+        assert browser.execute_script(
+            "return [...document.querySelectorAll('svg, .card')].every(e => e.getBoundingClientRect().right <= 360)"
+        )
+
+
+def test_an_evil_file_runs_no_script(browser, tmp_path):
+    trials = [{"optimizer": EVIL, "rate": 0.1 * k} for k in range(1, 4)]
+    page = tmp_path / "page.html"
+    make(write_study(tmp_path / "study", trials), out=page)
+    look(browser, page)
+    assert "study" in browser.title
+    assert browser.execute_script("return document.querySelectorAll('img').length") == 0
