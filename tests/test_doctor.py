@@ -69,7 +69,7 @@ def test_a_layer_without_a_gradient_is_named(quick, monkeypatch):
         return cross_entropy(logits)
 
     monkeypatch.setattr(model, "cross_entropy", without_one)
-    job, state = train.prepare(quick, metrics.Clock())
+    job, state = train.prepare(quick, metrics.Clock(), train.Shared())
     params = devices.first_replica(state.params)
     finding = doctor.check_trust_ratios(doctor.mean_gradient(job, params), params, quick.optimizer.weight_decay)
     assert (finding.status, finding.advice) == ("warn", "no gradient reaches Conv_1.kernel")
