@@ -104,7 +104,10 @@ def tiles(group: Group) -> Html:
             found.append((f"{knee.critical_batch_size:,.0f}", "examples per update at the knee"))
     elif len(group.runs) == 1 and (steps := group.runs[0].value("steps_to_target")) is not None:
         found.append(
-            (f"{steps:,.0f}", f"updates to {group.runs[0].summary['target_accuracy']} validation accuracy")
+            (
+                f"{steps:,.0f}",
+                f"updates to {plain(group.runs[0].summary.get('target_accuracy'))} validation accuracy",
+            )
         )
     seconds = sum(sum(panels.run_seconds(run).values()) for run in group.runs)
     found.append((f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:,.1f} h", "of work in all"))

@@ -2,6 +2,7 @@ import csv
 import html
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -163,6 +164,45 @@ def test_what_comes_from_files_never_becomes_a_tag(tmp_path):
     assert EVIL in json.dumps(data_of(page)).replace('\\"', '"')
     lone = make(run, study / "trials" / "0001", out=tmp_path / "runs.html", more=["--png", tmp_path / "png"])
     assert "<img src=x" not in lone
+
+
+STRANGE = (
+    None,
+    0,
+    -1,
+    1e308,
+    10**400,
+    "x",
+    EVIL,
+    [],
+    {},
+    [1, {"a": []}],
+    True,
+    float("nan"),
+    {"a": {"b": 1}},
+    1e-320,
+)
+
+
+def strange(content, rng: random.Random, share: float):
+    """JSON with a share of its values replaced and some keys left out."""
+    if not isinstance(content, dict):
+        return content
+    kept = {key: value for key, value in content.items() if rng.random() > share / 3}
+    return {k: rng.choice(STRANGE) if rng.random() < share else strange(v, rng, share) for k, v in kept.items()}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_strange_values_still_make_a_page(study, tmp_path, seed):
+    rng = random.Random(seed)
+    for path in sorted(study.rglob("*.json*")):
+        if rng.random() < 0.4:
+            lines = path.read_text().splitlines()
+            changed = [strange(json.loads(line), rng, rng.choice((0.02, 0.1, 0.3))) for line in lines]
+            path.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    runs = [path for path in sorted((study / "trials").iterdir()) if (path / "config.json").exists()]
+    page = make(study, *runs[:3], out=tmp_path / "page.html")
+    assert len(data_of(page)[0]["runs"]) == 24
 
 
 def test_a_real_run(small_config, tmp_path):
