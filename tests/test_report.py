@@ -210,7 +210,7 @@ def test_a_real_run(small_config, tmp_path):
     summary = train.train_and_evaluate(small_config, str(tmp_path / "real"))
     page = make(tmp_path / "real", out=tmp_path / "page.html", more=["--png", tmp_path / "png"])
     text = text_of(page)
-    assert "All runs are whole and done." in text
+    assert "Every run is whole and done." in text
     assert f"{summary['best_val_accuracy']:.4f}" in text
     assert "No example pictures: synthetic images have no files." in text
     assert "optimizer.learning_rate 0.01" in text
@@ -376,7 +376,7 @@ def test_watch_follows_a_study_until_it_is_stopped(tmp_path):
     command = [sys.executable, ROOT / "report.py", study, "--out", out, "--watch", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert "1 runs: 1 running" in process.stdout.readline()
+        assert "1 run: 1 running" in process.stdout.readline()
         first = out.read_text()
         assert '<meta http-equiv="refresh" content="1">' in first
         shutil.rmtree(study / "trials" / "0000")
@@ -384,7 +384,7 @@ def test_watch_follows_a_study_until_it_is_stopped(tmp_path):
         deadline = time.monotonic() + 20
         while "1 done" not in process.stdout.readline():
             assert time.monotonic() < deadline
-        assert "All runs are whole and done." in text_of(out.read_text())
+        assert "Every run is whole and done." in text_of(out.read_text())
     finally:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
