@@ -135,9 +135,8 @@ def write_report(arguments: argparse.Namespace) -> str:
         write(path, content, option)
     runs = [run.status for group in groups for run in group.runs]
     statuses = ", ".join(f"{runs.count(name)} {name}" for name in dict.fromkeys(runs))
-    return (
-        f"{arguments.out}: {len(files[arguments.out][1]) / 1e3:,.0f} kB; {len(runs)} runs: {statuses or 'none yet'}"
-    )
+    size = f"{len(files[arguments.out][1]) / 1e3:,.0f} kB"
+    return f"{arguments.out}: {size}; {sections.count_runs(len(runs))}{': ' * bool(runs)}{statuses}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -65,8 +65,9 @@ def _shaded(shares: np.ndarray) -> np.ndarray:
 
 
 def _plain(text: str) -> str:
-    """A text in which matplotlib sees no mathematics."""
-    return str(text).replace("$", r"\$")
+    """A text in which matplotlib sees no mathematics, short enough for a picture."""
+    text = str(text)
+    return (text if len(text) <= 60 else f"{text[:59]}…").replace("$", r"\$")
 
 
 def _png(figure) -> bytes:
@@ -87,7 +88,7 @@ def _scale(axis, spec: dict) -> None:
     log = spec["scale"] == "log"
     if log:
         low, high = sorted(axis.get_view_interval())
-        wide = high / max(low, 1e-300) > 300
+        wide = high > 300 * low
         axis.set_major_locator(ticker.LogLocator(10, subs=(1, 3) if wide else (1, 2, 5), numticks=12))
         axis.set_minor_locator(ticker.NullLocator())
     if spec.get("ticks"):

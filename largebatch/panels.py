@@ -54,14 +54,19 @@ class Group(NamedTuple):
 
 def group_study(study: Study) -> Group:
     """All trials of a study."""
-    several = len({(run.trial or {}).get("seed") for run in study.runs}) > 1
+    several = len({seed_of(run) for run in study.runs}) > 1
     labels = []
     for run in study.runs:
         words = [_value_label(*item) for item in analysis.setting_of(run, study.fields).items()]
         if several and run.trial:
-            words.append(f"seed {run.trial.get('seed')}")
+            words.append(f"seed {seed_of(run)}")
         labels.append(" · ".join([run.path.name, *words]))
     return Group(study.path.resolve().name, study, study.runs, labels)
+
+
+def seed_of(run: Run) -> int | None:
+    """The seed of a trial."""
+    return number(run.trial.get("seed")) if run.trial else None
 
 
 def group_runs(runs: list[Run]) -> Group:
@@ -120,12 +125,13 @@ def describe(group: Group) -> dict:
 def colour_keys(group: Group) -> tuple[list, str]:
     """What tells runs apart by colour, per run, and its name: themselves where few, else a config field."""
     optimizers = [
-        run.field(analysis.OPTIMIZER) or analysis.setting_of(run, ()).get(analysis.OPTIMIZER) for run in group.runs
+        plain(run.field(analysis.OPTIMIZER) or analysis.setting_of(run, ()).get(analysis.OPTIMIZER))
+        for run in group.runs
     ]
     if group.study is None and len(group.runs) <= 6:
         return list(group.labels), "run"
     if len(set(optimizers)) > 1:
-        return [plain(name) for name in optimizers], "optimizer"
+        return optimizers, "optimizer"
     for name, values in (
         ("batch size", [run.batch_size for run in group.runs]),
         ("learning rate", [number(run.field(RATE)) for run in group.runs]),
@@ -136,7 +142,7 @@ def colour_keys(group: Group) -> tuple[list, str]:
     ):
         if 2 <= len(set(values)) <= 8:
             return values, name
-    return [plain(name) for name in optimizers], "optimizer"
+    return optimizers, "optimizer"
 
 
 def _rounded(value) -> float | int | None:
@@ -172,7 +178,9 @@ def curve_panels(rows: list[list[dict]]) -> Iterable[dict]:
             continue
         title, unit, scale = CURVES.get(name, (name.replace("_", " ").capitalize(), name, None))
         if found:
-            scale = scale or ("log" if min(found) > 0 and max(found) / min(found) > 30 else "linear")
+            if scale in (None, "log"):  # an estimated noise scale may be negative
+                wide = min(found) > 0 and max(found) / min(found) > 30
+                scale = "log" if wide or (scale and min(found) > 0) else "linear"
             note = f"{unit[0].upper()}{unit[1:]} from {min(found):,.4g} to {max(found):,.4g}."
             yield {"id": name, "title": title, "kind": "curve", "note": note, "values": values} | {
                 "y": {"label": unit, "scale": scale}
@@ -228,7 +236,7 @@ def rate_panel(study: Study, legend: list) -> dict | None:
 
     `legend` gives a line the colour that its runs have in the curves.
     """
-    ranked = [s for s in analysis.leaderboard(study) if number(s.values.get(RATE))]
+    ranked = [s for s in analysis.leaderboard(study) if (number(s.values.get(RATE)) or 0) > 0]
     if len({setting.values[RATE] for setting in ranked}) < 2:
         return None
     by = analysis.OPTIMIZER

@@ -6,7 +6,6 @@ trial.json beside. Nothing here raises for a damaged or unfinished run: it is na
 
 import json
 import math
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from largebatch import UserError
 ENDED = ("done", "diverged", "interrupted", "failed", "pruned")
 OBJECTIVES = ("best_val_accuracy", "steps_to_target", "examples_to_target", "sec_to_target")
 BATCH = "batch.size"
+LARGEST = 1e40  # what float32 holds and some more; beyond it a file is damaged, and squares would overflow
 
 
 class Run(NamedTuple):
@@ -51,7 +51,7 @@ class Run(NamedTuple):
         """Examples per update over all devices, in numbers even where the config says "full"."""
         rows = (row.get("global_batch_size") for row in reversed(self.rows))
         for size in (self.summary.get("global_batch_size"), *rows, self.field(BATCH)):
-            if number(size):
+            if (number(size) or 0) >= 1:
                 return int(size)
         return None
 
@@ -73,14 +73,19 @@ class Run(NamedTuple):
         """What the run says of one of OBJECTIVES; None where a target was not reached."""
         if objective == "best_val_accuracy":
             return self.best_val_accuracy
-        return number(self.summary.get(objective))
+        found = number(self.summary.get(objective))
+        return found if found and found > 0 else None
 
 
 def setting_of(run: Run, fields: Iterable[str]) -> dict:
-    """What a trial set; of a run without a sound trial.json, the `fields` of its config."""
+    """What a trial set, {dotted field: scalar}; of a run without a sound trial.json, the `fields` of its config."""
     if run.trial and run.trial["setting"]:
-        return run.trial["setting"]
-    return {name: run.field(name) for name in fields} if run.config else {}
+        found = run.trial["setting"]
+    else:
+        found = {name: run.field(name) for name in fields} if run.config else {}
+    # Settings are compared and counted: a list becomes its text.
+    scalar = (str, int, float, bool, type(None))
+    return {name: value if isinstance(value, scalar) else json.dumps(value) for name, value in found.items()}
 
 
 class Study(NamedTuple):
@@ -105,10 +110,10 @@ class Study(NamedTuple):
 
 
 def number(value) -> float | int | None:
-    """`value` where it is a finite number, else None."""
+    """`value` where it is a finite number that a run can have measured, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if abs(value) <= sys.float_info.max else None
+    return value if abs(value) <= LARGEST else None
 
 
 def _parse(text: bytes):

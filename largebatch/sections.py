@@ -55,17 +55,22 @@ def card(panel: dict) -> Html:
 # ---- sections ----------------------------------------------------------------------------------------
 
 
+def count_runs(count: int) -> str:
+    """A number of runs in words."""
+    return "1 run" if count == 1 else f"{count} runs"
+
+
 def header(groups: list[Group]) -> Html:
     """What is shown, when the page was made, and what is wrong with any of it."""
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    counts = [f"study of {len(g.runs)} runs" if g.study else "runs by themselves" for g in groups]
+    counts = [("study of " if group.study else "") + count_runs(len(group.runs)) for group in groups]
     theme = element("span", cls="segments", id="theme", role="group", aria_label="colours")
     title = element("h1", " · ".join(group.title for group in groups))
     words = element("div", title, element("p", f"{', '.join(counts)}; made {made}", cls="soft"))
     found = [line for group in groups for line in problems(group)]
     if not found:
         return join(
-            [element("div", words, theme, cls="top"), element("p", "All runs are whole and done.", cls="soft")]
+            [element("div", words, theme, cls="top"), element("p", "Every run is whole and done.", cls="soft")]
         )
     lines = [element("li", element("code", where), " ", what) for where, what in found[:MAX_PROBLEMS]]
     if len(found) > MAX_PROBLEMS:
@@ -104,7 +109,10 @@ def tiles(group: Group) -> Html:
             found.append((f"{knee.critical_batch_size:,.0f}", "examples per update at the knee"))
     elif len(group.runs) == 1 and (steps := group.runs[0].value("steps_to_target")) is not None:
         found.append(
-            (f"{steps:,.0f}", f"updates to {group.runs[0].summary['target_accuracy']} validation accuracy")
+            (
+                f"{steps:,.0f}",
+                f"updates to {plain(group.runs[0].summary.get('target_accuracy'))} validation accuracy",
+            )
         )
     seconds = sum(sum(panels.run_seconds(run).values()) for run in group.runs)
     found.append((f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:,.1f} h", "of work in all"))

@@ -2,6 +2,7 @@ import csv
 import html
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -165,12 +166,51 @@ def test_what_comes_from_files_never_becomes_a_tag(tmp_path):
     assert "<img src=x" not in lone
 
 
+STRANGE = (
+    None,
+    0,
+    -1,
+    1e308,
+    10**400,
+    "x",
+    EVIL,
+    [],
+    {},
+    [1, {"a": []}],
+    True,
+    float("nan"),
+    {"a": {"b": 1}},
+    1e-320,
+)
+
+
+def strange(content, rng: random.Random, share: float):
+    """JSON with a share of its values replaced and some keys left out."""
+    if not isinstance(content, dict):
+        return content
+    kept = {key: value for key, value in content.items() if rng.random() > share / 3}
+    return {k: rng.choice(STRANGE) if rng.random() < share else strange(v, rng, share) for k, v in kept.items()}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_strange_values_still_make_a_page(study, tmp_path, seed):
+    rng = random.Random(seed)
+    for path in sorted(study.rglob("*.json*")):
+        if rng.random() < 0.4:
+            lines = path.read_text().splitlines()
+            changed = [strange(json.loads(line), rng, rng.choice((0.02, 0.1, 0.3))) for line in lines]
+            path.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    runs = [path for path in sorted((study / "trials").iterdir()) if (path / "config.json").exists()]
+    page = make(study, *runs[:3], out=tmp_path / "page.html")
+    assert len(data_of(page)[0]["runs"]) == 24
+
+
 def test_a_real_run(small_config, tmp_path):
     small_config.train.target_accuracy = 0.99
     summary = train.train_and_evaluate(small_config, str(tmp_path / "real"))
     page = make(tmp_path / "real", out=tmp_path / "page.html", more=["--png", tmp_path / "png"])
     text = text_of(page)
-    assert "All runs are whole and done." in text
+    assert "Every run is whole and done." in text
     assert f"{summary['best_val_accuracy']:.4f}" in text
     assert "No example pictures: synthetic images have no files." in text
     assert "optimizer.learning_rate 0.01" in text
@@ -336,7 +376,7 @@ def test_watch_follows_a_study_until_it_is_stopped(tmp_path):
     command = [sys.executable, ROOT / "report.py", study, "--out", out, "--watch", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert "1 runs: 1 running" in process.stdout.readline()
+        assert "1 run: 1 running" in process.stdout.readline()
         first = out.read_text()
         assert '<meta http-equiv="refresh" content="1">' in first
         shutil.rmtree(study / "trials" / "0000")
@@ -344,7 +384,7 @@ def test_watch_follows_a_study_until_it_is_stopped(tmp_path):
         deadline = time.monotonic() + 20
         while "1 done" not in process.stdout.readline():
             assert time.monotonic() < deadline
-        assert "All runs are whole and done." in text_of(out.read_text())
+        assert "Every run is whole and done." in text_of(out.read_text())
     finally:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
