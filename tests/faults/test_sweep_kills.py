@@ -1,0 +1,165 @@
+"""SIGKILL of sweep.py at any moment: no finished trial is lost, none is doubled, and grid and random search end
+with the trials and the leaderboard of a study that nobody disturbed.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from conftest import EUROSAT, ROOT
+from figures import record
+from optuna.trial import TrialState
+from test_resume import assert_same_run
+
+from largebatch import analysis
+
+CRASH = Path(__file__).with_name("crash.py")
+LIMIT_SEC = 300
+SPACE = """
+from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+def get_space():
+    return {{"optimizer.name": {names}, "optimizer.learning_rate": {rates}}}
+"""
+
+
+class Killed:
+    """One study's command, and the study that it makes when nobody disturbs it."""
+
+    def __init__(self, folder: Path, sampler: str, pruner: str, trials: int, seeds: int, **fields):
+        self.folder, self.trials = folder, trials
+        names = 'CategoricalDistribution(["lamb", "sgd"])'
+        rates = (
+            "CategoricalDistribution([0.003, 0.01])"
+            if sampler == "grid"
+            else "FloatDistribution(1e-3, 0.03, log=True)"
+        )
+        (folder / "space.py").write_text(SPACE.format(names=names, rates=rates))
+        self.options = [f"--space={folder / 'space.py'}", f"--sampler={sampler}", f"--pruner={pruner}"]
+        self.options += [f"--trials={trials}", f"--seeds={seeds}", "--heartbeat_sec=1"]
+        fields |= {"augment.cache_dir": folder / "cache", "checkpoint.every_sec": 0}
+        self.options += [f"--config.{name}={value}" for name, value in fields.items()]
+        begin = time.monotonic()
+        assert self._start(folder / "whole").wait(1800) == 0, self._log()
+        self.seconds = time.monotonic() - begin
+        self.changes = int((folder / "changes").read_text())
+
+    def _start(self, study: Path, number: int = 10**9) -> subprocess.Popen:
+        command = [
+            sys.executable,
+            str(CRASH),
+            str(number),
+            str(study),
+            "--",
+            str(ROOT / "sweep.py"),
+            f"--study={study}",
+        ]
+        environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "2"}
+        with (self.folder / "log").open("a") as log:
+            return subprocess.Popen(
+                [*command, *self.options], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _log(self) -> str:
+        return (self.folder / "log").read_text()[-3000:]
+
+    def kill_until_done(self, study: Path, kills: int, rng: random.Random) -> int:
+        """Starts and kills `kills` times, then lets it end; how often a kill came before the study's end."""
+        count = 0
+        while count < kills:
+            by_change = rng.random() < 0.5
+            number = 1 + int(self.changes / 3 * rng.random()) if by_change else 10**9
+            process = self._start(study, number)
+            deadline = time.monotonic() + (LIMIT_SEC if by_change else self.seconds * rng.random())
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            assert code in (0, -9), f"ended with {code}\n{self._log()}"
+            if code == 0:
+                break
+            count += 1
+        if code:
+            assert self._start(study).wait(1800) == 0, self._log()
+        return count
+
+    def states(self, study: Path) -> dict[str, int]:
+        """How many trials of each end the database has, having checked that each run ended there once."""
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        trials = optuna.load_study(study_name=study.name, storage=f"sqlite:///{study / 'study.db'}").get_trials()
+        ended = [trial for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+        names = sorted(f"{trial.user_attrs['setting']:04d}-{trial.user_attrs['seed']}" for trial in ended)
+        assert names == sorted(folder.name for folder in (study / "trials").iterdir())
+        assert len(names) == len(set(names)) == self.trials
+        for trial in ended:
+            folder = study / "trials" / f"{trial.user_attrs['setting']:04d}-{trial.user_attrs['seed']}"
+            status = json.loads((folder / "summary.json").read_text())["status"]
+            assert (status == "pruned") == (trial.state == TrialState.PRUNED), folder
+        states = [trial.state.name for trial in trials]
+        return {state: states.count(state) for state in dict.fromkeys(states)}
+
+
+def leaderboard(study: Path) -> list:
+    return analysis.leaderboard_rows(analysis.read(study))[1]
+
+
+def survive(tmp_path, kills: int, sampler: str, pruner: str, trials: int, seeds: int, **fields) -> None:
+    """Kills studies until there were `kills`, and compares."""
+    killed = Killed(tmp_path, sampler, pruner, trials, seeds, **fields)
+    rng, count, studies = random.Random(0), 0, 0
+    begun_again = 0
+    while count < kills:
+        study = tmp_path / f"cut_{studies}"
+        count += killed.kill_until_done(study, kills - count, rng)
+        begun_again += killed.states(study).get("FAIL", 0)
+        if sampler != "tpe" and pruner == "none":
+            for folder in (study / "trials").iterdir():
+                assert_same_run(folder, tmp_path / "whole" / "trials" / folder.name)
+            assert leaderboard(study) == leaderboard(tmp_path / "whole")
+        studies += 1
+        shutil.rmtree(study)
+    what = {"sampler": sampler, "pruner": pruner, "data": fields.get("dataset.name", "synthetic")}
+    record(
+        "sweep kills",
+        what | {"kills": count, "studies": studies, "trials of each": trials, "begun again": begun_again},
+    )
+
+
+SMALL = {
+    "dataset.num_examples": 100,
+    "dataset.image_size": 16,
+    "train.inner_steps": 3,
+    "train.outer_steps": 3,
+    "batch.size": 100,
+}
+
+
+@pytest.mark.timeout(900)
+def test_a_few_kills_of_a_sweep(tmp_path):
+    survive(tmp_path, 2, "random", "none", trials=3, seeds=1, **SMALL)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("sampler", ["grid", "random"])
+def test_kills_of_a_sweep_on_eurosat(tmp_path, sampler):
+    if not EUROSAT.exists():
+        pytest.skip(f"the real data set is not at {EUROSAT}")
+    fields = {"dataset.name": "eurosat", "dataset.path": EUROSAT, "dataset.image_size": 32, "batch.size": 512}
+    survive(tmp_path, 20, sampler, "none", 6, 1, **fields, **{"train.inner_steps": 8, "train.outer_steps": 3})
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("sampler", "pruner"), [("tpe", "none"), ("tpe", "median"), ("random", "hyperband")])
+def test_kills_of_a_sweep_that_looks_at_its_trials(tmp_path, sampler, pruner):
+    survive(tmp_path, 10, sampler, pruner, trials=6, seeds=1, **(SMALL | {"train.outer_steps": 5}))
