@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: train test lint bench faults
+.PHONY: train test test-postgres lint bench faults
 
 train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosat.py ..." for anything else
 	$(BIN)/python train.py $(ARGS)
@@ -17,6 +18,10 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.run  ## throughput beside the plain way and the hardware limit
 	$(BIN)/python bench.py step $(ARGS)
+
+test-postgres: $(VENV)/.dev  ## studies in PostgreSQL; installs the server on Debian and Ubuntu
+	test -n "$$(ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null || command -v initdb)" || $(SUDO) apt-get install -y --no-install-recommends postgresql
+	$(BIN)/python -m pytest tests/test_postgres.py $(ARGS)
 
 faults: $(VENV)/.dev  ## the long part of the fault harness, about an hour on 2 cores; figures in faults.jsonl
 	rm -f faults.jsonl

@@ -29,6 +29,7 @@ warnings.filterwarnings("ignore", message="Heartbeat of storage is supposed to b
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 MISSED_HEARTBEATS = 3  # after which a trial's process counts as dead
+TRIES_TO_OPEN = 5
 MAX_WAIT_SEC = 30.0  # between two tries to reach the database
 DATABASE_ERRORS = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError)
 ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -104,21 +105,29 @@ def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
     Raises:
       UserError: it cannot be opened.
     """
+    for _ in range(TRIES_TO_OPEN):
+        try:
+            return _open_storage(url, heartbeat_sec)
+        except (*DATABASE_ERRORS, sqlalchemy.exc.ArgumentError, ImportError, RuntimeError) as raised:
+            error, reason = raised, str(raised.__cause__ or raised).strip().splitlines()[0]
+            if "already exists" not in reason and "duplicate key" not in reason:
+                break
+        time.sleep(1)  # another process is making the tables
+    raise UserError(f"--storage: {url.split('@')[-1]} cannot be opened ({reason})") from error
+
+
+def _open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
     # Waits for other writers; looks whether a pooled connection still lives.
     waits = {"timeout": 60} if url.startswith("sqlite") else {}
-    try:
-        storage = optuna.storages.RDBStorage(
-            url,
-            engine_kwargs={"connect_args": waits, "pool_pre_ping": True},
-            heartbeat_interval=heartbeat_sec,
-            grace_period=MISSED_HEARTBEATS * heartbeat_sec,
-        )
-        if url.startswith("sqlite"):
-            _lock_from_the_start(storage.engine)
-        return storage
-    except (*DATABASE_ERRORS, sqlalchemy.exc.ArgumentError, ImportError, RuntimeError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise UserError(f"--storage: {url.split('@')[-1]} cannot be opened ({reason})") from error
+    storage = optuna.storages.RDBStorage(
+        url,
+        engine_kwargs={"connect_args": waits, "pool_pre_ping": True},
+        heartbeat_interval=heartbeat_sec,
+        grace_period=MISSED_HEARTBEATS * heartbeat_sec,
+    )
+    if url.startswith("sqlite"):
+        _lock_from_the_start(storage.engine)
+    return storage
 
 
 def _lock_from_the_start(engine) -> None:
