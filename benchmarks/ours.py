@@ -28,6 +28,8 @@ class OurStep:
     Options: batch_size (may be changed by hand afterwards), micro_batch_size, dtype, conv, storage.
     """
 
+    packed = False
+
     def __init__(self, options: dict):
         self.batch_size, self.updates = options["batch_size"], 0
         self.network = models.create_model("convnet", serve.NUM_CLASSES, options["dtype"], options["conv"])
@@ -35,7 +37,7 @@ class OurStep:
         params = models.init_params(self.network, serve.IMAGE_SHAPE, 0)
         storage = options.get("storage", "expanded")
         originals = -(-max(self.batch_size, serve.NUM_IMAGES) // augment.NUM_VIEWS)
-        self.deal = batching.Deal(originals, jax.device_count(), augment.NUM_VIEWS)
+        self.deal = batching.Deal(originals, 1 if self.packed else jax.device_count(), augment.NUM_VIEWS)
         self.shards = _random_shards(self.deal, storage)
         logits_fn = models.make_logits_fn(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
         self.inner_loop = make_inner_loop(
@@ -44,6 +46,7 @@ class OurStep:
             augment.make_read(storage, serve.IMAGE_SHAPE),
             self.deal,
             options["micro_batch_size"],
+            packed=self.packed,
         )
         self.state = devices.replicate(create_state(params, optimizer, 0))
 
