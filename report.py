@@ -15,9 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from largebatch import UserError, analysis, panels, sections
-from largebatch.panels import Group
-from largebatch.runs import Run
+from largebatch import UserError, analysis, runs
+from pages import panels, sections
+from pages.panels import Group
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -58,10 +58,10 @@ def read_groups(paths: list[str]) -> list[Group]:
     Raises:
       UserError: a path is neither run nor study.
     """
-    found = [analysis.read(path) for path in dict.fromkeys(paths)]
-    groups = [panels.group_study(item) for item in found if isinstance(item, analysis.Study)]
-    runs = [item for item in found if isinstance(item, Run)]
-    return groups + ([panels.group_runs(runs)] if runs else [])
+    found = [runs.read(path) for path in dict.fromkeys(paths)]
+    groups = [panels.group_study(item) for item in found if isinstance(item, runs.Study)]
+    alone = [item for item in found if isinstance(item, runs.Run)]
+    return groups + ([panels.group_runs(alone)] if alone else [])
 
 
 def csv_table(groups: list[Group]) -> list[list]:
@@ -118,7 +118,7 @@ def write_report(arguments: argparse.Namespace) -> str:
         csv.writer(text, lineterminator="\n").writerows(csv_table(groups))
         files[arguments.csv] = ("--csv", text.getvalue().encode())
     if arguments.png:
-        from largebatch import figures  # matplotlib takes half a second
+        from pages import figures  # matplotlib takes half a second
 
         pictures = figures.draw_all(described)
         for index, (run, found) in enumerate(pair for pairs in confusions for pair in pairs):
@@ -133,10 +133,10 @@ def write_report(arguments: argparse.Namespace) -> str:
             raise UserError(f"--png: cannot make the folder {arguments.png} ({error.strerror})") from error
     for path, (option, content) in files.items():
         write(path, content, option)
-    runs = [run.status for group in groups for run in group.runs]
-    statuses = ", ".join(f"{runs.count(name)} {name}" for name in dict.fromkeys(runs))
+    found = [run.status for group in groups for run in group.runs]
+    statuses = ", ".join(f"{found.count(name)} {name}" for name in dict.fromkeys(found))
     size = f"{len(files[arguments.out][1]) / 1e3:,.0f} kB"
-    return f"{arguments.out}: {size}; {sections.count_runs(len(runs))}{': ' * bool(runs)}{statuses}"
+    return f"{arguments.out}: {size}; {sections.count_runs(len(found))}{': ' * bool(found)}{statuses}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -33,6 +33,7 @@ from largebatch import (
     pack,
     preemption,
     resume,
+    runs,
     search,
     studies,
 )
@@ -213,8 +214,8 @@ class TrialReporter(display.Reporter):
         self._table.start(self._order.name, self._order.values, total_updates, step)
         log.debug("%s", headline)
         if self._tells():
-            run = analysis.read_run(self._study.path / "trials" / self._order.name)
-            for row in run.rows:
+            so_far = runs.read_run(self._study.path / "trials" / self._order.name)
+            for row in so_far.rows:
                 self._queue.report(self._claimed, row["val_accuracy"], row["outer"])
 
     def at(self, step: int, images_per_sec: float) -> None:
@@ -350,11 +351,11 @@ class Sweep:
         packed = pack.Pack(
             programs.inner_loop, programs.predict, placed.train, placed.val_images, *idle, len(group)
         )
-        runs = [
+        trainings = [
             functools.partial(self._run_one, order, claimed, pack.Slot(self._shared, packed, number))
             for number, (order, claimed) in enumerate(group)
         ]
-        return packed.run(runs)
+        return packed.run(trainings)
 
     def _run_one(self, order: Order, claimed: studies.Claimed | None, shared) -> Exception | None:
         """Trains a trial and ends it in the queue, or puts it back and returns why."""
@@ -392,7 +393,7 @@ class Sweep:
 
 def print_leaderboard(study: Study) -> None:
     """The leaderboard, read back from the folder."""
-    found = analysis.read(study.path)
+    found = runs.read(study.path)
     for problem in found.problems:
         log.warning("%s", problem)
     display.print_table(*analysis.leaderboard_rows(found))

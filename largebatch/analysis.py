@@ -1,6 +1,6 @@
 """What follows from the runs of a study: ranks, intervals over seeds, steps to a target, the knee.
 
-study = analysis.read("studies/optimizers")
+study = runs.read("studies/optimizers")
 for setting in analysis.leaderboard(study):
     print(setting.values, setting.accuracy.mean, setting.statuses)
 """
@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.runs import BATCH, OBJECTIVES, Run, Study, number, read, read_run, read_study, setting_of
-
-__all__ = ["Run", "Study", "number", "read", "read_run", "read_study", "setting_of"]  # as if they were of here
+from largebatch.runs import BATCH, OBJECTIVES, Run, Study, number, setting_of
 
 OPTIMIZER = "optimizer.name"
 UNFINISHED = ("running", "interrupted", "pruned")

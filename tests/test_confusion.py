@@ -10,7 +10,8 @@ from PIL import Image
 from test_analysis import write_run
 from test_report import make, text_of, write_predictions
 
-from largebatch import analysis, confusion
+from largebatch import runs
+from pages import confusion
 
 
 def test_confusions_with_pictures_from_folder_and_zip(tmp_path):
@@ -25,7 +26,7 @@ def test_confusions_with_pictures_from_folder_and_zip(tmp_path):
         config = json.loads((run / "config.json").read_text())
         config["dataset"] |= {"name": "mine", "path": str(place)}
         (run / "config.json").write_text(json.dumps(config))
-        found, problem = confusion.read_confusion(analysis.read(run))
+        found, problem = confusion.read_confusion(runs.read(run))
         assert problem is None
         assert found.missing is None
         assert found.names == ["Forest", "Lake", "River"]

@@ -8,12 +8,12 @@ from conftest import ROOT
 
 LAYERS = {
     "images": 1, "schedules": 1, "batching": 1, "optimizers": 1, "noise_scale": 1, "devices": 1, "metrics": 1,
-    "fields": 1, "runs": 1, "markup": 1, "figures": 1, "display": 1, "state": 1, "data": 2, "step": 2,
+    "fields": 1, "runs": 1, "display": 1, "state": 1, "data": 2, "step": 2,
     "evaluation": 2, "checkpoints": 2, "preemption": 2, "cache": 2, "search": 2, "pack": 2,
-    "analysis": 2, "confusion": 2, "panels": 3, "sections": 4,
+    "analysis": 2,
     "config": 3, "doctor": 3, "pod": 3, "trainer": 3, "resume": 3, "studies": 3,
 }  # fmt: skip
-# `benchmarks` and `peers` belong to bench.py: nothing else imports them.
+# `benchmarks` and `peers` belong to bench.py, `pages` to report.py: nothing else imports them.
 SCRIPTS = {"augment", "model", "train", "evaluate", "sweep", "report", "bench"}
 LIBRARY = sorted((ROOT / "largebatch").glob("*.py"))
 
@@ -51,21 +51,19 @@ def test_model_imports_nothing_of_ours():
     assert not imports_of(ROOT / "model.py")
 
 
-def test_report_imports_only_its_parts_and_what_reads_run_folders():
-    path = ROOT / "report.py"
-    if path.exists():
-        parts = ("metrics", "runs", "analysis", "confusion", "panels", "markup", "sections", "figures")
-        assert imports_of(path) <= {f"largebatch.{part}" for part in parts}
+@pytest.mark.parametrize("path", [ROOT / "report.py", *(ROOT / "pages").glob("*.py")], ids=lambda path: path.stem)
+def test_report_and_its_pages_import_only_what_reads_run_folders(path):
+    assert imports_of(path) <= {"largebatch.runs", "largebatch.analysis"}
 
 
 USERS = [*LIBRARY, *ROOT.glob("*.py"), *ROOT.glob("configs/*.py")]
 
 
 @pytest.mark.parametrize("path", USERS, ids=lambda path: path.stem)
-def test_only_bench_imports_benchmarks_and_peers(path):
+def test_only_its_script_imports_a_package_of_parts(path):
     text = path.read_text()
-    for package in ("benchmarks", "peers"):
-        if path.name != "bench.py":
+    for package, script in {"benchmarks": "bench.py", "peers": "bench.py", "pages": "report.py"}.items():
+        if path.name != script:
             assert f"from {package}" not in text
             assert f"import {package}" not in text
 

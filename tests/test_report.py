@@ -19,7 +19,8 @@ from test_analysis import write_run, write_study
 
 import report
 import train
-from largebatch import analysis, confusion, panels, sections
+from largebatch import analysis, runs
+from pages import confusion, panels, sections
 
 EVIL = '</script><img src=x onerror="document.title=1">'
 
@@ -82,7 +83,7 @@ def test_page_of_a_study(study, tmp_path):
     text = text_of(page)
     assert text.index("Leaderboard") < text.index("Curves") < text.index("Runs", text.index("Curves"))
     rows = re.findall(r"<tr>(.*?)</tr>", page[page.index('id="group-0-table"') :].split("</table>")[0])[1:]
-    settings = analysis.leaderboard(analysis.read(study))
+    settings = analysis.leaderboard(runs.read(study))
     assert len(rows) == len(settings) == 12
     for row, setting in zip(rows, settings, strict=True):
         assert f">{setting.values['optimizer.name']}<" in row
@@ -97,14 +98,14 @@ def test_page_of_a_study(study, tmp_path):
         ids
     )
     assert sorted(re.findall(r'data-panel="(\w+)"', page)) == sorted(ids)
-    runs = data_of(page)[0]["runs"]
-    assert runs[3]["axes"] == {
+    shown = data_of(page)[0]["runs"]
+    assert shown[3]["axes"] == {
         "step": [10, 20, 30, 40, 50, 60],
         "examples_seen": [5120 * k for k in range(1, 7)],
     } | {
         "seconds": [2.0 * k for k in range(1, 7)]  # cumulated: a row holds its own outer loop's
     }
-    assert len({run["colour"] for run in runs}) == 3
+    assert len({run["colour"] for run in shown}) == 3
 
 
 def test_nothing_is_loaded_from_elsewhere(study, tmp_path):
@@ -200,8 +201,8 @@ def test_strange_values_still_make_a_page(study, tmp_path, seed):
             lines = path.read_text().splitlines()
             changed = [strange(json.loads(line), rng, rng.choice((0.02, 0.1, 0.3))) for line in lines]
             path.write_text("".join(json.dumps(line) + "\n" for line in changed))
-    runs = [path for path in sorted((study / "trials").iterdir()) if (path / "config.json").exists()]
-    page = make(study, *runs[:3], out=tmp_path / "page.html")
+    shown = [path for path in sorted((study / "trials").iterdir()) if (path / "config.json").exists()]
+    page = make(study, *shown[:3], out=tmp_path / "page.html")
     assert len(data_of(page)[0]["runs"]) == 24
 
 
@@ -221,7 +222,7 @@ def test_a_real_run(small_config, tmp_path):
     np.testing.assert_allclose(loss["values"], [[row["val_loss"] for row in rows]], rtol=1e-5)
     (bar,) = next(panel for panel in group["panels"] if panel["id"] == "time")["rows"]
     assert sum(bar[2]) == pytest.approx(summary["seconds"]["total"], rel=1e-3)
-    result, problem = confusion.read_confusion(analysis.read(tmp_path / "real"))
+    result, problem = confusion.read_confusion(runs.read(tmp_path / "real"))
     assert problem is None
     assert result.accuracy == pytest.approx(summary["best_val_accuracy"])
     assert {"val_accuracy.png", "time.png", "confusion.png"} <= {p.name for p in (tmp_path / "png").iterdir()}
@@ -254,7 +255,7 @@ def test_columns_that_are_not_standard_are_drawn(tmp_path):
 
 
 def test_rates_picture_marks_what_diverged(study):
-    found = analysis.read(study)
+    found = runs.read(study)
     panel = panels.rate_panel(found, ["adam", "lamb", "sgd"])
     lines = {mark["label"]: mark for mark in panel["marks"] if mark["kind"] == "line"}
     assert [mark["colour"] for mark in lines.values()] == [0, 1, 2]
@@ -279,7 +280,7 @@ def test_steps_picture_and_knee(tmp_path):
         [64, 405], [256, 135], [1024, 65], [4096, 45]
     ]  # fmt: skip
     assert marks["perfect scaling"]["points"] == [[64, 405], [4096, pytest.approx(405 / 64, rel=1e-5)]]
-    _, knee = panels.fit(analysis.read(path))
+    _, knee = panels.fit(runs.read(path))
     assert 300 < knee.critical_batch_size < 900
     assert f"knee {knee.critical_batch_size:,.0f}" in marks
     assert f"The knee is at batch {knee.critical_batch_size:,.0f} (95 % interval" in text_of(page)
@@ -326,7 +327,7 @@ def test_report_needs_no_jax(study, tmp_path):
 
 def test_csv_is_the_leaderboard_or_the_rows(study, tmp_path):
     make(study, out=tmp_path / "page.html", more=["--csv", tmp_path / "board.csv"])
-    header, rows = analysis.leaderboard_rows(analysis.read(study))
+    header, rows = analysis.leaderboard_rows(runs.read(study))
     assert list(csv.reader((tmp_path / "board.csv").read_text().splitlines())) == [header, *rows]
     run = study / "trials" / "0000"
     make(run, out=tmp_path / "page.html", more=["--csv", tmp_path / "rows.csv"])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch import analysis
+from largebatch import analysis, runs
 from largebatch.runs import BATCH, Run, Study, number
 
 RATE = "optimizer.learning_rate"
@@ -57,7 +57,7 @@ def group_study(study: Study) -> Group:
     several = len({seed_of(run) for run in study.runs}) > 1
     labels = []
     for run in study.runs:
-        words = [_value_label(*item) for item in analysis.setting_of(run, study.fields).items()]
+        words = [_value_label(*item) for item in runs.setting_of(run, study.fields).items()]
         if several and run.trial:
             words.append(f"seed {seed_of(run)}")
         labels.append(" · ".join([run.path.name, *words]))
@@ -125,7 +125,7 @@ def describe(group: Group) -> dict:
 def colour_keys(group: Group) -> tuple[list, str]:
     """What tells runs apart by colour, per run, and its name: themselves where few, else a config field."""
     optimizers = [
-        plain(run.field(analysis.OPTIMIZER) or analysis.setting_of(run, ()).get(analysis.OPTIMIZER))
+        plain(run.field(analysis.OPTIMIZER) or runs.setting_of(run, ()).get(analysis.OPTIMIZER))
         for run in group.runs
     ]
     if group.study is None and len(group.runs) <= 6:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-ASSETS = Path(__file__).parent / "page"
+ASSETS = Path(__file__).parent
 EMPTY = {"img", "br"}
 
 

@@ -5,10 +5,11 @@ import math
 import statistics
 import time
 
-from largebatch import analysis, confusion, panels
-from largebatch.markup import Cell, Html, element, join, page, table
-from largebatch.panels import Group, plain
+from largebatch import analysis
 from largebatch.runs import Run, number
+from pages import confusion, panels
+from pages.markup import Cell, Html, element, join, page, table
+from pages.panels import Group, plain
 
 MAX_CONFUSIONS = 4  # of runs outside a study; their pictures are the largest part of a page
 MAX_CLASSES = 50  # of a matrix on the page
