@@ -48,6 +48,7 @@ OBJECTIVES = {
     "sec_to_target": "minimize",
 }
 OPTIONS = ("space", "trials", "seeds", "best_seeds", "sampler", "pruner", "objective", "study_seed")
+BEST_BY = ("batch.size", "optimizer.name")  # --best_seeds: the best of each value of the first that is searched
 MAX_FAILURES = 3  # in a row: then something is wrong that is not the trials'
 POLL_SEC = 2.0
 
@@ -111,7 +112,7 @@ def read_study(config: config_dict.ConfigDict) -> tuple[Study, dict]:
         settings,
         chosen["seeds"],
         chosen["best_seeds"],
-        "batch.size" if "batch.size" in space else None,
+        next((field for field in BEST_BY if field in space), None),
     )
     study = Study(path, config, searched, chosen["pruner"], chosen["objective"], derive)
     if chosen["sampler"] != "tpe":
@@ -434,7 +435,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("trials", None, "Searched runs of the study in total; the whole grid if left out.", 1)
     flags.DEFINE_integer("seeds", 1, "Runs of each setting, which differ by seed.", 1)
     flags.DEFINE_integer(
-        "best_seeds", 0, "Then: seeds in all of the best setting (of each batch.size searched).", 0
+        "best_seeds", 0, "Then: seeds in all of the best setting of each batch.size, else optimizer.", 0
     )
     flags.DEFINE_enum("sampler", "grid", search.SAMPLERS, "How settings are chosen.")
     flags.DEFINE_enum("pruner", "none", sorted(search.PRUNERS), "Ends trials early that others leave behind.")
