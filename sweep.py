@@ -47,7 +47,7 @@ OBJECTIVES = {
     "examples_to_target": "minimize",
     "sec_to_target": "minimize",
 }
-OPTIONS = ("space", "trials", "seeds", "best_seeds", "sampler", "pruner", "objective", "study_seed")
+OPTIONS = ("space", "trials", "seeds", "best_seeds", "sampler", "pruner", "objective", "study_seed", "storage")
 BEST_BY = ("batch.size", "optimizer.name")  # --best_seeds: the best of each value of the first that is searched
 MAX_FAILURES = 3  # in a row: then something is wrong that is not the trials'
 POLL_SEC = 2.0
@@ -58,6 +58,7 @@ class Study(NamedTuple):
 
     path: Path
     config: config_dict.ConfigDict
+    storage: str
     options: studies.Options
     pruner: str
     objective: str
@@ -114,13 +115,15 @@ def read_study(config: config_dict.ConfigDict) -> tuple[Study, dict]:
         chosen["best_seeds"],
         next((field for field in BEST_BY if field in space), None),
     )
-    study = Study(path, config, searched, chosen["pruner"], chosen["objective"], derive)
+    storage = chosen["storage"] or f"sqlite:///{(path / 'study.db').resolve()}"
+    study = Study(path, config, storage, searched, chosen["pruner"], chosen["objective"], derive)
     if chosen["sampler"] != "tpe":
         for setting in range(settings):
             study.config_of(search.point(space, chosen["sampler"], chosen["study_seed"], setting), 0)
     description = chosen | {
         "space": search.as_json(space),
         "space_file": chosen["space"],
+        "storage": chosen["storage"] and studies.without_password(chosen["storage"]),
         "config": config.to_dict(),
     }
     description = json.loads(json.dumps(description))
@@ -172,11 +175,13 @@ def refuse_another(path: Path, description: dict, there: dict) -> None:
         raise UserError(f"--study: {path} holds another study: {changed}")
 
 
-def open_queue(study: Study) -> studies.StudyQueue:
-    """The study's trials in its database."""
-    url = flags.FLAGS.storage or f"sqlite:///{(study.path / 'study.db').resolve()}"
-    storage = studies.open_storage(url, flags.FLAGS.heartbeat_sec)
-    return studies.StudyQueue(
+def open_queue(study: Study, description: dict) -> studies.StudyQueue:
+    """The study's trials in its database; once that is there, study.json is written too."""
+    if study.storage.startswith(f"sqlite:///{study.path.resolve()}"):
+        with metrics.writing(study.path):
+            study.path.mkdir(parents=True, exist_ok=True)
+    storage = studies.open_storage(study.storage, flags.FLAGS.heartbeat_sec)
+    queue = studies.StudyQueue(
         storage,
         study.path.name,
         OBJECTIVES[study.objective],
@@ -184,6 +189,8 @@ def open_queue(study: Study) -> studies.StudyQueue:
         study.options,
         flags.FLAGS.heartbeat_sec,
     )
+    metrics.RunFolder(study.path).write_json("study.json", description)
+    return queue
 
 
 # ---- trials -----------------------------------------------------------------------------------------
@@ -410,12 +417,10 @@ def main(config: config_dict.ConfigDict) -> int:
         raise UserError(
             f"--pack: {jax.process_count()} hosts; allowed: one, for each trial of a pack is one device's"
         )
-    if devices.is_primary():
-        metrics.RunFolder(study.path).write_json("study.json", description)
     preemption.answer_signals()
     shared = train.Shared(packed=flags.FLAGS.pack)
     with contextlib.ExitStack() as stack:
-        queue = stack.enter_context(open_queue(study)) if devices.is_primary() else None
+        queue = stack.enter_context(open_queue(study, description)) if devices.is_primary() else None
         counts = (lambda: queue.counts) if queue else (lambda: (0, 0, 0))
         table = display.SweepTable(study.path.name, counts, enabled=devices.is_primary())
         try:

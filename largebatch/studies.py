@@ -99,6 +99,23 @@ def sleep(seconds: float) -> None:
         time.sleep(min(left, 0.2))
 
 
+def without_password(url: str) -> str:
+    """A database URL that may be shown and kept.
+
+    Raises:
+      UserError: it is none, or its password was taken away before.
+    """
+    try:
+        shown = sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
+    except sqlalchemy.exc.ArgumentError as error:
+        raise UserError(
+            f"--storage: {url!r}; allowed: a database URL, as sqlite:///FILE or postgresql://HOST/DB"
+        ) from error
+    if shown == url and ":***@" in url:
+        raise UserError(f"--storage: the study is in {url}; give the URL with its password")
+    return shown
+
+
 def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
     """Opens a database that SQLAlchemy knows, and makes its tables.
 
@@ -113,7 +130,7 @@ def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
             if "already exists" not in reason and "duplicate key" not in reason:
                 break
         time.sleep(1)  # another process is making the tables
-    raise UserError(f"--storage: {url.split('@')[-1]} cannot be opened ({reason})") from error
+    raise UserError(f"--storage: {without_password(url)} cannot be opened ({reason})") from error
 
 
 def _open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:

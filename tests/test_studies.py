@@ -193,8 +193,15 @@ def test_a_signal_ends_the_waiting(url, monkeypatch):
 
 @pytest.mark.parametrize("bad", ["nonsense", "nodb://host/x", "sqlite:////no/such/folder/x.db"])
 def test_a_database_that_cannot_be_opened(bad):
-    with pytest.raises(UserError, match=r"--storage: .* cannot be opened"):
+    with pytest.raises(UserError, match=r"--storage: .*(cannot be opened|allowed: a database URL)"):
         studies.open_storage(bad, 20)
+
+
+def test_a_password_is_neither_kept_nor_forgotten():
+    kept = studies.without_password("postgresql://me:secret@host/db")
+    assert "secret" not in kept
+    with pytest.raises(UserError, match="with its password"):
+        studies.without_password(kept)
 
 
 def test_a_study_of_another_direction(url):

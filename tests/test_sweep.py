@@ -36,7 +36,8 @@ def make_study(config, path, space, derive=lambda config: None, pruner="none", *
     given |= {"settings": len(search.grid(space))} if changed.get("sampler", "grid") == "grid" else {}
     options = studies.Options(space=space, **(given | changed))
     metrics.RunFolder(path).write_json("study.json", {"space": search.as_json(space), "config": config.to_dict()})
-    return sweep.Study(path, config, options, pruner, "best_val_accuracy", derive)
+    storage = f"sqlite:///{path / 'study.db'}"
+    return sweep.Study(path, config, storage, options, pruner, "best_val_accuracy", derive)
 
 
 def run_study(study: sweep.Study, packed=False, shared=None) -> dict[str, dict]:
@@ -247,7 +248,11 @@ def test_the_command_its_leaderboard_and_going_on(command):
         (("--trials=3", "--seeds=2", {"study": "x"}), ["--trials: 3; allowed: a multiple of --seeds, 2"]),
         (("--sampler=random", {"study": "x"}), ["--trials: missing"]),
         (("--objective=steps_to_target", {"study": "x"}), ["needs train.target_accuracy"]),
-        (("--storage=nonsense", {"study": "x2"}), ["--storage: nonsense cannot be opened"]),
+        (("--storage=nonsense", {"study": "x"}), ["--storage: 'nonsense'; allowed: a database URL"]),
+        (
+            ("--storage=sqlite:////no/such.db", {"study": "y"}),
+            ["--storage: sqlite:////no/such.db cannot be opened"],
+        ),
     ],
 )
 def test_bad_input_is_one_line(command, arguments, words):
@@ -256,7 +261,7 @@ def test_bad_input_is_one_line(command, arguments, words):
     (changed,) = [one for one in arguments if isinstance(one, dict)]
     result = command(*options, **changed)
     assert_one_line_error(result, *words)
-    assert not (command.folder / "x").exists()
+    assert {path.name for path in command.folder.iterdir()} <= {"space.py", "study"}
 
 
 def test_another_study_in_the_folder_is_refused(command):
