@@ -281,7 +281,9 @@ class StudyQueue:
             if "setting" not in attrs:  # the queue was empty: Optuna made a new one
                 self._end(trial._trial_id, TrialState.FAIL)
                 return None
-            if self._alive()[key].number != trial.number:  # two processes filled the queue at once
+            alive = self._alive()
+            # Two processes filled the queue at once; or it was filled when more trials were wanted.
+            if alive[key].number != trial.number or key not in self._wanted(alive):
                 self._end(trial._trial_id, TrialState.FAIL)
                 continue
             self._storage.record_heartbeat(trial._trial_id)

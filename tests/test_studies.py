@@ -48,6 +48,13 @@ def test_every_point_of_the_grid_is_run_once(url):
     assert not run_all(make_queue(url, seeds=2))
 
 
+def test_fewer_trials_than_before_leave_the_rest_out(url):
+    make_queue(url).fill()
+    fewer = make_queue(url, settings=2, best_seeds=2, best_by=None)
+    assert names(run_all(fewer)) == ["0000-0", "0001-0", "0001-1"]
+    assert len(run_all(make_queue(url))) == 4
+
+
 def test_trials_is_the_total_and_can_grow(url):
     assert len(run_all(make_queue(url, settings=2))) == 2
     assert names(run_all(make_queue(url, settings=5))) == ["0002-0", "0003-0", "0004-0"]
