@@ -12,7 +12,7 @@ from optuna.distributions import CategoricalDistribution
 
 def get_space():
     return {
-        "batch.size": CategoricalDistribution([64, 256, 512, 1024, 2048, 4096, 8192]),
+        "batch.size": CategoricalDistribution([64, 256, 512, 1024, 2048, 4096]),
         "optimizer.name": CategoricalDistribution(["lamb", "adam"]),
         "optimizer.learning_rate": CategoricalDistribution([1e-3, 3e-3, 1e-2, 3e-2]),
     }
@@ -21,5 +21,6 @@ def get_space():
 def derive(config):
     """Validates every few percent of the way to the target, and gives up after some times that way."""
     size = config.batch.size
-    config.train.inner_steps = max(2, 6400 // size)
-    config.train.outer_steps = (150_000 + 60 * size) // (size * config.train.inner_steps)
+    inner = max(2, 6400 // size)
+    config.train.inner_steps = inner
+    config.train.outer_steps = max((150_000 + 60 * size) // (size * inner), 130 // inner)
