@@ -17,7 +17,7 @@ from absl import flags
 from etils import epath
 from ml_collections import config_dict, config_flags
 
-from largebatch import UserError, devices
+from largebatch import BadSetting, UserError, devices
 from largebatch.fields import differences, flatten
 from largebatch.optimizers import OPTIMIZERS
 
@@ -143,7 +143,7 @@ def resolve_batch_size(size, num_examples: int) -> int:
     if size == "full":
         return num_examples
     if size > num_examples:
-        raise UserError(
+        raise BadSetting(
             f"batch.size: {size}; allowed: an integer from 1 to {num_examples} (the training images x 8), or 'full'"
         )
     return size

@@ -1,6 +1,7 @@
 """Hosts and devices: start, place, replicate, agree, compare."""
 
 import contextlib
+import json
 import mmap
 import os
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from largebatch import UserError
+from largebatch import BadSetting, UserError
 
 # Set by largebatch.pod for each of its processes, beside JAX's own JAX_COORDINATOR_ADDRESS.
 NUM_HOSTS_VARIABLE = "LARGEBATCH_NUM_HOSTS"
@@ -147,10 +148,12 @@ def gather_text(text: str) -> list[str]:
 
 
 def share_error(error: Exception | None) -> None:
-    """Waits for all hosts; raises on each of them, as a UserError, the first error that any of them passes."""
-    texts = [text for text in gather_text(str(error or "")) if text]
-    if texts:
-        raise UserError(texts[0]) from error
+    """Waits for all hosts; raises on each of them the first error that any passes, as a UserError of its kind."""
+    mine = [type(error).__name__, str(error)] if error else None
+    found = [json.loads(text) for text in gather_text(json.dumps(mine))]
+    for kind, text in filter(None, found):
+        known = {one.__name__: one for one in UserError.__subclasses__()}
+        raise known.get(kind, UserError)(text) from error
 
 
 def agreed(act: Callable[[], Any], here: bool = True) -> Any:
@@ -293,7 +296,7 @@ def check_fits(sizes: dict[str, int], hint: str) -> None:
     available, total = available_bytes(), sum(sizes.values())
     if available is not None and total > available:
         parts = " + ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
-        raise UserError(
+        raise BadSetting(
             f"does not fit on a device: {parts} = {total / 1e6:,.1f} MB needed, "
             f"{available / 1e6:,.1f} MB free; {hint}"
         )

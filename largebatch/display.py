@@ -179,10 +179,9 @@ class SweepTable:
             1 - t["first"] / t["total"] if t["status"] != "running" else (t["step"] - t["first"]) / t["total"]
             for t in trials
         )
-        ours = sum(t["status"] != "running" for t in trials)
         total = waiting + running + ended
         left = waiting + sum(1 - t["step"] / t["total"] for t in trials if t["status"] == "running")
-        shown = f"{min(max(ended, ours), total)} of {total} trials ended"
+        shown = f"{ended} of {total} trials ended"
         if done < 0.2 or not left:
             return shown
         return f"{shown}, about {_duration(left * (time.monotonic() - self._started) / done)} left"

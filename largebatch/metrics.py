@@ -101,6 +101,8 @@ class RunFolder:
         except OSError as error:  # some network file systems
             log.warning("--workdir: %s cannot be locked (%s): start one process in it only", path, error.strerror)
         self._lock = lock
+        for left in self.path.glob(".*.tmp"):  # by a process that was killed
+            self.remove(left.name)
 
     def start_rows(self, mark: dict | None) -> None:
         """Cuts metrics.jsonl back to `mark`, the `rows_mark` of a checkpoint; None is before the first row.
@@ -221,7 +223,7 @@ class RunFolder:
         self.close()
 
     def _write(self, name: str, content: bytes) -> None:
-        target, temporary = self.path / name, self.path / f".{name}.tmp"
+        target, temporary = self.path / name, self.path / f".{name}.{os.getpid()}.tmp"
         with writing(target):
             self.path.mkdir(parents=True, exist_ok=True)
             try:

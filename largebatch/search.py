@@ -30,7 +30,25 @@ PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
 # Not shaping a run's numbers, or with an option of their own.
 NOT_SEARCHED = ("devices", "log", "checkpoint", "seed", "augment.cache_dir")
 
+MAX_GRID = 10_000
+
 Space = dict[str, distributions.BaseDistribution]
+
+
+class Options(NamedTuple):
+    """What is to be run.
+
+    `settings` settings are searched with `seeds` seeds each; then the best setting of each value of
+    `best_by` (a field, or None for one best) gets `best_seeds` seeds in all.
+    """
+
+    space: Space
+    sampler: str
+    study_seed: int
+    settings: int
+    seeds: int
+    best_seeds: int
+    best_by: str | None
 
 
 class SpaceFile(NamedTuple):
@@ -79,6 +97,9 @@ def _problems(field: str, values, rules: dict, nearest: Callable[[str], str]) ->
         return [f"{field}: cannot be searched" + (" (use --seeds)" if field == "seed" else "")]
     if isinstance(values, distributions.CategoricalDistribution):
         tried = values.choices
+        allowed, text = rules[field]
+        if bad := [f"{field}: {value!r}; allowed: {text}" for value in tried if not allowed(value)]:
+            return bad
         if len({json.dumps(value) for value in tried}) < len(tried):
             return [f"{field}: a choice comes twice in {tried!r}"]
     elif isinstance(values, distributions.FloatDistribution | distributions.IntDistribution):
@@ -98,7 +119,7 @@ def grid(space: Space) -> list[dict]:
     """All points, the first field changing slowest.
 
     Raises:
-      UserError: a field has no finite number of values.
+      UserError: a field has no finite number of values, or there are too many points.
     """
     values = {}
     for field, one in space.items():
@@ -111,13 +132,22 @@ def grid(space: Space) -> list[dict]:
             raise UserError(
                 f"--sampler grid: {field} is a range; allowed: a CategoricalDistribution, or a range with a step"
             )
+    count = math.prod(map(len, values.values()))
+    if count > MAX_GRID:
+        raise UserError(f"--sampler grid: {count:,} points; allowed: up to {MAX_GRID:,}, or another sampler")
     return [dict(zip(values, point, strict=True)) for point in itertools.product(*values.values())]
 
 
-def point(space: Space, sampler: str, seed: int, setting: int) -> dict:
-    """The setting number `setting` of a sampler that has points of its own."""
+def points(space: Space, sampler: str, seed: int, settings: int) -> list[dict]:
+    """The first settings of a sampler; none of TPE, which chooses as it goes."""
+    if sampler == "tpe":
+        return []
     if sampler == "grid":
-        return grid(space)[setting]
+        return grid(space)[:settings]
+    return [_point(space, sampler, seed, setting) for setting in range(settings)]
+
+
+def _point(space: Space, sampler: str, seed: int, setting: int) -> dict:
     if sampler == "random":
         unit = np.random.default_rng([seed, setting]).random(len(space))
     else:

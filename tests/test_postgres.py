@@ -11,10 +11,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import optuna
 import pytest
 from conftest import ROOT
 
-from largebatch import studies
+from largebatch import trial_queue
 
 SPACE = """
 from optuna.distributions import CategoricalDistribution
@@ -102,10 +103,11 @@ def ended(server: Server, tmp_path: Path) -> tuple[int, int, int]:
     space = search.read_space(
         tmp_path / "space.py", {"optimizer.learning_rate": (lambda value: True, "")}, str
     ).space
-    options = studies.Options(space, "grid", 0, 3, 2, 0, None)
-    storage = studies.open_storage(server.url, 2)
+    options = search.Options(space, "grid", 0, 3, 2, 0, None)
+    storage = trial_queue.open_storage(server.url, 2)
+    described = optuna.load_study(study_name="study", storage=storage).user_attrs["description"]
     try:
-        return studies.StudyQueue(storage, "study", "maximize", None, options, 2).fill()
+        return trial_queue.TrialQueue(storage, "study", "maximize", None, options, 2, described).fill()
     finally:
         storage.engine.dispose()
 

@@ -109,19 +109,21 @@ def test_grid_has_every_combination_once_first_field_slowest():
         (m, n) for m in (0.5, 0.7, 0.9) for n in (1, 5)
     }
     assert all(space[f]._contains(space[f].to_internal_repr(v)) for point in points for f, v in point.items())
-    assert search.point(space, "grid", 0, 7) == points[7]
+    assert search.points(space, "grid", 0, 8) == points[:8]
 
 
 def test_a_range_is_no_grid():
     with pytest.raises(UserError, match=r"optimizer.learning_rate is a range"):
         search.grid(SPACE)
+    with pytest.raises(UserError, match=r"16,369 points; allowed: up to 10,000"):
+        search.grid({"batch.size": IntDistribution(16, 16384)})
 
 
 @pytest.mark.parametrize("sampler", ["random", "quasi-random"])
 def test_points_follow_from_seed_and_number_and_fill_the_space(sampler):
-    points = [search.point(SPACE, sampler, 3, number) for number in range(256)]
-    assert points[7] == search.point(SPACE, sampler, 3, 7)
-    assert points[7] != search.point(SPACE, sampler, 4, 7)
+    points = search.points(SPACE, sampler, 3, 256)
+    assert points[:8] == search.points(SPACE, sampler, 3, 8)
+    assert points[7] != search.points(SPACE, sampler, 4, 8)[7]
     for field, values in SPACE.items():
         assert all(values._contains(values.to_internal_repr(point[field])) for point in points), field
     counts = collections.Counter(point["train.inner_steps"] for point in points)

@@ -12,7 +12,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 import sweep
 import train
-from largebatch import UserError, display, metrics, resume, search, studies
+from largebatch import UserError, display, metrics, preemption, resume, search, trial_queue
+from largebatch.study import Study
 
 RATES = CategoricalDistribution([0.003, 0.01, 0.03])
 SPACE_FILE = """
@@ -31,19 +32,23 @@ def config(small_config):
     return small_config
 
 
-def make_study(config, path, space, derive=lambda config: None, pruner="none", **changed) -> sweep.Study:
+def make_study(config, path, space, derive=lambda config: None, pruner="none", **changed) -> Study:
     given = {"sampler": "grid", "study_seed": 0, "seeds": 1, "best_seeds": 0, "best_by": None}
     given |= {"settings": len(search.grid(space))} if changed.get("sampler", "grid") == "grid" else {}
-    options = studies.Options(space=space, **(given | changed))
+    options = search.Options(space=space, **(given | changed))
     metrics.RunFolder(path).write_json("study.json", {"space": search.as_json(space), "config": config.to_dict()})
     storage = f"sqlite:///{path / 'study.db'}"
-    return sweep.Study(path, config, storage, options, pruner, "best_val_accuracy", derive)
+    return Study(path, config, storage, options, pruner, "best_val_accuracy", derive)
 
 
-def run_study(study: sweep.Study, packed=False, shared=None) -> dict[str, dict]:
+def queue_of(study: Study) -> trial_queue.TrialQueue:
+    storage, pruner = trial_queue.open_storage(study.storage, 20), search.PRUNERS[study.pruner]()
+    return trial_queue.TrialQueue(storage, "s", "maximize", pruner, study.options, 20, {})
+
+
+def run_study(study: Study, packed=False, shared=None) -> dict[str, dict]:
     """Runs a study in this process; summaries by name of trial."""
-    storage = studies.open_storage(f"sqlite:///{study.path / 'study.db'}", 20)
-    queue = studies.StudyQueue(storage, "s", "maximize", search.PRUNERS[study.pruner](), study.options, 20)
+    queue = queue_of(study)
     table = display.SweepTable("s", lambda: queue.counts, enabled=True)
     shared = shared or train.Shared(packed=packed)
     with queue, table:
@@ -152,8 +157,7 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     space = {"optimizer.learning_rate": rates, "batch.size": CategoricalDistribution([64, 10_000])}
     config.optimizer.name = "sgd"
     study = make_study(config, tmp_path, space)
-    storage = studies.open_storage(f"sqlite:///{tmp_path / 'study.db'}", 20)
-    queue = studies.StudyQueue(storage, "s", "maximize", None, study.options, 20)
+    queue = queue_of(study)
     table = display.SweepTable("s", lambda: queue.counts, enabled=True)
     with queue, table:
         sweep.Sweep(study, train.Shared(packed=packed), queue, table).run()
@@ -171,6 +175,62 @@ def test_several_failures_in_a_row_end_the_sweep(config, tmp_path):
     space = {"batch.size": CategoricalDistribution([1000, 2000, 3000, 4000])}
     with pytest.raises(UserError, match=r"3 trials in a row failed, the last one: batch\.size: 3000"):
         run_study(make_study(config, tmp_path, space))
+
+
+def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monkeypatch, caplog):
+    study = make_study(config, tmp_path, {"optimizer.learning_rate": CategoricalDistribution([0.01])})
+    other = metrics.RunFolder(tmp_path / "trials" / "0000-0")
+    other.lock()
+    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: other.close())
+    with caplog.at_level("INFO", "largebatch"):
+        found = run_study(study)
+    assert "it comes again later" in caplog.text
+    assert found["0000-0"]["status"] == "done"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(
+    config, tmp_path, monkeypatch, packed
+):
+    space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"])}
+    study, write = make_study(config, tmp_path, space), train.write_row
+    monkeypatch.setattr(train, "write_row", lambda *_: (_ for _ in ()).throw(UserError("disk full")))
+    with pytest.raises(UserError, match="disk full"):
+        run_study(study, packed=packed)
+    assert queue_of(study).fill() == (2, 0, 0)
+    monkeypatch.setattr(train, "write_row", write)
+    assert [summary["status"] for summary in run_study(study).values()] == ["done", "done"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_signal_puts_all_claimed_trials_back(config, tmp_path, monkeypatch, packed):
+    space = {"optimizer.name": CategoricalDistribution(["lamb", "adam", "sgd"])}
+    study = make_study(config, tmp_path, space)
+    monkeypatch.setattr(preemption, "_first_signal", 15)
+    with pytest.raises(preemption.Stopped):
+        run_study(study, packed=packed)
+    assert queue_of(study).fill() == (3, 0, 0)
+
+
+def test_integers_in_place_of_words(small_config, tmp_path):
+    assert small_config.batch.size == "full"
+    space = {
+        "batch.size": CategoricalDistribution([64, "full"]),
+        "batch.micro_batch_size": CategoricalDistribution([8]),
+    }
+    study = make_study(small_config, tmp_path, space)
+    assert study.config_of({"batch.size": 64, "batch.micro_batch_size": 8}, 0).batch.size == 64
+    small_config.batch.size = 64
+    assert study.config_of({"batch.size": "full", "batch.micro_batch_size": 8}, 0).batch.size == "full"
+
+
+def test_a_faulty_derive_is_one_line(config, tmp_path):
+    def derive(config):
+        config.train.inner_steps = undefined  # noqa: F821
+
+    study = make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, derive)
+    with pytest.raises(UserError, match=r"--space: \{.*NameError: name 'undefined'"):
+        study.config_of({"optimizer.learning_rate": 0.01}, 0)
 
 
 def test_pruned_trials_end_early_and_are_kept(config, tmp_path, monkeypatch):
@@ -248,6 +308,8 @@ def test_the_command_its_leaderboard_and_going_on(command):
         (("--trials=3", "--seeds=2", {"study": "x"}), ["--trials: 3; allowed: a multiple of --seeds, 2"]),
         (("--sampler=random", {"study": "x"}), ["--trials: missing"]),
         (("--objective=steps_to_target", {"study": "x"}), ["needs train.target_accuracy"]),
+        (("--best_seeds=1", {"study": "x"}), ["--best_seeds: 1; allowed: more than --seeds, 1"]),
+        (("--config.dataset.name=mine", "--config.dataset.path=/no", {"study": "x"}), ["dataset.path: /no"]),
         (("--storage=nonsense", {"study": "x"}), ["--storage: 'nonsense'; allowed: a database URL"]),
         (
             ("--storage=sqlite:////no/such.db", {"study": "y"}),

@@ -102,7 +102,7 @@ class Job:
             "row": lambda: (
                 (workdir / "metrics.jsonl").stat().st_size if (workdir / "metrics.jsonl").exists() else 0
             ),
-            "summary": lambda: int((workdir / ".summary.json.tmp").exists() or (workdir / "summary.json").exists()),
+            "summary": lambda: int(any(workdir.glob(".summary.json.*.tmp")) or (workdir / "summary.json").exists()),
             "cache": lambda: len(list((self.folder / "cache").glob(".tmp-*"))),
         }
         if kind in ("time", "change"):

@@ -1,7 +1,7 @@
 """The trials of a study in a database that several processes may share, and which any of them may outlive.
 
 A trial is one run: setting number k with seed number s. What is to be run follows from the study's options;
-`StudyQueue` keeps every such run in the database exactly once alive: waiting, running, or ended. A running
+`TrialQueue` keeps every such run in the database exactly once alive: waiting, running, or ended. A running
 trial whose process gives no sign any more counts as not run, and is put in the queue again; its run folder
 holds its checkpoints.
 """
@@ -20,7 +20,7 @@ import sqlalchemy
 import sqlalchemy.exc
 from optuna.trial import FrozenTrial, TrialState
 
-from largebatch import UserError, preemption, search
+from largebatch import UserError, fields, preemption, search
 
 log = logging.getLogger("largebatch")
 
@@ -32,23 +32,9 @@ MISSED_HEARTBEATS = 3  # after which a trial's process counts as dead
 TRIES_TO_OPEN = 5
 MAX_WAIT_SEC = 30.0  # between two tries to reach the database
 DATABASE_ERRORS = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError)
+# Another process took this one for dead. Then the run comes again, and is found ended.
+TAKEN_FOR_DEAD = contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError)
 ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
-
-
-class Options(NamedTuple):
-    """What is to be run.
-
-    `settings` settings are searched with `seeds` seeds each; then the best setting of each value of
-    `best_by` (a field, or None for one best) gets `best_seeds` seeds in all.
-    """
-
-    space: search.Space
-    sampler: str
-    study_seed: int
-    settings: int
-    seeds: int
-    best_seeds: int
-    best_by: str | None
 
 
 class Claimed(NamedTuple):
@@ -68,11 +54,11 @@ class Claimed(NamedTuple):
 def patiently(call):
     """Makes a method wait, with messages, until the database can be reached."""
 
-    def waiting(*args, **kwargs):
+    def waiting(queue, *args, **kwargs):
         wait, since = 1.0, time.monotonic()
         while True:
             try:
-                result = call(*args, **kwargs)
+                result = call(queue, *args, **kwargs)
             except DATABASE_ERRORS as error:
                 reason = str(error.__cause__ or error).strip().splitlines()[0]
                 log.warning("the study's database does not answer (%s); trying again in %.0f s", reason, wait)
@@ -81,6 +67,7 @@ def patiently(call):
                 continue
             if wait > 1:
                 log.info("the study's database answers again after %.0f s", time.monotonic() - since)
+                queue.forgive()
             return result
 
     return waiting
@@ -164,24 +151,43 @@ def _lock_from_the_start(engine) -> None:
     engine.dispose()  # connections made before
 
 
-class StudyQueue:
+class TrialQueue:
     """The queue of one study.
 
     Args:
       direction: "maximize" or "minimize" the value of a trial.
+      description: what all processes of the study must agree on, as plain JSON.
+    Raises:
+      UserError: the database holds another study of this name.
     """
 
-    def __init__(self, storage, name: str, direction: str, pruner, options: Options, heartbeat_sec: int):
+    def __init__(
+        self,
+        storage,
+        name: str,
+        direction: str,
+        pruner,
+        options: search.Options,
+        heartbeat_sec: int,
+        description: dict,
+    ):
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._storage, self._options, self._heartbeat_sec = storage, options, heartbeat_sec
         self._study = optuna.create_study(
             storage=storage, study_name=name, direction=direction, pruner=pruner, load_if_exists=True
         )
-        if self._study.direction.name.lower() != direction:
-            raise UserError(f"--storage: study {name!r} there is to {self._study.direction.name.lower()} its value")
-        self.counts = (0, 0, 0)
+        self._check(name, description)
+        self._points = dict(enumerate(search.points(*options[:4])))
+        self.counts, self._forgiving_until = (0, 0, 0), 0.0
         self._beating: set[int] = set()
         self._lock, self._stop = threading.Lock(), threading.Event()
+
+    def _check(self, name: str, description: dict) -> None:
+        known = self._study.user_attrs.get("description")
+        if known is None:
+            self._study.set_user_attr("description", description)
+        elif changed := fields.differences(description, known, ("here", "there")):
+            raise UserError(f"--storage: the database holds another study named {name!r}: {changed}")
 
     # ---- what there is to do ------------------------------------------------------------------------
 
@@ -198,13 +204,9 @@ class StudyQueue:
         """Values to fix of every run that can be named by now; {} where the sampler is to choose."""
         own = self._options
         wanted = {}
+        points = self._points or self._chosen()
         for setting in range(own.settings):
-            if own.sampler != "tpe":
-                values = search.point(own.space, own.sampler, own.study_seed, setting)
-            elif known := self._values_of(setting):
-                values = known
-            else:
-                values = {}
+            values = points.get(setting, {})
             # What TPE chose is known, and shared by the other seeds, once the first was started.
             wanted |= {(setting, seed): values for seed in range(own.seeds if values else 1)}
         searched = [key for key in wanted if key[1] < own.seeds]
@@ -236,12 +238,11 @@ class StudyQueue:
     def _has_ended(trial: FrozenTrial) -> bool:
         return trial.state in ENDED or trial.state == TrialState.FAIL  # alive and failed: with an error
 
-    def _values_of(self, setting: int) -> dict | None:
-        """What was chosen for a setting, by any of its trials, dead ones too."""
-        for trial in self._study.get_trials(deepcopy=False):
-            if trial.user_attrs.get("setting") == setting and "values" in trial.user_attrs:
-                return trial.user_attrs["values"]
-        return None
+    def _chosen(self) -> dict[int, dict]:
+        """What TPE chose for each setting, in any of its trials, dead ones too."""
+        trials = self._study.get_trials(deepcopy=False)
+        found = [trial.user_attrs for trial in trials if "values" in trial.user_attrs]
+        return {attrs["setting"]: attrs["values"] for attrs in reversed(found)}
 
     @patiently
     def fill(self) -> tuple[int, int, int]:
@@ -250,8 +251,9 @@ class StudyQueue:
         Returns:
           Runs waiting, running, and ended; `counts` keeps them.
         """
-        optuna.storages.fail_stale_trials(self._study)
-        self._fail_unclaimed()
+        if time.monotonic() >= self._forgiving_until:
+            optuna.storages.fail_stale_trials(self._study)
+            self._fail_unclaimed()
         alive = self._alive()
         wanted = self._wanted(alive)
         for (setting, seed), values in wanted.items():
@@ -261,6 +263,10 @@ class StudyQueue:
         waiting, running = states.count(TrialState.WAITING), states.count(TrialState.RUNNING)
         self.counts = waiting, running, len(states) - waiting - running
         return self.counts
+
+    def forgive(self) -> None:
+        """Gives all processes time for a heartbeat: while the database was away none could be told."""
+        self._forgiving_until = time.monotonic() + MISSED_HEARTBEATS * self._heartbeat_sec
 
     def _fail_unclaimed(self) -> None:
         """Trials whose process died between taking them and its first heartbeat, which Optuna overlooks."""
@@ -295,19 +301,23 @@ class StudyQueue:
             trial.set_user_attr("claimed", True)
             with self._lock:
                 self._beating.add(trial._trial_id)
+            self._count(waiting=-1, running=1)
             return Claimed(trial, *key, values)
 
     @patiently
     def report(self, claimed: Claimed, value: float, outer: int) -> bool:
         """Tells the value after an outer loop; whether the trial should be pruned."""
-        claimed.trial.report(value, outer)
-        return claimed.trial.should_prune()
+        with TAKEN_FOR_DEAD:
+            claimed.trial.report(value, outer)
+            return claimed.trial.should_prune()
+        return False
 
     @patiently
     def end(self, claimed: Claimed, value: float | None, **attrs) -> None:
         """Ends a trial with its value; with `pruned` or an `error` among `attrs` it has none."""
-        for name, text in attrs.items():
-            claimed.trial.set_user_attr(name, text)
+        with TAKEN_FOR_DEAD:
+            for name, text in attrs.items():
+                claimed.trial.set_user_attr(name, text)
         if "error" in attrs:
             self._end(claimed.trial._trial_id, TrialState.FAIL)
         elif "pruned" in attrs:
@@ -315,16 +325,22 @@ class StudyQueue:
         else:
             self._end(claimed.trial._trial_id, TrialState.COMPLETE, value)
         self._forget(claimed)
+        self._count(running=-1, ended=1)
 
     @patiently
     def put_back(self, claimed: Claimed) -> None:
-        """Gives a trial back, to be run later by any process from where it stands."""
-        self._end(claimed.trial._trial_id, TrialState.FAIL)
-        self._forget(claimed)
+        """Gives a trial back, unless it has ended: any process may run it later from where it stands."""
+        if claimed.trial._trial_id in self._beating:
+            self._end(claimed.trial._trial_id, TrialState.FAIL)
+            self._forget(claimed)
+            self._count(running=-1, waiting=1)
+
+    def _count(self, waiting: int = 0, running: int = 0, ended: int = 0) -> None:
+        with self._lock:
+            self.counts = tuple(a + b for a, b in zip(self.counts, (waiting, running, ended), strict=True))
 
     def _end(self, trial_id: int, state: TrialState, value: float | None = None) -> None:
-        # Another process may have taken this one for dead. Then the run comes again, and is found ended.
-        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+        with TAKEN_FOR_DEAD:
             self._storage.set_trial_state_values(trial_id, state, None if value is None else [value])
 
     def _forget(self, claimed: Claimed) -> None:

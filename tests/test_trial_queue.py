@@ -1,12 +1,13 @@
 import datetime
 import threading
+import time
 
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import TrialState
 
-from largebatch import UserError, preemption, search, studies
+from largebatch import UserError, preemption, search, trial_queue
 
 SPACE = {
     "batch.size": CategoricalDistribution([64, 128]),
@@ -19,14 +20,14 @@ def url(tmp_path):
     return f"sqlite:///{tmp_path / 'study.db'}"
 
 
-def make_queue(url, heartbeat_sec=20, pruner=None, direction="maximize", **changed) -> studies.StudyQueue:
+def make_queue(url, heartbeat_sec=20, pruner=None, direction="maximize", **changed) -> trial_queue.TrialQueue:
     given = {"space": SPACE, "sampler": "grid", "study_seed": 0, "settings": 6, "seeds": 1}
-    options = studies.Options(**(given | {"best_seeds": 0, "best_by": "batch.size"} | changed))
-    storage = studies.open_storage(url, heartbeat_sec)
-    return studies.StudyQueue(storage, "study", direction, pruner, options, heartbeat_sec)
+    options = search.Options(**(given | {"best_seeds": 0, "best_by": "batch.size"} | changed))
+    storage = trial_queue.open_storage(url, heartbeat_sec)
+    return trial_queue.TrialQueue(storage, "study", direction, pruner, options, heartbeat_sec, {"of": direction})
 
 
-def run_all(queue, value=lambda claimed: claimed.values["optimizer.learning_rate"]) -> list[studies.Claimed]:
+def run_all(queue, value=lambda claimed: claimed.values["optimizer.learning_rate"]) -> list[trial_queue.Claimed]:
     """Claims and ends all there is."""
     ran = []
     while queue.fill()[0]:
@@ -67,7 +68,7 @@ def test_processes_that_fill_the_queue_at_once_run_no_trial_twice(url, repeat):
         for setting in range(6):
             values = search.grid(SPACE)[setting]
             queue._study.enqueue_trial(values, user_attrs={"setting": setting, "seed": 0})
-    ran: list[studies.Claimed] = []
+    ran: list[trial_queue.Claimed] = []
     threads = [threading.Thread(target=lambda queue=queue: ran.extend(run_all(queue))) for queue in (one, two)]
     for thread in threads:
         thread.start()
@@ -86,7 +87,8 @@ def test_a_trial_of_a_dead_process_comes_again_with_its_values(url, monkeypatch)
     _wait_until(lambda: other.fill() == (1, 0, 0))
     again = other.claim()
     assert (again.name, again.values) == (lost.name, lost.values)
-    dead.end(lost, 0.5)  # it was not dead, only slow
+    assert not dead.report(lost, 0.5, 1)  # it was not dead, only slow
+    dead.end(lost, 0.5, diverged=True)
     other.end(again, 0.7)
     assert other.fill() == (0, 0, 1)
     assert [trial.value for trial in other._study.get_trials(states=(TrialState.COMPLETE,))] == [0.7]
@@ -186,6 +188,28 @@ def test_a_database_that_is_away_is_waited_for(url, monkeypatch, caplog):
     assert "answers again after" in caplog.text
 
 
+def test_after_the_database_was_away_all_may_send_a_heartbeat_first(url):
+    alive = make_queue(url, heartbeat_sec=1, settings=1)
+    alive.fill()
+    alive.claim()
+    time.sleep(4)  # as long without a heartbeat as if it were dead
+    other = make_queue(url, heartbeat_sec=1, settings=1)
+    other.forgive()
+    assert other.fill() == (0, 1, 0)
+    _wait_until(lambda: other.fill() == (1, 0, 0))
+
+
+def test_counts_follow_what_happens(url):
+    queue = make_queue(url)
+    queue.fill()
+    one, two = queue.claim(), queue.claim()
+    assert queue.counts == (4, 2, 0)
+    queue.end(one, 0.5)
+    queue.put_back(one)  # has ended
+    queue.put_back(two)
+    assert queue.counts == queue.fill() == (5, 0, 1)
+
+
 def test_a_signal_ends_the_waiting(url, monkeypatch):
     queue = make_queue(url)
 
@@ -201,17 +225,19 @@ def test_a_signal_ends_the_waiting(url, monkeypatch):
 @pytest.mark.parametrize("bad", ["nonsense", "nodb://host/x", "sqlite:////no/such/folder/x.db"])
 def test_a_database_that_cannot_be_opened(bad):
     with pytest.raises(UserError, match=r"--storage: .*(cannot be opened|allowed: a database URL)"):
-        studies.open_storage(bad, 20)
+        trial_queue.open_storage(bad, 20)
 
 
 def test_a_password_is_neither_kept_nor_forgotten():
-    kept = studies.without_password("postgresql://me:secret@host/db")
+    kept = trial_queue.without_password("postgresql://me:secret@host/db")
     assert "secret" not in kept
     with pytest.raises(UserError, match="with its password"):
-        studies.without_password(kept)
+        trial_queue.without_password(kept)
 
 
-def test_a_study_of_another_direction(url):
+def test_another_study_of_the_same_name(url):
     make_queue(url, direction="minimize")
-    with pytest.raises(UserError, match="is to minimize"):
+    with pytest.raises(
+        UserError, match=r"holds another study named 'study': of: 'maximize' here, 'minimize' there"
+    ):
         make_queue(url, direction="maximize")

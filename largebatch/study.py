@@ -1,0 +1,131 @@
+"""What a study is: a space, how it is searched, and the config that all its runs start from."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import config_dict
+
+from largebatch import BadSetting, UserError, fields, search
+from largebatch import config as configs
+
+OBJECTIVES = {
+    "best_val_accuracy": "maximize",
+    "steps_to_target": "minimize",
+    "examples_to_target": "minimize",
+    "sec_to_target": "minimize",
+}
+MAY_CHANGE = ("trials", "seeds", "best_seeds", "space_file")
+BEST_BY = ("batch.size", "optimizer.name")  # --best_seeds: the best of each value of the first that is searched
+
+
+class Study(NamedTuple):
+    """What the study folder's study.json says, and the space file's `derive`."""
+
+    path: Path
+    config: config_dict.ConfigDict
+    storage: str
+    options: search.Options
+    pruner: str
+    objective: str
+    derive: Any
+
+    def config_of(self, values: dict, seed: int) -> config_dict.ConfigDict:
+        """The config of one run.
+
+        Raises:
+          BadSetting: it is not allowed.
+        """
+        config = self.config.copy_and_resolve_references()
+        try:
+            with config.ignore_type():  # an integer where the base has "full"
+                for field, value in values.items():
+                    group, _, name = field.rpartition(".")
+                    (config[group] if group else config)[name] = value
+                config.seed = self.config.seed + seed
+                self.derive(config)
+            configs.validate(config)
+        except Exception as error:  # `derive` is a user's
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            raise BadSetting(f"--space: {values}: {kind}{' '.join(str(error).split())}") from error
+        return config
+
+
+def read(path: Path, config: config_dict.ConfigDict, chosen: dict, shown_storage: str | None, there: dict):
+    """The study in folder `path` that `config` and the options in `chosen` ask for, and its study.json.
+
+    Args:
+      chosen: space (a file), sampler, study_seed, pruner, objective (or None), trials (or None for the whole
+        grid), seeds, best_seeds, storage (a database URL, or None for SQLite in the folder), heartbeat_sec.
+      shown_storage: the URL without its password.
+      there: the study.json that is there, or {}.
+    Raises:
+      UserError: an option, the space or a point of it is not allowed; or `there` is another study.
+    """
+    default = "steps_to_target" if config.train.target_accuracy else "best_val_accuracy"
+    chosen = chosen | {"objective": chosen["objective"] or default}
+    space, derive = search.read_space(Path(chosen["space"]), configs.RULES, configs.nearest_field)
+    settings = number_of_settings(space, chosen, config)
+    searched = search.Options(
+        space,
+        chosen["sampler"],
+        chosen["study_seed"],
+        settings,
+        chosen["seeds"],
+        chosen["best_seeds"],
+        next((field for field in BEST_BY if field in space), None),
+    )
+    storage = chosen["storage"] or f"sqlite:///{(path / 'study.db').resolve()}"
+    study = Study(path, config, storage, searched, chosen["pruner"], chosen["objective"], derive)
+    for values in search.points(space, chosen["sampler"], chosen["study_seed"], settings):
+        study.config_of(values, 0)
+    description = chosen | {
+        "space": search.as_json(space),
+        "space_file": chosen["space"],
+        "storage": shown_storage,
+        "config": config.to_dict(),
+    }
+    description = json.loads(json.dumps(description))
+    refuse_another(path, description, there)
+    return study, description
+
+
+def number_of_settings(space: search.Space, chosen: dict, config) -> int:
+    """How many settings --trials runs are.
+
+    Raises:
+      UserError: options that do not go together.
+    """
+    trials, seeds, sampler, objective = (chosen[name] for name in ("trials", "seeds", "sampler", "objective"))
+    most = len(search.grid(space)) if sampler == "grid" else None
+    if trials is None and most is None:
+        raise UserError(f"--trials: missing; allowed without it: --sampler grid, not {sampler}")
+    settings, rest = divmod(most * seeds if trials is None else trials, seeds)
+    if rest:
+        raise UserError(f"--trials: {trials}; allowed: a multiple of --seeds, {seeds}")
+    if most and settings > most:
+        raise UserError(f"--trials: {trials}; allowed: up to {most * seeds}, the grid x --seeds")
+    if 0 < chosen["best_seeds"] <= seeds:
+        raise UserError(f"--best_seeds: {chosen['best_seeds']}; allowed: more than --seeds, {seeds}")
+    if objective != "best_val_accuracy":
+        if not config.train.target_accuracy:
+            raise UserError(f"--objective: {objective} needs train.target_accuracy, which is None")
+        if chosen["pruner"] != "none":
+            raise UserError(f"--pruner: {chosen['pruner']}; allowed with --objective {objective}: none")
+    return settings
+
+
+def refuse_another(path: Path, description: dict, there: dict) -> None:
+    """A study folder holds one study; only what MAY_CHANGE names may change.
+
+    Raises:
+      UserError: space, sampler, objective, pruner or config differ from those of the study that is there.
+    """
+    if there and (changed := fields.differences(identity(description), identity(there), ("here", "there"))):
+        raise UserError(f"--study: {path} holds another study: {changed}")
+
+
+def identity(description: dict) -> dict:
+    """The part of a study.json that may not change."""
+    kept = {name: value for name, value in description.items() if name not in MAY_CHANGE}
+    return kept | {"config": fields.identity(description["config"])}
