@@ -114,7 +114,7 @@ def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
             return _open_storage(url, heartbeat_sec)
         except (*DATABASE_ERRORS, sqlalchemy.exc.ArgumentError, ImportError, RuntimeError) as raised:
             error, reason = raised, str(raised.__cause__ or raised).strip().splitlines()[0]
-            if "already exists" not in reason and "duplicate key" not in reason:
+            if not any(words in reason for words in ("already exists", "duplicate key", "UNIQUE constraint")):
                 break
         time.sleep(1)  # another process is making the tables
     raise UserError(f"--storage: {without_password(url)} cannot be opened ({reason})") from error
