@@ -38,7 +38,7 @@ class Killed:
         self.folder, self.trials = folder, trials
         names = 'CategoricalDistribution(["lamb", "sgd"])'
         rates = (
-            "CategoricalDistribution([0.003, 0.01])"
+            "CategoricalDistribution([0.003, 0.01, 0.03])"
             if sampler == "grid"
             else "FloatDistribution(1e-3, 0.03, log=True)"
         )
