@@ -181,6 +181,8 @@ class BatchPoint(NamedTuple):
 def steps_to_target(study: Study) -> list[BatchPoint]:
     """Per batch size the setting with the fewest mean updates to the target, among those whose seeds all got there.
 
+    Where some settings have more seeds, it is one of them: they were chosen as the best by their first seed, and
+    a single lucky seed of another says less than their mean.
     Seeds that go on or were interrupted do not count yet; diverged, failed and pruned ones did not get there.
     Batch sizes without such a setting are left out: see `unreached_batch_sizes`. Tuning at each batch size
     by itself follows Shallue et al. 2019, "Measuring the Effects of Data Parallelism on Neural Network Training".
@@ -192,7 +194,7 @@ def steps_to_target(study: Study) -> list[BatchPoint]:
         if not steps or None in steps:
             continue
         updates, best = estimate(steps), points.get(batch_size)
-        if best is None or updates.mean < best.updates.mean:
+        if best is None or (-len(steps), updates.mean) < (-best.seeds, best.updates.mean):
             others = [estimate(run.value(name) for run in counted) for name in OBJECTIVES[2:]]
             values = setting_of(counted[0], study.fields)
             edges = edge_flags(study, values, batch_size)

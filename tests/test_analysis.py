@@ -279,6 +279,12 @@ def test_steps_to_target_takes_the_best_setting_whose_seeds_all_reached_it(tmp_p
     assert analysis.unreached_batch_sizes(study) == [4096]
 
 
+def test_settings_with_more_seeds_go_before_a_lucky_one(tmp_path):
+    more = [{"batch": 256, "rate": 0.01, "accuracies": (0.1, 0.2, 0.9), "seed": 1}]
+    small, _ = analysis.steps_to_target(runs.read(target_study(tmp_path, more)))
+    assert (small.values["optimizer.learning_rate"], small.steps) == (0.01, [30, 30])
+
+
 def test_a_diverged_rate_beyond_it_takes_a_value_off_the_edge(tmp_path):
     more = [{"batch": 1024, "rate": 0.04, "accuracies": (0.1,), "status": "diverged"}]
     _, large = analysis.steps_to_target(runs.read(target_study(tmp_path, more)))
