@@ -85,10 +85,10 @@ def problems(group: Group) -> list[tuple[str, str]]:
     """Every damaged, unfinished or failed part of a group: where, and what."""
     found = [(str(group.study.path), line) for line in group.study.problems] if group.study else []
     for run in group.runs:
-        why = run.events[-1].get("reason") if run.events else None
-        lines = (
-            [f"{run.status}{f': {why}' if why else ''}"] if run.status in STOPPED and not run.trial_error else []
-        )
+        lines = []
+        if run.status in STOPPED and not run.trial_error:
+            why = str((run.events[-1].get("reason") if run.events else None) or "")
+            lines = [why if why.startswith(run.status) else f"{run.status}{': ' * bool(why)}{why}"]
         found += [(str(run.path), line) for line in [*lines, *run.problems]]
     return found
 
