@@ -257,19 +257,21 @@ def rate_panel(study: Study, legend: list) -> dict | None:
             lines[key][rate] = setting
             if "diverged" in setting.statuses:
                 crosses.append((colour, rate, setting))
+    accuracy = study.objective == "best_val_accuracy"
     marks = [
         _mark(
             "line",
             _value_label(by, key) if by in ranked[0].values else "all",
             colours[key],
             sorted(lines[key].items()),
+            accuracy,
         )
         for key in keys
     ]
-    marks += [_mark("points", None, colour, [(rate, setting)]) for colour, rate, setting in others]
-    marks += [_mark("cross", None, colour, [(rate, setting)]) for colour, rate, setting in crosses]
+    marks += [_mark("points", None, colour, [(rate, setting)], accuracy) for colour, rate, setting in others]
+    marks += [_mark("cross", None, colour, [(rate, setting)], accuracy) for colour, rate, setting in crosses]
     label = OBJECTIVE_LABELS[study.objective]
-    scale = "linear" if study.objective == "best_val_accuracy" else "log"
+    scale = "linear" if accuracy else "log"
     note = "Means over seeds with 95 % intervals; the best of all other fields at each rate."
     note += " Pale points are the others." if others else ""
     note += " A cross stands where seeds diverged, failed or missed the target." if crosses else ""
@@ -299,10 +301,13 @@ def _sortable(value) -> tuple:
     return (0, value, "") if number(value) is not None else (1, 0, plain(value))
 
 
-def _mark(kind: str, label: str | None, colour: int, found: list[tuple[float, analysis.Setting]]) -> dict:
+def _mark(kind: str, label: str | None, colour: int, found: list, accuracy: bool) -> dict:
+    """A mark of (rate, setting) pairs; an interval of accuracies is drawn as far as accuracies go."""
     points = []
     for x, setting in found:
         mean, _, low, high, _ = setting.objective
+        if accuracy and low is not None:
+            low, high = max(low, 0.0), min(high, 1.0)
         points.append([x, None, None, None] if kind == "cross" else [x, *map(_rounded, (mean, low, high))])
     tips = [
         f"{' · '.join(_value_label(*item) for item in setting.values.items())}\n"
