@@ -1,4 +1,5 @@
 import csv
+import functools
 import html
 import json
 import os
@@ -375,7 +376,10 @@ def test_errors_are_one_line(study, tmp_path, arguments, words, code):
 def test_watch_follows_a_study_until_it_is_stopped(tmp_path):
     study, out = write_study(tmp_path / "study", [{"status": "running"}]), tmp_path / "page.html"
     command = [sys.executable, ROOT / "report.py", study, "--out", out, "--watch", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A test that a shell runs in the background inherits a SIGINT that is ignored.
+    answer = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, text=True, preexec_fn=answer)
     try:
         assert "1 run: 1 running" in process.stdout.readline()
         first = out.read_text()
