@@ -35,6 +35,8 @@ log = logging.getLogger("largebatch")
 # Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
 AUTO_MICRO_BATCH_SIZE = {"cpu": 16}
 AUTO_MICRO_BATCH_SIZE_ELSEWHERE = 1024
+# A set of programs takes some 800 memory maps on a CPU; at Linux' limit of 65,530 a process dies.
+MAX_PROGRAMS = 30
 
 
 def resolve_micro_batch_size(size) -> int:
@@ -117,6 +119,9 @@ class Shared:
         """Compiles by running once, unless that was done; pmap's ahead-of-time way does not know several hosts."""
         key = self.key(config)
         if key not in self._programs:
+            if len(self._programs) == MAX_PROGRAMS:
+                self._programs.clear()
+                jax.clear_caches()
             self._programs[key] = self._compile(config, *self.data(config))
         return self._programs[key]
 

@@ -104,6 +104,18 @@ def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilation
     assert compilations == []
 
 
+def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "MAX_PROGRAMS", 2)
+    space = {"model.dtype": CategoricalDistribution(["float32", "bfloat16"]), "optimizer.name": OPTIMIZERS}
+    shared = train.Shared()
+    found = run_study(make_study(config, tmp_path, space), shared=shared)
+    assert [summary["status"] for summary in found.values()] == ["done"] * 4
+    assert len(shared._programs) == 2
+
+
+OPTIMIZERS = CategoricalDistribution(["lamb", "sgd"])
+
+
 def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
     space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"]), "optimizer.learning_rate": RATES}
     shared = train.Shared(packed=True)
