@@ -23,7 +23,7 @@ test-postgres: $(VENV)/.dev  ## studies in PostgreSQL; installs the server on De
 	test -n "$$(ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null || command -v initdb)" || $(SUDO) apt-get install -y --no-install-recommends postgresql
 	$(BIN)/python -m pytest tests/test_postgres.py $(ARGS)
 
-faults: $(VENV)/.dev  ## the long part of the fault harness, about an hour on 2 cores; figures in faults.jsonl
+faults: $(VENV)/.dev  ## the long part of the fault harness, hours on 2 cores; figures in faults.jsonl
 	rm -f faults.jsonl
 	FAULT_FIGURES=$(CURDIR)/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults -n 2 $(ARGS)
 	cat faults.jsonl

@@ -45,10 +45,8 @@ from largebatch.study import Study
 
 log = logging.getLogger("largebatch")
 
-OPTIONS = (
-    *("space", "trials", "seeds", "best_seeds", "sampler", "pruner", "objective", "study_seed"),
-    *("storage", "heartbeat_sec"),
-)
+# Flags that study.json keeps, so that they need not be given again.
+OPTIONS = "space trials seeds best_seeds sampler pruner objective study_seed storage heartbeat_sec".split()
 MAX_FAILURES = 3  # in a row: then something is wrong that is not the trials'
 POLL_SEC = 2.0
 

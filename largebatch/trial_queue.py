@@ -62,7 +62,7 @@ def patiently(call):
             except DATABASE_ERRORS as error:
                 reason = str(error.__cause__ or error).strip().splitlines()[0]
                 log.warning("the study's database does not answer (%s); trying again in %.0f s", reason, wait)
-                sleep(wait)
+                _sleep(wait)
                 wait = min(2 * wait, MAX_WAIT_SEC)
                 continue
             if wait > 1:
@@ -73,7 +73,7 @@ def patiently(call):
     return waiting
 
 
-def sleep(seconds: float) -> None:
+def _sleep(seconds: float) -> None:
     """Sleeps; leaves at once on a signal.
 
     Raises:

@@ -14,6 +14,7 @@ from pathlib import Path
 import optuna
 import pytest
 from conftest import ROOT
+from optuna.trial import TrialState
 
 from largebatch import trial_queue
 
@@ -133,3 +134,6 @@ def test_two_processes_share_a_study_and_wait_for_a_database_that_went_away(serv
     assert sum(out.count("  done  ") for out, _ in shown) >= 6, shown
     assert len(list((tmp_path / "study" / "trials").iterdir())) == 6
     assert ended(server, tmp_path) == (0, 0, 6)
+    trials = optuna.load_study(study_name="study", storage=server.url).get_trials(states=(TrialState.COMPLETE,))
+    runs = [(trial.user_attrs["setting"], trial.user_attrs["seed"]) for trial in trials]
+    assert sorted(runs) == [(setting, seed) for setting in range(3) for seed in range(2)]  # none doubled
