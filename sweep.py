@@ -46,7 +46,18 @@ from largebatch.study import Study
 log = logging.getLogger("largebatch")
 
 # Flags that study.json keeps, so that they need not be given again.
-OPTIONS = "space trials seeds best_seeds sampler pruner objective study_seed storage heartbeat_sec".split()
+OPTIONS = [
+    "space",
+    "trials",
+    "seeds",
+    "best_seeds",
+    "sampler",
+    "pruner",
+    "objective",
+    "study_seed",
+    "storage",
+    "heartbeat_sec",
+]
 MAX_FAILURES = 3  # in a row: then something is wrong that is not the trials'
 POLL_SEC = 2.0
 
