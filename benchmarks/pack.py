@@ -89,6 +89,5 @@ def print_pack(result: dict) -> None:
         rates, gain = row["images_per_sec"], row["gain"]
         print(
             f"batch {row['batch_size']:>6,}   {result['trials']} trials packed {rates['packed']:7,.0f} images/s, "
-            f"in turn "
-            f"{rates['in turn']:7,.0f}: {gain['median']:.2f}x ({gain['min']:.2f}-{gain['max']:.2f})"
+            f"in turn {rates['in turn']:7,.0f}: {gain['median']:.2f}x ({gain['min']:.2f}-{gain['max']:.2f})"
         )

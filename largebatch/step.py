@@ -43,6 +43,10 @@ def sum_over_devices(tree):
     return unravel(lax.psum(vector, AXIS))
 
 
+def _no_sum(tree):
+    return tree
+
+
 def _example_batch(read, data, micro_batch_size: int) -> Batch:
     """A micro-batch to trace by: example 0, again and again."""
     examples = jnp.zeros(micro_batch_size, jnp.int32)
@@ -99,10 +103,8 @@ def make_inner_loop(
       averages of `loss_fn`, each float32 [max_updates]; zero for updates that were not reached.
     """
 
-    def zero_averages(state, data):
-        """What `loss_fn` sums beside the loss, as zeros; traced forward only, which is quick."""
-        _, averages = jax.eval_shape(loss_fn, state.params, _example_batch(read, data, micro_batch_size))
-        return _zeros_like_shapes(averages)
+    if packed:
+        reduce = _no_sum
 
     def local_sums(state, data, device, share, averages):
         """Sum of gradients and losses over this device's share; no collective in this loop."""
@@ -115,9 +117,7 @@ def make_inner_loop(
 
     def update(state, data, device, averages, epoch, offset, batch_size, learning_rate):
         share = batching.device_share(deal, device, epoch, offset, batch_size)
-        sums = local_sums(state, data, device, share, averages)
-        if not packed:
-            sums = reduce(sums)
+        sums = reduce(local_sums(state, data, device, share, averages))
         (loss, averages), grads = jax.tree.map(lambda x: x / batch_size, sums)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -134,7 +134,10 @@ def make_inner_loop(
         return state, {"loss": loss, "grad_norm": grad_norm, "nonfinite": counted, **averages}
 
     def inner_loop(state, data, plan, num_updates):
-        device, averages = 0 if packed else lax.axis_index(AXIS), zero_averages(state, data)
+        device = 0 if packed else lax.axis_index(AXIS)
+        # What `loss_fn` sums beside the loss, as zeros; traced forward only, which is quick.
+        example = _example_batch(read, data, micro_batch_size)
+        averages = _zeros_like_shapes(jax.eval_shape(loss_fn, state.params, example)[1])
 
         def goes_on(carry):
             index, state, _ = carry

@@ -310,8 +310,7 @@ def _mark(kind: str, label: str | None, colour: int, found: list, accuracy: bool
             low, high = max(low, 0.0), min(high, 1.0)
         points.append([x, None, None, None] if kind == "cross" else [x, *map(_rounded, (mean, low, high))])
     tips = [
-        f"{' · '.join(_value_label(*item) for item in setting.values.items())}\n"
-        + ", ".join(f"{count} {name}" for name, count in setting.statuses.items())
+        _values_label(setting.values) + "\n" + ", ".join(f"{n} {name}" for name, n in setting.statuses.items())
         for _, setting in found
     ]
     return {"kind": kind, "label": label, "colour": colour, "points": points, "tips": tips}
