@@ -1,8 +1,9 @@
 """Which examples of which device belong to which update, in closed form.
 
 Originals are dealt to devices once, by a seeded permutation; every device holds all views of its
-originals. Each epoch every device visits its own examples in a new order, and a batch takes the next
-positions of the epoch round-robin over devices. So each example is visited once per epoch, no data
+originals. Each epoch every device passes over its own originals as often as there are views, each pass in
+a new order and each time with another view of each, and a batch takes the next positions of the epoch
+round-robin over devices. So each example is visited once per epoch, each original once per pass, no data
 moves between devices, a batch may be of any size, and the place of any update follows from
 (seed, epoch, offset) alone: resuming replays nothing.
 """
@@ -38,10 +39,9 @@ class Deal(NamedTuple):
         order = np.random.default_rng(seed).permutation(self.num_originals)
         return order[device :: self.num_devices]
 
-    def num_examples_of(self, device):
-        """Examples that `device` holds; `device` may be traced."""
-        extra = device < self.num_originals % self.num_devices
-        return (self.num_originals // self.num_devices + extra) * self.views
+    def num_originals_of(self, device):
+        """Originals that `device` holds; `device` may be traced."""
+        return self.num_originals // self.num_devices + (device < self.num_originals % self.num_devices)
 
     def count_before(self, position, device):
         """How many of an epoch's first `position` positions belong to `device` (may be traced).
@@ -107,16 +107,18 @@ def micro_batch(deal: Deal, device, share: Share, index, num_micro_batches, size
 
     in_first = nth < share.first
     position = jnp.where(in_first, share.start + nth, nth - share.first)
-    key = shuffle_key(seed, jnp.where(in_first, share.epoch, share.epoch + 1), device)
-    held = jnp.maximum(deal.num_examples_of(device), 1)
-    position = jnp.minimum(position, held - 1)
-    return shuffled(position, held, deal.max_originals * deal.views, key), weights
+    epoch = jnp.where(in_first, share.epoch, share.epoch + 1)
+    held = jnp.maximum(deal.num_originals_of(device), 1)
+    turn, nth = jnp.divmod(jnp.minimum(position, held * deal.views - 1), held)
+    original = shuffled(nth, held, deal.max_originals, shuffle_key(seed, epoch, device, turn))
+    view = shuffled(turn, deal.views, deal.views, shuffle_key(seed, epoch, device, deal.views + original))
+    return original * deal.views + view, weights
 
 
-def shuffle_key(seed, epoch, device) -> jax.Array:
-    """uint32 key of the order in which `device` visits its examples in `epoch`."""
+def shuffle_key(*parts) -> jax.Array:
+    """uint32 key made of integers, as seed, epoch and device, that may be traced and broadcast."""
     key = jnp.uint32(0x9E3779B9)
-    for part in (seed, epoch, device):
+    for part in parts:
         key = _mix(key ^ _mix(jnp.asarray(part).astype(jnp.uint32) + jnp.uint32(0x85EBCA6B)))
     return key
 

@@ -55,7 +55,7 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     read, seen = augment.make_read(storage, (16, 16, 3)), []
     for index in range(num_devices):
         shard = jax.tree.map(lambda x, i=index: np.asarray(x)[i], placed.train)
-        held = int(placed.deal.num_examples_of(index))
+        held = int(placed.deal.num_originals_of(index)) * 8
         found, labels = read(jax.tree.map(jax.numpy.asarray, shard), jax.numpy.arange(held))
         seen += [expected[i.tobytes(), int(n)] for i, n in zip(np.asarray(found), np.asarray(labels), strict=True)]
     assert sorted(seen) == sorted(expected.values())

@@ -37,7 +37,7 @@ def test_count_before_is_a_round_robin_that_uses_every_example(originals, num_de
     )
     assert (counts.sum(axis=1) == np.arange(deal.num_examples + 1)).all()
     assert (np.diff(counts, axis=0) >= 0).all()
-    assert counts[-1].tolist() == [int(deal.num_examples_of(d)) for d in range(num_devices)]
+    assert counts[-1].tolist() == [int(deal.num_originals_of(d)) * views for d in range(num_devices)]
     held = np.concatenate([deal.originals_of(d, seed=3) for d in range(num_devices)])
     assert sorted(held) == list(range(originals))
 
@@ -78,8 +78,16 @@ def test_an_epoch_visits_every_example_once_for_any_batch_size(batch_size, num_d
     for epoch in (0, 1):
         seen = [(device, example) for e, device, example in visits if e == epoch]
         assert len(seen) == len(set(seen)) == deal.num_examples
+        for device in range(num_devices):  # each pass over the originals, each time with another view
+            own = [example // 8 for d, example in seen if d == device]
+            held = len(own) // 8
+            passes = [own[turn * held : (turn + 1) * held] for turn in range(8)]
+            assert all(sorted(one) == list(range(held)) for one in passes)
+            assert held < 4 or len(set(map(tuple, passes))) > 1
     orders = [[x for e, *x in visits if e == epoch] for epoch in (0, 1)]
     assert orders[0] != orders[1]
+    views = [[example % 8 for _, example in order[: deal.num_originals]] for order in orders]
+    assert len(set(views[0])) > 1  # a pass mixes the views
     for key in {(update, device) for update, device, _ in sizes}:
         parts = [size for update, device, size in sizes if (update, device) == key]
         assert max(parts) - min(parts) <= 1
