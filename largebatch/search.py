@@ -49,17 +49,21 @@ class Options(NamedTuple):
     seeds: int
     best_seeds: int
     best_by: str | None
+    includes: Callable[[dict], bool] | None = None
 
 
 class SpaceFile(NamedTuple):
-    """A space, and `derive(config)`, which sets fields that follow from the searched ones."""
+    """A space; `derive(config)`, which sets fields that follow from the searched ones; which points a grid has."""
 
     space: Space
     derive: Callable
+    includes: Callable[[dict], bool] | None
 
 
 def read_space(path: Path, rules: dict, nearest: Callable[[str], str]) -> SpaceFile:
-    """Runs a space file: `get_space()` gives {field: optuna distribution}; `derive(config)` is optional.
+    """Runs a space file: `get_space()` gives {field: optuna distribution}.
+
+    Optional are `derive(config)`, and `includes(values)`, which says of each point of a grid whether to try it.
 
     Args:
       rules: field -> (is a value allowed?, what is allowed).
@@ -87,7 +91,7 @@ def read_space(path: Path, rules: dict, nearest: Callable[[str], str]) -> SpaceF
     problems = [text for field, values in space.items() for text in _problems(field, values, rules, nearest)]
     if problems:
         raise UserError(f"--space: {path}: {'; '.join(problems)}")
-    return SpaceFile(space, module.get("derive", lambda config: None))
+    return SpaceFile(space, module.get("derive", lambda config: None), module.get("includes"))
 
 
 def _problems(field: str, values, rules: dict, nearest: Callable[[str], str]) -> list[str]:
@@ -115,11 +119,11 @@ def as_json(space: Space) -> dict:
     return {field: json.loads(distributions.distribution_to_json(values)) for field, values in space.items()}
 
 
-def grid(space: Space) -> list[dict]:
-    """All points, the first field changing slowest.
+def grid(space: Space, includes: Callable[[dict], bool] | None = None) -> list[dict]:
+    """All points that `includes` takes, the first field changing slowest.
 
     Raises:
-      UserError: a field has no finite number of values, or there are too many points.
+      UserError: a field has no finite number of values, or there are too many points, or none.
     """
     values = {}
     for field, one in space.items():
@@ -132,18 +136,23 @@ def grid(space: Space) -> list[dict]:
             raise UserError(
                 f"--sampler grid: {field} is a range; allowed: a CategoricalDistribution, or a range with a step"
             )
-    count = math.prod(map(len, values.values()))
-    if count > MAX_GRID:
-        raise UserError(f"--sampler grid: {count:,} points; allowed: up to {MAX_GRID:,}, or another sampler")
-    return [dict(zip(values, point, strict=True)) for point in itertools.product(*values.values())]
+    all_points = (dict(zip(values, point, strict=True)) for point in itertools.product(*values.values()))
+    found = list(itertools.islice(filter(includes or (lambda point: True), all_points), MAX_GRID + 1))
+    if not found:
+        raise UserError("--sampler grid: includes() of the space file takes no point")
+    if len(found) > MAX_GRID:
+        raise UserError(f"--sampler grid: over {MAX_GRID:,} points; allowed: fewer, or another sampler")
+    return found
 
 
-def points(space: Space, sampler: str, seed: int, settings: int) -> list[dict]:
+def points(
+    space: Space, sampler: str, seed: int, settings: int, includes: Callable[[dict], bool] | None = None
+) -> list[dict]:
     """The first settings of a sampler; none of TPE, which chooses as it goes."""
     if sampler == "tpe":
         return []
     if sampler == "grid":
-        return grid(space)[:settings]
+        return grid(space, includes)[:settings]
     return [_point(space, sampler, seed, setting) for setting in range(settings)]
 
 

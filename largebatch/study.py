@@ -64,8 +64,10 @@ def read(path: Path, config: config_dict.ConfigDict, chosen: dict, shown_storage
     """
     default = "steps_to_target" if config.train.target_accuracy else "best_val_accuracy"
     chosen = chosen | {"objective": chosen["objective"] or default}
-    space, derive = search.read_space(Path(chosen["space"]), configs.RULES, configs.nearest_field)
-    settings = number_of_settings(space, chosen, config)
+    space, derive, includes = search.read_space(Path(chosen["space"]), configs.RULES, configs.nearest_field)
+    if includes and chosen["sampler"] != "grid":
+        raise UserError(f"--sampler: {chosen['sampler']}; allowed with a space that has includes(): grid")
+    settings = number_of_settings(space, includes, chosen, config)
     searched = search.Options(
         space,
         chosen["sampler"],
@@ -74,10 +76,12 @@ def read(path: Path, config: config_dict.ConfigDict, chosen: dict, shown_storage
         chosen["seeds"],
         chosen["best_seeds"],
         next((field for field in BEST_BY if field in space), None),
+        includes,
     )
     storage = chosen["storage"] or f"sqlite:///{(path / 'study.db').resolve()}"
     study = Study(path, config, storage, searched, chosen["pruner"], chosen["objective"], derive)
-    for values in search.points(space, chosen["sampler"], chosen["study_seed"], settings):
+    points = search.points(space, chosen["sampler"], chosen["study_seed"], settings, includes)
+    for values in points:
         study.config_of(values, 0)
     description = chosen | {
         "space": search.as_json(space),
@@ -85,19 +89,21 @@ def read(path: Path, config: config_dict.ConfigDict, chosen: dict, shown_storage
         "storage": shown_storage,
         "config": config.to_dict(),
     }
+    if includes:
+        description["grid"] = search.grid(space, includes)
     description = json.loads(json.dumps(description))
     refuse_another(path, description, there)
     return study, description
 
 
-def number_of_settings(space: search.Space, chosen: dict, config) -> int:
+def number_of_settings(space: search.Space, includes, chosen: dict, config) -> int:
     """How many settings --trials runs are.
 
     Raises:
       UserError: options that do not go together.
     """
     trials, seeds, sampler, objective = (chosen[name] for name in ("trials", "seeds", "sampler", "objective"))
-    most = len(search.grid(space)) if sampler == "grid" else None
+    most = len(search.grid(space, includes)) if sampler == "grid" else None
     if trials is None and most is None:
         raise UserError(f"--trials: missing; allowed without it: --sampler grid, not {sampler}")
     settings, rest = divmod(most * seeds if trials is None else trials, seeds)

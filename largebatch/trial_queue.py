@@ -177,7 +177,7 @@ class TrialQueue:
             storage=storage, study_name=name, direction=direction, pruner=pruner, load_if_exists=True
         )
         self._check(name, description)
-        self._points = dict(enumerate(search.points(*options[:4])))
+        self._points = dict(enumerate(search.points(*options[:4], options.includes)))
         self.counts, self._forgiving_until = (0, 0, 0), 0.0
         self._beating: set[int] = set()
         self._lock, self._stop = threading.Lock(), threading.Event()

@@ -1,0 +1,32 @@
+"""Every optimizer at six or more learning rates, two to a decade, with all else as in the config.
+
+    python sweep.py --config configs/eurosat_fast.py --space configs/sweeps/all_optimizers.py \\
+        --study runs/studies/all_optimizers --best_seeds 3 --config.dataset.image_size 32
+
+Each has a window of its own: the best rate of SGD is a hundred times that of Adam.
+"""
+
+from optuna.distributions import CategoricalDistribution
+
+RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
+WINDOWS = {
+    "lamb": (1e-3, 0.3),
+    "adam": (3e-4, 0.1),
+    "sgd": (3e-3, 1.0),
+    "nadamw": (3e-4, 0.1),
+    "lars": (0.1, 30.0),
+    "muon": (1e-3, 0.3),
+    "soap": (3e-4, 0.1),
+}
+
+
+def get_space():
+    return {
+        "optimizer.name": CategoricalDistribution(list(WINDOWS)),
+        "optimizer.learning_rate": CategoricalDistribution(RATES),
+    }
+
+
+def includes(values):
+    low, high = WINDOWS[values["optimizer.name"]]
+    return low <= values["optimizer.learning_rate"] <= high
