@@ -82,6 +82,17 @@ def make_read(storage: str, image_shape: tuple[int, int, int]):
     return {"expanded": read_expanded, "on_device": read_on_device}[storage]
 
 
+def average_over_views(logits_fn: Callable, image_shape: tuple[int, int, int]) -> Callable:
+    """A `logits_fn` that gives the mean of the logits of all views: test-time averaging."""
+
+    def averaged(variables, images):
+        images = images.reshape(-1, *image_shape)
+        views = (apply_view(images, view).reshape(len(images), -1) for view in range(NUM_VIEWS))
+        return sum(logits_fn(variables, view) for view in views) / NUM_VIEWS
+
+    return averaged
+
+
 # ---- cache and devices --------------------------------------------------------------------------------
 
 
@@ -236,6 +247,13 @@ def _read_images(cache: caches.Cache, split: str, examples, padding: int, views:
     cache.read_images(split, examples, out[: len(examples)])
     out[len(examples) :] = 0
     return out.reshape(1, -1, image)
+
+
+def read_originals(cache: caches.Cache, num_images: int) -> np.ndarray:
+    """The first `num_images` training images as they are, uint8 [num_images, H, W, C]."""
+    rows = np.empty((num_images, cache.num_views * int(np.prod(cache.image_shape))), np.uint8)
+    cache.read_images("train", np.arange(num_images), rows)
+    return rows.reshape(num_images, cache.num_views, *cache.image_shape)[:, 0]
 
 
 # ---- the command ------------------------------------------------------------------------------------

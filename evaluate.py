@@ -2,6 +2,7 @@
 
     python evaluate.py runs/eurosat                                  the validation split, per class
     python evaluate.py runs/eurosat --split test --out test.csv
+    python evaluate.py runs/eurosat --split test --views --ema       another accuracy, never the plain one
     python evaluate.py runs/eurosat --images photos.zip --out photos.csv
 
 Takes the checkpoint with the best validation accuracy. Images given by --images count as labelled where
@@ -24,16 +25,16 @@ from rich import box, console, table
 
 import augment
 import model as models
-import train
+import programs
 from configs import default
 from largebatch import UserError, checkpoints, data, devices, evaluation, images, resume
 from largebatch import config as configs
 
 
 def load_run(run: Path) -> tuple[config_dict.ConfigDict, dict, dict, int]:
-    """Config, description of the data, parameters and step of a run's best checkpoint.
+    """Config, description of the data, arrays and step of a run's best checkpoint.
 
-    Read by the primary host; the others get all but the parameters, for which they have {}.
+    Read by the primary host; the others get all but the arrays, for which they have {}.
 
     Raises:
       UserError: no such run, or its checkpoints or config cannot be used; on every host.
@@ -45,7 +46,7 @@ def load_run(run: Path) -> tuple[config_dict.ConfigDict, dict, dict, int]:
     with config.unlocked():
         config.update(config_dict.ConfigDict(description["config"]))
     configs.validate(config)
-    return config, description["data"], resume.params_in(arrays), description["step"]
+    return config, description["data"], arrays, description["step"]
 
 
 def read_split(config, split: str, expected: str) -> images.Dataset:
@@ -80,17 +81,36 @@ def read_images(path: str, class_names: list[str], size: int) -> images.Dataset:
     return dataset
 
 
-def predict(network, params, dataset: images.Dataset, mean, std) -> np.ndarray:
+def read_variables(network, image_shape, arrays: dict, run: Path, *, ema: bool) -> dict:
+    """What the network is applied to, from the arrays of a checkpoint; on every host.
+
+    Raises:
+      UserError: the run keeps no moving average, or its arrays are not those of the network.
+    """
+    params, model_state = jax.eval_shape(lambda: models.init_variables(network, image_shape, 0))
+    like = {"params": params, "model_state": model_state}
+    like = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), {"ema": like} if ema else like)
+
+    def read():
+        found = resume.arrays_of(like, arrays)
+        if ema and not found:
+            raise UserError(f"--ema: {run} keeps no moving average; train with --config.train.ema_decay")
+        return checkpoints.fill(like, found, str(run))
+
+    found = devices.from_primary(devices.agreed(read, devices.is_primary()) or like)
+    found = found["ema"] if ema else found
+    return {"params": found["params"], **found["model_state"]}
+
+
+def predict(logits_fn, variables, dataset: images.Dataset) -> np.ndarray:
     """Logits [N, num_classes] of all images, computed on all devices of all hosts, on every host."""
-    shape = dataset.images.shape[1:]
     rows = dataset.images.reshape(len(dataset.images), -1)
     placed = []
     for index, device in zip(devices.local_indices(), jax.local_devices(), strict=True):
         own = rows[evaluation.rows_of_device(len(rows), jax.device_count(), index)]
         placed.append(jax.device_put(own[None], device))
-    size = train.resolve_micro_batch_size("auto")
-    run = evaluation.make_predict(models.make_logits_fn(network, shape, mean, std), size)
-    gathered = np.asarray(run(devices.replicate(params), devices.stack(placed)))
+    run = evaluation.make_predict(logits_fn, programs.resolve_micro_batch_size("auto"))
+    gathered = np.asarray(run(devices.replicate(variables), devices.stack(placed)))
     return evaluation.in_split_order(gathered, len(rows))
 
 
@@ -146,8 +166,12 @@ def write_csv(path: str, dataset: images.Dataset, logits: np.ndarray) -> None:
         raise UserError(f"--out: cannot write {path} ({error.strerror})") from error
 
 
-def evaluate(run: Path, split: str, path: str | None, out: str | None) -> float | None:
+def evaluate(
+    run: Path, split: str, path: str | None, out: str | None, *, views: bool = False, ema: bool = False
+) -> float | None:
     """Prints the results of a run on a split, or on the images in `path`; returns the accuracy if there is one.
+
+    With `views` logits are the mean over the 8 views of an image, with `ema` parameters their moving average.
 
     Every host calls it; the primary host prints and writes.
 
@@ -161,16 +185,17 @@ def evaluate(run: Path, split: str, path: str | None, out: str | None) -> float 
         dataset = read_images(path, description["class_names"], description["image_shape"][0])
     else:
         dataset = read_split(config, split, description["ids"])
-    conv = models.resolve_conv(config.model.conv, jax.default_backend())
-    network = models.create_model(config.model.name, len(dataset.class_names), config.model.dtype, conv)
-    like = jax.eval_shape(lambda: models.init_params(network, dataset.images.shape[1:], 0))
-    like = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-    params = devices.agreed(lambda: checkpoints.fill(like, arrays, str(run)), devices.is_primary())
-    params = devices.from_primary(params or like)
-    logits = predict(network, params, dataset, description["mean"], description["std"])
+    shape = dataset.images.shape[1:]
+    network = programs.make_network(config, len(dataset.class_names))
+    variables = read_variables(network, shape, arrays, run, ema=ema)
+    logits_fn = models.make_logits_fn(network, shape, description["mean"], description["std"])
+    if views:
+        logits_fn = augment.average_over_views(logits_fn, shape)
+    logits = predict(logits_fn, variables, dataset)
+    how = ", mean over 8 views" * views + ", moving average of the parameters" * ema
 
     def show():
-        print_results(dataset, logits, f"{run} at update {step}, {path or f'{split} split'}")
+        print_results(dataset, logits, f"{run} at update {step}, {path or f'{split} split'}{how}")
         if out:
             write_csv(out, dataset, logits)
 
@@ -190,12 +215,15 @@ def main() -> None:
     flags.DEFINE_enum("split", "val", ["val", "test"], "Which split of the run's own data.")
     flags.DEFINE_string("images", None, "A folder or zip of images instead of a split.")
     flags.DEFINE_string("out", None, "Write the predictions to this CSV file.")
+    flags.DEFINE_bool("views", False, "Average the logits over the 8 views of each image.")
+    flags.DEFINE_bool("ema", False, "Take the moving average of the parameters.")
     given = configs.parse_plain_flags(sys.argv)
     if len(given) != 1:
         raise configs.UsageError(f"give one run folder; found {' '.join(given) or 'none'}")
     if flags.FLAGS.images and flags.FLAGS["split"].present:
         raise configs.UsageError("--images and --split: allowed: one of them")
-    evaluate(Path(given[0]).expanduser(), flags.FLAGS.split, flags.FLAGS.images, flags.FLAGS.out)
+    how = {"views": flags.FLAGS.views, "ema": flags.FLAGS.ema}
+    evaluate(Path(given[0]).expanduser(), flags.FLAGS.split, flags.FLAGS.images, flags.FLAGS.out, **how)
 
 
 if __name__ == "__main__":

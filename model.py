@@ -1,7 +1,8 @@
-"""The networks, by name: the seed's convolution stack, ResNet-8 for CIFAR and ResNet-50.
+"""The networks, by name: the seed's convolution stack, one with residuals, ResNet-8 for CIFAR and ResNet-50.
 
-All take float images [N, H, W, C] and give float32 logits [N, num_classes]. Parameters are float32;
-`dtype` is what the arithmetic runs in.
+All take float images [N, H, W, C], and while training weights [N], 0 for padding; they give float32 logits
+[N, num_classes]. Parameters are float32; `dtype` is what the arithmetic runs in. What is not trained is in
+collections of its own: the statistics of batch normalisation and the whitening of the stem.
 """
 
 import functools
@@ -16,112 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import traverse_util
-from jax import lax
 
+from layers import normalisation
+from layers.convolution import Conv
+from layers.normalisation import FROZEN, NORMS, STATISTICS, WhitenedPatches
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def conv_as_dot(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """A "SAME" convolution as strided slices, one concatenate and one matrix product; for CPUs.
-
-    Gradients of `lax.conv` inside a loop miss XLA's fast path on CPU (about 50x slower: jax issue 12868);
-    matrix products do not. With bfloat16 operands all three products (output and both gradients) stay in
-    the one form that XLA hands to its bfloat16 kernels, bfloat16 x bfloat16 -> float32 with rows times
-    columns: 1.5x the float32 step (LOG.md). Reverse mode only.
-
-    Args:
-      x: [N, H, W, C]; its dtype is that of the arithmetic.
-      kernel: float32 [KH, KW, C, C_out]; its gradient is not rounded.
-    Returns:
-      float32 [N, ceil(H / stride), ceil(W / stride), C_out].
-    """
-    return _conv_as_dot_forward(x, kernel, stride)[0]
-
-
-def _conv_as_dot_forward(x, kernel, stride):
-    height, width, channels, features = kernel.shape
-    patches = _from_bits(_patches(_bits(x), height, width, stride), x.dtype)
-    out_shape = (*patches.shape[:3], features)
-    patches = patches.reshape(-1, height * width * channels)
-    kernel = kernel.astype(x.dtype)
-    out = _dot(patches, kernel.reshape(-1, features), 0).reshape(out_shape)
-    return out, (patches, kernel, x[:0])  # of x, the backward pass needs but shape and dtype
-
-
-def _conv_as_dot_backward(stride, residuals, grad):
-    patches, kernel, no_x = residuals
-    height, width, _, features = kernel.shape
-    rows = grad.reshape(-1, features).astype(kernel.dtype)
-    if patches.shape[1] < 32:  # a first layer: its product is too small to pay for a transposition
-        kernel_grad = patches.astype(jnp.float32).T @ rows.astype(jnp.float32)
-    else:
-        # The barriers keep XLA from folding the transpositions into the product, which would turn it into a
-        # form without bfloat16 kernel; a flat vector has but one layout, so the transposition really happens.
-        columns = _from_bits(lax.optimization_barrier(_bits(rows).T.ravel()).reshape(features, -1), rows.dtype)
-        kernel_grad = lax.optimization_barrier(_dot(columns, patches, 0)).T
-    patches_grad = _dot(rows, kernel.reshape(-1, features), 1).reshape(*grad.shape[:3], -1)
-    add_up = jax.linear_transpose(
-        functools.partial(_patches, height=height, width=width, stride=stride),
-        jax.ShapeDtypeStruct((len(grad), *no_x.shape[1:]), jnp.float32),
-    )
-    (x_grad,) = add_up(patches_grad)
-    return x_grad.astype(no_x.dtype), kernel_grad.reshape(kernel.shape)
-
-
-conv_as_dot.defvjp(_conv_as_dot_forward, _conv_as_dot_backward)
-
-
-def _patches(x, height: int, width: int, stride: int):
-    """[N, H, W, C] -> [N, OH, OW, height * width * C]: what each output of a "SAME" convolution sees."""
-    n, in_height, in_width, channels = x.shape
-    (out_height, *pad_height) = _same_padding(in_height, height, stride)
-    (out_width, *pad_width) = _same_padding(in_width, width, stride)
-    x = jnp.pad(x, ((0, 0), pad_height, pad_width, (0, 0)))
-    taps = [
-        lax.slice(
-            x,
-            (0, i, j, 0),
-            (n, i + (out_height - 1) * stride + 1, j + (out_width - 1) * stride + 1, channels),
-            (1, stride, stride, 1),
-        )
-        for i in range(height)
-        for j in range(width)
-    ]
-    return jnp.concatenate(taps, axis=-1)
-
-
-def _dot(rows, matrix, contracted: int):
-    """rows [M, K] times matrix, over its axis `contracted`; the sum is in float32."""
-    return lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _bits(x):
-    """The same bits as unsigned integers: XLA moves bfloat16 on CPU as float32, twice the bytes and two
-    conversions, but integers as they are."""
-    return lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
-
-
-def _from_bits(x, dtype):
-    return lax.bitcast_convert_type(x, dtype)
-
-
-def conv_lax(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """The same convolution by `lax.conv_general_dilated`, in and out in the dtype of x."""
-    kernel = kernel.astype(x.dtype)
-    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
-def conv_lax_padded(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """`conv_lax` with fewer than 8 input channels padded to 8 by zeros, as tensor cores want them.
-
-    On GPU, XLA does so by itself for float16 but not for bfloat16. Not measured yet: `bench.py step` on a
-    GPU times it beside "lax".
-    """
-    missing = max(0, 8 - x.shape[-1])
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing)))
-    return conv_lax(x, jnp.pad(kernel, ((0, 0), (0, 0), (0, missing), (0, 0))), stride)
-
-
-CONVS = {"dot": conv_as_dot, "lax": conv_lax, "lax_padded": conv_lax_padded}
+WHITENED = (3, 2)  # size and stride of the patches that stem "whitened" looks at
+WHITENING_EPSILON = 1e-2
 
 
 def resolve_conv(name: str, platform: str) -> str:
@@ -131,53 +33,51 @@ def resolve_conv(name: str, platform: str) -> str:
     return name
 
 
-def _same_padding(size: int, kernel: int, stride: int) -> tuple[int, int, int]:
-    """Output size and the padding before and after, as XLA's "SAME"."""
-    out = -(-size // stride)
-    total = max((out - 1) * stride + kernel - size, 0)
-    return out, total // 2, total - total // 2
-
-
-class Conv(nn.Module):
-    """A square convolution with "SAME" padding; its parameters are those of `nn.Conv`."""
-
-    features: int
-    kernel_size: int = 3
-    stride: int = 1
-    use_bias: bool = True
-    dtype: jnp.dtype = jnp.float32
-    implementation: str = "lax"
-
-    @nn.compact
-    def __call__(self, x):
-        shape = (self.kernel_size, self.kernel_size, x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        x = CONVS[self.implementation](x.astype(self.dtype), kernel, self.stride)
-        if self.use_bias:
-            x += self.param("bias", nn.initializers.zeros, (self.features,)).astype(x.dtype)
-        return x
-
-
 class ConvNet(nn.Module):
     """The seed network: 3x3 convolutions of stride 2, gelu, global mean, two dense layers.
 
     422,602 parameters on 3-channel images with 10 classes. (Brain of Mat Kelcey, "crazy large batch
     sizes", 2021.) gelu is the tanh form: the erf form is 9-16% slower on CPU.
+
+    `blocks` are residual convolutions of stride 1, x + gelu(norm(conv(x))), after each strided one; `hidden` is the
+    width of the dense layer before the head, None for none.
     """
 
     num_classes: int
     dtype: jnp.dtype = jnp.float32
     conv: str = "lax"
+    norm: str = "none"
+    stem: str = "conv"
+    zero_head: bool = False
     features: tuple[int, ...] = (32, 64, 128, 256)
+    blocks: tuple[int, ...] = (0, 0, 0, 0)
+    hidden: int | None = 128
 
     @nn.compact
-    def __call__(self, x):
-        for features in self.features:
-            x = Conv(features, stride=2, dtype=self.dtype, implementation=self.conv)(x)
-            x = nn.gelu(x)
+    def __call__(self, x, weights=None):
+        conv = functools.partial(Conv, dtype=self.dtype, implementation=self.conv)
+
+        def activated(x):
+            return nn.gelu(NORMS[self.norm](self.dtype)(x, weights))
+
+        for index, (features, blocks) in enumerate(zip(self.features, self.blocks, strict=True)):
+            if index == 0 and self.stem == "whitened":
+                x = WhitenedPatches(*WHITENED, self.dtype, self.conv)(x)
+                x = activated(conv(features, kernel_size=1)(x))
+            else:
+                x = activated(conv(features, stride=2)(x))
+            for _ in range(blocks):
+                x += activated(conv(features)(x))
         x = jnp.mean(x, axis=(1, 2))
-        x = nn.gelu(nn.Dense(128, dtype=self.dtype)(x))
-        return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype(jnp.float32)
+        if self.hidden:
+            x = nn.gelu(nn.Dense(self.hidden, dtype=self.dtype)(x))
+        return make_head(self.num_classes, self.dtype, self.zero_head)(x).astype(jnp.float32)
+
+
+def make_head(num_classes: int, dtype, zero: bool) -> nn.Dense:
+    """The last layer; from zero, all classes start equal and nothing random is unlearned."""
+    kernel_init = nn.initializers.zeros if zero else nn.initializers.lecun_normal()
+    return nn.Dense(num_classes, dtype=dtype, kernel_init=kernel_init, name="head")
 
 
 class BasicBlock(nn.Module):
@@ -189,11 +89,11 @@ class BasicBlock(nn.Module):
     norm: Callable
 
     @nn.compact
-    def __call__(self, x):
-        y = nn.relu(self.norm()(self.conv(self.features, stride=self.stride)(x)))
-        y = self.norm()(self.conv(self.features)(y))
+    def __call__(self, x, weights):
+        y = nn.relu(self.norm()(self.conv(self.features, stride=self.stride)(x), weights))
+        y = self.norm()(self.conv(self.features)(y), weights)
         if x.shape != y.shape:
-            x = self.norm()(self.conv(self.features, kernel_size=1, stride=self.stride)(x))
+            x = self.norm()(self.conv(self.features, kernel_size=1, stride=self.stride)(x), weights)
         return nn.relu(x + y)
 
 
@@ -206,17 +106,17 @@ class BottleneckBlock(nn.Module):
     norm: Callable
 
     @nn.compact
-    def __call__(self, x):
-        y = nn.relu(self.norm()(self.conv(self.features, kernel_size=1)(x)))
-        y = nn.relu(self.norm()(self.conv(self.features, stride=self.stride)(y)))
-        y = self.norm(scale_init=nn.initializers.zeros)(self.conv(self.features * 4, kernel_size=1)(y))
+    def __call__(self, x, weights):
+        y = nn.relu(self.norm()(self.conv(self.features, kernel_size=1)(x), weights))
+        y = nn.relu(self.norm()(self.conv(self.features, stride=self.stride)(y), weights))
+        y = self.norm()(self.conv(self.features * 4, kernel_size=1)(y), weights)
         if x.shape != y.shape:
-            x = self.norm()(self.conv(self.features * 4, kernel_size=1, stride=self.stride)(x))
+            x = self.norm()(self.conv(self.features * 4, kernel_size=1, stride=self.stride)(x), weights)
         return nn.relu(x + y)
 
 
 class ResNet(nn.Module):
-    """Residual network with group normalisation (Wu and He 2018), which knows no batch size.
+    """Residual network.
 
     `stage_sizes` blocks per stage, features doubling from `width`. `imagenet_stem` starts with a 7x7
     convolution of stride 2 and a max-pool; otherwise with a 3x3 convolution, as for CIFAR.
@@ -229,26 +129,29 @@ class ResNet(nn.Module):
     imagenet_stem: bool
     dtype: jnp.dtype = jnp.float32
     conv: str = "lax"
+    norm: str = "group"
+    zero_head: bool = False
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, weights=None):
         conv = functools.partial(Conv, use_bias=False, dtype=self.dtype, implementation=self.conv)
-        norm = functools.partial(nn.GroupNorm, num_groups=32 if self.width % 32 == 0 else 8, dtype=self.dtype)
+        norm = functools.partial(NORMS[self.norm], dtype=self.dtype)
         if self.imagenet_stem:
-            x = nn.relu(norm()(conv(self.width, kernel_size=7, stride=2)(x)))
+            x = nn.relu(norm()(conv(self.width, kernel_size=7, stride=2)(x), weights))
             x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
         else:
-            x = nn.relu(norm()(conv(self.width)(x)))
+            x = nn.relu(norm()(conv(self.width)(x), weights))
         for stage, num_blocks in enumerate(self.stage_sizes):
             for index in range(num_blocks):
                 stride = 2 if stage > 0 and index == 0 else 1
-                x = self.block(self.width * 2**stage, stride, conv, norm)(x)
+                x = self.block(self.width * 2**stage, stride, conv, norm)(x, weights)
         x = jnp.mean(x, axis=(1, 2))
-        return nn.Dense(self.num_classes, dtype=self.dtype)(x).astype(jnp.float32)
+        return make_head(self.num_classes, self.dtype, self.zero_head)(x).astype(jnp.float32)
 
 
 MODELS = {
     "convnet": ConvNet,
+    "resconvnet": functools.partial(ConvNet, features=(32, 64, 96, 128), blocks=(0, 0, 1, 1), hidden=None),
     "resnet8": functools.partial(ResNet, stage_sizes=(1, 1, 1), width=16, block=BasicBlock, imagenet_stem=False),
     "resnet50": functools.partial(
         ResNet, stage_sizes=(3, 4, 6, 3), width=64, block=BottleneckBlock, imagenet_stem=True
@@ -256,9 +159,13 @@ MODELS = {
 }
 
 
-def create_model(name: str, num_classes: int, dtype: str, conv: str) -> nn.Module:
-    """The network called `name` (a key of MODELS), computing in `dtype`, convolving by CONVS[conv]."""
-    return MODELS[name](num_classes=num_classes, dtype=jnp.dtype(dtype), conv=conv)
+def create_model(name: str, num_classes: int, dtype: str, conv: str, **options) -> nn.Module:
+    """The network called `name` (a key of MODELS), computing in `dtype`, convolving by CONVS[conv].
+
+    Args:
+      options: norm (a key of NORMS), zero_head; stem ("conv" or "whitened"), of "convnet" only.
+    """
+    return MODELS[name](num_classes=num_classes, dtype=jnp.dtype(dtype), conv=conv, **options)
 
 
 class Costs(NamedTuple):
@@ -327,18 +234,25 @@ def make_normalise(network, image_shape, mean, std):
 
 
 def make_logits_fn(network, image_shape, mean, std):
-    """(params, uint8 images [M, H * W * C]) -> float32 logits."""
+    """(variables, uint8 images [M, H * W * C]) -> float32 logits, as for evaluation.
+
+    Variables are {"params": ..., and the collections of `init_variables`}.
+    """
     normalise = make_normalise(network, image_shape, mean, std)
-    return lambda params, images: network.apply({"params": params}, normalise(images))
+    return lambda variables, images: network.apply(variables, normalise(images))
 
 
 def make_layer_outputs(network, image_shape, mean, std):
-    """(params, uint8 images) -> {"000 Conv_0": output, ...} of every layer, numbered from input to output."""
+    """(params, model state, batch) -> {"000 Conv_0": output, ...} of every layer, numbered from input to output."""
     normalise = make_normalise(network, image_shape, mean, std)
 
-    def layer_outputs(params, images):
+    def layer_outputs(params, model_state, batch):
         _, kept = network.apply(
-            {"params": params}, normalise(images), capture_intermediates=True, mutable=["intermediates"]
+            {"params": params, **model_state},
+            normalise(batch.images),
+            batch.weights,
+            capture_intermediates=True,
+            mutable=["intermediates", STATISTICS],
         )
         flat = traverse_util.flatten_dict(kept["intermediates"])
         names = ["/".join(path[:-1]) or "logits" for path in flat]
@@ -350,19 +264,48 @@ def make_layer_outputs(network, image_shape, mean, std):
     return layer_outputs
 
 
-def cross_entropy(logits_fn):
-    """The `loss_fn` of the step: sums over a micro-batch of weighted cross-entropy and of hits."""
+def make_loss_fn(network, image_shape, mean, std, label_smoothing: float = 0.0):
+    """The `loss_fn` of the step: cross-entropy against labels smoothed as by Szegedy et al. 2016, section 7.
 
-    def loss_fn(params, batch):
-        logits = logits_fn(params, batch.images)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    Args:
+      label_smoothing: the share of a label that is spread evenly over all classes.
+    Returns:
+      (params, model state, batch) -> sum over the micro-batch of weight * loss; such sums of hits by the name
+      "accuracy", and the micro-batch's statistics times its sum of weights.
+    """
+    normalise = make_normalise(network, image_shape, mean, std)
+
+    def loss_fn(params, model_state, batch):
+        logits, statistics = network.apply(
+            {"params": params, **model_state}, normalise(batch.images), batch.weights, mutable=[STATISTICS]
+        )
+        if label_smoothing:
+            targets = optax.smooth_labels(jax.nn.one_hot(batch.labels, logits.shape[-1]), label_smoothing)
+            losses = optax.softmax_cross_entropy(logits, targets)
+        else:
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         hits = jnp.argmax(logits, axis=-1) == batch.labels
-        return jnp.sum(losses * batch.weights), {"accuracy": jnp.sum(hits * batch.weights)}
+        statistics = jax.tree.map(lambda x: x * batch.weights.sum(), statistics)
+        return jnp.sum(losses * batch.weights), ({"accuracy": jnp.sum(hits * batch.weights)}, statistics)
 
     return loss_fn
 
 
-def init_params(network, image_shape, seed: int):
-    """float32 parameters, the same for the same seed on every host."""
+def init_variables(network, image_shape, seed) -> tuple[dict, dict]:
+    """Parameters, float32, the same for the same seed on every host; and the collections that are not trained."""
     images = jnp.zeros((1, *image_shape), network.dtype)
-    return jax.jit(network.init)(jax.random.key(seed), images)["params"]
+    variables = dict(jax.jit(network.init)(jax.random.key(seed), images))
+    return variables.pop("params"), variables
+
+
+def whitening_kernel(images: np.ndarray, mean, std) -> np.ndarray:
+    """The frozen kernel of stem "whitened" for uint8 training images [N, H, W, C]."""
+    images = (images.astype(np.float32) - np.float32(mean)) / np.float32(std)
+    return normalisation.whitening_kernel(images, *WHITENED, WHITENING_EPSILON)
+
+
+def with_whitening(model_state: dict, kernel: np.ndarray | None) -> dict:
+    """`model_state` with the kernel in its place; as it is where there is no such place."""
+    if FROZEN not in model_state:
+        return model_state
+    return model_state | {FROZEN: jax.tree.map(lambda _: kernel, model_state[FROZEN])}

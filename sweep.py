@@ -42,6 +42,7 @@ from largebatch import (
 from largebatch import config as configs
 from largebatch import study as study_of
 from largebatch.study import Study
+from programs import Shared, make_plan, make_schedule, optimizer_numbers, plan_length
 
 log = logging.getLogger("largebatch")
 
@@ -211,7 +212,7 @@ def record_failure(folder: metrics.RunFolder, trial: dict, error: Exception) -> 
 class Sweep:
     """Runs trials until none is left. Host 0 has the queue, the others do as it says."""
 
-    def __init__(self, study: Study, shared: train.Shared, queue: trial_queue.TrialQueue | None, table):
+    def __init__(self, study: Study, shared: Shared, queue: trial_queue.TrialQueue | None, table):
         self._study, self._shared, self._queue, self._table = study, shared, queue, table
         self._failures, self._signal = 0, 0
 
@@ -295,13 +296,16 @@ class Sweep:
     def _run_group(self, group: list) -> list:
         config = self._study.config_of(group[0][0].values, group[0][0].seed)
         try:
-            placed, programs = self._shared.data(config)[1], self._shared.programs(config)
+            (cache, placed), programs = self._shared.data(config), self._shared.programs(config)
         except jax.errors.JaxRuntimeError:
             return [self._run_one(order, claimed, self._shared) for order, claimed in group]  # says why it fails
-        idle = programs.init(np.uint32(0), 0.0, 0.0), train.make_plan(placed.deal, config, 1, first_step=0)
-        packed = pack.Pack(
-            programs.inner_loop, programs.predict, placed.train, placed.val_images, *idle, len(group)
+        schedule, kernel = make_schedule(config, cache.count("train")), self._shared.whitening_kernel(config)
+        idle = (
+            programs.init(np.uint32(0), optimizer_numbers(config), kernel),
+            make_plan(placed.deal, schedule, plan_length(config), first_update=0),
         )
+        predictions = {name: getattr(programs, name) for name in pack.PREDICTIONS}
+        packed = pack.Pack(programs.inner_loop, predictions, placed.train, placed.val_images, *idle, len(group))
         trainings = [
             functools.partial(self._run_one, order, claimed, pack.Slot(self._shared, packed, number))
             for number, (order, claimed) in enumerate(group)
@@ -357,7 +361,7 @@ def main(config: config_dict.ConfigDict) -> int:
     if not any(field.startswith("dataset.") for field in study.options.space):
         augment.prepare_cache(study.config)  # bad data are found before anything is written
     preemption.answer_signals()
-    shared = train.Shared(packed=flags.FLAGS.pack)
+    shared = Shared(packed=flags.FLAGS.pack)
     with contextlib.ExitStack() as stack:
         queue = stack.enter_context(open_queue(study, description)) if devices.is_primary() else None
         counts = (lambda: queue.counts) if queue else (lambda: (0, 0, 0))

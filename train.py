@@ -6,152 +6,36 @@ python train.py --config configs/eurosat.py --config.optimizer.name sgd --config
 """
 
 import functools
-import json
 import logging
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import numpy as np
-import optax
 from absl import flags
-from flax import linen as nn
 from ml_collections import config_dict
 
 import augment
 import model as models
-from largebatch import batching, checkpoints, devices, display, evaluation, metrics, preemption, resume
 from largebatch import cache as caches
+from largebatch import checkpoints, devices, display, evaluation, metrics, preemption, resume, schedules
 from largebatch import config as configs
-from largebatch.optimizers import create_optimizer
 from largebatch.resume import Diverged
-from largebatch.state import TrainState, count_params, create_state, params_sha256
-from largebatch.step import Plan, make_count_nonfinite, make_inner_loop
+from largebatch.state import TrainState, count_params, params_sha256
+from largebatch.step import make_count_nonfinite
 from largebatch.trainer import NonFinite, Trainer
+from programs import (
+    Programs,
+    Shared,
+    make_plan,
+    make_schedule,
+    micro_batch_size,
+    optimizer_numbers,
+    plan_length,
+    tolerated_nonfinite,
+)
 
 log = logging.getLogger("largebatch")
-
-# Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
-AUTO_MICRO_BATCH_SIZE = {"cpu": 16}
-AUTO_MICRO_BATCH_SIZE_ELSEWHERE = 1024
-# A set of programs takes some 800 memory maps on a CPU; at Linux' limit of 65,530 a process dies.
-MAX_PROGRAMS = 30
-
-
-def resolve_micro_batch_size(size) -> int:
-    """Examples per gradient evaluation."""
-    if size == "auto":
-        return AUTO_MICRO_BATCH_SIZE.get(jax.default_backend(), AUTO_MICRO_BATCH_SIZE_ELSEWHERE)
-    return size
-
-
-def plan_length(config) -> int:
-    """Updates that one call may do: a power of two, so that runs of other inner_steps share its program."""
-    return 1 << (config.train.inner_steps - 1).bit_length()
-
-
-def make_plan(deal: batching.Deal, config, batch_size: int, first_step: int) -> Plan:
-    """Inputs of the updates from `first_step` on, as many as one call may do."""
-    length = plan_length(config)
-    examples_before = np.arange(first_step, first_step + length, dtype=np.int64) * batch_size
-    return Plan(
-        *batching.epoch_and_offset(deal, examples_before),
-        np.full(length, batch_size, np.int32),
-        np.full(length, config.optimizer.learning_rate, np.float32),
-    )
-
-
-class Programs(NamedTuple):
-    """The compiled part of a run, which serves every seed, batch size, rate, momentum and weight decay."""
-
-    network: nn.Module
-    optimizer: optax.GradientTransformation
-    read: Callable
-    loss_fn: Callable
-    init: Callable
-    inner_loop: Callable
-    predict: Callable
-    metric_names: tuple[str, ...]
-
-
-class Shared:
-    """Data on the devices and compiled programs, by what shapes them: runs of one process may share both.
-
-    Args:
-      packed: each device trains a run of its own, on all of the data.
-    """
-
-    def __init__(self, *, packed: bool = False):
-        self.packed, self.local_devices = packed, jax.local_devices()
-        self._data, self._programs = (None, None), {}
-
-    def data(self, config) -> tuple[caches.Cache, augment.Placed]:
-        """Places the data set, unless it is there; of several only the latest is kept, for it fills devices."""
-        key = json.dumps([config.dataset.to_dict(), config.augment.to_dict()])
-        if self._data[0] != key:
-            self._data = (None, None)
-
-            def other_bytes(cache):
-                state = jax.eval_shape(make_init(config, cache), np.uint32(0), 0.0, 0.0)
-                size = sizes(config, cache, 1 if self.packed else jax.device_count())[1]
-                return bytes_beside_images(make_network(config, cache), state, cache.image_shape, size)
-
-            cache, placed = augment.load_onto_devices(config, other_bytes, packed=self.packed)
-            jax.block_until_ready((placed.train, placed.val_images))
-            self._data = key, (cache, placed)
-        return self._data[1]
-
-    def key(self, config) -> tuple:
-        """What shapes the programs of `config`; places its data."""
-        cache, placed = self.data(config)
-        return (
-            self._data[0],
-            *config.model.values(),
-            config.optimizer.name,
-            resolve_micro_batch_size(config.batch.micro_batch_size),  # of predictions
-            sizes(config, cache, placed.deal.num_devices)[1],
-            plan_length(config),
-            tolerated_nonfinite(config),
-        )
-
-    def programs(self, config) -> Programs:
-        """Compiles by running once, unless that was done; pmap's ahead-of-time way does not know several hosts."""
-        key = self.key(config)
-        if key not in self._programs:
-            if len(self._programs) == MAX_PROGRAMS:
-                self._programs.clear()
-                jax.clear_caches()
-            self._programs[key] = self._compile(config, *self.data(config))
-        return self._programs[key]
-
-    def _compile(self, config, cache, placed) -> Programs:
-        network, manifest = make_network(config, cache), cache.manifest
-        logits_fn = models.make_logits_fn(network, cache.image_shape, manifest["mean"], manifest["std"])
-        loss_fn = models.cross_entropy(logits_fn)
-        optimizer = create_optimizer(config.optimizer.name, 0.0, 0.0)
-        read = augment.make_read(config.augment.storage, cache.image_shape)
-        init = make_init(config, cache)
-        inner_loop = make_inner_loop(
-            loss_fn,
-            optimizer,
-            read,
-            placed.deal,
-            sizes(config, cache, placed.deal.num_devices)[1],
-            max_nonfinite=tolerated_nonfinite(config),
-            packed=self.packed,
-        )
-        predict = evaluation.make_predict(
-            logits_fn, resolve_micro_batch_size(config.batch.micro_batch_size), packed=self.packed
-        )
-        state = devices.replicate(init(np.uint32(0), 0.0, 0.0), self.local_devices)
-        plan, updates = make_plan(placed.deal, config, 1, first_step=0), np.int32(0)
-        if self.packed:
-            many = len(self.local_devices)
-            plan, updates = jax.tree.map(lambda x: np.stack([x] * many), (plan, updates))
-        state, values = inner_loop(state, placed.train, plan, updates)
-        jax.block_until_ready((state, predict(state.params, placed.val_images)))
-        return Programs(network, optimizer, read, loss_fn, init, inner_loop, predict, tuple(values))
 
 
 class Job(NamedTuple):
@@ -159,62 +43,28 @@ class Job(NamedTuple):
 
     cache: caches.Cache
     placed: augment.Placed
-    batch_size: int
+    schedule: schedules.Schedule
     micro_batch_size: int
     num_params: int
     flops_per_image: float
     programs: Programs
 
 
-def make_network(config, cache: caches.Cache) -> nn.Module:
-    """The network of `config` for the classes of `cache`."""
-    conv = models.resolve_conv(config.model.conv, jax.default_backend())
-    return models.create_model(config.model.name, len(cache.class_names), config.model.dtype, conv)
-
-
-def make_init(config, cache: caches.Cache) -> Callable[[int, float, float], TrainState]:
-    """(seed, momentum, weight decay) -> the state before the first update, of one replica."""
-    network = make_network(config, cache)
-
-    def init(seed, momentum, weight_decay):
-        optimizer = create_optimizer(config.optimizer.name, momentum, weight_decay)
-        return create_state(models.init_params(network, cache.image_shape, seed), optimizer, seed)
-
-    return jax.jit(init)
-
-
-def sizes(config, cache: caches.Cache, num_devices: int) -> tuple[int, int]:
-    """Examples per update, and per gradient evaluation of one device."""
-    batch_size = configs.resolve_batch_size(config.batch.size, cache.count("train") * augment.NUM_VIEWS)
-    micro_batch_size = resolve_micro_batch_size(config.batch.micro_batch_size)
-    return batch_size, min(micro_batch_size, -(-batch_size // num_devices))
-
-
-def bytes_beside_images(network, state, image_shape, micro_batch_size: int) -> dict[str, int]:
-    """Estimate of what a step needs on a device beside the images, in bytes by part; `state` may be shapes."""
-    costs = models.training_costs(network, image_shape)
-    return {
-        "parameters and optimizer": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
-        "gradients": 3 * 4 * count_params(state.params),  # one micro-batch's, their sum, the flat vector
-        f"activations of {micro_batch_size} images": micro_batch_size * costs.activation_bytes,
-    }
-
-
 def prepare(config: config_dict.ConfigDict, clock: metrics.Clock, shared: Shared) -> tuple[Job, TrainState]:
     """Places the data, compiles the programs, makes the state; times both sections."""
     with clock.measure("data"):
         cache, placed = shared.data(config)
-    batch_size, micro_batch_size = sizes(config, cache, placed.deal.num_devices)
+    schedule = make_schedule(config, cache.count("train"))
     with clock.measure("compile"):
         programs = shared.programs(config)
-        state = programs.init(np.uint32(config.seed), config.optimizer.momentum, config.optimizer.weight_decay)
-        state = devices.replicate(state, shared.local_devices)
+        numbers, kernel = optimizer_numbers(config), shared.whitening_kernel(config)
+        state = devices.replicate(programs.init(np.uint32(config.seed), numbers, kernel), shared.local_devices)
         devices.check_replicas(state.params, "initial parameters")
     job = Job(
         cache=cache,
         placed=placed,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
+        schedule=schedule,
+        micro_batch_size=micro_batch_size(config, schedule, placed.deal.num_devices),
         num_params=count_params(devices.first_replica(state.params)),
         flops_per_image=models.training_costs(programs.network, cache.image_shape).flops,
         programs=programs,
@@ -230,29 +80,44 @@ def make_trainer(job: Job, state: TrainState, config, clock: metrics.Clock, prof
         job.programs.inner_loop,
         job.programs.metric_names,
         job.placed.train,
-        functools.partial(make_plan, job.placed.deal, config, job.batch_size),
+        functools.partial(make_plan, job.placed.deal, job.schedule, plan_length(config)),
         clock,
+        num_updates=job.schedule.num_updates,
         inner_steps=config.train.inner_steps,
         max_nonfinite=tolerated_nonfinite(config),
         profile_dir=(profile_dir or "profile") if profiles else None,
     )
 
 
-def tolerated_nonfinite(config) -> int:
-    """Updates in a row that may be passed over."""
-    return config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0
+class Validation(NamedTuple):
+    """Scores and logits [N, num_classes] of all validation examples; accuracies otherwise computed, by name."""
+
+    scores: evaluation.Scores
+    logits: np.ndarray
+    others: dict[str, float]
 
 
-def validate_model(job: Job, params) -> tuple[evaluation.Scores, np.ndarray]:
-    """Scores and logits [N, num_classes] of all validation examples, on every host.
+def validate_model(job: Job, state: TrainState) -> Validation:
+    """Validates the parameters, and beside them what the config asks for; on every host.
 
     Raises:
       RuntimeError: the replicas no longer hold the same parameters.
     """
-    gathered = np.asarray(job.programs.predict(params, job.placed.val_images))
-    logits = evaluation.in_split_order(gathered, len(job.placed.val_labels))
-    devices.check_replicas(params, "parameters")
-    return evaluation.score(logits, job.placed.val_labels), logits
+    labels, programs = job.placed.val_labels, job.programs
+
+    def logits_of(program, variables):
+        return evaluation.in_split_order(np.asarray(program(variables, job.placed.val_images)), len(labels))
+
+    logits, others = logits_of(programs.predict, state.variables), {}
+    if programs.predict_views:
+        others["val_accuracy_views"] = programs.predict_views, state.variables
+    if state.ema is not None:
+        others["val_accuracy_ema"] = programs.predict, state.ema_variables
+        if programs.predict_views:
+            others["val_accuracy_ema_views"] = programs.predict_views, state.ema_variables
+    found = {name: evaluation.score(logits_of(*how), labels).accuracy for name, how in others.items()}
+    devices.check_replicas(state.variables, "parameters")
+    return Validation(evaluation.score(logits, labels), logits, found)
 
 
 def where_nonfinite(job: Job, trainer: Trainer, place: tuple) -> str:
@@ -286,7 +151,7 @@ def describe(job: Job) -> dict:
         "device_kind": jax.devices()[0].device_kind,
         "params": job.num_params,
         "flops_per_image": job.flops_per_image,
-        "global_batch_size": job.batch_size,
+        "global_batch_size": int(job.schedule.batch_sizes.at(np.int64(0))),
         "micro_batch_size": job.micro_batch_size,
         "versions": metrics.versions(),
         "git_commit": metrics.git_commit(),
@@ -294,17 +159,21 @@ def describe(job: Job) -> dict:
 
 
 def headline(job: Job, config, clock: metrics.Clock) -> str:
-    """Two lines that say what is about to run."""
-    num_devices = job.placed.deal.num_devices
-    share = -(-job.batch_size // num_devices)
+    """Three lines that say what is about to run."""
+    num_devices, sizes = job.placed.deal.num_devices, job.schedule.batch_sizes.values
+    shares = [-(-size // num_devices) for size in sizes]
     return (
         f"{job.num_params:,} parameters; {num_devices} {jax.default_backend()} devices on "
         f"{jax.process_count()} hosts; {job.cache.count('train'):,} training images as "
         f"{job.placed.deal.num_examples:,} views, {job.cache.count('val'):,} validation images\n"
-        f"batch {job.batch_size:,} = {share:,} a device in micro-batches of up to {job.micro_batch_size}; "
-        f"{config.optimizer.name} at {config.optimizer.learning_rate:g}; "
-        f"data {clock.seconds['data']:.1f} s, compiling {clock.seconds['compile']:.1f} s"
+        f"batch {_one_or_range(sizes)} = {_one_or_range(shares)} a device in micro-batches of up to "
+        f"{job.micro_batch_size}; data {clock.seconds['data']:.1f} s, compiling {clock.seconds['compile']:.1f} s\n"
+        f"{config.optimizer.name}, {job.schedule.text}"
     )
+
+
+def _one_or_range(values) -> str:
+    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
 
 
 def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run, report, clock) -> None:
@@ -314,42 +183,47 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
       NonFinite: the validation loss is not finite.
     """
     with clock.measure("evaluation"):
-        scores, logits = validate_model(job, trainer.state.params)
+        validation = validate_model(job, trainer.state)
+    scores = validation.scores
     if not np.isfinite(scores.loss):
         raise trainer.nonfinite_validation(scores.loss)
-    applied = trainer.values["nonfinite"] == 0
-    mean = {name: values[applied].mean() if applied.any() else None for name, values in trainer.values.items()}
-    inner_steps, outer = config.train.inner_steps, trainer.step // config.train.inner_steps
+    values = trainer.outer_values()
+    applied = values["nonfinite"] == 0
+    mean = {name: updates[applied].mean() if applied.any() else None for name, updates in values.items()}
+    num_updates, outer = len(applied), -(-trainer.step // config.train.inner_steps)
+    examples_seen, last_update = job.schedule.examples_before(trainer.step), np.int64(trainer.step - 1)
     row = {
         "step": trainer.step,
         "outer": outer,
-        "examples_seen": trainer.step * job.batch_size,
-        "epoch": trainer.step * job.batch_size / job.placed.deal.num_examples,
-        "global_batch_size": job.batch_size,
-        "learning_rate": config.optimizer.learning_rate * trainer.learning_rate_scale,
+        "examples_seen": examples_seen,
+        "epoch": examples_seen / job.placed.deal.num_examples,
+        "global_batch_size": int(job.schedule.batch_sizes.at(last_update)),
+        "learning_rate": float(job.schedule.rates(last_update)) * trainer.learning_rate_scale,
         "train_loss": mean["loss"],
         "train_accuracy": mean["accuracy"],
-        "grad_norm": trainer.values["grad_norm"][-1],
+        "grad_norm": values["grad_norm"][-1],
         "skipped_updates": int((~applied).sum()),
         "noise_scale": None,
         "val_loss": scores.loss,
         "val_accuracy": scores.accuracy,
         "val_examples": scores.num_examples,
-    } | metrics.timings(clock, progress.before, inner_steps, job.batch_size)
+    } | validation.others
+    examples = examples_seen - job.schedule.examples_before(trainer.step - num_updates)
+    row |= metrics.timings(clock, progress.before, num_updates, examples)
     progress.before = dict(clock.seconds)
     improved = metrics.add_to_summary(progress.summary, row)
     if devices.is_primary():
         run.append_row(row)
         if improved:
-            run.write_predictions(job.placed.val_labels, logits, job.placed.val_ids)
-    last = outer == config.train.outer_steps or progress.summary["steps_to_target"] is not None
+            run.write_predictions(job.placed.val_labels, validation.logits, job.placed.val_ids)
+    last = trainer.step == job.schedule.num_updates or progress.summary["steps_to_target"] is not None
     if row["skipped_updates"]:
         log.warning("outer loop %d: %d updates skipped, not finite", outer, row["skipped_updates"])
         if devices.is_primary():
             run.log_event("skipped", step=trainer.step, updates=row["skipped_updates"])
     if improved or last or outer % config.checkpoint.every_outer == 0:
         progress.save(at_boundary=True)
-    report.row(row, config.train.outer_steps)
+    report.row(row, -(-job.schedule.num_updates // config.train.inner_steps))
 
 
 def train_and_evaluate(
@@ -387,9 +261,7 @@ def train_and_evaluate(
             del state  # donated at the first update
             progress.resume()
         report = report or display.Reporter(enabled=devices.is_primary())
-        report.start(
-            config.train.inner_steps * config.train.outer_steps, trainer.step, headline(job, config, clock)
-        )
+        report.start(job.schedule.num_updates, trainer.step, headline(job, config, clock))
         with progress.recorded_end(), report:
             run_outer_loops(job, config, trainer, progress, run, report, clock)
             summary["params_sha256"] = params_sha256(devices.first_replica(trainer.state.params))
@@ -404,12 +276,13 @@ def run_outer_loops(job, config, trainer, progress, run, report, clock) -> None:
       Diverged: a loss or gradient is not finite, and the config does not allow to go on.
       preemption.Stopped: a signal came.
     """
-    total = config.train.inner_steps * config.train.outer_steps
+    total, examples_before = job.schedule.num_updates, job.schedule.examples_before
     while trainer.step < total and progress.summary["steps_to_target"] is None:
         try:
             for updates, seconds in trainer.finish_outer_loop():
-                report.at(trainer.step, updates * job.batch_size / seconds)
-                if trainer.step % config.train.inner_steps:
+                examples = examples_before(trainer.step) - examples_before(trainer.step - updates)
+                report.at(trainer.step, examples / seconds)
+                if trainer.in_outer_loop:
                     progress.save_if_due()
             write_row(job, config, trainer, progress, run, report, clock)
         except NonFinite as bad:

@@ -10,12 +10,11 @@ import numpy as np
 
 import augment
 import model as models
-import train
 from benchmarks.timing import MAX_ROUNDS, Contender
 from largebatch import batching, devices
 from largebatch.optimizers import create_optimizer
 from largebatch.state import count_params, create_state
-from largebatch.step import Batch, make_inner_loop
+from largebatch.step import Batch, Plan, make_inner_loop
 from peers import serve
 
 MATMUL_SIZE = 2048
@@ -33,27 +32,26 @@ class OurStep:
     def __init__(self, options: dict):
         self.batch_size, self.updates = options["batch_size"], 0
         self.network = models.create_model("convnet", serve.NUM_CLASSES, options["dtype"], options["conv"])
-        optimizer = create_optimizer("adam", 0.9, 0.0)
-        params = models.init_params(self.network, serve.IMAGE_SHAPE, 0)
+        optimizer = create_optimizer("adam")
+        params, model_state = models.init_variables(self.network, serve.IMAGE_SHAPE, 0)
         storage = options.get("storage", "expanded")
         originals = -(-max(self.batch_size, serve.NUM_IMAGES) // augment.NUM_VIEWS)
         self.deal = batching.Deal(originals, 1 if self.packed else jax.device_count(), augment.NUM_VIEWS)
         self.shards = _random_shards(self.deal, storage)
-        logits_fn = models.make_logits_fn(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
         self.inner_loop = make_inner_loop(
-            models.cross_entropy(logits_fn),
+            models.make_loss_fn(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3),
             optimizer,
             augment.make_read(storage, serve.IMAGE_SHAPE),
             self.deal,
             options["micro_batch_size"],
             packed=self.packed,
         )
-        self.state = devices.replicate(create_state(params, optimizer, 0))
+        self.state = devices.replicate(create_state(params, optimizer, 0, model_state))
 
-    def plan(self) -> train.Plan:
+    def plan(self) -> Plan:
         """Inputs of the next updates."""
         steps = np.arange(self.updates, self.updates + MAX_ROUNDS, dtype=np.int64) * self.batch_size
-        return train.Plan(
+        return Plan(
             *batching.epoch_and_offset(self.deal, steps),
             np.full(MAX_ROUNDS, self.batch_size, np.int32),
             np.full(MAX_ROUNDS, serve.LEARNING_RATE, np.float32),
@@ -136,16 +134,16 @@ def count_by_xla(dtype: str, conv: str, micro_batch_size: int) -> dict[str, floa
     goes on in library calls: the counts are then too low.
     """
     network = models.create_model("convnet", serve.NUM_CLASSES, dtype, conv)
-    params = models.init_params(network, serve.IMAGE_SHAPE, 0)
-    logits_fn = models.make_logits_fn(network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
+    params, model_state = models.init_variables(network, serve.IMAGE_SHAPE, 0)
+    loss_fn = models.make_loss_fn(network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
     size, image = micro_batch_size, int(np.prod(serve.IMAGE_SHAPE))
     batch = Batch(
         jax.ShapeDtypeStruct((size, image), jnp.uint8),
         jax.ShapeDtypeStruct((size,), jnp.int32),
         jax.ShapeDtypeStruct((size,), jnp.float32),
     )
-    gradient = jax.jit(jax.value_and_grad(models.cross_entropy(logits_fn), has_aux=True))
-    costs = gradient.lower(params, batch).compile().cost_analysis()
+    gradient = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    costs = gradient.lower(params, model_state, batch).compile().cost_analysis()
     return {"flops": costs.get("flops", 0.0) / size, "bytes": costs.get("bytes accessed", 0.0) / size}
 
 

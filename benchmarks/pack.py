@@ -7,10 +7,11 @@ import jax
 import numpy as np
 
 import model as models
-import train
+import programs
 from benchmarks.ours import OurStep
 from benchmarks.timing import MAX_ROUNDS, Contender, interleave, ratio
 from largebatch import devices, metrics
+from largebatch.step import Plan
 from peers import serve
 
 BATCH_SIZES = (16, 64, 256, 1024)
@@ -23,7 +24,7 @@ class PackedStep(OurStep):
 
     packed = True
 
-    def plan(self) -> train.Plan:
+    def plan(self) -> Plan:
         """Inputs of the next updates of each trial."""
         return jax.tree.map(lambda x: np.stack([x] * jax.local_device_count()), super().plan())
 
@@ -45,7 +46,7 @@ def bench_pack(repeats: int, batch_sizes=BATCH_SIZES) -> dict:
     for batch_size in batch_sizes:
         options = {
             "batch_size": batch_size,
-            "micro_batch_size": min(batch_size, train.resolve_micro_batch_size("auto")),
+            "micro_batch_size": min(batch_size, programs.resolve_micro_batch_size("auto")),
             "dtype": DTYPE,
             "conv": models.resolve_conv("auto", platform),
         }

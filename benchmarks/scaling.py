@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 import model as models
-import train
+import programs
 from benchmarks.ours import OurStep
 from benchmarks.timing import ROOT, Child, Contender, interleave
 from largebatch import UserError, devices, metrics
@@ -62,7 +62,7 @@ def over_batch_sizes(sizes, repeats: int) -> list[dict]:
     platform = jax.default_backend()
     options = {
         "batch_size": max(sizes),
-        "micro_batch_size": train.resolve_micro_batch_size("auto"),
+        "micro_batch_size": programs.resolve_micro_batch_size("auto"),
         "dtype": DTYPE,
         "conv": models.resolve_conv("auto", platform),
     }

@@ -8,10 +8,11 @@ import statistics
 import jax
 
 import model as models
-import train
+import programs
 from benchmarks import ours
 from benchmarks.timing import Child, Contender, best_of, in_process, interleave, ratio
 from largebatch import devices, metrics
+from layers import convolution
 from peers import flax_loop, seed_loop, serve
 
 SLOW_CONV_BATCH = 64
@@ -72,7 +73,7 @@ def bench_step(batch_size: int, repeats: int, peers: bool = True) -> dict:
 
 def _auto(share: int, platform: str) -> tuple[str, int]:
     """Convolution and micro-batch size that train.py takes by itself."""
-    return models.resolve_conv("auto", platform), min(share, train.resolve_micro_batch_size("auto"))
+    return models.resolve_conv("auto", platform), min(share, programs.resolve_micro_batch_size("auto"))
 
 
 def our_contenders(batch_size: int, share: int, platform: str) -> list[Contender]:
@@ -87,7 +88,7 @@ def our_contenders(batch_size: int, share: int, platform: str) -> list[Contender
             made.append(ours.our_step(name, options))
     options = {"batch_size": batch_size, "micro_batch_size": auto, "dtype": "bfloat16", "conv": conv}
     made.append(ours.our_step("ours, bfloat16, on_device views", options | {"storage": "on_device"}))
-    for other in ("lax",) if platform == "cpu" else sorted(models.CONVS.keys() - {conv}):
+    for other in ("lax",) if platform == "cpu" else sorted(convolution.CONVS.keys() - {conv}):
         few = min(batch_size, SLOW_CONV_BATCH) if platform == "cpu" else batch_size  # minutes on the whole batch
         options |= {"conv": other, "dtype": "float32" if platform == "cpu" else "bfloat16", "batch_size": few}
         made.append(ours.our_step(f"ours, {options['dtype']}, {other} convolution, batch {few}", options))

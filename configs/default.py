@@ -26,9 +26,14 @@ def get_config() -> config_dict.ConfigDict:
     c.augment.cache_dir = "~/.cache/largebatch"  # data caches, downloads and compiled programs; gs:// works
 
     c.model = config_dict.ConfigDict()
-    c.model.name = "convnet"  # convnet (the seed's, 422,602 parameters) | resnet8 | resnet50
+    c.model.name = "convnet"  # convnet (the seed's, 422,602 parameters) | resconvnet | resnet8 | resnet50
     c.model.dtype = "float32"  # of the arithmetic: float32 | bfloat16; parameters stay float32
     c.model.conv = "auto"  # dot (slices and one matrix product) | lax | lax_padded | auto: dot on CPU, else lax
+
+    c.model.norm = "auto"  # none | batch (of each micro-batch) | group | auto: none (convnets), group (resnets)
+    c.model.norm_decay = 0.9  # 0..1, of the running statistics of batch normalisation, over updates
+    c.model.stem = "conv"  # of the convnets: conv | whitened (frozen, computed from the training images)
+    c.model.zero_head = False  # the last layer starts at zero
 
     c.batch = config_dict.ConfigDict()
     # Examples per update over all devices: an integer from 1 to 8 x training images, or "full" for all.
@@ -37,20 +42,49 @@ def get_config() -> config_dict.ConfigDict:
     c.batch.micro_batch_size = config_dict.FieldReference("auto", field_type=object)
 
     c.optimizer = config_dict.ConfigDict()
-    c.optimizer.name = "lamb"  # lamb | adam | sgd
-    c.optimizer.learning_rate = 0.01  # > 0
-    c.optimizer.momentum = 0.9  # 0..1; b1 of lamb and adam
-    c.optimizer.weight_decay = 0.0  # >= 0; on kernels only
+    c.optimizer.name = "lamb"  # sgd | lars | adam | adamw | nadamw | lamb | muon | soap
+    c.optimizer.learning_rate = 0.01  # > 0; at schedule.reference_batch_size, where schedule.scaling is not none
+    c.optimizer.momentum = 0.9  # 0..1; b1 of the Adam family
+    c.optimizer.nesterov = False  # of sgd, lars and muon
+    c.optimizer.momentum_correction = True  # of sgd and lars, when the rate changes
+    c.optimizer.b2 = 0.999  # 0..1; decay of the second moment in the Adam family, of soap's preconditioner too
+    c.optimizer.weight_decay = 0.0  # >= 0; in the gradient for sgd, lars and adam, beside it for the others
+    c.optimizer.exclude_biases = True  # biases and norms have no weight decay and no trust ratio
+    c.optimizer.clip_norm = config_dict.placeholder(float)  # > 0, of the whole gradient; None does not clip
+    c.optimizer.bias_multiplier = 1.0  # > 0, of the rate of biases and norms
+    c.optimizer.adamw_multiplier = 1.0  # > 0, of the rate of what muon leaves to AdamW: head, biases and norms
+
+    c.schedule = config_dict.ConfigDict()
+    c.schedule.name = "constant"  # constant | linear | cosine | step
+    c.schedule.scaling = "none"  # of the rate with the batch size: none | linear | sqrt
+    c.schedule.reference_batch_size = 512  # at which optimizer.learning_rate is right, >= 1
+    # Linear warm-up, which is over at the last of these updates; one of the three, or none.
+    c.schedule.warmup_updates = config_dict.placeholder(int)  # >= 1
+    c.schedule.warmup_epochs = config_dict.placeholder(float)  # > 0, of all views
+    c.schedule.warmup_examples = config_dict.placeholder(int)  # >= 1
+    c.schedule.final_fraction = 0.0  # 0..1, of the peak rate at the end of linear and cosine
+    c.schedule.decay_steps = ()  # of step: updates at which the rate decays
+    c.schedule.decay_factor = 0.1  # of step: 0..1
+    # rate | batch: grow the batch instead of cutting the rate, so that fewer updates see as many examples. The
+    # numbers of updates in this file are then those of the batch as it starts.
+    c.schedule.decay_by = "rate"
 
     c.train = config_dict.ConfigDict()
     c.train.inner_steps = 10  # updates between two validations, >= 1
     c.train.outer_steps = 5  # validations, >= 1
     c.train.target_accuracy = config_dict.placeholder(float)  # 0..1: stop at it; None runs all steps
+    c.train.label_smoothing = 0.0  # 0..1, share of a label spread over all classes
+    c.train.ema_decay = config_dict.placeholder(
+        float
+    )  # 0..1: keep a moving average of the parameters, validated too
     c.train.init_from = config_dict.placeholder(str)  # run folder: start from its best parameters
     # A loss or gradient that is not finite: stop | skip (the update) | rollback (to the last saved validation).
     c.train.on_nonfinite = "stop"
     c.train.max_nonfinite = 5  # skipped updates in a row, or rollbacks in all, before the run has diverged
     c.train.rollback_factor = 0.5  # 0..1, of the learning rate
+
+    c.eval = config_dict.ConfigDict()
+    c.eval.view_average = False  # validate the mean over the 8 views of an image too, at 8 times the cost
 
     c.checkpoint = config_dict.ConfigDict()
     c.checkpoint.keep = 3  # latest checkpoints kept, beside the best one

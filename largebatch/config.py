@@ -17,7 +17,7 @@ from absl import flags
 from etils import epath
 from ml_collections import config_dict, config_flags
 
-from largebatch import BadSetting, UserError, devices
+from largebatch import BadSetting, UserError, devices, schedules
 from largebatch.fields import differences, flatten
 from largebatch.optimizers import OPTIMIZERS
 
@@ -55,6 +55,12 @@ def _or(rule: Rule, word: object) -> Rule:
 
 _TEXT: Rule = (lambda value: isinstance(value, str) and bool(value.strip()), "a text")
 _FLAG: Rule = (lambda value: isinstance(value, bool), "true | false")
+_POSITIVE = _number(0, math.inf, "a number > 0", open_low=True)
+_FRACTION = _number(0, 1 - 1e-9, "a number from 0 to below 1")
+_UPDATES: Rule = (
+    lambda value: isinstance(value, tuple) and all(_integer(1)[0](one) for one in value),
+    "a tuple of integers >= 1",
+)
 
 RULES: dict[str, Rule] = {
     "dataset.name": _TEXT,
@@ -66,22 +72,46 @@ RULES: dict[str, Rule] = {
     "dataset.num_examples": _integer(50, 10_000_000),
     "augment.storage": _one_of("expanded", "on_device"),
     "augment.cache_dir": _TEXT,
-    "model.name": _one_of("convnet", "resnet8", "resnet50"),
+    "model.name": _one_of("convnet", "resconvnet", "resnet8", "resnet50"),
     "model.dtype": _one_of("float32", "bfloat16"),
     "model.conv": _one_of("auto", "dot", "lax", "lax_padded"),
+    "model.norm": _one_of("auto", "none", "batch", "group"),
+    "model.norm_decay": _FRACTION,
+    "model.stem": _one_of("conv", "whitened"),
+    "model.zero_head": _FLAG,
     "batch.size": _or(_integer(1), "full"),
     "batch.micro_batch_size": _or(_integer(1), "auto"),
     "optimizer.name": _one_of(*OPTIMIZERS),
-    "optimizer.learning_rate": _number(0, math.inf, "a number > 0", open_low=True),
-    "optimizer.momentum": _number(0, 1 - 1e-9, "a number from 0 to below 1"),
+    "optimizer.learning_rate": _POSITIVE,
+    "optimizer.momentum": _FRACTION,
+    "optimizer.nesterov": _FLAG,
+    "optimizer.momentum_correction": _FLAG,
+    "optimizer.b2": _FRACTION,
     "optimizer.weight_decay": _number(0, math.inf, "a number >= 0"),
+    "optimizer.exclude_biases": _FLAG,
+    "optimizer.clip_norm": _or(_POSITIVE, None),
+    "optimizer.bias_multiplier": _POSITIVE,
+    "optimizer.adamw_multiplier": _POSITIVE,
+    "schedule.name": _one_of(*schedules.NAMES),
+    "schedule.scaling": _one_of(*schedules.SCALING),
+    "schedule.reference_batch_size": _integer(1),
+    "schedule.warmup_updates": _or(_integer(1), None),
+    "schedule.warmup_epochs": _or(_POSITIVE, None),
+    "schedule.warmup_examples": _or(_integer(1), None),
+    "schedule.final_fraction": _number(0, 1, "a number from 0 to 1"),
+    "schedule.decay_steps": _UPDATES,
+    "schedule.decay_factor": _number(0, 1 - 1e-9, "a number above 0 and below 1", open_low=True),
+    "schedule.decay_by": _one_of("rate", "batch"),
     "train.inner_steps": _integer(1, 1_000_000),
     "train.outer_steps": _integer(1),
     "train.init_from": _or(_TEXT, None),
+    "train.label_smoothing": _FRACTION,
+    "train.ema_decay": _or(_FRACTION, None),
     "train.on_nonfinite": _one_of("stop", "skip", "rollback"),
     "train.max_nonfinite": _integer(1, 1_000_000),
     "train.rollback_factor": _number(0, 1 - 1e-9, "a number above 0 and below 1", open_low=True),
     "train.target_accuracy": _or(_number(0, 1, "a number above 0 and up to 1", open_low=True), None),
+    "eval.view_average": _FLAG,
     "checkpoint.keep": _integer(1, 1_000_000),
     "checkpoint.every_outer": _integer(1),
     "checkpoint.every_sec": _number(0, math.inf, "a number >= 0"),
@@ -134,6 +164,11 @@ def validate(config: config_dict.ConfigDict) -> None:
             problems.append(f"devices.host_index: {host_index}; allowed: 0 to devices.num_hosts - 1")
     elif given:
         problems.append(f"{', '.join(given)}: given alone; allowed: all of {', '.join(cluster)}, or none")
+    if not problems:
+        updates = config.train.inner_steps * config.train.outer_steps
+        problems += schedules.problems(config.schedule.to_dict(), updates)
+        if config.model.stem != "conv" and not config.model.name.endswith("convnet"):
+            problems.append(f"model.stem: {config.model.stem!r}; allowed: 'conv' with model {config.model.name!r}")
     if problems:
         raise UserError("; ".join(sorted(problems)))
 
@@ -157,7 +192,7 @@ def use_compilation_cache(cache_dir: str) -> None:
 
 
 def start(config: config_dict.ConfigDict) -> dict:
-    """Starts JAX by a config that all hosts agree on; returns it as a plain dict.
+    """Starts JAX by a config that all hosts agree on; returns it as plain JSON, as it will be read back.
 
     Raises:
       UserError: the config is bad, or another than host 0's; or the devices or hosts are not there.
@@ -171,7 +206,7 @@ def start(config: config_dict.ConfigDict) -> dict:
     for host, theirs in enumerate(others, 1):
         if changed := differences(first, theirs, ("on host 0", f"on host {host}")):
             raise UserError(f"hosts disagree about the config: {changed}")
-    return plain
+    return first
 
 
 # ---- scripts ----------------------------------------------------------------------------------------

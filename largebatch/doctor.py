@@ -18,6 +18,7 @@ import train
 from largebatch import UserError, batching, checkpoints, devices, metrics, optimizers
 from largebatch import step as steps
 from largebatch.state import TrainState, create_state
+from programs import Shared, bytes_beside_images, plan_length
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 BUDGET_SEC = 40.0  # after which no further micro-batch size is tried
@@ -46,17 +47,17 @@ def examine(config) -> list[Finding]:
       UserError: the config or the data cannot be used at all.
     """
     started, clock = time.perf_counter(), metrics.Clock()
-    job, state = train.prepare(config, clock, train.Shared())
+    job, state = train.prepare(config, clock, Shared())
     start = devices.first_replica(state)
-    gradient = mean_gradient(job, start.params)
-    findings = [check_gradient(job, start.params, gradient), check_update(job, config, start)]
+    gradient = mean_gradient(job, start)
+    findings = [check_gradient(job, start, gradient), check_update(job, config, start)]
     if config.optimizer.name == "lamb" and gradient is not None:
         findings.append(check_trust_ratios(gradient, start.params, config.optimizer.weight_decay))
     sizes = time_micro_batches(job, config, start, started)
     return [
         *findings,
         check_micro_batch(job, sizes),
-        check_learning_rate(job, config),
+        check_learning_rate(job),
         check_memory(job, state),
         estimate_time(job, config, state, sizes),
         count_bytes(job),
@@ -78,7 +79,7 @@ def even_share(job: train.Job) -> int:
     return min(job.micro_batch_size, deal.num_originals // deal.num_devices * deal.views)
 
 
-def mean_gradient(job: train.Job, params):
+def mean_gradient(job: train.Job, start: TrainState):
     """The gradient of `even_share` examples per device, the plain way: each device's mean, averaged over devices.
 
     None where there are no such examples.
@@ -87,23 +88,23 @@ def mean_gradient(job: train.Job, params):
     if not size:
         return None
 
-    def gradient(params, data):
+    def gradient(state, data):
         device = lax.axis_index(devices.AXIS)
         share = batching.device_share(deal, device, 0, 0, size * deal.num_devices)
         examples, _ = batching.micro_batch(deal, device, share, 0, 1, size, jnp.uint32(0))
         batch = steps.Batch(*job.programs.read(data, examples), jnp.ones(size))
-        grads, _ = jax.grad(lambda p: job.programs.loss_fn(p, batch), has_aux=True)(params)
+        grads, _ = jax.grad(job.programs.loss_fn, has_aux=True)(state.params, state.model_state, batch)
         return lax.pmean(jax.tree.map(lambda g: g / size, grads), devices.AXIS)
 
     run = jax.pmap(gradient, devices.AXIS, in_axes=(0, 0), out_axes=None)
-    return jax.tree.map(np.asarray, run(devices.replicate(params), job.placed.train))
+    return jax.tree.map(np.asarray, run(devices.replicate(start), job.placed.train))
 
 
 def _norm(tree) -> float:
     return float(np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(tree))))
 
 
-def check_gradient(job: train.Job, params, expected) -> Finding:
+def check_gradient(job: train.Job, start: TrainState, expected) -> Finding:
     """The step's gradient is `expected`, from `mean_gradient`, and not a sum of means; replicas stay equal."""
     name, size = "gradient", even_share(job)
     if expected is None:
@@ -111,12 +112,12 @@ def check_gradient(job: train.Job, params, expected) -> Finding:
         found = f"not checked: {deal.num_originals} training images leave some of {deal.num_devices} devices idle"
         return Finding(WARN, name, found, "use fewer devices, or more images")
     # Plain SGD at rate 1: the update is the gradient.
-    optimizer = optimizers.create_optimizer("sgd", 0.0, 0.0)
+    optimizer = optimizers.create_optimizer("sgd", optimizers.Numbers(momentum=0.0))
     loop = steps.make_inner_loop(job.programs.loss_fn, optimizer, job.programs.read, job.placed.deal, size)
-    state = devices.replicate(create_state(params, optimizer, 0))
+    state = devices.replicate(create_state(start.params, optimizer, 0, start.model_state))
     plan = _plan(job, size * job.placed.deal.num_devices, learning_rate=1.0)
     state, _ = loop(state, job.placed.train, plan, np.int32(1))
-    found = jax.tree.map(np.subtract, params, devices.first_replica(state.params))
+    found = jax.tree.map(np.subtract, start.params, devices.first_replica(state.params))
     ratio = _norm(found) / _norm(expected)
     error = _norm(jax.tree.map(np.subtract, found, expected)) / _norm(expected)
     text = f"reduced gradient is {ratio:.3f} x the mean over {job.placed.deal.num_devices} devices"
@@ -140,15 +141,17 @@ def _kernels(tree) -> dict:
 
 
 def check_update(job: train.Job, config, start: TrainState) -> Finding:
-    """Norms of the first update beside those of the parameters, layer by layer."""
-    fields, num_devices = config.optimizer, job.placed.deal.num_devices
-    batch_size = min(job.batch_size, job.micro_batch_size * num_devices * 4)
-    plan = _plan(job, batch_size, fields.learning_rate, train.plan_length(config))  # as long as it was compiled for
-    state, _ = job.programs.inner_loop(devices.replicate(start), job.placed.train, plan, np.int32(1))
+    """Norms of an update at the highest rate beside those of the parameters, layer by layer."""
+    rate = float(job.schedule.rates(np.arange(job.schedule.num_updates)).max())
+    batch_size = min(job.schedule.max_batch_size, job.micro_batch_size * job.placed.deal.num_devices * 4)
+    plan = _plan(job, batch_size, rate, plan_length(config))  # as long as it was compiled for
+    updates = 2 if config.optimizer.name == "soap" else 1  # its first one only looks at the gradient
+    updates = min(updates, plan_length(config))
+    state, _ = job.programs.inner_loop(devices.replicate(start), job.placed.train, plan, np.int32(updates))
     moved = jax.tree.map(np.subtract, devices.first_replica(state.params), start.params)
     moved, kernels = checkpoints.named_leaves(moved), _kernels(start.params)
-    ratios = {name: _norm(moved[name]) / _norm(kernels[name]) for name in kernels}
-    return _judge_updates(ratios, fields.learning_rate)
+    ratios = {name: _norm(moved[name]) / _norm(kernels[name]) for name in kernels if np.any(kernels[name])}
+    return _judge_updates(ratios, rate)
 
 
 def check_trust_ratios(gradient, params, weight_decay: float) -> Finding:
@@ -184,12 +187,10 @@ def _judge_updates(ratios: dict[str, float], learning_rate: float) -> Finding:
     return Finding(OK, name, found)
 
 
-def check_learning_rate(job: train.Job, config) -> Finding:
+def check_learning_rate(job: train.Job) -> Finding:
     """The rate that the updates will use."""
-    updates = config.train.inner_steps * config.train.outer_steps
-    epochs = updates * job.batch_size / job.placed.deal.num_examples
-    rate = f"{config.optimizer.learning_rate:g}, constant over {updates:,} updates"
-    return Finding(OK, "learning rate", f"{rate} of {job.batch_size:,} examples = {epochs:,.1f} epochs")
+    epochs = job.schedule.examples_before(job.schedule.num_updates) / job.placed.deal.num_examples
+    return Finding(OK, "learning rate", f"{job.schedule.text.removeprefix('learning rate ')}; {epochs:,.1f} epochs")
 
 
 # ---- sizes ----------------------------------------------------------------------------------------
@@ -201,9 +202,9 @@ def time_micro_batches(job: train.Job, config, start: TrainState, started: float
     Sizes take turns and the best of each counts, since a shared machine is only ever too slow.
     """
     own, deal, programs = job.micro_batch_size, job.placed.deal, job.programs
-    share, num_rounds = -(-job.batch_size // deal.num_devices), 1
-    batch_size = min(job.batch_size, deal.num_devices * own * 8)
-    plan = _plan(job, batch_size, length=train.plan_length(config))  # as long as the loop was compiled for
+    share, num_rounds = -(-job.schedule.max_batch_size // deal.num_devices), 1
+    batch_size = min(job.schedule.max_batch_size, deal.num_devices * own * 8)
+    plan = _plan(job, batch_size, length=plan_length(config))  # as long as the loop was compiled for
     loops, found = {own: programs.inner_loop}, {}
     for size in (own // 2, own * 2):
         # On a pod a host that runs out of memory alone would leave the others in a collective.
@@ -252,7 +253,7 @@ def check_memory(job: train.Job, state) -> Finding:
     """The estimate of what a device needs, beside what it has."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     images = augment.bytes_per_device(job.cache, jax.device_count())
-    beside = train.bytes_beside_images(job.programs.network, one, job.cache.image_shape, job.micro_batch_size)
+    beside = bytes_beside_images(job.programs.network, one, job.cache.image_shape, job.micro_batch_size)
     total, free = sum((images | beside).values()), devices.available_bytes()
     text = f"{total / 1e6:,.0f} MB a device, {sum(images.values()) / 1e6:,.0f} MB of it images"
     if free is None:
@@ -268,10 +269,12 @@ def estimate_time(job: train.Job, config, state, sizes: dict[int, float | str]) 
     if isinstance(sizes[job.micro_batch_size], str):
         return Finding(FAIL, "time", "unknown: no update ran")
     begin = time.perf_counter()
-    jax.block_until_ready(job.programs.predict(state.params, job.placed.val_images))
+    jax.block_until_ready(job.programs.predict(state.variables, job.placed.val_images))
     validation = time.perf_counter() - begin
-    update = sizes[job.micro_batch_size] * job.batch_size
-    total = config.train.outer_steps * (config.train.inner_steps * update + validation)
+    num_updates = job.schedule.num_updates
+    trained = sizes[job.micro_batch_size] * job.schedule.examples_before(num_updates)
+    update, validations = trained / num_updates, -(-num_updates // config.train.inner_steps)
+    total = trained + validations * validation
     text = f"about {_duration(total)}: {_duration(update)} an update, {_duration(validation)} a validation"
     inner = config.train.inner_steps * update
     if validation > inner:

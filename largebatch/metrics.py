@@ -288,11 +288,14 @@ def empty_summary() -> dict:
     }
 
 
-def timings(clock: Clock, before: dict, updates: int, batch_size: int) -> dict:
-    """The time fields of a metrics row; `before` is clock.seconds as it was when the outer loop began."""
+def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
+    """The time fields of a metrics row; `before` is clock.seconds as it was when the outer loop began.
+
+    `updates` and `examples` are those of the outer loop.
+    """
     train_sec, eval_sec = (clock.seconds[name] - before.get(name, 0.0) for name in ("train", "evaluation"))
     return {
-        "images_per_sec": updates * batch_size / train_sec,
+        "images_per_sec": examples / train_sec,
         "step_time_ms": 1e3 * train_sec / updates,
         "train_sec": train_sec,
         "eval_sec": eval_sec,

@@ -7,6 +7,7 @@ nothing crosses devices.
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,19 +15,23 @@ import numpy as np
 
 from largebatch import devices
 
+PREDICTIONS = ("predict", "predict_views")  # the programs of a run that predict
+
 
 class Pack:
     """Where runs meet.
 
     Args:
-      inner_loop, predict: made with `packed=True`, over all devices of this host.
+      inner_loop: made with `packed=True`, over all devices of this host.
+      predictions: programs that take (variables, images), by name; made likewise.
       train, val_images: what is on the devices.
       state, plan: one replica's state and any plan, for the devices without a run.
       num_runs: how many runs take part, at most as many as devices.
     """
 
-    def __init__(self, inner_loop, predict, train, val_images, state, plan, num_runs: int):
-        self._inner_loop, self._predict, self._train, self._val_images = inner_loop, predict, train, val_images
+    def __init__(self, inner_loop, predictions: dict, train, val_images, state, plan, num_runs: int):
+        self._inner_loop, self._predictions = inner_loop, predictions
+        self._train, self._val_images = train, val_images
         # What fills the places of devices without a run, and of runs that have ended.
         self._states = devices.shards_of(devices.replicate(state))
         self._plan, self._here = plan, set(range(num_runs))
@@ -38,9 +43,11 @@ class Pack:
         """The `inner_loop` of run number `run`, which is on device number `run`."""
         return lambda state, data, plan, updates: self._ask(run, "inner_loop", (state, plan, updates))
 
-    def predict_of(self, run: int) -> Callable:
-        """The `predict` of run number `run`."""
-        return lambda params, images: self._ask(run, "predict", (params,))
+    def prediction_of(self, run: int, name: str) -> Callable | None:
+        """The prediction called `name` of run number `run`; None where there is none."""
+        if self._predictions[name] is None:
+            return None
+        return lambda variables, images: self._ask(run, name, (variables,))
 
     def run(self, runs: list[Callable[[], Any]]) -> list:
         """Does the runs, each in a thread; returns what they return, or the exception that one raises."""
@@ -82,7 +89,8 @@ class Pack:
         if not self._here or self._asked.keys() != self._here:
             return
         asked, self._asked = self._asked, {}
-        for kind, answer_all in (("inner_loop", self._run_inner_loops), ("predict", self._run_predictions)):
+        answers = {name: partial(self._run_predictions, name) for name in self._predictions}
+        for kind, answer_all in ({"inner_loop": self._run_inner_loops} | answers).items():
             calls = {run: arguments for run, (one, arguments) in asked.items() if one == kind}
             if calls:
                 try:
@@ -105,14 +113,15 @@ class Pack:
                 self._states[run] = states[run]  # its old one was donated
         return {run: (states[run], {name: rows[run] for name, rows in values.items()}) for run in calls}
 
-    def _run_predictions(self, calls: dict) -> dict:
-        params = [calls[run][0] if run in calls else self._states[run].params for run in range(len(self._states))]
-        logits = np.asarray(self._predict(devices.stack(params), self._val_images))
+    def _run_predictions(self, name: str, calls: dict) -> dict:
+        places = range(len(self._states))
+        variables = [calls[run][0] if run in calls else self._states[run].variables for run in places]
+        logits = np.asarray(self._predictions[name](devices.stack(variables), self._val_images))
         return {run: logits[run][None] for run in calls}
 
 
 class Slot:
-    """One device of a pack, as a run sees it: takes the place of `train.Shared`."""
+    """One device of a pack, as a run sees it: takes the place of `programs.Shared`."""
 
     def __init__(self, shared, pack: Pack, run: int):
         self._shared, self._pack, self._run = shared, pack, run
@@ -127,6 +136,9 @@ class Slot:
     def programs(self, config):
         """The programs that all runs of the pack call together."""
         shared = self._shared.programs(config)
-        return shared._replace(
-            inner_loop=self._pack.inner_loop_of(self._run), predict=self._pack.predict_of(self._run)
-        )
+        own = {name: self._pack.prediction_of(self._run, name) for name in PREDICTIONS}
+        return shared._replace(inner_loop=self._pack.inner_loop_of(self._run), **own)
+
+    def whitening_kernel(self, config):
+        """The kernel of the network's frozen stem, if it has one."""
+        return self._shared.whitening_kernel(config)

@@ -111,17 +111,18 @@ class Progress:
             self.save(at_boundary=True)
 
     def _start_from(self, run: Path) -> None:
-        """Takes the parameters of another run's best checkpoint."""
-        like = self._like["state"].params
+        """Takes the parameters, and what goes with them, of another run's best checkpoint."""
+        state = self._like["state"]
+        like = {"params": state.params, "model_state": state.model_state}
 
         def read():
             try:
-                return params_of(run, like)
+                return checkpoints.fill(like, arrays_of(like, best_checkpoint(run)[0]), str(run))
             except UserError as error:
                 raise UserError(f"train.init_from: {error}") from error
 
-        params = devices.agreed(read, devices.is_primary()) or like
-        state = self._like["state"]._replace(params=devices.from_primary(params))
+        found = devices.from_primary(devices.agreed(read, devices.is_primary()) or like)
+        state = state._replace(**found, ema=None if state.ema is None else found)
         self._trainer.restore(self._like | {"state": state})
 
     def _from_primary(self, found: tuple | None) -> tuple | None:
@@ -321,16 +322,7 @@ def best_checkpoint(run: Path) -> tuple[dict[str, np.ndarray], dict]:
         raise UserError(f"{run}: its best checkpoint is damaged: {damage}") from damage
 
 
-def params_of(run: Path, like):
-    """The parameters of `best_checkpoint`, as the pytree `like`.
-
-    Raises:
-      UserError: see there; or they do not fit `like`.
-    """
-    return checkpoints.fill(like, params_in(best_checkpoint(run)[0]), str(run))
-
-
-def params_in(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The parameters among the arrays of a checkpoint, by their own names."""
-    prefix = "state.params."
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+def arrays_of(parts, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint that belong to these parts of the state, as "params", by names without "state"."""
+    prefixes = tuple(f"state.{part}." for part in parts)
+    return {name.removeprefix("state."): array for name, array in arrays.items() if name.startswith(prefixes)}

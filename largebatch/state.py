@@ -12,6 +12,9 @@ import optax
 class TrainState(NamedTuple):
     """Replicated over devices.
 
+    `model_state` holds what the network has beside parameters: smoothed statistics of batch normalisation, and a
+    frozen stem. `ema` is a moving average of both, {"params": ..., "model_state": ...}, or None.
+
     `step` (int32) counts updates, never micro-batches; `seed` (uint32) orders the examples, and is data
     so that runs that differ by seed share one compiled program. `nonfinite` (int32) counts the latest
     updates in a row that were not applied since their loss or gradient was not finite, and
@@ -21,15 +24,40 @@ class TrainState(NamedTuple):
     step: jax.Array
     seed: jax.Array
     params: Any
+    model_state: Any
+    ema: Any
     opt_state: Any
     nonfinite: jax.Array
     learning_rate_scale: jax.Array
 
+    @property
+    def variables(self) -> dict:
+        """What the network is applied to."""
+        return {"params": self.params, **self.model_state}
 
-def create_state(params, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """The state before the first update."""
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, jnp.uint32(seed), params, optimizer.init(params), zero, jnp.float32(1))
+    @property
+    def ema_variables(self) -> dict:
+        """The same, averaged over updates."""
+        return {"params": self.ema["params"], **self.ema["model_state"]}
+
+
+def create_state(
+    params, optimizer: optax.GradientTransformation, seed: int, model_state=None, *, ema: bool = False
+) -> TrainState:
+    """The state before the first update; `ema` is whether to keep a moving average."""
+    zero, model_state = jnp.zeros((), jnp.int32), model_state or {}
+    average = {"params": params, "model_state": model_state} if ema else None
+    opt_state = optimizer.init(params)
+    return TrainState(zero, jnp.uint32(seed), params, model_state, average, opt_state, zero, jnp.float32(1))
+
+
+def smooth(old, new, decay: float, step):
+    """A moving average over updates, `step` of which came before: decay * old + (1 - decay) * new.
+
+    At first it is the mean of all so far, so that it never remembers where it started.
+    """
+    decay = jnp.minimum(decay, step / (step + 1.0)).astype(jnp.float32)
+    return jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, old, new)
 
 
 def count_params(params) -> int:

@@ -18,6 +18,7 @@ from jax import flatten_util, lax
 from largebatch import batching, optimizers
 from largebatch.batching import Deal
 from largebatch.devices import AXIS
+from largebatch.state import smooth
 
 
 class Batch(NamedTuple):
@@ -70,8 +71,22 @@ def _sum_over_share(sums_of, zeros, read, deal: Deal, micro_batch_size: int, see
     return lax.fori_loop(0, num_micro_batches, add, zeros)
 
 
+def _move(state, *, optimizer, grads, statistics, learning_rate, statistics_decay, ema_decay):
+    """The state after an update by the mean gradient `grads`, whose batch had these statistics."""
+    opt_state = optimizers.with_learning_rate(state.opt_state, learning_rate * state.learning_rate_scale)
+    updates, opt_state = optimizer.update(grads, opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    smoothed = {
+        name: smooth(state.model_state[name], new, statistics_decay, state.step) for name, new in statistics.items()
+    }
+    model_state = {**state.model_state, **smoothed}
+    new = {"params": params, "model_state": model_state}
+    ema = None if state.ema is None else smooth(state.ema, new, ema_decay, state.step)
+    return state._replace(params=params, model_state=model_state, ema=ema, opt_state=opt_state)
+
+
 def make_inner_loop(
-    loss_fn: Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]],
+    loss_fn: Callable[[Any, Any, Batch], tuple[jax.Array, tuple[dict[str, jax.Array], Any]]],
     optimizer: optax.GradientTransformation,
     read: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]],
     deal: Deal,
@@ -79,13 +94,16 @@ def make_inner_loop(
     reduce: Callable = sum_over_devices,
     max_nonfinite: int = 0,
     *,
+    statistics_decay: float = 0.9,
+    ema_decay: float = 0.0,
     packed: bool = False,
 ):
     """The inner loop of training, pmapped over all devices.
 
     Args:
-      loss_fn: (params, batch) -> sum over the micro-batch of weight * loss, and such sums of whatever else
-        is to be averaged over the batch, by name; all scalars.
+      loss_fn: (params, model state, batch) -> sum over the micro-batch of weight * loss; such sums of whatever
+        else is to be averaged over the batch, scalars by name; and such sums of the network's statistics, as the
+        collections of the model state that they are smoothed into.
       optimizer: from `optimizers.create_optimizer`.
       read: (data of this device, local example indices [M]) -> images, labels.
       deal: how the examples are spread over devices.
@@ -93,6 +111,8 @@ def make_inner_loop(
       reduce: adds a pytree over devices; everything that crosses devices goes through it, once per update.
       max_nonfinite: updates in a row whose loss or gradient norm is not finite before the loop ends early.
         Such an update is never applied: its batch is passed over.
+      statistics_decay: of the moving average of the statistics over updates; see `state.smooth`.
+      ema_decay: of the moving average of parameters and model state, where the state has one.
       packed: each device trains a run of its own on a deal to one device: nothing crosses devices, and
         plan, number of updates and metrics have a leading device axis too.
 
@@ -106,30 +126,28 @@ def make_inner_loop(
     if packed:
         reduce = _no_sum
 
-    def local_sums(state, data, device, share, averages):
+    move = partial(_move, optimizer=optimizer, statistics_decay=statistics_decay, ema_decay=ema_decay)
+
+    def local_sums(state, data, device, share, extras):
         """Sum of gradients and losses over this device's share; no collective in this loop."""
 
         def sums_of(batch):
-            return jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
+            return jax.value_and_grad(loss_fn, has_aux=True)(state.params, state.model_state, batch)
 
-        zeros = ((jnp.zeros(()), averages), jax.tree.map(jnp.zeros_like, state.params))
+        zeros = ((jnp.zeros(()), extras), jax.tree.map(jnp.zeros_like, state.params))
         return _sum_over_share(sums_of, zeros, read, deal, micro_batch_size, state.seed, data, device, share)
 
-    def update(state, data, device, averages, epoch, offset, batch_size, learning_rate):
+    def update(state, data, device, extras, epoch, offset, batch_size, learning_rate):
         share = batching.device_share(deal, device, epoch, offset, batch_size)
-        sums = reduce(local_sums(state, data, device, share, averages))
-        (loss, averages), grads = jax.tree.map(lambda x: x / batch_size, sums)
+        sums = reduce(local_sums(state, data, device, share, extras))
+        (loss, (averages, statistics)), grads = jax.tree.map(lambda x: x / batch_size, sums)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-        def apply(params, opt_state):
-            opt_state = optimizers.with_learning_rate(opt_state, learning_rate * state.learning_rate_scale)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = lax.cond(finite, apply, lambda *same: same, state.params, state.opt_state)
+        apply = partial(move, grads=grads, statistics=statistics, learning_rate=learning_rate)
+        state = lax.cond(finite, apply, lambda same: same, state)
         nonfinite = jnp.where(finite, 0, state.nonfinite + 1)
-        state = state._replace(step=state.step + 1, params=params, opt_state=opt_state, nonfinite=nonfinite)
+        state = state._replace(step=state.step + 1, nonfinite=nonfinite)
         counted = nonfinite.astype(jnp.float32)
         return state, {"loss": loss, "grad_norm": grad_norm, "nonfinite": counted, **averages}
 
@@ -137,7 +155,7 @@ def make_inner_loop(
         device = 0 if packed else lax.axis_index(AXIS)
         # What `loss_fn` sums beside the loss, as zeros; traced forward only, which is quick.
         example = _example_batch(read, data, micro_batch_size)
-        averages = _zeros_like_shapes(jax.eval_shape(loss_fn, state.params, example)[1])
+        extras = _zeros_like_shapes(jax.eval_shape(loss_fn, state.params, state.model_state, example)[1])
 
         def goes_on(carry):
             index, state, _ = carry
@@ -145,10 +163,10 @@ def make_inner_loop(
 
         def body(carry):
             index, state, metrics = carry
-            state, new = update(state, data, device, averages, *(field[index] for field in plan))
+            state, new = update(state, data, device, extras, *(field[index] for field in plan))
             return index + 1, state, jax.tree.map(lambda all_, one: all_.at[index].set(one), metrics, new)
 
-        empty = {name: jnp.zeros(plan.epoch.shape) for name in ("loss", "grad_norm", "nonfinite", *averages)}
+        empty = {name: jnp.zeros(plan.epoch.shape) for name in ("loss", "grad_norm", "nonfinite", *extras[0])}
         return lax.while_loop(goes_on, body, (jnp.int32(0), state, empty))[1:]
 
     per_run = 0 if packed else None
@@ -161,7 +179,7 @@ def make_count_nonfinite(
     """Finds where an update stops being finite, once it has; pmapped over all devices.
 
     Args:
-      outputs_fn: (params, images [M, ...]) -> outputs of the network's layers, by name.
+      outputs_fn: (params, model state, batch) -> outputs of the network's layers, by name.
       The others: as for `make_inner_loop`.
 
     Returns:
@@ -169,17 +187,17 @@ def make_count_nonfinite(
       layer's output and in each parameter's gradient, over the whole batch: two pytrees.
     """
 
-    def counts_of(params, batch):
-        grads, _ = jax.grad(loss_fn, has_aux=True)(params, batch)
-        found = outputs_fn(params, batch.images), grads
+    def counts_of(params, model_state, batch):
+        grads, _ = jax.grad(loss_fn, has_aux=True)(params, model_state, batch)
+        found = outputs_fn(params, model_state, batch), grads
         return jax.tree.map(lambda x: jnp.sum(~jnp.isfinite(x), dtype=jnp.int32), found)
 
     def count(state, data, epoch, offset, batch_size):
         device = lax.axis_index(AXIS)
         share = batching.device_share(deal, device, epoch, offset, batch_size)
         batch = _example_batch(read, data, micro_batch_size)
-        zeros = _zeros_like_shapes(jax.eval_shape(counts_of, state.params, batch))
-        sums_of = partial(counts_of, state.params)
+        zeros = _zeros_like_shapes(jax.eval_shape(counts_of, state.params, state.model_state, batch))
+        sums_of = partial(counts_of, state.params, state.model_state)
         return lax.psum(
             _sum_over_share(sums_of, zeros, read, deal, micro_batch_size, state.seed, data, device, share), AXIS
         )

@@ -39,6 +39,7 @@ class Trainer:
       data: its second argument.
       plan_of: first update (counted from 0) -> Plan of the next updates.
       inner_steps: updates between two validations.
+      num_updates: of the whole run; the last outer loop may be shorter than the others.
       max_nonfinite: as `inner_loop` was made with.
       profile_dir: where to write a profile of the call after the first, if anywhere.
     """
@@ -53,15 +54,26 @@ class Trainer:
         clock: metrics.Clock,
         *,
         inner_steps: int,
+        num_updates: int,
         max_nonfinite: int,
         profile_dir: str | None = None,
     ):
         self._inner_loop, self._data, self._plan_of, self._clock = inner_loop, data, plan_of, clock
-        self._inner_steps, self._max_nonfinite, self._profile_dir = inner_steps, max_nonfinite, profile_dir
+        self._inner_steps, self._num_updates = inner_steps, num_updates
+        self._max_nonfinite, self._profile_dir = max_nonfinite, profile_dir
         self._sec_per_update, self._next_count = None, 1
         self.state, self.step, self.signal = state, 0, 0
         self.values = {name: np.zeros(inner_steps, np.float32) for name in metric_names}
         self.learning_rate_scale = 1.0
+
+    @property
+    def in_outer_loop(self) -> bool:
+        """Whether the outer loop goes on, so that there is no validation yet."""
+        return self.step % self._inner_steps > 0 and self.step < self._num_updates
+
+    def outer_values(self) -> dict[str, np.ndarray]:
+        """The metrics of each update of the outer loop that has just ended."""
+        return {name: values[: (self.step - 1) % self._inner_steps + 1] for name, values in self.values.items()}
 
     def snapshot(self) -> dict:
         """All that must survive a restart, as a pytree of NumPy arrays; the same on every host."""
@@ -77,13 +89,13 @@ class Trainer:
     def finish_outer_loop(self) -> Iterator[tuple[int, float]]:
         """Does the updates that are left of the running outer loop; yields (updates, seconds) of each call.
 
-        Afterwards `values` holds the metrics of all its updates.
+        Afterwards `outer_values` has the metrics of all its updates.
 
         Raises:
           NonFinite: see there; the updates before it are done.
           preemption.Stopped: between two calls, on all hosts together.
         """
-        last = (self.step // self._inner_steps + 1) * self._inner_steps
+        last = min((self.step // self._inner_steps + 1) * self._inner_steps, self._num_updates)
         while self.step < last:
             count = min(self._next_count, last - self.step)
             begin = time.perf_counter()

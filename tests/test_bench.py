@@ -121,7 +121,7 @@ def test_torch_has_the_same_network_and_accumulates(small):
     images = np.random.default_rng(0).standard_normal((4, *serve.IMAGE_SHAPE)).astype(np.float32)
     theirs = torch_step.make_network()
     arrays = [p.detach().numpy() for p in theirs.parameters()]
-    params, names = {}, [f"Conv_{i}" for i in range(4)] + ["Dense_0", "Dense_1"]
+    params, names = {}, [f"Conv_{i}" for i in range(4)] + ["Dense_0", "head"]
     for name, weight, bias in zip(names, arrays[::2], arrays[1::2], strict=True):
         # Mirrored in height and width: their padding stands before the image, JAX's behind it.
         kernel = weight[:, :, ::-1, ::-1].transpose(2, 3, 1, 0) if weight.ndim == 4 else weight.T

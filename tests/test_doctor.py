@@ -6,6 +6,7 @@ import pytest
 from conftest import run_script
 
 import model
+import programs
 import train
 from largebatch import batching, devices, doctor, metrics
 from largebatch import step as steps
@@ -60,18 +61,17 @@ def test_devices_without_images_are_named():
 
 def test_a_layer_without_a_gradient_is_named(quick, monkeypatch):
     quick.optimizer.weight_decay = 0.5  # by which it moves all the same
-    cross_entropy = model.cross_entropy
+    make_loss_fn = model.make_loss_fn
 
-    def without_one(logits_fn):
-        def logits(params, images):
-            return logits_fn(params | {"Conv_1": jax.lax.stop_gradient(params["Conv_1"])}, images)
+    def without_one(*arguments):
+        loss_fn = make_loss_fn(*arguments)
+        return lambda params, *rest: loss_fn(params | {"Conv_1": jax.lax.stop_gradient(params["Conv_1"])}, *rest)
 
-        return cross_entropy(logits)
-
-    monkeypatch.setattr(model, "cross_entropy", without_one)
-    job, state = train.prepare(quick, metrics.Clock(), train.Shared())
-    params = devices.first_replica(state.params)
-    finding = doctor.check_trust_ratios(doctor.mean_gradient(job, params), params, quick.optimizer.weight_decay)
+    monkeypatch.setattr(model, "make_loss_fn", without_one)
+    job, state = train.prepare(quick, metrics.Clock(), programs.Shared())
+    start = devices.first_replica(state)
+    gradient = doctor.mean_gradient(job, start)
+    finding = doctor.check_trust_ratios(gradient, start.params, quick.optimizer.weight_decay)
     assert (finding.status, finding.advice) == ("warn", "no gradient reaches Conv_1.kernel")
 
 

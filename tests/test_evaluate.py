@@ -9,6 +9,7 @@ from conftest import assert_one_line_error, make_folder, run_script
 
 import evaluate
 import train
+from largebatch import UserError
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,31 @@ def test_validation_gives_the_accuracy_and_logits_of_the_run(run, tmp_path, caps
         np.testing.assert_allclose(found, expected, atol=2e-5)
         assert [row["prediction"] for row in rows] == [names[i] for i in logits.argmax(axis=1)]
         assert [row["label"] for row in rows] == [names[i] for i in stored["labels"]]
+
+
+def test_views_and_moving_average_give_the_accuracies_of_the_run(folder, tmp_path, capsys):
+    from configs import default
+
+    config = default.get_config()
+    config.dataset.name, config.dataset.path, config.augment.cache_dir = (
+        "trees",
+        str(folder),
+        str(tmp_path / "cache"),
+    )
+    config.batch.micro_batch_size, config.batch.size, config.optimizer.name = 16, 128, "adam"
+    config.model.norm, config.model.stem, config.train.ema_decay = "batch", "whitened", 0.5
+    config.eval.view_average, config.train.inner_steps, config.train.outer_steps = True, 3, 1
+    train.train_and_evaluate(config, str(tmp_path / "run"))
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    for views, ema, name in ((0, 0, ""), (1, 0, "_views"), (0, 1, "_ema"), (1, 1, "_ema_views")):
+        found = evaluate.evaluate(tmp_path / "run", "val", None, None, views=bool(views), ema=bool(ema))
+        assert found == row[f"val_accuracy{name}"]
+    assert "mean over 8 views, moving average of the parameters" in capsys.readouterr().out
+
+
+def test_a_run_without_moving_average_says_so(run):
+    with pytest.raises(UserError, match=r"--ema: .* keeps no moving average; train with --config.train.ema_decay"):
+        evaluate.evaluate(run, "val", None, None, ema=True)
 
 
 def test_a_damaged_cache_is_built_again(run, caplog):

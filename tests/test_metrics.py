@@ -60,12 +60,12 @@ def test_the_clock_adds_sections_up():
     with clock.measure("compile"):
         pass
     assert clock.total() >= clock.seconds["train"] + clock.seconds["evaluation"] > 0
-    times = metrics.timings(clock, {}, updates=4, batch_size=10)
+    times = metrics.timings(clock, {}, updates=4, examples=40)
     assert times["images_per_sec"] == pytest.approx(40 / clock.seconds["train"])
     assert times["step_time_ms"] == pytest.approx(250 * clock.seconds["train"])
     assert times["compile_sec"] == clock.seconds["compile"]
     before = {"train": 0.0, "evaluation": 0.0, "compile": clock.seconds["compile"]}
-    assert metrics.timings(clock, before, 4, 10)["compile_sec"] == 0
+    assert metrics.timings(clock, before, 4, 40)["compile_sec"] == 0
 
 
 def test_the_clock_goes_on_after_a_restart():

@@ -5,10 +5,13 @@ import pytest
 
 import model
 from largebatch.state import count_params
+from layers import convolution
 
 COUNTS = {
     # By hand: 896 + 18,496 + 73,856 + 295,168 + 32,896 + 1,290.
     "convnet": ((64, 64, 3), 10, 422_602),
+    # 896 + 18,496 + 55,392 + 83,040 (residual) + 110,720 + 147,584 (residual) + 1,290.
+    "resconvnet": ((64, 64, 3), 10, 417_418),
     # 432 (stem) + 4,608 + 13,824 + 512 + 55,296 + 2,048 (blocks, with 1x1 projections) + 650 (dense), and 672
     # scales and biases of 9 group normalisations.
     "resnet8": ((32, 32, 3), 10, 78_042),
@@ -51,8 +54,8 @@ def test_convolutions_are_equal_in_output_and_gradient(kernel, stride, size):
         y, pull = jax.vjp(lambda x, k: conv(x, k, stride), x, k)
         return y, *pull(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
-    for other in (model.conv_as_dot, model.conv_lax_padded):
-        for ours, lax in zip(outputs(other), outputs(model.conv_lax), strict=True):
+    for other in (convolution.conv_as_dot, convolution.conv_lax_padded):
+        for ours, lax in zip(outputs(other), outputs(convolution.conv_lax), strict=True):
             np.testing.assert_allclose(ours, lax, atol=1e-5 * float(jnp.abs(lax).max()))
 
 
@@ -62,8 +65,8 @@ def test_the_bfloat16_convolution_rounds_its_operands_alone(stride, channels):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((2, 8, 8, channels)), jnp.bfloat16)
     k = jnp.asarray(rng.standard_normal((3, 3, channels, 4)), jnp.bfloat16).astype(jnp.float32)
-    exact, pull_exact = jax.vjp(lambda x, k: model.conv_lax(x, k, stride), x.astype(jnp.float32), k)
-    out, pull = jax.vjp(lambda x, k: model.conv_as_dot(x, k, stride), x, k)
+    exact, pull_exact = jax.vjp(lambda x, k: convolution.conv_lax(x, k, stride), x.astype(jnp.float32), k)
+    out, pull = jax.vjp(lambda x, k: convolution.conv_as_dot(x, k, stride), x, k)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, exact, atol=1e-5 * float(jnp.abs(exact).max()))
     grad = jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(jnp.bfloat16).astype(jnp.float32)
@@ -78,7 +81,7 @@ def test_networks_are_equal_under_both_convolutions(name):
     image_shape, num_classes, _ = COUNTS[name]
     images = np.random.default_rng(0).standard_normal((2, *image_shape)).astype(np.float32)
     dot, lax = (model.create_model(name, num_classes, "float32", conv) for conv in ("dot", "lax"))
-    params = model.init_params(dot, image_shape, 0)
+    params, _ = model.init_variables(dot, image_shape, 0)
     one, other = (jax.jit(network.apply)({"params": params}, images) for network in (dot, lax))
     assert float(jnp.abs(one).max()) > 1e-3
     np.testing.assert_allclose(one, other, atol=1e-5)

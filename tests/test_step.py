@@ -9,10 +9,12 @@ import model
 from largebatch import batching, devices, optimizers
 from largebatch import step as steps
 from largebatch.batching import Deal
+from largebatch.optimizers import Numbers
 from largebatch.state import create_state
 
 NUM_ORIGINALS, SIZE, NUM_CLASSES, MICRO = 50, 16, 4, 16
 LENGTH = 4
+SCALE = (120.0,) * 3, (70.0,) * 3
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +23,8 @@ def problem():
     images = rng.integers(0, 256, (NUM_ORIGINALS, SIZE, SIZE, 3), np.uint8)
     labels = rng.integers(0, NUM_CLASSES, NUM_ORIGINALS, np.int32)
     network = model.create_model("convnet", NUM_CLASSES, "float32", "dot")
-    params = model.init_params(network, (SIZE, SIZE, 3), 0)
-    logits_fn = model.make_logits_fn(network, (SIZE, SIZE, 3), (120.0,) * 3, (70.0,) * 3)
-    return images, labels, params, model.cross_entropy(logits_fn)
+    params, _ = model.init_variables(network, (SIZE, SIZE, 3), 0)
+    return images, labels, params, model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
 
 
 def place(images, labels, num_devices, storage="expanded"):
@@ -49,7 +50,7 @@ def plan(deal, batch_sizes, learning_rate=1.0, before=0):
 def sgd_loop(problem, num_devices, storage="expanded", **kwargs):
     images, labels, params, loss_fn = problem
     deal, shards = place(images, labels, num_devices, storage)
-    optimizer = optimizers.create_optimizer("sgd", 0.0, 0.0)
+    optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
     loop = steps.make_inner_loop(
         loss_fn, optimizer, augment.make_read(storage, (SIZE, SIZE, 3)), deal, MICRO, **kwargs
     )
@@ -89,9 +90,9 @@ def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(pro
     images, labels, params, loss_fn = problem
     traces = []
 
-    def counted(params, batch):
+    def counted(*arguments):
         traces.append(1)
-        return loss_fn(params, batch)
+        return loss_fn(*arguments)
 
     deal, shards, loop, fresh = sgd_loop((images, labels, params, counted), num_devices)
     expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
@@ -104,7 +105,7 @@ def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(pro
         weights = np.zeros(deal.num_examples, np.float32)
         weights[rows] = 1 / batch_size
         batch = steps.Batch(expanded, np.repeat(labels, 8), weights)
-        (loss, sums), grads = reference(params, batch)
+        (loss, (sums, _)), grads = reference(params, {}, batch)
         # Sums of up to 400 float32 gradients in another order: 1e-6 of the largest entry.
         assert_trees_close(grads, gradient_of_one_update(params, state), 2e-6)
         np.testing.assert_allclose(metrics["loss"][0], loss, rtol=2e-6)
@@ -173,67 +174,11 @@ def test_learning_rate_is_data(problem):
     assert_trees_close(jax.tree.map(lambda x: 2 * x, moves[0]), moves[1], 1e-6)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "lamb"])
-def test_optimizers_follow_their_papers(name):
-    rng = np.random.default_rng(0)
-    params = {"kernel": rng.standard_normal((3, 2)).astype(np.float32), "bias": np.ones(2, np.float32)}
-    grads = [jax.tree.map(lambda p: rng.standard_normal(p.shape).astype(np.float32), params) for _ in range(3)]
-    rate, beta, decay = 0.1, 0.9, 0.01
-    optimizer = optimizers.create_optimizer(name, beta, decay)
-    ours, state = params, optimizer.init(params)
-    for grad in grads:
-        state = optimizers.with_learning_rate(state, rate)
-        updates, state = optimizer.update(grad, state, ours)
-        ours = optax.apply_updates(ours, updates)
-    for key in params:
-        np.testing.assert_allclose(
-            ours[key], _reference(name, params[key], [g[key] for g in grads], rate, beta, decay), rtol=2e-5
-        )
-
-
-def _reference(name, p, grads, rate, beta, decay):
-    """SGD: Goyal et al. 2017; Adam: Kingma and Ba 2015 with decoupled decay; LAMB: You et al. 2020, Alg. 2."""
-    p, m, v = p.astype(np.float64), 0.0, 0.0
-    decay = decay if p.ndim > 1 else 0.0
-    for t, g in enumerate(grads, 1):
-        g = g.astype(np.float64)
-        if name == "sgd":
-            m = beta * m + g + decay * p
-            p = p - rate * m
-            continue
-        m, v = beta * m + (1 - beta) * g, 0.999 * v + 0.001 * g**2
-        epsilon = {"adam": 1e-8, "lamb": 1e-6}[name]
-        r = m / (1 - beta**t) / (np.sqrt(v / (1 - 0.999**t)) + epsilon) + decay * p
-        trust = np.linalg.norm(p) / np.linalg.norm(r) if name == "lamb" else 1.0
-        p = p - rate * trust * r
-    return p
-
-
-def test_trust_ratios_are_those_of_numpy_and_of_the_first_update():
-    rng = np.random.default_rng(0)
-    shapes = {"kernel": (5, 4), "tiny": (5, 4), "bias": (4,), "dead": (3, 3)}
-    params = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    grads = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    grads["tiny"] *= np.float32(1e-6)  # where epsilon counts
-    grads["dead"] *= np.float32(0)
-    optimizer = optimizers.create_optimizer("lamb", 0.9, 0.3)
-    state = optimizers.with_learning_rate(optimizer.init(params), 1.0)
-    updates, _ = optimizer.update(grads, state, params)
-    found = optimizers.trust_ratios(grads, params, 0.3)
-    assert found.keys() == params.keys()
-    assert found.pop("dead") == np.inf
-    for name, ratio in found.items():
-        g, p = grads[name].astype(np.float64), params[name].astype(np.float64)
-        move = g / (np.abs(g) + 1e-6) + (0.3 * p if name != "bias" else 0.0)
-        np.testing.assert_allclose(ratio, np.linalg.norm(p) / np.linalg.norm(move), rtol=1e-4)
-        np.testing.assert_allclose(updates[name], -ratio * move, rtol=1e-3, atol=1e-6)
-
-
 def test_golden_first_step(problem):
     """Recorded once; a doubled rate, a sum in place of a mean or another normalisation all miss it."""
     images, labels, params, loss_fn = problem
     deal, shards = place(images, labels, 2)
-    optimizer = optimizers.create_optimizer("lamb", 0.9, 0.0)
+    optimizer = optimizers.create_optimizer("lamb")
     loop = steps.make_inner_loop(loss_fn, optimizer, augment.make_read("expanded", (SIZE, SIZE, 3)), deal, MICRO)
 
     def moved(rate):
@@ -243,7 +188,7 @@ def test_golden_first_step(problem):
         distance = optax.tree.norm(jax.tree.map(lambda a, b: a - b, new, params))
         return float(metrics["loss"][0]), float(metrics["grad_norm"][0]), float(distance)
 
-    golden = (1.3892069, 0.2017724, 0.3499276)
+    golden = (1.3861731, 0.1939164, 0.3498806)
     np.testing.assert_allclose(moved(0.01), golden, rtol=1e-4)
     assert abs(moved(0.02)[2] / golden[2] - 2) < 0.01
 
@@ -251,8 +196,8 @@ def test_golden_first_step(problem):
 def test_bfloat16_keeps_float32_parameters(problem):
     images, labels, _, _ = problem
     network = model.create_model("convnet", NUM_CLASSES, "bfloat16", "dot")
-    params = model.init_params(network, (SIZE, SIZE, 3), 0)
-    loss_fn = model.cross_entropy(model.make_logits_fn(network, (SIZE, SIZE, 3), (120.0,) * 3, (70.0,) * 3))
+    params, _ = model.init_variables(network, (SIZE, SIZE, 3), 0)
+    loss_fn = model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
     deal, shards, loop, fresh = sgd_loop((images, labels, params, loss_fn), 1)
     state, metrics = loop(fresh(), shards, plan(deal, [400]), np.int32(1))
     deal, shards, exact, fresh = sgd_loop(problem, 1)

@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT, assert_one_line_error, run_script
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
+import programs
 import sweep
 import train
 from largebatch import UserError, display, metrics, preemption, resume, search, trial_queue
@@ -50,7 +51,7 @@ def run_study(study: Study, packed=False, shared=None) -> dict[str, dict]:
     """Runs a study in this process; summaries by name of trial."""
     queue = queue_of(study)
     table = display.SweepTable("s", lambda: queue.counts, enabled=True)
-    shared = shared or train.Shared(packed=packed)
+    shared = shared or programs.Shared(packed=packed)
     with queue, table:
         sweep.Sweep(study, shared, queue, table).run()
     assert queue.fill()[:2] == (0, 0)
@@ -86,7 +87,7 @@ def compilations():
 
 
 def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilations):
-    shared = train.Shared()
+    shared = programs.Shared()
     config.batch.size = 128  # a micro-batch of 16 on each of 8 devices, as the larger ones have
     first = {"optimizer.learning_rate": CategoricalDistribution([0.01])}
     run_study(make_study(config, tmp_path / "first", first), shared=shared)
@@ -105,9 +106,9 @@ def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilation
 
 
 def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
     space = {"model.dtype": CategoricalDistribution(["float32", "bfloat16"]), "optimizer.name": OPTIMIZERS}
-    shared = train.Shared()
+    shared = programs.Shared()
     found = run_study(make_study(config, tmp_path, space), shared=shared)
     assert [summary["status"] for summary in found.values()] == ["done"] * 4
     assert len(shared._programs) == 2
@@ -118,7 +119,7 @@ OPTIMIZERS = CategoricalDistribution(["lamb", "sgd"])
 
 def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
     space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"]), "optimizer.learning_rate": RATES}
-    shared = train.Shared(packed=True)
+    shared = programs.Shared(packed=True)
     packed = run_study(make_study(config, tmp_path / "packed", space), shared=shared)
     for name, (optimizer, rate) in {"0001-0": ("lamb", 0.01), "0005-0": ("sgd", 0.03)}.items():
         alone = {
@@ -134,8 +135,8 @@ def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
     arguments = [f"--config.{field}={value}" for field, value in changed_fields(config).items()]
     result = run_script("train.py", *arguments, f"--workdir={tmp_path / 'one'}", env={"XLA_FLAGS": ONE_DEVICE})
     assert result.returncode == 0, result.stderr
-    theirs = resume.params_in(resume.best_checkpoint(tmp_path / "one")[0])
-    ours = resume.params_in(resume.best_checkpoint(tmp_path / "packed" / "trials" / "0005-0")[0])
+    theirs = resume.arrays_of(["params"], resume.best_checkpoint(tmp_path / "one")[0])
+    ours = resume.arrays_of(["params"], resume.best_checkpoint(tmp_path / "packed" / "trials" / "0005-0")[0])
     for name, array in theirs.items():
         np.testing.assert_allclose(ours[name], array, atol=1e-5)
 
@@ -172,7 +173,7 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     queue = queue_of(study)
     table = display.SweepTable("s", lambda: queue.counts, enabled=True)
     with queue, table:
-        sweep.Sweep(study, train.Shared(packed=packed), queue, table).run()
+        sweep.Sweep(study, programs.Shared(packed=packed), queue, table).run()
     shown = capsys.readouterr().out
     assert "4 of 4 trials ended" in shown
     assert shown.count("  failed  ") == 2

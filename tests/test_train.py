@@ -89,7 +89,7 @@ def test_a_run_writes_the_folder_that_design_promises(small_config, tmp_path):
     assert set(SUMMARY) <= set(stored)
     assert (stored["status"], stored["devices"], stored["platform"]) == ("done", 8, "cpu")
     assert stored["best_val_accuracy"] == max(row["val_accuracy"] for row in rows)
-    assert json.loads((tmp_path / "config.json").read_text()) == small_config.to_dict()
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(small_config.to_dict()))
     with np.load(tmp_path / "predictions.npz", allow_pickle=False) as predictions:
         assert score(predictions["logits"], predictions["labels"]).accuracy == stored["best_val_accuracy"]
         assert len(set(predictions["ids"])) == 10

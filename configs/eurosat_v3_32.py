@@ -1,0 +1,21 @@
+"""The seed's job on a TPU v3-32: 4 hosts x 8 devices, every update all 172,800 views, 5,400 on each device.
+
+    python train.py --config configs/eurosat_v3_32.py --config.dataset.path EuroSAT.zip --workdir runs/v3_32
+
+on each of the 4 hosts. The same on one machine, to try it out (2 CPU cores: 20 s an update at 32 pixels):
+
+    python -m largebatch.pod --hosts 4 --devices 8 -- python train.py --config configs/eurosat_v3_32.py \
+        --config.dataset.path EuroSAT.zip --config.dataset.image_size 32 --config.train.inner_steps 1 \
+        --config.train.outer_steps 2
+
+Expected as in eurosat_seed.py. Not run on a TPU yet.
+"""
+
+from configs import eurosat_seed
+
+
+def get_config():
+    c = eurosat_seed.get_config()
+    c.model.dtype = "bfloat16"
+    c.batch.micro_batch_size = 1350  # a quarter of a device's share
+    return c

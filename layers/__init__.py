@@ -1,0 +1,1 @@
+"""What the networks of model.py are made of."""

@@ -1,0 +1,259 @@
+"""What runs are made of: the data on the devices and the compiled programs, shared where runs of a process can."""
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+
+import augment
+import model as models
+from largebatch import batching, devices, evaluation, schedules
+from largebatch import cache as caches
+from largebatch import config as configs
+from largebatch.optimizers import Numbers, Switches, create_optimizer
+from largebatch.state import TrainState, count_params, create_state
+from largebatch.step import Plan, make_inner_loop
+
+# Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
+AUTO_MICRO_BATCH_SIZE = {"cpu": 16}
+AUTO_MICRO_BATCH_SIZE_ELSEWHERE = 1024
+# A set of programs takes some 800 memory maps on a CPU; at Linux' limit of 65,530 a process dies.
+MAX_PROGRAMS = 30
+WHITENING_IMAGES = 2048  # training images whose patches whiten the stem
+
+
+# ---- a config in terms of the library ----------------------------------------------------------------
+
+
+def resolve_micro_batch_size(size) -> int:
+    """Examples per gradient evaluation."""
+    if size == "auto":
+        return AUTO_MICRO_BATCH_SIZE.get(jax.default_backend(), AUTO_MICRO_BATCH_SIZE_ELSEWHERE)
+    return size
+
+
+def make_schedule(config, num_originals: int) -> schedules.Schedule:
+    """Batch sizes and rates of the run on a training set of `num_originals` images.
+
+    Raises:
+      BadSetting: the batch size or the warm-up do not go with the training set.
+    """
+    epoch_size = num_originals * augment.NUM_VIEWS
+    return schedules.create(
+        config.schedule.to_dict(),
+        config.optimizer.learning_rate,
+        config.train.inner_steps * config.train.outer_steps,
+        configs.resolve_batch_size(config.batch.size, epoch_size),
+        epoch_size,
+    )
+
+
+def micro_batch_size(config, schedule: schedules.Schedule, num_devices: int) -> int:
+    """Examples per gradient evaluation of one device.
+
+    Raises:
+      BadSetting: batch normalisation would see single images.
+    """
+    share = -(-schedule.max_batch_size // num_devices)
+    size = min(resolve_micro_batch_size(config.batch.micro_batch_size), share)
+    smallest = int(schedule.batch_sizes.values.min())
+    if config.model.norm == "batch" and (size == 1 or smallest < 2 * num_devices):
+        raise configs.BadSetting(
+            f"model.norm: 'batch' with micro-batches of {size} and batches of {smallest} on {num_devices} devices; "
+            "allowed: 'group' or 'none', for a single image has no statistics of a batch"
+        )
+    return size
+
+
+def plan_length(config) -> int:
+    """Updates that one call may do: a power of two, so that runs of other inner_steps share its program."""
+    return 1 << (config.train.inner_steps - 1).bit_length()
+
+
+def make_plan(deal: batching.Deal, schedule: schedules.Schedule, length: int, first_update: int) -> Plan:
+    """Inputs of `length` updates from `first_update` on."""
+    updates = np.arange(first_update, first_update + length, dtype=np.int64)
+    return Plan(
+        *batching.epoch_and_offset(deal, schedule.batch_sizes.sum_before(updates)),
+        schedule.batch_sizes.at(updates).astype(np.int32),
+        schedule.rates(updates).astype(np.float32),
+    )
+
+
+def make_network(config, num_classes: int) -> nn.Module:
+    """The network of `config`."""
+    conv = models.resolve_conv(config.model.conv, jax.default_backend())
+    fields, options = config.model, {}
+    if fields.norm != "auto":
+        options["norm"] = fields.norm
+    if fields.stem != "conv":
+        options["stem"] = fields.stem
+    return models.create_model(fields.name, num_classes, fields.dtype, conv, zero_head=fields.zero_head, **options)
+
+
+def optimizer_numbers(config) -> Numbers:
+    """The hyper-parameters that are data."""
+    fields = {name: config.optimizer[name] for name in Numbers._fields}
+    return Numbers(**fields | {"clip_norm": np.inf if fields["clip_norm"] is None else fields["clip_norm"]})
+
+
+def make_optimizer(config, numbers: Numbers) -> optax.GradientTransformation:
+    """The optimizer of `config`, with other hyper-parameters."""
+    switches = Switches(**{name: config.optimizer[name] for name in Switches._fields})
+    return create_optimizer(config.optimizer.name, numbers, switches)
+
+
+def make_init(config, cache: caches.Cache) -> Callable[[int, Numbers, np.ndarray | None], TrainState]:
+    """(seed, hyper-parameters, kernel of the stem) -> the state before the first update, of one replica."""
+    network, keeps_ema = make_network(config, len(cache.class_names)), config.train.ema_decay is not None
+
+    def init(seed, numbers, kernel):
+        params, model_state = models.init_variables(network, cache.image_shape, seed)
+        model_state = models.with_whitening(model_state, kernel)
+        return create_state(params, make_optimizer(config, numbers), seed, model_state, ema=keeps_ema)
+
+    return jax.jit(init)
+
+
+def tolerated_nonfinite(config) -> int:
+    """Updates in a row that may be passed over."""
+    return config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0
+
+
+def bytes_beside_images(network, state, image_shape, micro_batch_size: int) -> dict[str, int]:
+    """Estimate of what a step needs on a device beside the images, in bytes by part; `state` may be shapes."""
+    costs = models.training_costs(network, image_shape)
+    return {
+        "parameters and optimizer": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        "gradients": 3 * 4 * count_params(state.params),  # one micro-batch's, their sum, the flat vector
+        f"activations of {micro_batch_size} images": micro_batch_size * costs.activation_bytes,
+    }
+
+
+# ---- shared by the runs of a process ------------------------------------------------------------------
+
+
+class Programs(NamedTuple):
+    """The compiled part of a run, which serves every seed, batch size, schedule and hyper-parameter.
+
+    `predict` takes (variables, images); so does `predict_views`, which averages over the 8 views of an image, or is
+    None where the config does not ask for it.
+    """
+
+    network: nn.Module
+    optimizer: optax.GradientTransformation
+    read: Callable
+    loss_fn: Callable
+    init: Callable
+    inner_loop: Callable
+    predict: Callable
+    predict_views: Callable | None
+    metric_names: tuple[str, ...]
+
+
+class Shared:
+    """Data on the devices and compiled programs, by what shapes them: runs of one process may share both.
+
+    Args:
+      packed: each device trains a run of its own, on all of the data.
+    """
+
+    def __init__(self, *, packed: bool = False):
+        self.packed, self.local_devices = packed, jax.local_devices()
+        self._data, self._programs, self._kernel = (None, None), {}, None
+
+    def data(self, config) -> tuple[caches.Cache, augment.Placed]:
+        """Places the data set, unless it is there; of several only the latest is kept, for it fills devices."""
+        key = json.dumps([config.dataset.to_dict(), config.augment.to_dict()])
+        if self._data[0] != key:
+            self._data, self._kernel = (None, None), None
+
+            def other_bytes(cache):
+                shapes = jax.eval_shape(make_init(config, cache), np.uint32(0), Numbers(), np.zeros(()))
+                schedule = make_schedule(config, cache.count("train"))
+                size = micro_batch_size(config, schedule, 1 if self.packed else jax.device_count())
+                return bytes_beside_images(
+                    make_network(config, len(cache.class_names)), shapes, cache.image_shape, size
+                )
+
+            cache, placed = augment.load_onto_devices(config, other_bytes, packed=self.packed)
+            jax.block_until_ready((placed.train, placed.val_images))
+            self._data = key, (cache, placed)
+        return self._data[1]
+
+    def whitening_kernel(self, config) -> np.ndarray | None:
+        """The kernel of the network's frozen stem, if it has one; the same on every host."""
+        if config.model.stem != "whitened":
+            return None
+        if self._kernel is None:
+            cache, _ = self.data(config)
+            images = augment.read_originals(cache, min(WHITENING_IMAGES, cache.count("train")))
+            kernel = models.whitening_kernel(images, cache.manifest["mean"], cache.manifest["std"])
+            self._kernel = devices.from_primary(kernel)
+        return self._kernel
+
+    def key(self, config) -> tuple:
+        """What shapes the programs of `config`; places its data."""
+        cache, placed = self.data(config)
+        schedule = make_schedule(config, cache.count("train"))
+        return (
+            self._data[0],
+            *config.model.values(),
+            config.optimizer.name,
+            *(config.optimizer[name] for name in Switches._fields),
+            config.train.label_smoothing,
+            config.train.ema_decay,
+            config.eval.view_average,
+            resolve_micro_batch_size(config.batch.micro_batch_size),  # of predictions
+            micro_batch_size(config, schedule, placed.deal.num_devices),
+            plan_length(config),
+            tolerated_nonfinite(config),
+        )
+
+    def programs(self, config) -> Programs:
+        """Compiles by running once, unless that was done; pmap's ahead-of-time way does not know several hosts."""
+        key = self.key(config)
+        if key not in self._programs:
+            if len(self._programs) == MAX_PROGRAMS:
+                self._programs.clear()
+                jax.clear_caches()
+            self._programs[key] = self._compile(config, *self.data(config))
+        return self._programs[key]
+
+    def _compile(self, config, cache, placed) -> Programs:
+        network, manifest, shape = make_network(config, len(cache.class_names)), cache.manifest, cache.image_shape
+        scale = manifest["mean"], manifest["std"]
+        schedule, fields = make_schedule(config, cache.count("train")), config.train
+        size = resolve_micro_batch_size(config.batch.micro_batch_size)
+        optimizer, read = make_optimizer(config, Numbers()), augment.make_read(config.augment.storage, shape)
+        loss_fn = models.make_loss_fn(network, shape, *scale, fields.label_smoothing)
+        logits_fn, predict_views = models.make_logits_fn(network, shape, *scale), None
+        inner_loop = make_inner_loop(
+            loss_fn,
+            optimizer,
+            read,
+            placed.deal,
+            micro_batch_size(config, schedule, placed.deal.num_devices),
+            max_nonfinite=tolerated_nonfinite(config),
+            statistics_decay=config.model.norm_decay,
+            ema_decay=fields.ema_decay or 0.0,
+            packed=self.packed,
+        )
+        predict = evaluation.make_predict(logits_fn, size, packed=self.packed)
+        if config.eval.view_average:
+            averaged = augment.average_over_views(logits_fn, shape)
+            predict_views = evaluation.make_predict(averaged, size, packed=self.packed)
+        init, kernel = make_init(config, cache), self.whitening_kernel(config)
+        state = devices.replicate(init(np.uint32(0), Numbers(), kernel), self.local_devices)
+        plan, updates = make_plan(placed.deal, schedule, plan_length(config), first_update=0), np.int32(0)
+        if self.packed:
+            many = len(self.local_devices)
+            plan, updates = jax.tree.map(lambda x: np.stack([x] * many), (plan, updates))
+        state, values = inner_loop(state, placed.train, plan, updates)
+        for program in filter(None, (predict, predict_views)):
+            jax.block_until_ready(program(state.variables, placed.val_images))
+        return Programs(network, optimizer, read, loss_fn, init, inner_loop, predict, predict_views, tuple(values))
