@@ -52,8 +52,6 @@ def bench_accuracy(arguments: list[str], seeds: int, target: float, path: str) -
 def print_accuracy(result: dict) -> None:
     """Medians with their range over the seeds that reached the target, and how many did."""
     print(f"{result['reached']} of {result['seeds']} seeds reached {result['target_accuracy']}")
-    if not result["reached"]:
-        print(f"best {max(result['best_val_accuracy']):.4f}")
     for name, label in COLUMNS.items():
         found = [value for value in result["to_target"][name] if value is not None]
         if found:
