@@ -109,7 +109,8 @@ class BottleneckBlock(nn.Module):
     def __call__(self, x, weights):
         y = nn.relu(self.norm()(self.conv(self.features, kernel_size=1)(x), weights))
         y = nn.relu(self.norm()(self.conv(self.features, stride=self.stride)(y), weights))
-        y = self.norm()(self.conv(self.features * 4, kernel_size=1)(y), weights)
+        # From zero, so that the block starts as its shortcut: Goyal et al. 2017, section 5.1.
+        y = self.norm(scale_init=nn.initializers.zeros)(self.conv(self.features * 4, kernel_size=1)(y), weights)
         if x.shape != y.shape:
             x = self.norm()(self.conv(self.features * 4, kernel_size=1, stride=self.stride)(x), weights)
         return nn.relu(x + y)
@@ -185,18 +186,19 @@ def training_costs(network: nn.Module, image_shape: tuple[int, int, int]) -> Cos
     """
     as_dot = network.clone(conv="dot")
     images = jax.ShapeDtypeStruct((1, *image_shape), network.dtype)
-    variables = jax.eval_shape(as_dot.init, jax.random.key(0), images)
+    rest = dict(jax.eval_shape(as_dot.init, jax.random.key(0), images))
+    params = rest.pop("params")
 
-    def total(variables, images):
-        return as_dot.apply(variables, images).sum()
+    def total(params, rest, images):
+        return as_dot.apply({"params": params, **rest}, images).sum()
 
     kept = 0
-    for _, operand, out in _products(jax.make_jaxpr(total)(variables, images).jaxpr):
+    for _, operand, out in _products(jax.make_jaxpr(total)(params, rest, images).jaxpr):
         if network.conv == "dot":
             kept += 2 * out.size * 4 + operand.size * network.dtype.itemsize
         else:
             kept += 2 * out.size * network.dtype.itemsize
-    both = _products(jax.make_jaxpr(jax.value_and_grad(total))(variables, images).jaxpr)
+    both = _products(jax.make_jaxpr(jax.value_and_grad(total))(params, rest, images).jaxpr)
     return Costs(float(sum(flops for flops, _, _ in both)), kept)
 
 
@@ -296,6 +298,12 @@ def init_variables(network, image_shape, seed) -> tuple[dict, dict]:
     images = jnp.zeros((1, *image_shape), network.dtype)
     variables = dict(jax.jit(network.init)(jax.random.key(seed), images))
     return variables.pop("params"), variables
+
+
+def whitening_shape(image_shape: tuple[int, int, int]) -> tuple[int, int, int, int]:
+    """Shape of the frozen kernel of stem "whitened"."""
+    size, channels = WHITENED[0], image_shape[-1]
+    return size, size, channels, size * size * channels
 
 
 def whitening_kernel(images: np.ndarray, mean, std) -> np.ndarray:

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import augment
 import model as models
-from largebatch import batching, devices, evaluation, schedules
+from largebatch import BadSetting, batching, devices, evaluation, schedules
 from largebatch import cache as caches
 from largebatch import config as configs
 from largebatch.optimizers import Numbers, Switches, create_optimizer
@@ -58,14 +58,15 @@ def micro_batch_size(config, schedule: schedules.Schedule, num_devices: int) -> 
     Raises:
       BadSetting: batch normalisation would see single images.
     """
-    share = -(-schedule.max_batch_size // num_devices)
-    size = min(resolve_micro_batch_size(config.batch.micro_batch_size), share)
-    smallest = int(schedule.batch_sizes.values.min())
-    if config.model.norm == "batch" and (size == 1 or smallest < 2 * num_devices):
-        raise configs.BadSetting(
-            f"model.norm: 'batch' with micro-batches of {size} and batches of {smallest} on {num_devices} devices; "
-            "allowed: 'group' or 'none', for a single image has no statistics of a batch"
-        )
+    size = min(resolve_micro_batch_size(config.batch.micro_batch_size), -(-schedule.max_batch_size // num_devices))
+    if config.model.norm == "batch":
+        for batch_size in schedule.batch_sizes.values:
+            share = int(batch_size) // num_devices  # of some devices one more, and what that leaves of the last
+            if min(share, share // -(-share // size) if share else 0, (share + 1) // -(-(share + 1) // size)) < 2:
+                raise BadSetting(
+                    f"model.norm: 'batch' with batches of {batch_size} in micro-batches of up to {size} on "
+                    f"{num_devices} devices; allowed: at least 2 images in each, or 'group' or 'none'"
+                )
     return size
 
 
@@ -186,14 +187,18 @@ class Shared:
         return self._data[1]
 
     def whitening_kernel(self, config) -> np.ndarray | None:
-        """The kernel of the network's frozen stem, if it has one; the same on every host."""
+        """The kernel of the network's frozen stem, if it has one: host 0's, on every host."""
         if config.model.stem != "whitened":
             return None
         if self._kernel is None:
-            cache, _ = self.data(config)
-            images = augment.read_originals(cache, min(WHITENING_IMAGES, cache.count("train")))
-            kernel = models.whitening_kernel(images, cache.manifest["mean"], cache.manifest["std"])
-            self._kernel = devices.from_primary(kernel)
+
+            def read(cache):
+                if not devices.is_primary():
+                    return np.zeros(models.whitening_shape(cache.image_shape), np.float32)
+                images = augment.read_originals(cache, min(WHITENING_IMAGES, cache.count("train")))
+                return models.whitening_kernel(images, cache.manifest["mean"], cache.manifest["std"])
+
+            self._kernel = devices.from_primary(augment.with_cache(config, read)[1])
         return self._kernel
 
     def key(self, config) -> tuple:

@@ -262,7 +262,7 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
     Raises:
       UsageError: unknown or malformed flag, or a config file that cannot be run.
     """
-    argv = _join_values(argv)
+    argv, unset = _without_nones(_join_values(argv))
     try:
         # Reads the overrides, of which the parser of flags then knows.
         default = str(ROOT / "configs" / "default.py")
@@ -270,6 +270,7 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
         rest = parse_plain_flags(argv)
         if not isinstance(flags.FLAGS.config, config_dict.ConfigDict):  # what stands for a missing file
             raise UsageError(f"--config: {flags.FLAGS['config'].config_filename} cannot be loaded")
+        flags.FLAGS.config.update_from_flattened_dict(dict.fromkeys(unset))
     except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
         names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
         bad = [f"--config.{name}: unknown field{nearest_field(name)}" for name in names if name not in RULES]
@@ -312,6 +313,14 @@ def _join_values(argv: list[str]) -> list[str]:
         pending = arg if re.fullmatch(r"--config\.[\w.]+", arg) else None
         joined.append(arg)
     return joined
+
+
+def _without_nones(argv: list[str]) -> tuple[list[str], list[str]]:
+    """`argv` without its --config.FIELD=None, and those fields, which the parser of numbers does not take."""
+    pattern = re.compile(r"--config\.([\w.]+)=None")
+    unset = [match[1] for match in map(pattern.fullmatch, argv) if match and match[1] in RULES]
+    unset = [field for field in unset if RULES[field][0](None)]
+    return [arg for arg in argv if arg.removeprefix("--config.").removesuffix("=None") not in unset], unset
 
 
 def _one_line(error: BaseException) -> str:

@@ -63,7 +63,7 @@ class Reporter:
         self.line(
             f"outer {row['outer']:>4}/{outer_steps}  step {row['step']:>6}  epoch {row['epoch']:8.2f}  "
             f"train loss {_four_digits(row['train_loss'])}  val loss {row['val_loss']:.4f}  "
-            f"val accuracy {row['val_accuracy']:.4f}  {row['images_per_sec']:>10,.0f} images/s  "
+            f"val accuracy {row['val_accuracy']:.4f}{_others(row)}  {row['images_per_sec']:>10,.0f} images/s  "
             f"{row['step_time_ms']:,.1f} ms/update"
         )
 
@@ -76,6 +76,7 @@ class Reporter:
             "status": summary["status"],
             "best val accuracy": f"{summary['best_val_accuracy']:.4f} at update {summary['best_step']}",
             "final val accuracy": f"{summary['final_val_accuracy']:.4f}",
+            "beside it": _others(summary["final_others"]).strip(" ()"),
             "updates": f"{summary['steps']:,}",
             "images seen": f"{summary['examples_seen']:,}",
             "images/s (median)": f"{summary['images_per_sec']:,.0f}",
@@ -92,8 +93,16 @@ class Reporter:
                 f"{summary['sec_to_target']:.1f} s of training"
             )
         for name, value in rows.items():
-            out.add_row(name, value)
+            if value:
+                out.add_row(name, value)
         self._console.print(out)
+
+
+def _others(row: dict) -> str:
+    """The validation accuracies beside the plain one, as " (views 0.9500, ema 0.9400)"."""
+    prefix = "val_accuracy_"
+    found = [f"{name.removeprefix(prefix)} {row[name]:.4f}" for name in row if name.startswith(prefix)]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:

@@ -47,6 +47,8 @@ def examine(config) -> list[Finding]:
       UserError: the config or the data cannot be used at all.
     """
     started, clock = time.perf_counter(), metrics.Clock()
+    config = config.copy_and_resolve_references()
+    config.model.zero_head = False  # before it the first gradient would be zero, which says nothing
     job, state = train.prepare(config, clock, Shared())
     start = devices.first_replica(state)
     gradient = mean_gradient(job, start)
@@ -145,9 +147,9 @@ def check_update(job: train.Job, config, start: TrainState) -> Finding:
     rate = float(job.schedule.rates(np.arange(job.schedule.num_updates)).max())
     batch_size = min(job.schedule.max_batch_size, job.micro_batch_size * job.placed.deal.num_devices * 4)
     plan = _plan(job, batch_size, rate, plan_length(config))  # as long as it was compiled for
-    updates = 2 if config.optimizer.name == "soap" else 1  # its first one only looks at the gradient
-    updates = min(updates, plan_length(config))
-    state, _ = job.programs.inner_loop(devices.replicate(start), job.placed.train, plan, np.int32(updates))
+    state = devices.replicate(start)
+    for _ in range(2 if config.optimizer.name == "soap" else 1):  # whose first one only looks at the gradient
+        state, _ = job.programs.inner_loop(state, job.placed.train, plan, np.int32(1))
     moved = jax.tree.map(np.subtract, devices.first_replica(state.params), start.params)
     moved, kernels = checkpoints.named_leaves(moved), _kernels(start.params)
     ratios = {name: _norm(moved[name]) / _norm(kernels[name]) for name in kernels if np.any(kernels[name])}
@@ -244,6 +246,8 @@ def check_micro_batch(job: train.Job, sizes: dict[int, float | str]) -> Finding:
     text = ", ".join(f"{size}: {timed[size]:,.0f}" for size in sorted(timed))
     best = max(timed, key=timed.get)
     text = f"{own} fits; images/s at size {text}"
+    if job.programs.network.norm == "batch":
+        return Finding(OK, name, f"{text}; another size is another normalisation")
     if timed[best] > BETTER * timed[own]:
         return Finding(WARN, name, text, f"set batch.micro_batch_size {best}")
     return Finding(OK, name, text)
@@ -268,9 +272,10 @@ def estimate_time(job: train.Job, config, state, sizes: dict[int, float | str]) 
     """Time of all updates and validations, from the times above."""
     if isinstance(sizes[job.micro_batch_size], str):
         return Finding(FAIL, "time", "unknown: no update ran")
-    begin = time.perf_counter()
-    jax.block_until_ready(job.programs.predict(state.variables, job.placed.val_images))
-    validation = time.perf_counter() - begin
+    for _ in range(2):  # once to compile
+        begin = time.perf_counter()
+        train.validate_model(job, state)
+        validation = time.perf_counter() - begin
     num_updates = job.schedule.num_updates
     trained = sizes[job.micro_batch_size] * job.schedule.examples_before(num_updates)
     update, validations = trained / num_updates, -(-num_updates // config.train.inner_steps)

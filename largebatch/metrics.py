@@ -274,6 +274,7 @@ def empty_summary() -> dict:
         "best_val_accuracy": None,
         "best_step": None,
         "final_val_accuracy": None,
+        "final_others": {},
         "target_accuracy": None,
         "steps_to_target": None,
         "examples_to_target": None,
@@ -308,6 +309,7 @@ def add_to_summary(summary: dict, row: dict) -> bool:
     """Brings the summary up to a new row; returns whether its validation accuracy is the best so far."""
     accuracy, target = row["val_accuracy"], summary["target_accuracy"]
     summary |= {"steps": row["step"], "examples_seen": row["examples_seen"], "final_val_accuracy": accuracy}
+    summary["final_others"] = {name: value for name, value in row.items() if name.startswith("val_accuracy_")}
     summary["images_per_sec_by_outer"].append(row["images_per_sec"])
     summary["images_per_sec"] = float(np.median(summary["images_per_sec_by_outer"]))
     summary["train_sec"] += row["train_sec"]

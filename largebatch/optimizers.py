@@ -25,7 +25,8 @@ class Numbers(NamedTuple):
     """The hyper-parameters that are data: any value serves the same compiled program.
 
     `momentum` is b1 of the Adam family, `b2` its second decay; `clip_norm` is infinite where nothing is clipped;
-    `bias_multiplier` multiplies the rate of biases and norms, `adamw_multiplier` that of Muon's AdamW part.
+    `bias_multiplier` multiplies the rate of biases and norms, `adamw_multiplier` that of Muon's AdamW part, whose
+    weight decay stays that of the rest.
     """
 
     momentum: float = 0.9
@@ -75,9 +76,11 @@ def _sgd(learning_rate, numbers, switches, mask):
 
 
 def _lars(learning_rate, numbers, switches, mask):
-    # You et al. 2017, "Large Batch Training of Convolutional Networks"; as optax.lars, which is eq. 10 above.
+    # You et al. 2017, "Large Batch Training of Convolutional Networks"; with the norm of the decayed gradient in
+    # place of the sum of both norms, as optax.lars, which is eq. 10 above. What has no norm moves as if it had 1.
     decay = optax.add_decayed_weights(numbers.weight_decay, mask=mask)
-    trust = optax.masked(optax.scale_by_trust_ratio(trust_coefficient=LARS_TRUST), mask)
+    # The coefficient for itself: beside a zero norm optax would drop it with the ratio.
+    trust = optax.masked(optax.chain(optax.scale_by_trust_ratio(), optax.scale(LARS_TRUST)), mask)
     return _with_momentum(optax.chain(decay, trust), learning_rate, numbers, switches)
 
 
@@ -240,8 +243,9 @@ def scale_by_soap(
     Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", algorithm 3: a kernel's gradient is
     the matrix G [inputs, output channels]; L and R are moving averages, with decay `b2`, of G G^T and G^T G.
     Adam's second moment is kept in their eigenbases, its first moment in the parameters' own. The bases come from
-    an eigendecomposition at the first update, which only does that and moves nothing, and from one step of power
-    iteration and a QR decomposition every `every` updates. A parameter without such a side gets plain Adam.
+    an eigendecomposition at the first update, whose direction is zero, and from one step of power iteration and a
+    QR decomposition every `every` updates, columns in falling order as in the authors' program. A parameter
+    without such a side gets plain Adam.
 
     Args:
       b1, b2: may be traced.
@@ -279,7 +283,7 @@ def _matrix(p):
 
 
 def _soap_leaf(grad, moments: Soap, count, b1, b2, eps, every):
-    covariance_of = (lambda: grad @ grad.T, lambda: grad.T @ grad)
+    covariance_of = (lambda: _product(grad, grad.T), lambda: _product(grad.T, grad))
     sides = tuple(
         side and side._replace(covariance=b2 * side.covariance + (1 - b2) * of())
         for side, of in zip(moments.sides, covariance_of, strict=True)
@@ -291,17 +295,36 @@ def _soap_leaf(grad, moments: Soap, count, b1, b2, eps, every):
     def stay():
         return jnp.zeros_like(grad), moments.first, moments.second
 
-    def start(sides):
-        return tuple(side and side._replace(basis=jnp.linalg.eigh(side.covariance)[1]) for side in sides)
-
-    def refresh(sides):
-        # One step of power iteration: the columns stay in the order of the second moments that belong to them.
-        return tuple(side and side._replace(basis=jnp.linalg.qr(side.covariance @ side.basis)[0]) for side in sides)
-
     move = partial(_adam_in, sides, grad, moments, count - 1, b1, b2, eps)
     direction, first, second = lax.cond(count == 1, stay, move)
     due = jnp.where(count == 1, 1, jnp.where(count % every == 0, 2, 0))
-    return direction, Soap(first, second, lax.switch(due, (lambda same: same, start, refresh), sides))
+    keep = lambda sides, second: (sides, second)  # noqa: E731
+    sides, second = lax.switch(due, (keep, _start_bases, _refresh_bases), sides, second)
+    return direction, Soap(first, second, sides)
+
+
+def _start_bases(sides, second):
+    # Falling eigenvalues: power iteration with QR turns any other order into this one.
+    decompose = lambda side: side._replace(basis=jnp.linalg.eigh(side.covariance)[1][:, ::-1])  # noqa: E731
+    return tuple(side and decompose(side) for side in sides), second
+
+
+def _refresh_bases(sides, second):
+    """One step of power iteration from the columns in falling order, along which the second moments go."""
+    new = []
+    for axis, side in enumerate(sides):
+        if side is not None:
+            turned = _product(side.covariance, side.basis)
+            order = jnp.argsort(-jnp.sum(side.basis * turned, axis=0))
+            second = jnp.take(second, order, axis=axis)
+            side = side._replace(basis=jnp.linalg.qr(turned[:, order])[0])
+        new.append(side)
+    return tuple(new), second
+
+
+def _product(one, other):
+    """A matrix product in full float32, which TPUs and GPUs do not do unasked: bases have to stay orthogonal."""
+    return jnp.matmul(one, other, precision=lax.Precision.HIGHEST)
 
 
 def _adam_in(sides, grad, moments: Soap, count, b1, b2, eps):
@@ -316,5 +339,5 @@ def _adam_in(sides, grad, moments: Soap, count, b1, b2, eps):
 def _rotate(matrix, sides, *, back: bool = False):
     """`matrix` in the bases of its sides, or back."""
     rows, columns = (side and (side.basis if back else side.basis.T) for side in sides)
-    matrix = matrix if rows is None else rows @ matrix
-    return matrix if columns is None else matrix @ columns.T
+    matrix = matrix if rows is None else _product(rows, matrix)
+    return matrix if columns is None else _product(matrix, columns.T)

@@ -13,6 +13,7 @@ from largebatch import UserError, checkpoints, devices, fields, metrics, preempt
 
 log = logging.getLogger("largebatch")
 
+WHOLE_AVERAGE = 1_000_000  # updates, after which no moving average remembers its start
 ENDS = ("done", "diverged", "pruned", "interrupted", "failed")
 
 
@@ -122,7 +123,9 @@ class Progress:
                 raise UserError(f"train.init_from: {error}") from error
 
         found = devices.from_primary(devices.agreed(read, devices.is_primary()) or like)
-        state = state._replace(**found, ema=None if state.ema is None else found)
+        # The averages that come along are whole: the first update must not take their place.
+        whole = np.full_like(state.averaged, WHOLE_AVERAGE)
+        state = state._replace(**found, ema=None if state.ema is None else found, averaged=whole)
         self._trainer.restore(self._like | {"state": state})
 
     def _from_primary(self, found: tuple | None) -> tuple | None:

@@ -137,6 +137,10 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_size: int
         return np.where(updates < warmup, warming, peak * shape)
 
     text = _explain(fields, learning_rate, factor, batch_size, peak, start, warmup, num_updates)
+    if fields["decay_by"] == "batch":
+        grown = zip(batch_sizes.starts, batch_sizes.values, peak * cuts.values, strict=True)
+        changes = [f"{size:,} from update {first:,} at {rate:g}" for first, size, rate in grown]
+        text += f": batch {', '.join(changes)}"
     return Schedule(num_updates, batch_sizes, rates, text)
 
 
@@ -174,8 +178,11 @@ def _explain(fields, learning_rate, factor, batch_size, peak, start, warmup, num
         "constant": f"constant over {num_updates:,} updates",
         "linear": f"linear to {peak * fields['final_fraction']:g} at update {num_updates:,}",
         "cosine": f"cosine to {peak * fields['final_fraction']:g} at update {num_updates:,}",
-        "step": f"{num_updates:,} updates with "
-        + ("rate" if fields["decay_by"] == "rate" else "1 / batch")
-        + f" x {fields['decay_factor']:g} at {', '.join(map(str, fields['decay_steps']))}",
+        "step": f"{num_updates:,} updates"
+        + (
+            f" with a growing batch for a decay of x {fields['decay_factor']:g}"
+            if fields["decay_by"] == "batch"
+            else f", x {fields['decay_factor']:g} at {', '.join(map(str, fields['decay_steps']))}"
+        ),
     }[fields["name"]]
     return f"{text}, {'then ' if warmup else ''}{after}"

@@ -30,7 +30,7 @@ PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
 # Not shaping a run's numbers, or with an option of their own.
 NOT_SEARCHED = ("devices", "log", "checkpoint", "seed", "augment.cache_dir")
 
-MAX_GRID = 10_000
+MAX_GRID, MAX_PRODUCT = 10_000, 1_000_000
 
 Space = dict[str, distributions.BaseDistribution]
 
@@ -88,6 +88,9 @@ def read_space(path: Path, rules: dict, nearest: Callable[[str], str]) -> SpaceF
         ) from error
     if not isinstance(space, dict) or not space:
         raise UserError(f"--space: {path}: get_space() gave {space!r}; allowed: {{field: optuna distribution}}")
+    for name in ("derive", "includes"):
+        if name in module and not callable(module[name]):
+            raise UserError(f"--space: {path}: {name} is {module[name]!r}; allowed: a function")
     problems = [text for field, values in space.items() for text in _problems(field, values, rules, nearest)]
     if problems:
         raise UserError(f"--space: {path}: {'; '.join(problems)}")
@@ -136,8 +139,16 @@ def grid(space: Space, includes: Callable[[dict], bool] | None = None) -> list[d
             raise UserError(
                 f"--sampler grid: {field} is a range; allowed: a CategoricalDistribution, or a range with a step"
             )
+    count = math.prod(map(len, values.values()))
+    if count > MAX_PRODUCT:
+        raise UserError(
+            f"--sampler grid: {count:,} combinations; allowed: up to {MAX_PRODUCT:,}, or another sampler"
+        )
     all_points = (dict(zip(values, point, strict=True)) for point in itertools.product(*values.values()))
-    found = list(itertools.islice(filter(includes or (lambda point: True), all_points), MAX_GRID + 1))
+    try:
+        found = list(itertools.islice(filter(includes or (lambda point: True), all_points), MAX_GRID + 1))
+    except Exception as error:  # whatever a user's function raises
+        raise UserError(f"--space: includes(): {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not found:
         raise UserError("--sampler grid: includes() of the space file takes no point")
     if len(found) > MAX_GRID:

@@ -18,7 +18,8 @@ class TrainState(NamedTuple):
     `step` (int32) counts updates, never micro-batches; `seed` (uint32) orders the examples, and is data
     so that runs that differ by seed share one compiled program. `nonfinite` (int32) counts the latest
     updates in a row that were not applied since their loss or gradient was not finite, and
-    `learning_rate_scale` (float32) is what rollbacks left of the planned rate.
+    `learning_rate_scale` (float32) is what rollbacks left of the planned rate. `averaged` (int32) counts the
+    updates that the moving averages hold.
     """
 
     step: jax.Array
@@ -29,6 +30,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     nonfinite: jax.Array
     learning_rate_scale: jax.Array
+    averaged: jax.Array
 
     @property
     def variables(self) -> dict:
@@ -48,15 +50,15 @@ def create_state(
     zero, model_state = jnp.zeros((), jnp.int32), model_state or {}
     average = {"params": params, "model_state": model_state} if ema else None
     opt_state = optimizer.init(params)
-    return TrainState(zero, jnp.uint32(seed), params, model_state, average, opt_state, zero, jnp.float32(1))
+    return TrainState(zero, jnp.uint32(seed), params, model_state, average, opt_state, zero, jnp.float32(1), zero)
 
 
-def smooth(old, new, decay: float, step):
-    """A moving average over updates, `step` of which came before: decay * old + (1 - decay) * new.
+def smooth(old, new, decay: float, count):
+    """A moving average that holds `count` values and gets another: decay * old + (1 - decay) * new.
 
     At first it is the mean of all so far, so that it never remembers where it started.
     """
-    decay = jnp.minimum(decay, step / (step + 1.0)).astype(jnp.float32)
+    decay = jnp.minimum(decay, count / (count + 1.0)).astype(jnp.float32)
     return jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, old, new)
 
 

@@ -77,12 +77,14 @@ def _move(state, *, optimizer, grads, statistics, learning_rate, statistics_deca
     updates, opt_state = optimizer.update(grads, opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     smoothed = {
-        name: smooth(state.model_state[name], new, statistics_decay, state.step) for name, new in statistics.items()
+        name: smooth(state.model_state[name], new, statistics_decay, state.averaged)
+        for name, new in statistics.items()
     }
     model_state = {**state.model_state, **smoothed}
     new = {"params": params, "model_state": model_state}
-    ema = None if state.ema is None else smooth(state.ema, new, ema_decay, state.step)
-    return state._replace(params=params, model_state=model_state, ema=ema, opt_state=opt_state)
+    ema = None if state.ema is None else smooth(state.ema, new, ema_decay, state.averaged)
+    averaged = state.averaged + 1
+    return state._replace(params=params, model_state=model_state, ema=ema, opt_state=opt_state, averaged=averaged)
 
 
 def make_inner_loop(

@@ -61,7 +61,7 @@ class Trainer:
         self._inner_loop, self._data, self._plan_of, self._clock = inner_loop, data, plan_of, clock
         self._inner_steps, self._num_updates = inner_steps, num_updates
         self._max_nonfinite, self._profile_dir = max_nonfinite, profile_dir
-        self._sec_per_update, self._next_count = None, 1
+        self._calls, self._next_count = 0, 1
         self.state, self.step, self.signal = state, 0, 0
         self.values = {name: np.zeros(inner_steps, np.float32) for name in metric_names}
         self.learning_rate_scale = 1.0
@@ -101,12 +101,19 @@ class Trainer:
             begin = time.perf_counter()
             self._call(count)
             seconds = time.perf_counter() - begin
-            self._sec_per_update = seconds / count
-            fitting = max(1, min(int(SECONDS_PER_CALL / self._sec_per_update), self._inner_steps))
+            fitting = self._updates_in(SECONDS_PER_CALL * self._examples(self.step - count, count) / seconds)
             self.signal, self._next_count = preemption.agree(PROFILED_UPDATES if self._profile_dir else fitting)
             yield count, seconds
             if self.step < last:  # else once the row of the outer loop is written
                 self.stop_if_asked()
+
+    def _examples(self, first: int, count: int) -> int:
+        return int(self._plan_of(first).batch_size[:count].sum(dtype=np.int64))
+
+    def _updates_in(self, examples: float) -> int:
+        """How many of the next updates see so many examples together; at least one, at most an outer loop."""
+        sizes = self._plan_of(self.step).batch_size[: self._inner_steps]
+        return max(1, int(np.searchsorted(np.cumsum(sizes, dtype=np.int64), examples, side="right")))
 
     def stop_if_asked(self) -> None:
         """Raises preemption.Stopped if the hosts agreed after the last call that one of them got a signal."""
@@ -127,6 +134,7 @@ class Trainer:
         for name, value in values.items():
             self.values[name][first : first + count] = value[:count]
         self.step += count
+        self._calls += 1
 
     def nonfinite_validation(self, loss: float) -> NonFinite:
         """What to raise when the loss of a validation is not finite; its place is the next update's."""
@@ -139,7 +147,7 @@ class Trainer:
 
     def _maybe_profile(self):
         """Host 0 traces the call after the first; the others do as many updates in it."""
-        if not self._profile_dir or self._sec_per_update is None:
+        if not self._profile_dir or not self._calls:
             return contextlib.nullcontext()
         folder, self._profile_dir = self._profile_dir, None
         return jax.profiler.trace(folder) if devices.is_primary() else contextlib.nullcontext()

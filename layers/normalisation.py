@@ -1,5 +1,7 @@
 """Normalisation layers, and a stem that whitens the patches of an image."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ class BatchNorm(nn.Module):
     """
 
     dtype: jnp.dtype = jnp.float32
+    scale_init: Callable = nn.initializers.ones
 
     @nn.compact
     def __call__(self, x, weights=None):
@@ -28,7 +31,7 @@ class BatchNorm(nn.Module):
         mean = self.variable(STATISTICS, "mean", jnp.zeros, shape)
         variance = self.variable(STATISTICS, "variance", jnp.ones, shape)
         scale, bias = (
-            self.param("scale", nn.initializers.ones, shape),
+            self.param("scale", self.scale_init, shape),
             self.param("bias", nn.initializers.zeros, shape),
         )
         x = x.astype(jnp.float32)
@@ -47,20 +50,22 @@ class BatchNorm(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation (Wu and He 2018), which knows no batch: 32 groups, of at least 4 channels."""
+    """Group normalisation (Wu and He 2018), which knows no batch: 32 groups, of at least 2 channels."""
 
     dtype: jnp.dtype = jnp.float32
+    scale_init: Callable = nn.initializers.ones
 
     @nn.compact
     def __call__(self, x, weights=None):
-        groups = min(32, x.shape[-1] // 4)
-        return nn.GroupNorm(num_groups=groups, dtype=self.dtype, name="group")(x)
+        groups = min(32, x.shape[-1] // 2)
+        return nn.GroupNorm(num_groups=groups, dtype=self.dtype, scale_init=self.scale_init, name="group")(x)
 
 
 class NoNorm(nn.Module):
-    """The identity."""
+    """The identity, with the fields of the others."""
 
     dtype: jnp.dtype = jnp.float32
+    scale_init: Callable = nn.initializers.ones
 
     def __call__(self, x, weights=None):
         return x
@@ -97,7 +102,7 @@ def whitening_kernel(images: np.ndarray, size: int, stride: int, epsilon: float)
     Returns:
       float32 [size, size, C, size * size * C]; filters in the order of falling eigenvalues.
     """
-    border = -(-size // stride)  # within it a patch holds padding
+    border = -(-(size - 1) // stride)  # within it a patch holds padding
     total, count = 0.0, 0
     for begin in range(0, len(images), 128):
         found = np.asarray(extract_patches(jnp.asarray(images[begin : begin + 128]), size, size, stride))

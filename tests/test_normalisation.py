@@ -58,8 +58,9 @@ def test_group_norm_knows_no_other_image():
     layer = normalisation.GroupNorm()
     variables = layer.init(jax.random.key(0), x)
     np.testing.assert_allclose(layer.apply(variables, x)[:1], layer.apply(variables, x[:1]), atol=1e-6)
-    grouped = np.asarray(layer.apply(variables, x)).reshape(3, 16, 4, 4)  # 4 groups of 4 channels
-    np.testing.assert_allclose(grouped.mean((1, 2)).mean(), 0, atol=1e-5)
+    grouped = np.asarray(layer.apply(variables, x * np.arange(1, 17))).reshape(3, 16, 8, 2)  # 8 groups of 2
+    np.testing.assert_allclose(grouped.mean((1, 3)), np.zeros((3, 8)), atol=1e-5)
+    np.testing.assert_allclose(grouped.var((1, 3)), np.ones((3, 8)), atol=1e-3)
 
 
 def test_whitened_patches_have_the_identity_as_covariance(images_and_labels):
@@ -68,7 +69,7 @@ def test_whitened_patches_have_the_identity_as_covariance(images_and_labels):
     layer = normalisation.WhitenedPatches(3, 2, jnp.float32, "dot")
     assert kernel.shape == (3, 3, 3, 27)
     out = np.asarray(layer.apply({"frozen": {"kernel": kernel}}, images))
-    inner = out[:, 2:-2, 2:-2].reshape(-1, 27)  # without the patches that padding is in
+    inner = out[:, 1:-1, 1:-1].reshape(-1, 27)  # without the patches that padding is in
     np.testing.assert_allclose(np.cov(inner, rowvar=False), np.eye(27), atol=2e-3)
     damped = normalisation.whitening_kernel(images, 3, 2, epsilon=0.1)
     norms, damped = (np.linalg.norm(k.reshape(27, 27), axis=0) for k in (kernel, damped))
@@ -219,8 +220,9 @@ def test_views_and_moving_average_stand_beside_the_plain_accuracy(small_config, 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch.micro_batch_size": 1, "batch.size": 64}, "model.norm: 'batch' with micro-batches of 1"),
-        ({"batch.size": 15}, "model.norm: 'batch' with .*batches of 15 on 8 devices; allowed: 'group' or 'none'"),
+        ({"batch.micro_batch_size": 1, "batch.size": 64}, "batches of 64 in micro-batches of up to 1 on 8 devices"),
+        ({"batch.micro_batch_size": 2, "batch.size": 24}, "batches of 24 in micro-batches of up to 2"),  # 2 and 1
+        ({"batch.size": 15}, "model.norm: 'batch' with batches of 15 .*; allowed: at least 2 images in each"),
     ],
 )
 def test_batch_norm_of_single_images_is_refused(small_config, tmp_path, fields, message):

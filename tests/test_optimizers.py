@@ -169,7 +169,7 @@ def soap(path, p, grads, rates, *, every=10):
         g = g.reshape(rows, columns)
         left, right = B2 * left + (1 - B2) * g @ g.T, B2 * right + (1 - B2) * g.T @ g
         if t == 1:
-            in_left, in_right = np.linalg.eigh(left)[1], np.linalg.eigh(right)[1]
+            in_left, in_right = np.linalg.eigh(left)[1][:, ::-1], np.linalg.eigh(right)[1][:, ::-1]
             p = p - rate * DECAY * p
             continue
         m = BETA * m + (1 - BETA) * g
@@ -178,7 +178,11 @@ def soap(path, p, grads, rates, *, every=10):
         move = in_left @ (m_hat / (np.sqrt(v_hat) + 1e-8)) @ in_right.T
         p = p - rate * (move.reshape(shape) + DECAY * p)
         if t % every == 0:
-            in_left, in_right = np.linalg.qr(left @ in_left)[0], np.linalg.qr(right @ in_right)[0]
+            rows_order = np.argsort(-np.diag(in_left.T @ left @ in_left))
+            columns_order = np.argsort(-np.diag(in_right.T @ right @ in_right))
+            in_left = np.linalg.qr((left @ in_left)[:, rows_order])[0]
+            in_right = np.linalg.qr((right @ in_right)[:, columns_order])[0]
+            v = v[rows_order][:, columns_order]
     return p
 
 
@@ -221,6 +225,29 @@ def test_soap_follows_its_paper_over_a_refresh_of_its_bases():
         None, params["kernel"].astype(np.float64), [g["kernel"].astype(np.float64) for g in grads], rates, every=99
     )
     assert np.abs(stale).max() > 1e-3  # the refresh at update 10 counts
+
+
+def test_a_refresh_of_soaps_bases_does_not_throw_it_about():
+    """The first gradient has a few directions only, so most of the first basis is arbitrary."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.standard_normal((n, n)))[0] for n in (72, 32))
+    spectrum = np.outer(1 / np.arange(1, 73), 1 / np.arange(1, 33)) ** 0.5
+    soap = optimizers.scale_by_soap(0.9, 0.999)
+    state, norms = soap.init({"kernel": np.zeros((72, 32), np.float32)}), []
+    update = jax.jit(soap.update)
+    for _ in range(22):
+        grad = left @ (rng.standard_normal((72, 32)) * spectrum) @ right.T
+        updates, state = update({"kernel": grad.astype(np.float32)}, state)
+        norms.append(float(optax.tree.norm(updates)))
+    assert max(norms[10:13]) < 1.2 * norms[9]  # the refresh after update 10
+    assert max(norms[20:]) < 1.2 * norms[19]
+
+
+def test_lars_keeps_its_coefficient_beside_a_zero_norm(params):
+    (grad,) = gradients(params, 1)
+    params["head"]["kernel"] *= 0
+    moved = run("lars", params, [grad], [1.0])["head"]["kernel"]
+    np.testing.assert_allclose(moved, -0.001 * grad["head"]["kernel"], rtol=1e-5)
 
 
 def test_soap_without_bases_is_adam(params):

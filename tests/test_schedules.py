@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+import programs
 from configs import default
-from largebatch import BadSetting, UserError, schedules
+from largebatch import BadSetting, UserError, batching, schedules
 from largebatch import config as configs
 
 EPOCH = 172_800
@@ -106,7 +107,9 @@ def test_growth_visits_as_many_examples_as_decay_in_fewer_updates():
     assert growth.rates(updates).tolist() == [0.1] * 56
     assert decay.examples_before(75) == growth.examples_before(55) == 75 * 512
     assert growth.max_batch_size == 12_800
-    assert "1 / batch x 0.2 at 50, 75" in growth.text
+    assert (
+        "batch 512 from update 0 at 0.1, 2,560 from update 50 at 0.1, 12,800 from update 55 at 0.1" in growth.text
+    )
 
 
 def test_growth_beyond_the_data_set_cuts_the_rate_by_the_rest():
@@ -125,6 +128,23 @@ def test_examples_before_is_the_sum_of_the_batches():
     np.testing.assert_array_equal(stages.sum_before(np.arange(21)), np.concatenate([[0], np.cumsum(sizes)]))
     many = schedules.Stages(np.array([0]), np.array([EPOCH]))
     assert many.sum_before(np.int64(10**9)) == 10**9 * EPOCH  # beyond 32 bits
+
+
+def test_a_call_in_the_middle_of_a_run_gets_its_own_rates_sizes_and_places():
+    fields = {
+        "name": "step",
+        "decay_steps": (50, 75),
+        "decay_factor": 0.2,
+        "decay_by": "batch",
+        "warmup_updates": 20,
+    }
+    schedule, deal = create(epoch_size=4800, **fields), batching.Deal(600, 2, 8)
+    plan = programs.make_plan(deal, schedule, 8, first_update=48)
+    assert plan.batch_size.tolist() == [512, 512, 2560, 2560, 2560, 2560, 2560, 4800]
+    np.testing.assert_allclose(plan.learning_rate, [0.1] * 7 + [0.1 * 4800 / 12_800], rtol=1e-6)
+    before = 48 * 512 + np.concatenate([[0], np.cumsum(plan.batch_size[:-1])])
+    np.testing.assert_array_equal(plan.epoch * 4800 + plan.offset, before)
+    assert programs.make_plan(deal, schedule, 4, first_update=2).learning_rate[0] == np.float32(0.1 * 3 / 20)
 
 
 # ---- contradictions ---------------------------------------------------------------------------------

@@ -145,3 +145,5 @@ def test_a_space_may_leave_points_of_its_grid_out():
     assert [tuple(point.values()) for point in found] == [("adam", 1), ("adam", 2), ("adam", 3), ("sgd", 3)]
     with pytest.raises(UserError, match=r"includes\(\) of the space file takes no point"):
         search.grid(space, lambda values: False)
+    with pytest.raises(UserError, match=r"--space: includes\(\): KeyError: 'nosuch'"):
+        search.grid(space, lambda values: values["nosuch"])

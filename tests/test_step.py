@@ -44,7 +44,8 @@ def plan(deal, batch_sizes, learning_rate=1.0, before=0):
     pad = LENGTH - len(batch_sizes)
     epoch, offset = batching.epoch_and_offset(deal, np.pad(starts, (0, pad)))
     sizes = np.pad(np.int32(batch_sizes), (0, pad), constant_values=1)
-    return steps.Plan(epoch, offset, sizes, np.full(LENGTH, learning_rate, np.float32))
+    rates = np.broadcast_to(np.float32(learning_rate), len(batch_sizes))
+    return steps.Plan(epoch, offset, sizes, np.pad(rates, (0, pad)))
 
 
 def sgd_loop(problem, num_devices, storage="expanded", **kwargs):
@@ -128,11 +129,12 @@ def test_expanded_and_on_device_storage_give_the_same_gradients(problem):
 
 def test_results_do_not_depend_on_how_the_loop_is_cut(problem):
     deal, shards, loop, fresh = sgd_loop(problem, 2)
-    sizes = [300, 7, 256, 90]  # crosses the end of the first epoch
-    whole, metrics = loop(fresh(), shards, plan(deal, sizes, 0.1), np.int32(4))
+    sizes, rates = [300, 7, 256, 90], [0.1, 0.3, 0.02, 0.2]  # crosses the end of the first epoch
+    whole, metrics = loop(fresh(), shards, plan(deal, sizes, rates), np.int32(4))
     state, losses = fresh(), []
     for first, count in ((0, 1), (1, 3)):
-        part = plan(deal, sizes[first : first + count], 0.1, before=sum(sizes[:first]))
+        part = slice(first, first + count)
+        part = plan(deal, sizes[part], rates[part], before=sum(sizes[:first]))
         state, values = loop(state, shards, part, np.int32(count))
         losses += np.asarray(values["loss"])[:count].tolist()
     assert losses == np.asarray(metrics["loss"]).tolist()
