@@ -317,10 +317,8 @@ def _join_values(argv: list[str]) -> list[str]:
 
 def _without_nones(argv: list[str]) -> tuple[list[str], list[str]]:
     """`argv` without its --config.FIELD=None, and those fields, which the parser of numbers does not take."""
-    pattern = re.compile(r"--config\.([\w.]+)=None")
-    unset = [match[1] for match in map(pattern.fullmatch, argv) if match and match[1] in RULES]
-    unset = [field for field in unset if RULES[field][0](None)]
-    return [arg for arg in argv if arg.removeprefix("--config.").removesuffix("=None") not in unset], unset
+    unset = {f"--config.{field}=None": field for field, (allowed, _) in RULES.items() if allowed(None)}
+    return [arg for arg in argv if arg not in unset], [unset[arg] for arg in argv if arg in unset]
 
 
 def _one_line(error: BaseException) -> str:

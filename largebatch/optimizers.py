@@ -14,9 +14,9 @@ import optax
 from jax import lax, tree_util
 
 LAMB_EPSILON = 1e-6  # beside the root of the second moment
-LARS_TRUST = 0.001  # You et al. 2017, table 1; a factor of the learning rate
-SOAP_EVERY = 10  # updates between two refreshes of the eigenbases: Vyas et al. 2024, section 5
-# A larger side is left as it is, as in section 4 of the paper: its eigenbasis would cost too much.
+LARS_TRUST = 0.001  # the paper's trust coefficient; a factor of the learning rate
+SOAP_EVERY = 10  # updates between two refreshes of the eigenbases, the paper's own choice
+# A larger side keeps the basis it has, which the paper allows: its eigenbasis would cost too much.
 SOAP_MAX_SIDE = 1024
 HEAD = "head"  # the name of a network's last layer
 
@@ -90,17 +90,10 @@ def _adam(learning_rate, numbers, switches, mask):
     return optax.chain(decay, optax.adam(learning_rate, b1=numbers.momentum, b2=numbers.b2))
 
 
-def _adamw(learning_rate, numbers, switches, mask):
-    # Loshchilov and Hutter 2019.
+def _adamw(learning_rate, numbers, switches, mask, *, nesterov=False):
+    # Loshchilov and Hutter 2019; with Nesterov's momentum Dozat 2016.
     return optax.adamw(
-        learning_rate, b1=numbers.momentum, b2=numbers.b2, weight_decay=numbers.weight_decay, mask=mask
-    )
-
-
-def _nadamw(learning_rate, numbers, switches, mask):
-    # Dozat 2016, with decoupled decay.
-    return optax.nadamw(
-        learning_rate, b1=numbers.momentum, b2=numbers.b2, weight_decay=numbers.weight_decay, mask=mask
+        learning_rate, numbers.momentum, numbers.b2, weight_decay=numbers.weight_decay, mask=mask, nesterov=nesterov
     )
 
 
@@ -150,7 +143,7 @@ OPTIMIZERS: dict[str, Callable] = {
     "sgd": _sgd,
     "adam": _adam,
     "adamw": _adamw,
-    "nadamw": _nadamw,
+    "nadamw": partial(_adamw, nesterov=True),
     "lamb": _lamb,
     "lars": _lars,
     "muon": _muon,
@@ -298,15 +291,18 @@ def _soap_leaf(grad, moments: Soap, count, b1, b2, eps, every):
     move = partial(_adam_in, sides, grad, moments, count - 1, b1, b2, eps)
     direction, first, second = lax.cond(count == 1, stay, move)
     due = jnp.where(count == 1, 1, jnp.where(count % every == 0, 2, 0))
-    keep = lambda sides, second: (sides, second)  # noqa: E731
-    sides, second = lax.switch(due, (keep, _start_bases, _refresh_bases), sides, second)
+    sides, second = lax.switch(due, (_keep_bases, _start_bases, _refresh_bases), sides, second)
     return direction, Soap(first, second, sides)
+
+
+def _keep_bases(sides, second):
+    return sides, second
 
 
 def _start_bases(sides, second):
     # Falling eigenvalues: power iteration with QR turns any other order into this one.
-    decompose = lambda side: side._replace(basis=jnp.linalg.eigh(side.covariance)[1][:, ::-1])  # noqa: E731
-    return tuple(side and decompose(side) for side in sides), second
+    bases = (side and jnp.linalg.eigh(side.covariance)[1][:, ::-1] for side in sides)
+    return tuple(side and side._replace(basis=basis) for side, basis in zip(sides, bases, strict=True)), second
 
 
 def _refresh_bases(sides, second):

@@ -13,7 +13,7 @@ import numpy as np
 from largebatch import BadSetting
 
 # How the rate follows the batch size, of which `ratio` is that to the reference batch size. linear: Goyal et
-# al. 2017, "Accurate, Large Minibatch SGD", section 2.1; sqrt: Krizhevsky 2014 and You et al. 2020, section 3.
+# al. 2017, "Accurate, Large Minibatch SGD", section 2.1; sqrt: Krizhevsky 2014, "One weird trick".
 SCALING: dict[str, Callable[[float], float]] = {
     "none": lambda ratio: 1.0,
     "linear": lambda ratio: ratio,

@@ -78,7 +78,7 @@ class WhitenedPatches(nn.Module):
     """A frozen convolution after which the training images' patches have the identity as covariance.
 
     Its kernel, from `whitening_kernel`, is in the collection "frozen" and stays as it is (Page 2018, "How to train
-    your ResNet"; Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", section 3.2).
+    your ResNet"; Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU").
     """
 
     size: int

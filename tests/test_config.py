@@ -118,10 +118,10 @@ def test_a_config_file_that_raises_is_named(tmp_path):
     assert_one_line_error(run_script("train.py", "--config", path), "ZeroDivisionError", code=2)
 
 
-def parse(*arguments) -> str:
-    """batch.size as train.py would see it."""
+def parse(*arguments, field="batch.size") -> str:
+    """A field as train.py would see it."""
     code = (
-        "import sys; from largebatch import config;print(repr(config.parse_flags(['x', *sys.argv[1:]]).batch.size))"
+        f"import sys; from largebatch import config; print(repr(config.parse_flags(['x', *sys.argv[1:]]).{field}))"
     )
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -131,6 +131,21 @@ def test_fields_of_mixed_type_take_both():
     assert parse("--config.batch.size", "512") == "512"
     assert parse("--config.batch.size=512") == "512"
     assert parse("--config", "configs/eurosat.py", "--config.batch.size", "full") == "'full'"
+
+
+@pytest.mark.parametrize(
+    "given", [["--config.schedule.warmup_updates", "None"], ["--config.schedule.warmup_updates=None"]]
+)
+def test_what_a_config_file_sets_may_be_taken_away(given):
+    fast = ["--config", "configs/eurosat_fast.py"]
+    assert parse(*fast, field="schedule.warmup_updates") == "67"
+    assert parse(*fast, *given, field="schedule.warmup_updates") == "None"
+    assert parse(*fast, *given, "--config.schedule.warmup_epochs=0.1", field="schedule.warmup_epochs") == "0.1"
+
+
+def test_none_is_no_value_for_other_fields(tmp_path):
+    result = run_script("train.py", "--config.batch.size=None", f"--workdir={tmp_path / 'run'}")
+    assert_one_line_error(result, "batch.size: None; allowed: an integer >= 1, or 'full'")
 
 
 def test_differences_name_the_fields():

@@ -77,6 +77,14 @@ def test_whitened_patches_have_the_identity_as_covariance(images_and_labels):
     np.testing.assert_allclose(damped, 1 / np.sqrt(norms**-2.0 + 0.1), rtol=1e-3)
 
 
+def test_the_smallest_images_can_be_whitened():
+    images = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 3), np.uint8)
+    kernel = model.whitening_kernel(images, *SCALE)
+    assert kernel.shape == model.whitening_shape((8, 8, 3))
+    assert np.isfinite(kernel).all()
+    assert np.abs(kernel).max() > 0
+
+
 # ---- in the step ------------------------------------------------------------------------------------
 
 

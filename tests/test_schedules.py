@@ -98,7 +98,7 @@ def test_warm_up_in_examples_and_epochs_counts_updates():
 
 
 def test_growth_visits_as_many_examples_as_decay_in_fewer_updates():
-    """Smith et al. 2018, section 4: the batch times 5 wherever the rate would have been cut to a fifth."""
+    """Smith et al. 2018: the batch times 5 wherever the rate would have been cut to a fifth."""
     fields = {"name": "step", "decay_steps": (50, 75), "decay_factor": 0.2}
     decay, growth = create(**fields), create(decay_by="batch", **fields)
     assert (decay.num_updates, growth.num_updates) == (100, 50 + 5 + 1)

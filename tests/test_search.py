@@ -139,11 +139,18 @@ def test_tpe_does_not_repeat_its_draws_after_a_restart():
     assert draws[0] != draws[1] == draws[2]
 
 
-def test_a_space_may_leave_points_of_its_grid_out():
+def test_a_space_may_leave_points_of_its_grid_out(tmp_path):
     space = {"name": CategoricalDistribution(["adam", "sgd"]), "rate": CategoricalDistribution([1, 2, 3])}
     found = search.points(space, "grid", 0, 9, lambda values: values["name"] == "adam" or values["rate"] > 2)
     assert [tuple(point.values()) for point in found] == [("adam", 1), ("adam", 2), ("adam", 3), ("sgd", 3)]
     with pytest.raises(UserError, match=r"includes\(\) of the space file takes no point"):
         search.grid(space, lambda values: False)
+    path = tmp_path / "space.py"
+    path.write_text(
+        "from optuna.distributions import FloatDistribution\nincludes = 3\n"
+        "def get_space():\n    return {'optimizer.momentum': FloatDistribution(0.1, 0.9)}\n"
+    )
+    with pytest.raises(UserError, match=r"includes is 3; allowed: a function"):
+        search.read_space(path, RULES, nearest_field)
     with pytest.raises(UserError, match=r"--space: includes\(\): KeyError: 'nosuch'"):
         search.grid(space, lambda values: values["nosuch"])
