@@ -255,6 +255,7 @@ class TrialQueue:
             optuna.storages.fail_stale_trials(self._study)
             self._fail_unclaimed()
         alive = self._alive()
+        self._fail_doubled(alive)
         wanted = self._wanted(alive)
         for (setting, seed), values in wanted.items():
             if (setting, seed) not in alive:
@@ -275,6 +276,13 @@ class TrialQueue:
             if "claimed" not in trial.user_attrs and datetime.datetime.now() - trial.datetime_start > grace:
                 self._end(trial._trial_id, TrialState.FAIL)
 
+    def _fail_doubled(self, alive: dict) -> None:
+        """Waiting trials of runs that are there already: two processes filled the queue at once."""
+        first = {trial.number for trial in alive.values()}
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            if trial.number not in first:
+                self._end(trial._trial_id, TrialState.FAIL)
+
     # ---- one trial ----------------------------------------------------------------------------------
 
     @patiently
@@ -288,7 +296,7 @@ class TrialQueue:
                 self._end(trial._trial_id, TrialState.FAIL)
                 return None
             alive = self._alive()
-            # Two processes filled the queue at once; or it was filled when more trials were wanted.
+            # Another process filled the queue since `fill` here; or it was filled when more trials were wanted.
             if alive[key].number != trial.number or key not in self._wanted(alive):
                 self._end(trial._trial_id, TrialState.FAIL)
                 continue

@@ -77,6 +77,18 @@ def test_processes_that_fill_the_queue_at_once_run_no_trial_twice(url, repeat):
     assert sorted(names(ran)) == [f"{setting:04d}-0" for setting in range(6)]
 
 
+def test_what_two_processes_filled_twice_does_not_wait_for_ever(url):
+    one, two = make_queue(url), make_queue(url)
+    one.fill()
+    claimed = [one.claim() for _ in range(6)]
+    one._study.enqueue_trial(claimed[0].values, user_attrs={"setting": 0, "seed": 0})  # two had looked before
+    assert two.fill() == (0, 6, 0)
+    for trial in claimed:
+        one.end(trial, 0.5)
+    states = [trial.state for trial in two._study.get_trials()]
+    assert (states.count(TrialState.COMPLETE), states.count(TrialState.FAIL), len(states)) == (6, 1, 7)
+
+
 def test_a_trial_of_a_dead_process_comes_again_with_its_values(url, monkeypatch):
     dead = make_queue(url, heartbeat_sec=1, sampler="tpe", settings=1)  # its heart does not beat: no `with`
     dead.fill()
