@@ -300,13 +300,15 @@ def _keep_bases(sides, second):
 
 
 def _start_bases(sides, second):
-    # Falling eigenvalues: power iteration with QR turns any other order into this one.
-    bases = (side and jnp.linalg.eigh(side.covariance)[1][:, ::-1] for side in sides)
+    bases = (side and jnp.linalg.eigh(side.covariance)[1] for side in sides)
     return tuple(side and side._replace(basis=basis) for side, basis in zip(sides, bases, strict=True)), second
 
 
 def _refresh_bases(sides, second):
-    """One step of power iteration from the columns in falling order, along which the second moments go."""
+    """One step of power iteration from the columns in falling order, along which the second moments go.
+
+    QR turns power iteration's columns towards that order; from any other they would wander.
+    """
     new = []
     for axis, side in enumerate(sides):
         if side is not None:
