@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import multiprocessing
+import os
 import resource
 import statistics
 import subprocess
@@ -96,7 +97,8 @@ def _start(path: str, folder: str) -> dict:
         command += [f"--config.augment.cache_dir={folder}", f"--workdir={runs}/run"]
         command += ["--config.train.inner_steps=1", "--config.train.outer_steps=1"]
         begin = time.time()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         total = time.time() - begin
         if done.returncode:
             raise UserError(f"train.py ended with status {done.returncode}: {done.stderr.strip()}")

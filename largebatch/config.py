@@ -185,8 +185,10 @@ def resolve_batch_size(size, num_examples: int) -> int:
 
 
 def use_compilation_cache(cache_dir: str) -> None:
-    """Keeps compiled programs between runs. The minimum is 0 s, or small programs would not be kept."""
-    jax.config.update("jax_compilation_cache_dir", str(epath.Path(cache_dir).expanduser() / "xla"))
+    """Keeps compiled programs between runs, where JAX_COMPILATION_CACHE_DIR says or else in `cache_dir`."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(epath.Path(cache_dir).expanduser() / "xla"))
+    # Small programs too.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -1,9 +1,15 @@
-"""Eight CPU devices in one process, and an own cache folder, before JAX is imported."""
+"""Eight CPU devices in one process, and own cache folders, before JAX is imported."""
 
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Most of the suite's time would be compiling: all of its processes share what one has compiled.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="largebatch-compiled-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import subprocess
 import sys
@@ -19,9 +25,14 @@ EUROSAT = ROOT.parent / "shared" / "data" / "EuroSAT.zip"
 sys.path.insert(0, str(ROOT))
 
 
+def pytest_unconfigure():
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"])
+
+
 @pytest.fixture(scope="session")
 def session_cache(tmp_path_factory) -> Path:
-    """One cache folder for all tests of a worker, so that programs and data are made once."""
+    """One cache folder for all tests of a worker, so that data are made once."""
     return tmp_path_factory.mktemp("cache")
 
 

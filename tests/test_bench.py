@@ -244,8 +244,7 @@ def test_step_reports_every_contender(small, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
-def test_scaling_over_batches_and_devices(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(timing, "MIN_TIMED_SEC", 0.0)
+def test_scaling_over_batches_and_devices(small, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(scaling, "STRONG_BATCH", 32)
     monkeypatch.setattr(scaling, "WEAK_BATCH_PER_DEVICE", 16)
     result = scaling.bench_scaling(1, batch_sizes=(16, 32), device_counts=(2,), pods=((2, 1),))

@@ -24,8 +24,9 @@ def quick(small_config, monkeypatch):
     return small_config
 
 
-def test_a_sound_config_is_sound(quick):
-    found = statuses(quick)
+def test_a_sound_config_is_sound(quick, monkeypatch, capsys):
+    findings = doctor.examine(quick)
+    found = {finding.name: finding for finding in findings}
     assert {finding.status for finding in found.values()} == {"ok"}, found
     assert list(found) == [
         "gradient", "first update", "trust ratio", "micro-batch", "learning rate", "memory", "time", "traffic",
@@ -33,6 +34,9 @@ def test_a_sound_config_is_sound(quick):
     # LAMB moves every layer by the learning rate times its norm.
     assert found["first update"].found.startswith("0.01 (")
     assert "reduced gradient is 1.000 x the mean over 8 devices" in found["gradient"].found
+    monkeypatch.setattr(doctor, "examine", lambda config: findings)
+    assert doctor.main(quick) == 0
+    assert capsys.readouterr().out.count(" ok ") == 8
 
 
 @pytest.mark.parametrize("wrong", ["times the devices", "one device left out"])
@@ -118,13 +122,12 @@ def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
     arguments = [f"--config.{name}={value}" for name, value in fields.items()]
     arguments += ["--doctor", f"--workdir={tmp_path / 'run'}"]
     three = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
-    result = run_script("train.py", *arguments, env=three)
-    assert result.returncode == 0, result.stderr + result.stdout
-    assert "reduced gradient is 1.000 x the mean over 3 devices" in result.stdout
-    assert result.stdout.count(" ok ") == 8 - result.stdout.count(" warn ")
     wrong = ["--config.optimizer.name=sgd", "--config.optimizer.learning_rate=1e6"]
     result = run_script("train.py", *arguments, *wrong, env=three)
     assert result.returncode == 1
+    assert "reduced gradient is 1.000 x the mean over 3 devices" in result.stdout
+    assert result.stdout.count(" fail ") == 1
+    assert result.stdout.count(" ok ") == 6 - result.stdout.count(" warn ")  # and no trust ratio
     assert "-> optimizer.learning_rate 1e+06 is far too high" in result.stdout
     assert result.stderr.splitlines()[-1] == "train.py: error: the doctor found what would fail; see above"
     assert not (tmp_path / "run").exists()
