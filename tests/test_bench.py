@@ -247,7 +247,7 @@ def test_step_reports_every_contender(small, monkeypatch, tmp_path, capsys):
 def test_scaling_over_batches_and_devices(small, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(scaling, "STRONG_BATCH", 32)
     monkeypatch.setattr(scaling, "WEAK_BATCH_PER_DEVICE", 16)
-    result = scaling.bench_scaling(1, batch_sizes=(16, 32), device_counts=(2,), pods=((2, 1),))
+    result = scaling.bench_scaling(1, batch_sizes=(16, 32), device_counts=(2,), pods=((1, 2),))
     assert [row["batch_size"] for row in result["batch_sizes"]] == [16, 32]
     (two,) = result["devices"]
     assert two["collectives"] == ["all-reduce"]
@@ -255,7 +255,7 @@ def test_scaling_over_batches_and_devices(small, monkeypatch, tmp_path, capsys):
     assert two["weak_batch"] == 32
     assert result["hosts"][0]["images_per_sec"] > 0
     scaling.print_scaling(result)
-    assert "2 hosts x 1 devices" in capsys.readouterr().out
+    assert "1 hosts x 2 devices" in capsys.readouterr().out
     plot.plot_scaling(result, str(tmp_path / "scaling.png"))
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 

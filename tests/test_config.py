@@ -2,6 +2,7 @@ import importlib
 import subprocess
 import sys
 
+import jax
 import pytest
 from conftest import ROOT, assert_one_line_error, run_script
 
@@ -153,3 +154,15 @@ def test_differences_name_the_fields():
     names = ("here", "there")
     assert fields.differences(ours, ours, names) == ""
     assert fields.differences(ours, theirs, names) == "a.c: 2 here, 3 there; a.d: 'missing' here, 4 there"
+
+
+def test_compiled_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        config.use_compilation_cache(str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == before
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+        config.use_compilation_cache(str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

@@ -254,10 +254,11 @@ def test_another_number_of_devices_resumes_and_says_what_differs(config, tmp_pat
 
 def test_init_from_starts_with_the_best_parameters(config, tmp_path):
     config.model.norm, config.train.ema_decay = "batch", 0.9
+    config.train.inner_steps = 1
     first = train.train_and_evaluate(config, str(tmp_path / "first"))
     arrays, _ = resume.best_checkpoint(tmp_path / "first")
     config.train.init_from, config.optimizer.learning_rate = str(tmp_path / "first"), 1e-30
-    config.train.inner_steps = config.train.outer_steps = 1
+    config.train.outer_steps = 1
     second = train.train_and_evaluate(config, str(tmp_path / "second"))
     after, _ = resume.best_checkpoint(tmp_path / "second")
     np.testing.assert_array_equal(after["state.params.Conv_0.kernel"], arrays["state.params.Conv_0.kernel"])
