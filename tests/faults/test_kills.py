@@ -68,6 +68,7 @@ class Job:
             pod = ["-m", "largebatch.pod", f"--hosts={self.layout.hosts}", f"--devices={self.layout.devices}"]
             command = [sys.executable, *pod, "--", *command]
         environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": str(self.layout.devices)}
+        environment["JAX_COMPILATION_CACHE_DIR"] = ""  # a kill may leave half a program there
         with (self.folder / "log").open("a") as log:
             return subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True

@@ -63,6 +63,7 @@ class Killed:
             f"--study={study}",
         ]
         environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "2"}
+        environment["JAX_COMPILATION_CACHE_DIR"] = ""  # a kill may leave half a program there
         with (self.folder / "log").open("a") as log:
             return subprocess.Popen(
                 [*command, *self.options], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
