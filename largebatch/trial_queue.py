@@ -191,10 +191,10 @@ class TrialQueue:
 
     # ---- what there is to do ------------------------------------------------------------------------
 
-    def _alive(self) -> dict[tuple[int, int], FrozenTrial]:
-        """The one trial of each (setting, seed) that is waiting, running or ended."""
+    def _alive(self, trials: list[FrozenTrial]) -> dict[tuple[int, int], FrozenTrial]:
+        """The first trial of each (setting, seed) that is waiting, running or ended."""
         alive = {}
-        for trial in self._study.get_trials(deepcopy=False):
+        for trial in trials:
             attrs = trial.user_attrs
             if "setting" in attrs and (trial.state != TrialState.FAIL or "error" in attrs):
                 alive.setdefault((attrs["setting"], attrs["seed"]), trial)
@@ -254,8 +254,9 @@ class TrialQueue:
         if time.monotonic() >= self._forgiving_until:
             optuna.storages.fail_stale_trials(self._study)
             self._fail_unclaimed()
-        alive = self._alive()
-        self._fail_doubled(alive)
+        trials = self._study.get_trials(deepcopy=False)
+        alive = self._alive(trials)
+        self._fail_doubled(trials, alive)
         wanted = self._wanted(alive)
         for (setting, seed), values in wanted.items():
             if (setting, seed) not in alive:
@@ -276,11 +277,11 @@ class TrialQueue:
             if "claimed" not in trial.user_attrs and datetime.datetime.now() - trial.datetime_start > grace:
                 self._end(trial._trial_id, TrialState.FAIL)
 
-    def _fail_doubled(self, alive: dict) -> None:
+    def _fail_doubled(self, trials: list[FrozenTrial], alive: dict) -> None:
         """Waiting trials of runs that are there already: two processes filled the queue at once."""
         first = {trial.number for trial in alive.values()}
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            if trial.number not in first:
+        for trial in trials:
+            if trial.state == TrialState.WAITING and trial.number not in first:
                 self._end(trial._trial_id, TrialState.FAIL)
 
     # ---- one trial ----------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ class TrialQueue:
             if "setting" not in attrs:  # the queue was empty: Optuna made a new one
                 self._end(trial._trial_id, TrialState.FAIL)
                 return None
-            alive = self._alive()
+            alive = self._alive(self._study.get_trials(deepcopy=False))
             # Another process filled the queue since `fill` here; or it was filled when more trials were wanted.
             if alive[key].number != trial.number or key not in self._wanted(alive):
                 self._end(trial._trial_id, TrialState.FAIL)
