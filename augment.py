@@ -20,7 +20,7 @@ from etils import epath
 
 from largebatch import UserError, data, devices
 from largebatch import cache as caches
-from largebatch.batching import Deal
+from largebatch.batching import Deal, shuffle_key
 from largebatch.evaluation import rows_of_device
 from largebatch.images import SPLITS
 
@@ -61,10 +61,27 @@ def select_views(images: jax.Array, views: jax.Array) -> jax.Array:
     return jnp.where(views & 4, images.swapaxes(1, 2), images)
 
 
-def make_read(storage: str, image_shape: tuple[int, int, int]):
+def shifted(images: jax.Array, visits: jax.Array, limit: int) -> jax.Array:
+    """Images [M, H, W, C], each moved by up to `limit` pixels each way, with its edges reflected.
+
+    By how much follows from the keys of the visits, uint32 [M]; all moves are as likely.
+    """
+    padded = jnp.pad(images, ((0, 0), (limit, limit), (limit, limit), (0, 0)), mode="reflect")
+    rows, columns = (shuffle_key(visits, axis) % (2 * limit + 1) for axis in range(2))
+
+    def cut(image, row, column):
+        return jax.lax.dynamic_slice(image, (row, column, 0), images.shape[1:])
+
+    return jax.vmap(cut)(padded, rows.astype(jnp.int32), columns.astype(jnp.int32))
+
+
+def make_read(storage: str, image_shape: tuple[int, int, int], shift: int = 0):
     """The `read` of `step.make_inner_loop` for {"images": [n, H * W * C], "labels": [originals]}.
 
     Images lie as flat rows: a TPU pads the last two dimensions of an array to its tile of 8 x 128.
+
+    Args:
+      shift: pixels by which images are moved at most, each way; see `shifted`.
     """
 
     def take(array, index):
@@ -79,7 +96,13 @@ def make_read(storage: str, image_shape: tuple[int, int, int]):
         images = take(shard["images"], originals).reshape(-1, *image_shape)
         return select_views(images, examples % NUM_VIEWS), take(shard["labels"], originals)
 
-    return {"expanded": read_expanded, "on_device": read_on_device}[storage]
+    still = {"expanded": read_expanded, "on_device": read_on_device}[storage]
+
+    def read(shard, examples, visits):
+        images, labels = still(shard, examples)
+        return shifted(images, visits, shift) if shift else images, labels
+
+    return read
 
 
 def average_over_views(logits_fn: Callable, image_shape: tuple[int, int, int]) -> Callable:

@@ -1,4 +1,4 @@
-"""The networks, by name: the seed's convolution stack, one with residuals, ResNet-8 for CIFAR and ResNet-50.
+"""The networks, by name: the seed's convolution stack, two with residuals, ResNet-8 for CIFAR and ResNet-50.
 
 All take float images [N, H, W, C], and while training weights [N], 0 for padding; they give float32 logits
 [N, num_classes]. Parameters are float32; `dtype` is what the arithmetic runs in. What is not trained is in
@@ -153,6 +153,7 @@ class ResNet(nn.Module):
 MODELS = {
     "convnet": ConvNet,
     "resconvnet": functools.partial(ConvNet, features=(32, 64, 96, 128), blocks=(0, 0, 1, 1), hidden=None),
+    "resconvnet7": functools.partial(ConvNet, features=(32, 64, 96, 112), blocks=(0, 1, 1, 1), hidden=None),
     "resnet8": functools.partial(ResNet, stage_sizes=(1, 1, 1), width=16, block=BasicBlock, imagenet_stem=False),
     "resnet50": functools.partial(
         ResNet, stage_sizes=(3, 4, 6, 3), width=64, block=BottleneckBlock, imagenet_stem=True

@@ -169,7 +169,7 @@ class Shared:
 
     def data(self, config) -> tuple[caches.Cache, augment.Placed]:
         """Places the data set, unless it is there; of several only the latest is kept, for it fills devices."""
-        key = json.dumps([config.dataset.to_dict(), config.augment.to_dict()])
+        key = json.dumps([config.dataset.to_dict(), config.augment.storage, config.augment.cache_dir])
         if self._data[0] != key:
             self._data, self._kernel = (None, None), None
 
@@ -210,6 +210,7 @@ class Shared:
             *config.model.values(),
             config.optimizer.name,
             *(config.optimizer[name] for name in Switches._fields),
+            config.augment.shift,
             config.train.label_smoothing,
             config.train.ema_decay,
             config.eval.view_average,
@@ -234,7 +235,8 @@ class Shared:
         scale = manifest["mean"], manifest["std"]
         schedule, fields = make_schedule(config, cache.count("train")), config.train
         size = resolve_micro_batch_size(config.batch.micro_batch_size)
-        optimizer, read = make_optimizer(config, Numbers()), augment.make_read(config.augment.storage, shape)
+        optimizer = make_optimizer(config, Numbers())
+        read = augment.make_read(config.augment.storage, shape, config.augment.shift)
         loss_fn = models.make_loss_fn(network, shape, *scale, fields.label_smoothing)
         logits_fn, predict_views = models.make_logits_fn(network, shape, *scale), None
         inner_loop = make_inner_loop(

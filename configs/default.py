@@ -23,10 +23,11 @@ def get_config() -> config_dict.ConfigDict:
 
     c.augment = config_dict.ConfigDict()
     c.augment.storage = "expanded"  # expanded: all 8 views in device memory | on_device: an eighth of it
+    c.augment.shift = 0  # pixels; training images are moved by up to as many each way, edges reflected
     c.augment.cache_dir = "~/.cache/largebatch"  # data caches, downloads and compiled programs; gs:// works
 
     c.model = config_dict.ConfigDict()
-    c.model.name = "convnet"  # convnet (the seed's, 422,602 parameters) | resconvnet | resnet8 | resnet50
+    c.model.name = "convnet"  # convnet (the seed's) | resconvnet | resconvnet7 | resnet8 | resnet50
     c.model.dtype = "float32"  # of the arithmetic: float32 | bfloat16; parameters stay float32
     c.model.conv = "auto"  # dot (slices and one matrix product) | lax | lax_padded | auto: dot on CPU, else lax
 

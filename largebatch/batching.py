@@ -92,10 +92,11 @@ def device_share(deal: Deal, device, epoch, offset, batch_size) -> Share:
 
 
 def micro_batch(deal: Deal, device, share: Share, index, num_micro_batches, size: int, seed):
-    """Device-local example indices and 0/1 weights of one micro-batch.
+    """Device-local example indices, visits and 0/1 weights of one micro-batch.
 
     A share is split evenly, so that no micro-batch is left with a few examples: sizes differ by one
-    at most. Returns int32 [size] indices (padding points at a valid example) and float32 [size] weights.
+    at most. Returns int32 [size] indices (padding points at a valid example), uint32 [size] keys of the visits, for
+    what is random about them, and float32 [size] weights. A visit has the same key on any number of devices.
     """
     # floor((i + 1) * count / k) - floor(i * count / k), written so that int32 cannot overflow.
     base, extra = share.count // num_micro_batches, share.count % num_micro_batches
@@ -112,7 +113,9 @@ def micro_batch(deal: Deal, device, share: Share, index, num_micro_batches, size
     turn, nth = jnp.divmod(jnp.minimum(position, held * deal.views - 1), held)
     original = shuffled(nth, held, deal.max_originals, shuffle_key(seed, epoch, device, turn))
     view = shuffled(turn, deal.views, deal.views, shuffle_key(seed, epoch, device, deal.views + original))
-    return original * deal.views + view, weights
+    # Devices hold every num_devices-th of one permutation, whose places are the same for any number of them.
+    place = original * deal.num_devices + device
+    return original * deal.views + view, shuffle_key(seed, epoch, place, view), weights
 
 
 def shuffle_key(*parts) -> jax.Array:

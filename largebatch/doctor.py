@@ -93,8 +93,8 @@ def mean_gradient(job: train.Job, start: TrainState):
     def gradient(state, data):
         device = lax.axis_index(devices.AXIS)
         share = batching.device_share(deal, device, 0, 0, size * deal.num_devices)
-        examples, _ = batching.micro_batch(deal, device, share, 0, 1, size, jnp.uint32(0))
-        batch = steps.Batch(*job.programs.read(data, examples), jnp.ones(size))
+        examples, visits, _ = batching.micro_batch(deal, device, share, 0, 1, size, jnp.uint32(0))
+        batch = steps.Batch(*job.programs.read(data, examples, visits), jnp.ones(size))
         grads, _ = jax.grad(job.programs.loss_fn, has_aux=True)(state.params, state.model_state, batch)
         return lax.pmean(jax.tree.map(lambda g: g / size, grads), devices.AXIS)
 

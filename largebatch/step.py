@@ -51,7 +51,7 @@ def _no_sum(tree):
 def _example_batch(read, data, micro_batch_size: int) -> Batch:
     """A micro-batch to trace by: example 0, again and again."""
     examples = jnp.zeros(micro_batch_size, jnp.int32)
-    return Batch(*read(data, examples), examples.astype(jnp.float32))
+    return Batch(*read(data, examples, examples.astype(jnp.uint32)), examples.astype(jnp.float32))
 
 
 def _zeros_like_shapes(shapes):
@@ -63,10 +63,10 @@ def _sum_over_share(sums_of, zeros, read, deal: Deal, micro_batch_size: int, see
     num_micro_batches = -(-share.count // micro_batch_size)
 
     def add(index, sums):
-        examples, weights = batching.micro_batch(
+        examples, visits, weights = batching.micro_batch(
             deal, device, share, index, num_micro_batches, micro_batch_size, seed
         )
-        return jax.tree.map(jnp.add, sums, sums_of(Batch(*read(data, examples), weights)))
+        return jax.tree.map(jnp.add, sums, sums_of(Batch(*read(data, examples, visits), weights)))
 
     return lax.fori_loop(0, num_micro_batches, add, zeros)
 
@@ -107,7 +107,7 @@ def make_inner_loop(
         else is to be averaged over the batch, scalars by name; and such sums of the network's statistics, as the
         collections of the model state that they are smoothed into.
       optimizer: from `optimizers.create_optimizer`.
-      read: (data of this device, local example indices [M]) -> images, labels.
+      read: (data of this device, local example indices [M], keys of their visits [M]) -> images, labels.
       deal: how the examples are spread over devices.
       micro_batch_size: examples per gradient evaluation, per device.
       reduce: adds a pytree over devices; everything that crosses devices goes through it, once per update.

@@ -35,6 +35,18 @@ def test_select_views_equals_expand():
     np.testing.assert_array_equal(selected, expanded[np.arange(6), views])
 
 
+def test_shifted_images_are_cut_from_reflected_ones_at_every_place():
+    image = np.random.default_rng(0).integers(0, 256, (1, 8, 6, 3), np.uint8)
+    visits = np.arange(500, dtype=np.uint32)
+    shifted = np.asarray(jax.jit(augment.shifted, static_argnums=2)(np.repeat(image, 500, 0), visits, 2))
+    padded = np.pad(image[0], ((2, 2), (2, 2), (0, 0)), mode="reflect")
+    cuts = {padded[row : row + 8, column : column + 6].tobytes() for row in range(5) for column in range(5)}
+    assert len(cuts) == 25
+    assert {one.tobytes() for one in shifted} == cuts
+    counts = np.unique(shifted.reshape(500, -1), axis=0, return_counts=True)[1]
+    assert counts.min() >= 5  # of 20 expected: 3.4 standard deviations
+
+
 @pytest.mark.parametrize("storage", ["expanded", "on_device"])
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
@@ -56,7 +68,8 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     for index in range(num_devices):
         shard = jax.tree.map(lambda x, i=index: np.asarray(x)[i], placed.train)
         held = int(placed.deal.num_originals_of(index)) * 8
-        found, labels = read(jax.tree.map(jax.numpy.asarray, shard), jax.numpy.arange(held))
+        examples = jax.numpy.arange(held)
+        found, labels = read(jax.tree.map(jax.numpy.asarray, shard), examples, examples.astype(np.uint32))
         seen += [expected[i.tobytes(), int(n)] for i, n in zip(np.asarray(found), np.asarray(labels), strict=True)]
     assert sorted(seen) == sorted(expected.values())
     assert len(seen) == 640

@@ -50,7 +50,7 @@ def visited(deal: Deal, batch_size: int, num_updates: int, micro_batch_size: int
     def one(device, epoch, offset, index):
         share = batching.device_share(deal, device, epoch, offset, batch_size)
         count = -(-share.count // micro_batch_size)
-        examples, weights = batching.micro_batch(deal, device, share, index, count, micro_batch_size, 5)
+        examples, _, weights = batching.micro_batch(deal, device, share, index, count, micro_batch_size, 5)
         return share, count, examples, weights
 
     for update in range(num_updates):
@@ -107,3 +107,20 @@ def test_epoch_and_offset_do_not_overflow():
     epoch, offset = batching.epoch_and_offset(deal, np.array([10**12 + 17]))
     assert epoch.dtype == offset.dtype == np.int32
     assert int(epoch[0]) * deal.num_examples + int(offset[0]) == 10**12 + 17
+
+
+def test_a_visit_has_one_key_on_any_number_of_devices_and_another_in_every_epoch():
+    found = []
+    for num_devices in (1, 4):
+        deal, keys = Deal(13, num_devices, 8), {}
+        for epoch in (0, 1):
+            for device in range(num_devices):
+                share = batching.device_share(deal, device, epoch, 0, deal.num_examples)
+                examples, visits, weights = batching.micro_batch(deal, device, share, 0, 1, deal.num_examples, 5)
+                held = deal.originals_of(device, seed=5)
+                for example, visit, weight in zip(*map(np.asarray, (examples, visits, weights)), strict=True):
+                    if weight:
+                        keys[epoch, held[example // 8], example % 8] = visit
+        found.append(keys)
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) == 2 * 13 * 8

@@ -14,6 +14,8 @@ COUNTS = {
     "convnet": ((64, 64, 3), 10, 422_602),
     # 896 + 18,496 + 55,392 + 83,040 (residual) + 110,720 + 147,584 (residual) + 1,290.
     "resconvnet": ((64, 64, 3), 10, 417_418),
+    # 896 + 18,496 + 36,928 (residual) + 55,392 + 83,040 (residual) + 96,880 + 113,008 (residual) + 1,130.
+    "resconvnet7": ((64, 64, 3), 10, 405_770),
     # 432 (stem) + 4,608 + 13,824 + 512 + 55,296 + 2,048 (blocks, with 1x1 projections) + 650 (dense), and 672
     # scales and biases of 9 group normalisations.
     "resnet8": ((32, 32, 3), 10, 78_042),

@@ -123,7 +123,7 @@ def test_running_statistics_are_those_of_the_same_micro_batches_on_any_devices(i
         share = steps.batching.device_share(deal, device, 0, 0, 384)
         parts = 8 // num_devices
         for index in range(parts):
-            examples, weights = steps.batching.micro_batch(deal, device, share, index, parts, 48, 0)
+            examples, _, weights = steps.batching.micro_batch(deal, device, share, index, parts, 48, 0)
             originals = deal.originals_of(device, seed=0)[np.asarray(examples) // 8]
             rows = originals * 8 + np.asarray(examples) % 8
             batch = steps.Batch(expanded[rows], labels[originals], weights)

@@ -86,6 +86,7 @@ ALL_STATE = {  # whatever has a state, and a batch that grows, so that the last 
     "schedule.decay_by": "batch",
     "schedule.warmup_updates": 3,
     "eval.view_average": True,
+    "augment.shift": 2,
 }
 
 

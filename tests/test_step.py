@@ -48,12 +48,12 @@ def plan(deal, batch_sizes, learning_rate=1.0, before=0):
     return steps.Plan(epoch, offset, sizes, np.pad(rates, (0, pad)))
 
 
-def sgd_loop(problem, num_devices, storage="expanded", **kwargs):
+def sgd_loop(problem, num_devices, storage="expanded", shift=0, **kwargs):
     images, labels, params, loss_fn = problem
     deal, shards = place(images, labels, num_devices, storage)
     optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
     loop = steps.make_inner_loop(
-        loss_fn, optimizer, augment.make_read(storage, (SIZE, SIZE, 3)), deal, MICRO, **kwargs
+        loss_fn, optimizer, augment.make_read(storage, (SIZE, SIZE, 3), shift), deal, MICRO, **kwargs
     )
     return (
         deal,
@@ -79,7 +79,7 @@ def visited_examples(deal, epoch, offset, batch_size):
     found = []
     for device in range(deal.num_devices):
         share = batching.device_share(deal, device, epoch, offset, batch_size)
-        examples, weights = batching.micro_batch(deal, device, share, 0, 1, deal.num_examples, 0)
+        examples, _, weights = batching.micro_batch(deal, device, share, 0, 1, deal.num_examples, 0)
         local = np.asarray(examples)[np.asarray(weights) == 1]
         originals = deal.originals_of(device, seed=0)
         found += (originals[local // 8] * 8 + local % 8).tolist()
@@ -125,6 +125,22 @@ def test_expanded_and_on_device_storage_give_the_same_gradients(problem):
         found.append((gradient_of_one_update(params, state), float(metrics["loss"][0])))
     assert_trees_close(found[0][0], found[1][0], 1e-7)
     assert found[0][1] == found[1][1]
+
+
+def test_moved_images_give_the_same_gradients_on_any_devices(problem):
+    """Which epoch it is decides by how much they are moved, and so does the seed."""
+    _, _, params, _ = problem
+    found = []
+    for num_devices, shift, epoch in ((1, 0, 0), (1, 2, 0), (4, 2, 0), (4, 2, 1)):
+        deal, shards, loop, fresh = sgd_loop(problem, num_devices, shift=shift)
+        size = deal.num_examples
+        state, _ = loop(fresh(), shards, plan(deal, [size], before=epoch * size), np.int32(1))
+        found.append(gradient_of_one_update(params, state))
+    still, one, four, later = found
+    assert_trees_close(one, four, 2e-6)
+    for other in (still, later):
+        with pytest.raises(AssertionError):
+            assert_trees_close(one, other, 1e-3)
 
 
 def test_results_do_not_depend_on_how_the_loop_is_cut(problem):
