@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from largebatch import UserError, data, devices
+from largebatch import BadSetting, UserError, data, devices
 from largebatch import cache as caches
 from largebatch.batching import Deal, shuffle_key
 from largebatch.evaluation import rows_of_device
@@ -82,7 +82,11 @@ def make_read(storage: str, image_shape: tuple[int, int, int], shift: int = 0):
 
     Args:
       shift: pixels by which images are moved at most, each way; see `shifted`.
+    Raises:
+      BadSetting: that is as far as an image is large, which a reflected edge does not fill.
     """
+    if shift >= min(image_shape[:2]):
+        raise BadSetting(f"augment.shift: {shift}; allowed: below {min(image_shape[:2])}, the size of an image")
 
     def take(array, index):
         return array.at[index].get(mode="promise_in_bounds")

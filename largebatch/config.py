@@ -71,7 +71,7 @@ RULES: dict[str, Rule] = {
     "dataset.tfds_split": _TEXT,
     "dataset.num_examples": _integer(50, 10_000_000),
     "augment.storage": _one_of("expanded", "on_device"),
-    "augment.shift": _integer(0, 1000),
+    "augment.shift": _integer(0),
     "augment.cache_dir": _TEXT,
     "model.name": _one_of("convnet", "resconvnet", "resconvnet7", "resnet8", "resnet50"),
     "model.dtype": _one_of("float32", "bfloat16"),

@@ -8,6 +8,7 @@ from conftest import assert_one_line_error, run_script
 from PIL import Image
 
 import augment
+import train
 from largebatch import UserError, batching, devices, images
 from largebatch import cache as caches
 from largebatch.images import Source
@@ -45,6 +46,13 @@ def test_shifted_images_are_cut_from_reflected_ones_at_every_place():
     assert {one.tobytes() for one in shifted} == cuts
     counts = np.unique(shifted.reshape(500, -1), axis=0, return_counts=True)[1]
     assert counts.min() >= 5  # of 20 expected: 3.4 standard deviations
+
+
+def test_a_shift_as_large_as_the_image_is_refused(small_config, tmp_path):
+    small_config.augment.shift = 16
+    with pytest.raises(UserError, match=r"augment\.shift: 16; allowed: below 16"):
+        train.train_and_evaluate(small_config, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 @pytest.mark.parametrize("storage", ["expanded", "on_device"])

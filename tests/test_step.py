@@ -128,7 +128,7 @@ def test_expanded_and_on_device_storage_give_the_same_gradients(problem):
 
 
 def test_moved_images_give_the_same_gradients_on_any_devices(problem):
-    """Which epoch it is decides by how much they are moved, and so does the seed."""
+    """In another epoch they are moved by something else."""
     _, _, params, _ = problem
     found = []
     for num_devices, shift, epoch in ((1, 0, 0), (1, 2, 0), (4, 2, 0), (4, 2, 1)):
