@@ -13,6 +13,7 @@ import io
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from largebatch import UserError, analysis, runs
@@ -39,6 +40,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="write the leaderboard of a study, the rows of a run"
     )
+    text = "show in leaderboards the updates to validation accuracies, such as 0.9,0.95"
+    parser.add_argument("--updates_to", type=accuracies, default=(), metavar="ACCURACIES", help=text)
     text = "write all again every few seconds (default 5) until Ctrl-C; the page reloads itself"
     parser.add_argument("--watch", type=watch_seconds, nargs="?", const=5.0, metavar="SECONDS", help=text)
     return parser.parse_args(arguments)
@@ -50,6 +53,14 @@ def watch_seconds(text: str) -> float:
     if not 1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text} seconds; allowed: 1 to 3600")
     return seconds
+
+
+def accuracies(text: str) -> tuple[float, ...]:
+    """The argument of --updates_to."""
+    found = tuple(map(float, text.split(",")))
+    if not all(0 < accuracy <= 1 for accuracy in found):
+        raise argparse.ArgumentTypeError(f"{text}; allowed: numbers above 0 and up to 1, with commas between")
+    return found
 
 
 def read_groups(paths: list[str]) -> list[Group]:
@@ -64,7 +75,7 @@ def read_groups(paths: list[str]) -> list[Group]:
     return groups + ([panels.group_runs(alone)] if alone else [])
 
 
-def csv_table(groups: list[Group]) -> list[list]:
+def csv_table(groups: list[Group], updates_to: Iterable[float] = ()) -> list[list]:
     """What --csv writes: leaderboards of studies, or rows of runs. Of several, a first column tells which.
 
     Raises:
@@ -73,7 +84,7 @@ def csv_table(groups: list[Group]) -> list[list]:
     if len({group.study is None for group in groups}) > 1:
         raise UserError("--csv: both runs and studies are given; allowed: one kind, for their columns differ")
     if groups[0].study:
-        boards = [analysis.leaderboard_rows(group.study) for group in groups]
+        boards = [analysis.leaderboard_rows(group.study, updates_to) for group in groups]
         lines = [
             (g.title, dict(zip(head, row, strict=True)))
             for g, (head, rows) in zip(groups, boards, strict=True)
@@ -112,10 +123,11 @@ def write_report(arguments: argparse.Namespace) -> str:
     groups = read_groups(arguments.paths)
     described = [panels.describe(group) for group in groups]
     confusions = [sections.read_confusions(group) for group in groups]
-    files = {arguments.out: ("--out", sections.make_page(groups, described, confusions, arguments.watch).encode())}
+    page = sections.make_page(groups, described, confusions, arguments.watch, arguments.updates_to)
+    files = {arguments.out: ("--out", page.encode())}
     if arguments.csv:
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(csv_table(groups))
+        csv.writer(text, lineterminator="\n").writerows(csv_table(groups, arguments.updates_to))
         files[arguments.csv] = ("--csv", text.getvalue().encode())
     if arguments.png:
         from pages import figures  # matplotlib takes half a second

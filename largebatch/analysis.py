@@ -93,10 +93,23 @@ def leaderboard(study: Study) -> list[Setting]:
 def _setting(values: dict, runs: list[Run], objective: str) -> Setting:
     names = [run.status for run in runs]
     statuses = {name: names.count(name) for name in dict.fromkeys(names)}
-    finished = [run for run in runs if run.status == "done"]
-    counted = finished or [run for run in runs if run.status in UNFINISHED] or runs
+    counted = _counted(runs)
     accuracy = estimate(run.best_val_accuracy for run in counted)
     return Setting(values, runs, estimate(run.value(objective) for run in counted), accuracy, statuses)
+
+
+def _counted(runs: list[Run]) -> list[Run]:
+    finished = [run for run in runs if run.status == "done"]
+    return finished or [run for run in runs if run.status in UNFINISHED] or runs
+
+
+def updates_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
+    """Updates to a validation accuracy, over the seeds that reached it, and of how many seeds that is.
+
+    What is between two validations is not seen: each seed's figure is at most that much too high.
+    """
+    runs = _counted(setting.runs)
+    return estimate(run.updates_to(accuracy) for run in runs), len(runs)
 
 
 def _rank(setting: Setting, objective: str) -> tuple:
@@ -111,11 +124,12 @@ def _rank(setting: Setting, objective: str) -> tuple:
     return (tier, 0, value, -accuracy) if value is not None and not missed else (tier, 1, 0.0, -accuracy)
 
 
-def leaderboard_rows(study: Study) -> tuple[list[str], list[list[str]]]:
-    """The leaderboard as text, for a terminal or a CSV file: (header, rows)."""
+def leaderboard_rows(study: Study, accuracies: Iterable[float] = ()) -> tuple[list[str], list[list[str]]]:
+    """The leaderboard as text, for a terminal or a CSV file: (header, rows), with the updates to `accuracies`."""
     objective, fields = study.objective, study.fields
     to_target = objective != "best_val_accuracy"
     header = ["rank", *fields, objective, "low", "high", "std", *(["reached", "best_val_accuracy"] * to_target)]
+    header += [name for a in accuracies for name in (f"updates_to_{a:g}", f"reached_{a:g}")]
     rows = []
     for rank, setting in enumerate(leaderboard(study), 1):
         figures = [_text(value, objective) for value in setting.objective[:4]]
@@ -123,6 +137,9 @@ def leaderboard_rows(study: Study) -> tuple[list[str], list[list[str]]]:
         row = [str(rank), *(_plain(setting.values.get(name)) for name in fields), mean, low, high, std]
         if to_target:
             row += [f"{setting.objective.count}/{setting.accuracy.count}", _text(setting.accuracy.mean)]
+        for accuracy in accuracies:
+            updates, count = updates_to(setting, accuracy)
+            row += [_text(updates.mean, "updates"), f"{updates.count}/{count}"]
         row += [str(len(setting.runs)), ", ".join(f"{n} {name}" for name, n in setting.statuses.items())]
         rows.append(row)
     return [*header, "seeds", "status"], rows

@@ -76,6 +76,10 @@ class Run(NamedTuple):
         found = number(self.summary.get(objective))
         return found if found and found > 0 else None
 
+    def updates_to(self, accuracy: float) -> int | None:
+        """Updates after which a validation first had this accuracy, None where none had."""
+        return next((row.get("step") for row in self.rows if (row.get("val_accuracy") or 0.0) >= accuracy), None)
+
 
 def setting_of(run: Run, fields: Iterable[str]) -> dict:
     """What a trial set, {dotted field: scalar}; of a run without a sound trial.json, the `fields` of its config."""

@@ -4,6 +4,7 @@ import functools
 import math
 import statistics
 import time
+from collections.abc import Iterable
 
 from largebatch import analysis
 from largebatch.runs import Run, number
@@ -124,8 +125,8 @@ def tiles(group: Group) -> Html:
     )
 
 
-def leaderboard(group: Group, key: str) -> Html:
-    """The settings of a study, best first."""
+def leaderboard(group: Group, key: str, accuracies: Iterable[float] = ()) -> Html:
+    """The settings of a study, best first, with the updates to some accuracies."""
     study, fields = group.study, group.study.fields
     to_target = study.objective != "best_val_accuracy"
     names = ["rank", *map(panels.short_name, fields)]
@@ -139,8 +140,12 @@ def leaderboard(group: Group, key: str) -> Html:
                 with_interval(setting.objective, ",.1f" if study.objective == "sec_to_target" else ",.0f"),
                 reached,
             ]
+        for accuracy in accuracies:
+            updates, count = analysis.updates_to(setting, accuracy)
+            cells += [with_interval(updates, ",.0f"), f"{updates.count} of {count}"]
         cells += [with_interval(setting.accuracy, ".4f"), figure(len(setting.runs)), counted(setting.statuses)]
         rows.append(({}, cells))
+    names += [name for accuracy in accuracies for name in (f"updates to {accuracy:g}", "reached")]
     names += ["best validation accuracy", "seeds", "status"]
     note = (
         "Means over seeds ± half of the 95 % Student-t interval. A diverged or failed seed ranks a setting behind."
@@ -348,14 +353,14 @@ def mistakes(c: confusion.Confusion) -> list[Html]:
 # ---- the page ----------------------------------------------------------------------------------------
 
 
-def section(group: Group, described: dict, found: list, index: int, alone: bool) -> Html:
+def section(group: Group, described: dict, found: list, index: int, alone: bool, accuracies) -> Html:
     """All of one group."""
     key = f"group-{index}"
     drawn = {panel["id"]: panel for panel in described["panels"]}
     pieces = [None if alone else element("h2", group.title, id=f"{key}-title"), tiles(group)]
     links = {"leaderboard": "Leaderboard"} if group.study else {}
     if group.study:
-        pieces.append(leaderboard(group, key))
+        pieces.append(leaderboard(group, key, accuracies))
     if group.study and (table_of_steps := steps_table(group, key)):
         pieces += [element("h2", "Updates to the target", id=f"{key}-target")]
         pieces += [card(drawn["steps_to_target"]) if "steps_to_target" in drawn else None, table_of_steps]
@@ -382,10 +387,19 @@ def section(group: Group, described: dict, found: list, index: int, alone: bool)
     return element("section", nav, *pieces, id=key)
 
 
-def make_page(groups: list[Group], described: list[dict], found: list[list], refresh_sec: float | None) -> str:
-    """The whole document, from `panels.describe` and `read_confusions` of each group."""
+def make_page(
+    groups: list[Group],
+    described: list[dict],
+    found: list[list],
+    refresh_sec: float | None,
+    accuracies: Iterable[float] = (),
+) -> str:
+    """The whole document, from `panels.describe` and `read_confusions` of each group.
+
+    Leaderboards show the updates to each of `accuracies`.
+    """
     parts = enumerate(zip(groups, described, found, strict=True))
-    pieces = [section(*part, index, len(groups) == 1) for index, part in parts]
+    pieces = [section(*part, index, len(groups) == 1, accuracies) for index, part in parts]
     off = element("p", "The pictures are drawn by JavaScript, which is off. The tables are whole.")
     foot = element("footer", f"Made by report.py. Curves show at most {panels.MAX_POINTS} rows of a run.")
     body = join([header(groups), element("noscript", off), *pieces, foot])

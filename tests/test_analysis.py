@@ -245,6 +245,30 @@ def test_leaderboard_by_updates_to_target(tmp_path):
     assert [row[header.index("reached")] for row in rows[:4]] == ["1/1", "1/1", "0/1", "1/2"]
 
 
+def test_updates_to_any_accuracy(tmp_path):
+    trials = [
+        {"rate": 0.01, "accuracies": (0.5, 0.8, 0.7, 0.9)},
+        {"rate": 0.01, "accuracies": (0.8, 0.7), "seed": 1},
+        {"rate": 0.01, "accuracies": (0.9,), "seed": 2, "status": "diverged"},  # counts for nothing
+        {"rate": 0.02, "accuracies": (0.1, 0.2)},
+    ]
+    study = runs.read(write_study(tmp_path / "study", trials))
+    best, worst = analysis.leaderboard(study)
+    if best.values["optimizer.learning_rate"] != 0.01:
+        best, worst = worst, best
+    updates, seeds = analysis.updates_to(best, 0.8)
+    assert (updates.mean, updates.count, seeds) == (15.0, 2, 2)
+    assert updates.std == pytest.approx(np.std([20, 10], ddof=1))
+    updates, seeds = analysis.updates_to(best, 0.9)
+    assert (updates.mean, updates.count, seeds) == (40.0, 1, 2)
+    assert analysis.updates_to(worst, 0.8) == ((None, None, None, None, 0), 1)
+    header, rows = analysis.leaderboard_rows(study, (0.8, 0.9))
+    rows = {row[header.index("optimizer.learning_rate")]: dict(zip(header, row, strict=True)) for row in rows}
+    names = ("updates_to_0.8", "reached_0.8", "updates_to_0.9", "reached_0.9")
+    assert [rows["0.01"][name] for name in names] == ["15.0", "2/2", "40.0", "1/2"]
+    assert [rows["0.02"][name] for name in names] == ["", "0/1", "", "0/1"]
+
+
 # ---- steps to target, knee ---------------------------------------------------------------------------
 
 

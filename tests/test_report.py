@@ -339,6 +339,25 @@ def test_csv_is_the_leaderboard_or_the_rows(study, tmp_path):
     assert [row["run"] for row in table] == ["0000"] * 6 + ["0002"] * 6
 
 
+def words(cell: str) -> str:
+    return re.sub("<.*?>", "", cell)
+
+
+def test_updates_to_accuracies_stand_in_the_leaderboard(study, tmp_path):
+    more = ["--csv", tmp_path / "board.csv", "--updates_to", "0.5,0.85"]
+    page = make(study, out=tmp_path / "page.html", more=more)
+    header, rows = analysis.leaderboard_rows(runs.read(study), (0.5, 0.85))
+    assert list(csv.reader((tmp_path / "board.csv").read_text().splitlines())) == [header, *rows]
+    table = page[page.index('id="group-0-table"') :].split("</table>")[0]
+    names = [words(head) for head in re.findall(r"<th.*?</th>", table)]
+    assert [names.index(f"updates to {accuracy}") for accuracy in ("0.5", "0.85")] == [3, 5]
+    best = re.findall(r"<td.*?</td>", re.findall(r"<tr>(.*?)</tr>", table)[1])
+    updates, count = analysis.updates_to(analysis.leaderboard(runs.read(study))[0], 0.5)
+    assert count == 2
+    assert words(best[3]).startswith(f"{updates.mean:,.0f}")
+    assert words(best[4]) == f"{updates.count} of {count}"
+
+
 def test_png_of_every_panel(study, tmp_path):
     page = make(study, out=tmp_path / "page.html", more=["--png", tmp_path / "png"])
     assert {p.stem for p in (tmp_path / "png").iterdir()} == set(panel_ids(page))
@@ -359,6 +378,8 @@ def test_png_of_every_panel(study, tmp_path):
         (["{run}", "--png", "{run}/config.json"], ["--png: cannot make the folder"], 1),
         (["{run}", "{study}", "--csv", "x.csv"], ["--csv: both runs and studies"], 1),
         (["{run}", "--watch", "0"], ["--watch", "allowed: 1 to 3600"], 2),
+        (["{run}", "--updates_to", "90"], ["--updates_to", "90; allowed: numbers above 0 and up to 1"], 2),
+        (["{run}", "--updates_to", "x"], ["--updates_to", "x"], 2),
         (["{run}", "--colour", "red"], ["unrecognized arguments"], 2),
         ([], ["RUN_OR_STUDY"], 2),
     ],
