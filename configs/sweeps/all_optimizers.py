@@ -1,9 +1,9 @@
-"""Every optimizer at six or more learning rates, two to a decade, with all else as in the config.
+"""Every optimizer at six learning rates, two to a decade, with all else as in the config, on small images.
 
     python sweep.py --config configs/eurosat_fast.py --space configs/sweeps/all_optimizers.py \\
-        --study runs/studies/all_optimizers --best_seeds 3 --config.dataset.image_size 32
+        --study runs/studies/all_optimizers --config.dataset.image_size 32
 
-Each has a window of its own: the best rate of SGD is a hundred times that of Adam.
+Each has a window of its own: the best rate of SGD is many times that of Adam. tuned_optimizers.py goes on.
 """
 
 from optuna.distributions import CategoricalDistribution
@@ -15,7 +15,7 @@ WINDOWS = {
     "sgd": (3e-3, 1.0),
     "nadamw": (3e-4, 0.1),
     "lars": (0.1, 30.0),
-    "muon": (1e-3, 0.3),
+    "muon": (1e-2, 3.0),
     "soap": (3e-4, 0.1),
 }
 
