@@ -68,11 +68,11 @@ function figure(value) {
 function tickText(value, step) {
   const size = Math.abs(value);
   if (value === 0) return "0";
+  if (size >= 1e12 || size < 1e-4) return value.toExponential(0).replace("e+", "e");
   if (size >= 1e9) return `${Number((value / 1e9).toPrecision(3))}B`;
   if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
   if (size >= 1e5) return `${Number((value / 1e3).toPrecision(4))}k`;
   if (size >= 1e3) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
-  if (size < 1e-4) return value.toExponential(0);
   return step ? value.toFixed(Math.max(0, Math.min(6, -Math.floor(Math.log10(step) + 1e-9)))) : String(Number(value.toPrecision(3)));
 }
 
