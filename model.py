@@ -58,7 +58,7 @@ class ConvNet(nn.Module):
         conv = functools.partial(Conv, dtype=self.dtype, implementation=self.conv)
 
         def activated(x):
-            return nn.gelu(NORMS[self.norm](self.dtype)(x, weights))
+            return nn.gelu(NORMS[self.norm]()(x, weights))
 
         for index, (features, blocks) in enumerate(zip(self.features, self.blocks, strict=True)):
             if index == 0 and self.stem == "whitened":
@@ -136,7 +136,7 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x, weights=None):
         conv = functools.partial(Conv, use_bias=False, dtype=self.dtype, implementation=self.conv)
-        norm = functools.partial(NORMS[self.norm], dtype=self.dtype)
+        norm = NORMS[self.norm]
         if self.imagenet_stem:
             x = nn.relu(norm()(conv(self.width, kernel_size=7, stride=2)(x), weights))
             x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")

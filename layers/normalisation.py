@@ -13,6 +13,10 @@ STATISTICS, FROZEN = "batch_stats", "frozen"  # the collections of what is not t
 EPSILON = 1e-5
 
 
+# What follows a normalisation, such as gelu, is done in the dtype of the convolution before it: "dot" gives
+# float32, in which elementwise work is faster on CPUs (LOG.md), "lax" the network's.
+
+
 class BatchNorm(nn.Module):
     """Batch normalisation (Ioffe and Szegedy 2015) by the statistics of one micro-batch.
 
@@ -22,12 +26,11 @@ class BatchNorm(nn.Module):
     the batch and smooths over updates; without, the smoothed ones normalise.
     """
 
-    dtype: jnp.dtype = jnp.float32
     scale_init: Callable = nn.initializers.ones
 
     @nn.compact
     def __call__(self, x, weights=None):
-        shape = x.shape[-1:]
+        shape, dtype = x.shape[-1:], x.dtype
         mean = self.variable(STATISTICS, "mean", jnp.zeros, shape)
         variance = self.variable(STATISTICS, "variance", jnp.ones, shape)
         scale, bias = (
@@ -46,25 +49,23 @@ class BatchNorm(nn.Module):
         else:
             own_mean, own_variance = mean.value, variance.value
         factor = scale * jax.lax.rsqrt(own_variance + EPSILON)
-        return (x * factor + (bias - own_mean * factor)).astype(self.dtype)
+        return (x * factor + (bias - own_mean * factor)).astype(dtype)
 
 
 class GroupNorm(nn.Module):
     """Group normalisation (Wu and He 2018), which knows no batch: 32 groups, of at least 2 channels."""
 
-    dtype: jnp.dtype = jnp.float32
     scale_init: Callable = nn.initializers.ones
 
     @nn.compact
     def __call__(self, x, weights=None):
         groups = min(32, x.shape[-1] // 2)
-        return nn.GroupNorm(num_groups=groups, dtype=self.dtype, scale_init=self.scale_init, name="group")(x)
+        return nn.GroupNorm(num_groups=groups, dtype=x.dtype, scale_init=self.scale_init, name="group")(x)
 
 
 class NoNorm(nn.Module):
     """The identity, with the fields of the others."""
 
-    dtype: jnp.dtype = jnp.float32
     scale_init: Callable = nn.initializers.ones
 
     def __call__(self, x, weights=None):

@@ -60,7 +60,8 @@ def test_group_norm_knows_no_other_image():
     layer = normalisation.GroupNorm()
     variables = layer.init(jax.random.key(0), x)
     np.testing.assert_allclose(layer.apply(variables, x)[:1], layer.apply(variables, x[:1]), atol=1e-6)
-    grouped = np.asarray(layer.apply(variables, x * np.arange(1, 17))).reshape(3, 16, 8, 2)  # 8 groups of 2
+    scaled = x * np.arange(1, 17, dtype=np.float32)
+    grouped = np.asarray(layer.apply(variables, scaled)).reshape(3, 16, 8, 2)  # 8 groups of 2
     np.testing.assert_allclose(grouped.mean((1, 3)), np.zeros((3, 8)), atol=1e-5)
     np.testing.assert_allclose(grouped.var((1, 3)), np.ones((3, 8)), atol=1e-3)
 
