@@ -13,7 +13,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from largebatch import UserError, analysis, runs
@@ -75,7 +75,7 @@ def read_groups(paths: list[str]) -> list[Group]:
     return groups + ([panels.group_runs(alone)] if alone else [])
 
 
-def csv_table(groups: list[Group], updates_to: Iterable[float] = ()) -> list[list]:
+def csv_table(groups: list[Group], updates_to: Sequence[float]) -> list[list]:
     """What --csv writes: leaderboards of studies, or rows of runs. Of several, a first column tells which.
 
     Raises:

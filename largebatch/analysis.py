@@ -7,7 +7,7 @@ for setting in analysis.leaderboard(study):
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -124,7 +124,7 @@ def _rank(setting: Setting, objective: str) -> tuple:
     return (tier, 0, value, -accuracy) if value is not None and not missed else (tier, 1, 0.0, -accuracy)
 
 
-def leaderboard_rows(study: Study, accuracies: Iterable[float] = ()) -> tuple[list[str], list[list[str]]]:
+def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[list[str], list[list[str]]]:
     """The leaderboard as text, for a terminal or a CSV file: (header, rows), with the updates to `accuracies`."""
     objective, fields = study.objective, study.fields
     to_target = objective != "best_val_accuracy"

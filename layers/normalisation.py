@@ -1,4 +1,8 @@
-"""Normalisation layers, and a stem that whitens the patches of an image."""
+"""Normalisation layers, and a stem that whitens the patches of an image.
+
+A normalisation keeps the dtype of its input, so that the gelu after it has that of the convolution before it: "dot"
+gives float32, in which elementwise work is faster on CPUs (LOG.md), "lax" the network's.
+"""
 
 from collections.abc import Callable
 
@@ -11,10 +15,6 @@ from layers.convolution import CONVS, extract_patches
 
 STATISTICS, FROZEN = "batch_stats", "frozen"  # the collections of what is not trained
 EPSILON = 1e-5
-
-
-# What follows a normalisation, such as gelu, is done in the dtype of the convolution before it: "dot" gives
-# float32, in which elementwise work is faster on CPUs (LOG.md), "lax" the network's.
 
 
 class BatchNorm(nn.Module):

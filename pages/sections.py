@@ -4,7 +4,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from largebatch import analysis
 from largebatch.runs import Run, number
@@ -125,7 +125,7 @@ def tiles(group: Group) -> Html:
     )
 
 
-def leaderboard(group: Group, key: str, accuracies: Iterable[float] = ()) -> Html:
+def leaderboard(group: Group, key: str, accuracies: Sequence[float]) -> Html:
     """The settings of a study, best first, with the updates to some accuracies."""
     study, fields = group.study, group.study.fields
     to_target = study.objective != "best_val_accuracy"
@@ -353,7 +353,9 @@ def mistakes(c: confusion.Confusion) -> list[Html]:
 # ---- the page ----------------------------------------------------------------------------------------
 
 
-def section(group: Group, described: dict, found: list, index: int, alone: bool, accuracies) -> Html:
+def section(
+    group: Group, described: dict, found: list, index: int, alone: bool, accuracies: Sequence[float]
+) -> Html:
     """All of one group."""
     key = f"group-{index}"
     drawn = {panel["id"]: panel for panel in described["panels"]}
@@ -392,7 +394,7 @@ def make_page(
     described: list[dict],
     found: list[list],
     refresh_sec: float | None,
-    accuracies: Iterable[float] = (),
+    accuracies: Sequence[float],
 ) -> str:
     """The whole document, from `panels.describe` and `read_confusions` of each group.
 

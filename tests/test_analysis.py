@@ -253,9 +253,7 @@ def test_updates_to_any_accuracy(tmp_path):
         {"rate": 0.02, "accuracies": (0.1, 0.2)},
     ]
     study = runs.read(write_study(tmp_path / "study", trials))
-    best, worst = analysis.leaderboard(study)
-    if best.values["optimizer.learning_rate"] != 0.01:
-        best, worst = worst, best
+    worst, best = analysis.leaderboard(study)  # a diverged seed ranks behind
     updates, seeds = analysis.updates_to(best, 0.8)
     assert (updates.mean, updates.count, seeds) == (15.0, 2, 2)
     assert updates.std == pytest.approx(np.std([20, 10], ddof=1))

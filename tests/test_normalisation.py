@@ -1,5 +1,7 @@
 """Batch normalisation by ghost batches, the whitened stem, moving averages and averages over views."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +55,17 @@ def test_batch_norm_is_that_of_numpy_and_passes_padding_over():
     given = {"params": variables["params"], STATISTICS: {"mean": np.ones(5), "variance": np.full(5, 4.0)}}
     one = layer.apply(given, x[:1])
     np.testing.assert_allclose(one, (x[:1] - 1) / np.sqrt(4 + 1e-5) * np.arange(1, 6), atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", sorted(normalisation.NORMS))
+def test_gelu_is_in_the_dtype_of_the_convolution(norm):
+    """Not in bfloat16 behind "dot", which gives float32: on a CPU that is slow."""
+    for conv, dtype in (("dot", "f32"), ("lax", "bf16")):
+        network = model.create_model("resconvnet", 10, "bfloat16", conv, norm=norm)
+        params, model_state = model.init_variables(network, (16, 16, 3), 0)
+        variables, images = {"params": params, **model_state}, jnp.zeros((2, 16, 16, 3))
+        found = re.findall(r":(\w+)\[[\d,]+\] = tanh", str(jax.make_jaxpr(network.apply)(variables, images)))
+        assert found == [dtype] * 6
 
 
 def test_group_norm_knows_no_other_image():
