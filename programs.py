@@ -17,6 +17,7 @@ from largebatch import config as configs
 from largebatch.optimizers import Numbers, Switches, create_optimizer
 from largebatch.state import TrainState, count_params, create_state
 from largebatch.step import Plan, make_inner_loop
+from largebatch.traces import Stages
 
 # Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
 AUTO_MICRO_BATCH_SIZE = {"cpu": 16}
@@ -36,31 +37,55 @@ def resolve_micro_batch_size(size) -> int:
     return size
 
 
-def make_schedule(config, num_originals: int) -> schedules.Schedule:
+def make_schedule(config, num_originals: int, grown: Stages | None = None) -> schedules.Schedule:
     """Batch sizes and rates of the run on a training set of `num_originals` images.
 
+    Args:
+      grown: the batch sizes so far, where the run finds them itself (batch.auto).
     Raises:
-      BadSetting: the batch size or the warm-up do not go with the training set.
+      BadSetting: the batch sizes or the warm-up do not go with the training set.
     """
     epoch_size = num_originals * augment.NUM_VIEWS
+    if config.batch.trace is not None:
+        batch_sizes = configs.read_trace(config.batch, epoch_size).batch_sizes
+    else:
+        batch_sizes = grown or Stages.constant(configs.resolve_batch_size(config.batch.size, epoch_size))
     return schedules.create(
         config.schedule.to_dict(),
         config.optimizer.learning_rate,
         config.train.inner_steps * config.train.outer_steps,
-        configs.resolve_batch_size(config.batch.size, epoch_size),
+        batch_sizes,
         epoch_size,
     )
 
 
-def micro_batch_size(config, schedule: schedules.Schedule, num_devices: int) -> int:
+def possible_batch_sizes(config, num_originals: int) -> np.ndarray:
+    """The batch sizes that the run may come to, ascending.
+
+    Raises:
+      BadSetting: with batch.auto, the largest is below the smallest.
+    """
+    schedule = make_schedule(config, num_originals)
+    if not config.batch.auto:
+        return np.unique(schedule.batch_sizes.cut(schedule.num_updates).values)
+    smallest, epoch_size = schedule.max_batch_size, num_originals * augment.NUM_VIEWS
+    largest = configs.resolve_batch_size(config.batch.max_size, epoch_size, field="batch.max_size")
+    if largest < smallest:
+        raise BadSetting(f"batch.max_size: {largest}; allowed: at least batch.size, {smallest}")
+    doublings = smallest * 2 ** np.arange((largest // smallest).bit_length())
+    return np.unique([*doublings, largest])
+
+
+def micro_batch_size(config, num_originals: int, num_devices: int) -> int:
     """Examples per gradient evaluation of one device.
 
     Raises:
       BadSetting: batch normalisation would see single images.
     """
-    size = min(resolve_micro_batch_size(config.batch.micro_batch_size), -(-schedule.max_batch_size // num_devices))
+    batch_sizes = possible_batch_sizes(config, num_originals)
+    size = min(resolve_micro_batch_size(config.batch.micro_batch_size), -(-int(batch_sizes[-1]) // num_devices))
     if config.model.norm == "batch":
-        for batch_size in schedule.batch_sizes.values:
+        for batch_size in batch_sizes:
             share = int(batch_size) // num_devices  # of some devices one more, and what that leaves of the last
             if min(share, share // -(-share // size) if share else 0, (share + 1) // -(-(share + 1) // size)) < 2:
                 raise BadSetting(
@@ -175,8 +200,7 @@ class Shared:
 
             def other_bytes(cache):
                 shapes = jax.eval_shape(make_init(config, cache), np.uint32(0), Numbers(), np.zeros(()))
-                schedule = make_schedule(config, cache.count("train"))
-                size = micro_batch_size(config, schedule, 1 if self.packed else jax.device_count())
+                size = micro_batch_size(config, cache.count("train"), 1 if self.packed else jax.device_count())
                 return bytes_beside_images(
                     make_network(config, len(cache.class_names)), shapes, cache.image_shape, size
                 )
@@ -204,7 +228,6 @@ class Shared:
     def key(self, config) -> tuple:
         """What shapes the programs of `config`; places its data."""
         cache, placed = self.data(config)
-        schedule = make_schedule(config, cache.count("train"))
         return (
             self._data[0],
             *config.model.values(),
@@ -215,7 +238,7 @@ class Shared:
             config.train.ema_decay,
             config.eval.view_average,
             resolve_micro_batch_size(config.batch.micro_batch_size),  # of predictions
-            micro_batch_size(config, schedule, placed.deal.num_devices),
+            micro_batch_size(config, cache.count("train"), placed.deal.num_devices),
             plan_length(config),
             tolerated_nonfinite(config),
         )
@@ -244,7 +267,7 @@ class Shared:
             optimizer,
             read,
             placed.deal,
-            micro_batch_size(config, schedule, placed.deal.num_devices),
+            micro_batch_size(config, cache.count("train"), placed.deal.num_devices),
             max_nonfinite=tolerated_nonfinite(config),
             statistics_decay=config.model.norm_decay,
             ema_decay=fields.ema_decay or 0.0,

@@ -64,7 +64,7 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock, shared: Shared
         cache=cache,
         placed=placed,
         schedule=schedule,
-        micro_batch_size=micro_batch_size(config, schedule, placed.deal.num_devices),
+        micro_batch_size=micro_batch_size(config, cache.count("train"), placed.deal.num_devices),
         num_params=count_params(devices.first_replica(state.params)),
         flops_per_image=models.training_costs(programs.network, cache.image_shape).flops,
         programs=programs,
@@ -173,7 +173,8 @@ def headline(job: Job, config, clock: metrics.Clock) -> str:
 
 
 def _one_or_range(values) -> str:
-    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run, report, clock) -> None:

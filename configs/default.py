@@ -41,6 +41,15 @@ def get_config() -> config_dict.ConfigDict:
     c.batch.size = config_dict.FieldReference("full", field_type=object)
     # Examples per gradient evaluation on one device: an integer >= 1, or "auto".
     c.batch.micro_batch_size = config_dict.FieldReference("auto", field_type=object)
+    # Instead of batch.size: a tuple of the batch sizes of all updates, or a CSV file of them (step,batchsize), or
+    # one of available devices (a time or index, and GPUs, TPU_cores, ...). Updates left out keep the size before.
+    c.batch.trace = config_dict.FieldReference(None, field_type=object)
+    c.batch.per_device_batch_size = config_dict.placeholder(int)  # of a trace of available devices, >= 1
+    c.batch.time_per_update = 1.0  # > 0, of a trace of available devices; in its unit of time, seconds for dates
+    c.batch.hold_last = False  # whether the last size of a trace that ends before the run goes on
+    # Grows the batch with the measured noise scale, from batch.size by powers of two, after a validation.
+    c.batch.auto = False
+    c.batch.max_size = config_dict.FieldReference("full", field_type=object)  # of batch.auto; as batch.size
 
     c.optimizer = config_dict.ConfigDict()
     c.optimizer.name = "lamb"  # sgd | lars | adam | adamw | nadamw | lamb | muon | soap
@@ -57,7 +66,9 @@ def get_config() -> config_dict.ConfigDict:
 
     c.schedule = config_dict.ConfigDict()
     c.schedule.name = "constant"  # constant | linear | cosine | step
-    c.schedule.scaling = "none"  # of the rate with the batch size: none | linear | sqrt
+    # Of the rate with the batch size: none | linear | sqrt | adascale (by the measured gain; inner_steps x
+    # outer_steps, warm-up and decay steps then count scale-invariant steps, worth a reference batch each).
+    c.schedule.scaling = "none"
     c.schedule.reference_batch_size = 512  # at which optimizer.learning_rate is right, >= 1
     # Linear warm-up, which is over at the last of these updates; one of the three, or none.
     c.schedule.warmup_updates = config_dict.placeholder(int)  # >= 1
@@ -69,6 +80,18 @@ def get_config() -> config_dict.ConfigDict:
     # rate | batch: grow the batch instead of cutting the rate, so that fewer updates see as many examples. The
     # numbers of updates in this file are then those of the batch as it starts.
     c.schedule.decay_by = "rate"
+    c.schedule.noise_decay = 0.98  # 0..1, of the averages behind noise scale and AdaScale's gain, over updates
+
+    c.sync = config_dict.ConfigDict()
+    # every_step: one gradient psum per update | local: devices train apart and average their parameters now and
+    # then | post_local: so from an update on.
+    c.sync.mode = "every_step"
+    c.sync.every = 4  # updates between two averages, >= 1
+    c.sync.start_step = 0  # of post_local: the first update that devices do apart
+    c.sync.optimizer_state = "average"  # of every device, when parameters are averaged: average | keep | reset
+    # How far the parameters go to their average: SGD with Nesterov momentum (DiLoCo); 1 and 0 take the average.
+    c.sync.outer_learning_rate = 1.0  # > 0
+    c.sync.outer_momentum = 0.0  # 0..1
 
     c.train = config_dict.ConfigDict()
     c.train.inner_steps = 10  # updates between two validations, >= 1

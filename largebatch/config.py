@@ -17,7 +17,7 @@ from absl import flags
 from etils import epath
 from ml_collections import config_dict, config_flags
 
-from largebatch import BadSetting, UserError, devices, schedules
+from largebatch import BadSetting, UserError, devices, schedules, traces
 from largebatch.fields import differences, flatten
 from largebatch.optimizers import OPTIMIZERS
 
@@ -62,6 +62,11 @@ _UPDATES: Rule = (
     "a tuple of integers >= 1",
 )
 
+_TRACE: Rule = (
+    lambda value: value is None or isinstance(value, list | tuple) or _TEXT[0](value),
+    "a tuple of integers >= 1, the path of a CSV file, or None",
+)
+
 RULES: dict[str, Rule] = {
     "dataset.name": _TEXT,
     "dataset.source": _one_of("auto", "tfds", "zip", "folder", "synthetic"),
@@ -82,6 +87,12 @@ RULES: dict[str, Rule] = {
     "model.zero_head": _FLAG,
     "batch.size": _or(_integer(1), "full"),
     "batch.micro_batch_size": _or(_integer(1), "auto"),
+    "batch.trace": _TRACE,
+    "batch.per_device_batch_size": _or(_integer(1), None),
+    "batch.time_per_update": _POSITIVE,
+    "batch.hold_last": _FLAG,
+    "batch.auto": _FLAG,
+    "batch.max_size": _or(_integer(1), "full"),
     "optimizer.name": _one_of(*OPTIMIZERS),
     "optimizer.learning_rate": _POSITIVE,
     "optimizer.momentum": _FRACTION,
@@ -103,6 +114,13 @@ RULES: dict[str, Rule] = {
     "schedule.decay_steps": _UPDATES,
     "schedule.decay_factor": _number(0, 1 - 1e-9, "a number above 0 and below 1", open_low=True),
     "schedule.decay_by": _one_of("rate", "batch"),
+    "schedule.noise_decay": _FRACTION,
+    "sync.mode": _one_of("every_step", "local", "post_local"),
+    "sync.every": _integer(1),
+    "sync.start_step": _integer(0),
+    "sync.optimizer_state": _one_of("average", "keep", "reset"),
+    "sync.outer_learning_rate": _POSITIVE,
+    "sync.outer_momentum": _FRACTION,
     "train.inner_steps": _integer(1, 1_000_000),
     "train.outer_steps": _integer(1),
     "train.init_from": _or(_TEXT, None),
@@ -168,19 +186,72 @@ def validate(config: config_dict.ConfigDict) -> None:
     if not problems:
         updates = config.train.inner_steps * config.train.outer_steps
         problems += schedules.problems(config.schedule.to_dict(), updates)
+        problems += [*_batch_problems(config, updates), *_sync_problems(config, updates)]
         if config.model.stem != "conv" and not config.model.name.endswith("convnet"):
             problems.append(f"model.stem: {config.model.stem!r}; allowed: 'conv' with model {config.model.name!r}")
     if problems:
         raise UserError("; ".join(sorted(problems)))
 
 
-def resolve_batch_size(size, num_examples: int) -> int:
-    """The number of examples that `batch.size` means for a training set of `num_examples` views."""
+def _batch_problems(config, num_updates: int) -> list[str]:
+    """What is contradictory about the batch sizes, and what is wrong with a trace."""
+    fields, decay_by, found = config.batch, config.schedule.decay_by, []
+    if fields.trace is not None and fields.auto:
+        found.append("batch.trace and batch.auto: both given; allowed: one of them")
+    for name in ("trace", "auto"):
+        if fields[name] and decay_by == "batch":
+            found.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with batch.{name}")
+    if fields.trace is None and fields.per_device_batch_size is not None:
+        found.append("batch.per_device_batch_size: given; allowed: with batch.trace, the path of a CSV file")
+    if fields.trace is not None:
+        try:
+            trace = read_trace(fields)
+        except BadSetting as problem:
+            return [*found, str(problem)]
+        if trace.length < num_updates and not fields.hold_last:
+            found.append(
+                f"batch.trace: {trace.text}, ends with update {trace.length - 1:,}; allowed: up to the run's last, "
+                f"{num_updates - 1:,}, or batch.hold_last"
+            )
+    return found
+
+
+def _sync_problems(config, num_updates: int) -> list[str]:
+    """What does not go with devices that train apart."""
+    fields, found = config.sync, []
+    if fields.mode == "post_local" and not 1 <= fields.start_step < num_updates:
+        found.append(f"sync.start_step: {fields.start_step}; allowed: 1 to {num_updates - 1} with 'post_local'")
+    if fields.mode != "post_local" and fields.start_step:
+        found.append(f"sync.start_step: {fields.start_step}; allowed: 0 with sync.mode {fields.mode!r}")
+    if fields.mode == "every_step":
+        return found
+    if config.optimizer.name == "soap" and fields.optimizer_state == "average":
+        found.append("sync.optimizer_state: 'average'; allowed: keep | reset with soap, whose bases have no mean")
+    if config.schedule.scaling == "adascale":
+        found.append(f"schedule.scaling: 'adascale'; allowed: none | linear | sqrt with sync.mode {fields.mode!r}")
+    if config.batch.auto:
+        found.append(f"batch.auto: True; allowed: False with sync.mode {fields.mode!r}, which measures no noise")
+    return found
+
+
+def read_trace(fields: config_dict.ConfigDict, largest: int | None = None) -> traces.Trace:
+    """The trace that a config's `batch` names, of batches of at most `largest` examples.
+
+    Raises:
+      BadSetting: it is bad.
+    """
+    if isinstance(fields.trace, str):
+        return traces.read(fields.trace, fields.per_device_batch_size, fields.time_per_update, largest)
+    return traces.from_list(tuple(fields.trace), largest)
+
+
+def resolve_batch_size(size, num_examples: int, field: str = "batch.size") -> int:
+    """The number of examples that `field` means for a training set of `num_examples` views."""
     if size == "full":
         return num_examples
     if size > num_examples:
         raise BadSetting(
-            f"batch.size: {size}; allowed: an integer from 1 to {num_examples} (the training images x 8), or 'full'"
+            f"{field}: {size}; allowed: an integer from 1 to {num_examples} (the training images x 8), or 'full'"
         )
     return size
 

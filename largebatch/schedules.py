@@ -1,49 +1,42 @@
 """Learning rate and batch size of every update, as closed forms on the host.
 
+    python -m largebatch.schedules TRACE.csv --dataset-size 172800 --devices 8
+
+checks a batch-size trace and shows what a run would make of it.
+
 Everything counts updates, never micro-batches. Update `t` is the one after `t` others, so the first is 0.
 """
 
+import argparse
 import itertools
-import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from largebatch import BadSetting
+from largebatch import BadSetting, UserError, display, traces
+from largebatch.traces import Stages
 
 # How the rate follows the batch size, of which `ratio` is that to the reference batch size. linear: Goyal et
-# al. 2017, "Accurate, Large Minibatch SGD", section 2.1; sqrt: Krizhevsky 2014, "One weird trick".
-SCALING: dict[str, Callable[[float], float]] = {
-    "none": lambda ratio: 1.0,
+# al. 2017, "Accurate, Large Minibatch SGD", section 2.1; sqrt: Krizhevsky 2014, "One weird trick". With adascale
+# (see noise_scale.py) the gain that is measured during training takes the place of a rule.
+SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "none": np.ones_like,
     "linear": lambda ratio: ratio,
-    "sqrt": math.sqrt,
+    "sqrt": np.sqrt,
+    "adascale": np.ones_like,
 }
 NAMES = ("constant", "linear", "cosine", "step")
 WARMUPS = ("warmup_updates", "warmup_epochs", "warmup_examples")
 
 
-class Stages(NamedTuple):
-    """A value that holds from one update to another: int64 first updates (ascending from 0), and the values."""
-
-    starts: np.ndarray
-    values: np.ndarray
-
-    def at(self, updates: np.ndarray) -> np.ndarray:
-        """The values at `updates`; the last one holds for ever."""
-        return self.values[np.searchsorted(self.starts, updates, side="right") - 1]
-
-    def sum_before(self, updates: np.ndarray) -> np.ndarray:
-        """Sum of the values of all updates before `updates`, int64, in closed form."""
-        stage = np.searchsorted(self.starts, updates, side="right") - 1
-        before = np.concatenate([[0], np.cumsum(np.diff(self.starts) * self.values[:-1])])
-        return before[stage] + (updates - self.starts[stage]) * self.values[stage]
-
-
 class Schedule(NamedTuple):
     """A run's updates: how many, how large, at which rate.
 
-    `rates` maps int64 updates to float64 learning rates; `text` explains them to the user.
+    `rates` maps int64 updates to float64 learning rates; `text` explains them to the user. With AdaScale `rates` is
+    over scale-invariant steps, of which there are `num_updates`: no run has more updates than that.
     """
 
     num_updates: int
@@ -58,7 +51,7 @@ class Schedule(NamedTuple):
     @property
     def max_batch_size(self) -> int:
         """The largest batch of the run."""
-        return int(self.batch_sizes.values.max())
+        return int(self.batch_sizes.cut(self.num_updates).values.max())
 
 
 def problems(fields: dict, num_updates: int) -> list[str]:
@@ -82,10 +75,12 @@ def problems(fields: dict, num_updates: int) -> list[str]:
         found.append(f"schedule.warmup_updates: {updates}; allowed: up to the first decay, at {steps[0]}")
     if fields["decay_by"] == "batch" and name != "step":
         found.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with schedule.name {name!r}")
+    if fields["decay_by"] == "batch" and fields["scaling"] == "adascale":
+        found.append("schedule.decay_by: 'batch'; allowed: 'rate' with schedule.scaling 'adascale'")
     return found
 
 
-def create(fields: dict, learning_rate: float, num_updates: int, batch_size: int, epoch_size: int) -> Schedule:
+def create(fields: dict, learning_rate: float, num_updates: int, batch_sizes: Stages, epoch_size: int) -> Schedule:
     """The schedule that a config's `schedule` asks for.
 
     Warm-up (Goyal et al. 2017, section 2.2) raises the rate linearly to its peak, which its last update has; it
@@ -98,18 +93,20 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_size: int
     between two steps and so fewer updates (Smith et al. 2018, "Don't Decay the Learning Rate, Increase the
     Batch Size"). What the data set is too small for is cut from the rate.
 
+    Where the batch changes otherwise, the scaling rule gives every update the peak of its own batch. With adascale
+    all of this is in scale-invariant steps, each of which is worth an update of the reference batch.
+
     Args:
       fields: of `schedule`, without `problems`.
       learning_rate: at the reference batch size.
-      num_updates: of the run at `batch_size`; decay steps count such updates too.
+      num_updates: of the run; with decay_by "batch", of one that keeps its first batch size, as decay steps are.
+      batch_sizes: one stage only, with decay_by "batch".
       epoch_size: examples in an epoch, which no batch exceeds.
     Raises:
       BadSetting: the warm-up is as long as training.
     """
-    ratio = batch_size / fields["reference_batch_size"]
-    factor = SCALING[fields["scaling"]](ratio)
-    peak = learning_rate * factor
-    warmup = _warmup_updates(fields, batch_size, epoch_size)
+    reference = Stages.constant(fields["reference_batch_size"])
+    warmup = _warmup_updates(fields, reference if fields["scaling"] == "adascale" else batch_sizes, epoch_size)
     limit = fields["decay_steps"][0] if fields["decay_steps"] else num_updates - 1
     if warmup > limit:
         field = next(field for field in WARMUPS if fields[field] is not None)
@@ -117,14 +114,14 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_size: int
         raise BadSetting(
             f"schedule.{field}: {fields[field]} is {warmup} updates; allowed: up to {limit}, before {until}"
         )
-    start = min(learning_rate, peak) if factor > 1 else 0.0
+    scaled, cuts = batch_sizes, None
     if fields["name"] == "step":
-        batch_sizes, cuts, num_updates = _steps(fields, num_updates, batch_size, epoch_size)
-    else:
-        batch_sizes, cuts = Stages(np.zeros(1, np.int64), np.array([batch_size])), None
+        batch_sizes, cuts, num_updates = _steps(fields, num_updates, batch_sizes, epoch_size)
+        scaled = scaled if fields["decay_by"] == "rate" else Stages.constant(scaled.values[0])
 
     def rates(updates):
         updates = np.asarray(updates, np.int64)
+        start, peak = _warm_and_peak(fields, learning_rate, scaled.at(updates))
         warming = start + (peak - start) * (updates + 1) / max(warmup, 1)
         part = np.clip((updates - warmup) / (num_updates - warmup), 0, 1)
         final = fields["final_fraction"]
@@ -136,29 +133,37 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_size: int
         }[fields["name"]]()
         return np.where(updates < warmup, warming, peak * shape)
 
-    text = _explain(fields, learning_rate, factor, batch_size, peak, start, warmup, num_updates)
+    text = _explain(fields, learning_rate, scaled.cut(num_updates).values, warmup, num_updates)
     if fields["decay_by"] == "batch":
+        peak = _warm_and_peak(fields, learning_rate, scaled.values)[1][0]
         grown = zip(batch_sizes.starts, batch_sizes.values, peak * cuts.values, strict=True)
         changes = [f"{size:,} from update {first:,} at {rate:g}" for first, size, rate in grown]
         text += f": batch {', '.join(changes)}"
     return Schedule(num_updates, batch_sizes, rates, text)
 
 
-def _warmup_updates(fields: dict, batch_size: int, epoch_size: int) -> int:
+def _warm_and_peak(fields: dict, learning_rate: float, batch_sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the warm-up of a batch size starts from, and its peak."""
+    factor = SCALING[fields["scaling"]](batch_sizes / fields["reference_batch_size"])
+    return np.where(factor > 1, learning_rate, 0.0), learning_rate * factor
+
+
+def _warmup_updates(fields: dict, batch_sizes: Stages, epoch_size: int) -> int:
     if fields["warmup_epochs"] is not None:
-        return math.ceil(fields["warmup_epochs"] * epoch_size / batch_size)
+        return int(batch_sizes.updates_to(fields["warmup_epochs"] * epoch_size))
     if fields["warmup_examples"] is not None:
-        return math.ceil(fields["warmup_examples"] / batch_size)
+        return int(batch_sizes.updates_to(fields["warmup_examples"]))
     return fields["warmup_updates"] or 0
 
 
-def _steps(fields: dict, num_updates: int, batch_size: int, epoch_size: int) -> tuple[Stages, Stages, int]:
+def _steps(fields: dict, num_updates: int, batch_sizes: Stages, epoch_size: int) -> tuple[Stages, Stages, int]:
     """Batch sizes and rate factors by stage, and the number of updates."""
     bounds = np.array([0, *fields["decay_steps"], num_updates], np.int64)
     wanted = fields["decay_factor"] ** np.arange(len(bounds) - 1, dtype=np.float64)
     if fields["decay_by"] == "rate":
         starts = bounds[:-1]
-        return Stages(np.zeros(1, np.int64), np.array([batch_size])), Stages(starts, wanted), num_updates
+        return batch_sizes, Stages(starts, wanted), num_updates
+    batch_size = int(batch_sizes.values[0])
     sizes = np.minimum(np.rint(batch_size / wanted), epoch_size).astype(np.int64)
     lengths = np.ceil(np.diff(bounds) * batch_size / sizes).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -166,19 +171,25 @@ def _steps(fields: dict, num_updates: int, batch_size: int, epoch_size: int) -> 
     return Stages(starts[:-1], sizes), Stages(starts[:-1], wanted * sizes / batch_size), int(starts[-1])
 
 
-def _explain(fields, learning_rate, factor, batch_size, peak, start, warmup, num_updates) -> str:
+def _explain(fields, learning_rate, batch_sizes, warmup, num_updates) -> str:
     rule, reference = fields["scaling"], fields["reference_batch_size"]
-    text = f"learning rate {peak:g}"
-    if rule != "none":
-        ratio = f"{'the root of ' if rule == 'sqrt' else ''}batch {batch_size:,} / reference {reference:,}"
-        text += f" = {learning_rate:g} x {factor:.4g} ({rule}: {ratio})"
+    starts, peaks = _warm_and_peak(fields, learning_rate, batch_sizes)
+    start, peak = _range(starts), _range(peaks)
+    text = f"learning rate {peak}"
+    if rule == "adascale":
+        text += f" at batch {reference:,}, times the measured gain of a larger batch (AdaScale)"
+    elif rule != "none":
+        ratio = f"{'the root of ' if rule == 'sqrt' else ''}batch {_range(batch_sizes)} / reference {reference:,}"
+        text += f" = {learning_rate:g} x {_range(peaks / learning_rate, '.4g')} ({rule}: {ratio})"
+    unit = "scale-invariant steps" if rule == "adascale" else "updates"
     if warmup:
-        text += f", reached from {start:g} in {warmup:,} updates"
+        text += f", reached from {start} in {warmup:,} {unit}"
+    final = _range(peaks * fields["final_fraction"])
     after = {
-        "constant": f"constant over {num_updates:,} updates",
-        "linear": f"linear to {peak * fields['final_fraction']:g} at update {num_updates:,}",
-        "cosine": f"cosine to {peak * fields['final_fraction']:g} at update {num_updates:,}",
-        "step": f"{num_updates:,} updates"
+        "constant": f"constant over {num_updates:,} {unit}",
+        "linear": f"linear to {final} at {unit[:-1]} {num_updates:,}",
+        "cosine": f"cosine to {final} at {unit[:-1]} {num_updates:,}",
+        "step": f"{num_updates:,} {unit}"
         + (
             f" with a growing batch for a decay of x {fields['decay_factor']:g}"
             if fields["decay_by"] == "batch"
@@ -186,3 +197,152 @@ def _explain(fields, learning_rate, factor, batch_size, peak, start, warmup, num
         ),
     }[fields["name"]]
     return f"{text}, {'then ' if warmup else ''}{after}"
+
+
+def _range(values: np.ndarray, form: str | None = None) -> str:
+    """One value, or the lowest and the highest."""
+    form = form or ("," if values.dtype.kind == "i" else "g")
+    low, high = values.min(), values.max()
+    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
+
+
+# ---- the command: what a run makes of a trace -----------------------------------------------------------
+
+RULES = ("none", "linear", "sqrt")  # whose rates follow from the batch sizes alone
+SHOWN = 24  # rows of a table
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m largebatch.schedules", description="Checks a batch-size trace.", allow_abbrev=False
+    )
+    parser.add_argument("trace", metavar="TRACE.csv")
+    parser.add_argument("--dataset-size", type=_positive, required=True, help="examples in an epoch, views counted")
+    parser.add_argument("--devices", type=_positive, required=True, help="devices of all hosts")
+    parser.add_argument("--micro-batch-size", type=_positive, default=16, help="default 16")
+    parser.add_argument("--updates", type=_positive, help="of the run; default: as many as the trace has")
+    parser.add_argument("--hold-last", action="store_true", help="the last batch size goes on to the run's end")
+    parser.add_argument("--per-device-batch-size", type=_positive, help="of a trace of available devices")
+    parser.add_argument("--time-per-update", type=float, default=1.0, help="of such a trace; default 1")
+    parser.add_argument("--learning-rate", type=float, default=0.01, help="at the reference batch; default 0.01")
+    parser.add_argument("--reference-batch-size", type=_positive, default=512, help="default 512")
+    parser.add_argument("--plot", metavar="FILE.png", help="a picture of batch sizes and rates")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
+    return int(text)
+
+
+def check_trace(options: argparse.Namespace) -> None:
+    """Prints what a run makes of a trace.
+
+    Raises:
+      BadSetting: the trace is bad, or ends before the run does.
+    """
+    trace = traces.read(options.trace, options.per_device_batch_size, options.time_per_update, options.dataset_size)
+    updates = options.updates or trace.length
+    if trace.length < updates and not options.hold_last:
+        raise BadSetting(
+            f"batch.trace: {trace.text}, ends with update {trace.length - 1:,}; allowed: up to {updates - 1:,}, "
+            "or --hold-last"
+        )
+    stages = trace.batch_sizes.cut(updates)
+    total = int(stages.sum_before(np.int64(updates)))
+    print(
+        f"{trace.text}: {updates:,} updates, batch {_range(stages.values)}, {total:,} examples, "
+        f"{total / options.dataset_size:,.2f} epochs"
+    )
+    chosen = _spread(stages.starts)
+    header = ["update", "batch", "micro-batches a device", *(f"rate, {rule}" for rule in RULES), "examples before"]
+    display.print_table([*header, "epoch"], [_row(stages, int(update), options) for update in chosen])
+    if len(chosen) < len(stages.starts):
+        print(f"{len(chosen)} of the {len(stages.starts):,} updates at which the batch changes")
+    ends = _epoch_ends(stages, updates, options.dataset_size)
+    if not ends:
+        print("no epoch ends in the run")
+        return
+    before = [0, *(end for end, _ in ends)]
+    rows = [
+        [f"{number}", f"{end - first:,}", f"{end - 1:,}", f"{rest:,}" if rest else "none"]
+        for number, (first, (end, rest)) in enumerate(zip(before, ends, strict=False))
+    ]
+    display.print_table(
+        ["epoch", "updates", "ends in update", "examples of it in the next epoch"],
+        [rows[k] for k in _spread(range(len(rows)))],
+    )
+
+
+def _spread(values) -> np.ndarray:
+    """At most SHOWN of the values, first and last among them."""
+    places = np.linspace(0, len(values) - 1, min(len(values), SHOWN)).astype(int)
+    return np.asarray(values)[places]
+
+
+def _row(stages: Stages, update: int, options) -> list[str]:
+    size, before = int(stages.at(np.int64(update))), int(stages.sum_before(np.int64(update)))
+    shares = {size // options.devices, -(-size // options.devices)}
+    counts = sorted({-(-share // options.micro_batch_size) for share in shares})
+    rates = [f"{_rate(rule, np.float64(size), options):.4g}" for rule in RULES]
+    micro_batches = " or ".join(map(str, counts))
+    return [f"{update}", f"{size}", micro_batches, *rates, f"{before}", f"{before / options.dataset_size:.2f}"]
+
+
+def _rate(rule: str, batch_sizes: np.ndarray, options) -> np.ndarray:
+    return options.learning_rate * SCALING[rule](batch_sizes / options.reference_batch_size)
+
+
+def _epoch_ends(stages: Stages, updates: int, dataset_size: int) -> list[tuple[int, int]]:
+    """Of every epoch that ends: the updates until then, and how many examples of the last belong to the next."""
+    sums = np.arange(1, int(stages.sum_before(np.int64(updates))) // dataset_size + 1) * dataset_size
+    ends = stages.updates_to(sums)
+    return list(zip(ends.tolist(), (stages.sum_before(ends) - sums).tolist(), strict=True))
+
+
+def plot_trace(options: argparse.Namespace) -> None:
+    """Draws batch sizes and rates over updates."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    trace = traces.read(options.trace, options.per_device_batch_size, options.time_per_update)
+    updates = options.updates or trace.length
+    stages = trace.batch_sizes.cut(updates)
+    edges = np.append(stages.starts, updates)
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 5), layout="constrained", dpi=150)
+    above.stairs(stages.values, edges, color="#0072b2", lw=1.4)
+    above.set_ylabel("batch size")
+    above.set_ylim(bottom=0)
+    for rule, colour in zip(RULES, ("#6b6f76", "#d55e00", "#009e73"), strict=True):
+        below.stairs(_rate(rule, stages.values.astype(float), options), edges, label=rule, color=colour, lw=1.4)
+    below.set_ylabel("learning rate")
+    below.set_xlabel("update")
+    below.set_ylim(bottom=0)
+    below.legend(frameon=False, ncols=len(RULES), loc="lower left", bbox_to_anchor=(0, 1))
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    above.set_title(Path(options.trace).name, loc="left", weight="bold")
+    try:
+        figure.savefig(options.plot)
+    except OSError as error:
+        raise UserError(f"--plot: cannot write {options.plot} ({error.strerror})") from error
+
+
+def main(argv: list[str]) -> int:
+    """Checks a trace; returns the exit code."""
+    options = _parse(argv)
+    try:
+        check_trace(options)
+        if options.plot:
+            plot_trace(options)
+    except UserError as error:
+        print(f"schedules: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

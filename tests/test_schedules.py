@@ -7,6 +7,7 @@ import programs
 from configs import default
 from largebatch import BadSetting, UserError, batching, schedules
 from largebatch import config as configs
+from largebatch.traces import Stages
 
 EPOCH = 172_800
 
@@ -14,7 +15,8 @@ EPOCH = 172_800
 def create(rate=0.1, num_updates=100, batch_size=512, epoch_size=EPOCH, **fields):
     all_fields = default.get_config().schedule.to_dict() | fields
     assert schedules.problems(all_fields, num_updates) == []
-    return schedules.create(all_fields, rate, num_updates, batch_size, epoch_size)
+    sizes = batch_size if isinstance(batch_size, Stages) else Stages.constant(batch_size)
+    return schedules.create(all_fields, rate, num_updates, sizes, epoch_size)
 
 
 def rates(schedule, *updates):
@@ -122,11 +124,11 @@ def test_growth_beyond_the_data_set_cuts_the_rate_by_the_rest():
 
 
 def test_examples_before_is_the_sum_of_the_batches():
-    stages = schedules.Stages(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
+    stages = Stages(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
     sizes = stages.at(np.arange(20))
     assert sizes.tolist() == [64] * 3 + [7] + [1024] * 5 + [50] * 11
     np.testing.assert_array_equal(stages.sum_before(np.arange(21)), np.concatenate([[0], np.cumsum(sizes)]))
-    many = schedules.Stages(np.array([0]), np.array([EPOCH]))
+    many = Stages(np.array([0]), np.array([EPOCH]))
     assert many.sum_before(np.int64(10**9)) == 10**9 * EPOCH  # beyond 32 bits
 
 

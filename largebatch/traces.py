@@ -1,0 +1,242 @@
+"""How large the batch of every update is: in stages, from a list, or from a file.
+
+A batch trace has the columns `step` and `batchsize`. An availability trace has a column of times or indices and one
+that counts devices (GPUs, TPU_cores, ...), of which each takes so many examples; while there are none there are no
+updates.
+"""
+
+import csv
+import datetime
+import hashlib
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from largebatch import BadSetting
+
+STEP_COLUMNS = ("step", "update", "iteration")
+BATCH_COLUMNS = ("batchsize", "batch")
+TIME_COLUMNS = ("time", "timestamp", "seconds", "date", "index", "hour", "minute", "t", "id", "")
+DEVICE_WORDS = ("gpu", "tpu", "core", "device", "worker", "node", "instance", "machine")
+
+
+class Stages(NamedTuple):
+    """A value that holds from one update to another: int64 first updates (ascending from 0), and the values."""
+
+    starts: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def constant(cls, value) -> "Stages":
+        """One value for ever."""
+        return cls(np.zeros(1, np.int64), np.array([value]))
+
+    def at(self, updates: np.ndarray) -> np.ndarray:
+        """The values at `updates`; the last one holds for ever."""
+        return self.values[np.searchsorted(self.starts, updates, side="right") - 1]
+
+    def sum_before(self, updates: np.ndarray) -> np.ndarray:
+        """Sum of the values of all updates before `updates`, int64, in closed form."""
+        stage = np.searchsorted(self.starts, updates, side="right") - 1
+        return self._before()[stage] + (updates - self.starts[stage]) * self.values[stage]
+
+    def updates_to(self, total: np.ndarray) -> np.ndarray:
+        """How many updates it takes to reach the sum `total`, which is above 0; int64."""
+        before = self._before()
+        stage = np.searchsorted(before, total, side="left") - 1
+        return (self.starts[stage] + -(-(total - before[stage]) // self.values[stage])).astype(np.int64)
+
+    def cut(self, length: int) -> "Stages":
+        """Of the first `length` updates."""
+        count = np.searchsorted(self.starts, length)
+        return Stages(self.starts[:count], self.values[:count])
+
+    def _before(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(np.diff(self.starts) * self.values[:-1])])
+
+
+class Trace(NamedTuple):
+    """Batch sizes of the updates before `length`; `text` says where they come from."""
+
+    batch_sizes: Stages
+    length: int
+    text: str
+
+
+def from_list(sizes, largest: int | None = None) -> Trace:
+    """A trace that has the batch size of every update, one by one, each at most `largest`.
+
+    Raises:
+      BadSetting: it is empty or holds anything but such integers; names the place.
+    """
+    for place, size in enumerate(sizes):
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= (largest or size):
+            raise BadSetting(f"batch.trace: {size!r} at place {place}; allowed: {_integers(1, largest)}")
+    if not sizes:
+        raise BadSetting("batch.trace: (); allowed: at least one batch size")
+    return Trace(_stages(np.arange(len(sizes)), np.array(sizes)), len(sizes), f"{len(sizes):,} given")
+
+
+def digest(path: str) -> str:
+    """SHA-256 of a trace file, which must not change while a run is resumed."""
+    return hashlib.sha256(_read(path).encode()).hexdigest()
+
+
+def read(
+    path: str,
+    per_device_batch_size: int | None = None,
+    time_per_update: float = 1.0,
+    largest: int | None = None,
+) -> Trace:
+    """The trace in a CSV file with one line of column names, of batches of at most `largest` examples.
+
+    Args:
+      per_device_batch_size: examples that each available device takes; an availability trace needs it.
+      time_per_update: of an availability trace, in the unit of its first column; seconds for timestamps. An update
+        belongs to the latest row at its start. Time without devices is left out.
+    Raises:
+      BadSetting: names the file, the line and what is allowed.
+    """
+    lines = [(number, line) for number, line in enumerate(_rows(path), 1) if any(map(str.strip, line))]
+    if not lines:
+        raise BadSetting(f"batch.trace: {path} is empty; allowed: a line of column names, and rows")
+    names = [_plain(name) for name in lines[0][1]]
+    if len(lines) == 1:
+        raise BadSetting(f"batch.trace: {path} has no rows below its column names")
+    table = _Table(path, lines[0][1], lines[1:])
+    if any(name in names for name in BATCH_COLUMNS):
+        return _batch_trace(table, names, largest)
+    return _availability_trace(table, names, per_device_batch_size, time_per_update, largest)
+
+
+def _integers(low: int, high: int | None) -> str:
+    return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise BadSetting(f"batch.trace: {path} cannot be read ({reason})") from error
+
+
+def _rows(path: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(_read(path).splitlines(), skipinitialspace=True, strict=True))
+    except csv.Error as error:
+        raise BadSetting(f"batch.trace: {path} is no CSV file ({error})") from error
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+class _Table(NamedTuple):
+    """Lines of a file with their numbers, below its header."""
+
+    path: str
+    header: list[str]
+    lines: list[tuple[int, list[str]]]
+
+    def column(self, index: int, low: int, high: int | None = None) -> np.ndarray:
+        """A column of integers from `low` to `high`."""
+        return np.array([self._integer(number, line, index, low, high) for number, line in self.lines], np.int64)
+
+    def times(self, index: int) -> np.ndarray:
+        """A column of numbers or timestamps, float64."""
+        return np.array([self._time(number, line, index) for number, line in self.lines])
+
+    def ascending(self, values: np.ndarray, index: int) -> np.ndarray:
+        """`values` of column `index`, if each is above the one before."""
+        wrong = np.flatnonzero(np.diff(values) <= 0)
+        if len(wrong):
+            number, line = self.lines[wrong[0] + 1]
+            before = self.lines[wrong[0]][1][index].strip()
+            word = "again" if values[wrong[0]] == values[wrong[0] + 1] else f"after {before}"
+            raise self.error(number, f"{self.header[index].strip()} {line[index].strip()} {word}", "ascending rows")
+        return values
+
+    def error(self, number: int, found: str, allowed: str) -> BadSetting:
+        """What is wrong in a line of the file."""
+        return BadSetting(f"batch.trace: {self.path}, line {number}: {found}; allowed: {allowed}")
+
+    def _cell(self, number: int, line: list[str], index: int) -> str:
+        if len(line) != len(self.header):
+            raise self.error(number, f"{len(line)} values", f"{len(self.header)}, as in the line of column names")
+        return line[index].strip()
+
+    def _integer(self, number: int, line: list[str], index: int, low: int, high: int | None) -> int:
+        cell = self._cell(number, line, index)
+        if not re.fullmatch(r"\+?[0-9]{1,18}", cell) or not low <= int(cell) <= (high or int(cell)):
+            raise self.error(number, f"{self.header[index].strip()} {cell!r}", _integers(low, high))
+        return int(cell)
+
+    def _time(self, number: int, line: list[str], index: int) -> float:
+        cell = self._cell(number, line, index)
+        try:
+            value = float(cell)
+        except ValueError:
+            try:
+                stamp = datetime.datetime.fromisoformat(cell)
+            except ValueError as error:
+                allowed = "a number or a timestamp as 2021-05-01 12:30:00"
+                raise self.error(number, f"{self.header[index].strip()} {cell!r}", allowed) from error
+            value = stamp.replace(tzinfo=stamp.tzinfo or datetime.UTC).timestamp()
+        if not np.isfinite(value):
+            raise self.error(number, f"{self.header[index].strip()} {cell!r}", "a finite number")
+        return value
+
+
+def _batch_trace(table: _Table, names: list[str], largest: int | None) -> Trace:
+    steps = [index for index, name in enumerate(names) if name in STEP_COLUMNS]
+    if not steps:
+        given = ", ".join(name.strip() for name in table.header)
+        raise BadSetting(f"batch.trace: {table.path} has the columns {given}; allowed: step and batchsize")
+    sizes = next(index for index, name in enumerate(names) if name in BATCH_COLUMNS)
+    starts = table.ascending(table.column(steps[0], 0), steps[0])
+    if starts[0] != 0:
+        raise table.error(table.lines[0][0], f"the first step is {starts[0]}", "0, where training starts")
+    stages = _stages(starts, table.column(sizes, 1, largest))
+    return Trace(stages, int(starts[-1]) + 1, f"{table.path}, {len(starts):,} rows")
+
+
+def _availability_trace(
+    table: _Table, names: list[str], per_device_batch_size: int | None, time_per_update: float, largest: int | None
+) -> Trace:
+    times = [index for index, name in enumerate(names) if name in (*TIME_COLUMNS, *STEP_COLUMNS)]
+    counts = [i for i, name in enumerate(names) if i not in times and any(word in name for word in DEVICE_WORDS)]
+    if not times or len(counts) != 1:
+        given = ", ".join(name.strip() for name in table.header)
+        raise BadSetting(
+            f"batch.trace: {table.path} has the columns {given}; allowed: step and batchsize, or a time or index "
+            "and one that counts devices, such as GPUs or TPU_cores"
+        )
+    counted = table.header[counts[0]].strip()
+    if per_device_batch_size is None:
+        raise BadSetting(
+            f"batch.trace: {table.path} counts {counted}; allowed: with batch.per_device_batch_size, the examples "
+            "that each takes"
+        )
+    when, available = (
+        table.ascending(table.times(times[0]), times[0]),
+        table.column(counts[0], 0, largest and largest // per_device_batch_size),
+    )
+    if not available.any():
+        raise BadSetting(f"batch.trace: {table.path} has no row with any {counted}")
+    there = available > 0
+    # The first update that starts once the time with devices before the row is over.
+    elapsed = np.concatenate([[0.0], np.cumsum(np.diff(when) * there[:-1])])
+    starts = np.ceil(elapsed / time_per_update - 1e-9).astype(np.int64)
+    last = np.append(starts[there][1:] != starts[there][:-1], True)  # of several rows that start one update
+    starts, sizes = starts[there][last], available[there][last] * per_device_batch_size
+    text = f"{table.path}, {len(available):,} rows, {per_device_batch_size:,} for each of {counted}"
+    return Trace(_stages(starts, sizes), int(starts[-1]) + 1, text)
+
+
+def _stages(starts: np.ndarray, values: np.ndarray) -> Stages:
+    """Without the stages that change nothing."""
+    changes = np.append(True, values[1:] != values[:-1])
+    return Stages(starts[changes].astype(np.int64), values[changes].astype(np.int64))

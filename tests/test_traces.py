@@ -1,0 +1,225 @@
+"""Batch sizes from files and lists, and the command that checks them."""
+
+import random
+
+import numpy as np
+import pytest
+from conftest import assert_one_line_error, run_script
+
+from configs import default
+from largebatch import BadSetting, UserError, schedules, traces
+from largebatch import config as configs
+from largebatch.traces import Stages
+
+SEED_TRACE = "step,batchsize\n0, 1024\n1, 1024\n2, 2048\n"  # as in the README of the system that had it first
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "trace.csv"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+# ---- stages -------------------------------------------------------------------------------------------
+
+
+def test_stages_against_plain_sums():
+    rng = random.Random(0)
+    sizes = np.array([rng.choice((1, 7, 7, 64, 1024)) for _ in range(200)])
+    stages = traces.from_list(sizes.tolist()).batch_sizes
+    assert len(stages.starts) < 200
+    before = np.concatenate([[0], np.cumsum(sizes)])
+    np.testing.assert_array_equal(stages.at(np.arange(200)), sizes)
+    np.testing.assert_array_equal(stages.sum_before(np.arange(201)), before)
+    totals = np.arange(1, before[-1] + 1, 13)
+    np.testing.assert_array_equal(stages.updates_to(totals), np.searchsorted(before, totals))
+    np.testing.assert_array_equal(stages.cut(50).at(np.arange(50)), sizes[:50])
+    assert stages.cut(50).starts[-1] < 50
+
+
+def test_the_last_value_of_stages_holds():
+    stages = Stages(np.array([0, 3]), np.array([10, 20]))
+    assert stages.at(np.int64(1000)) == 20
+    assert stages.updates_to(30 + 20 * 7 - 5) == 3 + 7
+
+
+# ---- files --------------------------------------------------------------------------------------------
+
+
+def test_the_seed_s_own_format(write):
+    trace = traces.read(write(SEED_TRACE))
+    assert trace.length == 3
+    assert trace.batch_sizes.at(np.arange(3)).tolist() == [1024, 1024, 2048]
+
+
+def test_steps_that_a_trace_leaves_out_keep_the_last_value(write):
+    trace = traces.read(write("step,batchsize\n0,32\n5,64\n9,8\n\n"))
+    assert trace.length == 10
+    assert trace.batch_sizes.at(np.arange(10)).tolist() == [32] * 5 + [64] * 4 + [8]
+
+
+def test_columns_may_be_called_and_placed_otherwise(write):
+    trace = traces.read(write("\ufeffBatch_Size, note, Step\n16, a, 0\n+32, b, 2\n"))
+    assert trace.batch_sizes.at(np.arange(3)).tolist() == [16, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("step,batchsize\n", "has no rows"),
+        ("step,size\n0,1\n", "has the columns step, size; allowed: step and batchsize, or a time"),
+        ("batchsize\n4\n", "has the columns batchsize; allowed: step and batchsize"),
+        ("step,batchsize\n0,32\n1,many\n", "line 3: batchsize 'many'; allowed: an integer from 1 to 100"),
+        ("step,batchsize\n0,32\n1,1.5\n", "line 3: batchsize '1.5'"),
+        ("step,batchsize\n0,0\n", "line 2: batchsize '0'"),
+        ("step,batchsize\n0,-4\n", "line 2: batchsize '-4'"),
+        ("step,batchsize\n0,\n", "line 2: batchsize ''"),
+        ("step,batchsize\n0,101\n", "line 2: batchsize '101'; allowed: an integer from 1 to 100"),
+        ("step,batchsize\n0,4\n0,5\n", "line 3: step 0 again; allowed: ascending rows"),
+        ("step,batchsize\n0,4\n5,5\n\n3,4\n", "line 5: step 3 after 5; allowed: ascending rows"),
+        ("step,batchsize\n1,4\n", "line 2: the first step is 1; allowed: 0"),
+        ("step,batchsize\n0,4,7\n", "line 2: 3 values; allowed: 2"),
+        ("step,batchsize\n-1,4\n", "line 2: step '-1'"),
+        ('step,batchsize\n0,"4\n', "is no CSV file"),
+        ("time,GPUs\n0,4\n", "counts GPUs; allowed: with batch.per_device_batch_size"),
+    ],
+)
+def test_bad_traces_are_refused_by_line(write, text, message):
+    with pytest.raises(BadSetting, match=r"^batch\.trace: ") as found:
+        traces.read(write(text), largest=100)
+    assert message in str(found.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(BadSetting, match="cannot be read"):
+        traces.read(str(tmp_path / "none.csv"))
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadSetting, match="it is no text"):
+        traces.read(str(tmp_path / "bytes.csv"))
+
+
+def test_a_long_trace(write):
+    rng = random.Random(0)
+    sizes = [rng.randint(1, 4096) for _ in range(100_000)]
+    path = write("step,batchsize\n" + "".join(f"{step},{size}\n" for step, size in enumerate(sizes)))
+    trace = traces.read(path)
+    assert trace.length == 100_000
+    assert int(trace.batch_sizes.sum_before(np.int64(100_000))) == sum(sizes)
+
+
+# ---- availability ---------------------------------------------------------------------------------------
+
+
+def test_devices_over_an_index(write):
+    trace = traces.read(write("index,GPUs\n0,4\n1,4\n2,8\n"), per_device_batch_size=32)
+    assert trace.batch_sizes.at(np.arange(3)).tolist() == [128, 128, 256]
+
+
+def test_devices_over_time(write):
+    """An update belongs to the latest row at its start; rows shorter than an update leave no trace."""
+    text = "time,TPU_cores\n100.0,8\n130.5,16\n131,32\n150,8\n"
+    trace = traces.read(write(text), per_device_batch_size=2, time_per_update=10)
+    # Updates start at 100, 110, 120, 130, 140, 150.
+    assert trace.batch_sizes.at(np.arange(6)).tolist() == [16, 16, 16, 16, 64, 16]
+    assert trace.length == 6
+
+
+def test_time_without_devices_is_left_out(write):
+    trace = traces.read(write("time,GPUs\n0,0\n10,2\n30,0\n90,4\n100,1\n"), 1, time_per_update=10)
+    assert trace.batch_sizes.at(np.arange(4)).tolist() == [2, 2, 4, 1]
+
+
+def test_timestamps(write):
+    text = "timestamp,available GPUs\n2021-05-01 00:00:00,1\n2021-05-01 00:02:00,3\n2021-05-01 00:03:00,2\n"
+    trace = traces.read(write(text), per_device_batch_size=8, time_per_update=60)
+    assert trace.batch_sizes.at(np.arange(4)).tolist() == [8, 8, 24, 16]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("time,GPUs\n0,0\n", "has no row with any GPUs"),
+        ("time,GPUs,TPUs\n0,1,1\n", "has the columns time, GPUs, TPUs"),
+        ("time,GPUs\nnoon,1\n", "line 2: time 'noon'; allowed: a number or a timestamp"),
+        ("time,GPUs\n0,1\nnan,1\n", "line 3: time 'nan'; allowed: a finite number"),
+        ("time,GPUs\n5,1\n4,1\n", "line 3: time 4 after 5; allowed: ascending rows"),
+        ("time,GPUs\n0,1\n1,26\n", "line 3: GPUs '26'; allowed: an integer from 0 to 25"),
+    ],
+)
+def test_bad_availability_traces(write, text, message):
+    with pytest.raises(BadSetting) as found:
+        traces.read(write(text), per_device_batch_size=4, largest=100)
+    assert message in str(found.value)
+
+
+# ---- in a config ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"trace": (4, 0, 4)}, "batch.trace: 0 at place 1; allowed: an integer >= 1"),
+        ({"trace": ()}, "batch.trace: (); allowed: at least one batch size"),
+        ({"trace": (4, 4)}, "batch.trace: 2 given, ends with update 1; allowed: up to the run's last, 49, or"),
+        ({"trace": (4,), "auto": True, "hold_last": True}, "batch.trace and batch.auto: both given"),
+        ({"trace": "nowhere.csv"}, "batch.trace: nowhere.csv cannot be read"),
+        ({"per_device_batch_size": 4}, "batch.per_device_batch_size: given; allowed: with batch.trace"),
+        ({"trace": 4}, "batch.trace: 4; allowed: a tuple of integers >= 1, the path of a CSV file, or None"),
+    ],
+)
+def test_contradictory_batch_sizes_are_refused_before_the_start(batch, message):
+    config = default.get_config()
+    with config.ignore_type():
+        config.batch.update(batch)
+    with pytest.raises(UserError) as found:
+        configs.validate(config)
+    assert message in str(found.value)
+
+
+def test_growth_in_place_of_decay_does_not_go_with_a_trace():
+    config = default.get_config()
+    config.batch.trace, config.batch.hold_last = (4,), True
+    config.schedule.update({"name": "step", "decay_steps": (5,), "decay_by": "batch"})
+    with pytest.raises(UserError, match="decay_by: 'batch'; allowed: 'rate' with batch.trace"):
+        configs.validate(config)
+
+
+# ---- the command ----------------------------------------------------------------------------------------
+
+
+def test_the_check_prints_what_a_run_makes_of_a_trace(write, tmp_path):
+    path = write("step,batchsize\n0,32\n1,64\n2,96\n3,7\n4,1024\n5,50\n")
+    picture = tmp_path / "trace.png"
+    result = run_script(
+        "-m", "largebatch.schedules", path, "--dataset-size", 1000, "--devices", 8, "--updates", 26,
+        "--hold-last", "--reference-batch-size", 64, "--learning-rate", 0.1, "--plot", picture,
+    )  # fmt: skip
+    assert_one_line_error(result, "line 6: batchsize '1024'; allowed: an integer from 1 to 1000")
+    assert not picture.exists()
+    result = run_script(
+        "-m", "largebatch.schedules", path, "--dataset-size", 1200, "--devices", 8, "--updates", 30,
+        "--hold-last", "--reference-batch-size", 64, "--learning-rate", 0.1, "--plot", picture,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert "30 updates, batch 7 to 1,024, 2,473 examples, 2.06 epochs" in result.stdout
+    assert ["2", "96", "1", "0.1", "0.15", "0.1225", "96", "0.08"] in rows
+    assert ["3", "7", "0", "or", "1", "0.1", "0.01094", "0.03307", "192", "0.16"] in rows
+    assert ["4", "1024", "8", "0.1", "1.6", "0.4", "199", "0.17"] in rows
+    # 199 + 1,024 examples: update 4 takes 23 of the second epoch, which 1,177 / 50 = 23.54 more finish.
+    assert ["0", "5", "4", "23"] in rows
+    assert ["1", "24", "28", "23"] in rows
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_check_refuses_a_trace_that_is_too_short(write, capsys):
+    arguments = [write(SEED_TRACE), "--dataset-size", "4000", "--devices", "2", "--updates", "4"]
+    assert schedules.main(arguments) == 1
+    assert "ends with update 2; allowed: up to 3, or --hold-last" in capsys.readouterr().err
+    assert schedules.main([*arguments, "--hold-last"]) == 0
+    assert "4 updates, batch 1,024 to 2,048, 6,144 examples" in capsys.readouterr().out
