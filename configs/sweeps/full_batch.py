@@ -1,4 +1,4 @@
-"""Rates of LAMB, Adam and SGD for eurosat_full_batch.py, on small images and a smaller batch, 2 minutes each.
+"""Rates of LAMB, Adam and SGD for eurosat_full_batch.py, on small images and a smaller batch, 80 s each.
 
     python sweep.py --config configs/eurosat_full_batch.py --space configs/sweeps/full_batch.py \\
         --study runs/studies/full_batch --config.dataset.image_size 32 --config.batch.size 4096
@@ -9,7 +9,7 @@ from optuna.distributions import CategoricalDistribution
 RATES = {
     "lamb": (0.01, 0.03, 0.1, 0.3),
     "adam": (0.001, 0.003, 0.01, 0.03),
-    "sgd": (0.1, 0.3, 1.0, 3.0),
+    "sgd": (0.01, 0.03, 0.1, 0.3),
 }
 
 
