@@ -219,6 +219,16 @@ def steps_to_target(study: Study) -> list[BatchPoint]:
     return list(points.values())
 
 
+def noise_scales(study: Study) -> list[float]:
+    """The gradient noise scale, in examples, of each run that reached the target, when it did."""
+    found = []
+    for run in study.runs:
+        steps = run.value("steps_to_target")
+        rows = [row for row in run.rows if row.get("step") == steps] if steps is not None else []
+        found += [scale for row in rows if (scale := number(row.get("noise_scale"))) is not None and scale > 0]
+    return found
+
+
 def unreached_batch_sizes(study: Study) -> list[int]:
     """Batch sizes that ran with a target, at which no setting took all of its seeds there."""
     reached = {point.batch_size for point in steps_to_target(study)}

@@ -48,7 +48,10 @@ class Run(NamedTuple):
 
     @property
     def batch_size(self) -> int | None:
-        """Examples per update over all devices, in numbers even where the config says "full"."""
+        """Examples per update over all devices, a number even where the config says "full"; None if it changes."""
+        changes = [self.field("batch.trace"), self.field("batch.auto"), self.field("schedule.decay_by") == "batch"]
+        if any(changes):
+            return None
         rows = (row.get("global_batch_size") for row in reversed(self.rows))
         for size in (self.summary.get("global_batch_size"), *rows, self.field(BATCH)):
             if (number(size) or 0) >= 1:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from largebatch import analysis
 from largebatch.runs import Run, number
-from pages import confusion, panels
+from pages import confusion, panels, studies
+from pages.labels import plain, short_name
 from pages.markup import Cell, Html, element, join, page, table
-from pages.panels import Group, plain
+from pages.panels import Group
 
 MAX_CONFUSIONS = 4  # of runs outside a study; their pictures are the largest part of a page
 MAX_CLASSES = 50  # of a matrix on the page
@@ -106,9 +107,11 @@ def tiles(group: Group) -> Html:
         which = ", median of the runs" if len(rates) > 1 else ""
         found.append((f"{statistics.median(rates):,.0f}", f"training images / s{which}"))
     if group.study:
-        knee = panels.fit(group.study)[1]
+        knee = studies.fit(group.study)[1]
         if knee and 0 < knee.critical_batch_size < math.inf:
             found.append((f"{knee.critical_batch_size:,.0f}", "examples per update at the knee"))
+        if scales := analysis.noise_scales(group.study):
+            found.append((f"{statistics.median(scales):,.0f}", "examples: median noise scale at the target"))
     elif len(group.runs) == 1 and (steps := group.runs[0].value("steps_to_target")) is not None:
         found.append(
             (
@@ -129,8 +132,8 @@ def leaderboard(group: Group, key: str, accuracies: Sequence[float]) -> Html:
     """The settings of a study, best first, with the updates to some accuracies."""
     study, fields = group.study, group.study.fields
     to_target = study.objective != "best_val_accuracy"
-    names = ["rank", *map(panels.short_name, fields)]
-    names += [panels.OBJECTIVE_LABELS[study.objective], "reached"] * to_target
+    names = ["rank", *map(short_name, fields)]
+    names += [studies.OBJECTIVE_LABELS[study.objective], "reached"] * to_target
     rows = []
     for rank, setting in enumerate(analysis.leaderboard(study), 1):
         cells = [figure(rank), *(value_cell(setting.values.get(name)) for name in fields)]
@@ -197,7 +200,7 @@ def steps_table(group: Group, key: str) -> Html | None:
         rows.append(({}, [*cells, figure(p.seeds), Cell(flags or "no", cls="text")]))
     names = [
         "batch",
-        *map(panels.short_name, fields),
+        *map(short_name, fields),
         "updates",
         "images",
         "seconds",

@@ -21,7 +21,7 @@ from test_analysis import write_run, write_study
 import report
 import train
 from largebatch import analysis, runs
-from pages import confusion, panels, sections
+from pages import confusion, panels, sections, studies
 
 EVIL = '</script><img src=x onerror="document.title=1">'
 
@@ -257,7 +257,7 @@ def test_columns_that_are_not_standard_are_drawn(tmp_path):
 
 def test_rates_picture_marks_what_diverged(study):
     found = runs.read(study)
-    panel = panels.rate_panel(found, ["adam", "lamb", "sgd"])
+    panel = studies.rate_panel(found, ["adam", "lamb", "sgd"])
     lines = {mark["label"]: mark for mark in panel["marks"] if mark["kind"] == "line"}
     assert [mark["colour"] for mark in lines.values()] == [0, 1, 2]
     means = {point[0]: point[1] for point in lines["adam"]["points"]}
@@ -272,6 +272,7 @@ def test_steps_picture_and_knee(tmp_path):
         for seed, extra in enumerate((0, 1)):
             trials.append({"batch": batch, "seed": seed, "target": 0.8})
             trials[-1]["accuracies"] = (*[0.1] * (count + extra - 1), 0.9)
+            trials[-1]["noise_scale"] = 400.0 + 200 * seed
     fields = ["batch.size"]
     path = write_study(tmp_path / "study", trials, "steps_to_target", fields)
     page = make(path, out=tmp_path / "page.html", more=["--png", tmp_path / "png"])
@@ -281,11 +282,23 @@ def test_steps_picture_and_knee(tmp_path):
         [64, 405], [256, 135], [1024, 65], [4096, 45]
     ]  # fmt: skip
     assert marks["perfect scaling"]["points"] == [[64, 405], [4096, pytest.approx(405 / 64, rel=1e-5)]]
-    _, knee = panels.fit(runs.read(path))
+    _, knee = studies.fit(runs.read(path))
     assert 300 < knee.critical_batch_size < 900
     assert f"knee {knee.critical_batch_size:,.0f}" in marks
     assert f"The knee is at batch {knee.critical_batch_size:,.0f} (95 % interval" in text_of(page)
+    assert marks["noise scale 500"]["points"] == [[500, None]]
+    assert "noise scale at the target was 500 (median of 8 runs, 400 to 600)" in text_of(page)
+    assert "500 examples: median noise scale at the target" in text_of(page)
     assert (tmp_path / "png" / "steps_to_target.png").exists()
+
+
+@pytest.mark.parametrize("changing", [{"trace": "t.csv"}, {"auto": True}])
+def test_a_batch_that_changes_is_no_point_of_the_curve(tmp_path, changing):
+    path = write_run(tmp_path / "run")
+    config = json.loads((path / "config.json").read_text())
+    assert runs.read(path).batch_size is not None
+    (path / "config.json").write_text(json.dumps(config | {"batch": config["batch"] | changing}))
+    assert runs.read(path).batch_size is None
 
 
 def test_edges_and_batch_sizes_that_missed_the_target_are_said(tmp_path):
