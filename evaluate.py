@@ -45,6 +45,8 @@ def load_run(run: Path) -> tuple[config_dict.ConfigDict, dict, dict, int]:
     config = default.get_config()
     with config.unlocked():
         config.update(config_dict.ConfigDict(description["config"]))
+    # How the batch changed is over, and its file may be gone.
+    config.batch.update({"trace": None, "per_device_batch_size": None, "hold_last": False})
     configs.validate(config)
     return config, description["data"], arrays, description["step"]
 

@@ -11,12 +11,12 @@ from flax import linen as nn
 
 import augment
 import model as models
-from largebatch import BadSetting, batching, devices, evaluation, schedules
+from largebatch import BadSetting, batching, devices, evaluation, local_sgd, schedules
 from largebatch import cache as caches
 from largebatch import config as configs
 from largebatch.optimizers import Numbers, Switches, create_optimizer
 from largebatch.state import TrainState, count_params, create_state
-from largebatch.step import Plan, make_inner_loop
+from largebatch.step import Plan, Step, make_inner_loop
 from largebatch.traces import Stages
 
 # Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
@@ -67,7 +67,8 @@ def possible_batch_sizes(config, num_originals: int) -> np.ndarray:
     """
     schedule = make_schedule(config, num_originals)
     if not config.batch.auto:
-        return np.unique(schedule.batch_sizes.cut(schedule.num_updates).values)
+        stages = schedule.batch_sizes
+        return np.unique((stages if schedule.scale_invariant else stages.cut(schedule.num_updates)).values)
     smallest, epoch_size = schedule.max_batch_size, num_originals * augment.NUM_VIEWS
     largest = configs.resolve_batch_size(config.batch.max_size, epoch_size, field="batch.max_size")
     if largest < smallest:
@@ -82,8 +83,12 @@ def micro_batch_size(config, num_originals: int, num_devices: int) -> int:
     Raises:
       BadSetting: batch normalisation would see single images.
     """
-    batch_sizes = possible_batch_sizes(config, num_originals)
-    size = min(resolve_micro_batch_size(config.batch.micro_batch_size), -(-int(batch_sizes[-1]) // num_devices))
+    batch_sizes, wanted = possible_batch_sizes(config, num_originals), config.batch.micro_batch_size
+    needs_noise = config.batch.auto or config.schedule.scaling == "adascale"
+    share = -(-int(batch_sizes[-1]) // num_devices)
+    if wanted == "auto":  # leaves at least two, between which noise is measured
+        share = -(-int(batch_sizes[0 if needs_noise else -1]) // max(num_devices, 2))
+    size = min(resolve_micro_batch_size(wanted), share)
     if config.model.norm == "batch":
         for batch_size in batch_sizes:
             share = int(batch_size) // num_devices  # of some devices one more, and what that leaves of the last
@@ -92,6 +97,11 @@ def micro_batch_size(config, num_originals: int, num_devices: int) -> int:
                     f"model.norm: 'batch' with batches of {batch_size} in micro-batches of up to {size} on "
                     f"{num_devices} devices; allowed: at least 2 images in each, or 'group' or 'none'"
                 )
+    if needs_noise and (batch_sizes[0] == 1 or (num_devices == 1 and size >= batch_sizes[0])):
+        raise BadSetting(
+            f"batch.micro_batch_size: {size} for batches from {batch_sizes[0]} on; allowed: at least two "
+            "micro-batches with batch.auto or AdaScale, since noise is measured between them"
+        )
     return size
 
 
@@ -106,8 +116,24 @@ def make_plan(deal: batching.Deal, schedule: schedules.Schedule, length: int, fi
     return Plan(
         *batching.epoch_and_offset(deal, schedule.batch_sizes.sum_before(updates)),
         schedule.batch_sizes.at(updates).astype(np.int32),
-        schedule.rates(updates).astype(np.float32),
+        rates_of(schedule, updates),
     )
+
+
+def rates_of(schedule: schedules.Schedule, updates: np.ndarray) -> np.ndarray:
+    """Rates of `updates`; with AdaScale those of the whole run, and below 0 beyond it, by scale-invariant step."""
+    if not schedule.scale_invariant:
+        return schedule.rates(updates).astype(np.float32)
+    rates = np.full(1 << schedule.num_updates.bit_length(), -1, np.float32)
+    rates[: schedule.num_updates] = schedule.rates(np.arange(schedule.num_updates))
+    return rates
+
+
+def make_sync(config) -> local_sgd.Sync:
+    """When devices that train apart meet."""
+    fields = config.sync
+    numbers = np.float32(fields.outer_learning_rate), np.float32(fields.outer_momentum)
+    return local_sgd.Sync(np.int32(fields.every), np.int32(fields.start_step), *numbers)
 
 
 def make_network(config, num_classes: int) -> nn.Module:
@@ -136,11 +162,13 @@ def make_optimizer(config, numbers: Numbers) -> optax.GradientTransformation:
 def make_init(config, cache: caches.Cache) -> Callable[[int, Numbers, np.ndarray | None], TrainState]:
     """(seed, hyper-parameters, kernel of the stem) -> the state before the first update, of one replica."""
     network, keeps_ema = make_network(config, len(cache.class_names)), config.train.ema_decay is not None
+    apart = config.sync.mode != "every_step"
 
     def init(seed, numbers, kernel):
         params, model_state = models.init_variables(network, cache.image_shape, seed)
         model_state = models.with_whitening(model_state, kernel)
-        return create_state(params, make_optimizer(config, numbers), seed, model_state, ema=keeps_ema)
+        optimizer = make_optimizer(config, numbers)
+        return create_state(params, optimizer, seed, model_state, ema=keeps_ema, apart=apart)
 
     return jax.jit(init)
 
@@ -167,7 +195,9 @@ class Programs(NamedTuple):
     """The compiled part of a run, which serves every seed, batch size, schedule and hyper-parameter.
 
     `predict` takes (variables, images); so does `predict_views`, which averages over the 8 views of an image, or is
-    None where the config does not ask for it.
+    None where the config does not ask for it. `local_loop` and `average` are None where devices never train apart,
+    and `inner_loop` where they do so from the start. `bytes_put_in` is what a device puts into the all-reduce of an
+    update, and of a meeting of devices apart.
     """
 
     network: nn.Module
@@ -175,10 +205,13 @@ class Programs(NamedTuple):
     read: Callable
     loss_fn: Callable
     init: Callable
-    inner_loop: Callable
+    inner_loop: Callable | None
+    local_loop: Callable | None
+    average: Callable | None
     predict: Callable
     predict_views: Callable | None
     metric_names: tuple[str, ...]
+    bytes_put_in: tuple[int, int]
 
 
 class Shared:
@@ -226,7 +259,15 @@ class Shared:
         return self._kernel
 
     def key(self, config) -> tuple:
-        """What shapes the programs of `config`; places its data."""
+        """What shapes the programs of `config`; places its data.
+
+        Raises:
+          BadSetting: it cannot be packed.
+        """
+        if self.packed and config.sync.mode != "every_step":
+            raise BadSetting(
+                f"sync.mode: {config.sync.mode!r}; allowed: 'every_step' where each device has its own run"
+            )
         cache, placed = self.data(config)
         return (
             self._data[0],
@@ -236,10 +277,19 @@ class Shared:
             config.augment.shift,
             config.train.label_smoothing,
             config.train.ema_decay,
+            config.schedule.noise_decay,
+            config.schedule.reference_batch_size if config.schedule.scaling == "adascale" else None,
+            config.sync.mode,
+            config.sync.optimizer_state,
             config.eval.view_average,
             resolve_micro_batch_size(config.batch.micro_batch_size),  # of predictions
             micro_batch_size(config, cache.count("train"), placed.deal.num_devices),
-            plan_length(config),
+            *(
+                len(field)
+                for field in make_plan(
+                    placed.deal, make_schedule(config, cache.count("train")), plan_length(config), 0
+                )
+            ),
             tolerated_nonfinite(config),
         )
 
@@ -256,34 +306,58 @@ class Shared:
     def _compile(self, config, cache, placed) -> Programs:
         network, manifest, shape = make_network(config, len(cache.class_names)), cache.manifest, cache.image_shape
         scale = manifest["mean"], manifest["std"]
-        schedule, fields = make_schedule(config, cache.count("train")), config.train
         size = resolve_micro_batch_size(config.batch.micro_batch_size)
-        optimizer = make_optimizer(config, Numbers())
-        read = augment.make_read(config.augment.storage, shape, config.augment.shift)
-        loss_fn = models.make_loss_fn(network, shape, *scale, fields.label_smoothing)
-        logits_fn, predict_views = models.make_logits_fn(network, shape, *scale), None
-        inner_loop = make_inner_loop(
-            loss_fn,
-            optimizer,
-            read,
-            placed.deal,
-            micro_batch_size(config, cache.count("train"), placed.deal.num_devices),
-            max_nonfinite=tolerated_nonfinite(config),
-            statistics_decay=config.model.norm_decay,
-            ema_decay=fields.ema_decay or 0.0,
-            packed=self.packed,
+        step = self._step(
+            config, cache, placed, models.make_loss_fn(network, shape, *scale, config.train.label_smoothing)
         )
+        logits_fn, predict_views = models.make_logits_fn(network, shape, *scale), None
         predict = evaluation.make_predict(logits_fn, size, packed=self.packed)
         if config.eval.view_average:
             averaged = augment.average_over_views(logits_fn, shape)
             predict_views = evaluation.make_predict(averaged, size, packed=self.packed)
         init, kernel = make_init(config, cache), self.whitening_kernel(config)
-        state = devices.replicate(init(np.uint32(0), Numbers(), kernel), self.local_devices)
-        plan, updates = make_plan(placed.deal, schedule, plan_length(config), first_update=0), np.int32(0)
+        one = init(np.uint32(0), Numbers(), kernel)
+        state = devices.replicate(one, self.local_devices)
+        schedule, updates = make_schedule(config, cache.count("train")), np.int32(0)
+        plan = make_plan(placed.deal, schedule, plan_length(config), first_update=0)
         if self.packed:
             many = len(self.local_devices)
             plan, updates = jax.tree.map(lambda x: np.stack([x] * many), (plan, updates))
-        state, values = inner_loop(state, placed.train, plan, updates)
+        inner_loop = local_loop = average = None
+        names, statistics = {}, tuple({models.STATISTICS} & set(one.model_state))
+        summed = one.params, [one.model_state[name] for name in statistics]
+        put_in = [4 * (count_params(summed) + 3), 0]  # and loss, accuracy, noise
+        if config.sync.mode != "local":
+            inner_loop = make_inner_loop(step)
+            state, values = inner_loop(state, placed.train, plan, updates)
+            names |= values
+        if config.sync.mode != "every_step":
+            policy = config.sync.optimizer_state
+            local_loop = local_sgd.make_local_loop(step._replace(noise_decay=None), policy, statistics)
+            average = local_sgd.make_average(statistics)
+            state, values = local_loop(state, placed.train, plan, updates, make_sync(config))
+            state, names = average(state), names | values
+            put_in[1] = local_sgd.bytes_of_meeting(one, statistics, policy)
         for program in filter(None, (predict, predict_views)):
             jax.block_until_ready(program(state.variables, placed.val_images))
-        return Programs(network, optimizer, read, loss_fn, init, inner_loop, predict, predict_views, tuple(values))
+        return Programs(
+            network, step.optimizer, step.read, step.loss_fn, init, inner_loop, local_loop, average,
+            predict, predict_views, tuple(names), tuple(put_in),
+        )  # fmt: skip
+
+    def _step(self, config, cache, placed, loss_fn) -> Step:
+        return Step(
+            loss_fn,
+            make_optimizer(config, Numbers()),
+            augment.make_read(config.augment.storage, cache.image_shape, config.augment.shift),
+            placed.deal,
+            micro_batch_size(config, cache.count("train"), placed.deal.num_devices),
+            max_nonfinite=tolerated_nonfinite(config),
+            statistics_decay=config.model.norm_decay,
+            ema_decay=config.train.ema_decay or 0.0,
+            noise_decay=config.schedule.noise_decay,
+            adascale_reference=(
+                config.schedule.reference_batch_size if config.schedule.scaling == "adascale" else None
+            ),
+            packed=self.packed,
+        )

@@ -5,7 +5,6 @@ python train.py --config configs/eurosat.py --workdir runs/eurosat  the real job
 python train.py --config configs/eurosat.py --config.optimizer.name sgd --config.batch.size 1024
 """
 
-import functools
 import logging
 import time
 from typing import NamedTuple
@@ -17,21 +16,36 @@ from ml_collections import config_dict
 
 import augment
 import model as models
+from largebatch import (
+    UserError,
+    checkpoints,
+    devices,
+    display,
+    evaluation,
+    metrics,
+    noise_scale,
+    preemption,
+    resume,
+    schedules,
+    traces,
+)
 from largebatch import cache as caches
-from largebatch import checkpoints, devices, display, evaluation, metrics, preemption, resume, schedules
 from largebatch import config as configs
 from largebatch.resume import Diverged
 from largebatch.state import TrainState, count_params, params_sha256
 from largebatch.step import make_count_nonfinite
-from largebatch.trainer import NonFinite, Trainer
+from largebatch.traces import Stages
+from largebatch.trainer import Loops, NonFinite, Trainer
 from programs import (
     Programs,
     Shared,
     make_plan,
     make_schedule,
+    make_sync,
     micro_batch_size,
     optimizer_numbers,
     plan_length,
+    possible_batch_sizes,
     tolerated_nonfinite,
 )
 
@@ -39,7 +53,7 @@ log = logging.getLogger("largebatch")
 
 
 class Job(NamedTuple):
-    """What does not change while a run trains."""
+    """What does not change while a run trains; `schedule` is as it starts, the trainer's may grow."""
 
     cache: caches.Cache
     placed: augment.Placed
@@ -75,18 +89,57 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock, shared: Shared
 def make_trainer(job: Job, state: TrainState, config, clock: metrics.Clock, profile_dir: str | None) -> Trainer:
     """What runs the compiled inner loop; all hosts profile if host 0 does."""
     profiles = bool(devices.from_primary(np.int32(bool(profile_dir))))
+    programs, sync = job.programs, make_sync(config)
+    start_step = np.inf if config.sync.mode == "every_step" else config.sync.start_step
+
+    def local_loop(*arguments):
+        return programs.local_loop(*arguments, sync)
+
     return Trainer(
         state,
-        job.programs.inner_loop,
-        job.programs.metric_names,
+        Loops(programs.inner_loop, local_loop if programs.local_loop else None, programs.average, start_step),
+        programs.metric_names,
         job.placed.train,
-        functools.partial(make_plan, job.placed.deal, job.schedule, plan_length(config)),
+        job.schedule,
+        lambda schedule, first: make_plan(job.placed.deal, schedule, plan_length(config), first),
         clock,
-        num_updates=job.schedule.num_updates,
         inner_steps=config.train.inner_steps,
         max_nonfinite=tolerated_nonfinite(config),
         profile_dir=(profile_dir or "profile") if profiles else None,
     )
+
+
+def make_progress(job: Job, config, trainer: Trainer, run, clock: metrics.Clock, plain: dict) -> resume.Progress:
+    """What saves the run and takes it up again.
+
+    Raises:
+      UserError: hosts hold different traces.
+    """
+    data, trace = job.cache.identity(), config.batch.trace
+    if isinstance(trace, str):
+        data["trace"] = traces.digest(trace)
+        if len(set(devices.gather_text(data["trace"]))) > 1:
+            raise UserError(f"batch.trace: {trace} is another file on some hosts")
+
+    def reschedule(starts, values):
+        trainer.schedule = make_schedule(config, job.cache.count("train"), Stages(starts, values))
+
+    summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
+    return resume.Progress(run, trainer, clock, summary, plain, data, reschedule)
+
+
+def grow_batch(job: Job, config, trainer: Trainer) -> None:
+    """Between two outer loops: doubles the batch, within its limits, while the noise scale is larger than that.
+
+    Whatever was decided here before a restart is decided again, and the same.
+    """
+    count, starts, values = job.cache.count("train"), *trainer.schedule.batch_sizes
+    before, now = starts < trainer.step, int(trainer.schedule.batch_sizes.at(np.int64(max(trainer.step - 1, 0))))
+    noise = noise_scale.noise_scale(devices.first_replica(trainer.state.noise)) or 0.0
+    larger = [size for size in possible_batch_sizes(config, count) if now < size <= noise]
+    if trainer.step and larger:
+        grown = Stages(np.append(starts[before], trainer.step), np.append(values[before], larger[0]))
+        trainer.schedule = make_schedule(config, count, grown)
 
 
 class Validation(NamedTuple):
@@ -160,16 +213,31 @@ def describe(job: Job) -> dict:
 
 def headline(job: Job, config, clock: metrics.Clock) -> str:
     """Three lines that say what is about to run."""
-    num_devices, sizes = job.placed.deal.num_devices, job.schedule.batch_sizes.values
+    num_devices = job.placed.deal.num_devices
+    sizes = job.schedule.batch_sizes.cut(job.schedule.num_updates).values
     shares = [-(-size // num_devices) for size in sizes]
     return (
         f"{job.num_params:,} parameters; {num_devices} {jax.default_backend()} devices on "
         f"{jax.process_count()} hosts; {job.cache.count('train'):,} training images as "
         f"{job.placed.deal.num_examples:,} views, {job.cache.count('val'):,} validation images\n"
         f"batch {_one_or_range(sizes)} = {_one_or_range(shares)} a device in micro-batches of up to "
-        f"{job.micro_batch_size}; data {clock.seconds['data']:.1f} s, compiling {clock.seconds['compile']:.1f} s\n"
+        f"{job.micro_batch_size}{_says_how(config)}; data {clock.seconds['data']:.1f} s, "
+        f"compiling {clock.seconds['compile']:.1f} s\n"
         f"{config.optimizer.name}, {job.schedule.text}"
     )
+
+
+def _says_how(config) -> str:
+    """How the batch changes and devices meet, where either is not the plain way."""
+    batch, sync, said = config.batch, config.sync, ""
+    if batch.trace is not None:
+        said += f", from {configs.read_trace(batch).text}"
+    if batch.auto:
+        said += f", growing with the noise scale up to {batch.max_size}"
+    if sync.mode != "every_step":
+        begin = f" from update {sync.start_step}" if sync.start_step else ""
+        said += f"; devices train apart{begin} and average every {sync.every} updates"
+    return said
 
 
 def _one_or_range(values) -> str:
@@ -184,32 +252,39 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
       NonFinite: the validation loss is not finite.
     """
     with clock.measure("evaluation"):
-        validation = validate_model(job, trainer.state)
-    scores = validation.scores
+        validation = validate_model(job, trainer.mean_state())
+    scores, schedule = validation.scores, trainer.schedule
     if not np.isfinite(scores.loss):
         raise trainer.nonfinite_validation(scores.loss)
     values = trainer.outer_values()
     applied = values["nonfinite"] == 0
-    mean = {name: updates[applied].mean() if applied.any() else None for name, updates in values.items()}
+    known = applied & np.isfinite(values["loss"])  # of devices apart some may be without
+    mean = {name: updates[known].mean() if known.any() else None for name, updates in values.items()}
     num_updates, outer = len(applied), -(-trainer.step // config.train.inner_steps)
-    examples_seen, last_update = job.schedule.examples_before(trainer.step), np.int64(trainer.step - 1)
+    examples_seen, last_update = schedule.examples_before(trainer.step), np.int64(trainer.step - 1)
+    rate = values["rate"][-1] if schedule.scale_invariant else float(schedule.rates(last_update))
     row = {
         "step": trainer.step,
         "outer": outer,
         "examples_seen": examples_seen,
         "epoch": examples_seen / job.placed.deal.num_examples,
-        "global_batch_size": int(job.schedule.batch_sizes.at(last_update)),
-        "learning_rate": float(job.schedule.rates(last_update)) * trainer.learning_rate_scale,
+        "global_batch_size": int(schedule.batch_sizes.at(last_update)),
+        "learning_rate": rate * trainer.learning_rate_scale,
         "train_loss": mean["loss"],
         "train_accuracy": mean["accuracy"],
         "grad_norm": values["grad_norm"][-1],
         "skipped_updates": int((~applied).sum()),
-        "noise_scale": None,
+        "noise_scale": measured_noise_scale(trainer, values),
+        "bytes_sent": metrics.bytes_sent(job.placed.deal.num_devices, job.programs.bytes_put_in, values),
         "val_loss": scores.loss,
         "val_accuracy": scores.accuracy,
         "val_examples": scores.num_examples,
     } | validation.others
-    examples = examples_seen - job.schedule.examples_before(trainer.step - num_updates)
+    if schedule.scale_invariant:
+        row |= {"gain": mean["gain"], "scale_invariant_steps": trainer.position}
+    if "drift" in values:
+        row["replica_drift"] = values["drift"][values["met"] > 0][-1] if values["met"].any() else None
+    examples = examples_seen - schedule.examples_before(trainer.step - num_updates)
     row |= metrics.timings(clock, progress.before, num_updates, examples)
     progress.before = dict(clock.seconds)
     improved = metrics.add_to_summary(progress.summary, row)
@@ -217,14 +292,21 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
         run.append_row(row)
         if improved:
             run.write_predictions(job.placed.val_labels, validation.logits, job.placed.val_ids)
-    last = trainer.step == job.schedule.num_updates or progress.summary["steps_to_target"] is not None
+    last = trainer.done or progress.summary["steps_to_target"] is not None
     if row["skipped_updates"]:
         log.warning("outer loop %d: %d updates skipped, not finite", outer, row["skipped_updates"])
         if devices.is_primary():
             run.log_event("skipped", step=trainer.step, updates=row["skipped_updates"])
     if improved or last or outer % config.checkpoint.every_outer == 0:
         progress.save(at_boundary=True)
-    report.row(row, -(-job.schedule.num_updates // config.train.inner_steps))
+    report.row(row, outer if trainer.done else -(-schedule.num_updates // config.train.inner_steps))
+
+
+def measured_noise_scale(trainer: Trainer, values: dict[str, np.ndarray]) -> float | None:
+    """The noise scale after an outer loop; devices apart measure none."""
+    if "apart" in values and values["apart"].any():
+        return None
+    return noise_scale.noise_scale(devices.first_replica(trainer.state.noise))
 
 
 def train_and_evaluate(
@@ -257,15 +339,15 @@ def train_and_evaluate(
         with devices.named_collective_errors():
             job, state = prepare(config, clock, shared or Shared())
             trainer = make_trainer(job, state, config, clock, str(run.path / "profile") if profile else None)
-            summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
-            progress = resume.Progress(run, trainer, clock, summary, plain, job.cache.identity())
+            progress = make_progress(job, config, trainer, run, clock, plain)
+            summary = progress.summary
             del state  # donated at the first update
             progress.resume()
         report = report or display.Reporter(enabled=devices.is_primary())
-        report.start(job.schedule.num_updates, trainer.step, headline(job, config, clock))
+        report.start(job.schedule.num_updates, trainer.position, headline(job, config, clock))
         with progress.recorded_end(), report:
             run_outer_loops(job, config, trainer, progress, run, report, clock)
-            summary["params_sha256"] = params_sha256(devices.first_replica(trainer.state.params))
+            summary["params_sha256"] = params_sha256(devices.first_replica(trainer.mean_state().params))
         report.results(summary, str(workdir))
     return summary
 
@@ -277,13 +359,15 @@ def run_outer_loops(job, config, trainer, progress, run, report, clock) -> None:
       Diverged: a loss or gradient is not finite, and the config does not allow to go on.
       preemption.Stopped: a signal came.
     """
-    total, examples_before = job.schedule.num_updates, job.schedule.examples_before
-    while trainer.step < total and progress.summary["steps_to_target"] is None:
+    while not trainer.done and progress.summary["steps_to_target"] is None:
+        if config.batch.auto and trainer.at_boundary:
+            grow_batch(job, config, trainer)
+        examples_before = trainer.schedule.examples_before
         try:
             for updates, seconds in trainer.finish_outer_loop():
                 examples = examples_before(trainer.step) - examples_before(trainer.step - updates)
-                report.at(trainer.step, examples / seconds)
-                if trainer.in_outer_loop:
+                report.at(trainer.position, examples / seconds)
+                if not trainer.at_boundary:
                     progress.save_if_due()
             write_row(job, config, trainer, progress, run, report, clock)
         except NonFinite as bad:
@@ -291,7 +375,7 @@ def run_outer_loops(job, config, trainer, progress, run, report, clock) -> None:
             if config.train.on_nonfinite != "rollback":
                 raise Diverged(f"diverged: {trouble}") from bad
             progress.roll_back(bad.step, trouble)
-        if trainer.step < total:
+        if not trainer.done:
             trainer.stop_if_asked()
 
 

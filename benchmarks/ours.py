@@ -14,7 +14,7 @@ from benchmarks.timing import MAX_ROUNDS, Contender
 from largebatch import batching, devices
 from largebatch.optimizers import create_optimizer
 from largebatch.state import count_params, create_state
-from largebatch.step import Batch, Plan, make_inner_loop
+from largebatch.step import Batch, Plan, Step, make_inner_loop
 from peers import serve
 
 MATMUL_SIZE = 2048
@@ -24,7 +24,7 @@ COPY_BYTES = 2**28
 class OurStep:
     """The compiled inner loop on random images that lie on the devices, beside the peers' options.
 
-    Options: batch_size (may be changed by hand afterwards), micro_batch_size, dtype, conv, storage.
+    Options: batch_size (may be changed by hand afterwards), micro_batch_size, dtype, conv, storage, noise_decay.
     """
 
     packed = False
@@ -38,14 +38,16 @@ class OurStep:
         originals = -(-max(self.batch_size, serve.NUM_IMAGES) // augment.NUM_VIEWS)
         self.deal = batching.Deal(originals, 1 if self.packed else jax.device_count(), augment.NUM_VIEWS)
         self.shards = _random_shards(self.deal, storage)
-        self.inner_loop = make_inner_loop(
+        step = Step(
             models.make_loss_fn(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3),
             optimizer,
             augment.make_read(storage, serve.IMAGE_SHAPE),
             self.deal,
             options["micro_batch_size"],
+            noise_decay=options.get("noise_decay", Step._field_defaults["noise_decay"]),
             packed=self.packed,
         )
+        self.inner_loop = make_inner_loop(step)
         self.state = devices.replicate(create_state(params, optimizer, 0, model_state))
 
     def plan(self) -> Plan:

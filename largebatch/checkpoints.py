@@ -30,6 +30,7 @@ from largebatch import UserError
 log = logging.getLogger("largebatch")
 
 SUMS, DESCRIPTION, ARRAYS = "SHA256SUMS", "checkpoint.json", "arrays"
+REPLICAS = "replicas"  # the part of a checkpoint whose leading axes count devices
 # What is damage; any other OSError is a disk or a network in trouble, and the file may well be sound.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -302,13 +303,18 @@ def restore(folder: Path, like) -> tuple[Any, dict]:
 
 
 def fill(like, arrays: dict[str, np.ndarray], where: str):
-    """`arrays` as the leaves of the pytree `like`.
+    """`arrays` as the leaves of the pytree `like`; those of REPLICAS may be of another number of devices.
 
     Raises:
       UserError: names, shapes or dtypes differ; all are listed.
     """
-    expected = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named_leaves(like).items()}
-    found = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in arrays.items()}
+
+    def kind(name, leaf):
+        shape = list(leaf.shape[1:] if name.startswith(f"{REPLICAS}.") else leaf.shape)
+        return f"{leaf.dtype}{shape}"
+
+    expected = {name: kind(name, leaf) for name, leaf in named_leaves(like).items()}
+    found = {name: kind(name, leaf) for name, leaf in arrays.items()}
     wrong = [
         f"{name} is {found.get(name, 'missing')} there, {expected.get(name, 'missing')} here"
         for name in sorted(expected.keys() | found.keys())

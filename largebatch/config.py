@@ -201,14 +201,22 @@ def _batch_problems(config, num_updates: int) -> list[str]:
     for name in ("trace", "auto"):
         if fields[name] and decay_by == "batch":
             found.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with batch.{name}")
-    if fields.trace is None and fields.per_device_batch_size is not None:
+    if not isinstance(fields.trace, str) and fields.per_device_batch_size is not None:
         found.append("batch.per_device_batch_size: given; allowed: with batch.trace, the path of a CSV file")
+    if fields.hold_last and fields.trace is None:
+        found.append("batch.hold_last: True; allowed: with batch.trace")
+    if fields.max_size != "full" and not fields.auto:
+        found.append(f"batch.max_size: {fields.max_size}; allowed: with batch.auto")
     if fields.trace is not None:
         try:
             trace = read_trace(fields)
         except BadSetting as problem:
             return [*found, str(problem)]
-        if trace.length < num_updates and not fields.hold_last:
+        if config.schedule.scaling == "adascale" and not fields.hold_last:
+            found.append(
+                "batch.hold_last: False; allowed: True with AdaScale, whose number of updates is not known"
+            )
+        elif trace.length < num_updates and not fields.hold_last:
             found.append(
                 f"batch.trace: {trace.text}, ends with update {trace.length - 1:,}; allowed: up to the run's last, "
                 f"{num_updates - 1:,}, or batch.hold_last"
@@ -241,7 +249,7 @@ def read_trace(fields: config_dict.ConfigDict, largest: int | None = None) -> tr
       BadSetting: it is bad.
     """
     if isinstance(fields.trace, str):
-        return traces.read(fields.trace, fields.per_device_batch_size, fields.time_per_update, largest)
+        return traces.read_once(fields.trace, fields.per_device_batch_size, fields.time_per_update, largest)
     return traces.from_list(tuple(fields.trace), largest)
 
 

@@ -236,6 +236,24 @@ def first_replica(tree):
     return jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], tree)
 
 
+def all_replicas(tree):
+    """The replicas of all hosts as NumPy arrays with a leading axis over all devices, on every host."""
+
+    def gathered(leaf):
+        mine = np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards])
+        bits = gather(mine.view(f"uint{8 * mine.dtype.itemsize}"))  # bit by bit; see `from_primary`
+        return bits.reshape(-1, *mine.shape[1:]).view(mine.dtype)
+
+    return jax.tree.map(gathered, tree)
+
+
+def spread(replicas, on: list):
+    """The inverse of `all_replicas`: this host's part on its devices `on`."""
+    first = jax.process_index() * len(on)
+    parts = [jax.tree.map(lambda x, i=first + i: x[i : i + 1], replicas) for i in range(len(on))]
+    return stack([jax.device_put(part, device) for part, device in zip(parts, on, strict=True)])
+
+
 def _hash(tree) -> jax.Array:
     """uint32 that changes with any bit of any leaf: words times odd, position-dependent numbers, added."""
     total = jnp.uint32(0)

@@ -1,5 +1,6 @@
 """What a person sees of a run while it trains."""
 
+import math
 import os
 import sys
 import threading
@@ -64,7 +65,7 @@ class Reporter:
             f"outer {row['outer']:>4}/{outer_steps}  step {row['step']:>6}  epoch {row['epoch']:8.2f}  "
             f"train loss {_four_digits(row['train_loss'])}  val loss {row['val_loss']:.4f}  "
             f"val accuracy {row['val_accuracy']:.4f}{_others(row)}  {row['images_per_sec']:>10,.0f} images/s  "
-            f"{row['step_time_ms']:,.1f} ms/update"
+            f"{row['step_time_ms']:,.1f} ms/update{_noise(row)}"
         )
 
     def results(self, summary: dict, workdir: str) -> None:
@@ -103,6 +104,18 @@ def _others(row: dict) -> str:
     prefix = "val_accuracy_"
     found = [f"{name.removeprefix(prefix)} {row[name]:.4f}" for name in row if name.startswith(prefix)]
     return f" ({', '.join(found)})" if found else ""
+
+
+def _noise(row: dict) -> str:
+    """How the batch stands to the gradient's noise scale, where it was measured."""
+    scale, size = row["noise_scale"], row["global_batch_size"]
+    if not scale:
+        return ""
+    if math.isinf(scale):
+        return "  batch is far below the critical batch"
+    ratio = size / scale
+    times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+    return f"  batch is {times} x the critical batch"
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:

@@ -47,8 +47,9 @@ def examine(config) -> list[Finding]:
       UserError: the config or the data cannot be used at all.
     """
     started, clock = time.perf_counter(), metrics.Clock()
-    config = config.copy_and_resolve_references()
+    sync, config = config.sync, config.copy_and_resolve_references()
     config.model.zero_head = False  # before it the first gradient would be zero, which says nothing
+    config.sync.mode, config.sync.start_step = "every_step", 0  # looks at updates that all devices do together
     job, state = train.prepare(config, clock, Shared())
     start = devices.first_replica(state)
     gradient = mean_gradient(job, start)
@@ -62,7 +63,7 @@ def examine(config) -> list[Finding]:
         check_learning_rate(job),
         check_memory(job, state),
         estimate_time(job, config, state, sizes),
-        count_bytes(job),
+        count_bytes(job, sync),
     ]
 
 
@@ -115,7 +116,8 @@ def check_gradient(job: train.Job, start: TrainState, expected) -> Finding:
         return Finding(WARN, name, found, "use fewer devices, or more images")
     # Plain SGD at rate 1: the update is the gradient.
     optimizer = optimizers.create_optimizer("sgd", optimizers.Numbers(momentum=0.0))
-    loop = steps.make_inner_loop(job.programs.loss_fn, optimizer, job.programs.read, job.placed.deal, size)
+    programs = job.programs
+    loop = steps.make_inner_loop(steps.Step(programs.loss_fn, optimizer, programs.read, job.placed.deal, size))
     state = devices.replicate(create_state(start.params, optimizer, 0, start.model_state))
     plan = _plan(job, size * job.placed.deal.num_devices, learning_rate=1.0)
     state, _ = loop(state, job.placed.train, plan, np.int32(1))
@@ -192,7 +194,9 @@ def _judge_updates(ratios: dict[str, float], learning_rate: float) -> Finding:
 def check_learning_rate(job: train.Job) -> Finding:
     """The rate that the updates will use."""
     epochs = job.schedule.examples_before(job.schedule.num_updates) / job.placed.deal.num_examples
-    return Finding(OK, "learning rate", f"{job.schedule.text.removeprefix('learning rate ')}; {epochs:,.1f} epochs")
+    most = "at most " * job.schedule.scale_invariant  # fewer, by AdaScale's gain
+    text = job.schedule.text.removeprefix("learning rate ")
+    return Finding(OK, "learning rate", f"{text}; {most}{epochs:,.1f} epochs")
 
 
 # ---- sizes ----------------------------------------------------------------------------------------
@@ -211,7 +215,9 @@ def time_micro_batches(job: train.Job, config, start: TrainState, started: float
     for size in (own // 2, own * 2):
         # On a pod a host that runs out of memory alone would leave the others in a collective.
         if 1 <= size <= share and jax.process_count() == 1:
-            loops[size] = steps.make_inner_loop(programs.loss_fn, programs.optimizer, programs.read, deal, size)
+            loops[size] = steps.make_inner_loop(
+                steps.Step(programs.loss_fn, programs.optimizer, programs.read, deal, size)
+            )
     states = {size: devices.replicate(start) for size in loops}
     for repeat in range(1 + TIMED_REPEATS):
         for size, loop in loops.items():
@@ -280,7 +286,8 @@ def estimate_time(job: train.Job, config, state, sizes: dict[int, float | str]) 
     trained = sizes[job.micro_batch_size] * job.schedule.examples_before(num_updates)
     update, validations = trained / num_updates, -(-num_updates // config.train.inner_steps)
     total = trained + validations * validation
-    text = f"about {_duration(total)}: {_duration(update)} an update, {_duration(validation)} a validation"
+    about = "at most " if job.schedule.scale_invariant else "about "
+    text = f"{about}{_duration(total)}: {_duration(update)} an update, {_duration(validation)} a validation"
     inner = config.train.inner_steps * update
     if validation > inner:
         return Finding(WARN, "time", text, "validations take most of it: raise train.inner_steps")
@@ -294,11 +301,14 @@ def _duration(seconds: float) -> str:
     raise ValueError(seconds)
 
 
-def count_bytes(job: train.Job) -> Finding:
-    """What each device sends per update: a ring all-reduce of the gradient."""
+def count_bytes(job: train.Job, sync) -> Finding:
+    """What each device sends per update: a ring all-reduce of the gradient, unless devices train apart."""
     num_devices = jax.device_count()
-    sent = 2 * (num_devices - 1) / num_devices * 4 * job.num_params
-    return Finding(OK, "traffic", f"{sent / 1e6:.2f} MB sent by each of {num_devices} devices an update")
+    sent = 2 * (num_devices - 1) / num_devices * job.programs.bytes_put_in[0]
+    text = f"{sent / 1e6:.2f} MB sent by each of {num_devices} devices an update"
+    if sync.mode != "every_step":
+        text += f"; apart, from update {sync.start_step} on, parameters and more every {sync.every} updates instead"
+    return Finding(OK, "traffic", text)
 
 
 # ---- the command ----------------------------------------------------------------------------------

@@ -305,6 +305,18 @@ def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
     }
 
 
+def bytes_sent(num_devices: int, put_in: tuple[int, int], values: dict[str, np.ndarray]) -> float:
+    """What each device sends per update, by a ring: 2 (D - 1) / D of the bytes that it puts into all-reduces.
+
+    Args:
+      put_in: by an update, and by a meeting of devices apart.
+      values: metrics of every update; "apart" and "met" are 1 where devices trained apart, and met after it.
+    """
+    updates, (update, meeting) = len(values["loss"]), put_in
+    apart, met = (values[name].sum() if name in values else 0 for name in ("apart", "met"))
+    return float(2 * (num_devices - 1) / num_devices * (update * (updates - apart) + meeting * met) / updates)
+
+
 def add_to_summary(summary: dict, row: dict) -> bool:
     """Brings the summary up to a new row; returns whether its validation accuracy is the best so far."""
     accuracy, target = row["val_accuracy"], summary["target_accuracy"]

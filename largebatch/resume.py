@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -66,12 +67,21 @@ class Progress:
       trainer: with `snapshot`, `restore`, `step` and `state` (see `trainer.Trainer`).
       summary: what is known before the first update; filled in from there.
       config: of the whole run, as plain JSON.
-      data: what someone needs to use the network elsewhere; plain JSON.
+      data: what someone needs to use the network elsewhere, and what must not change; plain JSON.
+      reschedule: takes up the batch sizes (starts, values) that training has found; see `trainer.Trainer`.
     """
 
     def __init__(
-        self, run: metrics.RunFolder, trainer, clock: metrics.Clock, summary: dict, config: dict, data: dict
+        self,
+        run: metrics.RunFolder,
+        trainer,
+        clock: metrics.Clock,
+        summary: dict,
+        config: dict,
+        data: dict,
+        reschedule: Callable[[np.ndarray, np.ndarray], None],
     ):
+        self._reschedule = reschedule
         self._run, self._trainer, self._clock, self._config, self._data = run, trainer, clock, config, data
         self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", config["checkpoint"]["keep"])
         self._every_sec = config["checkpoint"]["every_sec"]
@@ -92,7 +102,7 @@ class Progress:
         def restore():
             found = self._checkpoints.restore_newest(self._like)
             self._run.start_rows(found and found[1]["rows"])
-            return found
+            return found and (self._for_these_devices(found[0]), found[1])
 
         with self._clock.measure("checkpoint"):
             found = self._from_primary(devices.agreed(restore, devices.is_primary()))
@@ -111,6 +121,17 @@ class Progress:
         if not description:
             self.save(at_boundary=True)
 
+    def _for_these_devices(self, snapshot: dict) -> dict:
+        """Of devices apart that were more or fewer, each of the new ones starts from their mean."""
+        if "replicas" in snapshot and len(snapshot["replicas"].step) != len(self._like["replicas"].step):
+            mean = snapshot["state"]
+            none = jax.tree.map(np.zeros_like, mean.apart)
+            mean = mean._replace(apart=none._replace(anchor=mean.params, velocity=mean.apart.velocity))
+            snapshot["replicas"] = jax.tree.map(
+                lambda leaf, like: np.broadcast_to(leaf, like.shape), mean, self._like["replicas"]
+            )
+        return snapshot
+
     def _start_from(self, run: Path) -> None:
         """Takes the parameters, and what goes with them, of another run's best checkpoint."""
         state = self._like["state"]
@@ -125,8 +146,14 @@ class Progress:
         found = devices.from_primary(devices.agreed(read, devices.is_primary()) or like)
         # The averages that come along are whole: the first update must not take their place.
         whole = np.full_like(state.averaged, WHOLE_AVERAGE)
-        state = state._replace(**found, ema=None if state.ema is None else found, averaged=whole)
-        self._trainer.restore(self._like | {"state": state})
+        new = {**found, "ema": None if state.ema is None else found, "averaged": whole}
+        start = self._like | {"state": state._replace(**new)}
+        if "replicas" in start:
+            replicas = start["replicas"]
+            many = jax.tree.map(lambda x: np.broadcast_to(x, (len(replicas.step), *np.shape(x))), new)
+            apart = replicas.apart._replace(anchor=many["params"])
+            start["replicas"] = replicas._replace(**many, apart=apart)
+        self._trainer.restore(start)
 
     def _from_primary(self, found: tuple | None) -> tuple | None:
         """Host 0's snapshot and description, on every host."""
@@ -139,6 +166,10 @@ class Progress:
         for name in ("ids", "labels"):
             if (theirs := description["data"][name]) != self._data[name]:
                 raise UserError(f"dataset: its {name} changed since the checkpoint was saved ({theirs[:8]} then)")
+        if description["data"].get("trace") != self._data.get("trace"):
+            raise UserError(f"batch.trace: {self._config['batch']['trace']} changed since the checkpoint was saved")
+        if description.get("batch_sizes"):
+            self._reschedule(*(np.array(part, np.int64) for part in description["batch_sizes"]))
         self._trainer.restore(snapshot)
         self.summary |= {k: v for k, v in description["summary"].items() if k in metrics.empty_summary()}
         self.before, self._boundary = description["before"], description["boundary"]
@@ -188,11 +219,12 @@ class Progress:
         if at_boundary:
             self._boundary = self._trainer.step
         self._saved_step, self._saved_time = self._trainer.step, time.monotonic()
-        if devices.is_primary():
-            with self._clock.measure("checkpoint"):
-                self._save()
+        with self._clock.measure("checkpoint"):
+            snapshot = self._trainer.snapshot()  # devices apart meet for it, on all hosts
+            if devices.is_primary():
+                self._save(snapshot)
 
-    def _save(self) -> None:
+    def _save(self, snapshot: dict) -> None:
         description = {
             "config": self._config,
             "data": self._data,
@@ -202,15 +234,22 @@ class Progress:
             "before": self.before,
             "boundary": self._boundary,
             "rows": self._run.rows_mark(),
+            "batch_sizes": self._grown(),
         }
         protect = {self._boundary, self.summary["best_step"]} - {None}
-        self._checkpoints.save(self._trainer.step, self._trainer.snapshot(), description, protect)
+        self._checkpoints.save(self._trainer.step, snapshot, description, protect)
 
     def save_if_due(self) -> None:
         """Between two calls inside an outer loop: saves when `every_sec` have passed."""
         self._checkpoints.poll()
-        if time.monotonic() - self._saved_time >= self._every_sec:
+        due = time.monotonic() - self._saved_time >= self._every_sec
+        if devices.from_primary(np.int32(due)):
             self.save(at_boundary=False)
+
+    def _grown(self) -> list | None:
+        """The batch sizes so far, where training finds them itself."""
+        stages = self._trainer.schedule.batch_sizes
+        return [part.tolist() for part in stages] if self._config["batch"]["auto"] else None
 
     # ---- trouble --------------------------------------------------------------------------------
 
@@ -230,6 +269,7 @@ class Progress:
             self._checkpoints.discard_after(self._boundary)
             try:
                 found = checkpoints.restore(self._checkpoints.path(self._boundary), self._like)
+                found = self._for_these_devices(found[0]), found[1]
             except checkpoints.DamagedCheckpoint as damage:
                 raise UserError(str(damage)) from damage
             self._run.start_rows(found[1]["rows"])
@@ -241,7 +281,12 @@ class Progress:
         scale = np.float32(state.learning_rate_scale)
         for _ in range(since):  # one by one: the same roundings whatever was saved in between
             scale = np.float32(scale * np.float32(factor))
-        self._take_up(snapshot | {"state": state._replace(learning_rate_scale=scale)}, description)
+        snapshot["state"] = state._replace(learning_rate_scale=scale)
+        if "replicas" in snapshot:
+            replicas = snapshot["replicas"]
+            scales = np.full_like(replicas.learning_rate_scale, scale)
+            snapshot["replicas"] = replicas._replace(learning_rate_scale=scales)
+        self._take_up(snapshot, description)
         entry = {"from_step": from_step, "to_step": self._boundary, "learning_rate_scale": float(scale)}
         self.summary["rollbacks"] = [*rollbacks, entry | {"reason": reason}]
         self._saved_step = None

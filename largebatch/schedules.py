@@ -9,6 +9,7 @@ Everything counts updates, never micro-batches. Update `t` is the one after `t` 
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,14 +36,15 @@ WARMUPS = ("warmup_updates", "warmup_epochs", "warmup_examples")
 class Schedule(NamedTuple):
     """A run's updates: how many, how large, at which rate.
 
-    `rates` maps int64 updates to float64 learning rates; `text` explains them to the user. With AdaScale `rates` is
-    over scale-invariant steps, of which there are `num_updates`: no run has more updates than that.
+    `rates` maps int64 updates to float64 learning rates; `text` explains them to the user. With AdaScale, that is
+    `scale_invariant`, `rates` is over scale-invariant steps, of which there are `num_updates`.
     """
 
     num_updates: int
     batch_sizes: Stages
     rates: Callable[[np.ndarray], np.ndarray]
     text: str
+    scale_invariant: bool
 
     def examples_before(self, update: int) -> int:
         """Examples visited by the updates before `update`."""
@@ -139,7 +141,7 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_sizes: St
         grown = zip(batch_sizes.starts, batch_sizes.values, peak * cuts.values, strict=True)
         changes = [f"{size:,} from update {first:,} at {rate:g}" for first, size, rate in grown]
         text += f": batch {', '.join(changes)}"
-    return Schedule(num_updates, batch_sizes, rates, text)
+    return Schedule(num_updates, batch_sizes, rates, text, fields["scaling"] == "adascale")
 
 
 def _warm_and_peak(fields: dict, learning_rate: float, batch_sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -223,8 +225,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--updates", type=_positive, help="of the run; default: as many as the trace has")
     parser.add_argument("--hold-last", action="store_true", help="the last batch size goes on to the run's end")
     parser.add_argument("--per-device-batch-size", type=_positive, help="of a trace of available devices")
-    parser.add_argument("--time-per-update", type=float, default=1.0, help="of such a trace; default 1")
-    parser.add_argument("--learning-rate", type=float, default=0.01, help="at the reference batch; default 0.01")
+    parser.add_argument("--time-per-update", type=_positive_number, default=1.0, help="of such a trace; default 1")
+    parser.add_argument(
+        "--learning-rate", type=_positive_number, default=0.01, help="at the reference batch; default 0.01"
+    )
     parser.add_argument("--reference-batch-size", type=_positive, default=512, help="default 512")
     parser.add_argument("--plot", metavar="FILE.png", help="a picture of batch sizes and rates")
     return parser.parse_args(argv)
@@ -234,6 +238,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
     return int(text)
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number > 0")
+    return value
 
 
 def check_trace(options: argparse.Namespace) -> None:

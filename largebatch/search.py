@@ -91,6 +91,9 @@ def read_space(path: Path, rules: dict, nearest: Callable[[str], str]) -> SpaceF
     for name in ("derive", "includes"):
         if name in module and not callable(module[name]):
             raise UserError(f"--space: {path}: {name} is {module[name]!r}; allowed: a function")
+    for values in space.values():
+        if isinstance(values, optuna.distributions.CategoricalDistribution):  # a database would give lists back
+            values.choices = tuple(list(one) if isinstance(one, tuple) else one for one in values.choices)
     problems = [text for field, values in space.items() for text in _problems(field, values, rules, nearest)]
     if problems:
         raise UserError(f"--space: {path}: {'; '.join(problems)}")

@@ -9,8 +9,31 @@ import numpy as np
 import optax
 
 
+class Noise(NamedTuple):
+    """Moving averages over `count` (int32) updates, float32; see noise_scale.py."""
+
+    variance: jax.Array
+    signal: jax.Array
+    count: jax.Array
+
+
+class Apart(NamedTuple):
+    """What devices that train apart remember since they last met; see local_sgd.py.
+
+    `anchor` are the parameters then, the same on every device, and `velocity` is the outer momentum. `examples`
+    (float32) is what this device has trained on since, in `updates` (int32) of all devices. `drift` (float32) is
+    how far apart the devices were when they met.
+    """
+
+    anchor: Any
+    velocity: Any
+    examples: jax.Array
+    updates: jax.Array
+    drift: jax.Array
+
+
 class TrainState(NamedTuple):
-    """Replicated over devices.
+    """Replicated over devices; devices that train apart have one each.
 
     `model_state` holds what the network has beside parameters: smoothed statistics of batch normalisation, and a
     frozen stem. `ema` is a moving average of both, {"params": ..., "model_state": ...}, or None.
@@ -19,7 +42,8 @@ class TrainState(NamedTuple):
     so that runs that differ by seed share one compiled program. `nonfinite` (int32) counts the latest
     updates in a row that were not applied since their loss or gradient was not finite, and
     `learning_rate_scale` (float32) is what rollbacks left of the planned rate. `averaged` (int32) counts the
-    updates that the moving averages hold.
+    updates that the moving averages hold. `noise` is the gradient's; `progress` (float32) counts AdaScale's
+    scale-invariant steps; `apart` is None where devices never train apart.
     """
 
     step: jax.Array
@@ -31,6 +55,9 @@ class TrainState(NamedTuple):
     nonfinite: jax.Array
     learning_rate_scale: jax.Array
     averaged: jax.Array
+    noise: Noise
+    progress: jax.Array
+    apart: Apart | None
 
     @property
     def variables(self) -> dict:
@@ -44,13 +71,31 @@ class TrainState(NamedTuple):
 
 
 def create_state(
-    params, optimizer: optax.GradientTransformation, seed: int, model_state=None, *, ema: bool = False
+    params,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    model_state=None,
+    *,
+    ema: bool = False,
+    apart: bool = False,
 ) -> TrainState:
-    """The state before the first update; `ema` is whether to keep a moving average."""
-    zero, model_state = jnp.zeros((), jnp.int32), model_state or {}
-    average = {"params": params, "model_state": model_state} if ema else None
-    opt_state = optimizer.init(params)
-    return TrainState(zero, jnp.uint32(seed), params, model_state, average, opt_state, zero, jnp.float32(1), zero)
+    """The state before the first update; `ema`: keeps a moving average; `apart`: devices will train apart."""
+    count, number, model_state = jnp.zeros((), jnp.int32), jnp.zeros(()), model_state or {}
+    still = jax.tree.map(jnp.zeros_like, params)
+    return TrainState(
+        step=count,
+        seed=jnp.uint32(seed),
+        params=params,
+        model_state=model_state,
+        ema={"params": params, "model_state": model_state} if ema else None,
+        opt_state=optimizer.init(params),
+        nonfinite=count,
+        learning_rate_scale=jnp.float32(1),
+        averaged=count,
+        noise=Noise(number, number, count),
+        progress=number,
+        apart=Apart(params, still, number, count, number) if apart else None,
+    )
 
 
 def smooth(old, new, decay: float, count):

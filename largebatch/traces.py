@@ -7,7 +7,9 @@ updates.
 
 import csv
 import datetime
+import functools
 import hashlib
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +20,7 @@ from largebatch import BadSetting
 
 STEP_COLUMNS = ("step", "update", "iteration")
 BATCH_COLUMNS = ("batchsize", "batch")
-TIME_COLUMNS = ("time", "timestamp", "seconds", "date", "index", "hour", "minute", "t", "id", "")
+TIME_WORDS = ("time", "date", "second", "minute", "hour", "index", "unnamed")  # a column's name starts with one
 DEVICE_WORDS = ("gpu", "tpu", "core", "device", "worker", "node", "instance", "machine")
 
 
@@ -72,7 +74,11 @@ def from_list(sizes, largest: int | None = None) -> Trace:
       BadSetting: it is empty or holds anything but such integers; names the place.
     """
     for place, size in enumerate(sizes):
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= (largest or size):
+        if (
+            not isinstance(size, int)
+            or isinstance(size, bool)
+            or not 1 <= size <= (size if largest is None else largest)
+        ):
             raise BadSetting(f"batch.trace: {size!r} at place {place}; allowed: {_integers(1, largest)}")
     if not sizes:
         raise BadSetting("batch.trace: (); allowed: at least one batch size")
@@ -109,6 +115,21 @@ def read(
     if any(name in names for name in BATCH_COLUMNS):
         return _batch_trace(table, names, largest)
     return _availability_trace(table, names, per_device_batch_size, time_per_update, largest)
+
+
+def read_once(path: str, *arguments) -> Trace:
+    """`read`, which a run asks for again and again: parsed once, unless the file changes."""
+    try:
+        stat = Path(path).expanduser().stat()
+        version = stat.st_mtime_ns, stat.st_size, stat.st_ino
+    except OSError:
+        version = None  # `read` says what is wrong
+    return _read_version(version, path, *arguments)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_version(version, path: str, *arguments) -> Trace:
+    return read(path, *arguments)
 
 
 def _integers(low: int, high: int | None) -> str:
@@ -170,7 +191,9 @@ class _Table(NamedTuple):
 
     def _integer(self, number: int, line: list[str], index: int, low: int, high: int | None) -> int:
         cell = self._cell(number, line, index)
-        if not re.fullmatch(r"\+?[0-9]{1,18}", cell) or not low <= int(cell) <= (high or int(cell)):
+        if not re.fullmatch(r"\+?[0-9]{1,18}", cell) or not low <= int(cell) <= (
+            int(cell) if high is None else high
+        ):
             raise self.error(number, f"{self.header[index].strip()} {cell!r}", _integers(low, high))
         return int(cell)
 
@@ -206,8 +229,14 @@ def _batch_trace(table: _Table, names: list[str], largest: int | None) -> Trace:
 def _availability_trace(
     table: _Table, names: list[str], per_device_batch_size: int | None, time_per_update: float, largest: int | None
 ) -> Trace:
-    times = [index for index, name in enumerate(names) if name in (*TIME_COLUMNS, *STEP_COLUMNS)]
-    counts = [i for i, name in enumerate(names) if i not in times and any(word in name for word in DEVICE_WORDS)]
+    times = [i for i, name in enumerate(names) if not name or name.startswith((*TIME_WORDS, *STEP_COLUMNS))]
+    counts = [
+        i
+        for i, name in enumerate(names)
+        if i not in times
+        and any(word in name for word in DEVICE_WORDS)
+        and not name.endswith(("id", "name", "type"))
+    ]
     if not times or len(counts) != 1:
         given = ", ".join(name.strip() for name in table.header)
         raise BadSetting(
@@ -220,10 +249,12 @@ def _availability_trace(
             f"batch.trace: {table.path} counts {counted}; allowed: with batch.per_device_batch_size, the examples "
             "that each takes"
         )
-    when, available = (
-        table.ascending(table.times(times[0]), times[0]),
-        table.column(counts[0], 0, largest and largest // per_device_batch_size),
-    )
+    when, available = table.ascending(table.times(times[0]), times[0]), table.column(counts[0], 0)
+    if largest is not None and available.max() * per_device_batch_size > largest:
+        row = int(np.argmax(available * per_device_batch_size > largest))
+        found = f"{counted} {available[row]} x {per_device_batch_size} is a batch of"
+        found += f" {available[row] * per_device_batch_size}"
+        raise table.error(table.lines[row][0], found, f"up to {largest}")
     if not available.any():
         raise BadSetting(f"batch.trace: {table.path} has no row with any {counted}")
     there = available > 0
@@ -233,7 +264,10 @@ def _availability_trace(
     last = np.append(starts[there][1:] != starts[there][:-1], True)  # of several rows that start one update
     starts, sizes = starts[there][last], available[there][last] * per_device_batch_size
     text = f"{table.path}, {len(available):,} rows, {per_device_batch_size:,} for each of {counted}"
-    return Trace(_stages(starts, sizes), int(starts[-1]) + 1, text)
+    length = int(starts[-1]) + 1
+    if not there[-1]:  # the last devices went when the last row says
+        length = max(length, math.ceil(elapsed[-1] / time_per_update - 1e-9))
+    return Trace(_stages(starts, sizes), length, text)
 
 
 def _stages(starts: np.ndarray, values: np.ndarray) -> Stages:

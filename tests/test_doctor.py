@@ -39,6 +39,13 @@ def test_a_sound_config_is_sound(quick, monkeypatch, capsys):
     assert capsys.readouterr().out.count(" ok ") == 8
 
 
+def test_devices_that_train_apart_are_looked_at_together(quick):
+    quick.sync.mode, quick.sync.every = "local", 8
+    found = statuses(quick)
+    assert found["gradient"].status == "ok"
+    assert "apart, from update 0 on, parameters and more every 8 updates instead" in found["traffic"].found
+
+
 @pytest.mark.parametrize("wrong", ["times the devices", "one device left out"])
 def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
     def reduce(tree):
@@ -48,7 +55,7 @@ def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
         return steps.sum_over_devices(jax.tree.map(lambda x: x * first, tree))
 
     make = steps.make_inner_loop
-    monkeypatch.setattr(steps, "make_inner_loop", lambda *a, **k: make(*a, **k | {"reduce": reduce}))
+    monkeypatch.setattr(steps, "make_inner_loop", lambda step: make(step._replace(reduce=reduce)))
     finding = statuses(quick)["gradient"]
     assert finding.status == "fail"
     if wrong == "times the devices":

@@ -7,11 +7,11 @@ import pytest
 from conftest import ROOT
 
 LAYERS = {
-    "images": 1, "traces": 1, "batching": 1, "optimizers": 1, "noise_scale": 1, "devices": 1, "metrics": 1,
-    "fields": 1, "runs": 1, "display": 1, "state": 1, "data": 2, "schedules": 2, "step": 2,
+    "images": 1, "traces": 1, "batching": 1, "optimizers": 1, "noise_scale": 2, "devices": 1, "metrics": 1,
+    "fields": 1, "runs": 1, "display": 1, "state": 1, "data": 2, "schedules": 2, "step": 3,
     "evaluation": 2, "checkpoints": 2, "preemption": 2, "cache": 2, "search": 2, "pack": 2,
     "analysis": 2,
-    "config": 3, "doctor": 3, "pod": 3, "trainer": 3, "resume": 3, "trial_queue": 3, "study": 4,
+    "config": 3, "doctor": 4, "pod": 3, "trainer": 4, "local_sgd": 4, "resume": 3, "trial_queue": 3, "study": 4,
 }  # fmt: skip
 # `benchmarks` and `peers` belong to bench.py, `pages` to report.py: nothing else imports them.
 SCRIPTS = {"augment", "model", "programs", "train", "evaluate", "sweep", "report", "bench"}

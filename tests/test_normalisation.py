@@ -111,14 +111,11 @@ def one_update(images, labels, num_devices, batch_size, micro=MICRO, stem="conv"
         model_state = model.with_whitening(model_state, model.whitening_kernel(images, *SCALE))
     deal, shards = place(images, labels, num_devices)
     optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
-    loop = steps.make_inner_loop(
+    loss_fn, read = (
         model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE),
-        optimizer,
         augment.make_read("expanded", (SIZE, SIZE, 3)),
-        deal,
-        micro,
-        **options,
     )
+    loop = steps.make_inner_loop(steps.Step(loss_fn, optimizer, read, deal, micro, **options))
     state = create_state(params, optimizer, 0, model_state, ema="ema_decay" in options)
     state = devices.replicate(state, jax.local_devices()[:num_devices])
     state, _ = loop(state, shards, plan(deal, [batch_size], 0.1), np.int32(1))
@@ -153,7 +150,8 @@ def test_one_all_reduce_with_batch_norm(images_and_labels):
     deal, shards = place(*images_and_labels, 8)
     optimizer = optimizers.create_optimizer("sgd")
     loss_fn = model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
-    loop = steps.make_inner_loop(loss_fn, optimizer, augment.make_read("expanded", (SIZE, SIZE, 3)), deal, MICRO)
+    read = augment.make_read("expanded", (SIZE, SIZE, 3))
+    loop = steps.make_inner_loop(steps.Step(loss_fn, optimizer, read, deal, MICRO))
     state = devices.replicate(create_state(params, optimizer, 0, model_state))
     text = loop.lower(state, shards, plan(deal, [64]), np.int32(1)).compile().as_text()
     assert sum("all-reduce(" in line or "all-reduce-start(" in line for line in text.splitlines()) == 1

@@ -90,10 +90,35 @@ ALL_STATE = {  # whatever has a state, and a batch that grows, so that the last 
 }
 
 
+ADASCALE = {  # on a trace, so that gains differ; ends when its scale-invariant steps are done
+    "schedule.scaling": "adascale",
+    "schedule.reference_batch_size": 60,
+    "schedule.name": "linear",
+    "batch.trace": (60, 200, 7, 90, 150),
+    "batch.hold_last": True,
+}
+APART = {  # from update 3 on, with meetings after updates 6, 9 and 12
+    "sync.mode": "post_local",
+    "sync.every": 3,
+    "sync.start_step": 3,
+    "sync.outer_learning_rate": 0.7,
+    "sync.outer_momentum": 0.9,
+    "sync.optimizer_state": "keep",
+    "model.norm": "batch",
+    "train.ema_decay": 0.9,
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "steps"),
-    [({}, [4, 8, 12]), ({"batch.size": "full"}, [4, 8, 12]), (ALL_STATE, [4, 8, 9])],
-    ids=["mini-batch", "full batch", "all state"],
+    [
+        ({}, [4, 8, 12]),
+        ({"batch.size": "full"}, [4, 8, 12]),
+        (ALL_STATE, [4, 8, 9]),
+        (ADASCALE, [4, 7]),
+        (APART, [4, 8, 12]),
+    ],
+    ids=["mini-batch", "full batch", "all state", "AdaScale on a trace", "devices apart"],
 )
 def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, stop_at, fields, steps):
     config.update_from_flattened_dict(fields)
@@ -108,7 +133,7 @@ def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, st
         except preemption.Stopped:
             assert json.loads((tmp_path / "cut" / "summary.json").read_text())["status"] == "interrupted"
             stops += 1
-    assert stops >= 4
+    assert stops >= 3
     assert [row["step"] for row in rows_of(tmp_path / "cut")] == steps
     assert summary["params_sha256"] == whole["params_sha256"]
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
@@ -306,6 +331,10 @@ def poisoned(config, monkeypatch):
     return config
 
 
+TOGETHER, LOCAL = {}, {"sync.mode": "local", "sync.every": 3}
+BOTH = pytest.mark.parametrize("sync", [TOGETHER, LOCAL], ids=["together", "apart"])
+
+
 @pytest.mark.parametrize("norm", ["none", "group"])  # the latter has layers within layers
 def test_stop_names_update_layer_and_rate(poisoned, tmp_path, norm):
     poisoned.model.norm = norm
@@ -315,7 +344,9 @@ def test_stop_names_update_layer_and_rate(poisoned, tmp_path, norm):
     assert summary_of(tmp_path)["status"] == "diverged"
 
 
-def test_skip_passes_over_bad_updates_and_resumes_bitwise(poisoned, tmp_path, stop_at):
+@BOTH
+def test_skip_passes_over_bad_updates_and_resumes_bitwise(poisoned, tmp_path, stop_at, sync):
+    poisoned.update_from_flattened_dict(sync)
     poisoned.train.on_nonfinite = "skip"
     whole = train.train_and_evaluate(poisoned, str(tmp_path / "whole"))
     skipped = [row["skipped_updates"] for row in rows_of(tmp_path / "whole")]
@@ -347,7 +378,9 @@ def explosive(config):
     return config
 
 
-def test_rollback_cuts_the_rate_and_resumes_bitwise(explosive, tmp_path, stop_at):
+@BOTH
+def test_rollback_cuts_the_rate_and_resumes_bitwise(explosive, tmp_path, stop_at, sync):
+    explosive.update_from_flattened_dict(sync)
     shared = programs.Shared()
     whole = train.train_and_evaluate(explosive, str(tmp_path / "whole"), shared=shared)
     rollbacks = whole["rollbacks"]

@@ -52,9 +52,8 @@ def sgd_loop(problem, num_devices, storage="expanded", shift=0, **kwargs):
     images, labels, params, loss_fn = problem
     deal, shards = place(images, labels, num_devices, storage)
     optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
-    loop = steps.make_inner_loop(
-        loss_fn, optimizer, augment.make_read(storage, (SIZE, SIZE, 3), shift), deal, MICRO, **kwargs
-    )
+    read = augment.make_read(storage, (SIZE, SIZE, 3), shift)
+    loop = steps.make_inner_loop(steps.Step(loss_fn, optimizer, read, deal, MICRO, **kwargs))
     return (
         deal,
         shards,
@@ -197,7 +196,8 @@ def test_golden_first_step(problem):
     images, labels, params, loss_fn = problem
     deal, shards = place(images, labels, 2)
     optimizer = optimizers.create_optimizer("lamb")
-    loop = steps.make_inner_loop(loss_fn, optimizer, augment.make_read("expanded", (SIZE, SIZE, 3)), deal, MICRO)
+    read = augment.make_read("expanded", (SIZE, SIZE, 3))
+    loop = steps.make_inner_loop(steps.Step(loss_fn, optimizer, read, deal, MICRO))
 
     def moved(rate):
         state = devices.replicate(create_state(params, optimizer, 0), jax.local_devices()[:2])

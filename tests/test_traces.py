@@ -134,6 +134,23 @@ def test_time_without_devices_is_left_out(write):
     assert trace.batch_sizes.at(np.arange(4)).tolist() == [2, 2, 4, 1]
 
 
+def test_a_trace_that_ends_without_devices_lasts_until_then(write):
+    assert traces.read(write("time,GPUs\n0,4\n100,0\n"), 1, time_per_update=10).length == 10
+    assert traces.read(write("time,GPUs\n0,4\n50,0\n60,4\n100,0\n"), 1, time_per_update=10).length == 9
+
+
+def test_usual_column_names(write):
+    for header in ("Unnamed: 0,num_gpus", "datetime,node_id,TPU_cores", "Time (s),available_workers"):
+        columns = header.count(",") + 1
+        row = ["0", *["7"] * (columns - 2), "3"]
+        assert traces.read(write(f"{header}\n{','.join(row)}\n"), 2).batch_sizes.at(np.int64(0)) == 6
+
+
+def test_a_single_device_can_take_more_than_the_set(write):
+    with pytest.raises(BadSetting, match="GPUs 1 x 512 is a batch of 512; allowed: up to 400"):
+        traces.read(write("time,GPUs\n0,1\n"), per_device_batch_size=512, largest=400)
+
+
 def test_timestamps(write):
     text = "timestamp,available GPUs\n2021-05-01 00:00:00,1\n2021-05-01 00:02:00,3\n2021-05-01 00:03:00,2\n"
     trace = traces.read(write(text), per_device_batch_size=8, time_per_update=60)
@@ -148,7 +165,7 @@ def test_timestamps(write):
         ("time,GPUs\nnoon,1\n", "line 2: time 'noon'; allowed: a number or a timestamp"),
         ("time,GPUs\n0,1\nnan,1\n", "line 3: time 'nan'; allowed: a finite number"),
         ("time,GPUs\n5,1\n4,1\n", "line 3: time 4 after 5; allowed: ascending rows"),
-        ("time,GPUs\n0,1\n1,26\n", "line 3: GPUs '26'; allowed: an integer from 0 to 25"),
+        ("time,GPUs\n0,1\n1,26\n", "line 3: GPUs 26 x 4 is a batch of 104; allowed: up to 100"),
     ],
 )
 def test_bad_availability_traces(write, text, message):
@@ -169,6 +186,9 @@ def test_bad_availability_traces(write, text, message):
         ({"trace": (4,), "auto": True, "hold_last": True}, "batch.trace and batch.auto: both given"),
         ({"trace": "nowhere.csv"}, "batch.trace: nowhere.csv cannot be read"),
         ({"per_device_batch_size": 4}, "batch.per_device_batch_size: given; allowed: with batch.trace"),
+        ({"trace": (4, 4), "per_device_batch_size": 4}, "batch.per_device_batch_size: given; allowed: with batch"),
+        ({"hold_last": True}, "batch.hold_last: True; allowed: with batch.trace"),
+        ({"max_size": 64}, "batch.max_size: 64; allowed: with batch.auto"),
         ({"trace": 4}, "batch.trace: 4; allowed: a tuple of integers >= 1, the path of a CSV file, or None"),
     ],
 )
@@ -185,7 +205,7 @@ def test_growth_in_place_of_decay_does_not_go_with_a_trace():
     config = default.get_config()
     config.batch.trace, config.batch.hold_last = (4,), True
     config.schedule.update({"name": "step", "decay_steps": (5,), "decay_by": "batch"})
-    with pytest.raises(UserError, match="decay_by: 'batch'; allowed: 'rate' with batch.trace"):
+    with pytest.raises(UserError, match=r"decay_by: 'batch'; allowed: 'rate' with batch\.trace"):
         configs.validate(config)
 
 
@@ -215,6 +235,29 @@ def test_the_check_prints_what_a_run_makes_of_a_trace(write, tmp_path):
     assert ["0", "5", "4", "23"] in rows
     assert ["1", "24", "28", "23"] in rows
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
+def test_the_check_refuses_numbers_that_are_none(write, capsys, value):
+    with pytest.raises(SystemExit):
+        schedules.main([write(SEED_TRACE), "--dataset-size", "9", "--devices", "2", f"--time-per-update={value}"])
+    assert f"--time-per-update: '{value}' is not a number > 0" in capsys.readouterr().err
+
+
+def test_a_file_is_parsed_again_when_it_changes(write):
+    path = write(SEED_TRACE)
+    assert traces.read_once(path) is traces.read_once(path)
+    write(SEED_TRACE + "3,5\n")
+    assert traces.read_once(path).length == 4
+
+
+def test_adascale_needs_a_trace_that_holds():
+    config = default.get_config()
+    config.batch.trace, config.schedule.scaling = (4,) * 50, "adascale"
+    with pytest.raises(UserError, match=r"batch\.hold_last: False; allowed: True with AdaScale"):
+        configs.validate(config)
+    config.batch.hold_last = True
+    configs.validate(config)
 
 
 def test_the_check_refuses_a_trace_that_is_too_short(write, capsys):

@@ -27,6 +27,7 @@ ROW = [
     "grad_norm",
     "skipped_updates",
     "noise_scale",
+    "bytes_sent",
     "val_loss",
     "val_accuracy",
     "val_examples",

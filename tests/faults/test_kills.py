@@ -28,15 +28,36 @@ TORN_ROW = b'{"step": 7, "outer'
 class Layout(NamedTuple):
     hosts: int
     devices: int
-    batch_size: str
+    fields: dict  # of the config
     limit_sec: float  # an end that takes longer is a hang
 
 
+ADASCALE = {  # on a trace, mid-way between whose stages kills come too
+    "batch.trace": "(200,500,37,900)",
+    "batch.hold_last": True,
+    "schedule.scaling": "adascale",
+    "schedule.reference_batch_size": 400,
+    "optimizer.name": "sgd",
+}
+GROWING = {"batch.size": 100, "batch.auto": True, "batch.max_size": 800, "optimizer.name": "sgd"}
+APART = {  # meetings after updates 8, 12, 16, ...: in the middle of outer loops and between
+    "batch.size": 500,
+    "sync.mode": "post_local",
+    "sync.start_step": 4,
+    "sync.every": 4,
+    "sync.optimizer_state": "keep",
+    "sync.outer_learning_rate": 0.7,
+    "sync.outer_momentum": 0.9,
+}
 LAYOUTS = {
-    "1 device": Layout(1, 1, "500", 120),
-    "8 devices, full batch": Layout(1, 8, "full", 120),
-    "8 devices": Layout(1, 8, "500", 120),
-    "4 hosts x 8 devices": Layout(4, 8, "500", 400),
+    "1 device": Layout(1, 1, {"batch.size": 500}, 120),
+    "8 devices, full batch": Layout(1, 8, {"batch.size": "full"}, 120),
+    "8 devices": Layout(1, 8, {"batch.size": 500}, 120),
+    "8 devices, AdaScale on a trace": Layout(1, 8, ADASCALE, 120),
+    "8 devices, batch by noise": Layout(1, 8, GROWING, 120),
+    "8 devices apart": Layout(1, 8, APART, 120),
+    "4 hosts x 8 devices": Layout(4, 8, {"batch.size": 500}, 400),
+    "4 hosts x 8 devices apart": Layout(4, 8, APART, 400),
 }
 
 
@@ -50,6 +71,8 @@ class Job:
         assert self.start(self.whole, number=10**9).wait() == 0, self.log()
         self.seconds = time.monotonic() - begin
         self.changes = int((self.whole.parent / "changes").read_text())
+        sizes = [row["global_batch_size"] for row in rows_of(self.whole)]
+        assert (len(set(sizes)) > 1) == ("batch.auto" in layout.fields or "batch.trace" in layout.fields), sizes
 
     def start(self, workdir: Path, number: int = 10**9) -> subprocess.Popen:
         """Starts train.py, as a group of its own, to die before change `number` of a file in the run folder."""
@@ -59,9 +82,8 @@ class Job:
             "dataset.image_size": 16,
             "train.inner_steps": 6,
             "train.outer_steps": 5,
-            "batch.size": self.layout.batch_size,
             "checkpoint.every_sec": 0,
-        }
+        } | self.layout.fields
         command = [sys.executable, str(CRASH), str(number), str(workdir), "--", str(ROOT / "train.py")]
         command += [f"--config.{name}={value}" for name, value in fields.items()] + [f"--workdir={workdir}"]
         if self.layout.hosts > 1:
@@ -157,7 +179,8 @@ class Job:
             assert ended or self._wait(self.start(workdir)) == 0, self.log()
             try:
                 assert_same_run(workdir, self.whole)
-                assert [row["outer"] for row in rows_of(workdir)] == [1, 2, 3, 4, 5]
+                outer_loops = len(rows_of(self.whole))  # fewer than 5 with AdaScale
+                assert [row["outer"] for row in rows_of(workdir)] == list(range(1, outer_loops + 1))
                 same += 1
             except AssertionError as difference:
                 differ.append(str(difference))
@@ -170,7 +193,7 @@ class Job:
 
 @pytest.mark.timeout(600)
 def test_a_few_kills(tmp_path):
-    layout = Layout(1, 2, "500", 120)
+    layout = Layout(1, 2, APART, 120)  # which has the most to lose
     assert Job(tmp_path, layout).survive(3, random.Random(0), "2 devices")["kills"] == 3
 
 

@@ -1,0 +1,194 @@
+"""Devices that train apart, each on its own share of every batch, and average what they have now and then.
+
+Local SGD: Stich 2019, "Local SGD Converges Fast and Communicates Little"; after a synchronous start, post-local
+SGD: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD". Each device's part of the average is the number
+of examples that it has trained on since the last one, so that averaging after every update of plain or momentum SGD
+is synchronous training. The average may be moved on by an outer optimizer: Douillard et al. 2023, "DiLoCo".
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from largebatch import batching
+from largebatch.devices import AXIS
+from largebatch.state import Apart, TrainState
+from largebatch.step import Step, empty_metrics, sum_over_devices, write_at
+
+STATE_POLICIES = ("average", "keep", "reset")
+
+
+class Sync(NamedTuple):
+    """When devices meet and what they do then; numbers that any value serves the same compiled program.
+
+    They meet every `every` updates, counted from update `start_step` on. The average's distance from the parameters
+    at the last meeting goes through SGD with this rate and Nesterov momentum; 1 and 0 take the average as it is.
+    """
+
+    every: int
+    start_step: int
+    outer_learning_rate: float
+    outer_momentum: float
+
+
+class Means(NamedTuple):
+    """What devices average when they meet. `squares` is |moved|^2; `opt_state` has the leaves that have a mean."""
+
+    squares: jax.Array
+    moved: Any
+    statistics: Any
+    ema: Any
+    opt_state: list
+
+
+def _squares(tree) -> jax.Array:
+    return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree))
+
+
+def _scaled(tree, factor):
+    return jax.tree.map(lambda x: x * factor, tree)
+
+
+def _has_mean(leaf) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)  # counters have none
+
+
+def _own(state: TrainState, statistics: tuple[str, ...], policy: str) -> Means:
+    # Distances from the anchor, not parameters: less is rounded, and little lost when squares are taken away.
+    moved = jax.tree.map(jnp.subtract, state.params, state.apart.anchor)
+    smoothed = {name: state.model_state[name] for name in statistics}
+    inner = jax.tree.leaves(state.opt_state.inner_state) if policy == "average" else []
+    return Means(_squares(moved), moved, smoothed, state.ema, list(filter(_has_mean, inner)))
+
+
+def _meet(own: Means, examples, reduce) -> tuple[Means, jax.Array]:
+    """By ONE all-reduce: the means by examples, and how many those were."""
+    sums, examples = reduce((_scaled(own, examples), examples))
+    return _scaled(sums, 1 / jnp.maximum(examples, 1)), examples
+
+
+def _with_means(state: TrainState, mean: Means, params) -> TrainState:
+    """`state` with these parameters and the means of what goes with them."""
+    ema = mean.ema
+    if ema is not None:  # a frozen stem is the same everywhere, but for rounding in its mean
+        frozen = {name: part for name, part in state.ema["model_state"].items() if name not in mean.statistics}
+        ema = {**ema, "model_state": {**ema["model_state"], **frozen}}
+    return state._replace(params=params, model_state={**state.model_state, **mean.statistics}, ema=ema)
+
+
+def _where(condition, one, other):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+
+def make_average(statistics: tuple[str, ...], reduce=sum_over_devices):
+    """(state of devices apart) -> a copy in which parameters, statistics and their moving average are the mean.
+
+    Right after a meeting that is the state itself, bit by bit. Pmapped over all devices.
+    """
+
+    def average(state):
+        mean, examples = _meet(_own(state, statistics, "keep"), state.apart.examples, reduce)
+        params = jax.tree.map(jnp.add, state.apart.anchor, mean.moved)
+        return _where(examples > 0, _with_means(state, mean, params), state)
+
+    return jax.pmap(average, AXIS)
+
+
+def make_local_loop(step: Step, policy: str, statistics: tuple[str, ...]):
+    """The inner loop of devices that train apart, pmapped over all devices.
+
+    Args:
+      step: without AdaScale, which needs all devices at every update.
+      policy: of the optimizer's state when devices meet: each takes the "average" of all (counters stay), does
+        "keep" its own, or starts anew ("reset").
+      statistics: collections of the model state that `step.loss_fn` has sums for.
+
+    Returns:
+      (state, data, plan, num_updates, sync: Sync) -> (state, metrics), as `step.make_inner_loop`. Every device has
+      a state of its own. Metrics are those of all devices: "grad_norm" is the mean norm of their gradients,
+      "nonfinite" counts the latest updates in a row that some device passed over, "apart" is 1, and "drift" and
+      "met" are zero for updates without a meeting. They cross devices once a call, which does not end before.
+    """
+
+    def update(state, data, device, extras, epoch, offset, batch_size, learning_rate):
+        share = batching.device_share(step.deal, device, epoch, offset, batch_size)
+        sums = step.sum_over_share(state, data, device, share, extras)
+        count = share.count.astype(jnp.float32)
+        grads, loss, (averages, smoothed) = jax.tree.map(lambda x: x / jnp.maximum(count, 1), sums[:3])
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        takes = finite & (share.count > 0)
+        state = lax.cond(takes, lambda s: step.move(s, grads, smoothed, learning_rate), lambda s: s, state)
+        apart = state.apart._replace(
+            examples=state.apart.examples + jnp.where(takes, count, 0),
+            updates=state.apart.updates + 1,
+        )
+        metrics = _scaled({"loss": loss, "grad_norm": grad_norm, **averages}, count / batch_size)
+        return state._replace(step=state.step + 1, apart=apart), metrics | {"nonfinite": 1.0 - finite}
+
+    def begin(state):
+        """Where the devices part, they hold the same parameters, which they are measured from."""
+        parted = state.apart.updates > 0
+        anchor = lax.cond(parted, lambda: state.apart.anchor, lambda: state.params)
+        return state._replace(apart=state.apart._replace(anchor=anchor))
+
+    def meet(sync, state):
+        mean, examples = _meet(_own(state, statistics, policy), state.apart.examples, step.reduce)
+        velocity = jax.tree.map(lambda v, m: sync.outer_momentum * v + m, state.apart.velocity, mean.moved)
+        ahead = jax.tree.map(lambda v, m: m + sync.outer_momentum * v, velocity, mean.moved)
+        params = jax.tree.map(lambda p, a: p + sync.outer_learning_rate * a, state.apart.anchor, ahead)
+        spread = jnp.maximum(mean.squares - _squares(mean.moved), 0)
+        inner, means = state.opt_state.inner_state, iter(mean.opt_state)
+        if policy == "average":
+            inner = jax.tree.map(lambda own: next(means) if _has_mean(own) else own, inner)
+        elif policy == "reset":
+            inner = step.optimizer.init(params).inner_state
+        met = _with_means(state, mean, params)._replace(opt_state=state.opt_state._replace(inner_state=inner))
+        met = _where(examples > 0, met, state)  # else no device had a share that is finite: nothing has moved
+        apart = Apart(
+            anchor=met.params,
+            velocity=_where(examples > 0, velocity, state.apart.velocity),
+            examples=jnp.zeros(()),
+            updates=jnp.zeros((), jnp.int32),
+            drift=jnp.sqrt(spread) / optax.tree.norm(met.params),
+        )
+        return met._replace(apart=apart)
+
+    def local_loop(state, data, plan, num_updates, sync):
+        device = lax.axis_index(AXIS)
+        extras = step.extras_of(state, data)
+
+        def body(index, carry):
+            state, metrics, common = carry
+            state, new = update(begin(state), data, device, extras, *(field[index] for field in plan))
+            due = (state.step - sync.start_step) % sync.every == 0
+            state = lax.cond(due, lambda s: meet(sync, s), lambda s: s, state)
+            drift = jnp.where(due, state.apart.drift, 0)
+            same = {"drift": drift, "met": due.astype(jnp.float32), "apart": jnp.float32(1)}
+            return state, write_at(metrics, index, new), write_at(common, index, same)
+
+        empty = empty_metrics(plan, ("loss", "grad_norm", "nonfinite", *extras[0]))
+        common = empty_metrics(plan, ("drift", "met", "apart"))
+        state, metrics, common = lax.fori_loop(0, num_updates, body, (state, empty, common))
+        metrics = step.reduce(metrics)
+
+        def count_in_a_row(before, here):
+            bad, reached = here
+            now = jnp.where(reached > 0, jnp.where(bad > 0, before + 1, 0), before)
+            return now, now
+
+        flags = metrics["nonfinite"], common["apart"]
+        latest, in_a_row = lax.scan(count_in_a_row, state.nonfinite.astype(jnp.float32), flags)
+        metrics["nonfinite"] = in_a_row * common["apart"]
+        return state._replace(nonfinite=latest.astype(jnp.int32)), metrics | common
+
+    return jax.pmap(local_loop, AXIS, in_axes=(0, 0, None, None, None), out_axes=(0, None), donate_argnums=(0,))
+
+
+def bytes_of_meeting(state: TrainState, statistics: tuple[str, ...], policy: str) -> int:
+    """What one device puts into the all-reduce of a meeting; `state` is one device's, or its shapes."""
+    own = jax.eval_shape(lambda state: _own(state, statistics, policy), state)
+    return 4 * (1 + sum(leaf.size for leaf in jax.tree.leaves(own)))

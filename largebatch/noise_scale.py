@@ -1,0 +1,78 @@
+"""How noisy the gradient is, and with that how large a batch still pays.
+
+A batch is summed in groups, the micro-batches of all devices. Group k has n_k of the B examples and the gradient
+sum s_k; G is the mean gradient. With the covariance S of a single example's gradient and the true gradient g,
+E |s_k|^2 / n_k = n_k |g|^2 + tr S and E |G|^2 = |g|^2 + tr S / B. So with K groups
+
+    tr S = (sum_k |s_k|^2 / n_k - B |G|^2) / (K - 1)    and    |g|^2 = |G|^2 - tr S / B
+
+are unbiased, whatever the groups' sizes: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
+appendix A.1, for more than two batch sizes. Neither needs another gradient. A whole share would not do for a group:
+in a batch of more than one pass it holds several views of an image, whose gradients are alike.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from largebatch.state import Noise, smooth
+
+
+class Measured(NamedTuple):
+    """One update's estimates, float32: tr S (`variance`), |g|^2 (`signal`), and whether there were two groups."""
+
+    variance: jax.Array
+    signal: jax.Array
+    valid: jax.Array
+
+
+def group_term(gradient_sum, count) -> jax.Array:
+    """|s|^2 / n of one group; 0 of an empty one."""
+    squares = sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient_sum))  # full float32 everywhere
+    return jnp.where(count > 0, squares / jnp.maximum(count, 1), 0.0)
+
+
+def measure(group_terms, num_groups, mean_gradient_norm, batch_size) -> Measured:
+    """The estimates of one update.
+
+    Args:
+      group_terms: the sum of `group_term` over groups.
+      num_groups: those that hold examples.
+      mean_gradient_norm: |G|.
+    """
+    squared = jnp.square(mean_gradient_norm)
+    variance = (group_terms - batch_size * squared) / jnp.maximum(num_groups - 1, 1)
+    valid = (num_groups > 1) & jnp.isfinite(variance)
+    return Measured(variance, squared - variance / batch_size, valid)
+
+
+def add(noise: Noise, measured: Measured, decay: float) -> Noise:
+    """The moving averages with one more update, as the paper smooths them: each by itself, not their quotient."""
+    new = smooth((noise.variance, noise.signal), (measured.variance, measured.signal), decay, noise.count)
+    new = Noise(*new, noise.count + 1)
+    return jax.tree.map(lambda a, b: jnp.where(measured.valid, a, b), new, noise)
+
+
+def gain(noise: Noise, batch_size, reference_batch_size: int) -> jax.Array:
+    """How many updates of the reference batch one of this batch is worth.
+
+    AdaScale's gain ratio, Johnson et al. 2020, "AdaScale SGD", eq. 4: with the scale B / B_ref, sigma^2 =
+    tr S / B_ref and mu^2 = |g|^2 it is (sigma^2 + mu^2) / (sigma^2 / scale + mu^2), from 1 where all is signal to
+    the scale where all is noise. An estimate below zero counts as zero.
+    """
+    variance, signal = jnp.maximum(noise.variance, 0), jnp.maximum(noise.signal, 0)
+    here = variance / batch_size + signal
+    ratio = (variance / reference_batch_size + signal) / jnp.where(here > 0, here, 1)
+    return jnp.where((here > 0) & (batch_size != reference_batch_size), ratio, 1.0)
+
+
+def noise_scale(noise: Noise) -> float | None:
+    """The simple noise scale tr S / |g|^2, in examples: about the critical batch size (McCandlish et al., eq. 2.9).
+
+    None where nothing was measured, infinite where the signal is lost in the noise. `noise` is of NumPy numbers.
+    """
+    if not noise.count:
+        return None
+    return float(np.maximum(noise.variance, 0) / noise.signal) if noise.signal > 0 else np.inf
