@@ -7,6 +7,7 @@
     python bench.py accuracy --seeds 3 --target 0.9 --path runs/bench -- --config configs/eurosat.py ...
     python bench.py loop --path runs/eurosat
     python bench.py pack
+    python bench.py noise [--batch_size 512] [--repeats 7]
     python bench.py growth
 
 Every figure is of synchronised work, as a median over repeats with its spread; contenders take turns
@@ -25,7 +26,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from absl import flags
 
-from benchmarks import accuracy, growth, loop, memory, pack, scaling, step
+from benchmarks import accuracy, growth, loop, memory, noise, pack, scaling, step
 from benchmarks import input as inputs
 from largebatch import UserError, metrics
 from largebatch.config import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
@@ -39,8 +40,8 @@ def _plot(name: str, result: dict, path: str) -> None:
 
 def define_flags() -> None:
     """The flags of all commands."""
-    flags.DEFINE_integer("batch_size", 512, "step: examples per update over all devices.", lower_bound=1)
-    flags.DEFINE_integer("repeats", 7, "step, scaling, pack: interleaved repeats.", lower_bound=1)
+    flags.DEFINE_integer("batch_size", 512, "step, noise: examples per update over all devices.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 7, "step, scaling, pack, noise: interleaved repeats.", lower_bound=1)
     flags.DEFINE_bool("peers", True, "step: time the peers too.")
     flags.DEFINE_integer("seeds", 3, "accuracy: runs.", lower_bound=1)
     flags.DEFINE_float("target", 0.9, "accuracy: validation accuracy to reach.", lower_bound=0, upper_bound=1)
@@ -64,6 +65,7 @@ def make_commands(values, rest: list[str]) -> dict:
         ),
         "loop": (lambda: loop.bench_loop(values.path), loop.print_loop),
         "pack": (lambda: pack.bench_pack(values.repeats), pack.print_pack),
+        "noise": (lambda: noise.bench_noise(values.batch_size, values.repeats), noise.print_noise),
         "growth": (growth.bench_growth, growth.print_growth),
     }
 
