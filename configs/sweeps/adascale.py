@@ -1,0 +1,33 @@
+"""SGD of a batch of 128 beside 2,048 at a rate scaled linearly and by AdaScale, for 20 passes' worth of progress.
+
+    python sweep.py --config configs/eurosat_fast.py --space configs/sweeps/adascale.py \\
+        --study runs/studies/adascale --seeds 3 --config.dataset.image_size 32
+
+Linear scaling has a sixteenth of the updates. AdaScale goes on until it has made 3,375 scale-invariant steps.
+"""
+
+from optuna.distributions import CategoricalDistribution
+
+SMALL, LARGE, STEPS = 128, 2048, 3375
+
+
+def get_space():
+    return {
+        "schedule.scaling": CategoricalDistribution(["none", "linear", "adascale"]),
+        "batch.size": CategoricalDistribution([SMALL, LARGE]),
+    }
+
+
+def includes(values):
+    return (values["schedule.scaling"] == "none") == (values["batch.size"] == SMALL)
+
+
+def derive(config):
+    config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.1
+    config.optimizer.nesterov = False
+    config.schedule.reference_batch_size, config.schedule.warmup_updates = SMALL, 340
+    config.train.inner_steps, config.train.outer_steps = 135, STEPS // 135
+    if config.schedule.scaling == "linear":
+        config.schedule.warmup_updates, config.train.inner_steps, config.train.outer_steps = 21, 211, 1
+    if config.schedule.scaling == "adascale":
+        config.train.inner_steps, config.train.outer_steps = 75, STEPS // 75

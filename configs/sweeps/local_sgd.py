@@ -1,0 +1,28 @@
+"""Devices that average every update, every 4 and every 16, and from half way on; for eight devices.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python sweep.py --config configs/eurosat_fast.py \\
+        --space configs/sweeps/local_sgd.py --study runs/studies/local_sgd --seeds 3 --config.dataset.image_size 32
+"""
+
+from optuna.distributions import CategoricalDistribution
+
+UPDATES = 680
+
+
+def get_space():
+    return {
+        "sync.mode": CategoricalDistribution(["every_step", "local", "post_local"]),
+        "sync.every": CategoricalDistribution([1, 4, 16]),
+    }
+
+
+def includes(values):
+    return (values["sync.mode"] == "every_step") == (values["sync.every"] == 1)
+
+
+def derive(config):
+    config.batch.size, config.batch.micro_batch_size = 512, 32
+    config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.2
+    config.train.inner_steps, config.train.outer_steps = 40, UPDATES // 40
+    if config.sync.mode == "post_local":
+        config.sync.start_step = UPDATES // 2
