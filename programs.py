@@ -333,7 +333,8 @@ class Shared:
             names |= values
         if config.sync.mode != "every_step":
             policy = config.sync.optimizer_state
-            local_loop = local_sgd.make_local_loop(step._replace(noise_decay=None), policy, statistics)
+            local = local_sgd.LocalStep(step._replace(noise_decay=None), policy, statistics)
+            local_loop = local_sgd.make_local_loop(local)
             average = local_sgd.make_average(statistics)
             state, values = local_loop(state, placed.train, plan, updates, make_sync(config))
             state, names = average(state), names | values

@@ -97,55 +97,47 @@ def make_average(statistics: tuple[str, ...], reduce=sum_over_devices):
     return jax.pmap(average, AXIS)
 
 
-def make_local_loop(step: Step, policy: str, statistics: tuple[str, ...]):
-    """The inner loop of devices that train apart, pmapped over all devices.
+class LocalStep(NamedTuple):
+    """What devices apart do.
 
-    Args:
-      step: without AdaScale, which needs all devices at every update.
-      policy: of the optimizer's state when devices meet: each takes the "average" of all (counters stay), does
-        "keep" its own, or starts anew ("reset").
-      statistics: collections of the model state that `step.loss_fn` has sums for.
-
-    Returns:
-      (state, data, plan, num_updates, sync: Sync) -> (state, metrics), as `step.make_inner_loop`. Every device has
-      a state of its own. Metrics are those of all devices: "grad_norm" is the mean norm of their gradients,
-      "nonfinite" counts the latest updates in a row that some device passed over, "apart" is 1, and "drift" and
-      "met" are zero for updates without a meeting. They cross devices once a call, which does not end before.
+    step: without AdaScale, which needs all devices at every update.
+    policy: of the optimizer's state when devices meet: each takes the "average" of all (counters stay), does "keep"
+      its own, or starts anew ("reset").
+    statistics: collections of the model state that `step.loss_fn` has sums for.
     """
 
-    def update(state, data, device, extras, epoch, offset, batch_size, learning_rate):
-        share = batching.device_share(step.deal, device, epoch, offset, batch_size)
-        sums = step.sum_over_share(state, data, device, share, extras)
+    step: Step
+    policy: str
+    statistics: tuple[str, ...]
+
+    def update(self, state, data, device, extras, epoch, offset, batch_size, learning_rate):
+        """One update of this device by its share; its metrics, weighted so that their sum is the batch's mean."""
+        share = batching.device_share(self.step.deal, device, epoch, offset, batch_size)
+        sums = self.step.sum_over_share(state, data, device, share, extras)
         count = share.count.astype(jnp.float32)
         grads, loss, (averages, smoothed) = jax.tree.map(lambda x: x / jnp.maximum(count, 1), sums[:3])
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         takes = finite & (share.count > 0)
-        state = lax.cond(takes, lambda s: step.move(s, grads, smoothed, learning_rate), lambda s: s, state)
-        apart = state.apart._replace(
-            examples=state.apart.examples + jnp.where(takes, count, 0),
-            updates=state.apart.updates + 1,
-        )
+        state = lax.cond(takes, lambda s: self.step.move(s, grads, smoothed, learning_rate), lambda s: s, state)
+        examples = state.apart.examples + jnp.where(takes, count, 0)
+        apart = state.apart._replace(examples=examples, updates=state.apart.updates + 1)
         metrics = _scaled({"loss": loss, "grad_norm": grad_norm, **averages}, count / batch_size)
         return state._replace(step=state.step + 1, apart=apart), metrics | {"nonfinite": 1.0 - finite}
 
-    def begin(state):
-        """Where the devices part, they hold the same parameters, which they are measured from."""
-        parted = state.apart.updates > 0
-        anchor = lax.cond(parted, lambda: state.apart.anchor, lambda: state.params)
-        return state._replace(apart=state.apart._replace(anchor=anchor))
-
-    def meet(sync, state):
-        mean, examples = _meet(_own(state, statistics, policy), state.apart.examples, step.reduce)
+    def meet(self, state, sync: Sync):
+        """The state of every device after a meeting."""
+        own = _own(state, self.statistics, self.policy)
+        mean, examples = _meet(own, state.apart.examples, self.step.reduce)
         velocity = jax.tree.map(lambda v, m: sync.outer_momentum * v + m, state.apart.velocity, mean.moved)
         ahead = jax.tree.map(lambda v, m: m + sync.outer_momentum * v, velocity, mean.moved)
         params = jax.tree.map(lambda p, a: p + sync.outer_learning_rate * a, state.apart.anchor, ahead)
         spread = jnp.maximum(mean.squares - _squares(mean.moved), 0)
         inner, means = state.opt_state.inner_state, iter(mean.opt_state)
-        if policy == "average":
+        if self.policy == "average":
             inner = jax.tree.map(lambda own: next(means) if _has_mean(own) else own, inner)
-        elif policy == "reset":
-            inner = step.optimizer.init(params).inner_state
+        elif self.policy == "reset":
+            inner = self.step.optimizer.init(params).inner_state
         met = _with_means(state, mean, params)._replace(opt_state=state.opt_state._replace(inner_state=inner))
         met = _where(examples > 0, met, state)  # else no device had a share that is finite: nothing has moved
         apart = Apart(
@@ -157,15 +149,43 @@ def make_local_loop(step: Step, policy: str, statistics: tuple[str, ...]):
         )
         return met._replace(apart=apart)
 
+
+def _part(state: TrainState) -> TrainState:
+    """Where devices part, they hold the same parameters, which they are measured from."""
+    anchor = lax.cond(state.apart.updates > 0, lambda: state.apart.anchor, lambda: state.params)
+    return state._replace(apart=state.apart._replace(anchor=anchor))
+
+
+def _count_in_a_row(before, bad, reached):
+    """How many of the latest updates were bad, after each of them that was reached; and after the last."""
+
+    def count(before, here):
+        bad, reached = here
+        now = jnp.where(reached > 0, jnp.where(bad > 0, before + 1, 0), before)
+        return now, now * reached
+
+    return lax.scan(count, before.astype(jnp.float32), (bad, reached))
+
+
+def make_local_loop(local: LocalStep):
+    """The inner loop of devices that train apart, pmapped over all devices.
+
+    Returns:
+      (state, data, plan, num_updates, sync: Sync) -> (state, metrics), as `step.make_inner_loop`. Every device has
+      a state of its own. Metrics are those of all devices: "grad_norm" is the mean norm of their gradients,
+      "nonfinite" counts the latest updates in a row that some device passed over, "apart" is 1, and "drift" and
+      "met" are zero for updates without a meeting. They cross devices once a call, which does not end before.
+    """
+
     def local_loop(state, data, plan, num_updates, sync):
         device = lax.axis_index(AXIS)
-        extras = step.extras_of(state, data)
+        extras = local.step.extras_of(state, data)
 
         def body(index, carry):
             state, metrics, common = carry
-            state, new = update(begin(state), data, device, extras, *(field[index] for field in plan))
+            state, new = local.update(_part(state), data, device, extras, *(field[index] for field in plan))
             due = (state.step - sync.start_step) % sync.every == 0
-            state = lax.cond(due, lambda s: meet(sync, s), lambda s: s, state)
+            state = lax.cond(due, lambda s: local.meet(s, sync), lambda s: s, state)
             drift = jnp.where(due, state.apart.drift, 0)
             same = {"drift": drift, "met": due.astype(jnp.float32), "apart": jnp.float32(1)}
             return state, write_at(metrics, index, new), write_at(common, index, same)
@@ -173,16 +193,8 @@ def make_local_loop(step: Step, policy: str, statistics: tuple[str, ...]):
         empty = empty_metrics(plan, ("loss", "grad_norm", "nonfinite", *extras[0]))
         common = empty_metrics(plan, ("drift", "met", "apart"))
         state, metrics, common = lax.fori_loop(0, num_updates, body, (state, empty, common))
-        metrics = step.reduce(metrics)
-
-        def count_in_a_row(before, here):
-            bad, reached = here
-            now = jnp.where(reached > 0, jnp.where(bad > 0, before + 1, 0), before)
-            return now, now
-
-        flags = metrics["nonfinite"], common["apart"]
-        latest, in_a_row = lax.scan(count_in_a_row, state.nonfinite.astype(jnp.float32), flags)
-        metrics["nonfinite"] = in_a_row * common["apart"]
+        metrics = local.step.reduce(metrics)
+        latest, metrics["nonfinite"] = _count_in_a_row(state.nonfinite, metrics["nonfinite"], common["apart"])
         return state._replace(nonfinite=latest.astype(jnp.int32)), metrics | common
 
     return jax.pmap(local_loop, AXIS, in_axes=(0, 0, None, None, None), out_axes=(0, None), donate_argnums=(0,))

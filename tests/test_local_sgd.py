@@ -11,7 +11,7 @@ from benchmarks.ours import collectives
 from configs import default
 from largebatch import batching, devices, local_sgd, optimizers, schedules, traces
 from largebatch.batching import Deal
-from largebatch.local_sgd import Sync
+from largebatch.local_sgd import LocalStep, Sync
 from largebatch.optimizers import Numbers, Switches
 from largebatch.state import create_state
 from largebatch.step import Plan, Step, make_inner_loop
@@ -163,7 +163,7 @@ def test_devices_may_accumulate_unequally():
 
 
 def run_apart(problem, sizes, sync, policy="average", updates=LENGTH, state=None, first=0, **changes):
-    loop = local_sgd.make_local_loop(problem.step._replace(noise_decay=None, **changes), policy, ())
+    loop = local_sgd.make_local_loop(LocalStep(problem.step._replace(noise_decay=None, **changes), policy, ()))
     plan = make_plan(problem.deal, sizes, first)
     return loop(state or problem.fresh(), problem.data, plan, np.int32(updates), Sync(*map(np.asarray, sync)))
 
@@ -279,7 +279,7 @@ def test_devices_cross_once_a_meeting_and_once_a_call():
     """All-reduces of the compiled program times how often they run, against one per update in step."""
     problem, every = make_problem(8, "adam"), 4
     step = problem.step._replace(noise_decay=None)
-    loop = local_sgd.make_local_loop(step, "average", ())
+    loop = local_sgd.make_local_loop(LocalStep(step, "average", ()))
     plan = make_plan(problem.deal, [64])
     synchronous = make_inner_loop(step).lower(problem.fresh(), problem.data, plan, np.int32(LENGTH)).compile()
     assert [one["kind"] for one in collectives(synchronous.as_text())] == ["all-reduce"]  # LENGTH times
