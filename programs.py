@@ -269,6 +269,7 @@ class Shared:
                 f"sync.mode: {config.sync.mode!r}; allowed: 'every_step' where each device has its own run"
             )
         cache, placed = self.data(config)
+        schedule = make_schedule(config, cache.count("train"))
         return (
             self._data[0],
             *config.model.values(),
@@ -284,12 +285,8 @@ class Shared:
             config.eval.view_average,
             resolve_micro_batch_size(config.batch.micro_batch_size),  # of predictions
             micro_batch_size(config, cache.count("train"), placed.deal.num_devices),
-            *(
-                len(field)
-                for field in make_plan(
-                    placed.deal, make_schedule(config, cache.count("train")), plan_length(config), 0
-                )
-            ),
+            plan_length(config),
+            schedule.num_updates.bit_length() if schedule.scale_invariant else None,  # length of the table of rates
             tolerated_nonfinite(config),
         )
 
