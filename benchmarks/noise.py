@@ -7,8 +7,8 @@ import jax
 import model as models
 import programs
 from benchmarks.ours import our_step
-from benchmarks.timing import interleave, ratio
-from largebatch import devices, metrics
+from benchmarks.timing import about_machine, interleave, ratio
+from largebatch import devices
 
 DTYPES = ("float32", "bfloat16")
 
@@ -38,11 +38,7 @@ def bench_noise(batch_size: int, repeats: int) -> dict:
         "devices": count,
         "repeats": repeats,
         "rows": rows,
-        "platform": platform,
-        "device_kind": jax.devices()[0].device_kind,
-        "versions": metrics.versions(),
-        "git_commit": metrics.git_commit(),
-    }
+    } | about_machine()
 
 
 def print_noise(result: dict) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import model as models
 import programs
 from benchmarks.ours import OurStep
-from benchmarks.timing import MAX_ROUNDS, Contender, interleave, ratio
-from largebatch import devices, metrics
+from benchmarks.timing import MAX_ROUNDS, Contender, about_machine, interleave, ratio
+from largebatch import devices
 from largebatch.step import Plan
 from peers import serve
 
@@ -62,11 +62,7 @@ def bench_pack(repeats: int, batch_sizes=BATCH_SIZES) -> dict:
         "dtype": DTYPE,
         "repeats": repeats,
         "rows": rows,
-        "platform": platform,
-        "device_kind": jax.devices()[0].device_kind,
-        "versions": metrics.versions(),
-        "git_commit": metrics.git_commit(),
-    }
+    } | about_machine()
 
 
 def _contender(name: str, ours: OurStep, trials: int, calls: int) -> Contender:

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch import UserError
+import jax
+
+from largebatch import UserError, metrics
 from peers import serve
 
 MIN_TIMED_SEC = 0.5
@@ -99,6 +101,16 @@ def best_of(
         raise UserError(f"no configuration works: {errors[0]}")
     best = max(rates, key=rates.get)
     return options[best], {json.dumps(choice): rates.get(index) for index, choice in enumerate(options)}
+
+
+def about_machine() -> dict:
+    """What figures depend on beside the code's options."""
+    return {
+        "platform": jax.default_backend(),
+        "device_kind": jax.devices()[0].device_kind,
+        "versions": metrics.versions(),
+        "git_commit": metrics.git_commit(),
+    }
 
 
 def ratio(ours: Contender, other: Contender, times: dict[str, list[float]]) -> dict[str, float]:
