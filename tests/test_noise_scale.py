@@ -1,6 +1,7 @@
 """The noise scale where it is known, AdaScale's gain, and what both do to a run."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +81,8 @@ def test_noise_scale_is_the_analytic_value(num_devices):
 
 def test_noise_scale_on_a_pod():
     """4 hosts x 8 devices."""
-    result = run_script(
-        "-m", "largebatch.pod", "--hosts", 4, "--devices", 8, "--", "python", ROOT / "tests" / "test_noise_scale.py"
-    )
+    command = [sys.executable, ROOT / "tests" / "test_noise_scale.py"]
+    result = run_script("-m", "largebatch.pod", "--hosts", 4, "--devices", 8, "--", *command)
     assert result.returncode == 0, result.stderr
     line = next(line for line in result.stdout.splitlines() if "noise_scale" in line)
     found = json.loads(line[line.index("{") :])
