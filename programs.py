@@ -130,7 +130,7 @@ def rates_of(schedule: schedules.Schedule, updates: np.ndarray) -> np.ndarray:
 
 
 def make_sync(config) -> local_sgd.Sync:
-    """When devices that train apart meet."""
+    """When devices that take local steps synchronise."""
     fields = config.sync
     numbers = np.float32(fields.outer_learning_rate), np.float32(fields.outer_momentum)
     return local_sgd.Sync(np.int32(fields.every), np.int32(fields.start_step), *numbers)
@@ -162,13 +162,13 @@ def make_optimizer(config, numbers: Numbers) -> optax.GradientTransformation:
 def make_init(config, cache: caches.Cache) -> Callable[[int, Numbers, np.ndarray | None], TrainState]:
     """(seed, hyper-parameters, kernel of the stem) -> the state before the first update, of one replica."""
     network, keeps_ema = make_network(config, len(cache.class_names)), config.train.ema_decay is not None
-    apart = config.sync.mode != "every_step"
+    local = config.sync.mode != "every_step"
 
     def init(seed, numbers, kernel):
         params, model_state = models.init_variables(network, cache.image_shape, seed)
         model_state = models.with_whitening(model_state, kernel)
         optimizer = make_optimizer(config, numbers)
-        return create_state(params, optimizer, seed, model_state, ema=keeps_ema, apart=apart)
+        return create_state(params, optimizer, seed, model_state, ema=keeps_ema, local=local)
 
     return jax.jit(init)
 
@@ -195,9 +195,9 @@ class Programs(NamedTuple):
     """The compiled part of a run, which serves every seed, batch size, schedule and hyper-parameter.
 
     `predict` takes (variables, images); so does `predict_views`, which averages over the 8 views of an image, or is
-    None where the config does not ask for it. `local_loop` and `average` are None where devices never train apart,
-    and `inner_loop` where they do so from the start. `bytes_put_in` is what a device puts into the all-reduce of an
-    update, and of a meeting of devices apart.
+    None where the config does not ask for it. `local_loop` and `average` are None where all updates are
+    synchronous, `inner_loop` where all are local steps. `bytes_put_in` is what a device puts into the all-reduce
+    of a synchronous update, and of a synchronisation after local steps.
     """
 
     network: nn.Module
@@ -335,7 +335,7 @@ class Shared:
             average = local_sgd.make_average(statistics)
             state, values = local_loop(state, placed.train, plan, updates, make_sync(config))
             state, names = average(state), names | values
-            put_in[1] = local_sgd.bytes_of_meeting(one, statistics, policy)
+            put_in[1] = local_sgd.bytes_of_sync(one, statistics, policy)
         for program in filter(None, (predict, predict_views)):
             jax.block_until_ready(program(state.variables, placed.val_images))
         return Programs(

@@ -228,7 +228,7 @@ def headline(job: Job, config, clock: metrics.Clock) -> str:
 
 
 def _says_how(config) -> str:
-    """How the batch changes and devices meet, where either is not the plain way."""
+    """How the batch changes and when devices synchronise, where either is not the plain way."""
     batch, sync, said = config.batch, config.sync, ""
     if batch.trace is not None:
         said += f", from {configs.read_trace(batch).text}"
@@ -236,7 +236,7 @@ def _says_how(config) -> str:
         said += f", growing with the noise scale up to {batch.max_size}"
     if sync.mode != "every_step":
         begin = f" from update {sync.start_step}" if sync.start_step else ""
-        said += f"; devices train apart{begin} and average every {sync.every} updates"
+        said += f"; local steps{begin}, averaged every {sync.every} updates"
     return said
 
 
@@ -258,7 +258,7 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
         raise trainer.nonfinite_validation(scores.loss)
     values = trainer.outer_values()
     applied = values["nonfinite"] == 0
-    known = applied & np.isfinite(values["loss"])  # of devices apart some may be without
+    known = applied & np.isfinite(values["loss"])  # of local steps some may be without
     mean = {name: updates[known].mean() if known.any() else None for name, updates in values.items()}
     num_updates, outer = len(applied), -(-trainer.step // config.train.inner_steps)
     examples_seen, last_update = schedule.examples_before(trainer.step), np.int64(trainer.step - 1)
@@ -283,7 +283,7 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
     if schedule.scale_invariant:
         row |= {"gain": mean["gain"], "scale_invariant_steps": trainer.position}
     if "drift" in values:
-        row["replica_drift"] = values["drift"][values["met"] > 0][-1] if values["met"].any() else None
+        row["replica_drift"] = values["drift"][values["synced"] > 0][-1] if values["synced"].any() else None
     examples = examples_seen - schedule.examples_before(trainer.step - num_updates)
     row |= metrics.timings(clock, progress.before, num_updates, examples)
     progress.before = dict(clock.seconds)
@@ -303,8 +303,8 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
 
 
 def measured_noise_scale(trainer: Trainer, values: dict[str, np.ndarray]) -> float | None:
-    """The noise scale after an outer loop; devices apart measure none."""
-    if "apart" in values and values["apart"].any():
+    """The noise scale after an outer loop; local steps measure none."""
+    if "local" in values and values["local"].any():
         return None
     return noise_scale.noise_scale(devices.first_replica(trainer.state.noise))
 

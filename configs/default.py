@@ -83,11 +83,11 @@ def get_config() -> config_dict.ConfigDict:
     c.schedule.noise_decay = 0.98  # 0..1, of the averages behind noise scale and AdaScale's gain, over updates
 
     c.sync = config_dict.ConfigDict()
-    # every_step: one gradient psum per update | local: devices train apart and average their parameters now and
-    # then | post_local: so from an update on.
+    # every_step: one gradient psum per update | local: devices take local steps, and average their parameters after
+    # every few of them | post_local: so from an update on.
     c.sync.mode = "every_step"
     c.sync.every = 4  # updates between two averages, >= 1
-    c.sync.start_step = 0  # of post_local: the first update that devices do apart
+    c.sync.start_step = 0  # of post_local: the first update that is a local step
     c.sync.optimizer_state = "average"  # of every device, when parameters are averaged: average | keep | reset
     # How far the parameters go to their average: SGD with Nesterov momentum (DiLoCo); 1 and 0 take the average.
     c.sync.outer_learning_rate = 1.0  # > 0

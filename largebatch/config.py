@@ -225,7 +225,7 @@ def _batch_problems(config, num_updates: int) -> list[str]:
 
 
 def _sync_problems(config, num_updates: int) -> list[str]:
-    """What does not go with devices that train apart."""
+    """What does not go with local steps."""
     fields, found = config.sync, []
     if fields.mode == "post_local" and not 1 <= fields.start_step < num_updates:
         found.append(f"sync.start_step: {fields.start_step}; allowed: 1 to {num_updates - 1} with 'post_local'")

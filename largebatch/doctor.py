@@ -302,12 +302,12 @@ def _duration(seconds: float) -> str:
 
 
 def count_bytes(job: train.Job, sync) -> Finding:
-    """What each device sends per update: a ring all-reduce of the gradient, unless devices train apart."""
+    """What each device sends per update: a ring all-reduce of the gradient, unless devices take local steps."""
     num_devices = jax.device_count()
     sent = 2 * (num_devices - 1) / num_devices * job.programs.bytes_put_in[0]
     text = f"{sent / 1e6:.2f} MB sent by each of {num_devices} devices an update"
     if sync.mode != "every_step":
-        text += f"; apart, from update {sync.start_step} on, parameters and more every {sync.every} updates instead"
+        text += f"; from update {sync.start_step} on, parameters and more every {sync.every} updates instead"
     return Finding(OK, "traffic", text)
 
 

@@ -1,4 +1,4 @@
-"""Devices that train apart, each on its own share of every batch, and average what they have now and then.
+"""Devices that take local steps, each on its own share of every batch, and average what they have now and then.
 
 Local SGD: Stich 2019, "Local SGD Converges Fast and Communicates Little"; after a synchronous start, post-local
 SGD: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD". Each device's part of the average is the number
@@ -15,17 +15,18 @@ from jax import lax
 
 from largebatch import batching
 from largebatch.devices import AXIS
-from largebatch.state import Apart, TrainState
+from largebatch.state import LocalState, TrainState
 from largebatch.step import Step, empty_metrics, sum_over_devices, write_at
 
 STATE_POLICIES = ("average", "keep", "reset")
 
 
 class Sync(NamedTuple):
-    """When devices meet and what they do then; numbers that any value serves the same compiled program.
+    """When devices synchronise and what they do then; numbers that any value serves the same compiled program.
 
-    They meet every `every` updates, counted from update `start_step` on. The average's distance from the parameters
-    at the last meeting goes through SGD with this rate and Nesterov momentum; 1 and 0 take the average as it is.
+    They do every `every` updates, counted from update `start_step` on. The average's distance from the parameters
+    at the last synchronisation goes through SGD with this rate and Nesterov momentum; 1 and 0 take the average as
+    it is.
     """
 
     every: int
@@ -35,7 +36,7 @@ class Sync(NamedTuple):
 
 
 class Means(NamedTuple):
-    """What devices average when they meet. `squares` is |moved|^2; `opt_state` has the leaves that have a mean."""
+    """What devices average. `squares` is |moved|^2; `opt_state` has the leaves that have a mean."""
 
     squares: jax.Array
     moved: Any
@@ -58,13 +59,13 @@ def _has_mean(leaf) -> bool:
 
 def _own(state: TrainState, statistics: tuple[str, ...], policy: str) -> Means:
     # Distances from the anchor, not parameters: less is rounded, and little lost when squares are taken away.
-    moved = jax.tree.map(jnp.subtract, state.params, state.apart.anchor)
+    moved = jax.tree.map(jnp.subtract, state.params, state.local.anchor)
     smoothed = {name: state.model_state[name] for name in statistics}
     inner = jax.tree.leaves(state.opt_state.inner_state) if policy == "average" else []
     return Means(_squares(moved), moved, smoothed, state.ema, list(filter(_has_mean, inner)))
 
 
-def _meet(own: Means, examples, reduce) -> tuple[Means, jax.Array]:
+def _mean_over_devices(own: Means, examples, reduce) -> tuple[Means, jax.Array]:
     """By ONE all-reduce: the means by examples, and how many those were."""
     sums, examples = reduce((_scaled(own, examples), examples))
     return _scaled(sums, 1 / jnp.maximum(examples, 1)), examples
@@ -84,25 +85,25 @@ def _where(condition, one, other):
 
 
 def make_average(statistics: tuple[str, ...], reduce=sum_over_devices):
-    """(state of devices apart) -> a copy in which parameters, statistics and their moving average are the mean.
+    """(state of each device) -> a copy in which parameters, statistics and their moving average are the mean.
 
-    Right after a meeting that is the state itself, bit by bit. Pmapped over all devices.
+    Right after a synchronisation that is the state itself, bit by bit. Pmapped over all devices.
     """
 
     def average(state):
-        mean, examples = _meet(_own(state, statistics, "keep"), state.apart.examples, reduce)
-        params = jax.tree.map(jnp.add, state.apart.anchor, mean.moved)
+        mean, examples = _mean_over_devices(_own(state, statistics, "keep"), state.local.examples, reduce)
+        params = jax.tree.map(jnp.add, state.local.anchor, mean.moved)
         return _where(examples > 0, _with_means(state, mean, params), state)
 
     return jax.pmap(average, AXIS)
 
 
 class LocalStep(NamedTuple):
-    """What devices apart do.
+    """Local steps, and the synchronisation after some of them.
 
     step: without AdaScale, which needs all devices at every update.
-    policy: of the optimizer's state when devices meet: each takes the "average" of all (counters stay), does "keep"
-      its own, or starts anew ("reset").
+    policy: of the optimizer's state when devices synchronise: each takes the "average" of all (counters stay), does
+      "keep" its own, or starts anew ("reset").
     statistics: collections of the model state that `step.loss_fn` has sums for.
     """
 
@@ -120,40 +121,40 @@ class LocalStep(NamedTuple):
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         takes = finite & (share.count > 0)
         state = lax.cond(takes, lambda s: self.step.move(s, grads, smoothed, learning_rate), lambda s: s, state)
-        examples = state.apart.examples + jnp.where(takes, count, 0)
-        apart = state.apart._replace(examples=examples, updates=state.apart.updates + 1)
+        examples = state.local.examples + jnp.where(takes, count, 0)
+        local = state.local._replace(examples=examples, updates=state.local.updates + 1)
         metrics = _scaled({"loss": loss, "grad_norm": grad_norm, **averages}, count / batch_size)
-        return state._replace(step=state.step + 1, apart=apart), metrics | {"nonfinite": 1.0 - finite}
+        return state._replace(step=state.step + 1, local=local), metrics | {"nonfinite": 1.0 - finite}
 
-    def meet(self, state, sync: Sync):
-        """The state of every device after a meeting."""
+    def synchronize(self, state, sync: Sync):
+        """The state of every device after a synchronisation."""
         own = _own(state, self.statistics, self.policy)
-        mean, examples = _meet(own, state.apart.examples, self.step.reduce)
-        velocity = jax.tree.map(lambda v, m: sync.outer_momentum * v + m, state.apart.velocity, mean.moved)
+        mean, examples = _mean_over_devices(own, state.local.examples, self.step.reduce)
+        velocity = jax.tree.map(lambda v, m: sync.outer_momentum * v + m, state.local.velocity, mean.moved)
         ahead = jax.tree.map(lambda v, m: m + sync.outer_momentum * v, velocity, mean.moved)
-        params = jax.tree.map(lambda p, a: p + sync.outer_learning_rate * a, state.apart.anchor, ahead)
+        params = jax.tree.map(lambda p, a: p + sync.outer_learning_rate * a, state.local.anchor, ahead)
         spread = jnp.maximum(mean.squares - _squares(mean.moved), 0)
         inner, means = state.opt_state.inner_state, iter(mean.opt_state)
         if self.policy == "average":
             inner = jax.tree.map(lambda own: next(means) if _has_mean(own) else own, inner)
         elif self.policy == "reset":
             inner = self.step.optimizer.init(params).inner_state
-        met = _with_means(state, mean, params)._replace(opt_state=state.opt_state._replace(inner_state=inner))
-        met = _where(examples > 0, met, state)  # else no device had a share that is finite: nothing has moved
-        apart = Apart(
-            anchor=met.params,
-            velocity=_where(examples > 0, velocity, state.apart.velocity),
+        synced = _with_means(state, mean, params)._replace(opt_state=state.opt_state._replace(inner_state=inner))
+        synced = _where(examples > 0, synced, state)  # else no device had a share that is finite: nothing has moved
+        local = LocalState(
+            anchor=synced.params,
+            velocity=_where(examples > 0, velocity, state.local.velocity),
             examples=jnp.zeros(()),
             updates=jnp.zeros((), jnp.int32),
-            drift=jnp.sqrt(spread) / optax.tree.norm(met.params),
+            drift=jnp.sqrt(spread) / optax.tree.norm(synced.params),
         )
-        return met._replace(apart=apart)
+        return synced._replace(local=local)
 
 
-def _part(state: TrainState) -> TrainState:
-    """Where devices part, they hold the same parameters, which they are measured from."""
-    anchor = lax.cond(state.apart.updates > 0, lambda: state.apart.anchor, lambda: state.params)
-    return state._replace(apart=state.apart._replace(anchor=anchor))
+def _with_anchor(state: TrainState) -> TrainState:
+    """Before the first local step devices hold the same parameters, which later ones are measured from."""
+    anchor = lax.cond(state.local.updates > 0, lambda: state.local.anchor, lambda: state.params)
+    return state._replace(local=state.local._replace(anchor=anchor))
 
 
 def _count_in_a_row(before, bad, reached):
@@ -168,13 +169,13 @@ def _count_in_a_row(before, bad, reached):
 
 
 def make_local_loop(local: LocalStep):
-    """The inner loop of devices that train apart, pmapped over all devices.
+    """The inner loop of local steps, pmapped over all devices.
 
     Returns:
       (state, data, plan, num_updates, sync: Sync) -> (state, metrics), as `step.make_inner_loop`. Every device has
       a state of its own. Metrics are those of all devices: "grad_norm" is the mean norm of their gradients,
-      "nonfinite" counts the latest updates in a row that some device passed over, "apart" is 1, and "drift" and
-      "met" are zero for updates without a meeting. They cross devices once a call, which does not end before.
+      "nonfinite" counts the latest updates in a row that some device passed over, "local" is 1, and "drift" and
+      "synced" are zero for updates without a synchronisation. Metrics cross devices once, at the end of a call.
     """
 
     def local_loop(state, data, plan, num_updates, sync):
@@ -183,24 +184,24 @@ def make_local_loop(local: LocalStep):
 
         def body(index, carry):
             state, metrics, common = carry
-            state, new = local.update(_part(state), data, device, extras, *(field[index] for field in plan))
+            state, new = local.update(_with_anchor(state), data, device, extras, *(field[index] for field in plan))
             due = (state.step - sync.start_step) % sync.every == 0
-            state = lax.cond(due, lambda s: local.meet(s, sync), lambda s: s, state)
-            drift = jnp.where(due, state.apart.drift, 0)
-            same = {"drift": drift, "met": due.astype(jnp.float32), "apart": jnp.float32(1)}
+            state = lax.cond(due, lambda s: local.synchronize(s, sync), lambda s: s, state)
+            drift = jnp.where(due, state.local.drift, 0)
+            same = {"drift": drift, "synced": due.astype(jnp.float32), "local": jnp.float32(1)}
             return state, write_at(metrics, index, new), write_at(common, index, same)
 
         empty = empty_metrics(plan, ("loss", "grad_norm", "nonfinite", *extras[0]))
-        common = empty_metrics(plan, ("drift", "met", "apart"))
+        common = empty_metrics(plan, ("drift", "synced", "local"))
         state, metrics, common = lax.fori_loop(0, num_updates, body, (state, empty, common))
         metrics = local.step.reduce(metrics)
-        latest, metrics["nonfinite"] = _count_in_a_row(state.nonfinite, metrics["nonfinite"], common["apart"])
+        latest, metrics["nonfinite"] = _count_in_a_row(state.nonfinite, metrics["nonfinite"], common["local"])
         return state._replace(nonfinite=latest.astype(jnp.int32)), metrics | common
 
     return jax.pmap(local_loop, AXIS, in_axes=(0, 0, None, None, None), out_axes=(0, None), donate_argnums=(0,))
 
 
-def bytes_of_meeting(state: TrainState, statistics: tuple[str, ...], policy: str) -> int:
-    """What one device puts into the all-reduce of a meeting; `state` is one device's, or its shapes."""
+def bytes_of_sync(state: TrainState, statistics: tuple[str, ...], policy: str) -> int:
+    """What one device puts into the all-reduce of a synchronisation; `state` is one device's, or its shapes."""
     own = jax.eval_shape(lambda state: _own(state, statistics, policy), state)
     return 4 * (1 + sum(leaf.size for leaf in jax.tree.leaves(own)))

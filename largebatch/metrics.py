@@ -309,12 +309,12 @@ def bytes_sent(num_devices: int, put_in: tuple[int, int], values: dict[str, np.n
     """What each device sends per update, by a ring: 2 (D - 1) / D of the bytes that it puts into all-reduces.
 
     Args:
-      put_in: by an update, and by a meeting of devices apart.
-      values: metrics of every update; "apart" and "met" are 1 where devices trained apart, and met after it.
+      put_in: by a synchronous update, and by a synchronisation after local steps.
+      values: metrics of every update; "local" is 1 for local steps, "synced" where a synchronisation followed.
     """
-    updates, (update, meeting) = len(values["loss"]), put_in
-    apart, met = (values[name].sum() if name in values else 0 for name in ("apart", "met"))
-    return float(2 * (num_devices - 1) / num_devices * (update * (updates - apart) + meeting * met) / updates)
+    updates, (update, sync) = len(values["loss"]), put_in
+    local, synced = (values[name].sum() if name in values else 0 for name in ("local", "synced"))
+    return float(2 * (num_devices - 1) / num_devices * (update * (updates - local) + sync * synced) / updates)
 
 
 def add_to_summary(summary: dict, row: dict) -> bool:

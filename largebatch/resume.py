@@ -122,11 +122,11 @@ class Progress:
             self.save(at_boundary=True)
 
     def _for_these_devices(self, snapshot: dict) -> dict:
-        """Of devices apart that were more or fewer, each of the new ones starts from their mean."""
+        """Of replicas that were more or fewer, each of the new ones starts from their mean."""
         if "replicas" in snapshot and len(snapshot["replicas"].step) != len(self._like["replicas"].step):
             mean = snapshot["state"]
-            none = jax.tree.map(np.zeros_like, mean.apart)
-            mean = mean._replace(apart=none._replace(anchor=mean.params, velocity=mean.apart.velocity))
+            none = jax.tree.map(np.zeros_like, mean.local)
+            mean = mean._replace(local=none._replace(anchor=mean.params, velocity=mean.local.velocity))
             snapshot["replicas"] = jax.tree.map(
                 lambda leaf, like: np.broadcast_to(leaf, like.shape), mean, self._like["replicas"]
             )
@@ -151,8 +151,8 @@ class Progress:
         if "replicas" in start:
             replicas = start["replicas"]
             many = jax.tree.map(lambda x: np.broadcast_to(x, (len(replicas.step), *np.shape(x))), new)
-            apart = replicas.apart._replace(anchor=many["params"])
-            start["replicas"] = replicas._replace(**many, apart=apart)
+            local = replicas.local._replace(anchor=many["params"])
+            start["replicas"] = replicas._replace(**many, local=local)
         self._trainer.restore(start)
 
     def _from_primary(self, found: tuple | None) -> tuple | None:
@@ -220,7 +220,7 @@ class Progress:
             self._boundary = self._trainer.step
         self._saved_step, self._saved_time = self._trainer.step, time.monotonic()
         with self._clock.measure("checkpoint"):
-            snapshot = self._trainer.snapshot()  # devices apart meet for it, on all hosts
+            snapshot = self._trainer.snapshot()  # replicas are averaged for it, on all hosts
             if devices.is_primary():
                 self._save(snapshot)
 

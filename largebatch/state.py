@@ -17,12 +17,12 @@ class Noise(NamedTuple):
     count: jax.Array
 
 
-class Apart(NamedTuple):
-    """What devices that train apart remember since they last met; see local_sgd.py.
+class LocalState(NamedTuple):
+    """What a device that takes local steps remembers since the last synchronisation; see local_sgd.py.
 
     `anchor` are the parameters then, the same on every device, and `velocity` is the outer momentum. `examples`
     (float32) is what this device has trained on since, in `updates` (int32) of all devices. `drift` (float32) is
-    how far apart the devices were when they met.
+    the replicas' distance from their mean then.
     """
 
     anchor: Any
@@ -33,7 +33,7 @@ class Apart(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Replicated over devices; devices that train apart have one each.
+    """Replicated over devices; devices that take local steps have one each.
 
     `model_state` holds what the network has beside parameters: smoothed statistics of batch normalisation, and a
     frozen stem. `ema` is a moving average of both, {"params": ..., "model_state": ...}, or None.
@@ -43,7 +43,7 @@ class TrainState(NamedTuple):
     updates in a row that were not applied since their loss or gradient was not finite, and
     `learning_rate_scale` (float32) is what rollbacks left of the planned rate. `averaged` (int32) counts the
     updates that the moving averages hold. `noise` is the gradient's; `progress` (float32) counts AdaScale's
-    scale-invariant steps; `apart` is None where devices never train apart.
+    scale-invariant steps; `local` is None where every update is synchronous.
     """
 
     step: jax.Array
@@ -57,7 +57,7 @@ class TrainState(NamedTuple):
     averaged: jax.Array
     noise: Noise
     progress: jax.Array
-    apart: Apart | None
+    local: LocalState | None
 
     @property
     def variables(self) -> dict:
@@ -77,9 +77,9 @@ def create_state(
     model_state=None,
     *,
     ema: bool = False,
-    apart: bool = False,
+    local: bool = False,
 ) -> TrainState:
-    """The state before the first update; `ema`: keeps a moving average; `apart`: devices will train apart."""
+    """The state before the first update; `ema`: keeps a moving average; `local`: devices will take local steps."""
     count, number, model_state = jnp.zeros((), jnp.int32), jnp.zeros(()), model_state or {}
     still = jax.tree.map(jnp.zeros_like, params)
     return TrainState(
@@ -94,7 +94,7 @@ def create_state(
         averaged=count,
         noise=Noise(number, number, count),
         progress=number,
-        apart=Apart(params, still, number, count, number) if apart else None,
+        local=LocalState(params, still, number, count, number) if local else None,
     )
 
 

@@ -32,8 +32,8 @@ class NonFinite(Exception):
 class Loops(NamedTuple):
     """The compiled loops of a run.
 
-    `inner_loop` does the updates before `start_step`, `local_loop` those from there on, in which devices train
-    apart; `average` gives their mean state.
+    `inner_loop` does the updates before `start_step`, `local_loop` the local steps from there on; `average`
+    gives the mean state of all devices.
     """
 
     inner_loop: Callable | None
@@ -100,17 +100,17 @@ class Trainer:
         return {name: values[: (self.step - 1) % self._inner_steps + 1] for name, values in self.values.items()}
 
     @property
-    def _apart(self) -> bool:
+    def _is_local(self) -> bool:
         return self.step > self._loops.start_step
 
     def mean_state(self) -> TrainState:
-        """The state, or a copy in which devices that train apart have the mean; on every host together."""
-        return self._loops.average(self.state) if self._apart else self.state
+        """The state, or a copy in which devices that take local steps have the mean; on every host together."""
+        return self._loops.average(self.state) if self._is_local else self.state
 
     def snapshot(self) -> dict:
         """All that must survive a restart, as a pytree of NumPy arrays; the same on every host, called on all.
 
-        Of devices that may train apart it has every replica, beside their mean, which is what others read.
+        Of devices that may take local steps it has every replica, beside their mean, which is what others read.
         """
         snapshot = {"state": devices.first_replica(self.mean_state()), "updates": self.values}
         if self._loops.local_loop:

@@ -1,4 +1,4 @@
-"""Runs of train.py whose batch changes, and whose devices train apart."""
+"""Runs of train.py whose batch changes, and whose devices take local steps."""
 
 import json
 
@@ -165,28 +165,28 @@ def test_noise_needs_two_groups(small_config, monkeypatch):
         programs.possible_batch_sizes(small_config, 80)
 
 
-# ---- devices apart ------------------------------------------------------------------------------------------
+# ---- local steps --------------------------------------------------------------------------------------------
 
 
 def test_post_local_is_bitwise_synchronous_until_it_starts(small_config, tmp_path):
     small_config.batch.size = 100
     together, _ = run(small_config, tmp_path / "together")
-    apart, summary = run(
-        small_config, tmp_path / "apart", sync__mode="post_local", sync__start_step=3, sync__every=2
+    local, summary = run(
+        small_config, tmp_path / "local", sync__mode="post_local", sync__start_step=3, sync__every=2
     )
-    assert [apart[0][name] for name in together[0]] == list(together[0].values())
-    assert apart[1]["val_loss"] != together[1]["val_loss"]
-    assert [row["noise_scale"] is None for row in apart] == [together[0]["noise_scale"] is None, True]
-    assert apart[0].get("replica_drift") is None
-    assert apart[1]["replica_drift"] > 0
+    assert [local[0][name] for name in together[0]] == list(together[0].values())
+    assert local[1]["val_loss"] != together[1]["val_loss"]
+    assert [row["noise_scale"] is None for row in local] == [together[0]["noise_scale"] is None, True]
+    assert local[0].get("replica_drift") is None
+    assert local[1]["replica_drift"] > 0
     assert summary["steps"] == 6
 
 
 def test_bytes_sent_fall_by_the_interval(small_config, tmp_path):
     fields = {"optimizer__name": "sgd", "sync__optimizer_state": "keep", "train__inner_steps": 4}
     together, _ = run(small_config, tmp_path / "together", **fields)
-    apart, _ = run(small_config, tmp_path / "apart", sync__mode="local", sync__every=4, **fields)
-    for one, other in zip(together, apart, strict=True):
+    local, _ = run(small_config, tmp_path / "local", sync__mode="local", sync__every=4, **fields)
+    for one, other in zip(together, local, strict=True):
         assert one["bytes_sent"] / other["bytes_sent"] == pytest.approx(4, rel=1e-4)
     params = summary_of(tmp_path / "together")["params"]
     assert together[0]["bytes_sent"] == pytest.approx(2 * 7 / 8 * 4 * params, rel=1e-4)  # a ring of 8 devices
@@ -224,7 +224,7 @@ def test_the_terminal_says_how_the_batch_stands_to_the_noise(small_config, tmp_p
 
 
 def test_how_often_one_evaluates_changes_nothing(small_config, tmp_path):
-    """Six updates with a meeting after the fourth: validated once, or after each."""
+    """Six updates with a synchronisation after the fourth: validated once, or after each."""
     fields = {"sync__mode": "local", "sync__every": 4, "batch__size": 100}
     shas = set()
     for inner, outer in ((6, 1), (1, 6)):
@@ -265,7 +265,7 @@ def test_what_does_not_go_with_devices_apart(small_config):
         assert words in str(found.value)
 
 
-APART = {"sync__mode": "local", "sync__every": 3, "train__inner_steps": 4, "train__outer_steps": 3}
+LOCAL = {"sync__mode": "local", "sync__every": 3, "train__inner_steps": 4, "train__outer_steps": 3}
 
 
 def test_another_number_of_devices_apart_starts_from_their_mean(small_config, tmp_path, monkeypatch):
@@ -273,9 +273,9 @@ def test_another_number_of_devices_apart_starts_from_their_mean(small_config, tm
     agreed = iter([0, 15])
     monkeypatch.setattr(preemption, "agree", lambda vote=0: (next(agreed), vote))
     with pytest.raises(preemption.Stopped):
-        run(small_config, tmp_path, **APART)
+        run(small_config, tmp_path, **LOCAL)
     config = small_config.copy_and_resolve_references()
-    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in APART.items()})
+    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in LOCAL.items()})
     given = [f"--config.{name}={value}" for name, value in flatten(config.to_dict()).items() if value is not None]
     result = run_script("train.py", *given, f"--workdir={tmp_path}")  # on two devices
     assert result.returncode == 0, result.stderr
@@ -288,5 +288,5 @@ def test_init_from_reaches_every_device_apart(small_config, tmp_path):
     first, _ = run(small_config, tmp_path / "first")
     best = max(first, key=lambda row: row["val_accuracy"])
     fields = {"train__init_from": str(tmp_path / "first"), "optimizer__learning_rate": 1e-30}
-    rows, _ = run(small_config, tmp_path / "second", **APART | fields, sync__outer_momentum=0.5)
+    rows, _ = run(small_config, tmp_path / "second", **LOCAL | fields, sync__outer_momentum=0.5)
     assert rows[-1]["val_loss"] == pytest.approx(best["val_loss"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Batches that change and devices that train apart, against replays in NumPy of the same examples."""
+"""Batches that change and local steps, against replays in NumPy of the same examples."""
 
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ def make_problem(num_devices, name="sgd", micro_batch_size=16, momentum=MOMENTUM
 
     def fresh():
         params = {"w": jnp.zeros(DIMENSIONS), "b": jnp.zeros(())}
-        return devices.replicate(create_state(params, optimizer, 0, apart=True), jax.local_devices()[:num_devices])
+        return devices.replicate(create_state(params, optimizer, 0, local=True), jax.local_devices()[:num_devices])
 
     return Problem(deal, step, devices.stack(shards), fresh)
 
@@ -159,10 +159,10 @@ def test_devices_may_accumulate_unequally():
     np.testing.assert_allclose(np.asarray(metrics["calls"])[0] * 33, 7 * 1 + 2, rtol=1e-6)  # 7 of 4, one of 5
 
 
-# ---- devices apart ------------------------------------------------------------------------------------------
+# ---- local steps --------------------------------------------------------------------------------------------
 
 
-def run_apart(problem, sizes, sync, policy="average", updates=LENGTH, state=None, first=0, **changes):
+def run_local(problem, sizes, sync, policy="average", updates=LENGTH, state=None, first=0, **changes):
     loop = local_sgd.make_local_loop(LocalStep(problem.step._replace(noise_decay=None, **changes), policy, ()))
     plan = make_plan(problem.deal, sizes, first)
     return loop(state or problem.fresh(), problem.data, plan, np.int32(updates), Sync(*map(np.asarray, sync)))
@@ -176,18 +176,18 @@ def sync_of(every, start=0, rate=1.0, momentum=0.0):
 def test_averaging_after_every_update_is_synchronous_training(sizes):
     """With momentum, and where devices have unequal shares or none."""
     problem = make_problem(8)
-    apart, metrics = run_apart(problem, sizes, sync_of(1))
+    local, metrics = run_local(problem, sizes, sync_of(1))
     together, expected = make_inner_loop(problem.step)(
         problem.fresh(), problem.data, make_plan(problem.deal, sizes), np.int32(LENGTH)
     )
-    assert_close(params_of(apart), params_of(together))
+    assert_close(params_of(local), params_of(together))
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-4)
 
 
 @pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
 def test_local_sgd_and_its_outer_step_against_numpy(rate, momentum):
     problem, every, sizes = make_problem(4), 3, [48, 13, 6]
-    state, metrics = run_apart(problem, sizes, sync_of(every, 0, rate, momentum), updates=8)
+    state, metrics = run_local(problem, sizes, sync_of(every, 0, rate, momentum), updates=8)
     replicas, anchor = [Replica() for _ in range(4)], Replica().params
     outer = {name: np.zeros_like(value) for name, value in anchor.items()}
     plan, weights, drifts = make_plan(problem.deal, sizes), np.zeros(4), []
@@ -215,9 +215,9 @@ def test_local_sgd_and_its_outer_step_against_numpy(rate, momentum):
             for replica in replicas:
                 replica.params, replica.velocity = dict(anchor), dict(velocity)
             weights[:] = 0
-    for device, replica in enumerate(replicas):  # two updates after the last meeting, so that they differ
+    for device, replica in enumerate(replicas):  # two updates after the last synchronisation, so that they differ
         assert_close({name: leaf[device] for name, leaf in params_of(state).items()}, replica.params, 1e-4)
-    assert np.flatnonzero(np.asarray(metrics["met"])).tolist() == [2, 5]
+    assert np.flatnonzero(np.asarray(metrics["synced"])).tolist() == [2, 5]
     np.testing.assert_allclose(np.asarray(metrics["drift"])[[2, 5]], drifts, rtol=1e-3)
     found = devices.all_replicas(local_sgd.make_average(())(state))
     expected = {n: np.average([r.params[n] for r in replicas], axis=0, weights=weights) for n in anchor}
@@ -231,9 +231,9 @@ def momentum_buffers(state):
 
 def test_what_becomes_of_the_optimizer_s_state_when_devices_meet():
     problem = make_problem(4)
-    before = momentum_buffers(run_apart(problem, [64], sync_of(9), "keep", updates=3)[0])
+    before = momentum_buffers(run_local(problem, [64], sync_of(9), "keep", updates=3)[0])
     after = {
-        policy: momentum_buffers(run_apart(problem, [64], sync_of(3), policy, updates=3)[0])
+        policy: momentum_buffers(run_local(problem, [64], sync_of(3), policy, updates=3)[0])
         for policy in local_sgd.STATE_POLICIES
     }
     assert np.abs(before - before[0]).max() > 1e-3
@@ -243,9 +243,9 @@ def test_what_becomes_of_the_optimizer_s_state_when_devices_meet():
 
 
 @pytest.mark.parametrize("policy", local_sgd.STATE_POLICIES)
-def test_meeting_keeps_the_numbers_of_the_optimizer(policy):
+def test_synchronisation_keeps_the_numbers_of_the_optimizer(policy):
     """Hyper-parameters are part of its state, but nothing to average."""
-    state, _ = run_apart(make_problem(8, "adam", momentum=0.7), [50], sync_of(1), policy)
+    state, _ = run_local(make_problem(8, "adam", momentum=0.7), [50], sync_of(1), policy)
     found = {name: np.asarray(value) for name, value in state.opt_state.hyperparams.items()}
     for name, value in Numbers(momentum=0.7)._asdict().items():
         assert (found[name] == np.float32(value)).all(), name
@@ -254,10 +254,10 @@ def test_meeting_keeps_the_numbers_of_the_optimizer(policy):
 def test_results_do_not_depend_on_how_the_loop_is_cut():
     """Mid-window, and through a copy of all replicas on the host, as a checkpoint has them."""
     problem = make_problem(4)
-    whole, metrics = run_apart(problem, [48, 13, 6], sync_of(4, 0, 0.7, 0.9), updates=11)
+    whole, metrics = run_local(problem, [48, 13, 6], sync_of(4, 0, 0.7, 0.9), updates=11)
     state, losses = problem.fresh(), []
     for first, count in ((0, 3), (3, 7), (10, 1)):
-        state, values = run_apart(
+        state, values = run_local(
             problem, [48, 13, 6], sync_of(4, 0, 0.7, 0.9), updates=count, state=state, first=first
         )
         losses += np.asarray(values["loss"])[:count].tolist()
@@ -269,13 +269,13 @@ def test_results_do_not_depend_on_how_the_loop_is_cut():
 
 def test_the_mean_of_devices_that_have_just_met_is_what_they_hold():
     problem = make_problem(4)
-    state, _ = run_apart(problem, [48], sync_of(4), updates=8)
+    state, _ = run_local(problem, [48], sync_of(4), updates=8)
     mean = local_sgd.make_average(())(state)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(mean), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_devices_cross_once_a_meeting_and_once_a_call():
+def test_devices_cross_once_a_synchronisation_and_once_a_call():
     """All-reduces of the compiled program times how often they run, against one per update in step."""
     problem, every = make_problem(8, "adam"), 4
     step = problem.step._replace(noise_decay=None)
@@ -294,24 +294,24 @@ def test_devices_cross_once_a_meeting_and_once_a_call():
     assert len(branches) == 1
     assert branches[0] in conditional
     _, metrics = loop(problem.fresh(), problem.data, plan, np.int32(LENGTH), sync_of(every))
-    assert np.asarray(metrics["met"]).sum() == LENGTH / every
+    assert np.asarray(metrics["synced"]).sum() == LENGTH / every
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), problem.fresh())
-    assert local_sgd.bytes_of_meeting(state, (), "average") in [one["bytes"] for one in found]
+    assert local_sgd.bytes_of_sync(state, (), "average") in [one["bytes"] for one in found]
 
 
 def test_a_device_passes_over_an_update_that_is_not_finite():
-    """The others go on, and all learn of it when the call ends, however far the next meeting is."""
+    """The others go on, and all learn of it when the call ends, however far the next synchronisation is."""
     problem = make_problem(4)
     rows = np.array(devices.all_replicas(problem.data)["rows"])
     example = rows_of(problem.deal, 2, 0, 3 * 48, 48)[0]  # of update 3
     rows[2, problem.deal.originals_of(2, seed=0).tolist().index(example), 0] = np.nan
     problem = problem._replace(data=devices.spread({"rows": rows}, jax.local_devices()[:4]))
     for every in (3, 100):
-        state, metrics = run_apart(problem, [48], sync_of(every), updates=6)
+        state, metrics = run_local(problem, [48], sync_of(every), updates=6)
         assert np.asarray(metrics["nonfinite"])[:7].tolist() == [0, 0, 0, 1, 0, 0, 0]
         assert np.asarray(state.step).tolist() == [6] * 4
         params = params_of(state)["w"]
         assert np.isfinite(params).all()
         assert np.abs(params).max() > 0
-    state, metrics = run_apart(problem, [48], sync_of(3), updates=4)
+    state, metrics = run_local(problem, [48], sync_of(3), updates=4)
     assert np.asarray(state.nonfinite).tolist() == [1] * 4

@@ -97,7 +97,7 @@ ADASCALE = {  # on a trace, so that gains differ; ends when its scale-invariant 
     "batch.trace": (60, 200, 7, 90, 150),
     "batch.hold_last": True,
 }
-APART = {  # from update 3 on, with meetings after updates 6, 9 and 12
+LOCAL_STEPS = {  # from update 3 on, averages after updates 6, 9 and 12
     "sync.mode": "post_local",
     "sync.every": 3,
     "sync.start_step": 3,
@@ -116,9 +116,9 @@ APART = {  # from update 3 on, with meetings after updates 6, 9 and 12
         ({"batch.size": "full"}, [4, 8, 12]),
         (ALL_STATE, [4, 8, 9]),
         (ADASCALE, [4, 7]),
-        (APART, [4, 8, 12]),
+        (LOCAL_STEPS, [4, 8, 12]),
     ],
-    ids=["mini-batch", "full batch", "all state", "AdaScale on a trace", "devices apart"],
+    ids=["mini-batch", "full batch", "all state", "AdaScale on a trace", "local steps"],
 )
 def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, stop_at, fields, steps):
     config.update_from_flattened_dict(fields)
@@ -332,7 +332,7 @@ def poisoned(config, monkeypatch):
 
 
 TOGETHER, LOCAL = {}, {"sync.mode": "local", "sync.every": 3}
-BOTH = pytest.mark.parametrize("sync", [TOGETHER, LOCAL], ids=["together", "apart"])
+BOTH = pytest.mark.parametrize("sync", [TOGETHER, LOCAL], ids=["together", "local steps"])
 
 
 @pytest.mark.parametrize("norm", ["none", "group"])  # the latter has layers within layers

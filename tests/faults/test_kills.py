@@ -40,7 +40,7 @@ ADASCALE = {  # on a trace, mid-way between whose stages kills come too
     "optimizer.name": "sgd",
 }
 GROWING = {"batch.size": 100, "batch.auto": True, "batch.max_size": 800, "optimizer.name": "sgd"}
-APART = {  # meetings after updates 8, 12, 16, ...: in the middle of outer loops and between
+LOCAL = {  # averages after updates 8, 12, 16, ...: in the middle of outer loops and between
     "batch.size": 500,
     "sync.mode": "post_local",
     "sync.start_step": 4,
@@ -55,9 +55,9 @@ LAYOUTS = {
     "8 devices": Layout(1, 8, {"batch.size": 500}, 120),
     "8 devices, AdaScale on a trace": Layout(1, 8, ADASCALE, 120),
     "8 devices, batch by noise": Layout(1, 8, GROWING, 120),
-    "8 devices apart": Layout(1, 8, APART, 120),
+    "8 devices, local steps": Layout(1, 8, LOCAL, 120),
     "4 hosts x 8 devices": Layout(4, 8, {"batch.size": 500}, 400),
-    "4 hosts x 8 devices apart": Layout(4, 8, APART, 400),
+    "4 hosts x 8 devices, local steps": Layout(4, 8, LOCAL, 400),
 }
 
 
@@ -193,7 +193,7 @@ class Job:
 
 @pytest.mark.timeout(600)
 def test_a_few_kills(tmp_path):
-    layout = Layout(1, 2, APART, 120)  # which has the most to lose
+    layout = Layout(1, 2, LOCAL, 120)  # which has the most to lose
     assert Job(tmp_path, layout).survive(3, random.Random(0), "2 devices")["kills"] == 3
 
 
