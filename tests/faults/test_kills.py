@@ -67,9 +67,11 @@ class Job:
     def __init__(self, folder: Path, layout: Layout):
         self.folder, self.layout = folder, layout
         self.whole = folder / "whole"
+        assert self.start(folder / "first").wait() == 0, self.log()  # compiles, for all that come after it
         begin = time.monotonic()
-        assert self.start(self.whole, number=10**9).wait() == 0, self.log()
+        assert self.start(self.whole).wait() == 0, self.log()
         self.seconds = time.monotonic() - begin
+        assert_same_run(folder / "first", self.whole)
         self.changes = int((self.whole.parent / "changes").read_text())
         sizes = [row["global_batch_size"] for row in rows_of(self.whole)]
         assert (len(set(sizes)) > 1) == ("batch.auto" in layout.fields or "batch.trace" in layout.fields), sizes
@@ -90,7 +92,8 @@ class Job:
             pod = ["-m", "largebatch.pod", f"--hosts={self.layout.hosts}", f"--devices={self.layout.devices}"]
             command = [sys.executable, *pod, "--", *command]
         environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": str(self.layout.devices)}
-        environment["JAX_COMPILATION_CACHE_DIR"] = ""  # a kill may leave half a program there
+        # Of its own: a kill may leave half a program there, which others would warn of.
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "compiled")
         with (self.folder / "log").open("a") as log:
             return subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True

@@ -47,6 +47,7 @@ class Killed:
         self.options += [f"--trials={trials}", f"--seeds={seeds}", "--heartbeat_sec=1"]
         fields |= {"augment.cache_dir": folder / "cache", "checkpoint.every_sec": 0}
         self.options += [f"--config.{name}={value}" for name, value in fields.items()]
+        assert self._start(folder / "first").wait(1800) == 0, self._log()  # compiles, for all that come after it
         begin = time.monotonic()
         assert self._start(folder / "whole").wait(1800) == 0, self._log()
         self.seconds = time.monotonic() - begin
@@ -63,7 +64,8 @@ class Killed:
             f"--study={study}",
         ]
         environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "2"}
-        environment["JAX_COMPILATION_CACHE_DIR"] = ""  # a kill may leave half a program there
+        # Of its own: a kill may leave half a program there, which others would warn of.
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "compiled")
         with (self.folder / "log").open("a") as log:
             return subprocess.Popen(
                 [*command, *self.options], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
