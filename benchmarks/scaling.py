@@ -125,7 +125,12 @@ def over_hosts(pods) -> list[dict]:
     for hosts, per_host in pods:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "largebatch.pod", f"--hosts={hosts}", f"--devices={per_host}", "--"]
-            command += [sys.executable, "train.py", f"--config.model.dtype={DTYPE}", "--config.batch.size=2048"]
+            command += [
+                sys.executable,
+                "train.py",
+                f"--config.model.dtype={DTYPE}",
+                f"--config.batch.size={STRONG_BATCH}",
+            ]
             command += ["--config.train.inner_steps=5", "--config.train.outer_steps=4"]
             command += [f"--config.augment.cache_dir={folder}", f"--workdir={folder}/run"]
             environment = os.environ | {"JAX_PLATFORMS": "cpu"}

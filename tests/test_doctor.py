@@ -39,7 +39,7 @@ def test_a_sound_config_is_sound(quick, monkeypatch, capsys):
     assert capsys.readouterr().out.count(" ok ") == 8
 
 
-def test_devices_that_train_apart_are_looked_at_together(quick):
+def test_local_steps_are_looked_at_as_synchronous_ones(quick):
     quick.sync.mode, quick.sync.every = "local", 8
     found = statuses(quick)
     assert found["gradient"].status == "ok"
@@ -100,14 +100,18 @@ def test_trust_ratios_out_of_range_are_named():
 
 
 def test_rates_out_of_range_are_named(quick):
-    quick.optimizer.name, quick.optimizer.learning_rate = "adam", 0.01
-    finding = statuses(quick)["first update"]
-    assert (finding.status, "is high: try" in finding.advice) == ("warn", True)
-    quick.optimizer.learning_rate = 1e3
-    assert statuses(quick)["first update"].status == "fail"
-    quick.optimizer.learning_rate = 1e-9
-    finding = statuses(quick)["first update"]
-    assert (finding.status, "is low" in finding.advice) == ("warn", True)
+    quick.optimizer.name = "adam"
+    job, state = train.prepare(quick, metrics.Clock(), programs.Shared())
+
+    def finding(learning_rate):
+        config = quick.copy_and_resolve_references()
+        config.optimizer.learning_rate = learning_rate
+        schedule = programs.make_schedule(config, job.cache.count("train"))
+        return doctor.check_update(job._replace(schedule=schedule), config, devices.first_replica(state))
+
+    assert (finding(0.01).status, "is high: try" in finding(0.01).advice) == ("warn", True)
+    assert finding(1e3).status == "fail"
+    assert (finding(1e-9).status, "is low" in finding(1e-9).advice) == ("warn", True)
 
 
 def test_a_faster_micro_batch_size_is_recommended():
