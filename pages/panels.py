@@ -14,9 +14,10 @@ import numpy as np
 from largebatch import analysis, runs
 from largebatch.runs import Run, Study, number
 from pages import studies
-from pages.labels import RATE, plain, rounded, sortable, value_label
+from pages.labels import RATE, plain, rounded, sortable, value_label, values_label
 
 AXES = {"step": "updates", "examples_seen": "training images seen", "seconds": "seconds of training"}
+MAX_COLOURS = 8
 MAX_POINTS = 400  # of a curve; more cannot be told apart on a page
 # Title, unit and, where it is fixed, the scale of the columns of metrics.jsonl.
 CURVES = {
@@ -109,7 +110,7 @@ def describe(group: Group) -> dict:
 
 
 def colour_keys(group: Group) -> tuple[list, str]:
-    """What tells runs apart by colour, per run, and its name: themselves where few, else a config field."""
+    """What tells runs apart by colour, per run, and its name: themselves or settings where few, else a field."""
     optimizers = [
         plain(run.field(analysis.OPTIMIZER) or runs.setting_of(run, ()).get(analysis.OPTIMIZER))
         for run in group.runs
@@ -118,6 +119,10 @@ def colour_keys(group: Group) -> tuple[list, str]:
         return list(group.labels), "run"
     if len(set(optimizers)) > 1:
         return optimizers, "optimizer"
+    if group.study:
+        settings = [values_label(runs.setting_of(run, group.study.fields)) for run in group.runs]
+        if 2 <= len(set(settings)) <= MAX_COLOURS:
+            return settings, "setting"
     for name, values in (
         ("batch size", [run.batch_size for run in group.runs]),
         ("learning rate", [number(run.field(RATE)) for run in group.runs]),
@@ -126,7 +131,7 @@ def colour_keys(group: Group) -> tuple[list, str]:
             for field in (group.study.fields if group.study else [])
         ),
     ):
-        if 2 <= len(set(values)) <= 8:
+        if 2 <= len(set(values)) <= MAX_COLOURS:
             return values, name
     return optimizers, "optimizer"
 

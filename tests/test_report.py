@@ -109,6 +109,13 @@ def test_page_of_a_study(study, tmp_path):
     assert len({run["colour"] for run in shown}) == 3
 
 
+def test_few_settings_of_one_optimizer_have_a_colour_each(tmp_path):
+    trials = [{"optimizer": "sgd", "rate": rate, "seed": seed} for rate in (0.1, 0.2) for seed in (0, 1)]
+    shown = data_of(make(write_study(tmp_path / "study", trials), out=tmp_path / "page.html"))[0]
+    assert shown["legend"] == {"title": "setting", "labels": ["sgd · lr 0.1", "sgd · lr 0.2"]}
+    assert [run["colour"] for run in shown["runs"]] == [0, 0, 1, 1]
+
+
 def test_nothing_is_loaded_from_elsewhere(study, tmp_path):
     page = make(study, out=tmp_path / "page.html")
     assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", page)
