@@ -36,12 +36,27 @@ def session_cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+_shared = []  # a programs.Shared at most
+
+
 @pytest.fixture(autouse=True)
-def programs_that_fit():
-    """Compiled programs stay in memory, at 800 memory maps a run; at Linux' limit of 65,530 the process dies."""
+def compiled_once(monkeypatch):
+    """Runs of train.py in this process share their programs, while those fit.
+
+    Each takes 800 memory maps; at Linux' limit of 65,530 the process dies.
+    """
+
+    def shared():
+        if not _shared:
+            _shared.append(sys.modules["programs"].Shared())
+        return _shared[0]
+
+    if "train" in sys.modules:
+        monkeypatch.setattr("train.Shared", shared)
     yield
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        _shared.clear()
         sys.modules["jax"].clear_caches()
 
 

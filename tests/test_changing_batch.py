@@ -16,12 +16,12 @@ from largebatch import config as configs
 from largebatch.fields import flatten
 
 
-def run(config, workdir, shared=None, **fields):
+def run(config, workdir, **fields):
     """A run with some fields changed: its rows, and its summary."""
     config = config.copy_and_resolve_references()
     with config.ignore_type():
         config.update_from_flattened_dict({name.replace("__", "."): value for name, value in fields.items()})
-    summary = train.train_and_evaluate(config, str(workdir), shared=shared)
+    summary = train.train_and_evaluate(config, str(workdir))
     return rows_of(workdir), summary
 
 
@@ -42,13 +42,12 @@ def test_a_trace_file_drives_a_run(small_config, tmp_path, capsys):
 
 
 def test_a_list_is_the_same_run_as_its_file(small_config, tmp_path):
-    shared = programs.Shared()
     (tmp_path / "trace.csv").write_text("index,GPUs\n0,8\n1,8\n2,12\n3,1\n4,80\n5,80\n")
     by_file, _ = run(
-        small_config, tmp_path / "file", shared, batch__trace=str(tmp_path / "trace.csv"),
+        small_config, tmp_path / "file", batch__trace=str(tmp_path / "trace.csv"),
         batch__per_device_batch_size=8,
     )  # fmt: skip
-    by_list, _ = run(small_config, tmp_path / "list", shared, batch__trace=(64, 64, 96, 8, 640, 640))
+    by_list, _ = run(small_config, tmp_path / "list", batch__trace=(64, 64, 96, 8, 640, 640))
     assert by_file == by_list
 
 
@@ -127,8 +126,7 @@ def test_a_batch_grows_with_the_noise_scale_within_its_limits(small_config, tmp_
 def test_a_batch_that_grew_is_resumed_bitwise(small_config, tmp_path, monkeypatch, noise_of):
     noise_of(lambda count: 300 if count else None)
     fields = {"batch__auto": True, "batch__size": 40, "train__outer_steps": 4}
-    shared = programs.Shared()
-    whole, summary = run(small_config, tmp_path / "whole", shared, **fields)
+    whole, summary = run(small_config, tmp_path / "whole", **fields)
     assert [row["global_batch_size"] for row in whole] == [40, 80, 160, 160]
     monkeypatch.setattr("largebatch.trainer.SECONDS_PER_CALL", 0.0)
     agree, calls = preemption.agree, []
@@ -140,7 +138,7 @@ def test_a_batch_that_grew_is_resumed_bitwise(small_config, tmp_path, monkeypatc
     monkeypatch.setattr(preemption, "agree", stop_every_second_call)
     for _ in range(12):
         try:
-            rows, again = run(small_config, tmp_path / "cut", shared, **fields)
+            rows, again = run(small_config, tmp_path / "cut", **fields)
             break
         except preemption.Stopped:
             continue
@@ -195,7 +193,7 @@ def test_bytes_sent_fall_by_the_interval(small_config, tmp_path):
 @pytest.mark.parametrize("mode", ["every_step", "local"])
 def test_bytes_are_those_of_the_compiled_all_reduce(small_config, mode):
     small_config.model.norm, small_config.sync.mode = "batch", mode
-    shared = programs.Shared()
+    shared = train.Shared()
     made, (cache, placed) = shared.programs(small_config), shared.data(small_config)
     state = devices.replicate(made.init(np.uint32(0), programs.optimizer_numbers(small_config), None))
     plan = programs.make_plan(placed.deal, programs.make_schedule(small_config, cache.count("train")), 4, 0)

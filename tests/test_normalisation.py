@@ -10,7 +10,6 @@ from test_step import MICRO, NUM_CLASSES, SCALE, SIZE, place, plan, visited_exam
 
 import augment
 import model
-import programs
 import train
 from largebatch import UserError, devices, optimizers
 from largebatch import step as steps
@@ -196,10 +195,10 @@ def test_moving_average_of_the_parameters_is_that_of_the_updates(small_config, t
     """Checked against the parameters of each update, which runs of 1, 2 and 3 updates end with."""
     small_config.train.ema_decay, small_config.batch.size, small_config.optimizer.name = 0.5, 64, "adam"
     small_config.train.inner_steps, small_config.model.norm = 1, "batch"
-    ends, shared = [], programs.Shared()
+    ends = []
     for updates in (1, 2, 3):
         small_config.train.outer_steps = updates
-        train.train_and_evaluate(small_config, str(tmp_path / str(updates)), shared=shared)
+        train.train_and_evaluate(small_config, str(tmp_path / str(updates)))
         ends.append(final_arrays(tmp_path / str(updates)))
     name = "state.{}params.Conv_0.kernel"
     first, second, third = (end[name.format("")] for end in ends)

@@ -122,13 +122,12 @@ LOCAL_STEPS = {  # from update 3 on, averages after updates 6, 9 and 12
 )
 def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, stop_at, fields, steps):
     config.update_from_flattened_dict(fields)
-    shared = programs.Shared()  # else each of the dozen starts would compile
-    whole = train.train_and_evaluate(config, str(tmp_path / "whole"), shared=shared)
+    whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
     stops = 0
     while True:
         stop_at(2)
         try:
-            summary = train.train_and_evaluate(config, str(tmp_path / "cut"), shared=shared)
+            summary = train.train_and_evaluate(config, str(tmp_path / "cut"))
             break
         except preemption.Stopped:
             assert json.loads((tmp_path / "cut" / "summary.json").read_text())["status"] == "interrupted"
@@ -328,6 +327,8 @@ def poisoned(config, monkeypatch):
     poison = sums[5]
     assert np.count_nonzero(sums == poison) == 1
     monkeypatch.setattr(model, "make_loss_fn", make_poisoned)
+    shared = programs.Shared()  # not for other tests
+    monkeypatch.setattr(train, "Shared", lambda: shared)
     return config
 
 
@@ -381,8 +382,7 @@ def explosive(config):
 @BOTH
 def test_rollback_cuts_the_rate_and_resumes_bitwise(explosive, tmp_path, stop_at, sync):
     explosive.update_from_flattened_dict(sync)
-    shared = programs.Shared()
-    whole = train.train_and_evaluate(explosive, str(tmp_path / "whole"), shared=shared)
+    whole = train.train_and_evaluate(explosive, str(tmp_path / "whole"))
     rollbacks = whole["rollbacks"]
     assert 1 <= len(rollbacks) <= 3
     assert [entry["to_step"] for entry in rollbacks] == [0] * len(rollbacks)
@@ -395,7 +395,7 @@ def test_rollback_cuts_the_rate_and_resumes_bitwise(explosive, tmp_path, stop_at
     for stops in range(1, 20):
         stop_at(2)
         try:
-            train.train_and_evaluate(explosive, str(tmp_path / "cut"), shared=shared)
+            train.train_and_evaluate(explosive, str(tmp_path / "cut"))
             break
         except preemption.Stopped:
             assert stops < 19

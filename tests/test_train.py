@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, assert_one_line_error, make_folder, run_script
 
+import programs
 import train
 from largebatch import devices, fields, metrics, trainer
 from largebatch.evaluation import score
@@ -131,7 +132,7 @@ def test_one_compilation_serves_every_call(small_config, tmp_path, monkeypatch):
         calls.append(len(compiled) - before)
 
     monkeypatch.setattr(trainer.Trainer, "_call", call)
-    train.train_and_evaluate(small_config, str(tmp_path))
+    train.train_and_evaluate(small_config, str(tmp_path), shared=programs.Shared())
     jax.monitoring.clear_event_listeners()
     assert len(compiled) > 0
     assert calls == [0] * 6
