@@ -143,7 +143,7 @@ class Trainer:
         while self.step < last and not self.done:
             before = self.step
             begin = time.perf_counter()
-            self._call(min(self._next_count, self._until_they_part(last) - before))
+            self._call(min(self._next_count, self._until_local_steps(last) - before))
             seconds = time.perf_counter() - begin
             updates = self.step - before
             fitting = self._updates_in(SECONDS_PER_CALL * self._examples(before, updates) / seconds)
@@ -152,7 +152,7 @@ class Trainer:
             if not self.at_boundary:  # else once the row of the outer loop is written
                 self.stop_if_asked()
 
-    def _until_they_part(self, last: int) -> int:
+    def _until_local_steps(self, last: int) -> int:
         start = self._loops.start_step
         return int(start) if self.step < start < last else last
 

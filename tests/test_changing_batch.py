@@ -266,7 +266,7 @@ def test_what_does_not_go_with_devices_apart(small_config):
 LOCAL = {"sync__mode": "local", "sync__every": 3, "train__inner_steps": 4, "train__outer_steps": 3}
 
 
-def test_another_number_of_devices_apart_starts_from_their_mean(small_config, tmp_path, monkeypatch):
+def test_another_number_of_replicas_starts_from_their_mean(small_config, tmp_path, monkeypatch):
     monkeypatch.setattr("largebatch.trainer.SECONDS_PER_CALL", 0.0)
     agreed = iter([0, 15])
     monkeypatch.setattr(preemption, "agree", lambda vote=0: (next(agreed), vote))
