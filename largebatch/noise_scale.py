@@ -32,10 +32,11 @@ class Measured(NamedTuple):
 def _squares(x) -> jax.Array:
     """|x|^2, in full float32 everywhere.
 
-    By columns first, many of which a CPU adds at once; of a sum to one number XLA keeps the order there.
+    A convolution on a CPU leaves its kernel's gradient transposed. Transposed once more it is read as it lies; else
+    XLA copies it first. The barrier keeps two sums from becoming one, whose order XLA does not change there.
     """
-    columns = jnp.sum(jnp.square(x).reshape(-1, x.shape[-1] if x.ndim else 1), axis=0)
-    return jnp.sum(lax.optimization_barrier(columns))  # else both sums become one
+    rows = x.reshape(-1, x.shape[-1]).T if x.ndim > 1 else x
+    return jnp.sum(lax.optimization_barrier(jnp.sum(jnp.square(rows), axis=-1)))
 
 
 def group_term(gradient_sum, count) -> jax.Array:
