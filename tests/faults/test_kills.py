@@ -32,8 +32,8 @@ class Layout(NamedTuple):
     limit_sec: float  # an end that takes longer is a hang
 
 
-ADASCALE = {  # on a trace, mid-way between whose stages kills come too
-    "batch.trace": "(200,500,37,900)",
+ADASCALE = {  # on a trace that changes within outer loops and between
+    "batch.trace": str((*[200] * 8, *[500] * 8, 37, 37, 900)),
     "batch.hold_last": True,
     "schedule.scaling": "adascale",
     "schedule.reference_batch_size": 400,
