@@ -62,6 +62,20 @@ def start(
         ) from error
     if len({device.platform for device in found}) != 1:
         raise UserError(f"devices.platform: {platform!r} finds several kinds of device: {found}")
+    if jax.process_count() > 1:
+        _connect()
+
+
+def _connect() -> None:
+    """Lets all devices meet in a program that compiles at once.
+
+    Gloo waits 30 s for every host to come to the first collective, and minutes in later ones; meanwhile some hosts
+    may compile the training loop, which others find in their cache.
+    """
+    with named_collective_errors():
+        gather(np.zeros(1, np.float32))
+        ones = np.ones(jax.local_device_count(), np.float32)
+        jax.block_until_ready(jax.pmap(lambda x: lax.psum(x, AXIS), AXIS)(ones))
 
 
 def _use_every_core() -> None:
@@ -133,8 +147,17 @@ def from_primary(value):
 
 
 def gather(value: np.ndarray) -> np.ndarray:
-    """Every host's array of one shape, stacked by host index, on every host."""
-    return np.asarray(multihost_utils.process_allgather(value)) if jax.process_count() > 1 else value[None]
+    """Every host's array of one shape, stacked by host index, on every host.
+
+    By one device of each host: `multihost_utils.process_allgather` makes a copy on every device.
+    """
+    if jax.process_count() == 1:
+        return value[None]
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    hosts = jax.sharding.Mesh([first[index] for index in sorted(first)], ("hosts",))
+    apart, everywhere = (jax.NamedSharding(hosts, jax.P(*axes)) for axes in (("hosts",), ()))
+    stacked = jax.make_array_from_process_local_data(apart, value[None], (len(first), *value.shape))
+    return np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(stacked).addressable_data(0))
 
 
 def gather_text(text: str) -> list[str]:
@@ -237,14 +260,18 @@ def first_replica(tree):
 
 
 def all_replicas(tree):
-    """The replicas of all hosts as NumPy arrays with a leading axis over all devices, on every host."""
+    """The replicas of all hosts as NumPy arrays with a leading axis over all devices, on every host.
 
-    def gathered(leaf):
-        mine = np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards])
-        bits = gather(mine.view(f"uint{8 * mine.dtype.itemsize}"))  # bit by bit; see `from_primary`
-        return bits.reshape(-1, *mine.shape[1:]).view(mine.dtype)
-
-    return jax.tree.map(gathered, tree)
+    In one message, since each more is another program to compile and another wait for the slowest host.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    mine = [np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards]) for leaf in leaves]
+    hosts = gather(np.concatenate([leaf.ravel().view(np.uint8) for leaf in mine]))  # [hosts, bytes]
+    ends = np.cumsum([leaf.nbytes for leaf in mine])[:-1]
+    parts = zip(np.split(hosts, ends, axis=1), mine, strict=True)
+    return structure.unflatten(
+        [np.ascontiguousarray(part).view(leaf.dtype).reshape(-1, *leaf.shape[1:]) for part, leaf in parts]
+    )
 
 
 def spread(replicas, on: list):
