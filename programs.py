@@ -43,20 +43,24 @@ def make_schedule(config, num_originals: int, grown: Stages | None = None) -> sc
     Args:
       grown: the batch sizes so far, where the run finds them itself (batch.auto).
     Raises:
-      BadSetting: the batch sizes or the warm-up do not go with the training set.
+      BadSetting: the batch sizes or the warm-up do not go with the training set, or local steps would begin after
+        the last update.
     """
     epoch_size = num_originals * augment.NUM_VIEWS
     if config.batch.trace is not None:
         batch_sizes = configs.read_trace(config.batch, epoch_size).batch_sizes
     else:
         batch_sizes = grown or Stages.constant(configs.resolve_batch_size(config.batch.size, epoch_size))
-    return schedules.create(
+    schedule = schedules.create(
         config.schedule.to_dict(),
         config.optimizer.learning_rate,
         config.train.inner_steps * config.train.outer_steps,
         batch_sizes,
         epoch_size,
     )
+    if config.sync.start_step >= schedule.num_updates:  # growing batches leave fewer updates
+        raise BadSetting(f"sync.start_step: {config.sync.start_step}; allowed: up to {schedule.num_updates - 1}")
+    return schedule
 
 
 def possible_batch_sizes(config, num_originals: int) -> np.ndarray:
@@ -86,8 +90,8 @@ def micro_batch_size(config, num_originals: int, num_devices: int) -> int:
     batch_sizes, wanted = possible_batch_sizes(config, num_originals), config.batch.micro_batch_size
     needs_noise = config.batch.auto or config.schedule.scaling == "adascale"
     share = -(-int(batch_sizes[-1]) // num_devices)
-    if wanted == "auto":  # leaves at least two, between which noise is measured
-        share = -(-int(batch_sizes[0 if needs_noise else -1]) // max(num_devices, 2))
+    if wanted == "auto":  # leaves at least two of all devices, between which noise is measured
+        share = -(-int(batch_sizes[0 if needs_noise and num_devices == 1 else -1]) // max(num_devices, 2))
     size = min(resolve_micro_batch_size(wanted), share)
     if config.model.norm == "batch":
         for batch_size in batch_sizes:
@@ -332,7 +336,7 @@ class Shared:
             policy = config.sync.optimizer_state
             local = local_sgd.LocalStep(step._replace(noise_decay=None), policy, statistics)
             local_loop = local_sgd.make_local_loop(local)
-            average = local_sgd.make_average(statistics)
+            average = local_sgd.make_average(statistics, policy)
             state, values = local_loop(state, placed.train, plan, updates, make_sync(config))
             state, names = average(state), names | values
             put_in[1] = local_sgd.bytes_of_sync(one, statistics, policy)

@@ -18,8 +18,6 @@ from largebatch.devices import AXIS
 from largebatch.state import LocalState, TrainState
 from largebatch.step import Step, empty_metrics, sum_over_devices, write_at
 
-STATE_POLICIES = ("average", "keep", "reset")
-
 
 class Sync(NamedTuple):
     """When devices synchronise and what they do then; numbers that any value serves the same compiled program.
@@ -36,13 +34,17 @@ class Sync(NamedTuple):
 
 
 class Means(NamedTuple):
-    """What devices average. `squares` is |moved|^2; `opt_state` has the leaves that have a mean."""
+    """What devices average, all float32; `squares` is |moved|^2.
+
+    Counters are rounded again. They differ where a batch left some devices without an example.
+    """
 
     squares: jax.Array
     moved: Any
     statistics: Any
     ema: Any
-    opt_state: list
+    averaged: jax.Array
+    opt_state: Any
 
 
 def _squares(tree) -> jax.Array:
@@ -53,16 +55,23 @@ def _scaled(tree, factor):
     return jax.tree.map(lambda x: x * factor, tree)
 
 
-def _has_mean(leaf) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)  # counters have none
+def _like(means, own):
+    """The means in the types of what they are of."""
+
+    def like(mean, own):
+        counts = jnp.issubdtype(own.dtype, jnp.integer)
+        return (jnp.rint(mean) if counts else mean).astype(own.dtype)
+
+    return jax.tree.map(like, means, own)
 
 
 def _own(state: TrainState, statistics: tuple[str, ...], policy: str) -> Means:
     # Distances from the anchor, not parameters: less is rounded, and little lost when squares are taken away.
     moved = jax.tree.map(jnp.subtract, state.params, state.local.anchor)
     smoothed = {name: state.model_state[name] for name in statistics}
-    inner = jax.tree.leaves(state.opt_state.inner_state) if policy == "average" else []
-    return Means(_squares(moved), moved, smoothed, state.ema, list(filter(_has_mean, inner)))
+    inner = state.opt_state.inner_state if policy == "average" else None
+    own = Means(_squares(moved), moved, smoothed, state.ema, state.averaged, inner)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), own)
 
 
 def _mean_over_devices(own: Means, examples, reduce) -> tuple[Means, jax.Array]:
@@ -77,21 +86,30 @@ def _with_means(state: TrainState, mean: Means, params) -> TrainState:
     if ema is not None:  # a frozen stem is the same everywhere, but for rounding in its mean
         frozen = {name: part for name, part in state.ema["model_state"].items() if name not in mean.statistics}
         ema = {**ema, "model_state": {**ema["model_state"], **frozen}}
-    return state._replace(params=params, model_state={**state.model_state, **mean.statistics}, ema=ema)
+    averaged, opt_state = _like(mean.averaged, state.averaged), state.opt_state
+    if mean.opt_state is not None:
+        opt_state = opt_state._replace(inner_state=_like(mean.opt_state, opt_state.inner_state))
+    return state._replace(
+        params=params,
+        model_state={**state.model_state, **mean.statistics},
+        ema=ema,
+        averaged=averaged,
+        opt_state=opt_state,
+    )
 
 
 def _where(condition, one, other):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
-def make_average(statistics: tuple[str, ...], reduce=sum_over_devices):
-    """(state of each device) -> a copy in which parameters, statistics and their moving average are the mean.
+def make_average(statistics: tuple[str, ...], policy: str, reduce=sum_over_devices):
+    """(state of each device) -> a copy with what a synchronisation would average as the mean; see `LocalStep`.
 
     Right after a synchronisation that is the state itself, bit by bit. Pmapped over all devices.
     """
 
     def average(state):
-        mean, examples = _mean_over_devices(_own(state, statistics, "keep"), state.local.examples, reduce)
+        mean, examples = _mean_over_devices(_own(state, statistics, policy), state.local.examples, reduce)
         params = jax.tree.map(jnp.add, state.local.anchor, mean.moved)
         return _where(examples > 0, _with_means(state, mean, params), state)
 
@@ -102,8 +120,8 @@ class LocalStep(NamedTuple):
     """Local steps, and the synchronisation after some of them.
 
     step: without AdaScale, which needs all devices at every update.
-    policy: of the optimizer's state when devices synchronise: each takes the "average" of all (counters stay), does
-      "keep" its own, or starts anew ("reset").
+    policy: of the optimizer's state when devices synchronise: each takes the "average" of all, does "keep" its
+      own, or starts anew ("reset").
     statistics: collections of the model state that `step.loss_fn` has sums for.
     """
 
@@ -134,12 +152,10 @@ class LocalStep(NamedTuple):
         ahead = jax.tree.map(lambda v, m: m + sync.outer_momentum * v, velocity, mean.moved)
         params = jax.tree.map(lambda p, a: p + sync.outer_learning_rate * a, state.local.anchor, ahead)
         spread = jnp.maximum(mean.squares - _squares(mean.moved), 0)
-        inner, means = state.opt_state.inner_state, iter(mean.opt_state)
-        if self.policy == "average":
-            inner = jax.tree.map(lambda own: next(means) if _has_mean(own) else own, inner)
-        elif self.policy == "reset":
+        synced = _with_means(state, mean, params)
+        if self.policy == "reset":
             inner = self.step.optimizer.init(params).inner_state
-        synced = _with_means(state, mean, params)._replace(opt_state=state.opt_state._replace(inner_state=inner))
+            synced = synced._replace(opt_state=state.opt_state._replace(inner_state=inner))
         synced = _where(examples > 0, synced, state)  # else no device had a share that is finite: nothing has moved
         local = LocalState(
             anchor=synced.params,

@@ -16,6 +16,7 @@ from largebatch.optimizers import Numbers, Switches
 from largebatch.state import create_state
 from largebatch.step import Plan, Step, make_inner_loop
 
+POLICIES = ("average", "keep", "reset")
 DIMENSIONS, EXAMPLES, RATE, MOMENTUM = 5, 1280, 0.05, 0.9
 RNG = np.random.default_rng(0)
 POINTS = RNG.standard_normal((EXAMPLES, DIMENSIONS)).astype(np.float32)
@@ -184,6 +185,21 @@ def test_averaging_after_every_update_is_synchronous_training(sizes):
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-4)
 
 
+def test_devices_without_an_example_take_the_others_moments_and_counters():
+    """Of a batch of one image a single device has an update; the mean by examples is that device's state."""
+    problem = make_problem(8, "adam")
+    local, _ = run_local(problem, [1], sync_of(1))
+    together, _ = make_inner_loop(problem.step)(
+        problem.fresh(), problem.data, make_plan(problem.deal, [1]), np.int32(LENGTH)
+    )
+    assert_close(params_of(local), params_of(together), 1e-6)
+    for a, b in zip(
+        *map(jax.tree.leaves, (local.opt_state.inner_state, together.opt_state.inner_state)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(local.averaged, np.full(8, LENGTH))
+
+
 @pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
 def test_local_sgd_and_its_outer_step_against_numpy(rate, momentum):
     problem, every, sizes = make_problem(4), 3, [48, 13, 6]
@@ -219,9 +235,11 @@ def test_local_sgd_and_its_outer_step_against_numpy(rate, momentum):
         assert_close({name: leaf[device] for name, leaf in params_of(state).items()}, replica.params, 1e-4)
     assert np.flatnonzero(np.asarray(metrics["synced"])).tolist() == [2, 5]
     np.testing.assert_allclose(np.asarray(metrics["drift"])[[2, 5]], drifts, rtol=1e-3)
-    found = devices.all_replicas(local_sgd.make_average(())(state))
+    found = devices.all_replicas(local_sgd.make_average((), "average")(state))
     expected = {n: np.average([r.params[n] for r in replicas], axis=0, weights=weights) for n in anchor}
     assert_close({name: leaf[0] for name, leaf in found.params.items()}, expected, 1e-4)
+    velocity = np.average([replica.velocity["w"] for replica in replicas], axis=0, weights=weights)
+    np.testing.assert_allclose(momentum_buffers(found), np.tile(velocity, (4, 1)), rtol=1e-4)
 
 
 def momentum_buffers(state):
@@ -233,8 +251,7 @@ def test_what_becomes_of_the_optimizer_s_state_when_devices_meet():
     problem = make_problem(4)
     before = momentum_buffers(run_local(problem, [64], sync_of(9), "keep", updates=3)[0])
     after = {
-        policy: momentum_buffers(run_local(problem, [64], sync_of(3), policy, updates=3)[0])
-        for policy in local_sgd.STATE_POLICIES
+        policy: momentum_buffers(run_local(problem, [64], sync_of(3), policy, updates=3)[0]) for policy in POLICIES
     }
     assert np.abs(before - before[0]).max() > 1e-3
     np.testing.assert_array_equal(after["keep"], before)
@@ -242,7 +259,7 @@ def test_what_becomes_of_the_optimizer_s_state_when_devices_meet():
     np.testing.assert_array_equal(after["reset"], np.zeros_like(before))
 
 
-@pytest.mark.parametrize("policy", local_sgd.STATE_POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_synchronisation_keeps_the_numbers_of_the_optimizer(policy):
     """Hyper-parameters are part of its state, but nothing to average."""
     state, _ = run_local(make_problem(8, "adam", momentum=0.7), [50], sync_of(1), policy)
@@ -270,7 +287,7 @@ def test_results_do_not_depend_on_how_the_loop_is_cut():
 def test_the_mean_of_devices_that_have_just_met_is_what_they_hold():
     problem = make_problem(4)
     state, _ = run_local(problem, [48], sync_of(4), updates=8)
-    mean = local_sgd.make_average(())(state)
+    mean = local_sgd.make_average((), "average")(state)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(mean), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
