@@ -86,9 +86,9 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_sizes: St
     """The schedule that a config's `schedule` asks for.
 
     Warm-up (Goyal et al. 2017, section 2.2) raises the rate linearly to its peak, which its last update has; it
-    starts from the unscaled rate where a scaling rule raised it, else from zero. Then, with `p` the part of the
-    remaining updates that are done and `f` the final fraction, the rate is the peak times 1 (constant),
-    1 - (1 - f) p (linear), f + (1 - f) (1 + cos(pi p)) / 2 (cosine: Loshchilov and Hutter 2017), or
+    starts from the unscaled rate where the scaling rule raises that of any batch, else from zero. Then, with `p`
+    the part of the remaining updates that are done and `f` the final fraction, the rate is the peak times 1
+    (constant), 1 - (1 - f) p (linear), f + (1 - f) (1 + cos(pi p)) / 2 (cosine: Loshchilov and Hutter 2017), or
     decay_factor to the number of decay steps reached (step).
 
     With decay_by "batch" a step that would have cut the rate grows the batch by as much, with the same examples
@@ -121,10 +121,14 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_sizes: St
         batch_sizes, cuts, num_updates = _steps(fields, num_updates, batch_sizes, epoch_size)
         scaled = scaled if fields["decay_by"] == "rate" else Stages.constant(scaled.values[0])
 
+    peaks = _peaks(fields, learning_rate, scaled.cut(num_updates).values)
+    start = learning_rate if peaks.max() > learning_rate else 0.0
+
     def rates(updates):
         updates = np.asarray(updates, np.int64)
-        start, peak = _warm_and_peak(fields, learning_rate, scaled.at(updates))
-        warming = start + (peak - start) * (updates + 1) / max(warmup, 1)
+        peak = _peaks(fields, learning_rate, scaled.at(updates))
+        low = np.minimum(start, peak)  # of a batch below the reference
+        warming = low + (peak - low) * (updates + 1) / max(warmup, 1)
         part = np.clip((updates - warmup) / (num_updates - warmup), 0, 1)
         final = fields["final_fraction"]
         shape = {
@@ -135,19 +139,17 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_sizes: St
         }[fields["name"]]()
         return np.where(updates < warmup, warming, peak * shape)
 
-    text = _explain(fields, learning_rate, scaled.cut(num_updates).values, warmup, num_updates)
+    text = _explain(fields, learning_rate, scaled.cut(num_updates).values, start, warmup, num_updates)
     if fields["decay_by"] == "batch":
-        peak = _warm_and_peak(fields, learning_rate, scaled.values)[1][0]
-        grown = zip(batch_sizes.starts, batch_sizes.values, peak * cuts.values, strict=True)
+        grown = zip(batch_sizes.starts, batch_sizes.values, peaks[0] * cuts.values, strict=True)
         changes = [f"{size:,} from update {first:,} at {rate:g}" for first, size, rate in grown]
         text += f": batch {', '.join(changes)}"
     return Schedule(num_updates, batch_sizes, rates, text, fields["scaling"] == "adascale")
 
 
-def _warm_and_peak(fields: dict, learning_rate: float, batch_sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the warm-up of a batch size starts from, and its peak."""
-    factor = SCALING[fields["scaling"]](batch_sizes / fields["reference_batch_size"])
-    return np.where(factor > 1, learning_rate, 0.0), learning_rate * factor
+def _peaks(fields: dict, learning_rate: float, batch_sizes: np.ndarray) -> np.ndarray:
+    """The rates of batch sizes once warm-up is over."""
+    return learning_rate * SCALING[fields["scaling"]](batch_sizes / fields["reference_batch_size"])
 
 
 def _warmup_updates(fields: dict, batch_sizes: Stages, epoch_size: int) -> int:
@@ -173,11 +175,10 @@ def _steps(fields: dict, num_updates: int, batch_sizes: Stages, epoch_size: int)
     return Stages(starts[:-1], sizes), Stages(starts[:-1], wanted * sizes / batch_size), int(starts[-1])
 
 
-def _explain(fields, learning_rate, batch_sizes, warmup, num_updates) -> str:
+def _explain(fields, learning_rate, batch_sizes, start, warmup, num_updates) -> str:
     rule, reference = fields["scaling"], fields["reference_batch_size"]
-    starts, peaks = _warm_and_peak(fields, learning_rate, batch_sizes)
-    start, peak = _range(starts), _range(peaks)
-    text = f"learning rate {peak}"
+    peaks = _peaks(fields, learning_rate, batch_sizes)
+    text = f"learning rate {_range(peaks)}"
     if rule == "adascale":
         text += f" at batch {reference:,}, times the measured gain of a larger batch (AdaScale)"
     elif rule != "none":
@@ -185,7 +186,7 @@ def _explain(fields, learning_rate, batch_sizes, warmup, num_updates) -> str:
         text += f" = {learning_rate:g} x {_range(peaks / learning_rate, '.4g')} ({rule}: {ratio})"
     unit = "scale-invariant steps" if rule == "adascale" else "updates"
     if warmup:
-        text += f", reached from {start} in {warmup:,} {unit}"
+        text += f", reached from {_range(np.minimum(start, peaks))} in {warmup:,} {unit}"
     final = _range(peaks * fields["final_fraction"])
     after = {
         "constant": f"constant over {num_updates:,} {unit}",
@@ -299,13 +300,14 @@ def _row(stages: Stages, update: int, options) -> list[str]:
     size, before = int(stages.at(np.int64(update))), int(stages.sum_before(np.int64(update)))
     shares = {size // options.devices, -(-size // options.devices)}
     counts = sorted({-(-share // options.micro_batch_size) for share in shares})
-    rates = [f"{_rate(rule, np.float64(size), options):.4g}" for rule in RULES]
+    rates = [f"{_rates(rule, np.float64(size), options):.4g}" for rule in RULES]
     micro_batches = " or ".join(map(str, counts))
     return [f"{update}", f"{size}", micro_batches, *rates, f"{before}", f"{before / options.dataset_size:.2f}"]
 
 
-def _rate(rule: str, batch_sizes: np.ndarray, options) -> np.ndarray:
-    return options.learning_rate * SCALING[rule](batch_sizes / options.reference_batch_size)
+def _rates(rule: str, batch_sizes: np.ndarray, options) -> np.ndarray:
+    fields = {"scaling": rule, "reference_batch_size": options.reference_batch_size}
+    return _peaks(fields, options.learning_rate, batch_sizes)
 
 
 def _epoch_ends(stages: Stages, updates: int, dataset_size: int) -> list[tuple[int, int]]:
@@ -331,7 +333,7 @@ def plot_trace(options: argparse.Namespace) -> None:
     above.set_ylabel("batch size")
     above.set_ylim(bottom=0)
     for rule, colour in zip(RULES, ("#6b6f76", "#d55e00", "#009e73"), strict=True):
-        below.stairs(_rate(rule, stages.values.astype(float), options), edges, label=rule, color=colour, lw=1.4)
+        below.stairs(_rates(rule, stages.values.astype(float), options), edges, label=rule, color=colour, lw=1.4)
     below.set_ylabel("learning rate")
     below.set_xlabel("update")
     below.set_ylim(bottom=0)
@@ -341,8 +343,9 @@ def plot_trace(options: argparse.Namespace) -> None:
     above.set_title(Path(options.trace).name, loc="left", weight="bold")
     try:
         figure.savefig(options.plot)
-    except OSError as error:
-        raise UserError(f"--plot: cannot write {options.plot} ({error.strerror})") from error
+    except (OSError, ValueError) as error:  # ValueError: the name's end is no kind of picture
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--plot: cannot write {options.plot} ({reason})") from error
 
 
 def main(argv: list[str]) -> int:

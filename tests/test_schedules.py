@@ -88,6 +88,17 @@ def test_scaling_rules(scaling, batch_size, factor):
     np.testing.assert_allclose(rates(schedule, 0), [start + (0.1 * factor - start) / 4])
 
 
+def test_a_warm_up_has_no_jump_where_a_changing_batch_crosses_the_reference():
+    fields = {"scaling": "linear", "reference_batch_size": 512, "warmup_updates": 50}
+    trace = Stages(np.arange(100), np.resize([512, 513, 256, 1024], 100))
+    schedule = schedules.create(default.get_config().schedule.to_dict() | fields, 0.1, 100, trace, 4096)
+    found = schedule.rates(np.arange(100))
+    # Peaks are 0.1 and about that, 0.05 and 0.2. All start from 0.1, but for what has a lower peak.
+    np.testing.assert_allclose(found[:4], [0.1, 0.1 + 0.1 / 512 * 2 / 50, 0.05, 0.1 + 0.1 * 4 / 50], rtol=1e-12)
+    np.testing.assert_allclose(found[48:52], [0.1, 0.1 * 513 / 512, 0.05, 0.2], rtol=1e-12)
+    assert "reached from 0.05 to 0.1 in 50 updates" in schedule.text
+
+
 def test_warm_up_in_examples_and_epochs_counts_updates():
     # 51,200 examples are 100 updates of 512; half an epoch of 172,800 is 168.75, so 169.
     by_examples = create(num_updates=400, warmup_examples=51_200)
