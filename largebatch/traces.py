@@ -20,7 +20,8 @@ from largebatch import BadSetting
 
 STEP_COLUMNS = ("step", "update", "iteration")
 BATCH_COLUMNS = ("batchsize", "batch")
-TIME_WORDS = ("time", "date", "second", "minute", "hour", "index", "unnamed")  # a column's name starts with one
+TIME_WORDS = ("time", "date", "second", "minute", "hour")  # a column's name starts with one
+INDEX_WORDS = ("index", "unnamed", *STEP_COLUMNS)
 DEVICE_WORDS = ("gpu", "tpu", "core", "device", "worker", "node", "instance", "machine")
 
 
@@ -100,8 +101,9 @@ def read(
 
     Args:
       per_device_batch_size: examples that each available device takes; an availability trace needs it.
-      time_per_update: of an availability trace, in the unit of its first column; seconds for timestamps. An update
-        belongs to the latest row at its start. Time without devices is left out.
+      time_per_update: of an availability trace, in the unit of its time column, or of its index where it has no
+        times; seconds for timestamps. An update belongs to the latest row at its start. Time without devices is
+        left out.
     Raises:
       BadSetting: names the file, the line and what is allowed.
     """
@@ -113,6 +115,11 @@ def read(
         raise BadSetting(f"batch.trace: {path} has no rows below its column names")
     table = _Table(path, lines[0][1], lines[1:])
     if any(name in names for name in BATCH_COLUMNS):
+        if per_device_batch_size is not None:
+            raise BadSetting(
+                f"batch.per_device_batch_size: {per_device_batch_size}; allowed: None with {path}, which has batch "
+                "sizes and counts no devices"
+            )
         return _batch_trace(table, names, largest)
     return _availability_trace(table, names, per_device_batch_size, time_per_update, largest)
 
@@ -229,15 +236,16 @@ def _batch_trace(table: _Table, names: list[str], largest: int | None) -> Trace:
 def _availability_trace(
     table: _Table, names: list[str], per_device_batch_size: int | None, time_per_update: float, largest: int | None
 ) -> Trace:
-    times = [i for i, name in enumerate(names) if not name or name.startswith((*TIME_WORDS, *STEP_COLUMNS))]
+    times = [i for i, name in enumerate(names) if name.startswith(TIME_WORDS)]
+    indices = [i for i, name in enumerate(names) if not name or name.startswith(INDEX_WORDS)]
     counts = [
         i
         for i, name in enumerate(names)
-        if i not in times
+        if i not in (*times, *indices)
         and any(word in name for word in DEVICE_WORDS)
         and not name.endswith(("id", "name", "type"))
     ]
-    if not times or len(counts) != 1:
+    if not (times or indices) or len(counts) != 1:
         given = ", ".join(name.strip() for name in table.header)
         raise BadSetting(
             f"batch.trace: {table.path} has the columns {given}; allowed: step and batchsize, or a time or index "
@@ -249,7 +257,8 @@ def _availability_trace(
             f"batch.trace: {table.path} counts {counted}; allowed: with batch.per_device_batch_size, the examples "
             "that each takes"
         )
-    when, available = table.ascending(table.times(times[0]), times[0]), table.column(counts[0], 0)
+    column = [*times, *indices][0]
+    when, available = table.ascending(table.times(column), column), table.column(counts[0], 0)
     if largest is not None and available.max() * per_device_batch_size > largest:
         row = int(np.argmax(available * per_device_batch_size > largest))
         found = f"{counted} {available[row]} x {per_device_batch_size} is a batch of"

@@ -129,6 +129,19 @@ def test_devices_over_time(write):
     assert trace.length == 6
 
 
+def test_a_batch_trace_has_no_devices(write):
+    with pytest.raises(
+        BadSetting, match=r"per_device_batch_size: 4; allowed: None with .*trace\.csv, which has batch"
+    ):
+        traces.read(write(SEED_TRACE), per_device_batch_size=4)
+
+
+def test_times_count_where_there_is_an_index_too(write):
+    text = ",Time,TPU_cores\n0,1651064158,88\n1,1651064188,88\n2,1651064218,112\n"
+    trace = traces.read(write(text), per_device_batch_size=1, time_per_update=15)
+    assert trace.batch_sizes.at(np.arange(5)).tolist() == [88, 88, 88, 88, 112]
+
+
 def test_time_without_devices_is_left_out(write):
     trace = traces.read(write("time,GPUs\n0,0\n10,2\n30,0\n90,4\n100,1\n"), 1, time_per_update=10)
     assert trace.batch_sizes.at(np.arange(4)).tolist() == [2, 2, 4, 1]
@@ -253,7 +266,7 @@ def test_a_file_is_parsed_again_when_it_changes(write):
 
 def test_adascale_needs_a_trace_that_holds():
     config = default.get_config()
-    config.batch.trace, config.schedule.scaling = (4,) * 50, "adascale"
+    config.batch.trace, config.schedule.scaling, config.optimizer.name = (4,) * 50, "adascale", "sgd"
     with pytest.raises(UserError, match=r"batch\.hold_last: False; allowed: True with AdaScale"):
         configs.validate(config)
     config.batch.hold_last = True
