@@ -6,6 +6,7 @@ A panel is a dict with id, title, note (what to see in it, in words) and kind:
   bars   rows [label, run, values] in named sections
 """
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ CURVES = {
     "gain": ("AdaScale's gain", "reference updates per update", "zero"),
     "skipped_updates": ("Updates passed over", "updates", "linear"),
     "learning_rate": ("Learning rate", "learning rate", None),
-    "global_batch_size": ("Batch size", "examples per update", None),
+    "global_batch_size": ("Batch size", "examples per update, mean", None),
 }
 PLACES = (
     "step",
@@ -156,7 +157,7 @@ def curve_panels(rows: list[list[dict]]) -> Iterable[dict]:
     for name in names:
         if name in PLACES or name in TIMES:
             continue
-        values = [[rounded(row.get(name)) for row in run] for run in rows]
+        values = [[rounded(value) for value in _column(run, name)] for run in rows]
         found = [value for run in values for value in run if value is not None]
         if not any(found) and name not in list(CURVES)[:5]:
             continue
@@ -171,6 +172,17 @@ def curve_panels(rows: list[list[dict]]) -> Iterable[dict]:
             yield {"id": name, "title": title, "kind": "curve", "note": note, "values": values} | {
                 "y": {"label": unit, "scale": scale}
             }
+
+
+def _column(rows: list[dict], name: str) -> list:
+    """A column of one run; of batch sizes, which may change from update to update, the means between rows."""
+    if name != "global_batch_size":
+        return [row.get(name) for row in rows]
+    means, places = [], [(0, 0), *((number(row.get("step")), number(row.get("examples_seen"))) for row in rows)]
+    for (step, seen), (later, more) in itertools.pairwise(places):
+        known = None not in (step, seen, later, more) and later > step
+        means.append((more - seen) / (later - step) if known else None)
+    return means
 
 
 # ---- time --------------------------------------------------------------------------------------------

@@ -116,6 +116,20 @@ def test_few_settings_of_one_optimizer_have_a_colour_each(tmp_path):
     assert [run["colour"] for run in shown["runs"]] == [0, 0, 1, 1]
 
 
+def test_curves_of_changing_batches_and_local_steps():
+    """The batch is the mean between two rows, since it may change at any update."""
+    places = [(4, 400), (8, 1600), (10, 1800)]
+    fields = {"global_batch_size": 100, "noise_scale": 300.0, "gain": 2.0, "replica_drift": 0.01}
+    rows = [{"step": s, "examples_seen": e, "bytes_sent": 9.0 + s} | fields for s, e in places]
+    found = {panel["id"]: panel["values"] for panel in panels.curve_panels([rows])}
+    assert found == {name: [[value] * 3] for name, value in fields.items()} | {
+        "global_batch_size": [[100, 300, 100]],
+        "bytes_sent": [[13.0, 17.0, 19.0]],
+    }
+    steady = [row | {"examples_seen": 100 * row["step"]} for row in rows]
+    assert "global_batch_size" not in {panel["id"] for panel in panels.curve_panels([steady])}
+
+
 def test_nothing_is_loaded_from_elsewhere(study, tmp_path):
     page = make(study, out=tmp_path / "page.html")
     assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", page)
