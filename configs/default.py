@@ -66,8 +66,8 @@ def get_config() -> config_dict.ConfigDict:
 
     c.schedule = config_dict.ConfigDict()
     c.schedule.name = "constant"  # constant | linear | cosine | step
-    # Of the rate with the batch size: none | linear | sqrt | adascale (by the measured gain; inner_steps x
-    # outer_steps, warm-up and decay steps then count scale-invariant steps, worth a reference batch each).
+    # Of the rate with the batch size: none | linear | sqrt | adascale (by the measured gain, for sgd only; then
+    # inner_steps x outer_steps, warm-up and decay steps count scale-invariant steps, worth a reference batch each).
     c.schedule.scaling = "none"
     c.schedule.reference_batch_size = 512  # at which optimizer.learning_rate is right, >= 1
     # Linear warm-up, which is over at the last of these updates; one of the three, or none.
@@ -86,7 +86,7 @@ def get_config() -> config_dict.ConfigDict:
     # every_step: one gradient psum per update | local: devices take local steps, and average their parameters after
     # every few of them | post_local: so from an update on.
     c.sync.mode = "every_step"
-    c.sync.every = 4  # updates between two averages, >= 1
+    c.sync.every = 1  # updates between two averages, >= 1
     c.sync.start_step = 0  # of post_local: the first update that is a local step
     c.sync.optimizer_state = "average"  # of every device, when parameters are averaged: average | keep | reset
     # How far the parameters go to their average: SGD with Nesterov momentum (DiLoCo); 1 and 0 take the average.

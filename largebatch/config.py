@@ -198,6 +198,11 @@ def _batch_problems(config, num_updates: int) -> list[str]:
     fields, decay_by, found = config.batch, config.schedule.decay_by, []
     if fields.trace is not None and fields.auto:
         found.append("batch.trace and batch.auto: both given; allowed: one of them")
+    if config.schedule.scaling == "adascale" and config.optimizer.name != "sgd":
+        name = config.optimizer.name
+        found.append(
+            f"schedule.scaling: 'adascale', whose gain is sgd's; allowed: none | linear | sqrt with {name}"
+        )
     for name in ("trace", "auto"):
         if fields[name] and decay_by == "batch":
             found.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with batch.{name}")
@@ -232,6 +237,9 @@ def _sync_problems(config, num_updates: int) -> list[str]:
     if fields.mode != "post_local" and fields.start_step:
         found.append(f"sync.start_step: {fields.start_step}; allowed: 0 with sync.mode {fields.mode!r}")
     if fields.mode == "every_step":
+        for name, value in (("every", 1), ("outer_learning_rate", 1), ("outer_momentum", 0)):
+            if fields[name] != value:
+                found.append(f"sync.{name}: {fields[name]}; allowed: {value} with sync.mode 'every_step'")
         return found
     if config.optimizer.name == "soap" and fields.optimizer_state == "average":
         found.append("sync.optimizer_state: 'average'; allowed: keep | reset with soap, whose bases have no mean")

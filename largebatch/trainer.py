@@ -187,7 +187,8 @@ class Trainer:
         if len(too_many):
             index, step = too_many[0], self.step + too_many[0] + 1
             name = "loss" if not np.isfinite(values["loss"][index]) else "grad_norm"
-            raise self._nonfinite(f"{name} of update {step} is {values[name][index]}", step, plan, index)
+            rate = values["rate"][index] if self.schedule.scale_invariant else plan.learning_rate[index]
+            raise self._nonfinite(f"{name} of update {step} is {values[name][index]}", step, plan, index, rate)
         for name, all_ in self.values.items():
             all_[first : first + count] = values[name][:count] if name in values else 0
         self.step += count
@@ -196,14 +197,12 @@ class Trainer:
     def nonfinite_validation(self, loss: float) -> NonFinite:
         """What to raise when the loss of a validation is not finite; its place is the next update's."""
         what = f"the validation loss after update {self.step} is {loss}"
-        return self._nonfinite(what, self.step, self.plan_of(self.step), 0)
+        rate = self.schedule.rates(min(int(self.position), self.schedule.num_updates - 1))
+        return self._nonfinite(what, self.step, self.plan_of(self.step), 0, float(rate))
 
-    def _nonfinite(self, what: str, step: int, plan: Plan, index: int) -> NonFinite:
+    def _nonfinite(self, what: str, step: int, plan: Plan, index: int, learning_rate: float) -> NonFinite:
         place = plan.epoch[index], plan.offset[index], plan.batch_size[index]
-        position = (
-            min(int(self._progress), self.schedule.num_updates - 1) if self.schedule.scale_invariant else index
-        )
-        return NonFinite(what, step, place, plan.learning_rate[position] * self.learning_rate_scale)
+        return NonFinite(what, step, place, learning_rate * self.learning_rate_scale)
 
     def _maybe_profile(self):
         """Host 0 traces the call after the first; the others do as many updates in it."""

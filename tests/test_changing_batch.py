@@ -1,7 +1,9 @@
 """Runs of train.py whose batch changes, and whose devices take local steps."""
 
 import json
+import types
 
+import jax
 import numpy as np
 import pytest
 from conftest import assert_one_line_error, run_script
@@ -11,9 +13,11 @@ import evaluate
 import programs
 import train
 from benchmarks.ours import collectives
-from largebatch import BadSetting, UserError, devices, noise_scale, preemption
+from largebatch import BadSetting, UserError, devices, noise_scale, preemption, resume
 from largebatch import config as configs
 from largebatch.fields import flatten
+from largebatch.optimizers import create_optimizer
+from largebatch.state import create_state
 
 
 def run(config, workdir, **fields):
@@ -100,7 +104,7 @@ def test_adascale_ends_with_its_scale_invariant_steps(small_config, tmp_path):
     assert rows[-1]["scale_invariant_steps"] >= 6
     total = sum(row["gain"] * (row["step"] - before) for row, before in zip(rows, [0, 3], strict=False))
     assert rows[-1]["scale_invariant_steps"] == pytest.approx(total, rel=1e-5)
-    assert rows[0]["learning_rate"] == pytest.approx(0.01 * 4, rel=0.5)
+    assert rows[-1]["learning_rate"] == pytest.approx(0.01 * rows[-1]["gain"], rel=0.2)  # the last, and a mean
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
 
 
@@ -154,6 +158,8 @@ def test_noise_needs_two_groups(small_config, monkeypatch):
         programs.micro_batch_size(small_config, 80, num_devices=1)
     small_config.batch.micro_batch_size = "auto"
     assert programs.micro_batch_size(small_config, 80, num_devices=1) == 8
+    small_config.batch.size = 8
+    assert programs.micro_batch_size(small_config, 80, num_devices=8) == 16  # one each are groups enough
     small_config.batch.size = 1
     with pytest.raises(BadSetting, match="at least two"):
         programs.micro_batch_size(small_config, 80, num_devices=8)
@@ -241,6 +247,8 @@ def test_how_often_one_evaluates_changes_nothing(small_config, tmp_path):
         ({"mode": "local", "start_step": 2}, "sync.start_step: 2; allowed: 0 with sync.mode 'local'"),
         ({"mode": "locla"}, "sync.mode: 'locla'; allowed: every_step | local | post_local (did you mean 'local'?)"),
         ({"every": 0}, "sync.every: 0; allowed: an integer >= 1"),
+        ({"every": 4}, "sync.every: 4; allowed: 1 with sync.mode 'every_step'"),
+        ({"outer_momentum": 0.9}, "sync.outer_momentum: 0.9; allowed: 0 with sync.mode 'every_step'"),
     ],
 )
 def test_contradictory_settings_of_devices_apart(small_config, fields, message):
@@ -257,7 +265,8 @@ def test_what_does_not_go_with_devices_apart(small_config):
         configs.validate(small_config)
     for words in (
         "keep | reset with soap",
-        "'adascale'; allowed: none | linear | sqrt",
+        "'adascale', whose gain is sgd's; allowed: none | linear | sqrt with soap",
+        "'adascale'; allowed: none | linear | sqrt with sync.mode 'local'",
         "batch.auto: True; allowed",
     ):
         assert words in str(found.value)
@@ -280,6 +289,32 @@ def test_another_number_of_replicas_starts_from_their_mean(small_config, tmp_pat
     assert "resuming at update 2" in result.stderr
     assert "devices 2, was 8: results will not be bitwise" in result.stderr
     assert [row["step"] for row in rows_of(tmp_path)] == [4, 8, 12]
+
+
+def test_other_replicas_take_the_mean_of_all_that_has_one():
+    def replicas(count):
+        state = create_state({"w": np.zeros(3)}, create_optimizer("adam"), 0, local=True)
+        return jax.tree.map(lambda leaf: np.stack([leaf] * count), state)
+
+    mean = jax.tree.map(lambda leaf: np.full(leaf.shape[1:], 7, leaf.dtype), replicas(1))
+    progress = types.SimpleNamespace(_like={"replicas": replicas(5)})
+    snapshot = {"state": mean, "replicas": replicas(2)}
+    found = resume.Progress._for_these_devices(progress, snapshot)["replicas"]
+    for name in ("params", "opt_state", "averaged"):
+        for leaf in jax.tree.leaves(getattr(found, name)):
+            assert len(leaf) == 5
+            np.testing.assert_array_equal(leaf, 7)
+    np.testing.assert_array_equal(found.local.anchor["w"], np.full((5, 3), 7))
+    np.testing.assert_array_equal(found.local.examples, np.zeros(5))
+
+
+def test_local_steps_after_the_last_update_are_refused(small_config):
+    """Six updates become four when the batch grows."""
+    small_config.schedule.update({"name": "step", "decay_steps": (2,), "decay_by": "batch", "decay_factor": 0.5})
+    small_config.sync.update({"mode": "post_local", "start_step": 4, "every": 2})
+    small_config.batch.size = 64
+    with pytest.raises(BadSetting, match=r"sync\.start_step: 4; allowed: up to 3"):
+        programs.make_schedule(small_config, 480)
 
 
 def test_init_from_reaches_every_device_apart(small_config, tmp_path):

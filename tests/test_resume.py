@@ -91,6 +91,7 @@ ALL_STATE = {  # whatever has a state, and a batch that grows, so that the last 
 
 
 ADASCALE = {  # on a trace, so that gains differ; ends when its scale-invariant steps are done
+    "optimizer.name": "sgd",
     "schedule.scaling": "adascale",
     "schedule.reference_batch_size": 60,
     "schedule.name": "linear",
