@@ -110,7 +110,7 @@ def make_read(storage: str, image_shape: tuple[int, int, int], shift: int = 0):
 
 
 def average_over_views(logits_fn: Callable, image_shape: tuple[int, int, int]) -> Callable:
-    """A `logits_fn` that gives the mean of the logits of all views: test-time averaging."""
+    """A `logits_fn` of the mean of the logits of all views (of crops: Krizhevsky et al. 2012, section 4.1)."""
 
     def averaged(variables, images):
         images = images.reshape(-1, *image_shape)

@@ -75,7 +75,7 @@ class ConvNet(nn.Module):
 
 
 def make_head(num_classes: int, dtype, zero: bool) -> nn.Dense:
-    """The last layer; from zero, all classes start equal and nothing random is unlearned."""
+    """The last layer; from zero, all classes start equal: Zhang et al. 2019, "Fixup Initialization", section 3."""
     kernel_init = nn.initializers.zeros if zero else nn.initializers.lecun_normal()
     return nn.Dense(num_classes, dtype=dtype, kernel_init=kernel_init, name="head")
 

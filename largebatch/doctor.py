@@ -60,7 +60,7 @@ def examine(config) -> list[Finding]:
     return [
         *findings,
         check_micro_batch(job, sizes),
-        check_learning_rate(job),
+        check_learning_rate(job, config),
         check_memory(job, state),
         estimate_time(job, config, state, sizes),
         count_bytes(job, sync),
@@ -191,12 +191,21 @@ def _judge_updates(ratios: dict[str, float], learning_rate: float) -> Finding:
     return Finding(OK, name, found)
 
 
-def check_learning_rate(job: train.Job) -> Finding:
+def check_learning_rate(job: train.Job, config) -> Finding:
     """The rate that the updates will use."""
     epochs = job.schedule.examples_before(job.schedule.num_updates) / job.placed.deal.num_examples
-    most = "at most " * job.schedule.scale_invariant  # fewer, by AdaScale's gain
     text = job.schedule.text.removeprefix("learning rate ")
-    return Finding(OK, "learning rate", f"{text}; {most}{epochs:,.1f} epochs")
+    return Finding(OK, "learning rate", f"{text}; {_bound(job, config)}{epochs:,.1f} epochs")
+
+
+def _bound(job: train.Job, config) -> str:
+    """How what the schedule's updates come to stands to what the run will come to, where training decides that."""
+    if config.batch.auto:
+        return "at least "  # the batch grows
+    if job.schedule.scale_invariant:  # an update of the reference batch or more is worth at least one
+        sizes = job.schedule.batch_sizes.cut(job.schedule.num_updates).values
+        return "at most " if sizes.min() >= config.schedule.reference_batch_size else "about "
+    return ""
 
 
 # ---- sizes ----------------------------------------------------------------------------------------
@@ -286,7 +295,7 @@ def estimate_time(job: train.Job, config, state, sizes: dict[int, float | str]) 
     trained = sizes[job.micro_batch_size] * job.schedule.examples_before(num_updates)
     update, validations = trained / num_updates, -(-num_updates // config.train.inner_steps)
     total = trained + validations * validation
-    about = "at most " if job.schedule.scale_invariant else "about "
+    about = _bound(job, config) or "about "
     text = f"{about}{_duration(total)}: {_duration(update)} an update, {_duration(validation)} a validation"
     inner = config.train.inner_steps * update
     if validation > inner:

@@ -35,7 +35,7 @@ def _squares(x) -> jax.Array:
     A convolution on a CPU leaves its kernel's gradient transposed. Transposed once more it is read as it lies; else
     XLA copies it first. The barrier keeps two sums from becoming one, whose order XLA does not change there.
     """
-    rows = x.reshape(-1, x.shape[-1]).T if x.ndim > 1 else x
+    rows = x.reshape(-1, x.shape[-1]).T if x.ndim > 1 else x.ravel()
     return jnp.sum(lax.optimization_barrier(jnp.sum(jnp.square(rows), axis=-1)))
 
 

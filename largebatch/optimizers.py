@@ -25,8 +25,8 @@ class Numbers(NamedTuple):
     """The hyper-parameters that are data: any value serves the same compiled program.
 
     `momentum` is b1 of the Adam family, `b2` its second decay; `clip_norm` is infinite where nothing is clipped;
-    `bias_multiplier` multiplies the rate of biases and norms, `adamw_multiplier` that of Muon's AdamW part, whose
-    weight decay stays that of the rest.
+    `bias_multiplier` multiplies the rate of biases and norms (Page 2018, "How to train your ResNet", part 7),
+    `adamw_multiplier` that of Muon's AdamW part, whose weight decay stays that of the rest.
     """
 
     momentum: float = 0.9
