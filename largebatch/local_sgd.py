@@ -184,6 +184,10 @@ def _count_in_a_row(before, bad, reached):
     return lax.scan(count, before.astype(jnp.float32), (bad, reached))
 
 
+def _rolled(metrics, by):
+    return jax.tree.map(lambda x: jnp.roll(x, by), metrics)
+
+
 def make_local_loop(local: LocalStep):
     """The inner loop of local steps, pmapped over all devices.
 
@@ -196,7 +200,7 @@ def make_local_loop(local: LocalStep):
 
     def local_loop(state, data, plan, num_updates, sync):
         device = lax.axis_index(AXIS)
-        extras = local.step.extras_of(state, data)
+        extras, first = local.step.extras_of(state, data), state.step
 
         def body(index, carry):
             state, metrics, common = carry
@@ -210,7 +214,8 @@ def make_local_loop(local: LocalStep):
         empty = empty_metrics(plan, ("loss", "grad_norm", "nonfinite", *extras[0]))
         common = empty_metrics(plan, ("drift", "synced", "local"))
         state, metrics, common = lax.fori_loop(0, num_updates, body, (state, empty, common))
-        metrics = local.step.reduce(metrics)
+        # To where the update stands in any call: in which order hosts add may depend on it.
+        metrics = _rolled(local.step.reduce(_rolled(metrics, first)), -first)
         latest, metrics["nonfinite"] = _count_in_a_row(state.nonfinite, metrics["nonfinite"], common["local"])
         return state._replace(nonfinite=latest.astype(jnp.int32)), metrics | common
 

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import flatten_util, lax
 
 from benchmarks.ours import collectives
 from configs import default
 from largebatch import batching, devices, local_sgd, optimizers, schedules, traces
 from largebatch.batching import Deal
+from largebatch.devices import AXIS
 from largebatch.local_sgd import LocalStep, Sync
 from largebatch.optimizers import Numbers, Switches
 from largebatch.state import create_state
@@ -268,18 +270,27 @@ def test_synchronisation_keeps_the_numbers_of_the_optimizer(policy):
         assert (found[name] == np.float32(value)).all(), name
 
 
+def add_around_the_ring(tree):
+    """A sum over 4 devices that begins at another of them for every element, as that of several hosts does."""
+    vector, unravel = flatten_util.ravel_pytree(tree)
+    parts, element = lax.all_gather(vector, AXIS), jnp.arange(len(vector))
+    return unravel(sum(parts[(element + turn) % 4, element] for turn in range(4)))
+
+
 def test_results_do_not_depend_on_how_the_loop_is_cut():
     """Mid-window, and through a copy of all replicas on the host, as a checkpoint has them."""
     problem = make_problem(4)
+    problem = problem._replace(step=problem.step._replace(reduce=add_around_the_ring))
     whole, metrics = run_local(problem, [48, 13, 6], sync_of(4, 0, 0.7, 0.9), updates=11)
-    state, losses = problem.fresh(), []
+    state, found = problem.fresh(), {"loss": [], "grad_norm": []}
     for first, count in ((0, 3), (3, 7), (10, 1)):
         state, values = run_local(
             problem, [48, 13, 6], sync_of(4, 0, 0.7, 0.9), updates=count, state=state, first=first
         )
-        losses += np.asarray(values["loss"])[:count].tolist()
+        for name, all_ in found.items():
+            all_ += np.asarray(values[name])[:count].tolist()
         state = devices.spread(devices.all_replicas(state), devices.local_devices_of(state))
-    assert losses == np.asarray(metrics["loss"])[:11].tolist()
+    assert found == {name: np.asarray(metrics[name])[:11].tolist() for name in found}
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
