@@ -2,8 +2,8 @@
 
     python train.py --config configs/eurosat.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat
 
-Expected: 4 to 6 minutes on 2 CPU cores, validation accuracy about 0.91 after 512,000 images. All views in
-every update, for an accelerator: --config.batch.size full.
+Expected: 4 to 5 minutes on 2 CPU cores, validation accuracy 0.906 to 0.927 (3 seeds) after 512,000 images.
+All views in every update, for an accelerator: --config.batch.size full.
 """
 
 from configs import default
