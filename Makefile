@@ -10,7 +10,7 @@ train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosa
 	$(BIN)/python train.py $(ARGS)
 
 test: $(VENV)/.dev  ## the whole suite, with a short part of the fault harness
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
