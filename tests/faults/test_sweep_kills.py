@@ -146,11 +146,6 @@ SMALL = {
 }
 
 
-@pytest.mark.timeout(900)
-def test_a_few_kills_of_a_sweep(tmp_path):
-    survive(tmp_path, 2, "random", "none", trials=3, seeds=1, **SMALL)
-
-
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("sampler", ["grid", "random"])
