@@ -38,7 +38,7 @@ class PackedStep(OurStep):
 
 def bench_pack(repeats: int, batch_sizes=BATCH_SIZES) -> dict:
     """One update of each of as many trials as devices, over batch sizes; a CPU is cut into eight devices."""
-    if "JAX_NUM_CPU_DEVICES" not in os.environ and "XLA_FLAGS" not in os.environ:
+    if "JAX_NUM_CPU_DEVICES" not in os.environ and "device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     devices.start()
     platform, count = jax.default_backend(), jax.local_device_count()

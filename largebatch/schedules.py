@@ -163,7 +163,8 @@ def _warmup_updates(fields: dict, batch_sizes: Stages, epoch_size: int) -> int:
 def _steps(fields: dict, num_updates: int, batch_sizes: Stages, epoch_size: int) -> tuple[Stages, Stages, int]:
     """Batch sizes and rate factors by stage, and the number of updates."""
     bounds = np.array([0, *fields["decay_steps"], num_updates], np.int64)
-    wanted = fields["decay_factor"] ** np.arange(len(bounds) - 1, dtype=np.float64)
+    # Python's power: NumPy's last digit is another on another CPU.
+    wanted = np.array([fields["decay_factor"] ** step for step in range(len(bounds) - 1)])
     if fields["decay_by"] == "rate":
         starts = bounds[:-1]
         return batch_sizes, Stages(starts, wanted), num_updates

@@ -5,7 +5,8 @@ import shutil
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# JAX heeds this before XLA_FLAGS, which are the caller's and reach every process that a test starts.
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # Most of the suite's time would be compiling: all of its processes share what one has compiled.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="largebatch-compiled-")
@@ -94,11 +95,17 @@ def make_folder(root: Path, classes: dict[str, int], size=(16, 16), suffix=".png
     return root
 
 
+def on_devices(count: int) -> dict[str, str]:
+    """This process's environment, for one with `count` CPU devices."""
+    return os.environ | {"JAX_NUM_CPU_DEVICES": str(count)}
+
+
 def run_script(*arguments, env=None, timeout=300, cwd=ROOT) -> subprocess.CompletedProcess:
-    """Runs a script of the project as a user would, on two devices."""
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"} | (env or {})
+    """Runs a script of the project as a user would, on two devices unless `env` says otherwise."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=cwd, env=on_devices(2) | (env or {}), capture_output=True, text=True, timeout=timeout
+    )
 
 
 def assert_one_line_error(result: subprocess.CompletedProcess, *words: str, code: int = 1) -> None:

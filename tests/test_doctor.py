@@ -132,7 +132,7 @@ def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
     fields |= {"batch.micro_batch_size": 512, "train.inner_steps": 2}
     arguments = [f"--config.{name}={value}" for name, value in fields.items()]
     arguments += ["--doctor", f"--workdir={tmp_path / 'run'}"]
-    three = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    three = {"JAX_NUM_CPU_DEVICES": "3"}
     wrong = ["--config.optimizer.name=sgd", "--config.optimizer.learning_rate=1e6"]
     result = run_script("train.py", *arguments, *wrong, env=three)
     assert result.returncode == 1

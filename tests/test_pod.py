@@ -55,7 +55,7 @@ def host_of(pid: int) -> str | None:
 def test_4x8_hosts_give_the_parameters_of_one_device(tmp_path):
     found = {}
     for name, make in (("pod", lambda c: pod_command(c, 4, 8)), ("one", lambda c: c[1:])):
-        variables = {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}  # the pod must not mind
+        variables = {"JAX_NUM_CPU_DEVICES": "1"}  # the pod must not mind
         result = run_script(*make(train_command(tmp_path, name)), env=variables)
         assert result.returncode == 0, result.stderr + result.stdout
         summary = json.loads((tmp_path / name / "summary.json").read_text())
@@ -82,9 +82,8 @@ def test_4x8_hosts_give_the_parameters_of_one_device(tmp_path):
 def test_a_dead_host_is_named_and_takes_the_others_along(tmp_path):
     command = train_command(tmp_path, "run", **{"train.outer_steps": 100_000})
     arguments = pod_command(command, 2, 2)
-    environment = os.environ | {"XLA_FLAGS": ""}
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    pod = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, **output)
+    pod = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, **output)
     try:
         deadline = time.monotonic() + 120
         while not (tmp_path / "run" / "metrics.jsonl").exists():
@@ -109,11 +108,11 @@ def test_a_dead_host_is_named_and_takes_the_others_along(tmp_path):
 def test_one_host_signalled_saves_and_stops_all_and_a_start_goes_on_bitwise(tmp_path):
     fields = {"train.inner_steps": 4, "train.outer_steps": 4, "batch.size": 150, "dataset.num_examples": 400}
     fields |= {"model.norm": "batch", "model.stem": "whitened"}
-    whole = run_script(*pod_command(train_command(tmp_path, "whole", **fields), 2, 2), env={"XLA_FLAGS": ""})
+    whole = run_script(*pod_command(train_command(tmp_path, "whole", **fields), 2, 2))
     assert whole.returncode == 0, whole.stderr
     arguments = pod_command(train_command(tmp_path, "cut", **fields), 2, 2)
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    pod = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""}, **output)
+    pod = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, **output)
     events = tmp_path / "cut" / "events.jsonl"
     while not events.exists():
         assert pod.poll() is None, pod.stderr.read()
@@ -126,7 +125,7 @@ def test_one_host_signalled_saves_and_stops_all_and_a_start_goes_on_bitwise(tmp_
     stopped = json.loads(events.read_text().splitlines()[-1])
     assert stopped["event"] == "interrupted"
     assert stopped["step"] < 16
-    again = run_script(*arguments, env={"XLA_FLAGS": ""})
+    again = run_script(*arguments)
     assert again.returncode == 0, again.stderr
     assert f"resuming at update {stopped['step']}; the process before interrupted" in again.stderr
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
@@ -136,7 +135,7 @@ def test_hosts_that_disagree_about_the_config_stop(tmp_path):
     command = (
         " ".join(train_command(tmp_path, "run")) + " --config.optimizer.learning_rate=0.${LARGEBATCH_HOST_INDEX}5"
     )
-    result = run_script(*pod_command(["sh", "-c", command], 2, 1), env={"XLA_FLAGS": ""})
+    result = run_script(*pod_command(["sh", "-c", command], 2, 1))
     assert result.returncode == 1
     assert "hosts disagree about the config" in result.stderr
     assert "optimizer.learning_rate: 0.05 on host 0, 0.15 on host 1" in result.stderr
@@ -156,11 +155,11 @@ def test_evaluation_on_two_hosts_is_that_of_one(tmp_path):
     content = images.read_bytes()
     images.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     evaluate = [str(ROOT / "evaluate.py"), "run", "--out"]
-    four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    four = {"JAX_NUM_CPU_DEVICES": "4"}
     one = run_script(*evaluate, "one.csv", cwd=hosts[0], env=four)
     assert one.returncode == 0, one.stderr
     both = f"cd {tmp_path}/$LARGEBATCH_HOST_INDEX && {sys.executable} {' '.join(evaluate)} two.csv >out 2>err"
-    result = run_script(*pod_command(["sh", "-c", both], 2, 2), env={"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)})
+    result = run_script(*pod_command(["sh", "-c", both], 2, 2), env={"PYTHONPATH": str(ROOT)})
     told = [(host / "err").read_text() for host in hosts]
     assert result.returncode == 0, told
     assert ["damaged cache" in text for text in told] == [False, True]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from conftest import ROOT
+from conftest import ROOT, on_devices
 from optuna.trial import TrialState
 
 from largebatch import trial_queue
@@ -92,7 +92,7 @@ def start_sweep(server: Server, tmp_path: Path, session_cache: Path) -> subproce
     command = [sys.executable, "sweep.py", f"--study={tmp_path / 'study'}", f"--space={tmp_path / 'space.py'}"]
     command += [f"--storage={server.url}", "--heartbeat_sec=2", "--seeds=2"]
     command += [f"--config.{name}={value}" for name, value in fields.items()]
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+    environment = on_devices(1)
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 

@@ -117,7 +117,7 @@ def test_growth_visits_as_many_examples_as_decay_in_fewer_updates():
     assert (decay.num_updates, growth.num_updates) == (100, 50 + 5 + 1)
     updates = np.arange(growth.num_updates)
     assert growth.batch_sizes.at(updates).tolist() == [512] * 50 + [2560] * 5 + [12_800]
-    assert growth.rates(updates).tolist() == [0.1] * 56
+    np.testing.assert_allclose(growth.rates(updates), [0.1] * 56)
     assert decay.examples_before(75) == growth.examples_before(55) == 75 * 512
     assert growth.max_batch_size == 12_800
     assert (

@@ -1,5 +1,4 @@
 import json
-import os
 import subprocess
 import sys
 
@@ -7,7 +6,7 @@ import jax
 import numpy as np
 import optuna
 import pytest
-from conftest import ROOT, assert_one_line_error, run_script
+from conftest import ROOT, assert_one_line_error, on_devices, run_script
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 import programs
@@ -129,15 +128,12 @@ def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
     # By train.py on one device: XLA fuses a program for one device in another way, so to rounding.
     config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.03
     arguments = [f"--config.{field}={value}" for field, value in changed_fields(config).items()]
-    result = run_script("train.py", *arguments, f"--workdir={tmp_path / 'one'}", env={"XLA_FLAGS": ONE_DEVICE})
+    result = run_script("train.py", *arguments, f"--workdir={tmp_path / 'one'}", env={"JAX_NUM_CPU_DEVICES": "1"})
     assert result.returncode == 0, result.stderr
     theirs = resume.arrays_of(["params"], resume.best_checkpoint(tmp_path / "one")[0])
     ours = resume.arrays_of(["params"], resume.best_checkpoint(tmp_path / "packed" / "trials" / "0005-0")[0])
     for name, array in theirs.items():
         np.testing.assert_allclose(ours[name], array, atol=1e-5)
-
-
-ONE_DEVICE = "--xla_force_host_platform_device_count=1"
 
 
 def changed_fields(config) -> dict:
@@ -354,11 +350,10 @@ def test_another_study_in_the_folder_is_refused(command):
 
 def test_two_processes_share_a_study(command):
     arguments = [f"--study={command.folder / 'both'}", f"--space={command.folder / 'space.py'}", *command.config]
-    environment = os.environ | {"XLA_FLAGS": ONE_DEVICE}
     start = [sys.executable, "sweep.py", *arguments]
     both = [
         subprocess.Popen(
-            start, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            start, cwd=ROOT, env=on_devices(1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for _ in range(2)
     ]

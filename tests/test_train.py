@@ -9,7 +9,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, assert_one_line_error, make_folder, run_script
+from conftest import ROOT, assert_one_line_error, make_folder, on_devices, run_script
 
 import programs
 import train
@@ -330,7 +330,7 @@ def test_a_signal_saves_and_a_start_goes_on(number, code, tmp_path, session_cach
     for start in range(2):
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+            env=on_devices(2),
         )  # fmt: skip
         for line in process.stdout:
             if line.startswith("outer ") and int(line.split()[1].split("/")[0]) >= reached + 2:

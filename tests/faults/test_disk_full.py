@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_script
+from conftest import ROOT, on_devices, run_script
 from figures import record
 from test_resume import assert_same_run
 
@@ -57,7 +57,7 @@ def run_on(disk: Path, command: list[str], free: int, rows: int | None) -> tuple
         fill(disk, free)
         result = run_script("train.py", *command)
         return result.returncode, result.stderr
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = on_devices(2)
     arguments, file = [sys.executable, "train.py", *command], disk / "run" / "metrics.jsonl"
     process = subprocess.Popen(
         arguments, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -106,7 +106,7 @@ def fill_up(disk: Path, tmp_path: Path, amounts: list[tuple[int, int | None]]) -
     # Stopped after its first rows, to have checkpoints.
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        env=on_devices(2),
     )  # fmt: skip
     for line in process.stdout:
         if line.startswith("outer    1"):

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, on_devices
 from figures import record
 from test_pod import pod_command, train_command
 
@@ -19,14 +19,14 @@ NUM_HOSTS, DEVICES, LIMIT_SEC = 4, 8, 30.0
 def start_hosts(command: list[str], folder) -> list[subprocess.Popen]:
     """The hosts of a pod as a cluster would start them, each on its own."""
     address, processes = f"127.0.0.1:{pod._free_port()}", []
+    flags = os.environ.get("XLA_FLAGS", "")
     for host in range(NUM_HOSTS):
-        environment = os.environ | {
+        environment = on_devices(DEVICES) | {
             "JAX_PLATFORMS": "cpu",
             "JAX_COORDINATOR_ADDRESS": address,
             "LARGEBATCH_NUM_HOSTS": str(NUM_HOSTS),
             "LARGEBATCH_HOST_INDEX": str(host),
-            "JAX_NUM_CPU_DEVICES": str(DEVICES),
-            "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=3600",
+            "XLA_FLAGS": f"{flags} --xla_cpu_collective_call_terminate_timeout_seconds=3600",
         }
         with (folder / f"host_{host}.log").open("w") as log:
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, on_devices
 from figures import record
 from test_pod import host_of, processes_with
 from test_resume import assert_same_run, rows_of
@@ -91,7 +91,7 @@ class Job:
         if self.layout.hosts > 1:
             pod = ["-m", "largebatch.pod", f"--hosts={self.layout.hosts}", f"--devices={self.layout.devices}"]
             command = [sys.executable, *pod, "--", *command]
-        environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": str(self.layout.devices)}
+        environment = on_devices(self.layout.devices)
         # Of its own: a kill may leave half a program there, which others would warn of.
         environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "compiled")
         with (self.folder / "log").open("a") as log:

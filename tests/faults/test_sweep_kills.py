@@ -14,7 +14,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from conftest import EUROSAT, ROOT
+from conftest import EUROSAT, ROOT, on_devices
 from figures import record
 from optuna.trial import TrialState
 from test_resume import assert_same_run
@@ -63,7 +63,7 @@ class Killed:
             str(ROOT / "sweep.py"),
             f"--study={study}",
         ]
-        environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "2"}
+        environment = on_devices(2)
         # Of its own: a kill may leave half a program there, which others would warn of.
         environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "compiled")
         with (self.folder / "log").open("a") as log:
