@@ -57,6 +57,7 @@ def make_schedule(config, num_originals: int, grown: Stages | None = None) -> sc
         config.train.inner_steps * config.train.outer_steps,
         batch_sizes,
         epoch_size,
+        grows=config.batch.auto,
     )
     if config.sync.start_step >= schedule.num_updates:  # growing batches leave fewer updates
         raise BadSetting(f"sync.start_step: {config.sync.start_step}; allowed: up to {schedule.num_updates - 1}")
@@ -94,9 +95,9 @@ def micro_batch_size(config, num_originals: int, num_devices: int) -> int:
         share = -(-int(batch_sizes[0 if needs_noise and num_devices == 1 else -1]) // max(num_devices, 2))
     size = min(resolve_micro_batch_size(wanted), share)
     if config.model.norm == "batch":
+        deal = batching.Deal(num_originals, num_devices, augment.NUM_VIEWS)
         for batch_size in batch_sizes:
-            share = int(batch_size) // num_devices  # of some devices one more, and what that leaves of the last
-            if min(share, share // -(-share // size) if share else 0, (share + 1) // -(-(share + 1) // size)) < 2:
+            if _smallest_micro_batch(deal.share_bounds(int(batch_size)), size) < 2:
                 raise BadSetting(
                     f"model.norm: 'batch' with batches of {batch_size} in micro-batches of up to {size} on "
                     f"{num_devices} devices; allowed: at least 2 images in each, or 'group' or 'none'"
@@ -107,6 +108,14 @@ def micro_batch_size(config, num_originals: int, num_devices: int) -> int:
             "micro-batches with batch.auto or AdaScale, since noise is measured between them"
         )
     return size
+
+
+def _smallest_micro_batch(share_bounds: tuple[int, int], size: int) -> int:
+    """Images in the smallest micro-batch of any share within the bounds; a share is split evenly."""
+    fewest, most = share_bounds
+    if fewest == 0:
+        return 0
+    return min(share // -(-share // size) for share in range(fewest, most + 1))
 
 
 def plan_length(config) -> int:

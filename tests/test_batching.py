@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from largebatch import batching
 from largebatch.batching import Deal
@@ -16,15 +17,28 @@ def test_shuffled_is_a_permutation_that_depends_on_the_key(length):
     assert length < 64 or (one != other).mean() > 0.9
 
 
-def test_shuffled_has_no_favourite_places():
-    # 4,000 shuffles of 16: each (place, value) pair is expected 250 times, with deviation sqrt(250 * 15/16).
+@pytest.mark.parametrize("length", range(2, 17))
+def test_shuffled_has_no_favourite_places_and_pairs(length):
+    """Chi-square over 100,000 keys, within the bound that chance keeps 99.9 times of 100."""
+    count = 100_000
+    keys = jax.vmap(lambda epoch: batching.shuffle_key(0, epoch, 0))(jnp.arange(count))
+    shuffle = jax.jit(jax.vmap(lambda key: batching.shuffled(jnp.arange(length), length, length, key)))
+    orders = np.asarray(shuffle(keys))
+    places = np.array([np.bincount(orders[:, place], minlength=length) for place in range(length)])
+    chi_square = ((places - count / length) ** 2 / (count / length)).sum()
+    assert chi_square < stats.chi2.ppf(0.999, (length - 1) ** 2)
+    for first, second in {(0, 1), (0, length - 1), (length - 2, length - 1)}:
+        pairs = np.bincount(orders[:, first] * length + orders[:, second], minlength=length**2)
+        different = pairs.reshape(length, length)[~np.eye(length, dtype=bool)]
+        expected = count / len(different)
+        chi_square = ((different - expected) ** 2 / expected).sum()
+        assert length == 2 or chi_square < stats.chi2.ppf(0.999, len(different) - 1)
+
+
+def test_neighbours_are_no_closer_than_chance():
     keys = jax.vmap(lambda epoch: batching.shuffle_key(0, epoch, 0))(jnp.arange(4000))
     orders = np.asarray(jax.vmap(lambda key: batching.shuffled(jnp.arange(16), 16, 16, key))(keys))
-    counts = np.array([np.bincount(orders[:, place], minlength=16) for place in range(16)])
-    chi_square = ((counts - 250) ** 2 / 250).sum()
-    assert 150 < chi_square < 320  # 225 degrees of freedom: mean 225, deviation 21
-    neighbours = np.abs(np.diff(orders, axis=1)).mean()
-    assert abs(neighbours - 17 / 3) < 0.1  # mean distance of two random places of 16
+    assert abs(np.abs(np.diff(orders, axis=1)).mean() - 17 / 3) < 0.1  # mean distance of two random places of 16
 
 
 @pytest.mark.parametrize(
@@ -93,13 +107,41 @@ def test_an_epoch_visits_every_example_once_for_any_batch_size(batch_size, num_d
         assert max(parts) - min(parts) <= 1
 
 
-def test_a_devices_share_differs_from_the_others_by_one_at_most():
+def shares_of(deal, offset, batch_size) -> np.ndarray:
+    return np.asarray(batching.device_share(deal, np.arange(deal.num_devices), 0, offset, batch_size).count)
+
+
+def test_a_devices_share_differs_from_the_others_by_one_at_most_within_a_pass():
     deal = Deal(13, 4, 8)
-    for offset in range(0, 96, 5):
-        shares = [int(batching.device_share(deal, d, 0, offset, 6).count) for d in range(4)]
-        assert sum(shares) == 6
-        if offset + 6 <= 96:  # before the tail, where one device holds an original more
-            assert max(shares) - min(shares) <= 1
+    for offset in range(13 * 8 - 6):
+        shares = shares_of(deal, offset, 6)
+        assert shares.sum() == 6
+        if offset % 13 + 6 <= 13:
+            assert shares.max() - shares.min() <= 1
+
+
+@pytest.mark.parametrize(("originals", "num_devices"), [(13, 4), (12, 4), (29, 5), (3, 8), (31, 1)])
+def test_a_batch_of_all_originals_is_one_view_of_each(originals, num_devices):
+    deal = Deal(originals, num_devices, 8)
+    for turn in range(8):
+        shares = shares_of(deal, turn * originals, originals)
+        assert shares.tolist() == [int(deal.num_originals_of(device)) for device in range(num_devices)]
+
+
+@pytest.mark.parametrize(
+    ("originals", "num_devices"), [(384, 5), (13, 4), (12, 4), (29, 5), (30, 7), (50, 9), (3, 8), (31, 1)]
+)
+def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_devices):
+    deal = Deal(originals, num_devices, 8)
+    sizes = {1, 2, 6, 20, 2 * originals, 3 * originals + 5, originals, originals - 1, originals + 1}
+    for batch_size in sizes:
+        offsets = jnp.arange(deal.num_examples)[:, None]
+        shares = batching.device_share(deal, jnp.arange(num_devices)[None], 0, offsets, batch_size).count
+        fewest, most = deal.share_bounds(batch_size)
+        assert fewest <= int(shares.min()) <= int(shares.max()) <= most
+        assert fewest >= batch_size // num_devices - 2 * (batch_size // originals + 1)  # nor is it far off
+        if originals % num_devices == 0:  # nothing is lost to caution
+            assert (fewest, most) == (int(shares.min()), int(shares.max()))
 
 
 def test_epoch_and_offset_do_not_overflow():

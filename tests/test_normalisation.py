@@ -10,9 +10,11 @@ from test_step import MICRO, NUM_CLASSES, SCALE, SIZE, place, plan, visited_exam
 
 import augment
 import model
+import programs
 import train
 from largebatch import UserError, devices, optimizers
 from largebatch import step as steps
+from largebatch.batching import Deal
 from largebatch.optimizers import Numbers
 from largebatch.state import create_state, smooth
 from layers import normalisation
@@ -252,6 +254,21 @@ def test_batch_norm_of_single_images_is_refused(small_config, tmp_path, fields, 
     with pytest.raises(UserError, match=message):
         train.train_and_evaluate(small_config, str(tmp_path / "run"))
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
+    """384 originals on 5 devices, of which 4 hold 77 and one 76."""
+    small_config.model.norm, small_config.batch.micro_batch_size = "batch", 16
+    small_config.batch.size = 20
+    assert programs.micro_batch_size(small_config, 384, num_devices=5) == 4
+    deal = Deal(384, 5, 8)
+    offsets = np.arange(0, deal.num_examples, 4)[:, None]  # 20 and an epoch have 4 in common
+    shares = steps.batching.device_share(deal, np.arange(5)[None], 0, offsets, 20).count
+    assert int(shares.min()) >= 2
+    small_config.batch.size = 10  # of which a device gets one where a pass ends
+    with pytest.raises(UserError, match="batches of 10"):
+        programs.micro_batch_size(small_config, 384, num_devices=5)
+    assert programs.micro_batch_size(small_config, 385, num_devices=5) == 2
 
 
 def test_a_whitened_stem_wants_the_convnet(small_config, tmp_path):
