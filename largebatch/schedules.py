@@ -31,6 +31,7 @@ SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 NAMES = ("constant", "linear", "cosine", "step")
 WARMUPS = ("warmup_updates", "warmup_epochs", "warmup_examples")
+MOST_EXAMPLES = 2**62
 
 
 class Schedule(NamedTuple):
@@ -82,7 +83,15 @@ def problems(fields: dict, num_updates: int) -> list[str]:
     return found
 
 
-def create(fields: dict, learning_rate: float, num_updates: int, batch_sizes: Stages, epoch_size: int) -> Schedule:
+def create(
+    fields: dict,
+    learning_rate: float,
+    num_updates: int,
+    batch_sizes: Stages,
+    epoch_size: int,
+    *,
+    grows: bool = False,
+) -> Schedule:
     """The schedule that a config's `schedule` asks for.
 
     Warm-up (Goyal et al. 2017, section 2.2) raises the rate linearly to its peak, which its last update has; it
@@ -98,17 +107,23 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_sizes: St
     Where the batch changes otherwise, the scaling rule gives every update the peak of its own batch. With adascale
     all of this is in scale-invariant steps, each of which is worth an update of the reference batch.
 
+    A batch that training grows itself (`grows`) changes neither the length of the warm-up nor where it started:
+    both follow from the first batch. From the update with which the batch grows, the rate goes on from where it is,
+    linearly to the peak of the new batch, which it reaches with the last update of the warm-up.
+
     Args:
       fields: of `schedule`, without `problems`.
       learning_rate: at the reference batch size.
       num_updates: of the run; with decay_by "batch", of one that keeps its first batch size, as decay steps are.
-      batch_sizes: one stage only, with decay_by "batch".
+      batch_sizes: one stage only, with decay_by "batch"; those so far, with `grows`.
       epoch_size: examples in an epoch, which no batch exceeds.
     Raises:
       BadSetting: the warm-up is as long as training.
     """
-    reference = Stages.constant(fields["reference_batch_size"])
-    warmup = _warmup_updates(fields, reference if fields["scaling"] == "adascale" else batch_sizes, epoch_size)
+    known = Stages.constant(batch_sizes.values[0]) if grows else batch_sizes
+    if fields["scaling"] == "adascale":
+        known = Stages.constant(fields["reference_batch_size"])
+    warmup = _warmup_updates(fields, known, epoch_size)
     limit = fields["decay_steps"][0] if fields["decay_steps"] else num_updates - 1
     if warmup > limit:
         field = next(field for field in WARMUPS if fields[field] is not None)
@@ -122,13 +137,15 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_sizes: St
         scaled = scaled if fields["decay_by"] == "rate" else Stages.constant(scaled.values[0])
 
     peaks = _peaks(fields, learning_rate, scaled.cut(num_updates).values)
-    start = learning_rate if peaks.max() > learning_rate else 0.0
+    start = learning_rate if (peaks[0] if grows else peaks.max()) > learning_rate else 0.0
+    ramps = _ramps(start, warmup, peaks, scaled.starts) if grows else Stages.constant(start)
 
     def rates(updates):
         updates = np.asarray(updates, np.int64)
         peak = _peaks(fields, learning_rate, scaled.at(updates))
-        low = np.minimum(start, peak)  # of a batch below the reference
-        warming = low + (peak - low) * (updates + 1) / max(warmup, 1)
+        low = np.minimum(ramps.at(updates), peak)  # of a batch below the reference
+        first = ramps.start_of(updates)
+        warming = low + (peak - low) * (updates + 1 - first) / np.maximum(warmup - first, 1)
         part = np.clip((updates - warmup) / (num_updates - warmup), 0, 1)
         final = fields["final_fraction"]
         shape = {
@@ -147,17 +164,35 @@ def create(fields: dict, learning_rate: float, num_updates: int, batch_sizes: St
     return Schedule(num_updates, batch_sizes, rates, text, fields["scaling"] == "adascale")
 
 
+def _ramps(start: float, warmup: int, peaks: np.ndarray, grown_at: np.ndarray) -> Stages:
+    """From which rate the warm-up goes to the peak of each batch size, of those that begin within it.
+
+    Args:
+      peaks: of each batch size, which is in use from update `grown_at` on.
+    """
+    starts, rates = [0], [start]
+    for first, peak_before in zip(grown_at[1:].tolist(), peaks, strict=False):
+        if first < warmup:
+            done = (first - starts[-1]) / (warmup - starts[-1])
+            rates.append(rates[-1] + (peak_before - rates[-1]) * done)
+            starts.append(first)
+    return Stages(np.array(starts, np.int64), np.array(rates))
+
+
 def _peaks(fields: dict, learning_rate: float, batch_sizes: np.ndarray) -> np.ndarray:
     """The rates of batch sizes once warm-up is over."""
     return learning_rate * SCALING[fields["scaling"]](batch_sizes / fields["reference_batch_size"])
 
 
 def _warmup_updates(fields: dict, batch_sizes: Stages, epoch_size: int) -> int:
+    if fields["warmup_updates"] is not None:
+        return fields["warmup_updates"]
     if fields["warmup_epochs"] is not None:
-        return int(batch_sizes.updates_to(fields["warmup_epochs"] * epoch_size))
-    if fields["warmup_examples"] is not None:
-        return int(batch_sizes.updates_to(fields["warmup_examples"]))
-    return fields["warmup_updates"] or 0
+        examples = fields["warmup_epochs"] * epoch_size
+    else:
+        examples = fields["warmup_examples"] or 0
+    # What does not fit 64 bits is longer than any run.
+    return int(batch_sizes.updates_to(min(examples, MOST_EXAMPLES))) if examples else 0
 
 
 def _steps(fields: dict, num_updates: int, batch_sizes: Stages, epoch_size: int) -> tuple[Stages, Stages, int]:

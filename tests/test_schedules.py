@@ -99,6 +99,43 @@ def test_a_warm_up_has_no_jump_where_a_changing_batch_crosses_the_reference():
     assert "reached from 0.05 to 0.1 in 50 updates" in schedule.text
 
 
+@pytest.mark.parametrize("scaling", ["linear", "sqrt"])
+@pytest.mark.parametrize("warmup", [{"warmup_updates": 100}, {"warmup_epochs": 0.1}, {"warmup_examples": 12_800}])
+@pytest.mark.parametrize("first_size", [128, 512])
+def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, warmup, first_size):
+    """The base rate is 0.1 at 128; the batch doubles with updates 20 and 50, and once more after the warm-up.
+
+    An epoch has 128,000 examples, so all three warm-ups are 100 updates of 128; of 512 the last two are 25.
+    """
+    fields = default.get_config().schedule.to_dict() | warmup
+    fields |= {"scaling": scaling, "reference_batch_size": 128}
+    length = 100 if first_size == 128 or "warmup_updates" in warmup else 25
+    sizes = first_size * np.array([1, 2, 4, 8])
+    starts = np.array([0, length // 5, length // 2, 2 * length])
+    base = 0.1 if first_size > 128 else 0.0  # Goyal et al.: from the unscaled rate, where the rule raises it
+    rate, expected = base, []
+    for update in range(3 * length):
+        ratio = sizes[np.searchsorted(starts, update, side="right") - 1] / 128
+        peak = 0.1 * (ratio if scaling == "linear" else ratio**0.5)
+        rate = peak if update >= length else rate + (peak - rate) / (length - update)
+        expected.append(rate)
+    found = []
+    for update in range(3 * length):  # as a run asks: by what has grown until then
+        so_far = Stages(starts[starts <= update], sizes[: (starts <= update).sum()])
+        schedule = schedules.create(fields, 0.1, 3 * length, so_far, 128_000, grows=True)
+        found.append(float(schedule.rates(update)))
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    within = np.diff([base, *found[:length]])
+    assert within.max() < 0.1 * sizes[2] / 128 / (length / 2)  # the steepest ramp there may be
+    assert schedule.rates(np.arange(3 * length)).tolist() == pytest.approx(expected)  # what was done stays
+
+
+def test_a_warm_up_beyond_all_numbers_is_refused():
+    for warmup in ({"warmup_epochs": 1e300}, {"warmup_examples": 10**30}):
+        with pytest.raises(BadSetting, match=r"allowed: up to 99, before the last update"):
+            create(**warmup)
+
+
 def test_warm_up_in_examples_and_epochs_counts_updates():
     # 51,200 examples are 100 updates of 512; half an epoch of 172,800 is 168.75, so 169.
     by_examples = create(num_updates=400, warmup_examples=51_200)
