@@ -53,14 +53,23 @@ class BatchNorm(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation (Wu and He 2018), which knows no batch: 32 groups, of at least 2 channels."""
+    """Group normalisation (Wu and He 2018), which knows no batch.
+
+    In as many groups of equal size as there may be, up to the paper's 32, each of at least 2 channels.
+    """
 
     scale_init: Callable = nn.initializers.ones
 
     @nn.compact
     def __call__(self, x, weights=None):
-        groups = min(32, x.shape[-1] // 2)
+        groups = number_of_groups(x.shape[-1])
         return nn.GroupNorm(num_groups=groups, dtype=x.dtype, scale_init=self.scale_init, name="group")(x)
+
+
+def number_of_groups(channels: int) -> int:
+    """The largest divisor of `channels` that is at most 32 and leaves 2 channels or more to a group."""
+    most = max(min(32, channels // 2), 1)
+    return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
 
 
 class NoNorm(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 
 import model
 from largebatch.state import count_params
-from layers import convolution
+from layers import convolution, normalisation
 
 COUNTS = {
     # By hand: 896 + 18,496 + 73,856 + 295,168 + 32,896 + 1,290.
@@ -37,6 +37,23 @@ def test_parameter_counts(name):
     assert count_params(variables["params"]) == COUNTS[name][2]
     assert logits.shape == (2, COUNTS[name][1])
     assert set(variables) == {"params"}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_every_network_takes_every_normalisation(name, norm):
+    image_shape, num_classes, _ = COUNTS[name]
+    network = model.create_model(name, num_classes, "float32", "lax", norm=norm)
+    images = jax.ShapeDtypeStruct((2, *image_shape), jnp.float32)
+    logits, _ = jax.eval_shape(network.init_with_output, jax.random.key(0), images)
+    assert logits.shape == (2, num_classes)
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups"), [(1, 1), (2, 1), (3, 1), (16, 8), (32, 16), (96, 32), (112, 28), (254, 2), (256, 32)]
+)
+def test_group_normalisation_has_equal_groups_of_two_channels_or_more(channels, groups):
+    assert normalisation.number_of_groups(channels) == groups
 
 
 @pytest.mark.parametrize("name", COUNTS)
