@@ -22,6 +22,8 @@ STEP_COLUMNS = ("step", "update", "iteration")
 BATCH_COLUMNS = ("batchsize", "batch")
 TIME_WORDS = ("time", "date", "second", "minute", "hour")  # a column's name starts with one
 INDEX_WORDS = ("index", "unnamed", *STEP_COLUMNS)
+# Updates, and the examples of one, are counted in 32 bits on the devices; so 63 hold the examples of a run.
+LARGEST = 2**31 - 1
 DEVICE_WORDS = ("gpu", "tpu", "core", "device", "worker", "node", "instance", "machine")
 
 
@@ -39,6 +41,10 @@ class Stages(NamedTuple):
     def at(self, updates: np.ndarray) -> np.ndarray:
         """The values at `updates`; the last one holds for ever."""
         return self.values[np.searchsorted(self.starts, updates, side="right") - 1]
+
+    def start_of(self, updates: np.ndarray) -> np.ndarray:
+        """The first update of the stage that each of `updates` is in, int64."""
+        return self.starts[np.searchsorted(self.starts, updates, side="right") - 1]
 
     def sum_before(self, updates: np.ndarray) -> np.ndarray:
         """Sum of the values of all updates before `updates`, int64, in closed form."""
@@ -68,18 +74,14 @@ class Trace(NamedTuple):
     text: str
 
 
-def from_list(sizes, largest: int | None = None) -> Trace:
+def from_list(sizes, largest: int = LARGEST) -> Trace:
     """A trace that has the batch size of every update, one by one, each at most `largest`.
 
     Raises:
       BadSetting: it is empty or holds anything but such integers; names the place.
     """
     for place, size in enumerate(sizes):
-        if (
-            not isinstance(size, int)
-            or isinstance(size, bool)
-            or not 1 <= size <= (size if largest is None else largest)
-        ):
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
             raise BadSetting(f"batch.trace: {size!r} at place {place}; allowed: {_integers(1, largest)}")
     if not sizes:
         raise BadSetting("batch.trace: (); allowed: at least one batch size")
@@ -95,9 +97,12 @@ def read(
     path: str,
     per_device_batch_size: int | None = None,
     time_per_update: float = 1.0,
-    largest: int | None = None,
+    largest: int = LARGEST,
 ) -> Trace:
     """The trace in a CSV file with one line of column names, of batches of at most `largest` examples.
+
+    In a trace of batch sizes a step of 0 after later ones begins the count anew: its row goes on with the next
+    update.
 
     Args:
       per_device_batch_size: examples that each available device takes; an availability trace needs it.
@@ -139,8 +144,8 @@ def _read_version(version, path: str, *arguments) -> Trace:
     return read(path, *arguments)
 
 
-def _integers(low: int, high: int | None) -> str:
-    return f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+def _integers(low: int, high: int) -> str:
+    return f"an integer from {low} to {high}"
 
 
 def _read(path: str) -> str:
@@ -169,7 +174,7 @@ class _Table(NamedTuple):
     header: list[str]
     lines: list[tuple[int, list[str]]]
 
-    def column(self, index: int, low: int, high: int | None = None) -> np.ndarray:
+    def column(self, index: int, low: int, high: int = LARGEST) -> np.ndarray:
         """A column of integers from `low` to `high`."""
         return np.array([self._integer(number, line, index, low, high) for number, line in self.lines], np.int64)
 
@@ -196,11 +201,9 @@ class _Table(NamedTuple):
             raise self.error(number, f"{len(line)} values", f"{len(self.header)}, as in the line of column names")
         return line[index].strip()
 
-    def _integer(self, number: int, line: list[str], index: int, low: int, high: int | None) -> int:
+    def _integer(self, number: int, line: list[str], index: int, low: int, high: int) -> int:
         cell = self._cell(number, line, index)
-        if not re.fullmatch(r"\+?[0-9]{1,18}", cell) or not low <= int(cell) <= (
-            int(cell) if high is None else high
-        ):
+        if not re.fullmatch(r"\+?[0-9]{1,18}", cell) or not low <= int(cell) <= high:
             raise self.error(number, f"{self.header[index].strip()} {cell!r}", _integers(low, high))
         return int(cell)
 
@@ -220,21 +223,37 @@ class _Table(NamedTuple):
         return value
 
 
-def _batch_trace(table: _Table, names: list[str], largest: int | None) -> Trace:
+def _batch_trace(table: _Table, names: list[str], largest: int) -> Trace:
     steps = [index for index, name in enumerate(names) if name in STEP_COLUMNS]
     if not steps:
         given = ", ".join(name.strip() for name in table.header)
         raise BadSetting(f"batch.trace: {table.path} has the columns {given}; allowed: step and batchsize")
     sizes = next(index for index, name in enumerate(names) if name in BATCH_COLUMNS)
-    starts = table.ascending(table.column(steps[0], 0), steps[0])
-    if starts[0] != 0:
-        raise table.error(table.lines[0][0], f"the first step is {starts[0]}", "0, where training starts")
+    counted = table.column(steps[0], 0)
+    if counted[0] != 0:
+        raise table.error(table.lines[0][0], f"the first step is {counted[0]}", "0, where training starts")
+    begins_anew = np.append(False, (counted[1:] == 0) & (counted[:-1] > 0))
+    goes_on_with = np.append(0, counted[:-1] + 1) * begins_anew
+    starts = table.ascending(counted + np.cumsum(goes_on_with), steps[0])
+    _refuse_late_updates(table, starts)
     stages = _stages(starts, table.column(sizes, 1, largest))
-    return Trace(stages, int(starts[-1]) + 1, f"{table.path}, {len(starts):,} rows")
+    text = f"{table.path}, {len(starts):,} rows"
+    if begins_anew.any():
+        line = table.lines[int(np.argmax(begins_anew))][0]
+        times = f"{begins_anew.sum():,} times, first" if begins_anew.sum() > 1 else "once,"
+        text += f", steps begin again at 0 {times} in line {line}: updates go on"
+    return Trace(stages, int(starts[-1]) + 1, text)
+
+
+def _refuse_late_updates(table: _Table, starts: np.ndarray) -> None:
+    """Updates that no run comes to, and whose examples 64 bits would not count."""
+    late = np.flatnonzero(starts > LARGEST)
+    if len(late):
+        raise table.error(table.lines[late[0]][0], f"begins with update {starts[late[0]]:.6g}", f"up to {LARGEST}")
 
 
 def _availability_trace(
-    table: _Table, names: list[str], per_device_batch_size: int | None, time_per_update: float, largest: int | None
+    table: _Table, names: list[str], per_device_batch_size: int | None, time_per_update: float, largest: int
 ) -> Trace:
     times = [i for i, name in enumerate(names) if name.startswith(TIME_WORDS)]
     indices = [i for i, name in enumerate(names) if not name or name.startswith(INDEX_WORDS)]
@@ -259,17 +278,20 @@ def _availability_trace(
         )
     column = [*times, *indices][0]
     when, available = table.ascending(table.times(column), column), table.column(counts[0], 0)
-    if largest is not None and available.max() * per_device_batch_size > largest:
-        row = int(np.argmax(available * per_device_batch_size > largest))
+    if int(available.max()) * per_device_batch_size > largest:
+        row = int(np.argmax(available > largest // per_device_batch_size))
         found = f"{counted} {available[row]} x {per_device_batch_size} is a batch of"
-        found += f" {available[row] * per_device_batch_size}"
+        found += f" {int(available[row]) * per_device_batch_size}"
         raise table.error(table.lines[row][0], found, f"up to {largest}")
     if not available.any():
         raise BadSetting(f"batch.trace: {table.path} has no row with any {counted}")
     there = available > 0
     # The first update that starts once the time with devices before the row is over.
     elapsed = np.concatenate([[0.0], np.cumsum(np.diff(when) * there[:-1])])
-    starts = np.ceil(elapsed / time_per_update - 1e-9).astype(np.int64)
+    with np.errstate(over="ignore"):
+        starts = np.ceil(elapsed / time_per_update - 1e-9)
+    _refuse_late_updates(table, starts)
+    starts = starts.astype(np.int64)
     last = np.append(starts[there][1:] != starts[there][:-1], True)  # of several rows that start one update
     starts, sizes = starts[there][last], available[there][last] * per_device_batch_size
     text = f"{table.path}, {len(available):,} rows, {per_device_batch_size:,} for each of {counted}"

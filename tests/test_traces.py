@@ -86,6 +86,13 @@ def test_columns_may_be_called_and_placed_otherwise(write):
         ("step,batchsize\n0,4,7\n", "line 2: 3 values; allowed: 2"),
         ("step,batchsize\n-1,4\n", "line 2: step '-1'"),
         ('step,batchsize\n0,"4\n', "is no CSV file"),
+        ("step,batchsize\n0,4\n0,5\n1,6\n", "line 3: step 0 again; allowed: ascending rows"),
+        ("step,batchsize\n0,4\n7,4\n0,5\n0,5\n", "line 5: step 0 again; allowed: ascending rows"),
+        (
+            "step,batchsize\n0,4\n100000000000000,5\n",
+            "line 3: step '100000000000000'; allowed: an integer from 0 to",
+        ),
+        ("step,batchsize\n0,4\n2147483647,5\n0,6\n", "line 4: begins with update 2.14748e+09; allowed: up to"),
         ("time,GPUs\n0,4\n", "counts GPUs; allowed: with batch.per_device_batch_size"),
     ],
 )
@@ -93,6 +100,34 @@ def test_bad_traces_are_refused_by_line(write, text, message):
     with pytest.raises(BadSetting, match=r"^batch\.trace: ") as found:
         traces.read(write(text), largest=100)
     assert message in str(found.value)
+
+
+def test_updates_beyond_32_bits_are_refused_by_line(write):
+    """1e14 updates of 100,000 examples are 1e19, which 64 bits do not count."""
+    with pytest.raises(BadSetting, match=r"line 3: begins with update 1e\+14; allowed: up to 2147483647"):
+        traces.read(write("time,GPUs\n0,4\n1e10,8\n"), 1, time_per_update=1e-4)
+    with pytest.raises(BadSetting, match="line 3: begins with update inf"):
+        traces.read(write("time,GPUs\n0,4\n1e10,8\n"), 1, time_per_update=1e-307)
+    with pytest.raises(BadSetting, match="line 3: GPUs 8 x 1000000000000000000 is a batch of 8000000000000000000"):
+        traces.read(write("time,GPUs\n0,0\n1,8\n"), 10**18)
+    longest = traces.read(write(f"step,batchsize\n0,{2**31 - 1}\n{2**31 - 1},1\n"))
+    assert int(longest.batch_sizes.sum_before(np.int64(2**31))) == (2**31 - 1) ** 2 + 1
+
+
+def test_a_step_that_begins_again_at_0_goes_on(write):
+    """As the trace system's own example file does: its step counts the updates of an epoch."""
+    rows = "".join(f"{step},{size}\n" for size in (32, 64, 96) for step in range(10))
+    path = write("step,batchsize\n" + rows)
+    trace = traces.read(path)
+    assert trace.length == 30
+    assert trace.batch_sizes.at(np.arange(30)).tolist() == [32] * 10 + [64] * 10 + [96] * 10
+    assert trace.text == f"{path}, 30 rows, steps begin again at 0 2 times, first in line 12: updates go on"
+    result = run_script("-m", "largebatch.schedules", path, "--dataset-size=480", "--devices=2")
+    assert result.returncode == 0, result.stderr
+    assert "begin again at 0 2 times, first in line 12: updates go on: 30 updates" in result.stdout
+    sparse = traces.read(write("step,batchsize\n0,8\n5,9\n0,10\n2,11\n"))
+    assert sparse.length == 9
+    assert sparse.batch_sizes.at(np.arange(9)).tolist() == [8] * 5 + [9, 10, 10, 11]
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -193,7 +228,7 @@ def test_bad_availability_traces(write, text, message):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"trace": (4, 0, 4)}, "batch.trace: 0 at place 1; allowed: an integer >= 1"),
+        ({"trace": (4, 0, 4)}, "batch.trace: 0 at place 1; allowed: an integer from 1 to 2147483647"),
         ({"trace": ()}, "batch.trace: (); allowed: at least one batch size"),
         ({"trace": (4, 4)}, "batch.trace: 2 given, ends with update 1; allowed: up to the run's last, 49, or"),
         ({"trace": (4,), "auto": True, "hold_last": True}, "batch.trace and batch.auto: both given"),
