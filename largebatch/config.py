@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import jax
+import numpy as np
 from absl import flags
 from etils import epath
 from ml_collections import config_dict, config_flags
@@ -25,6 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED = 1, 2, 3, 130, 143
 AGREED_EXITS = (EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED)
 
+# Beyond it a float32, as the training state counts them in, no longer grows by 1.
+MOST_SCALE_INVARIANT_STEPS = 2**24
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = (
+    float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
+)
+
 # (is it allowed?, what is allowed) for one value
 Rule = tuple[Callable[[object], bool], str]
 
@@ -36,13 +43,20 @@ def _integer(low: int, high: int | None = None) -> Rule:
     return allowed, f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
 
 
-def _number(low: float, high: float, text: str, *, open_low: bool = False) -> Rule:
-    def allowed(value):
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            return False
-        return (low < value if open_low else low <= value) and value <= high
+def _number(low: float, high: float, text: str, *, open_low: bool = False, open_high: bool = False) -> Rule:
+    """Of the value as training has it, in float32: 0.99999999 is 1 there, and 1e-50 is 0."""
 
-    return allowed, text
+    def allowed(value):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        if value != 0 and not SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:  # nan too
+            return False
+        rounded = float(np.float32(value))
+        above = low < rounded if open_low else low <= rounded
+        below = rounded < high if open_high else rounded <= high
+        return above and below
+
+    return allowed, f"{text} in float32"
 
 
 def _one_of(*names: str) -> Rule:
@@ -56,7 +70,8 @@ def _or(rule: Rule, word: object) -> Rule:
 _TEXT: Rule = (lambda value: isinstance(value, str) and bool(value.strip()), "a text")
 _FLAG: Rule = (lambda value: isinstance(value, bool), "true | false")
 _POSITIVE = _number(0, math.inf, "a number > 0", open_low=True)
-_FRACTION = _number(0, 1 - 1e-9, "a number from 0 to below 1")
+_FRACTION = _number(0, 1, "a number from 0 to below 1", open_high=True)
+_CUT = _number(0, 1, "a number above 0 and below 1", open_low=True, open_high=True)
 _UPDATES: Rule = (
     lambda value: isinstance(value, tuple) and all(_integer(1)[0](one) for one in value),
     "a tuple of integers >= 1",
@@ -112,7 +127,7 @@ RULES: dict[str, Rule] = {
     "schedule.warmup_examples": _or(_integer(1), None),
     "schedule.final_fraction": _number(0, 1, "a number from 0 to 1"),
     "schedule.decay_steps": _UPDATES,
-    "schedule.decay_factor": _number(0, 1 - 1e-9, "a number above 0 and below 1", open_low=True),
+    "schedule.decay_factor": _CUT,
     "schedule.decay_by": _one_of("rate", "batch"),
     "schedule.noise_decay": _FRACTION,
     "sync.mode": _one_of("every_step", "local", "post_local"),
@@ -128,7 +143,7 @@ RULES: dict[str, Rule] = {
     "train.ema_decay": _or(_FRACTION, None),
     "train.on_nonfinite": _one_of("stop", "skip", "rollback"),
     "train.max_nonfinite": _integer(1, 1_000_000),
-    "train.rollback_factor": _number(0, 1 - 1e-9, "a number above 0 and below 1", open_low=True),
+    "train.rollback_factor": _CUT,
     "train.target_accuracy": _or(_number(0, 1, "a number above 0 and up to 1", open_low=True), None),
     "eval.view_average": _FLAG,
     "checkpoint.keep": _integer(1, 1_000_000),
@@ -185,6 +200,9 @@ def validate(config: config_dict.ConfigDict) -> None:
         problems.append(f"{', '.join(given)}: given alone; allowed: all of {', '.join(cluster)}, or none")
     if not problems:
         updates = config.train.inner_steps * config.train.outer_steps
+        most = MOST_SCALE_INVARIANT_STEPS if config.schedule.scaling == "adascale" else traces.LARGEST
+        if updates > most:
+            problems.append(f"train.inner_steps x train.outer_steps: {updates}; allowed: up to {most}")
         problems += schedules.problems(config.schedule.to_dict(), updates)
         problems += [*_batch_problems(config, updates), *_sync_problems(config, updates)]
         if config.model.stem != "conv" and not config.model.name.endswith("convnet"):
@@ -250,7 +268,7 @@ def _sync_problems(config, num_updates: int) -> list[str]:
     return found
 
 
-def read_trace(fields: config_dict.ConfigDict, largest: int | None = None) -> traces.Trace:
+def read_trace(fields: config_dict.ConfigDict, largest: int = traces.LARGEST) -> traces.Trace:
     """The trace that a config's `batch` names, of batches of at most `largest` examples.
 
     Raises:

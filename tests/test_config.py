@@ -1,4 +1,5 @@
 import importlib
+import re
 import subprocess
 import sys
 
@@ -52,6 +53,48 @@ def test_a_bad_value_is_named_with_what_is_allowed(field):
     with pytest.raises(UserError) as error:
         config.validate(c)
     assert str(error.value).startswith(f"{field}: {BAD_FIELDS[field]!r}; allowed: {config.RULES[field][1]}")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("optimizer.b2", 0.99999999),  # 1 in float32, by which Adam divides zero by zero
+        ("optimizer.momentum", 1 - 1e-9),
+        ("train.ema_decay", 0.99999999),
+        ("train.rollback_factor", 0.99999999),  # would cut nothing
+        ("train.rollback_factor", 1e-46),
+        ("optimizer.learning_rate", 1e-50),  # 0
+        ("optimizer.learning_rate", 1e39),  # infinite
+        ("optimizer.clip_norm", 1e-46),
+        ("optimizer.weight_decay", float("inf")),
+    ],
+)
+def test_a_number_that_float32_rounds_to_a_limit_is_refused(field, value):
+    c = default.get_config()
+    with c.ignore_type():
+        c.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError, match=rf"^{re.escape(field)}: .*; allowed: a number .* in float32"):
+        config.validate(c)
+
+
+def test_the_numbers_next_to_a_limit_are_allowed():
+    c = default.get_config()
+    c.optimizer.b2, c.train.rollback_factor, c.optimizer.learning_rate = 0.9999999, 0.9999999, 1e-37
+    c.optimizer.weight_decay, c.train.target_accuracy = 0.0, 1.0
+    config.validate(c)
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"), [({}, 2**31 - 1), ({"schedule.scaling": "adascale", "optimizer.name": "sgd"}, 2**24)]
+)
+def test_updates_that_the_training_state_cannot_count_are_refused(fields, limit):
+    c = default.get_config()
+    c.update_from_flattened_dict(fields)
+    c.train.inner_steps, c.train.outer_steps = 1, limit
+    config.validate(c)
+    c.train.outer_steps = limit + 1
+    with pytest.raises(UserError, match=f"outer_steps: {limit + 1}; allowed: up to {limit}"):
+        config.validate(c)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "many", None])
