@@ -1,6 +1,7 @@
 """Hosts and devices: start, place, replicate, agree, compare."""
 
 import contextlib
+import functools
 import json
 import mmap
 import os
@@ -153,11 +154,23 @@ def gather(value: np.ndarray) -> np.ndarray:
     """
     if jax.process_count() == 1:
         return value[None]
+    hosts = _mesh_of_hosts()
+    apart = NamedSharding(hosts, PartitionSpec(hosts.axis_names))
+    stacked = jax.make_array_from_process_local_data(apart, value[None], (hosts.size, *value.shape))
+    return np.asarray(_on_every_host()(stacked).addressable_data(0))
+
+
+@functools.cache
+def _mesh_of_hosts() -> Mesh:
+    """One device of each host."""
     first = {device.process_index: device for device in reversed(jax.devices())}
-    hosts = jax.sharding.Mesh([first[index] for index in sorted(first)], ("hosts",))
-    apart, everywhere = (jax.NamedSharding(hosts, jax.P(*axes)) for axes in (("hosts",), ()))
-    stacked = jax.make_array_from_process_local_data(apart, value[None], (len(first), *value.shape))
-    return np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(stacked).addressable_data(0))
+    return Mesh(np.array([first[index] for index in sorted(first)]), ("hosts",))
+
+
+@functools.cache
+def _on_every_host() -> Callable[[jax.Array], jax.Array]:
+    """Made once, for what JAX has compiled goes with the function."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(_mesh_of_hosts(), PartitionSpec()))
 
 
 def gather_text(text: str) -> list[str]:
