@@ -167,7 +167,7 @@ def with_cache(config, use: Callable[[caches.Cache], Any]) -> tuple[caches.Cache
             return cache, result
         if damage and not attempt:
             caches.discard(cache.folder, damage)
-        devices.barrier("damaged cache")
+        devices.barrier()
     raise UserError(f"augment.cache_dir: damaged again right after it was built: {found[0]}")
 
 

@@ -11,7 +11,6 @@ checkpoints. Started several times, the processes share the trials.
 
 import contextlib
 import functools
-import json
 import logging
 import sys
 import time
@@ -140,10 +139,9 @@ class TrialReporter(display.Reporter):
         """Shows the trial; tells the queue what a process before saw of it."""
         self._table.start(self._order.name, self._order.values, total_updates, step)
         log.debug("%s", headline)
-        if self._tells():
-            so_far = runs.read_run(self._study.path / "trials" / self._order.name)
-            for row in so_far.rows:
-                self._queue.report(self._claimed, row["val_accuracy"], row["outer"])
+        if self._study.pruner != "none":
+            folder = self._study.path / "trials" / self._order.name
+            self._tell(runs.read_run(folder).rows if self._claimed else [])
 
     def at(self, step: int, images_per_sec: float) -> None:
         """Moves the trial's bar."""
@@ -156,24 +154,29 @@ class TrialReporter(display.Reporter):
           resume.Pruned: on all hosts.
         """
         self._table.row(self._order.name, row)
-        if self._study.pruner == "none":
-            return
-        pruned, signal = False, 0
-        try:
-            pruned = self._tells() and self._queue.report(self._claimed, row["val_accuracy"], row["outer"])
-        except preemption.Stopped as stopped:  # while the database was away; all hosts have to know
-            signal = stopped.number
-        pruned, signal = devices.from_primary(np.array([pruned, signal], np.int32))
-        if signal:
-            raise preemption.Stopped(int(signal))
-        if pruned and row["outer"] < outer_steps:
+        if self._study.pruner != "none" and self._tell([row]) and row["outer"] < outer_steps:
             raise resume.Pruned(f"pruned after outer loop {row['outer']} ({self._study.pruner})")
 
     def results(self, summary: dict, workdir: str) -> None:
         """The table shows them."""
 
-    def _tells(self) -> bool:
-        return self._claimed is not None and self._study.pruner != "none"
+    def _tell(self, rows: list[dict]) -> bool:
+        """Tells the queue these rows of the trial; whether the pruner would then end it. All hosts come here.
+
+        Raises:
+          preemption.Stopped: a signal came while the database was away; on all hosts.
+        """
+        pruned, signal = False, 0
+        if self._claimed:
+            try:
+                for row in rows:
+                    pruned = self._queue.report(self._claimed, row["val_accuracy"], row["outer"])
+            except preemption.Stopped as stopped:
+                signal = stopped.number
+        pruned, signal = devices.json_from_primary([bool(pruned), signal])
+        if signal:
+            raise preemption.Stopped(signal)
+        return pruned
 
 
 def train_trial(study: Study, order: Order, shared, reporter: TrialReporter) -> dict:
@@ -249,7 +252,7 @@ class Sweep:
         while True:
             claimed, wait = self._claim(most) if self._queue else ([], False)
             mine = [(one.name, one.setting, one.seed, one.values) for one in claimed]
-            orders, wait, signal = json.loads(devices.gather_text(json.dumps([mine, wait, self._signal]))[0])
+            orders, wait, signal = devices.json_from_primary([mine, wait, self._signal])
             signal = signal or preemption.agree()[0]
             if signal:
                 for one in claimed:

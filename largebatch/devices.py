@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from largebatch import BadSetting, UserError
+from largebatch import BadSetting, UserError, meeting
 
 # Set by largebatch.pod for each of its processes, beside JAX's own JAX_COORDINATOR_ADDRESS.
 NUM_HOSTS_VARIABLE = "LARGEBATCH_NUM_HOSTS"
@@ -70,9 +70,10 @@ def start(
 def _connect() -> None:
     """Lets all devices meet in a program that compiles at once.
 
-    Gloo waits 30 s for every host to come to the first collective, and minutes in later ones; meanwhile some hosts
-    may compile the training loop, which others find in their cache.
+    Gloo waits 30 s for every host to come to the first collective, so they meet before it; and minutes in later
+    ones, while some hosts may compile the training loop, which others find in their cache.
     """
+    barrier()
     with named_collective_errors():
         gather(np.zeros(1, np.float32))
         ones = np.ones(jax.local_device_count(), np.float32)
@@ -128,10 +129,9 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def barrier(name: str) -> None:
-    """Waits until every host is here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+def barrier() -> None:
+    """Waits until every host is here, however long that takes; see `gather_text`."""
+    gather_text("")
 
 
 def from_primary(value):
@@ -174,13 +174,25 @@ def _on_every_host() -> Callable[[jax.Array], jax.Array]:
 
 
 def gather_text(text: str) -> list[str]:
-    """Every host's `text` (any length), by host index, on every host."""
+    """Every host's `text` (any length), by host index, on every host.
+
+    No collective, which would give up on a host that is late: hosts may come from work of any length.
+
+    Raises:
+      UserError: another host died.
+    """
     if jax.process_count() == 1:
         return [text]
-    data = np.frombuffer(text.encode(), np.uint8)
-    lengths = gather(np.asarray(len(data)))
-    rows = gather(np.pad(data, (0, int(lengths.max()) - len(data))))
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+    with named_collective_errors():
+        return meeting.exchange(text)
+
+
+def json_from_primary(value) -> Any:
+    """The primary host's `value` (plain JSON) on every host; that of the others counts for nothing.
+
+    Waits as `gather_text` does.
+    """
+    return json.loads(gather_text(json.dumps(value if is_primary() else None))[0])
 
 
 def share_error(error: Exception | None) -> None:

@@ -1,7 +1,6 @@
 """What a run has reached and must not lose: saved, taken up again after a stop, rolled back after trouble."""
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -33,14 +32,8 @@ def open_run(plain: dict, workdir: str) -> tuple[metrics.RunFolder, dict | None]
       UserError: the folder cannot be written, is in use, or holds a run of another config.
     """
     run = metrics.RunFolder(workdir, tensorboard=plain["log"]["tensorboard"])
-    error = summary = None
-    if devices.is_primary():
-        try:
-            summary = _look_at_folder(run, plain)
-        except UserError as found:
-            error = found
-    devices.share_error(error)
-    return run, json.loads(devices.gather_text(json.dumps(summary))[0])
+    summary = devices.agreed(lambda: _look_at_folder(run, plain), devices.is_primary())
+    return run, devices.json_from_primary(summary)
 
 
 def _look_at_folder(run: metrics.RunFolder, plain: dict) -> dict | None:
@@ -114,12 +107,14 @@ class Progress:
             self._take_up(snapshot, description)
             self._clock.add(description["clock"])
         self._say_what_happened(description)
-        if devices.is_primary():
-            self._run.write_json("config.json", self._config)
-            self._run.remove("summary.json")  # of the start before
-            self._run.log_event("start", step=self._trainer.step, **self._layout())
+        devices.agreed(self._note_start, devices.is_primary())
         if not description:
             self.save(at_boundary=True)
+
+    def _note_start(self) -> None:
+        self._run.write_json("config.json", self._config)
+        self._run.remove("summary.json")  # of the start before
+        self._run.log_event("start", step=self._trainer.step, **self._layout())
 
     def _for_these_devices(self, snapshot: dict) -> dict:
         """Of replicas that were more or fewer, each of the new ones starts from their mean."""
@@ -157,7 +152,7 @@ class Progress:
 
     def _from_primary(self, found: tuple | None) -> tuple | None:
         """Host 0's snapshot and description, on every host."""
-        description = json.loads(devices.gather_text(json.dumps(found and found[1]))[0])
+        description = devices.json_from_primary(found and found[1])
         if description is None:
             return None
         return devices.from_primary(found[0] if found else self._like), description
@@ -213,16 +208,17 @@ class Progress:
     def save(self, *, at_boundary: bool) -> None:
         """Saves in the background; `at_boundary` is after the row of an outer loop, else inside one.
 
+        Host 0 may have to wait for the save before, and the others with it.
+
         Raises:
-          UserError: this save or the one before it failed.
+          UserError: this save or the one before it failed; on every host.
         """
         if at_boundary:
             self._boundary = self._trainer.step
         self._saved_step, self._saved_time = self._trainer.step, time.monotonic()
         with self._clock.measure("checkpoint"):
             snapshot = self._trainer.snapshot()  # replicas are averaged for it, on all hosts
-            if devices.is_primary():
-                self._save(snapshot)
+            devices.agreed(lambda: self._save(snapshot), devices.is_primary())
 
     def _save(self, snapshot: dict) -> None:
         description = {
@@ -240,10 +236,21 @@ class Progress:
         self._checkpoints.save(self._trainer.step, snapshot, description, protect)
 
     def save_if_due(self) -> None:
-        """Between two calls inside an outer loop: saves when `every_sec` have passed."""
-        self._checkpoints.poll()
-        due = time.monotonic() - self._saved_time >= self._every_sec
-        if devices.from_primary(np.int32(due)):
+        """Between two calls inside an outer loop: saves when `every_sec` have passed.
+
+        Raises:
+          UserError: the save before failed; on every host.
+        """
+        due, error = time.monotonic() - self._saved_time >= self._every_sec, None
+        try:
+            self._checkpoints.poll()
+        except UserError as raised:
+            error = raised
+        # Nobody comes late to this collective, which costs less than a meeting.
+        due, failed = devices.from_primary(np.array([due, error is not None], np.int32))
+        if failed:
+            devices.share_error(error)
+        if due:
             self.save(at_boundary=False)
 
     def _grown(self) -> list | None:
@@ -291,8 +298,8 @@ class Progress:
         self.summary["rollbacks"] = [*rollbacks, entry | {"reason": reason}]
         self._saved_step = None
         log.warning("%s; rolled back to update %d, learning rate x %g", reason, self._boundary, scale)
-        if devices.is_primary():
-            self._run.log_event("rollback", **self.summary["rollbacks"][-1])
+        last = self.summary["rollbacks"][-1]
+        devices.agreed(lambda: self._run.log_event("rollback", **last), devices.is_primary())
 
     # ---- end ------------------------------------------------------------------------------------
 
@@ -321,11 +328,7 @@ class Progress:
             raise
         finally:
             self.summary["seconds"] = self._clock.seconds | {"total": self._clock.total()}
-            # After a failure (a full disk?) the failure itself is what the user has to know.
-            failed = self.summary["status"] == "failed"
-            with contextlib.suppress(UserError) if failed else contextlib.nullcontext():
-                self._end(reason)
-            self._checkpoints.close()
+            self._end(reason)
 
     def _finish_saving(self) -> None:
         """Saves where the run stands and waits for it; all hosts learn of a failure."""
@@ -339,9 +342,19 @@ class Progress:
         devices.share_error(error)
 
     def _end(self, reason: str | None) -> None:
-        if devices.is_primary():
+        def note():
             self._run.write_json("summary.json", self.summary)
             self._run.log_event(self.summary["status"], step=self._trainer.step, reason=reason)
+
+        try:
+            if self.summary["status"] != "failed":
+                devices.agreed(note, devices.is_primary())
+            elif devices.is_primary():  # the others may not come here
+                # The failure itself (a full disk?) is what the user has to know.
+                with contextlib.suppress(UserError):
+                    note()
+        finally:
+            self._checkpoints.close()
 
 
 # ---- the results of another run ------------------------------------------------------------------
