@@ -166,7 +166,7 @@ def with_cache(config, use: Callable[[caches.Cache], Any]) -> tuple[caches.Cache
         if not found:
             return cache, result
         if damage and not attempt:
-            caches.discard(cache.folder, damage)
+            caches.discard(cache.folder, cache.manifest_bytes, damage)
         devices.barrier()
     raise UserError(f"augment.cache_dir: damaged again right after it was built: {found[0]}")
 

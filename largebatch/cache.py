@@ -9,26 +9,26 @@
 A folder is written under a temporary name and renamed, so under its own name it is whole.
 """
 
+import contextlib
 import hashlib
 import io
 import json
 import logging
-import os
 import time
+import uuid
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 
-from largebatch import UserError
+from largebatch import UserError, files
 from largebatch.images import SPLITS, Dataset, Source, iterate_batches, run_ranges, split_indices
 
 log = logging.getLogger("largebatch")
 
 CACHE_VERSION = 1
-STALE_SEC = 3600
-
+MANIFEST = "manifest.json"
 
 # Originals [n, H, W, C] -> all their views [n, views, H, W, C].
 Expand = Callable[[np.ndarray], np.ndarray]
@@ -44,10 +44,14 @@ class DamagedCache(Exception):
 
 
 class Cache(NamedTuple):
-    """A checked cache folder. `manifest` has source, counts, class_names, mean, std and array digests."""
+    """A checked cache folder. `manifest` has source, counts, class_names, mean, std and array digests.
+
+    `manifest_bytes` is the file as it was read, which tells this build of the cache from every other.
+    """
 
     folder: epath.Path
     manifest: dict
+    manifest_bytes: bytes
 
     @property
     def class_names(self) -> list[str]:
@@ -147,17 +151,31 @@ def key(source: Source, split_seed: int, storage: str) -> str:
 
 def open_folder(folder: epath.Path) -> Cache:
     """Checks the manifest, which seals itself by a SHA-256 over its other fields."""
-    path = folder / "manifest.json"
+    return _check(folder, _read_manifest(folder))
+
+
+def _read_manifest(folder: epath.Path) -> bytes | None:
+    """The manifest's file as it is, or None where it cannot be read."""
     try:
-        manifest = json.loads(path.read_text())
+        return (folder / MANIFEST).read_bytes()
+    except OSError:
+        return None
+
+
+def _check(folder: epath.Path, content: bytes | None) -> Cache:
+    path = folder / MANIFEST
+    if content is None:
+        raise DamagedCache(f"{path} is missing or cannot be read")
+    try:
+        manifest = json.loads(content)
         seal = manifest.pop("manifest_sha256")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedCache(f"{path} cannot be read ({error!r})") from error
     if seal != _seal(manifest):
         raise DamagedCache(f"{path} does not match its SHA-256")
     if manifest.get("cache_version") != CACHE_VERSION:
         raise DamagedCache(f"{path} is of cache version {manifest.get('cache_version')}, this is {CACHE_VERSION}")
-    return Cache(folder, manifest)
+    return Cache(folder, manifest, content)
 
 
 def _seal(manifest: dict) -> str:
@@ -184,8 +202,8 @@ def build(folder: epath.Path, source: Source, split_seed: int, storage: str, exp
     if missing:
         names = ", ".join(dataset.class_names[i] for i in sorted(missing))
         raise UserError(f"dataset: no training image is left for class {names}; add images or change split_seed")
-    _remove_stale(folder)
-    temporary = folder.parent / f".tmp-{folder.name}-{os.uname().nodename}-{os.getpid()}"
+    files.remove_stale(folder)
+    temporary = files.beside(folder)
     try:
         temporary.mkdir(parents=True)
         manifest = _write_arrays(temporary, dataset, splits, expand)
@@ -194,9 +212,10 @@ def build(folder: epath.Path, source: Source, split_seed: int, storage: str, exp
             "split_seed": split_seed,
             "storage": storage,
             "cache_version": CACHE_VERSION,
+            "build": uuid.uuid4().hex,  # so that no two builds have the same manifest; see `discard`
         }
         manifest["manifest_sha256"] = _seal(manifest)
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
         try:
             temporary.rename(folder)
         except OSError:
@@ -205,8 +224,8 @@ def build(folder: epath.Path, source: Source, split_seed: int, storage: str, exp
     except OSError as error:
         raise UserError(f"augment.cache_dir: cannot write {folder} ({error.strerror or error})") from error
     finally:
-        if temporary.exists():
-            temporary.rmtree()
+        with contextlib.suppress(OSError):  # the disk is in trouble: it is stale one day
+            files.remove(temporary)
     done = time.perf_counter()
     log.info("decoded in %.1f s, expanded and cached in %.1f s: %s", loaded - started, done - loaded, folder)
 
@@ -268,31 +287,41 @@ def channel_statistics(images: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray
     return mean, np.sqrt(np.maximum(variance, 1.0))
 
 
-def _remove_stale(folder: epath.Path) -> None:
-    """Removes what killed builds of this cache left behind, if it is old enough to be nobody's."""
-    if folder.parent.exists():
-        for path in folder.parent.glob(f".tmp-{folder.name}-*"):
-            if time.time() - path.stat().mtime > STALE_SEC:
-                path.rmtree()
-
-
 def open_or_build(folder: epath.Path, source: Source, split_seed: int, storage: str, expand: Expand) -> Cache:
     """The cache in `folder`, built where it is missing, damaged or of another version."""
-    if folder.exists():
+    while folder.exists():
+        looked_at = _read_manifest(folder)
         try:
-            return open_folder(folder)
+            return _check(folder, looked_at)
         except DamagedCache as damage:
-            discard(folder, damage)
+            discard(folder, looked_at, damage)
     build(folder, source, split_seed, storage, expand)
     return open_folder(folder)
 
 
-def discard(folder: epath.Path, damage: DamagedCache) -> None:
-    """Says what is damaged and removes the folder, so that it is built again."""
-    log.warning("damaged cache: %s; building it again", damage)
-    trash = folder.parent / f".tmp-{folder.name}-{os.uname().nodename}-{os.getpid()}-damaged"
+def discard(folder: epath.Path, looked_at: bytes | None, damage: DamagedCache) -> None:
+    """Says what is damaged and removes the folder, so that it is built again.
+
+    It stays if another process has meanwhile put a new build in its place.
+
+    Args:
+      looked_at: the manifest's bytes, or None, of the build that was found to be damaged.
+    Raises:
+      UserError: it cannot be removed.
+    """
+    if _read_manifest(folder) != looked_at:
+        return
+    trash = files.beside(folder)
     try:
         folder.rename(trash)  # at once, for hosts that share the file system do this at the same time
+        if _read_manifest(trash) != looked_at:  # the new build came between the two lines above
+            with contextlib.suppress(OSError):  # yet another process has built: one is enough
+                trash.rename(folder)
+                return
+        else:
+            log.warning("damaged cache: %s; building it again", damage)
+        files.remove(trash)
     except FileNotFoundError:
-        return  # another host was first
-    trash.rmtree()
+        return  # another process was first
+    except OSError as error:
+        raise UserError(f"augment.cache_dir: cannot remove {folder} ({error.strerror or error})") from error

@@ -127,7 +127,7 @@ class Job:
                 (workdir / "metrics.jsonl").stat().st_size if (workdir / "metrics.jsonl").exists() else 0
             ),
             "summary": lambda: int(any(workdir.glob(".summary.json.*.tmp")) or (workdir / "summary.json").exists()),
-            "cache": lambda: len(list((self.folder / "cache").glob(".tmp-*"))),
+            "cache": lambda: len(list((self.folder / "cache").glob(".*.tmp"))),
         }
         if kind in ("time", "change"):
             deadline = self.seconds * rng.random() if kind == "time" else self.layout.limit_sec
