@@ -167,12 +167,11 @@ class TrialReporter(display.Reporter):
           preemption.Stopped: a signal came while the database was away; on all hosts.
         """
         pruned, signal = False, 0
-        if self._claimed:
-            try:
-                for row in rows:
-                    pruned = self._queue.report(self._claimed, row["val_accuracy"], row["outer"])
-            except preemption.Stopped as stopped:
-                signal = stopped.number
+        try:
+            for row in rows if self._claimed else ():
+                pruned = self._queue.report(self._claimed, row["val_accuracy"], row["outer"])
+        except preemption.Stopped as stopped:
+            signal = stopped.number
         pruned, signal = devices.json_from_primary([bool(pruned), signal])
         if signal:
             raise preemption.Stopped(signal)

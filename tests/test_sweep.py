@@ -12,7 +12,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 import programs
 import sweep
 import train
-from largebatch import UserError, display, metrics, preemption, resume, search, trial_queue
+from largebatch import UserError, devices, display, metrics, preemption, resume, search, trial_queue
 from largebatch.study import Study
 
 RATES = CategoricalDistribution([0.003, 0.01, 0.03])
@@ -259,6 +259,35 @@ def test_pruned_trials_end_early_and_are_kept(config, tmp_path, monkeypatch):
         for trial in optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path / 'study.db'}").get_trials()
     ]
     assert sorted(states) == ["COMPLETE", "PRUNED"]
+
+
+@pytest.mark.parametrize("primary", [True, False])
+@pytest.mark.parametrize("told", ["what was before", "a new row"])
+def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
+    config, tmp_path, monkeypatch, primary, told
+):
+    """Host 0 alone waits for the database, and the others for what it says."""
+    study = make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, pruner="median")
+    row = {"val_accuracy": 0.5, "outer": 1}
+    trial = metrics.RunFolder(tmp_path / "trials" / "0-0", tensorboard=False)
+    trial.write_json("config.json", config.to_dict())
+    trial.append_row(row)
+    signal_of_host_0 = 15
+
+    class Away:
+        def report(self, *_):
+            raise preemption.Stopped(signal_of_host_0)
+
+    if not primary:
+        monkeypatch.setattr(devices, "json_from_primary", lambda mine: [False, signal_of_host_0])
+        monkeypatch.setattr(devices, "from_primary", lambda mine: pytest.fail("in a collective"))
+    claimed, queue = ("claimed", Away()) if primary else (None, None)
+    table = display.SweepTable("s", lambda: (0, 0, 0), enabled=False)
+    reporter = sweep.TrialReporter(study, sweep.Order("0-0", 0, 0, {}), claimed, queue, table)
+    table.start("0-0", {}, 2, 0)
+    tell = {"what was before": lambda: reporter.start(2, 1, ""), "a new row": lambda: reporter.row(row, 2)}[told]
+    with pytest.raises(preemption.Stopped):
+        tell()
 
 
 def test_tpe_searches_and_all_its_trials_are_kept(config, tmp_path):
