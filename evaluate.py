@@ -27,7 +27,7 @@ import augment
 import model as models
 import programs
 from configs import default
-from largebatch import UserError, checkpoints, data, devices, evaluation, images, resume
+from largebatch import UserError, checkpoints, data, devices, evaluation, files, images, resume
 from largebatch import config as configs
 
 
@@ -154,18 +154,15 @@ def write_csv(path: str, dataset: images.Dataset, logits: np.ndarray) -> None:
     exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
     probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
     names = dataset.class_names
-    temporary = Path(path).with_name(f".{Path(path).name}.tmp")
     try:
-        with temporary.open("w", newline="") as file:
+        with files.replacing(Path(path)) as temporary, temporary.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["id", "label", "prediction", *(f"p({name})" for name in names)])
             for example, label, row in zip(dataset.example_ids, dataset.labels, probabilities, strict=True):
                 known = names[label] if label >= 0 else ""
                 writer.writerow([example, known, names[row.argmax()], *(f"{p:.6f}" for p in row)])
-        temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"--out: cannot write {path} ({error.strerror})") from error
+        raise UserError(f"--out: cannot write {path} ({error.strerror or error})") from error
 
 
 def evaluate(

@@ -10,13 +10,13 @@ Damaged and unfinished runs are named on the page. JAX is not needed.
 import argparse
 import csv
 import io
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from largebatch import UserError, analysis, runs
+from largebatch.files import replacing
 from pages import panels, sections
 from pages.panels import Group
 
@@ -107,13 +107,9 @@ def write(path: Path, content: bytes, option: str) -> None:
     Raises:
       UserError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        try:
+        with replacing(path) as temporary:
             temporary.write_bytes(content)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{option}: cannot write {path} ({error.strerror or error})") from error
 

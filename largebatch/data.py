@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from etils import epath
 
 from largebatch import UserError, images
+from largebatch.files import remove_stale, replacing
 
 log = logging.getLogger("largebatch")
 
@@ -307,26 +308,29 @@ def download_eurosat(cache_dir: epath.Path) -> epath.Path:
     target = cache_dir / "EuroSAT.zip"
     if target.exists():
         return target
-    part = cache_dir / f".EuroSAT.zip.{os.uname().nodename}.{os.getpid()}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        part.touch()
+        remove_stale(target)
+        with replacing(target) as part:
+            part.touch()
+            _download_from_a_mirror(part)
     except OSError as error:
-        raise UserError(f"augment.cache_dir: cannot write {part} ({error.strerror})") from error
+        raise UserError(f"augment.cache_dir: cannot write {target} ({error.strerror or error})") from error
+    return target
+
+
+def _download_from_a_mirror(part: epath.Path) -> None:
+    """Raises UserError if none has the file with its SHA-256."""
     problems = []
-    try:
-        for url, sha256 in EUROSAT_MIRRORS:
-            try:
-                found = _download(url, part)
-            except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
-                problems.append(f"{url} cannot be fetched ({getattr(error, 'reason', error)})")
-                continue
-            if found == sha256:
-                part.replace(target)
-                return target
-            problems.append(f"{url} has SHA-256 {found}, expected {sha256}")
-    finally:
-        part.unlink(missing_ok=True)
+    for url, sha256 in EUROSAT_MIRRORS:
+        try:
+            found = _download(url, part)
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+            problems.append(f"{url} cannot be fetched ({getattr(error, 'reason', error)})")
+            continue
+        if found == sha256:
+            return
+        problems.append(f"{url} has SHA-256 {found}, expected {sha256}")
     raise UserError(
         f"dataset.path: not given, and EuroSAT could not be downloaded: {'; '.join(problems)}. "
         "Give the path of EuroSAT.zip or of its unpacked folder"

@@ -18,7 +18,7 @@ def beside(path):
 
     Host name and pid would not do: containers that mount one folder may have both in common.
     """
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    return path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch import UserError
+from largebatch import UserError, files
 
 log = logging.getLogger("largebatch")
 
@@ -86,10 +86,15 @@ class RunFolder:
           UserError: the folder cannot be written.
           InUse: another process trains in it.
         """
-        self._write("probe", b"probe")  # a full or read-only disk is found before the work
-        path = self.path / "lock"
+        path, probe = self.path / "lock", self.path / "probe"
+        with writing(probe):  # a full or read-only disk is found before the work
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = files.beside(probe)
+            try:
+                _write_through(probe, b"probe")
+            finally:
+                probe.unlink(missing_ok=True)
         with writing(self.path):
-            (self.path / "probe").unlink()
             lock = path.open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -223,17 +228,19 @@ class RunFolder:
         self.close()
 
     def _write(self, name: str, content: bytes) -> None:
-        target, temporary = self.path / name, self.path / f".{name}.{os.getpid()}.tmp"
+        target = self.path / name
         with writing(target):
             self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with files.replacing(target) as temporary:
+                _write_through(temporary, content)
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    """Writes a file that is on disk when this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class Clock:

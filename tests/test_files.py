@@ -1,0 +1,142 @@
+"""Files that appear whole or not at all, whoever else writes the same one at the same time."""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+
+import numpy as np
+import pytest
+from etils import epath
+
+import evaluate
+import report
+from largebatch import data, files, images, metrics
+
+HEX = "0123456789abcdef" * 2
+
+
+def write_json(folder):
+    metrics.RunFolder(folder).write_json("a.json", {"a": 1})
+
+
+def write_page(folder):
+    report.write(folder / "page.html", b"<html>", "--out")
+
+
+def write_predictions(folder):
+    dataset = images.Dataset(np.zeros((2, 1, 1, 3), np.uint8), np.array([0, 1]), ["a", "b"], ["1", "2"])
+    evaluate.write_csv(str(folder / "x.csv"), dataset, np.eye(2))
+
+
+def download(folder):
+    data.download_eurosat(epath.Path(folder))
+
+
+@pytest.fixture
+def mirror(monkeypatch):
+    """Downloads without a network."""
+
+    def arrive(_, target):
+        target.write_bytes(b"zip")
+        return hashlib.sha256(b"zip").hexdigest()
+
+    monkeypatch.setattr(data, "_download", arrive)
+    monkeypatch.setattr(data, "EUROSAT_MIRRORS", (("http://nowhere", hashlib.sha256(b"zip").hexdigest()),))
+
+
+def once_before(monkeypatch, owner, name: str, act) -> None:
+    """Runs `act` at the first call of a method, before it."""
+    method, calls = getattr(owner, name), []
+
+    def late(*arguments, **options):
+        calls.append(name)
+        if len(calls) == 1:
+            act()
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, late)
+
+
+@pytest.mark.usefixtures("mirror")
+@pytest.mark.parametrize("write", [write_json, write_page, write_predictions, download])
+def test_two_containers_of_one_host_name_and_pid_write_the_same_file(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    for owner in (pathlib.Path, type(epath.Path(tmp_path))):
+        once_before(monkeypatch, owner, "replace", lambda: write(tmp_path))
+    write(tmp_path)
+    (left,) = tmp_path.iterdir()
+    assert not left.name.startswith(".")
+
+
+def test_what_is_not_written_to_the_end_takes_no_ones_place(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("before")
+    with contextlib.suppress(KeyboardInterrupt), files.replacing(path) as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a", "before")]
+    with files.replacing(path) as temporary:
+        assert temporary.parent == tmp_path
+        temporary.write_text("after")
+        assert path.read_text() == "before"
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a", "after")]
+
+
+@pytest.mark.parametrize(("path", "named"), [(".", "'.'"), ("no/such/file", "no/such/.file")])
+def test_a_place_for_no_file_is_an_oserror(path, named, tmp_path, monkeypatch):
+    """Which every writer turns into one line."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=named), files.replacing(pathlib.Path(path)) as temporary:
+        temporary.write_text("")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("make_path", [pathlib.Path, epath.Path])
+def test_only_what_is_stale_and_of_this_name_is_removed(tmp_path, make_path):
+    stale = [f".EuroSAT.zip.{HEX}.tmp", ".tmp-EuroSAT.zip-host-1"]
+    kept = [f".EuroSAT-zip.{HEX}.tmp", f".b.EuroSAT.zip.{HEX}.tmp", ".EuroSAT.zip.tmp", "EuroSAT.zip"]
+    for name in (*stale, *kept):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (0, 0))
+    written = tmp_path / f".EuroSAT.zip.{HEX[::-1]}.tmp"
+    written.write_text("")
+    files.remove_stale(make_path(tmp_path / "EuroSAT.zip"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, written.name])
+    files.remove_stale(make_path(tmp_path / "no" / "such"))
+
+
+def test_a_folder_of_an_owner_without_a_name_can_be_stale(tmp_path, monkeypatch):
+    """As in a container that runs under a number of its own."""
+    import pwd
+
+    def nameless(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    left = tmp_path / f".cache.{HEX}.tmp"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    monkeypatch.setattr(pwd, "getpwuid", nameless)
+    files.remove_stale(epath.Path(tmp_path / "cache"))
+    assert not left.exists()
+
+
+# ---- run folders ------------------------------------------------------------------------------------
+
+
+def test_whoever_trains_in_a_folder_removes_what_killed_processes_left_there(tmp_path):
+    for name in (f".summary.json.{HEX}.tmp", ".summary.json.4711.tmp"):
+        (tmp_path / name).write_text("")
+    with metrics.RunFolder(tmp_path) as run:
+        run.lock()
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_two_processes_try_a_folder_at_the_same_time(tmp_path, monkeypatch):
+    """The one that comes second is told so, not that the disk is bad."""
+    first, second = metrics.RunFolder(tmp_path), metrics.RunFolder(tmp_path)
+    once_before(monkeypatch, os, "fsync", first.lock)
+    with pytest.raises(metrics.InUse):
+        second.lock()
+    first.close()
+    assert not list(tmp_path.iterdir())
