@@ -6,6 +6,7 @@ python train.py --config configs/eurosat.py --config.optimizer.name sgd --config
 """
 
 import logging
+import secrets
 import time
 from typing import NamedTuple
 
@@ -379,6 +380,13 @@ def run_outer_loops(job, config, trainer, progress, run, report, clock) -> None:
             trainer.stop_if_asked()
 
 
+def new_workdir(config: config_dict.ConfigDict) -> str:
+    """The run folder of a run that was given none: the same on all hosts, and no other run's."""
+    configs.start(config)
+    apart = secrets.token_hex(2)  # runs that start in the same second
+    return devices.gather_text(f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}-{apart}")[0]
+
+
 def main(config: config_dict.ConfigDict) -> int:
     """Trains into --workdir; returns the exit code."""
     if flags.FLAGS.doctor:
@@ -387,7 +395,7 @@ def main(config: config_dict.ConfigDict) -> int:
         configs.start(config)
         return doctor.main(config)
     preemption.answer_signals()
-    workdir = flags.FLAGS.workdir or f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    workdir = flags.FLAGS.workdir or new_workdir(config)
     try:
         train_and_evaluate(config, workdir, flags.FLAGS.profile)
     except Diverged as error:
@@ -400,7 +408,7 @@ def main(config: config_dict.ConfigDict) -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME.")
+    flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME-XXXX, XXXX by chance.")
     flags.DEFINE_bool("doctor", False, "Check this config on this machine before a long run; trains nothing.")
     flags.DEFINE_bool("profile", False, "Write a jax.profiler trace of a few updates to WORKDIR/profile.")
     configs.run_script(main)

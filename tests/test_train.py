@@ -258,6 +258,32 @@ def test_plain_lines_when_not_on_a_terminal(tmp_path, session_cache):
     assert "images/s" in result.stdout
 
 
+FROZEN = "20240101-000000"
+STARTED_IN_ONE_SECOND = f"""
+import runpy, sys, time
+time.strftime = lambda *_: "{FROZEN}"
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv[0] = {str(ROOT / "train.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_runs_started_in_the_same_second_have_folders_of_their_own(tmp_path, session_cache):
+    command = [sys.executable, "-c", STARTED_IN_ONE_SECOND, *small_flags(session_cache)]
+    both = [
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    shown = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], shown
+    folders = sorted((tmp_path / "runs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert folder.name.startswith(f"synthetic-{FROZEN}-")
+        assert sum(f"runs/{folder.name}" in out for out, _ in shown) == 1
+        assert json.loads((folder / "summary.json").read_text())["status"] == "done"
+
+
 def test_nobody_reading_the_output_is_no_reason_to_stop(tmp_path, session_cache):
     flags = small_flags(session_cache, **{"train.outer_steps": 6})
     command = [sys.executable, "train.py", *flags, "--workdir", str(tmp_path / "run")]
