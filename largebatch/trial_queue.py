@@ -7,7 +7,6 @@ holds its checkpoints.
 """
 
 import contextlib
-import datetime
 import json
 import logging
 import threading
@@ -28,7 +27,10 @@ log = logging.getLogger("largebatch")
 warnings.filterwarnings("ignore", message="Heartbeat of storage is supposed to be used with Study.optimize")
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
-MISSED_HEARTBEATS = 3  # after which a trial's process counts as dead
+# After so many a trial's process counts as dead. Optuna compares heartbeats with now() as the database has it: a
+# server's clock, in one time zone. SQLite has no server, so there it is the UTC of whoever asks, and machines that
+# share a file need clocks that agree to within the grace.
+MISSED_HEARTBEATS = 3
 TRIES_TO_OPEN = 5
 MAX_WAIT_SEC = 30.0  # between two tries to reach the database
 DATABASE_ERRORS = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError)
@@ -180,6 +182,7 @@ class TrialQueue:
         self._points = dict(enumerate(search.points(*options[:4], options.includes)))
         self.counts, self._forgiving_until = (0, 0, 0), 0.0
         self._beating: set[int] = set()
+        self._unclaimed_since: dict[int, float] = {}  # trial -> time.monotonic() when it was first seen so
         self._lock, self._stop = threading.Lock(), threading.Event()
 
     def _check(self, name: str, description: dict) -> None:
@@ -269,13 +272,20 @@ class TrialQueue:
     def forgive(self) -> None:
         """Gives all processes time for a heartbeat: while the database was away none could be told."""
         self._forgiving_until = time.monotonic() + MISSED_HEARTBEATS * self._heartbeat_sec
+        self._unclaimed_since.clear()
 
     def _fail_unclaimed(self) -> None:
-        """Trials whose process died between taking them and its first heartbeat, which Optuna overlooks."""
-        grace = datetime.timedelta(seconds=MISSED_HEARTBEATS * self._heartbeat_sec)
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if "claimed" not in trial.user_attrs and datetime.datetime.now() - trial.datetime_start > grace:
-                self._end(trial._trial_id, TrialState.FAIL)
+        """Ends trials whose process died between taking them and its first heartbeat, which Optuna overlooks.
+
+        For how long is what this process has seen: `datetime_start` is by another machine's clock and time zone.
+        """
+        now, grace = time.monotonic(), MISSED_HEARTBEATS * self._heartbeat_sec
+        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        unclaimed = [trial._trial_id for trial in running if "claimed" not in trial.user_attrs]
+        self._unclaimed_since = {trial_id: self._unclaimed_since.get(trial_id, now) for trial_id in unclaimed}
+        for trial_id, since in self._unclaimed_since.items():
+            if now - since > grace:
+                self._end(trial_id, TrialState.FAIL)
 
     def _fail_doubled(self, trials: list[FrozenTrial], alive: dict) -> None:
         """Waiting trials of runs that are there already: two processes filled the queue at once."""
@@ -291,27 +301,36 @@ class TrialQueue:
         """Takes the next waiting trial, if there is one; its heart beats from here on."""
         while True:
             trial = self._study.ask()
-            attrs = trial.user_attrs
-            key = attrs.get("setting"), attrs.get("seed")
-            if "setting" not in attrs:  # the queue was empty: Optuna made a new one
+            if "setting" not in trial.user_attrs:  # the queue was empty: Optuna made a new one
                 self._end(trial._trial_id, TrialState.FAIL)
                 return None
-            alive = self._alive(self._study.get_trials(deepcopy=False))
-            # Another process filled the queue since `fill` here; or it was filled when more trials were wanted.
-            if alive[key].number != trial.number or key not in self._wanted(alive):
-                self._end(trial._trial_id, TrialState.FAIL)
-                continue
-            self._storage.record_heartbeat(trial._trial_id)
-            if self._options.sampler == "tpe":
-                self._study.sampler = search.tpe(self._options.study_seed, key[0])
-                trial = optuna.Trial(self._study, trial._trial_id)
-            values = search.suggest(trial, self._options.space)
-            trial.set_user_attr("values", values)
-            trial.set_user_attr("claimed", True)
-            with self._lock:
-                self._beating.add(trial._trial_id)
-            self._count(waiting=-1, running=1)
-            return Claimed(trial, *key, values)
+            with TAKEN_FOR_DEAD:  # while this process claimed it: then the next one
+                if claimed := self._claim(trial):
+                    return claimed
+
+    def _claim(self, trial: optuna.Trial) -> Claimed | None:
+        """Claims a trial that was waiting; None if it is not to be run any more.
+
+        Raises:
+          optuna.exceptions.UpdateFinishedTrialError: another process has ended it.
+        """
+        key = trial.user_attrs["setting"], trial.user_attrs["seed"]
+        alive = self._alive(self._study.get_trials(deepcopy=False))
+        # Another process filled the queue since `fill` here, or ended this trial; or more were wanted at that time.
+        if key not in alive or alive[key].number != trial.number or key not in self._wanted(alive):
+            self._end(trial._trial_id, TrialState.FAIL)
+            return None
+        self._storage.record_heartbeat(trial._trial_id)
+        if self._options.sampler == "tpe":
+            self._study.sampler = search.tpe(self._options.study_seed, key[0])
+            trial = optuna.Trial(self._study, trial._trial_id)
+        values = search.suggest(trial, self._options.space)
+        trial.set_user_attr("values", values)
+        trial.set_user_attr("claimed", True)
+        with self._lock:
+            self._beating.add(trial._trial_id)
+        self._count(waiting=-1, running=1)
+        return Claimed(trial, *key, values)
 
     @patiently
     def report(self, claimed: Claimed, value: float, outer: int) -> bool:

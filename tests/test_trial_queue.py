@@ -4,6 +4,7 @@ import time
 
 import optuna
 import pytest
+import sqlalchemy
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import TrialState
 
@@ -121,6 +122,86 @@ def test_a_process_killed_before_its_first_heartbeat(url):
     dead.fill()
     dead._study.ask()
     _wait_until(lambda: dead.fill() == (1, 0, 0))
+
+
+class Clock:
+    """This process's clocks as trial_queue sees them, which stand still until they are moved."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(trial_queue, "time", clock)
+    return clock
+
+
+def take_on_a_machine_whose_clock_is_off(queue, hours: int) -> optuna.Trial:
+    """Takes a trial without claiming it; its start is as a machine writes it whose local time is `hours` ahead."""
+    trial = queue._study.ask()
+    start = datetime.datetime.now() + datetime.timedelta(hours=hours)
+    with queue._storage.engine.begin() as connection:
+        change = "UPDATE trials SET datetime_start = :start WHERE trial_id = :trial"
+        connection.execute(sqlalchemy.text(change), {"start": start, "trial": trial._trial_id})
+    return trial
+
+
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_a_trial_without_heartbeat_is_given_its_time_whatever_another_machines_clock_says(url, clock, hours):
+    there, here = make_queue(url, settings=1), make_queue(url, settings=1)
+    there.fill()
+    take_on_a_machine_whose_clock_is_off(there, hours)
+    grace = trial_queue.MISSED_HEARTBEATS * 20
+    assert here.fill() == (0, 1, 0)
+    clock.now += grace - 1
+    assert here.fill() == (0, 1, 0)
+    here.forgive()  # the database was away
+    clock.now += grace + 1
+    assert here.fill() == (0, 1, 0)
+    clock.now += grace - 1
+    assert here.fill() == (0, 1, 0)
+    clock.now += 2
+    assert here.fill() == (1, 0, 0)
+
+
+def test_a_claimed_trial_is_not_one_without_heartbeat(url, clock):
+    there, here = make_queue(url, settings=1), make_queue(url, settings=1)
+    there.fill()
+    trial = take_on_a_machine_whose_clock_is_off(there, hours=-1)
+    assert here.fill() == (0, 1, 0)
+    there._claim(trial)
+    clock.now += 1000
+    assert here.fill() == (0, 1, 0)
+
+
+@pytest.mark.parametrize("moment", ["get_trials", "record_heartbeat", "suggest", "set_user_attr"])
+def test_a_trial_ended_by_another_process_while_it_is_claimed_is_left_for_the_next(url, monkeypatch, moment):
+    here, other = make_queue(url, settings=2), make_queue(url, settings=2)
+    here.fill()
+    owners = {"get_trials": here._study, "record_heartbeat": here._storage, "suggest": search}
+    owner = owners.get(moment, optuna.Trial)
+    act, ended = getattr(owner, moment), []
+
+    def end_first(*args, **kwargs):
+        if not ended:
+            (running,) = other._study.get_trials(states=(TrialState.RUNNING,))
+            ended.append(running.user_attrs["setting"])
+            other._storage.set_trial_state_values(running._trial_id, TrialState.FAIL)
+        return act(*args, **kwargs)
+
+    monkeypatch.setattr(owner, moment, end_first)
+    assert here.claim().name == "0001-0"
+    assert ended == [0]
+    assert other.fill() == (1, 1, 0)  # the first comes again
+    assert here.claim().name == "0000-0"
 
 
 def _wait_until(condition, seconds=20):
