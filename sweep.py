@@ -73,11 +73,13 @@ def read_study(config: config_dict.ConfigDict) -> tuple[Study, dict]:
     if not there and not flags.FLAGS.space:
         raise UserError(f"--study: no study in {path}; give --space FILE to start one")
     if there and not any(arg.startswith("--config") for arg in sys.argv):
-        with config.unlocked():
-            config.update(config_dict.ConfigDict(there["config"]))
+        study_of.take_over(config, there["config"], path)
     chosen = {name: option(name, there) for name in OPTIONS}
     shown = chosen["storage"] and trial_queue.without_password(chosen["storage"])
-    found, description = study_of.read(path, config, chosen, shown, there)
+    space_given = flags.FLAGS["space"].present
+    found, description = study_of.read(path, config, chosen, shown, there, space_given=space_given)
+    if there and not flags.FLAGS["storage"].present and not study_of.is_file_in(found.storage, path):
+        log.warning("uses the storage %s, which %s names", trial_queue.without_password(found.storage), path)
     if flags.FLAGS.pack and found.objective == "sec_to_target":
         raise UserError("--pack: its runs wait for each other; allowed with --objective sec_to_target: no --pack")
     return found, description
@@ -354,6 +356,7 @@ def main(config: config_dict.ConfigDict) -> int:
     """Runs the study; returns the exit code."""
     if not flags.FLAGS.study:
         raise UserError("--study: missing; allowed: the study's folder, runs/studies/NAME")
+    configs.use_compilation_cache(config.augment.cache_dir)  # before a study.json may name another
     study, description = read_study(config)
     configs.start(study.config)
     if flags.FLAGS.pack and jax.process_count() > 1:

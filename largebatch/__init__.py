@@ -1,6 +1,11 @@
 """What the scripts share, one idea per file."""
 
 
+def printable(text: object) -> str:
+    """`text` with control characters shown escaped, for a file that others made must not steer a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 class UserError(Exception):
     """A mistake the user can mend: its text is one line and is printed without a traceback."""
 

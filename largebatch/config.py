@@ -18,7 +18,7 @@ from absl import flags
 from etils import epath
 from ml_collections import config_dict, config_flags
 
-from largebatch import BadSetting, UserError, devices, schedules, traces
+from largebatch import BadSetting, UserError, devices, display, printable, schedules, traces
 from largebatch.fields import differences, flatten
 from largebatch.optimizers import OPTIMIZERS
 
@@ -291,8 +291,12 @@ def resolve_batch_size(size, num_examples: int, field: str = "batch.size") -> in
 
 
 def use_compilation_cache(cache_dir: str) -> None:
-    """Keeps compiled programs between runs, where JAX_COMPILATION_CACHE_DIR says or else in `cache_dir`."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    """Keeps compiled programs between runs, where JAX_COMPILATION_CACHE_DIR says or else in `cache_dir`.
+
+    The first call of a process decides, as it does in JAX. Programs are code: a script that takes its config from
+    a folder that others may have made calls this before, with a `cache_dir` of the user's own.
+    """
+    if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(epath.Path(cache_dir).expanduser() / "xla"))
     # Small programs too.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -322,7 +326,7 @@ def start(config: config_dict.ConfigDict) -> dict:
 
 def run_script(main: Callable[[config_dict.ConfigDict], int | None]) -> NoReturn:
     """Parses --config and its overrides, validates, runs `main` and exits; see `exit_after`."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    display.log_to_stderr()
     logging.getLogger("largebatch").setLevel(logging.INFO)
 
     def parse_and_run():
@@ -342,10 +346,10 @@ def exit_after(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main() or 0
     except UsageError as error:
-        print(f"{script}: {error}", file=sys.stderr)
+        print(f"{script}: {printable(error)}", file=sys.stderr)
         code = EXIT_USAGE
     except UserError as error:
-        print(f"{script}: error: {error}", file=sys.stderr)
+        print(f"{script}: error: {printable(error)}", file=sys.stderr)
         code = EXIT_FAILED
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED

@@ -1,5 +1,6 @@
 """What a person sees of a run while it trains."""
 
+import logging
 import math
 import os
 import sys
@@ -9,9 +10,25 @@ from collections.abc import Callable
 
 from rich import box, console, live, progress, table, text
 
+from largebatch import printable
+
 
 def _four_digits(value: float | None) -> str:
     return "none" if value is None else f"{value:.4f}"
+
+
+class _Escaped(logging.Formatter):
+    """Messages as they are, but for characters that would steer the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
+
+
+def log_to_stderr() -> None:
+    """Shows warnings on stderr, without anything around them."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Escaped("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 class _Console(console.Console):
@@ -125,9 +142,9 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
         numbers = all(
             cell.replace(".", "", 1).replace("-", "").replace("e", "").isdigit() for cell in cells if cell
         )
-        out.add_column(name, justify="right" if numbers else "left", overflow="fold")
+        out.add_column(text.Text(printable(name)), justify="right" if numbers else "left", overflow="fold")
     for row in rows:
-        out.add_row(*row)
+        out.add_row(*(text.Text(printable(cell)) for cell in row))
     _Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(out)
 
 

@@ -1,5 +1,8 @@
 """A config as plain nested dicts: its fields by name, what identifies a run, and how two differ."""
 
+# Fields that may name a file or folder to be read.
+PATHS = ("dataset.path", "augment.cache_dir", "batch.trace", "train.init_from")
+
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:
     """Nested groups -> {"group.field": value}."""

@@ -1,5 +1,6 @@
 """Runs and studies read back from their folders, whatever state they are in.
 
+A folder may come from someone else: what its files name outside of it is said before it is read.
 A study is a folder with study.json and trials/0000, trials/0001, ..., each an ordinary run folder with a
 trial.json beside. Nothing here raises for a damaged or unfinished run: it is named among `problems`.
 """
@@ -114,6 +115,14 @@ class Study(NamedTuple):
         """Dotted names of the config fields that were searched."""
         named = dict.fromkeys(self.description.get("space") or {})
         return list(named | dict.fromkeys(name for run in self.runs for name in setting_of(run, ())))
+
+
+def lies_in(path, folder) -> bool:
+    """Whether a path is within a folder once links are followed; no path that cannot be followed is."""
+    try:
+        return Path(path).expanduser().resolve().is_relative_to(Path(folder).resolve())
+    except (OSError, ValueError, RuntimeError):  # "~nobody", a NUL, links in a circle
+        return False
 
 
 def number(value) -> float | int | None:

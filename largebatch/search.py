@@ -4,10 +4,10 @@ A point of a grid, of random or of quasi-random search follows from (seed, numbe
 a sweep that is killed and started again, or shared by several processes, tries the same points.
 """
 
+import hashlib
 import itertools
 import json
 import math
-import runpy
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -53,14 +53,20 @@ class Options(NamedTuple):
 
 
 class SpaceFile(NamedTuple):
-    """A space; `derive(config)`, which sets fields that follow from the searched ones; which points a grid has."""
+    """A space; `derive(config)`, which sets fields that follow from the searched ones; which points a grid has.
+
+    `sha256` is of the bytes that were run.
+    """
 
     space: Space
     derive: Callable
     includes: Callable[[dict], bool] | None
+    sha256: str
 
 
-def read_space(path: Path, rules: dict, nearest: Callable[[str], str]) -> SpaceFile:
+def read_space(
+    path: Path, rules: dict, nearest: Callable[[str], str], expected_sha256: str | None = None
+) -> SpaceFile:
     """Runs a space file: `get_space()` gives {field: optuna distribution}.
 
     Optional are `derive(config)`, and `includes(values)`, which says of each point of a grid whether to try it.
@@ -68,13 +74,22 @@ def read_space(path: Path, rules: dict, nearest: Callable[[str], str]) -> SpaceF
     Args:
       rules: field -> (is a value allowed?, what is allowed).
       nearest: unknown field -> hint.
+      expected_sha256: of the file, which is not run if it has another.
     Raises:
       UserError: the file cannot be run, or names unknown fields or values that are not allowed; all of them.
     """
     if not path.is_file():
         raise UserError(f"--space: {path} is not a file")
     try:
-        module = runpy.run_path(str(path))
+        content = path.read_bytes()  # once: what is hashed is what is run
+    except OSError as error:
+        raise UserError(f"--space: {path} cannot be read ({error.strerror})") from error
+    sha256 = hashlib.sha256(content).hexdigest()
+    if expected_sha256 not in (None, sha256):
+        raise UserError(f"--space: {path} has changed since the study was started; give --space FILE to run it")
+    module: dict = {"__name__": "<space>", "__file__": str(path)}
+    try:
+        exec(compile(content, str(path), "exec", dont_inherit=True), module)
         if not callable(module.get("get_space")):
             raise UserError(f"--space: {path} has no function get_space()")
         space = module["get_space"]()
@@ -97,7 +112,7 @@ def read_space(path: Path, rules: dict, nearest: Callable[[str], str]) -> SpaceF
     problems = [text for field, values in space.items() for text in _problems(field, values, rules, nearest)]
     if problems:
         raise UserError(f"--space: {path}: {'; '.join(problems)}")
-    return SpaceFile(space, module.get("derive", lambda config: None), module.get("includes"))
+    return SpaceFile(space, module.get("derive", lambda config: None), module.get("includes"), sha256)
 
 
 def _problems(field: str, values, rules: dict, nearest: Callable[[str], str]) -> list[str]:

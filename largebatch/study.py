@@ -1,13 +1,17 @@
 """What a study is: a space, how it is searched, and the config that all its runs start from."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import sqlalchemy
 from ml_collections import config_dict
 
-from largebatch import BadSetting, UserError, fields, search
+from largebatch import BadSetting, UserError, fields, runs, search
 from largebatch import config as configs
+
+log = logging.getLogger("largebatch")
 
 OBJECTIVES = {
     "best_val_accuracy": "maximize",
@@ -15,7 +19,7 @@ OBJECTIVES = {
     "examples_to_target": "minimize",
     "sec_to_target": "minimize",
 }
-MAY_CHANGE = ("trials", "seeds", "best_seeds", "space_file")
+MAY_CHANGE = ("trials", "seeds", "best_seeds", "space_file", "space_sha256")
 BEST_BY = ("batch.size", "optimizer.name")  # --best_seeds: the best of each value of the first that is searched
 
 
@@ -51,7 +55,15 @@ class Study(NamedTuple):
         return config
 
 
-def read(path: Path, config: config_dict.ConfigDict, chosen: dict, shown_storage: str | None, there: dict):
+def read(
+    path: Path,
+    config: config_dict.ConfigDict,
+    chosen: dict,
+    shown_storage: str | None,
+    there: dict,
+    *,
+    space_given: bool,
+):
     """The study in folder `path` that `config` and the options in `chosen` ask for, and its study.json.
 
     Args:
@@ -59,12 +71,13 @@ def read(path: Path, config: config_dict.ConfigDict, chosen: dict, shown_storage
         grid), seeds, best_seeds, storage (a database URL, or None for SQLite in the folder), heartbeat_sec.
       shown_storage: the URL without its password.
       there: the study.json that is there, or {}.
+      space_given: whether the user named the space file, else `there` does.
     Raises:
       UserError: an option, the space or a point of it is not allowed; or `there` is another study.
     """
     default = "steps_to_target" if config.train.target_accuracy else "best_val_accuracy"
     chosen = chosen | {"objective": chosen["objective"] or default}
-    space, derive, includes = search.read_space(Path(chosen["space"]), configs.RULES, configs.nearest_field)
+    space, derive, includes, sha256 = read_space_file(path, Path(chosen["space"]), there, space_given)
     if includes and chosen["sampler"] != "grid":
         raise UserError(f"--sampler: {chosen['sampler']}; allowed with a space that has includes(): grid")
     settings = number_of_settings(space, includes, chosen, config)
@@ -86,6 +99,7 @@ def read(path: Path, config: config_dict.ConfigDict, chosen: dict, shown_storage
     description = chosen | {
         "space": search.as_json(space),
         "space_file": chosen["space"],
+        "space_sha256": sha256,
         "storage": shown_storage,
         "config": config.to_dict(),
     }
@@ -94,6 +108,51 @@ def read(path: Path, config: config_dict.ConfigDict, chosen: dict, shown_storage
     description = json.loads(json.dumps(description))
     refuse_another(path, description, there)
     return study, description
+
+
+def take_over(config: config_dict.ConfigDict, recorded: dict, path: Path) -> None:
+    """Makes `config` the one that the study in folder `path` recorded; names the other places that it will use."""
+    before = fields.flatten(config.to_dict())
+    # Where hosts meet is the user's to say each time: no folder makes this process call someone.
+    recorded = recorded | {"devices": {"platform": recorded["devices"]["platform"]}}
+    with config.unlocked():
+        config.update(config_dict.ConfigDict(recorded))
+    after = fields.flatten(config.to_dict())
+    for field in fields.PATHS:
+        value = after[field]
+        if isinstance(value, str) and value != before[field] and not runs.lies_in(value, path):
+            log.warning("uses %s %s, which %s names", field, value, path)
+
+
+def read_space_file(path: Path, file: Path, there: dict, given: bool) -> search.SpaceFile:
+    """Runs the space file of the study in folder `path`.
+
+    One that only the study.json `there` names is run if it is the user's own, and what the study was started with:
+    the folder may come from someone else, and a space file is a program.
+
+    Raises:
+      UserError: it is not run, or see `search.read_space`.
+    """
+    if given:
+        return search.read_space(file, configs.RULES, configs.nearest_field)
+    why = None
+    if not any(runs.lies_in(file, folder) for folder in (configs.ROOT, Path.cwd())):
+        why = "lies outside this project and the current folder"
+    elif runs.lies_in(file, path):
+        why = "lies in that folder itself"
+    elif not isinstance(there.get("space_sha256"), str):
+        why = "was recorded without a SHA-256"
+    if why:
+        raise UserError(f"--study: {path} names the space file {file}, which {why}; give --space FILE to run it")
+    return search.read_space(file, configs.RULES, configs.nearest_field, there["space_sha256"])
+
+
+def is_file_in(url: str, folder: Path) -> bool:
+    """Whether a database URL is an SQLite file in a folder, once links are followed."""
+    parts = sqlalchemy.engine.make_url(url)
+    if parts.get_backend_name() != "sqlite" or not parts.database or parts.query:  # which may name another file
+        return False
+    return runs.lies_in(parts.database, folder)
 
 
 def number_of_settings(space: search.Space, includes, chosen: dict, config) -> int:

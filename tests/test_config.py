@@ -1,4 +1,5 @@
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -199,13 +200,15 @@ def test_differences_name_the_fields():
     assert fields.differences(ours, theirs, names) == "a.c: 2 here, 3 there; a.d: 'missing' here, 4 there"
 
 
-def test_compiled_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):
+def test_compiled_programs_are_kept_where_the_user_says_first(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     try:
         config.use_compilation_cache(str(tmp_path))
-        assert jax.config.jax_compilation_cache_dir == before
-        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+        assert jax.config.jax_compilation_cache_dir == before == os.environ["JAX_COMPILATION_CACHE_DIR"]
+        jax.config.update("jax_compilation_cache_dir", None)
         config.use_compilation_cache(str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+        config.use_compilation_cache("/of/a/study/that/someone/sent")
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -95,7 +95,7 @@ def test_a_missing_space_file(tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.py")), ids=lambda path: path.stem)
 def test_the_spaces_that_come_along_are_sound(path):
     """Every trial of their grids has a config that would start."""
-    space, derive, includes = search.read_space(path, RULES, nearest_field)
+    space, derive, includes, _ = search.read_space(path, RULES, nearest_field)
     (config_path,) = re.findall(r"--config (configs/\w+)\.py", path.read_text())
     if any(getattr(distribution, "step", 1) is None for distribution in space.values()):
         trials = search.points(space, "random", 0, 20)

@@ -312,14 +312,15 @@ def command(tmp_path_factory, session_cache):
 
     def run(*arguments, study="study", space="space.py", config=given, env=None):
         space = [f"--space={folder / space}"] if space else []
-        return run_script("sweep.py", f"--study={folder / study}", *space, *config, *arguments, env=env)
+        options = [f"--study={folder / study}", *space, *config, *arguments]
+        return run_script(ROOT / "sweep.py", *options, env=env, cwd=folder)
 
     run.folder = folder
     run.config = given
     return run
 
 
-def test_the_command_its_leaderboard_and_going_on(command):
+def test_the_command_its_leaderboard_and_going_on(command, session_cache):
     result = command("--trials=2")
     assert result.returncode == 0, result.stderr
     assert "2 of 2 trials ended" in result.stdout
@@ -328,6 +329,8 @@ def test_the_command_its_leaderboard_and_going_on(command):
     more = command("--trials=3", space=None, config=[])
     assert more.returncode == 0, more.stderr
     assert more.stdout.count("started at update 0") == 1
+    named = [line for line in more.stderr.splitlines() if "which" in line]
+    assert named == [f"uses augment.cache_dir {session_cache}, which {command.folder / 'study'} names"]
     described = json.loads((command.folder / "study" / "study.json").read_text())
     assert described["config"]["dataset"]["num_examples"] == 100
     assert described["trials"] == 3
