@@ -4,6 +4,7 @@
     python evaluate.py runs/eurosat --split test --out test.csv
     python evaluate.py runs/eurosat --split test --views --ema       another accuracy, never the plain one
     python evaluate.py runs/eurosat --images photos.zip --out photos.csv
+    python evaluate.py runs/theirs --config.dataset.path EuroSAT.zip   the data from here, not from where it says
 
 Takes the checkpoint with the best validation accuracy. Images given by --images count as labelled where
 the folder they lie in is a class of the run; all others are predicted only. On several hosts run it on
@@ -20,21 +21,40 @@ from pathlib import Path
 import jax
 import numpy as np
 from absl import flags
+from etils import epath
 from ml_collections import config_dict
-from rich import box, console, table
+from rich import box, console, table, text
 
 import augment
 import model as models
 import programs
 from configs import default
-from largebatch import UserError, checkpoints, data, devices, evaluation, files, images, resume
+from largebatch import (
+    UserError,
+    checkpoints,
+    data,
+    devices,
+    display,
+    evaluation,
+    files,
+    images,
+    printable,
+    resume,
+    runs,
+)
+from largebatch import cache as caches
 from largebatch import config as configs
 
+log = logging.getLogger("largebatch")
 
-def load_run(run: Path) -> tuple[config_dict.ConfigDict, dict, dict, int]:
+OVERRIDES = ("dataset.path", "augment.cache_dir")  # that the command line may give for those in a run's config
+
+
+def load_run(run: Path, overrides: dict[str, str] | None = None) -> tuple[config_dict.ConfigDict, dict, dict, int]:
     """Config, description of the data, arrays and step of a run's best checkpoint.
 
-    Read by the primary host; the others get all but the arrays, for which they have {}.
+    Read by the primary host; the others get all but the arrays, for which they have {}. `overrides` take the place
+    of fields of the config.
 
     Raises:
       UserError: no such run, or its checkpoints or config cannot be used; on every host.
@@ -47,26 +67,79 @@ def load_run(run: Path) -> tuple[config_dict.ConfigDict, dict, dict, int]:
         config.update(config_dict.ConfigDict(description["config"]))
     # How the batch changed is over, and its file may be gone.
     config.batch.update({"trace": None, "per_device_batch_size": None, "hold_last": False})
+    config.update_from_flattened_dict(overrides or {})
     configs.validate(config)
     return config, description["data"], arrays, description["step"]
 
 
-def read_split(config, split: str, expected: str) -> images.Dataset:
-    """Images and labels of a split from the run's cache, built again if it is gone.
+def read_split(run: Path, config, split: str, recorded: dict, overrides: dict[str, str]) -> images.Dataset:
+    """Images and labels of a split of the run's data, `recorded` in its checkpoint.
+
+    Read from the user's own cache, else from the one that the run names, else decoded again into the user's own. A
+    run may come from someone else: nothing is changed where it points, and what is read there is named.
 
     Raises:
-      UserError: the digest of the example ids is not `expected`, so the split is another.
+      UserError: the digest of the example ids is another, so the split is another.
     """
+    own_cache_dir = overrides.get("augment.cache_dir") or default.get_config().augment.cache_dir
+    dataset = find_cached(own_cache_dir, split, recorded)
+    if dataset is None and config.augment.cache_dir != own_cache_dir:
+        name_foreign(run, "augment.cache_dir", config.augment.cache_dir)
+        dataset = find_cached(config.augment.cache_dir, split, recorded)
+    if dataset is not None:
+        return dataset
+    config.augment.cache_dir = own_cache_dir
+    if config.dataset.path and "dataset.path" not in overrides:
+        name_foreign(run, "dataset.path", config.dataset.path)
 
     def read(cache):
-        pixels = devices.aligned_empty((cache.count(split), *cache.image_shape), np.uint8)
-        cache.read_images(split, np.arange(len(pixels)), pixels.reshape(len(pixels), -1))
-        if cache.identity()["ids"] != expected:
+        dataset = read_cache(cache, split)
+        if cache.identity()["ids"] != recorded["ids"]:
             raise UserError(f"dataset: the examples of {cache.manifest['source']} are not those of the run")
-        labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")
-        return images.Dataset(pixels, labels, cache.class_names, ids.tolist())
+        return dataset
 
     return augment.with_cache(config, read)[1]
+
+
+def name_foreign(run: Path, field: str, path: str) -> None:
+    """Says that a place outside the run folder is read for no other reason than that the run's config names it."""
+    if devices.is_primary() and not runs.lies_in(path, run):
+        log.warning("reads %s %s, which %s names", field, path, run)
+
+
+def find_cached(cache_dir: str, split: str, recorded: dict) -> images.Dataset | None:
+    """The split where a sound cache of just these data is in `cache_dir` on every host; changes nothing there."""
+
+    dataset = None
+    try:
+        for manifest in sorted(epath.Path(cache_dir).expanduser().glob("[!.]*/manifest.json")):
+            if cache := open_if_of(manifest.parent, recorded):
+                dataset = read_cache(cache, split)
+                break
+    except caches.DamagedCache as damage:
+        log.warning("damaged cache: %s", damage)
+    except (OSError, ImportError):  # nothing there that this host can read
+        pass
+    everywhere = all(map(json.loads, devices.gather_text(json.dumps(dataset is not None))))
+    return dataset if everywhere else None
+
+
+def open_if_of(folder: epath.Path, recorded: dict) -> caches.Cache | None:
+    """A cache folder that holds just the data of `recorded`."""
+    try:
+        cache = caches.open_folder(folder)
+    except caches.DamagedCache:  # of some data set; who needs it will say so
+        return None
+    identity = cache.identity()
+    return cache if identity == {name: recorded.get(name) for name in identity} else None
+
+
+def read_cache(cache: caches.Cache, split: str) -> images.Dataset:
+    """Images and labels of a split; raises DamagedCache."""
+    pixels = devices.aligned_empty((cache.count(split), *cache.image_shape), np.uint8)
+    cache.read_images(split, np.arange(len(pixels)), pixels.reshape(len(pixels), -1))
+    labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")
+    return images.Dataset(pixels, labels, cache.class_names, ids.tolist())
 
 
 def read_images(path: str, class_names: list[str], size: int) -> images.Dataset:
@@ -119,8 +192,8 @@ def predict(logits_fn, variables, dataset: images.Dataset) -> np.ndarray:
 def print_results(dataset: images.Dataset, logits: np.ndarray, what: str) -> None:
     """Accuracy and loss over the labelled images, and a line per class."""
     out, known = console.Console(highlight=False), dataset.labels >= 0
-    out.print(what, markup=False, soft_wrap=True)
-    predicted, names = logits.argmax(axis=1), dataset.class_names
+    out.print(printable(what), markup=False, soft_wrap=True)
+    predicted, names = logits.argmax(axis=1), [printable(name) for name in dataset.class_names]
     if not known.any():
         counts = np.bincount(predicted, minlength=len(names))
         found = ", ".join(f"{count} {name}" for name, count in zip(names, counts, strict=True) if count)
@@ -137,7 +210,7 @@ def print_results(dataset: images.Dataset, logits: np.ndarray, what: str) -> Non
         wrong = np.bincount(hits[own & ~called], minlength=len(names))
         taken = f"{names[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
         recall, precision = (_share(part, own & called) for part in (own, called))
-        rows.add_row(name, f"{own.sum():,}", recall, precision, taken)
+        rows.add_row(text.Text(name), f"{own.sum():,}", recall, precision, text.Text(taken))
     out.print(rows)
     out.print(f"accuracy {scores.accuracy:.4f}, loss {scores.loss:.4f} over {scores.num_examples:,} images")
     if not known.all():
@@ -166,24 +239,34 @@ def write_csv(path: str, dataset: images.Dataset, logits: np.ndarray) -> None:
 
 
 def evaluate(
-    run: Path, split: str, path: str | None, out: str | None, *, views: bool = False, ema: bool = False
+    run: Path,
+    split: str,
+    path: str | None,
+    out: str | None,
+    *,
+    views: bool = False,
+    ema: bool = False,
+    overrides: dict[str, str] | None = None,
 ) -> float | None:
     """Prints the results of a run on a split, or on the images in `path`; returns the accuracy if there is one.
 
     With `views` logits are the mean over the 8 views of an image, with `ema` parameters their moving average.
+    `overrides` {field: value} are for those of OVERRIDES.
 
     Every host calls it; the primary host prints and writes.
 
     Raises:
       UserError: the run or the images cannot be used, or `out` not be written; on every host.
     """
+    overrides = overrides or {}
+    # Never where the run says: programs are code.
+    configs.use_compilation_cache(overrides.get("augment.cache_dir", default.get_config().augment.cache_dir))
     devices.start()
-    config, description, arrays, step = load_run(run)
-    configs.use_compilation_cache(config.augment.cache_dir)
+    config, description, arrays, step = load_run(run, overrides)
     if path:
         dataset = read_images(path, description["class_names"], description["image_shape"][0])
     else:
-        dataset = read_split(config, split, description["ids"])
+        dataset = read_split(run, config, split, description, overrides)
     shape = dataset.images.shape[1:]
     network = programs.make_network(config, len(dataset.class_names))
     variables = read_variables(network, shape, arrays, run, ema=ema)
@@ -210,19 +293,24 @@ def main() -> None:
       UsageError: the command line cannot be read.
       UserError: see `evaluate`.
     """
-    logging.basicConfig(format="%(message)s")
+    display.log_to_stderr()
     flags.DEFINE_enum("split", "val", ["val", "test"], "Which split of the run's own data.")
     flags.DEFINE_string("images", None, "A folder or zip of images instead of a split.")
     flags.DEFINE_string("out", None, "Write the predictions to this CSV file.")
     flags.DEFINE_bool("views", False, "Average the logits over the 8 views of each image.")
     flags.DEFINE_bool("ema", False, "Take the moving average of the parameters.")
+    for field in OVERRIDES:
+        flags.DEFINE_string(f"config.{field}", None, f"Instead of {field} in the run's config.")
     given = configs.parse_plain_flags(sys.argv)
     if len(given) != 1:
         raise configs.UsageError(f"give one run folder; found {' '.join(given) or 'none'}")
     if flags.FLAGS.images and flags.FLAGS["split"].present:
         raise configs.UsageError("--images and --split: allowed: one of them")
     how = {"views": flags.FLAGS.views, "ema": flags.FLAGS.ema}
-    evaluate(Path(given[0]).expanduser(), flags.FLAGS.split, flags.FLAGS.images, flags.FLAGS.out, **how)
+    values = {field: flags.FLAGS[f"config.{field}"].value for field in OVERRIDES}
+    overrides = {field: value for field, value in values.items() if value is not None}
+    run = Path(given[0]).expanduser()
+    evaluate(run, flags.FLAGS.split, flags.FLAGS.images, flags.FLAGS.out, overrides=overrides, **how)
 
 
 if __name__ == "__main__":

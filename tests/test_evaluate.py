@@ -9,7 +9,14 @@ from conftest import assert_one_line_error, make_folder, run_script
 
 import evaluate
 import train
-from largebatch import UserError
+from largebatch import UserError, images
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch) -> Path:
+    """A home of its own, and in it the user's own cache."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +84,83 @@ def test_a_run_without_moving_average_says_so(run):
         evaluate.evaluate(run, "val", None, None, ema=True)
 
 
-def test_a_damaged_cache_is_built_again(run, caplog):
-    config = json.loads((run / "config.json").read_text())
-    (path,) = Path(config["augment"]["cache_dir"]).glob("trees-*/test_images.npy")
+def cache_of(run) -> Path:
+    return Path(json.loads((run / "config.json").read_text())["augment"]["cache_dir"])
+
+
+def damage(path: Path) -> bytes:
+    """Flips a bit of a file; returns what it holds then."""
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    accuracy = evaluate.evaluate(run, "test", None, None)
-    assert 0 <= accuracy <= 1
-    assert "damaged cache" in caplog.text
+    return bytes(content)
+
+
+def test_a_damaged_cache_of_the_run_is_left_as_it_is_and_one_of_the_users_built_again(
+    run, folder, tmp_path, home, caplog
+):
+    theirs = tmp_path / "theirs"
+    shutil.copytree(cache_of(run), theirs)
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    accuracy = evaluate.evaluate(copy, "test", None, None)
+    for cache_dir in (cache_of(run), theirs):
+        (images,) = cache_dir.glob("trees-*/test_images.npy")
+        whole, damaged = images.read_bytes(), damage(images)
+        caplog.clear()
+        overrides = {} if cache_dir != theirs else {"augment.cache_dir": str(theirs)}
+        assert evaluate.evaluate(copy, "test", None, None, overrides=overrides) == accuracy
+        assert f"damaged cache: {images}" in caplog.text
+        assert f"reads dataset.path {folder}, which {copy} names" in caplog.messages
+        assert images.read_bytes() == (whole if cache_dir == theirs else damaged)
+        images.write_bytes(whole)
+    assert len(list(home.glob(".cache/largebatch/trees-*"))) == 1
+
+
+def test_what_is_read_elsewhere_is_named_and_programs_are_the_users_own(run, home):
+    result = run_script("evaluate.py", run, env={"JAX_COMPILATION_CACHE_DIR": ""})
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines() == [f"reads augment.cache_dir {cache_of(run)}, which {run} names"]
+    assert any((home / ".cache" / "largebatch" / "xla").iterdir())
+    assert not (cache_of(run) / "xla").exists()
+
+
+def test_what_the_command_line_gives_takes_the_place_of_what_the_run_names(run, folder, tmp_path, home):
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, moved)
+    mine = tmp_path / "mine"
+    given = [f"--config.augment.cache_dir={mine}", "--config.dataset.path", moved]
+    first = run_script("evaluate.py", run, *given)
+    assert (first.returncode, first.stderr) == (0, ""), first.stderr
+    assert len(list(mine.glob("trees-*/manifest.json"))) == 1
+    shutil.rmtree(moved)
+    again = run_script("evaluate.py", run, "--config.augment.cache_dir", mine)  # which holds all there is to read
+    assert (again.returncode, again.stderr, again.stdout) == (0, "", first.stdout)
+    assert not home.exists()
+    empty = [f"--config.augment.cache_dir={tmp_path / 'empty'}", f"--config.dataset.path={moved}"]
+    assert_one_line_error(run_script("evaluate.py", run, *empty), f"dataset.path: {moved} does not exist")
+    assert_one_line_error(run_script("evaluate.py", run, "--config.seed=1"), "config.seed", code=2)
+
+
+def test_what_lies_in_the_run_folder_needs_no_word(run, tmp_path, caplog):
+    evaluate.name_foreign(run, "augment.cache_dir", str(run / "cache"))
+    (run / "link").symlink_to(tmp_path)
+    assert caplog.messages == []
+    evaluate.name_foreign(run, "augment.cache_dir", str(run / "link"))
+    assert caplog.messages == [f"reads augment.cache_dir {run / 'link'}, which {run} names"]
+    (run / "link").unlink()
+
+
+def test_names_that_others_gave_do_not_steer_the_terminal(capsys):
+    names = ["\x1b[2J", "[/nothing]", "ash\r"]
+    dataset = images.Dataset(np.zeros((3, 8, 8, 3), np.uint8), np.arange(3), names, ["a", "b", "c"])
+    evaluate.print_results(dataset, np.roll(np.eye(3), 1, axis=0), "run \x1b]0;title\x07")
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "\r" not in shown
+    for text in (r"\x1b[2J", "[/nothing]", r"ash\r", r"run \x1b]0;title\x07"):
+        assert text in shown
 
 
 def test_images_of_a_folder_and_a_zip(run, folder, tmp_path, capsys):
@@ -118,7 +193,9 @@ def test_bad_input_is_one_line(run, tmp_path):
     cases = {
         (tmp_path / "nowhere",): ("nowhere is no run folder",),
         (run, "--images", tmp_path / "empty"): ("--images:", "holds no .jpg"),
-        (run, "--out", "/nowhere/x.csv"): ("--out: cannot write /nowhere/x.csv",),
+        (run, "--config.augment.cache_dir", cache_of(run), "--out", "/nowhere/x.csv"): (
+            "--out: cannot write /nowhere/x.csv",
+        ),
     }
     for arguments, words in cases.items():
         assert_one_line_error(run_script("evaluate.py", *arguments), *words)

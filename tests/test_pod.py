@@ -154,7 +154,7 @@ def test_evaluation_on_two_hosts_is_that_of_one(tmp_path):
     (images,) = hosts[1].glob("cache/*/val_images.npy")
     content = images.read_bytes()
     images.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    evaluate = [str(ROOT / "evaluate.py"), "run", "--out"]
+    evaluate = [str(ROOT / "evaluate.py"), "run", "--config.augment.cache_dir=cache", "--out"]
     four = {"JAX_NUM_CPU_DEVICES": "4"}
     one = run_script(*evaluate, "one.csv", cwd=hosts[0], env=four)
     assert one.returncode == 0, one.stderr
