@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from largebatch import UserError, analysis, runs
+from largebatch import UserError, analysis, printable, runs
 from largebatch.files import replacing
-from pages import panels, sections
+from pages import confusion, panels, sections
 from pages.panels import Group
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -114,9 +114,20 @@ def write(path: Path, content: bytes, option: str) -> None:
         raise UserError(f"{option}: cannot write {path} ({error.strerror or error})") from error
 
 
-def write_report(arguments: argparse.Namespace) -> str:
-    """Writes everything once; returns a line that says what."""
+def name_foreign(groups: list[Group], said: set[confusion.Place]) -> None:
+    """Says on stderr what is read outside of a run folder because the run names it; adds it to `said`."""
+    for run in (run for group in groups for run in sections.confusion_runs(group)):
+        place = confusion.picture_place(run)
+        if place and place not in said and not runs.lies_in(place.path, run.path):
+            line = f"reads {place.field} {place.path}, which {run.path} names"
+            print(printable(line), file=sys.stderr, flush=True)
+            said.add(place)
+
+
+def write_report(arguments: argparse.Namespace, said: set[confusion.Place]) -> str:
+    """Writes everything once; returns a line that says what. For `said` see `name_foreign`."""
     groups = read_groups(arguments.paths)
+    name_foreign(groups, said)
     described = [panels.describe(group) for group in groups]
     confusions = [sections.read_confusions(group) for group in groups]
     page = sections.make_page(groups, described, confusions, arguments.watch, arguments.updates_to)
@@ -149,15 +160,15 @@ def write_report(arguments: argparse.Namespace) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
-    given = parse(arguments)
+    given, said = parse(arguments), set()
     try:
         while True:
-            print(write_report(given), flush=True)
+            print(printable(write_report(given, said)), flush=True)
             if not given.watch:
                 return 0
             time.sleep(given.watch)
     except UserError as error:
-        print(f"report.py: error: {error}", file=sys.stderr)
+        print(f"report.py: error: {printable(error)}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import io
 import re
+import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -11,9 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.runs import Run
+from largebatch.runs import Run, lies_in
 
 MAX_PIXELS = 96  # of an example, on its longer side
+# What is read of a file that a run names, and decoded of it.
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
+FORMATS = ("JPEG", "PNG", "TIFF")
+MAX_BYTES, MAX_DECODED = 1 << 26, 1 << 24  # of a file; pixels
 NUMBERED = re.compile(r"(.+?)_\d+\.\w+")  # AnnualCrop_12.jpg
 
 
@@ -84,7 +89,7 @@ def read_confusion(run: Run, pairs: int = 5, examples: int = 4) -> tuple[Confusi
             shown = [Example(str(ids[i]), float(sure[i]), read(str(ids[i]))) for i in chosen]
             worst.append(Mistake(true, wrong, int(matrix[true, wrong]), shown))
     if missing is None and worst and not any(example.picture for mistake in worst for example in mistake.examples):
-        missing = f"no example was found in {run.field('dataset.path')}"
+        missing = f"no example was found in {picture_place(run).path}"
     return Confusion(class_names(labels, ids, classes), matrix, worst, missing), None
 
 
@@ -127,53 +132,93 @@ def class_names(labels: np.ndarray, ids: np.ndarray, classes: int) -> list[str]:
 # ---- pictures ----------------------------------------------------------------------------------------
 
 
+class Place(NamedTuple):
+    """Where a run's config says that its images are: a field of it, and the folder or zip that it means."""
+
+    field: str
+    path: str
+
+
+def picture_place(run: Run) -> Place | None:
+    """Where example pictures are read from, if the run names a place."""
+    path, cache = run.field("dataset.path"), run.field("augment.cache_dir")
+    if "synthetic" in (run.field("dataset.name"), run.field("dataset.source")):
+        return None
+    if isinstance(path, str):
+        return Place("dataset.path", path)
+    if path is None and run.field("dataset.name") == "eurosat" and isinstance(cache, str):
+        return Place("augment.cache_dir", f"{cache}/EuroSAT.zip")  # where train.py keeps its download
+    return None
+
+
 @contextlib.contextmanager
 def picture_reader(run: Run) -> Iterator[tuple[Callable[[str], str | None], str | None]]:
-    """Yields (what gives the data: URI of an example id, or None; why no picture can be had, or None)."""
+    """Yields (what gives the data: URI of an example id, or None; why no picture can be had, or None).
+
+    A run may come from someone else. Only images are read, for ids that its predictions name, and nothing outside
+    the place of `picture_place`.
+    """
     none = lambda example_id: None  # noqa: E731
-    path, missing, cache = run.field("dataset.path"), None, run.field("augment.cache_dir")
-    if path is None and run.field("dataset.name") == "eurosat" and isinstance(cache, str):
-        path = f"{cache}/EuroSAT.zip"  # where train.py keeps its download
-    if run.field("dataset.name") == "synthetic" or run.field("dataset.source") == "synthetic":
-        missing = "synthetic images have no files"
-    elif not isinstance(path, str):
-        missing = "the run names no dataset.path"
-    elif not Path(path).expanduser().exists():
-        missing = f"dataset.path {path} does not exist here"
-    if missing:
-        yield none, missing
+    place = picture_place(run)
+    if place is None:
+        synthetic = "synthetic" in (run.field("dataset.name"), run.field("dataset.source"))
+        yield none, "synthetic images have no files" if synthetic else "the run names no dataset.path"
         return
-    path = Path(path).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(place.path).expanduser()
+        kind = path.stat().st_mode
+    except (OSError, ValueError, RuntimeError):  # "~nobody", a NUL
+        yield none, f"{place.field} {place.path} does not exist here"
+        return
+    if stat.S_ISDIR(kind):
         yield lambda example_id: _picture(lambda: _find(path, example_id)), None
         return
     try:
+        if not stat.S_ISREG(kind):
+            raise OSError("no regular file")
         archive = zipfile.ZipFile(path)
     except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
-        yield none, f"dataset.path {path} is not a readable zip file ({error})"
+        yield none, f"{place.field} {path} is not a readable zip file ({error})"
         return
     with archive:
         # By the last two parts, Class/file: folders around them are not in an id.
-        names = {"/".join(name.split("/")[-2:]): name for name in archive.namelist()}
-        yield lambda example_id: _picture(lambda: archive.read(names[example_id])), None
+        entries = {"/".join(entry.filename.split("/")[-2:]): entry for entry in archive.infolist()}
+        yield lambda example_id: _picture(lambda: _unpack(archive, entries[example_id])), None
+
+
+def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    _check_size(entry.file_size)
+    return archive.read(entry)
 
 
 def _find(root: Path, example_id: str) -> bytes:
-    parts = PurePosixPath(example_id).parts
-    if len(parts) != 2 or ".." in parts:  # an id is Class/file: it leads nowhere else
+    """The file of an id Class/file, which leads nowhere else, not by a link either."""
+    name = PurePosixPath(example_id)
+    if name.is_absolute() or len(name.parts) != 2 or ".." in name.parts:
+        raise FileNotFoundError(example_id)
+    if name.suffix.lower() not in IMAGE_SUFFIXES:
         raise FileNotFoundError(example_id)
     for folder in (root, *sorted(p for p in root.iterdir() if p.is_dir())):
-        if (path := folder.joinpath(*parts)).is_file():
+        path = folder / name
+        if path.is_file() and lies_in(path, root):
+            _check_size(path.stat().st_size)
             return path.read_bytes()
     raise FileNotFoundError(example_id)
 
 
+def _check_size(size: int) -> None:
+    if size > MAX_BYTES:
+        raise ValueError(f"{size} bytes; allowed for a picture: {MAX_BYTES}")
+
+
 def _picture(read: Callable[[], bytes]) -> str | None:
-    """A small PNG as a data: URI, or None where the file is not there or damaged."""
+    """A small PNG as a data: URI, or None where the file is not there, no image, damaged or too large."""
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(read())) as image:
+        with Image.open(io.BytesIO(read()), formats=FORMATS) as image:
+            if image.width * image.height > MAX_DECODED:
+                return None
             image = image.convert("RGB")
             image.thumbnail((MAX_PIXELS, MAX_PIXELS))
             buffer = io.BytesIO()

@@ -298,6 +298,14 @@ def test_tpe_searches_and_all_its_trials_are_kept(config, tmp_path):
     assert len({setting["optimizer.learning_rate"] for setting in settings}) == 3
 
 
+def test_a_leaderboard_of_others_does_not_steer_the_terminal(capsys):
+    display.print_table(["[/name]", "value"], [["\x1b[2J", "[/x]"]])
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    for text in ("[/name]", r"\x1b[2J", "[/x]"):
+        assert text in shown
+
+
 # ---- the command ------------------------------------------------------------------------------------
 
 
