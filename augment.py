@@ -182,6 +182,7 @@ def _prepare_own_cache(config) -> caches.Cache:
         num_examples=fields.num_examples,
         seed=fields.split_seed,
         cache_dir=config.augment.cache_dir,
+        max_image_pixels=fields.max_image_pixels,
     )
     name = "".join(c if c.isalnum() else "_" for c in fields.name)
     folder = f"{name}-{caches.key(source, fields.split_seed, storage)}"

@@ -142,13 +142,13 @@ def read_cache(cache: caches.Cache, split: str) -> images.Dataset:
     return images.Dataset(pixels, labels, cache.class_names, ids.tolist())
 
 
-def read_images(path: str, class_names: list[str], size: int) -> images.Dataset:
+def read_images(path: str, class_names: list[str], size: int, max_pixels: int) -> images.Dataset:
     """All images in a folder or zip, resized to `size`, on every host; see `data.find_images`.
 
     Raises:
       UserError: a host cannot read them, or not the same ones; on every host.
     """
-    dataset = devices.agreed(lambda: data.find_images(path, class_names, size))
+    dataset = devices.agreed(lambda: data.find_images(path, class_names, size, max_pixels))
     digest = hashlib.sha256(dataset.images)
     digest.update("\n".join(dataset.example_ids).encode())
     if len(set(devices.gather_text(digest.hexdigest()))) > 1:
@@ -264,7 +264,8 @@ def evaluate(
     devices.start()
     config, description, arrays, step = load_run(run, overrides)
     if path:
-        dataset = read_images(path, description["class_names"], description["image_shape"][0])
+        size, max_pixels = description["image_shape"][0], config.dataset.max_image_pixels
+        dataset = read_images(path, description["class_names"], size, max_pixels)
     else:
         dataset = read_split(run, config, split, description, overrides)
     shape = dataset.images.shape[1:]

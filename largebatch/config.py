@@ -90,6 +90,7 @@ RULES: dict[str, Rule] = {
     "dataset.image_size": _or(_integer(8, 1024), None),
     "dataset.tfds_split": _TEXT,
     "dataset.num_examples": _integer(50, 10_000_000),
+    "dataset.max_image_pixels": _integer(1),
     "augment.storage": _one_of("expanded", "on_device"),
     "augment.shift": _integer(0),
     "augment.cache_dir": _TEXT,

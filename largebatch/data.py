@@ -7,18 +7,21 @@ import http.client
 import logging
 import os
 import pathlib
+import re
 import urllib.request
 import zipfile
 from pathlib import PurePosixPath
 
 from etils import epath
 
-from largebatch import UserError, images
+from largebatch import UserError, images, untrusted
 from largebatch.files import remove_stale, replacing
 
 log = logging.getLogger("largebatch")
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
+# Control characters, line ends, and what stands for bytes that are no UTF-8: no line of text can hold them.
+UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 # The 27,000 RGB JPEGs of Helber et al. 2019, tried in this order. The first is the authors' record, the
 # second torchvision's pinned copy of the original archive, whose SHA-256 is also the one TFDS checks.
@@ -45,6 +48,7 @@ def find_source(
     num_examples: int = 960,
     seed: int = 0,
     cache_dir: str = "~/.cache/largebatch",
+    max_image_pixels: int = images.MAX_IMAGE_PIXELS,
 ) -> images.Source:
     """Finds a data set without decoding it.
 
@@ -56,6 +60,7 @@ def find_source(
       image_size: side in pixels to resize to; needed where images differ in size.
       tfds_split: which TFDS split (or "train+test") is read, before our own split.
       num_examples, seed: of the synthetic set.
+      max_image_pixels: above which an image is refused; its file may have 4 bytes for each.
 
     Raises:
       UserError: nothing there, or it is not what `source` says.
@@ -70,7 +75,8 @@ def find_source(
             lambda: images.synthetic(num_examples, size, seed),
         )
     if source == "tfds":
-        return _tfds_source(EUROSAT_TFDS_NAME if name == "eurosat" else name, path, tfds_split, image_size)
+        tfds_name = EUROSAT_TFDS_NAME if name == "eurosat" else name
+        return _tfds_source(tfds_name, path, tfds_split, image_size, max_image_pixels)
     if path is None:
         if name != "eurosat":
             raise UserError(f"dataset.path: not given; dataset.source {source!r} of {name!r} needs one")
@@ -78,7 +84,7 @@ def find_source(
     root = epath.Path(path).expanduser()
     if not root.exists():
         raise UserError(f"dataset.path: {path} does not exist")
-    return (_zip_source if source == "zip" else _folder_source)(root, image_size)
+    return (_zip_source if source == "zip" else _folder_source)(root, image_size, max_image_pixels)
 
 
 def _guess_source(name: str, path: str | None) -> str:
@@ -122,7 +128,9 @@ def _is_readable(builder) -> bool:
     return builder.info.file_format is not None and builder.info.file_format.value == "array_record"
 
 
-def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | None) -> images.Source:
+def _tfds_source(
+    name: str, data_dir: str | None, split: str, image_size: int | None, max_pixels: int
+) -> images.Source:
     import tensorflow_datasets as tfds
 
     where = _tfds_dir(data_dir)
@@ -148,7 +156,7 @@ def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | 
     class_names = list(info.features["label"].names)
 
     def load() -> images.Dataset:
-        files = []
+        encoded = []
         for part in images.iterate_batches(len(rows), 256):  # in blocks: half the time of one by one
             try:
                 block = rows.__getitems__(range(part.start, part.stop))
@@ -160,8 +168,9 @@ def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | 
                     raise UserError(f"dataset.tfds_split: {split!r} of TFDS set {name!r} has rows without label")
                 file = row.get("filename", f"{number:09d}".encode()).decode()
                 example_id = file if "/" in file else f"{class_names[label]}/{file}"
-                files.append(images.ImageFile(example_id, label, lambda image=row["image"]: image))
-        return images.decode_dataset(files, class_names, image_size)
+                image = row["image"]
+                encoded.append(images.ImageFile(example_id, label, len(image), lambda image=image: image))
+        return images.decode_dataset(encoded, class_names, image_size, max_pixels)
 
     description = f"TFDS {info.full_name} [{split}]"
     return images.Source(
@@ -172,48 +181,61 @@ def _tfds_source(name: str, data_dir: str | None, split: str, image_size: int | 
 # ---- zip and folder ---------------------------------------------------------------------------------
 
 
-def _zip_entries(path: epath.Path) -> list[zipfile.ZipInfo]:
-    try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
-        raise UserError(f"dataset.path: {path} is not a readable zip file ({error})") from error
-    for name in (entry.filename for entry in entries):
-        parts = name.replace("\\", "/").split("/")
-        if name.startswith(("/", "\\")) or ".." in parts or ":" in parts[0]:
-            raise UserError(f"dataset.path: {path} holds the unsafe name {name!r}; allowed: relative names")
-    return entries
-
-
-def _zip_source(path: epath.Path, image_size: int | None) -> images.Source:
-    entries = _zip_entries(path)
+def _zip_source(path: epath.Path, image_size: int | None, max_pixels: int) -> images.Source:
+    entries = untrusted.list_zip(path, "dataset.path")
     labels, class_names = _labels_of([entry.filename for entry in entries], str(path))
+    entries = {entry.filename: entry for entry in entries if entry.filename in labels}
+    for entry in entries.values():
+        untrusted.check_entry(entry, f"dataset.path: {path}")
     # The directory of a zip holds the CRC-32 and size of every file: hashing it stands for the content.
-    listing = [f"{e.filename} {e.file_size} {e.CRC}" for e in entries if e.filename in labels]
+    listing = [f"{e.filename} {e.file_size} {e.CRC}" for e in entries.values()]
 
     def load() -> images.Dataset:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            return _load(labels, class_names, archive.read, image_size)
+        with untrusted.open_zip(path) as archive:
+            encoded = [
+                _from_zip(archive, entries[name], _example_id(name, class_names[label]), label)
+                for name, label in labels.items()
+            ]
+            return images.decode_dataset(encoded, class_names, image_size, max_pixels)
 
     return images.Source(str(path), _fingerprint(listing, image_size), load)
 
 
-def _folder_source(path: epath.Path, image_size: int | None) -> images.Source:
+def _folder_source(path: epath.Path, image_size: int | None, max_pixels: int) -> images.Source:
     if not path.is_dir():
         raise UserError(f"dataset.path: {path} is not a folder; dataset.source 'folder' needs one")
-    root = pathlib.Path(path)
-    found = {p.relative_to(root).as_posix() + "/" * p.is_dir(): p for p in sorted(root.rglob("*"))}
-    labels, class_names = _labels_of(list(found), str(path))
-    try:
-        stats = {name: found[name].stat() for name in labels}
-    except OSError as error:
-        raise UserError(f"dataset.path: {error.filename} cannot be read ({error.strerror})") from error
+    paths = untrusted.list_folder(pathlib.Path(path), "dataset.path")
+    labels, class_names = _labels_of(list(paths), str(path))
+    stats = {name: _stat(paths[name], "dataset.path") for name in labels}
     listing = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats.items()]
 
     def load() -> images.Dataset:
-        return _load(labels, class_names, lambda name: (path / name).read_bytes(), image_size)
+        encoded = [
+            _from_folder(paths[name], stats[name].st_size, _example_id(name, class_names[label]), label)
+            for name, label in labels.items()
+        ]
+        return images.decode_dataset(encoded, class_names, image_size, max_pixels)
 
     return images.Source(str(path), _fingerprint(listing, image_size), load)
+
+
+def _from_folder(path: pathlib.Path, num_bytes: int, example_id: str, label: int) -> images.ImageFile:
+    return images.ImageFile(example_id, label, num_bytes, functools.partial(untrusted.read_regular, path, num_bytes))
+
+
+def _from_zip(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, example_id: str, label: int) -> images.ImageFile:
+    return images.ImageFile(example_id, label, entry.file_size, functools.partial(untrusted.read_entry, archive, entry))
+
+
+def _stat(path: pathlib.Path, field: str) -> os.stat_result:
+    try:
+        return untrusted.stat_regular(path)
+    except OSError as error:
+        raise UserError(f"{field}: {path} cannot be read ({error.strerror})") from error
+
+
+def _example_id(name: str, class_name: str) -> str:
+    return f"{class_name}/{PurePosixPath(name).name}"
 
 
 def _fingerprint(listing: list[str], image_size: int | None) -> str:
@@ -228,11 +250,11 @@ def _labels_of(names: list[str], where: str) -> tuple[dict[str, int], list[str]]
     paths, folders, ignored = {}, set(), 0
     for name in names:
         path = PurePosixPath(name)
-        if any(part.startswith((".", "__MACOSX")) for part in path.parts):
+        if _is_hidden(path):
             continue
         if name.endswith("/"):
             folders.add(path)
-        elif path.suffix.lower() not in IMAGE_SUFFIXES:
+        elif not _is_image(name, f"dataset.path: {where}"):
             folders.add(path.parent)
             ignored += 1
         elif name in paths:
@@ -257,47 +279,50 @@ def _labels_of(names: list[str], where: str) -> tuple[dict[str, int], list[str]]
     return {name: class_names.index(path.parent.name) for name, path in paths.items()}, class_names
 
 
-def _load(labels: dict[str, int], class_names: list[str], read, image_size: int | None) -> images.Dataset:
-    files = [
-        images.ImageFile(f"{class_names[label]}/{PurePosixPath(name).name}", label, functools.partial(read, name))
-        for name, label in labels.items()
-    ]
-    return images.decode_dataset(files, class_names, image_size)
+def _is_hidden(path: PurePosixPath) -> bool:
+    return any(part.startswith(untrusted.HIDDEN) for part in path.parts)
 
 
-def find_images(path: str, class_names: list[str], image_size: int) -> images.Dataset:
+def _is_image(name: str, where: str) -> bool:
+    """By the end of its name, which must fit into one line of text."""
+    if name.endswith("/") or PurePosixPath(name).suffix.lower() not in IMAGE_SUFFIXES:
+        return False
+    if UNSAFE_CHARACTERS.search(name):
+        raise UserError(f"{where} holds the unsafe name {name!a}; allowed: no control characters, UTF-8")
+    return True
+
+
+def find_images(
+    path: str, class_names: list[str], image_size: int, max_image_pixels: int = images.MAX_IMAGE_PIXELS
+) -> images.Dataset:
     """All images in a folder or zip, whatever its folders; label -1 where the folder is none of `class_names`.
 
     Raises:
-      UserError: nothing there, or an image is damaged.
+      UserError: nothing there, or an image is damaged or has more than `max_image_pixels`.
     """
-    root = epath.Path(path).expanduser()
+    root, where = epath.Path(path).expanduser(), f"--images: {path}"
     if not root.exists():
-        raise UserError(f"--images: {path} does not exist")
+        raise UserError(f"{where} does not exist")
     with contextlib.ExitStack() as stack:
         if root.is_dir():
-            names = [p.relative_to(root).as_posix() for p in sorted(pathlib.Path(root).rglob("*")) if p.is_file()]
-
-            def read(name):
-                return (root / name).read_bytes()
+            paths = untrusted.list_folder(pathlib.Path(root), "--images")
+            names = [name for name in paths if _is_image(name, where)]
+            sizes = {name: _stat(paths[name], "--images").st_size for name in names}
+            make = {name: functools.partial(_from_folder, paths[name], sizes[name]) for name in names}
         else:
-            names = sorted(entry.filename for entry in _zip_entries(root))
-            read = stack.enter_context(zipfile.ZipFile(stack.enter_context(root.open("rb")))).read
-        paths = [PurePosixPath(name) for name in names]
-        names = [
-            str(p)
-            for p in paths
-            if p.suffix.lower() in IMAGE_SUFFIXES and not any(x.startswith((".", "__MACOSX")) for x in p.parts)
-        ]
+            entries = {entry.filename: entry for entry in untrusted.list_zip(root, "--images")}
+            names = sorted(
+                name for name in entries if _is_image(name, where) and not _is_hidden(PurePosixPath(name))
+            )
+            for name in names:
+                untrusted.check_entry(entries[name], where)
+            archive = stack.enter_context(untrusted.open_zip(root))
+            make = {name: functools.partial(_from_zip, archive, entries[name]) for name in names}
         if not names:
-            raise UserError(f"--images: {path} holds no {'/'.join(IMAGE_SUFFIXES)} files")
+            raise UserError(f"{where} holds no {'/'.join(IMAGE_SUFFIXES)} files")
         index = {name: label for label, name in enumerate(class_names)}
-        labels = [index.get(PurePosixPath(name).parent.name, -1) for name in names]
-        files = [
-            images.ImageFile(name, label, functools.partial(read, name))
-            for name, label in zip(names, labels, strict=True)
-        ]
-        return images.decode_dataset(files, class_names, image_size)
+        encoded = [make[name](name, index.get(PurePosixPath(name).parent.name, -1)) for name in names]
+        return images.decode_dataset(encoded, class_names, image_size, max_image_pixels)
 
 
 # ---- download ---------------------------------------------------------------------------------------

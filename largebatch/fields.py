@@ -16,9 +16,14 @@ def flatten(config: dict, prefix: str = "") -> dict[str, object]:
 
 
 def identity(config: dict) -> dict:
-    """The fields that shape a run's numbers: not where its hosts meet, what it keeps or where its caches are."""
+    """The fields that shape a run's numbers.
+
+    Not where its hosts meet, what it keeps, where its caches are or which images are too large for them.
+    """
     kept = {name: value for name, value in config.items() if name not in ("devices", "log", "checkpoint")}
-    return kept | {"augment": {k: v for k, v in config.get("augment", {}).items() if k != "cache_dir"}}
+    for group, field in (("augment", "cache_dir"), ("dataset", "max_image_pixels")):
+        kept[group] = {name: value for name, value in config.get(group, {}).items() if name != field}
+    return kept
 
 
 def differences(one: dict, other: dict, names: tuple[str, str]) -> str:

@@ -28,7 +28,7 @@ PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
     "hyperband": optuna.pruners.HyperbandPruner,
 }
 # Not shaping a run's numbers, or with an option of their own.
-NOT_SEARCHED = ("devices", "log", "checkpoint", "seed", "augment.cache_dir")
+NOT_SEARCHED = ("devices", "log", "checkpoint", "seed", "augment.cache_dir", "dataset.max_image_pixels")
 
 MAX_GRID, MAX_PRODUCT = 10_000, 1_000_000
 

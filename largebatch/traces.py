@@ -9,6 +9,7 @@ import csv
 import datetime
 import functools
 import hashlib
+import io
 import math
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch import BadSetting
+from largebatch import BadSetting, untrusted
 
 STEP_COLUMNS = ("step", "update", "iteration")
 BATCH_COLUMNS = ("batchsize", "batch")
@@ -134,7 +135,7 @@ def read_once(path: str, *arguments) -> Trace:
     try:
         stat = Path(path).expanduser().stat()
         version = stat.st_mtime_ns, stat.st_size, stat.st_ino
-    except OSError:
+    except (OSError, ValueError, RuntimeError):
         version = None  # `read` says what is wrong
     return _read_version(version, path, *arguments)
 
@@ -150,9 +151,12 @@ def _integers(low: int, high: int) -> str:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        with io.TextIOWrapper(untrusted.open_regular(Path(path).expanduser()), encoding="utf-8-sig") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise BadSetting(f"batch.trace: {path} cannot be read (it is no text)") from error
+    except (OSError, ValueError, RuntimeError) as error:  # the path itself may be none, or of nobody's home
+        reason = getattr(error, "strerror", None) or error
         raise BadSetting(f"batch.trace: {path} cannot be read ({reason})") from error
 
 

@@ -1,5 +1,6 @@
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -190,7 +191,10 @@ def test_images_without_labels(run, tmp_path, capsys):
 
 def test_bad_input_is_one_line(run, tmp_path):
     (tmp_path / "empty").mkdir()
+    make_folder(tmp_path / "photos", {"oak": 3})
+    os.mkfifo(tmp_path / "photos" / "oak" / "pipe.png")
     cases = {
+        (run, "--images", tmp_path / "photos"): ("--images:", "oak/pipe.png", "a FIFO, no regular file"),
         (tmp_path / "nowhere",): ("nowhere is no run folder",),
         (run, "--images", tmp_path / "empty"): ("--images:", "holds no .jpg"),
         (run, "--config.augment.cache_dir", cache_of(run), "--out", "/nowhere/x.csv"): (

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 LAYERS = {
-    "files": 0, "meeting": 0,
+    "files": 0, "meeting": 0, "untrusted": 0,
     "images": 1, "traces": 1, "batching": 1, "optimizers": 1, "noise_scale": 2, "devices": 1, "metrics": 1,
     "fields": 1, "runs": 1, "display": 1, "state": 1, "data": 2, "schedules": 2, "step": 3,
     "evaluation": 2, "checkpoints": 2, "preemption": 2, "cache": 2, "search": 2, "pack": 2,

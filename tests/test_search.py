@@ -87,6 +87,12 @@ def test_all_problems_of_a_space_are_listed(tmp_path):
         read(tmp_path, f"def get_space():\n    return {fields}")
 
 
+def test_the_cap_on_images_cannot_be_searched(tmp_path):
+    text = 'def get_space():\n    return {"dataset.max_image_pixels": CategoricalDistribution([100, 10000])}'
+    with pytest.raises(UserError, match=r"dataset.max_image_pixels: cannot be searched"):
+        read(tmp_path, text)
+
+
 def test_a_missing_space_file(tmp_path):
     with pytest.raises(UserError, match="is not a file"):
         search.read_space(tmp_path / "none.py", RULES, nearest_field)

@@ -321,6 +321,7 @@ def test_another_cache_or_coordinator_is_still_the_same_run(small_config, tmp_pa
     other["augment"] = other["augment"] | {"storage": "on_device"}
     assert fields.differences(one, other, ("here", "there"))
     small_config.augment.cache_dir = "/elsewhere"
+    small_config.dataset.max_image_pixels += 1
     small_config.devices.coordinator_address = "a:1"
     small_config.log.tensorboard = False
     assert fields.identity(small_config.to_dict()) == one
