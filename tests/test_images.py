@@ -190,28 +190,37 @@ def test_the_default_is_the_one_of_the_config():
 
 
 def test_threads_share_the_room():
-    """Never more than the whole is taken, and everybody gets something."""
-    room, lock = images.Room(10), threading.Lock()
-    taken, peak, done = 0, 0, 0
+    """Who wants more than is left waits until it is given back; who wants less does not."""
+    room, got = images.Room(10), {amount: threading.Event() for amount in (3, 4)}
 
     def work(amount):
-        nonlocal taken, peak, done
-        for _ in range(50):
-            with room.taken(amount):
-                with lock:
-                    taken += amount
-                    peak = max(peak, taken)
-                with lock:
-                    taken -= amount
-                    done += 1
+        with room.taken(amount):
+            got[amount].set()
 
-    threads = [threading.Thread(target=work, args=(amount,)) for amount in (1, 3, 4, 7, 10)]
-    for thread in threads:
-        thread.start()
+    threads = [threading.Thread(target=work, args=(amount,)) for amount in got]
+    with room.taken(7):
+        for thread in threads:
+            thread.start()
+        assert got[3].wait(30)
+        assert not got[4].wait(0.2)
+    assert got[4].wait(30)
     for thread in threads:
         thread.join(30)
-    assert done == 250
-    assert 7 < peak <= 10
+
+
+def test_every_image_takes_its_room(monkeypatch):
+    taken = []
+
+    class Counted(images.Room):
+        def taken(self, amount):
+            taken.append(amount)
+            return super().taken(amount)
+
+    monkeypatch.setattr(images, "Room", Counted)
+    content = black_png(64)
+    files = [images.ImageFile(f"a/{i}.png", 0, len(content), lambda: content) for i in range(5)]
+    images.decode_all(files, 8, 4096)
+    assert sorted(taken) == [len(content)] * 6 + [64 * 64] * 6  # the first one twice, for its shape
 
 
 def test_a_failed_read_gives_its_room_back(tmp_path):
