@@ -257,6 +257,8 @@ def check(folder: Path) -> dict:
         raise UserError(f"{folder / SUMS} cannot be read ({error.strerror})") from error
     if "".join(f"{digest}  {name}\n" for name, digest in expected.items()) != "".join(lines):
         raise DamagedCheckpoint(f"{folder / SUMS} is not a list of digests")
+    if DESCRIPTION not in expected:
+        raise DamagedCheckpoint(f"{folder / SUMS} does not list {DESCRIPTION}")
     for name in sorted(expected.keys() | found):
         if name not in expected:
             raise DamagedCheckpoint(f"{folder / SUMS} does not list {name}")

@@ -77,6 +77,12 @@ def test_a_file_too_many_or_too_few_is_damage(saved):
         checkpoints.check(saved.path(5))
 
 
+def test_a_list_of_nothing_is_damage(tmp_path):
+    (tmp_path / "SHA256SUMS").write_bytes(b"")
+    with pytest.raises(checkpoints.DamagedCheckpoint, match=r"SHA256SUMS does not list checkpoint.json"):
+        checkpoints.check(tmp_path)
+
+
 def test_other_arrays_are_refused(saved, tree):
     tree["new"] = np.zeros(3, np.float32)
     tree["step"] = np.int64(7)
