@@ -220,11 +220,15 @@ def _folder_source(path: epath.Path, image_size: int | None, max_pixels: int) ->
 
 
 def _from_folder(path: pathlib.Path, num_bytes: int, example_id: str, label: int) -> images.ImageFile:
-    return images.ImageFile(example_id, label, num_bytes, functools.partial(untrusted.read_regular, path, num_bytes))
+    return images.ImageFile(
+        example_id, label, num_bytes, functools.partial(untrusted.read_regular, path, num_bytes)
+    )
 
 
 def _from_zip(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, example_id: str, label: int) -> images.ImageFile:
-    return images.ImageFile(example_id, label, entry.file_size, functools.partial(untrusted.read_entry, archive, entry))
+    return images.ImageFile(
+        example_id, label, entry.file_size, functools.partial(untrusted.read_entry, archive, entry)
+    )
 
 
 def _stat(path: pathlib.Path, field: str) -> os.stat_result:

@@ -18,8 +18,8 @@ from absl import flags
 from conftest import make_folder, run_script
 from figures import record
 from PIL import Image
-from test_files import HOSTILE_ZIPS, make_special, rewrite, zip_of_two
 from test_images import black_png, gif_of_a_large_frame, tiff_of_many_strips, write_zip
+from test_untrusted import HOSTILE_ZIPS, make_special, rewrite, zip_of_two
 
 from configs import default
 from largebatch import config as configs
