@@ -1,14 +1,24 @@
 """How noisy the gradient is, and with that how large a batch still pays.
 
 A batch is summed in groups, the micro-batches of all devices. Group k has n_k of the B examples and the gradient
-sum s_k; G is the mean gradient. With the covariance S of a single example's gradient and the true gradient g,
-E |s_k|^2 / n_k = n_k |g|^2 + tr S and E |G|^2 = |g|^2 + tr S / B. So with K groups
+sum s_k; G is the mean gradient. With the covariance S of a single example's gradient and the true gradient g, of
+examples that are drawn independently E |s_k|^2 / n_k = n_k |g|^2 + tr S and E |G|^2 = |g|^2 + tr S / B. So with K
+groups
 
     tr S = (sum_k |s_k|^2 / n_k - B |G|^2) / (K - 1)    and    |g|^2 = |G|^2 - tr S / B
 
 are unbiased, whatever the groups' sizes: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
 appendix A.1, for more than two batch sizes. Neither needs another gradient. A whole share would not do for a group:
 in a batch of more than one pass it holds several views of an image, whose gradients are alike.
+
+The true gradient is that of the training set, which is what training follows. Batches are drawn from its N
+originals without replacement, pass by pass, and whole passes have no noise. So with c, the finite population
+correction (`Sampling`), which is 1 - B / N within a pass and 1 for an endless set,
+
+    tr S = (sum_k |s_k|^2 / n_k - B |G|^2) / (K - B / N - c)    and    |g|^2 = |G|^2 - c tr S / B
+
+where the views of an original count as one example: their gradients differ less than those of two originals
+(LOG.md). A scale that took the set for endless would be too large by 1 / (1 - scale / N).
 """
 
 from typing import NamedTuple
@@ -20,13 +30,38 @@ from jax import lax
 
 from largebatch.state import Noise, smooth
 
+# Degrees of freedom of a group. Groups that are whole passes have none, and tell nothing.
+LEAST_FREEDOM = 0.01
+
 
 class Measured(NamedTuple):
-    """One update's estimates, float32: tr S (`variance`), |g|^2 (`signal`), and whether there were two groups."""
+    """One update's estimates, float32: tr S (`variance`), |g|^2 (`signal`), and whether groups told them."""
 
     variance: jax.Array
     signal: jax.Array
     valid: jax.Array
+
+
+class Sampling(NamedTuple):
+    """How a batch was drawn: `passes` is B / N, `correction` is tr S's share that is left in B Var(G)."""
+
+    passes: jax.Array | float
+    correction: jax.Array | float
+
+
+ENDLESS = Sampling(0.0, 1.0)
+
+
+def sampling(offset, batch_size, num_originals: int) -> Sampling:
+    """Of the batch at positions [offset, offset + batch_size) of an epoch, in passes over all originals.
+
+    Only the parts of passes at its two ends have noise: the mean of n of N that are drawn without replacement has
+    1 - n / N of the variance of n independent ones (Cochran 1977, "Sampling Techniques", section 2.5).
+    """
+    head = jnp.minimum(batch_size, num_originals - offset % num_originals)
+    tail = (batch_size - head) % num_originals
+    noisy = sum(part * (1 - part / num_originals) for part in (head, tail))
+    return Sampling(batch_size / num_originals, noisy / batch_size)
 
 
 def _squares(x) -> jax.Array:
@@ -45,18 +80,21 @@ def group_term(gradient_sum, count) -> jax.Array:
     return jnp.where(count > 0, squares / jnp.maximum(count, 1), 0.0)
 
 
-def measure(group_terms, num_groups, mean_gradient_norm, batch_size) -> Measured:
+def measure(group_terms, num_groups, mean_gradient_norm, batch_size, drawn: Sampling = ENDLESS) -> Measured:
     """The estimates of one update.
 
     Args:
       group_terms: the sum of `group_term` over groups.
       num_groups: those that hold examples.
       mean_gradient_norm: |G|.
+      drawn: the batch.
     """
     squared = jnp.square(mean_gradient_norm)
-    variance = (group_terms - batch_size * squared) / jnp.maximum(num_groups - 1, 1)
-    valid = (num_groups > 1) & jnp.isfinite(variance)
-    return Measured(variance, squared - variance / batch_size, valid)
+    degrees_of_freedom = num_groups - drawn.passes - drawn.correction
+    enough = (num_groups > 1) & (degrees_of_freedom > LEAST_FREEDOM * num_groups)
+    variance = (group_terms - batch_size * squared) / jnp.where(enough, degrees_of_freedom, 1)
+    signal = squared - drawn.correction * variance / batch_size
+    return Measured(variance, signal, enough & jnp.isfinite(variance))
 
 
 def add(noise: Noise, measured: Measured, decay: float) -> Noise:

@@ -169,7 +169,8 @@ class Step(NamedTuple):
         noise, gain = state.noise, jnp.float32(1)
         if self.noise_decay is not None:
             num_groups = self.num_groups(epoch, offset, batch_size)
-            measured = noise_scale.measure(sums.group_terms, num_groups, grad_norm, batch_size)
+            drawn = noise_scale.sampling(offset, batch_size, self.deal.num_originals)
+            measured = noise_scale.measure(sums.group_terms, num_groups, grad_norm, batch_size, drawn)
             noise = noise_scale.add(noise, measured, self.noise_decay)
         if self.adascale_reference:
             gain = noise_scale.gain(noise, batch_size, self.adascale_reference)

@@ -18,22 +18,26 @@ from largebatch.step import Plan, Step, make_inner_loop
 DIMENSIONS, EXAMPLES, UPDATES = 12, 20_000, 512
 
 
-def linear_problem():
-    """Examples whose gradient is themselves, with the true noise scale tr S / |g|^2."""
+def linear_problem(count=EXAMPLES, noise_scale_of_set=None):
+    """Examples whose gradient is themselves, with the true noise scale tr S / |g|^2, which may be chosen."""
     rng = np.random.default_rng(0)
     deviations = np.linspace(0.2, 2.0, DIMENSIONS)
-    points = (0.4 + deviations * rng.standard_normal((EXAMPLES, DIMENSIONS))).astype(np.float32)
-    return points, float(points.var(0).sum() / np.square(points.mean(0)).sum())
+    points = 0.4 + deviations * rng.standard_normal((count, DIMENSIONS))
+    if noise_scale_of_set:
+        points -= points.mean(0)
+        points += np.sqrt(points.var(0).sum() / noise_scale_of_set / DIMENSIONS)
+    points = points.astype(np.float32)
+    return points, float(points.var(0).sum() / np.square(points.mean(0, dtype=np.float64)).sum())
 
 
 def loss_fn(params, model_state, batch):
     return jnp.sum(batch.weights * (batch.images @ params["w"])), ({}, {})
 
 
-def make_loop(num_devices, micro_batch_size=16, views=1, **options):
+def make_loop(num_devices, micro_batch_size=16, views=1, points=None, **options):
     """Loop, data and a maker of states, on all hosts; views of an example are the example."""
-    points, _ = linear_problem()
-    deal = Deal(EXAMPLES, num_devices, views)
+    points = linear_problem()[0] if points is None else points
+    deal = Deal(len(points), num_devices, views)
     shards = []
     for index, device in zip(devices.local_indices(), jax.local_devices(), strict=True):
         if index < num_devices:
@@ -77,6 +81,18 @@ def test_noise_scale_is_the_analytic_value(num_devices):
     noise = measured(num_devices, sizes)
     assert noise.count == UPDATES
     assert noise_scale.noise_scale(noise) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize(("part", "views"), [(0.2, 1), (0.5, 8), (0.9, 1), (0.9, 8)])
+def test_noise_scale_near_the_size_of_the_set(num_devices, part, views):
+    """Within 10 % where it is a large part of the originals: batches are drawn without replacement."""
+    count = 2003  # which 2 and 8 devices share unevenly
+    points, expected = linear_problem(count, part * count)
+    assert expected == pytest.approx(part * count, rel=1e-3)
+    for sizes in ([count * views] * 32, np.resize([300, 1000, 457, count - 1, 1001, 1500], 2000)):
+        noise = measured(num_devices, sizes, points=points, micro_batch_size=20, views=views)
+        assert noise_scale.noise_scale(noise) == pytest.approx(expected, rel=0.1), sizes[0]
 
 
 def test_noise_scale_on_a_pod():
