@@ -19,6 +19,7 @@ import augment
 import model as models
 from largebatch import (
     UserError,
+    batching,
     checkpoints,
     devices,
     display,
@@ -116,7 +117,7 @@ def make_progress(job: Job, config, trainer: Trainer, run, clock: metrics.Clock,
     Raises:
       UserError: hosts hold different traces.
     """
-    data, trace = job.cache.identity(), config.batch.trace
+    data, trace = job.cache.identity() | {"order_version": batching.ORDER_VERSION}, config.batch.trace
     if isinstance(trace, str):
         data["trace"] = traces.digest(trace)
         if len(set(devices.gather_text(data["trace"]))) > 1:

@@ -263,6 +263,8 @@ def check(folder: Path) -> dict:
         if name not in expected:
             raise DamagedCheckpoint(f"{folder / SUMS} does not list {name}")
         of_array = f" (array {name.split('/')[1]})" if name.count("/") > 1 else ""
+        if name not in found:  # or is no file of this folder, as "../../dev/zero"
+            raise DamagedCheckpoint(f"{folder / name} cannot be read (no such file){of_array}")
         try:
             digest = _sha256((folder / name).read_bytes())
         except MISSING as error:

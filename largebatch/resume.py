@@ -94,6 +94,8 @@ class Progress:
 
         def restore():
             found = self._checkpoints.restore_newest(self._like)
+            if found:
+                self._refuse_other_data(found[1]["data"])
             self._run.start_rows(found and found[1]["rows"])
             return found and (self._for_these_devices(found[0]), found[1])
 
@@ -114,7 +116,7 @@ class Progress:
     def _note_start(self) -> None:
         self._run.write_json("config.json", self._config)
         self._run.remove("summary.json")  # of the start before
-        self._run.log_event("start", step=self._trainer.step, **self._layout())
+        self._run.log_event("start", step=self._trainer.step, **self._layout(), code=_code(self.summary))
 
     def _for_these_devices(self, snapshot: dict) -> dict:
         """Of replicas that were more or fewer, each of the new ones starts from their mean."""
@@ -157,12 +159,23 @@ class Progress:
             return None
         return devices.from_primary(found[0] if found else self._like), description
 
-    def _take_up(self, snapshot: dict, description: dict) -> None:
+    def _refuse_other_data(self, theirs: dict) -> None:
+        """Raises UserError where training would go on with other examples than those of the checkpoint."""
         for name in ("ids", "labels"):
-            if (theirs := description["data"][name]) != self._data[name]:
-                raise UserError(f"dataset: its {name} changed since the checkpoint was saved ({theirs[:8]} then)")
-        if description["data"].get("trace") != self._data.get("trace"):
+            if theirs[name] != self._data[name]:
+                raise UserError(
+                    f"dataset: its {name} changed since the checkpoint was saved ({theirs[name][:8]} then)"
+                )
+        if theirs.get("trace") != self._data.get("trace"):
             raise UserError(f"batch.trace: {self._config['batch']['trace']} changed since the checkpoint was saved")
+        before, now = theirs.get("order_version", 1), self._data["order_version"]
+        if before != now:
+            raise UserError(
+                f"--workdir: {self._run.path} takes its examples in order version {before}, this code in version "
+                f"{now}: the run cannot go on; allowed: evaluate.py, report.py, or a new run with train.init_from"
+            )
+
+    def _take_up(self, snapshot: dict, description: dict) -> None:
         if description.get("batch_sizes"):
             self._reschedule(*(np.array(part, np.int64) for part in description["batch_sizes"]))
         self._trainer.restore(snapshot)
@@ -185,22 +198,26 @@ class Progress:
         log.info("resuming at update %d; %s", self._trainer.step, how)
         theirs = description["layout"] | {"decoded images": description["data"]["images"][:8]}
         ours = self._layout() | {"decoded images": self._data["images"][:8]}
-        if changed := [f"{name} {ours[name]}, was {theirs[name]}" for name in ours if ours[name] != theirs[name]]:
-            dealt = "; until this epoch ends some examples come twice and others not, since they are dealt anew"
+        if changed := _changes(theirs, ours):
+            dealt = (
+                "; mini-batches hold other examples from here on, since each device takes its part of a batch from "
+                "those it holds, and until this epoch ends some come twice and others not"
+            )
             log.warning(
                 "resuming with %s: results will not be bitwise those of an uninterrupted run, since sums are "
                 "rounded in another order%s",
-                "; ".join(changed),
+                changed,
                 dealt if theirs["devices"] != ours["devices"] else "",
             )
+        if changed := _changes(_code(description["summary"]), _code(self.summary)):
+            log.warning("resuming with other code: %s: results may differ", changed)
 
     def _layout(self) -> dict:
-        """What must be the same for bitwise the same results."""
+        """What must be the same for bitwise the same results, beside the code."""
         return {
             "devices": devices.count(self._trainer.state),
             "hosts": jax.process_count(),
             "platform": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
         }
 
     # ---- save -----------------------------------------------------------------------------------
@@ -355,6 +372,16 @@ class Progress:
                     note()
         finally:
             self._checkpoints.close()
+
+
+def _code(summary: dict) -> dict:
+    """The commit and the versions of libraries that a summary was written by."""
+    return {"commit": summary["git_commit"], **summary["versions"]}
+
+
+def _changes(before: dict, now: dict) -> str:
+    """What of `now` is not as it was, in one line; empty where all is."""
+    return "; ".join(f"{name} {now[name]}, was {before.get(name)}" for name in now if now[name] != before.get(name))
 
 
 # ---- the results of another run ------------------------------------------------------------------

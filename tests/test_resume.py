@@ -1,5 +1,6 @@
 """A run that is stopped anywhere ends with the numbers of one that was not."""
 
+import hashlib
 import json
 import signal
 
@@ -271,11 +272,68 @@ def test_another_number_of_devices_resumes_and_says_what_differs(config, tmp_pat
     result = run_script("train.py", *arguments, f"--workdir={tmp_path}")  # on two devices
     assert result.returncode == 0, result.stderr
     assert "devices 2, was 8: results will not be bitwise" in result.stderr
-    assert "some examples come twice" in result.stderr
+    assert "mini-batches hold other examples from here on" in result.stderr
+    assert "other code" not in result.stderr
     assert summary_of(tmp_path)["status"] == "done"
     assert [row["step"] for row in rows_of(tmp_path)] == [4, 8, 12]
     losses = [row["train_loss"] for row in rows_of(tmp_path)]
     assert losses[2] < losses[0]
+
+
+def rewrite_descriptions(run, change) -> None:
+    """Applies `change` to what every checkpoint of a run says of itself, digests included."""
+    for sums in sorted((run / "checkpoints").glob("*/SHA256SUMS")):
+        path = sums.parent / "checkpoint.json"
+        before = path.read_bytes()
+        description = json.loads(before)
+        change(description)
+        path.write_text(json.dumps(description))
+        digests = (hashlib.sha256(content).hexdigest() for content in (before, path.read_bytes()))
+        sums.write_text(sums.read_text().replace(*digests))
+
+
+def files_of(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_of_another_order_of_examples_is_evaluated_and_not_resumed(config, tmp_path, stop_at):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+    rewrite_descriptions(tmp_path, lambda description: description["data"].pop("order_version"))
+    before = files_of(tmp_path)
+    with pytest.raises(
+        UserError, match=r"takes its examples in order version 1, this code in version 2: .* cannot"
+    ):
+        train.train_and_evaluate(config, str(tmp_path))
+    assert files_of(tmp_path) == before
+    result = run_script("evaluate.py", tmp_path, f"--config.augment.cache_dir={config.augment.cache_dir}")
+    assert result.returncode == 0, result.stderr
+    assert f"accuracy {rows_of(tmp_path)[0]['val_accuracy']:.4f}" in result.stdout
+    result = run_script("report.py", tmp_path, "--out", tmp_path / "report.html")
+    assert result.returncode == 0, result.stderr
+    assert "1 interrupted" in result.stdout
+
+
+def test_other_code_and_libraries_are_named_when_a_run_goes_on(config, tmp_path, stop_at, caplog):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+
+    def change(description):
+        description["summary"]["versions"]["optax"] = "0.0.1"
+        description["summary"]["git_commit"] = "0123abc"
+
+    rewrite_descriptions(tmp_path, change)
+    train.train_and_evaluate(config, str(tmp_path))
+    commit, optax = metrics.git_commit(), metrics.versions()["optax"]
+    expected = (
+        f"resuming with other code: commit {commit}, was 0123abc; optax {optax}, was 0.0.1: results may differ"
+    )
+    assert expected in caplog.messages
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    starts = [event["code"] for event in events if event["event"] == "start"]
+    assert starts == [{"commit": commit, **metrics.versions()}] * 2
 
 
 def test_init_from_starts_with_the_best_parameters(config, tmp_path):
