@@ -435,4 +435,7 @@ def _without_nones(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    # config_flags tells of a TypeError by a traceback, whose last line says it.
+    before, _, trace = str(error).strip().partition("Traceback (most recent call last):")
+    last = trace.splitlines()[-1] if trace else ""
+    return " ".join(f"{before} {last}".split())

@@ -163,6 +163,12 @@ def test_a_config_file_that_raises_is_named(tmp_path):
     assert_one_line_error(run_script("train.py", "--config", path), "ZeroDivisionError", code=2)
 
 
+def test_a_config_file_that_is_called_wrongly_gives_no_traceback(tmp_path):
+    (tmp_path / "config.py").write_text("def get_config(a, b):\n    pass\n")
+    result = run_script("train.py", f"--config={tmp_path / 'config.py'}")
+    assert_one_line_error(result, "--config", "TypeError: get_config() missing 2", code=2)
+
+
 def parse(*arguments, field="batch.size") -> str:
     """A field as train.py would see it."""
     code = (
