@@ -323,7 +323,8 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
+    import model
     from largebatch.config import run_script
 
     flags.DEFINE_string("preview", None, "Draw some training images with their 8 views to this PNG.")
-    run_script(main)
+    run_script(main, model.OPTIONS)

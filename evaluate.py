@@ -68,7 +68,7 @@ def load_run(run: Path, overrides: dict[str, str] | None = None) -> tuple[config
     # How the batch changed is over, and its file may be gone.
     config.batch.update({"trace": None, "per_device_batch_size": None, "hold_last": False})
     config.update_from_flattened_dict(overrides or {})
-    configs.validate(config)
+    configs.validate(config, models.OPTIONS)
     return config, description["data"], arrays, description["step"]
 
 

@@ -5,6 +5,7 @@ All take float images [N, H, W, C], and while training weights [N], 0 for paddin
 collections of its own: the statistics of batch normalisation and the whitening of the stem.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -160,12 +161,18 @@ MODELS = {
     ),
 }
 
+# What each network can be told, by its name: "norm", "zero_head", "stem", ...
+OPTIONS: dict[str, frozenset[str]] = {
+    name: frozenset(field.name for field in dataclasses.fields(getattr(network, "func", network)))
+    for name, network in MODELS.items()
+}
+
 
 def create_model(name: str, num_classes: int, dtype: str, conv: str, **options) -> nn.Module:
     """The network called `name` (a key of MODELS), computing in `dtype`, convolving by CONVS[conv].
 
     Args:
-      options: norm (a key of NORMS), zero_head; stem ("conv" or "whitened"), of "convnet" only.
+      options: of OPTIONS[name]: norm (a key of NORMS), zero_head, stem ("conv" or "whitened").
     """
     return MODELS[name](num_classes=num_classes, dtype=jnp.dtype(dtype), conv=conv, **options)
 

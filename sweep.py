@@ -23,6 +23,7 @@ from absl import flags
 from ml_collections import config_dict
 
 import augment
+import model as models
 import train
 from largebatch import (
     BadSetting,
@@ -77,7 +78,8 @@ def read_study(config: config_dict.ConfigDict) -> tuple[Study, dict]:
     chosen = {name: option(name, there) for name in OPTIONS}
     shown = chosen["storage"] and trial_queue.without_password(chosen["storage"])
     space_given = flags.FLAGS["space"].present
-    found, description = study_of.read(path, config, chosen, shown, there, space_given=space_given)
+    how = {"space_given": space_given, "networks": models.OPTIONS}
+    found, description = study_of.read(path, config, chosen, shown, there, **how)
     if there and not flags.FLAGS["storage"].present and not study_of.is_file_in(found.storage, path):
         log.warning("uses the storage %s, which %s names", trial_queue.without_password(found.storage), path)
     if flags.FLAGS.pack and found.objective == "sec_to_target":
@@ -358,7 +360,7 @@ def main(config: config_dict.ConfigDict) -> int:
         raise UserError("--study: missing; allowed: the study's folder, runs/studies/NAME")
     configs.use_compilation_cache(config.augment.cache_dir)  # before a study.json may name another
     study, description = read_study(config)
-    configs.start(study.config)
+    configs.start(study.config, models.OPTIONS)
     if flags.FLAGS.pack and jax.process_count() > 1:
         raise UserError(
             f"--pack: {jax.process_count()} hosts; allowed: one, for each trial of a pack is one device's"
@@ -399,4 +401,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("storage", None, "Database URL; default is SQLite in the study folder.")
     flags.DEFINE_integer("heartbeat_sec", 20, "A trial without a sign for 3 times as long is taken for dead.", 1)
     flags.DEFINE_bool("pack", False, "As many trials at once as devices, each on one device.")
-    configs.run_script(main)
+    configs.run_script(main, models.OPTIONS)

@@ -330,7 +330,7 @@ def train_and_evaluate(
       preemption.Stopped: a signal came; all is saved, and the same call goes on from there.
     """
     clock = metrics.Clock()
-    plain = configs.start(config)
+    plain = configs.start(config, models.OPTIONS)
     run, ended = resume.open_run(plain, workdir)
     if ended and ended["status"] == "diverged":
         raise Diverged(f"{workdir} is a run of this config that diverged; change the config and give a new folder")
@@ -383,7 +383,7 @@ def run_outer_loops(job, config, trainer, progress, run, report, clock) -> None:
 
 def new_workdir(config: config_dict.ConfigDict) -> str:
     """The run folder of a run that was given none: the same on all hosts, and no other run's."""
-    configs.start(config)
+    configs.start(config, models.OPTIONS)
     apart = secrets.token_hex(2)  # runs that start in the same second
     return devices.gather_text(f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}-{apart}")[0]
 
@@ -393,7 +393,7 @@ def main(config: config_dict.ConfigDict) -> int:
     if flags.FLAGS.doctor:
         from largebatch import doctor  # which imports this script
 
-        configs.start(config)
+        configs.start(config, models.OPTIONS)
         return doctor.main(config)
     preemption.answer_signals()
     workdir = flags.FLAGS.workdir or new_workdir(config)
@@ -412,4 +412,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME-XXXX, XXXX by chance.")
     flags.DEFINE_bool("doctor", False, "Check this config on this machine before a long run; trains nothing.")
     flags.DEFINE_bool("profile", False, "Write a jax.profiler trace of a few updates to WORKDIR/profile.")
-    configs.run_script(main)
+    configs.run_script(main, models.OPTIONS)

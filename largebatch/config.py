@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +32,8 @@ SMALLEST_FLOAT32, LARGEST_FLOAT32 = (
     float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
 )
 
+# What each network can be told, by its name; see `model.OPTIONS`.
+Networks = Mapping[str, Collection[str]]
 # (is it allowed?, what is allowed) for one value
 Rule = tuple[Callable[[object], bool], str]
 
@@ -94,7 +96,7 @@ RULES: dict[str, Rule] = {
     "augment.storage": _one_of("expanded", "on_device"),
     "augment.shift": _integer(0),
     "augment.cache_dir": _TEXT,
-    "model.name": _one_of("convnet", "resconvnet", "resconvnet7", "resnet8", "resnet50"),
+    "model.name": _TEXT,  # and one of the networks that `validate` is given
     "model.dtype": _one_of("float32", "bfloat16"),
     "model.conv": _one_of("auto", "dot", "lax", "lax_padded"),
     "model.norm": _one_of("auto", "none", "batch", "group"),
@@ -173,16 +175,17 @@ def nearest_field(field: str) -> str:
     return f" (did you mean {same_group[close[0]]!r}?)" if close else nearest(field, RULES)
 
 
-def validate(config: config_dict.ConfigDict) -> None:
+def validate(config: config_dict.ConfigDict, networks: Networks) -> None:
     """Checks every field before a device is touched.
 
     Raises:
       UserError: lists every problem, each with the field, the value given and what is allowed.
     """
     values, problems = flatten(config.to_dict()), []
+    rules = {**RULES, "model.name": _one_of(*networks)}
     for field in values.keys() - RULES.keys():
         problems.append(f"{field}: unknown field{nearest_field(field)}")
-    for field, (allowed, text) in RULES.items():
+    for field, (allowed, text) in rules.items():
         if field not in values:
             problems.append(f"{field}: missing; allowed: {text}")
         elif not allowed(values[field]):
@@ -206,7 +209,7 @@ def validate(config: config_dict.ConfigDict) -> None:
             problems.append(f"train.inner_steps x train.outer_steps: {updates}; allowed: up to {most}")
         problems += schedules.problems(config.schedule.to_dict(), updates)
         problems += [*_batch_problems(config, updates), *_sync_problems(config, updates)]
-        if config.model.stem != "conv" and not config.model.name.endswith("convnet"):
+        if config.model.stem != "conv" and "stem" not in networks[config.model.name]:
             problems.append(f"model.stem: {config.model.stem!r}; allowed: 'conv' with model {config.model.name!r}")
     if problems:
         raise UserError("; ".join(sorted(problems)))
@@ -304,13 +307,13 @@ def use_compilation_cache(cache_dir: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def start(config: config_dict.ConfigDict) -> dict:
+def start(config: config_dict.ConfigDict, networks: Networks) -> dict:
     """Starts JAX by a config that all hosts agree on; returns it as plain JSON, as it will be read back.
 
     Raises:
       UserError: the config is bad, or another than host 0's; or the devices or hosts are not there.
     """
-    validate(config)
+    validate(config, networks)
     use_compilation_cache(config.augment.cache_dir)
     devices.start(**config.devices.to_dict())
     plain = config.to_dict()
@@ -325,14 +328,14 @@ def start(config: config_dict.ConfigDict) -> dict:
 # ---- scripts ----------------------------------------------------------------------------------------
 
 
-def run_script(main: Callable[[config_dict.ConfigDict], int | None]) -> NoReturn:
+def run_script(main: Callable[[config_dict.ConfigDict], int | None], networks: Networks) -> NoReturn:
     """Parses --config and its overrides, validates, runs `main` and exits; see `exit_after`."""
     display.log_to_stderr()
     logging.getLogger("largebatch").setLevel(logging.INFO)
 
     def parse_and_run():
         config = parse_flags(sys.argv)
-        validate(config)
+        validate(config, networks)
         return main(config)
 
     exit_after(parse_and_run)

@@ -33,6 +33,7 @@ class Study(NamedTuple):
     pruner: str
     objective: str
     derive: Any
+    networks: configs.Networks
 
     def config_of(self, values: dict, seed: int) -> config_dict.ConfigDict:
         """The config of one run.
@@ -48,7 +49,7 @@ class Study(NamedTuple):
                     (config[group] if group else config)[name] = value
                 config.seed = self.config.seed + seed
                 self.derive(config)
-            configs.validate(config)
+            configs.validate(config, self.networks)
         except Exception as error:  # `derive` is a user's
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             raise BadSetting(f"--space: {values}: {kind}{' '.join(str(error).split())}") from error
@@ -63,6 +64,7 @@ def read(
     there: dict,
     *,
     space_given: bool,
+    networks: configs.Networks,
 ):
     """The study in folder `path` that `config` and the options in `chosen` ask for, and its study.json.
 
@@ -72,6 +74,7 @@ def read(
       shown_storage: the URL without its password.
       there: the study.json that is there, or {}.
       space_given: whether the user named the space file, else `there` does.
+      networks: see `config.validate`.
     Raises:
       UserError: an option, the space or a point of it is not allowed; or `there` is another study.
     """
@@ -92,7 +95,7 @@ def read(
         includes,
     )
     storage = chosen["storage"] or f"sqlite:///{(path / 'study.db').resolve()}"
-    study = Study(path, config, storage, searched, chosen["pruner"], chosen["objective"], derive)
+    study = Study(path, config, storage, searched, chosen["pruner"], chosen["objective"], derive, networks)
     points = search.points(space, chosen["sampler"], chosen["study_seed"], settings, includes)
     for values in points:
         study.config_of(values, 0)

@@ -10,6 +10,7 @@ from conftest import assert_one_line_error, run_script
 from test_resume import rows_of, summary_of
 
 import evaluate
+import model
 import programs
 import train
 from benchmarks.ours import collectives
@@ -254,7 +255,7 @@ def test_how_often_one_evaluates_changes_nothing(small_config, tmp_path):
 def test_contradictory_settings_of_devices_apart(small_config, fields, message):
     small_config.sync.update(fields)
     with pytest.raises(UserError) as found:
-        configs.validate(small_config)
+        configs.validate(small_config, model.OPTIONS)
     assert message in str(found.value)
 
 
@@ -262,7 +263,7 @@ def test_what_does_not_go_with_devices_apart(small_config):
     small_config.sync.mode, small_config.optimizer.name = "local", "soap"
     small_config.batch.auto, small_config.schedule.scaling = True, "adascale"
     with pytest.raises(UserError) as found:
-        configs.validate(small_config)
+        configs.validate(small_config, model.OPTIONS)
     for words in (
         "keep | reset with soap",
         "'adascale', whose gain is sgd's; allowed: none | linear | sqrt with soap",

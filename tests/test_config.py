@@ -8,6 +8,7 @@ import jax
 import pytest
 from conftest import ROOT, assert_one_line_error, run_script
 
+import model
 from configs import default
 from largebatch import UserError, config, fields
 
@@ -16,7 +17,6 @@ BAD_FIELDS = {
     "dataset.image_size": 4,
     "dataset.split_seed": -1,
     "augment.storage": "both",
-    "model.name": "resnet9",
     "model.dtype": "float16",
     "model.conv": "winograd",
     "batch.size": 0,
@@ -34,14 +34,14 @@ BAD_FIELDS = {
 
 
 def test_the_default_is_allowed_and_every_field_has_a_rule():
-    config.validate(default.get_config())
+    config.validate(default.get_config(), model.OPTIONS)
     assert set(fields.flatten(default.get_config().to_dict())) == set(config.RULES)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_every_config_file_is_allowed_and_documents_its_command(path):
     module = importlib.import_module(f"configs.{path.stem}")
-    config.validate(module.get_config())
+    config.validate(module.get_config(), model.OPTIONS)
     assert "python train.py" in module.__doc__
     assert "Expected" in module.__doc__
 
@@ -52,7 +52,7 @@ def test_a_bad_value_is_named_with_what_is_allowed(field):
     with c.ignore_type():
         c.update_from_flattened_dict({field: BAD_FIELDS[field]})
     with pytest.raises(UserError) as error:
-        config.validate(c)
+        config.validate(c, model.OPTIONS)
     assert str(error.value).startswith(f"{field}: {BAD_FIELDS[field]!r}; allowed: {config.RULES[field][1]}")
 
 
@@ -75,14 +75,14 @@ def test_a_number_that_float32_rounds_to_a_limit_is_refused(field, value):
     with c.ignore_type():
         c.update_from_flattened_dict({field: value})
     with pytest.raises(UserError, match=rf"^{re.escape(field)}: .*; allowed: a number .* in float32"):
-        config.validate(c)
+        config.validate(c, model.OPTIONS)
 
 
 def test_the_numbers_next_to_a_limit_are_allowed():
     c = default.get_config()
     c.optimizer.b2, c.train.rollback_factor, c.optimizer.learning_rate = 0.9999999, 0.9999999, 1e-37
     c.optimizer.weight_decay, c.train.target_accuracy = 0.0, 1.0
-    config.validate(c)
+    config.validate(c, model.OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_updates_that_the_training_state_cannot_count_are_refused(fields, limit)
     c = default.get_config()
     c.update_from_flattened_dict(fields)
     c.train.inner_steps, c.train.outer_steps = 1, limit
-    config.validate(c)
+    config.validate(c, model.OPTIONS)
     c.train.outer_steps = limit + 1
     with pytest.raises(UserError, match=f"outer_steps: {limit + 1}; allowed: up to {limit}"):
-        config.validate(c)
+        config.validate(c, model.OPTIONS)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "many", None])
@@ -103,14 +103,23 @@ def test_a_batch_size_is_an_integer_or_full(value):
     c = default.get_config()
     c.batch.size = value
     with pytest.raises(UserError, match=r"batch.size: .*an integer >= 1, or 'full'"):
-        config.validate(c)
+        config.validate(c, model.OPTIONS)
+
+
+def test_a_network_that_there_is_not_is_named_with_those_there_are():
+    c = default.get_config()
+    c.model.name = "resnet9"
+    with pytest.raises(
+        UserError, match=r"^model\.name: 'resnet9'; allowed: a \| resnet8 \(did you mean 'resnet8'\?\)$"
+    ):
+        config.validate(c, {"a": frozenset(), "resnet8": frozenset()})
 
 
 def test_all_problems_are_reported_at_once():
     c = default.get_config()
     c.batch.size, c.optimizer.name, c.seed = -3, "adm", -1
     with pytest.raises(UserError) as error:
-        config.validate(c)
+        config.validate(c, model.OPTIONS)
     text = str(error.value)
     assert all(field in text for field in ("batch.size: -3", "optimizer.name: 'adm'", "seed: -1"))
     assert "did you mean 'adam'?" in text
@@ -122,7 +131,7 @@ def test_unknown_and_missing_fields_are_named():
     c.optimizer.learing_rate = 0.1
     del c.seed
     with pytest.raises(UserError) as error:
-        config.validate(c)
+        config.validate(c, model.OPTIONS)
     assert "optimizer.learing_rate: unknown field (did you mean 'optimizer.learning_rate'?)" in str(error.value)
     assert "seed: missing" in str(error.value)
 
@@ -131,7 +140,7 @@ def test_a_cluster_is_given_whole_or_not_at_all():
     c = default.get_config()
     c.devices.num_hosts = 2
     with pytest.raises(UserError, match=r"devices.num_hosts: given alone"):
-        config.validate(c)
+        config.validate(c, model.OPTIONS)
 
 
 def test_resolve_batch_size():

@@ -39,6 +39,20 @@ def test_parameter_counts(name):
     assert set(variables) == {"params"}
 
 
+def test_networks_say_what_they_take():
+    assert set(model.OPTIONS) == set(COUNTS)
+    assert {name for name, options in model.OPTIONS.items() if "stem" in options} == {
+        "convnet",
+        "resconvnet",
+        "resconvnet7",
+    }
+    for name, options in model.OPTIONS.items():
+        assert {"norm", "zero_head"} <= options
+        given = {"stem": "whitened"} if "stem" in options else {}
+        network = model.create_model(name, 10, "float32", "lax", norm="batch", zero_head=True, **given)
+        assert network.zero_head
+
+
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_every_network_takes_every_normalisation(name, norm):

@@ -15,6 +15,7 @@ import train
 from largebatch import UserError, devices, optimizers
 from largebatch import step as steps
 from largebatch.batching import Deal
+from largebatch.config import validate
 from largebatch.optimizers import Numbers
 from largebatch.state import create_state, smooth
 from layers import normalisation
@@ -271,7 +272,13 @@ def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
     assert programs.micro_batch_size(small_config, 385, num_devices=5) == 2
 
 
-def test_a_whitened_stem_wants_the_convnet(small_config, tmp_path):
+@pytest.mark.parametrize("name", ["convnet", "resconvnet", "resconvnet7"])
+def test_every_network_with_a_stem_may_have_it_whitened(small_config, name):
+    small_config.model.stem, small_config.model.name = "whitened", name
+    validate(small_config, model.OPTIONS)
+
+
+def test_a_whitened_stem_wants_a_network_with_a_stem(small_config, tmp_path):
     small_config.model.stem, small_config.model.name = "whitened", "resnet8"
     with pytest.raises(UserError, match=r"model.stem: 'whitened'; allowed: 'conv' with model 'resnet8'"):
         train.train_and_evaluate(small_config, str(tmp_path / "run"))

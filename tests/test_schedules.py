@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import model
 import programs
 from configs import default
 from largebatch import BadSetting, UserError, batching, schedules
@@ -231,7 +232,7 @@ def test_contradictory_schedules_are_refused(fields, message):
     with config.ignore_type():
         config.schedule.update(fields)
     with pytest.raises(UserError, match=message):
-        configs.validate(config)
+        configs.validate(config, model.OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
+import model
 from largebatch import UserError, search
 from largebatch.config import RULES, nearest_field, validate
 
@@ -112,7 +113,7 @@ def test_the_spaces_that_come_along_are_sound(path):
         config = importlib.import_module(config_path.replace("/", ".")).get_config()
         config.update_from_flattened_dict(values)
         derive(config)
-        validate(config)
+        validate(config, model.OPTIONS)
 
 
 def test_grid_has_every_combination_once_first_field_slowest():

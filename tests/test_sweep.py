@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, assert_one_line_error, on_devices, run_script
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
+import model
 import programs
 import sweep
 import train
@@ -38,7 +39,7 @@ def make_study(config, path, space, derive=lambda config: None, pruner="none", *
     options = search.Options(space=space, **(given | changed))
     metrics.RunFolder(path).write_json("study.json", {"space": search.as_json(space), "config": config.to_dict()})
     storage = f"sqlite:///{path / 'study.db'}"
-    return Study(path, config, storage, options, pruner, "best_val_accuracy", derive)
+    return Study(path, config, storage, options, pruner, "best_val_accuracy", derive, model.OPTIONS)
 
 
 def queue_of(study: Study) -> trial_queue.TrialQueue:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import assert_one_line_error, run_script
 
+import model
 from configs import default
 from largebatch import BadSetting, UserError, schedules, traces
 from largebatch import config as configs
@@ -245,7 +246,7 @@ def test_contradictory_batch_sizes_are_refused_before_the_start(batch, message):
     with config.ignore_type():
         config.batch.update(batch)
     with pytest.raises(UserError) as found:
-        configs.validate(config)
+        configs.validate(config, model.OPTIONS)
     assert message in str(found.value)
 
 
@@ -254,7 +255,7 @@ def test_growth_in_place_of_decay_does_not_go_with_a_trace():
     config.batch.trace, config.batch.hold_last = (4,), True
     config.schedule.update({"name": "step", "decay_steps": (5,), "decay_by": "batch"})
     with pytest.raises(UserError, match=r"decay_by: 'batch'; allowed: 'rate' with batch\.trace"):
-        configs.validate(config)
+        configs.validate(config, model.OPTIONS)
 
 
 # ---- the command ----------------------------------------------------------------------------------------
@@ -303,9 +304,9 @@ def test_adascale_needs_a_trace_that_holds():
     config = default.get_config()
     config.batch.trace, config.schedule.scaling, config.optimizer.name = (4,) * 50, "adascale", "sgd"
     with pytest.raises(UserError, match=r"batch\.hold_last: False; allowed: True with AdaScale"):
-        configs.validate(config)
+        configs.validate(config, model.OPTIONS)
     config.batch.hold_last = True
-    configs.validate(config)
+    configs.validate(config, model.OPTIONS)
 
 
 def test_the_check_refuses_a_trace_that_is_too_short(write, capsys):
