@@ -47,10 +47,17 @@ from largebatch import config as configs
 
 log = logging.getLogger("largebatch")
 
-OVERRIDES = ("dataset.path", "augment.cache_dir")  # that the command line may give for those in a run's config
+# Fields of a run's config that the command line may give instead, and how they are read.
+OVERRIDES = {
+    "dataset.path": flags.DEFINE_string,
+    "augment.cache_dir": flags.DEFINE_string,
+    "dataset.max_image_pixels": flags.DEFINE_integer,
+}
 
 
-def load_run(run: Path, overrides: dict[str, str] | None = None) -> tuple[config_dict.ConfigDict, dict, dict, int]:
+def load_run(
+    run: Path, overrides: dict[str, str | int] | None = None
+) -> tuple[config_dict.ConfigDict, dict, dict, int]:
     """Config, description of the data, arrays and step of a run's best checkpoint.
 
     Read by the primary host; the others get all but the arrays, for which they have {}. `overrides` take the place
@@ -67,12 +74,14 @@ def load_run(run: Path, overrides: dict[str, str] | None = None) -> tuple[config
         config.update(config_dict.ConfigDict(description["config"]))
     # How the batch changed is over, and its file may be gone.
     config.batch.update({"trace": None, "per_device_batch_size": None, "hold_last": False})
+    # The user's own limit: a run may come from someone else.
+    config.dataset.max_image_pixels = default.get_config().dataset.max_image_pixels
     config.update_from_flattened_dict(overrides or {})
     configs.validate(config, models.OPTIONS)
     return config, description["data"], arrays, description["step"]
 
 
-def read_split(run: Path, config, split: str, recorded: dict, overrides: dict[str, str]) -> images.Dataset:
+def read_split(run: Path, config, split: str, recorded: dict, overrides: dict[str, str | int]) -> images.Dataset:
     """Images and labels of a split of the run's data, `recorded` in its checkpoint.
 
     Read from the user's own cache, else from the one that the run names, else decoded again into the user's own. A
@@ -246,7 +255,7 @@ def evaluate(
     *,
     views: bool = False,
     ema: bool = False,
-    overrides: dict[str, str] | None = None,
+    overrides: dict[str, str | int] | None = None,
 ) -> float | None:
     """Prints the results of a run on a split, or on the images in `path`; returns the accuracy if there is one.
 
@@ -300,8 +309,8 @@ def main() -> None:
     flags.DEFINE_string("out", None, "Write the predictions to this CSV file.")
     flags.DEFINE_bool("views", False, "Average the logits over the 8 views of each image.")
     flags.DEFINE_bool("ema", False, "Take the moving average of the parameters.")
-    for field in OVERRIDES:
-        flags.DEFINE_string(f"config.{field}", None, f"Instead of {field} in the run's config.")
+    for field, define in OVERRIDES.items():
+        define(f"config.{field}", None, f"Instead of {field} in the run's config.")
     given = configs.parse_plain_flags(sys.argv)
     if len(given) != 1:
         raise configs.UsageError(f"give one run folder; found {' '.join(given) or 'none'}")

@@ -193,8 +193,7 @@ def train_trial(study: Study, order: Order, shared, reporter: TrialReporter) -> 
     trial = {"index": order.setting, "seed": order.seed, "setting": order.values, "error": None}
     try:
         config = study.config_of(order.values, order.seed)
-        if devices.is_primary():
-            folder.write_json("trial.json", trial)
+        devices.agreed(lambda: folder.write_json("trial.json", trial), devices.is_primary())
         with contextlib.suppress(resume.Diverged, resume.Pruned):
             train.train_and_evaluate(config, str(folder.path), shared=shared, report=reporter)
     except (BadSetting, jax.errors.JaxRuntimeError) as error:
@@ -207,8 +206,7 @@ def record_failure(folder: metrics.RunFolder, trial: dict, error: Exception) -> 
     if not isinstance(error, BadSetting) and "RESOURCE_EXHAUSTED" not in str(error):
         raise error
     text = str(error).splitlines()[0]
-    if devices.is_primary():
-        folder.write_json("trial.json", trial | {"error": text})
+    devices.agreed(lambda: folder.write_json("trial.json", trial | {"error": text}), devices.is_primary())
     return {"status": "failed", "error": text}
 
 

@@ -290,15 +290,18 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
     row |= metrics.timings(clock, progress.before, num_updates, examples)
     progress.before = dict(clock.seconds)
     improved = metrics.add_to_summary(progress.summary, row)
-    if devices.is_primary():
+
+    def write():
         run.append_row(row)
         if improved:
             run.write_predictions(job.placed.val_labels, validation.logits, job.placed.val_ids)
+
+    devices.agreed(write, devices.is_primary())  # a full disk ends all hosts
     last = trainer.done or progress.summary["steps_to_target"] is not None
     if row["skipped_updates"]:
         log.warning("outer loop %d: %d updates skipped, not finite", outer, row["skipped_updates"])
-        if devices.is_primary():
-            run.log_event("skipped", step=trainer.step, updates=row["skipped_updates"])
+        event = {"step": trainer.step, "updates": row["skipped_updates"]}
+        devices.agreed(lambda: run.log_event("skipped", **event), devices.is_primary())
     if improved or last or outer % config.checkpoint.every_outer == 0:
         progress.save(at_boundary=True)
     report.row(row, outer if trainer.done else -(-schedule.num_updates // config.train.inner_steps))

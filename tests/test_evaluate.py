@@ -10,7 +10,8 @@ from conftest import assert_one_line_error, make_folder, run_script
 
 import evaluate
 import train
-from largebatch import UserError, images
+from configs import default
+from largebatch import UserError, images, resume
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +188,22 @@ def test_images_without_labels(run, tmp_path, capsys):
     make_folder(tmp_path / "flat", {"birch": 4}, size=(20, 24))  # of another size: resized as in training
     assert evaluate.evaluate(run, "val", str(tmp_path / "flat"), None) is None
     assert "4 images without labels; predicted" in capsys.readouterr().out
+
+
+def test_the_limit_of_pixels_is_the_users_own(run, monkeypatch):
+    """A run may come from someone else, and bring a limit that lets gigabytes through."""
+    described = resume.best_checkpoint
+
+    def foreign(path):
+        arrays, description = described(path)
+        description["config"]["dataset"]["max_image_pixels"] = 10**12
+        return arrays, description
+
+    monkeypatch.setattr(resume, "best_checkpoint", foreign)
+    config, *_ = evaluate.load_run(run)
+    assert config.dataset.max_image_pixels == default.get_config().dataset.max_image_pixels
+    config, *_ = evaluate.load_run(run, {"dataset.max_image_pixels": 7})
+    assert config.dataset.max_image_pixels == 7
 
 
 def test_bad_input_is_one_line(run, tmp_path):
