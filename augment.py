@@ -165,9 +165,8 @@ def with_cache(config, use: Callable[[caches.Cache], Any]) -> tuple[caches.Cache
         found = [text for text in devices.gather_text(str(damage or "")) if text]
         if not found:
             return cache, result
-        if damage and not attempt:
-            caches.discard(cache.folder, cache.manifest_bytes, damage)
-        devices.barrier()
+        discard = functools.partial(caches.discard, cache.folder, cache.manifest_bytes, damage)
+        devices.agreed(discard, damage is not None and not attempt)
     raise UserError(f"augment.cache_dir: damaged again right after it was built: {found[0]}")
 
 

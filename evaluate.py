@@ -127,7 +127,7 @@ def find_cached(cache_dir: str, split: str, recorded: dict) -> images.Dataset | 
                 break
     except caches.DamagedCache as damage:
         log.warning("damaged cache: %s", damage)
-    except (OSError, ImportError):  # nothing there that this host can read
+    except (OSError, ValueError, ImportError):  # nothing there that this host can read; a path that is none
         pass
     everywhere = all(map(json.loads, devices.gather_text(json.dumps(dataset is not None))))
     return dataset if everywhere else None
@@ -271,6 +271,9 @@ def evaluate(
     # Never where the run says: programs are code.
     configs.use_compilation_cache(overrides.get("augment.cache_dir", default.get_config().augment.cache_dir))
     devices.start()
+    asked = json.dumps([split, path, views, ema, overrides])
+    if len(set(devices.gather_text(asked))) > 1:
+        raise UserError("hosts disagree about the options; allowed: the same on each")
     config, description, arrays, step = load_run(run, overrides)
     if path:
         size, max_pixels = description["image_shape"][0], config.dataset.max_image_pixels

@@ -90,12 +90,12 @@ def micro_batch_size(config, num_originals: int, num_devices: int) -> int:
     """
     batch_sizes, wanted = possible_batch_sizes(config, num_originals), config.batch.micro_batch_size
     needs_noise = config.batch.auto or config.schedule.scaling == "adascale"
-    share = -(-int(batch_sizes[-1]) // num_devices)
-    if wanted == "auto":  # leaves at least two of all devices, between which noise is measured
-        share = -(-int(batch_sizes[0 if needs_noise and num_devices == 1 else -1]) // max(num_devices, 2))
+    deal = batching.Deal(num_originals, num_devices, augment.NUM_VIEWS)
+    share = deal.share_bounds(int(batch_sizes[-1]))[1]
+    if wanted == "auto" and num_devices == 1:  # leaves at least two, between which noise is measured
+        share = -(-int(batch_sizes[0 if needs_noise else -1]) // 2)
     size = min(resolve_micro_batch_size(wanted), share)
     if config.model.norm == "batch":
-        deal = batching.Deal(num_originals, num_devices, augment.NUM_VIEWS)
         for batch_size in batch_sizes:
             if _smallest_micro_batch(deal.share_bounds(int(batch_size)), size) < 2:
                 raise BadSetting(

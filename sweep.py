@@ -74,7 +74,7 @@ def read_study(config: config_dict.ConfigDict) -> tuple[Study, dict]:
     if not there and not flags.FLAGS.space:
         raise UserError(f"--study: no study in {path}; give --space FILE to start one")
     if there and not any(arg.startswith("--config") for arg in sys.argv):
-        study_of.take_over(config, there["config"], path)
+        study_of.take_over(config, there.get("config"), path)
     chosen = {name: option(name, there) for name in OPTIONS}
     shown = chosen["storage"] and trial_queue.without_password(chosen["storage"])
     space_given = flags.FLAGS["space"].present
@@ -192,7 +192,7 @@ def train_trial(study: Study, order: Order, shared, reporter: TrialReporter) -> 
     folder = metrics.RunFolder(study.path / "trials" / order.name)
     trial = {"index": order.setting, "seed": order.seed, "setting": order.values, "error": None}
     try:
-        config = study.config_of(order.values, order.seed)
+        config = devices.agreed(lambda: study.config_of(order.values, order.seed))
         devices.agreed(lambda: folder.write_json("trial.json", trial), devices.is_primary())
         with contextlib.suppress(resume.Diverged, resume.Pruned):
             train.train_and_evaluate(config, str(folder.path), shared=shared, report=reporter)

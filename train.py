@@ -210,6 +210,7 @@ def describe(job: Job) -> dict:
         "micro_batch_size": job.micro_batch_size,
         "versions": metrics.versions(),
         "git_commit": metrics.git_commit(),
+        "code_sha256": metrics.code_sha256(),
     }
 
 
@@ -385,9 +386,9 @@ def run_outer_loops(job, config, trainer, progress, run, report, clock) -> None:
 
 
 def new_workdir(config: config_dict.ConfigDict) -> str:
-    """The run folder of a run that was given none: the same on all hosts, and no other run's."""
+    """The run folder of a run that was given none: the same on all hosts, and by all chance no other run's."""
     configs.start(config, models.OPTIONS)
-    apart = secrets.token_hex(2)  # runs that start in the same second
+    apart = secrets.token_hex(4)  # runs that start in the same second
     return devices.gather_text(f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}-{apart}")[0]
 
 
@@ -412,7 +413,7 @@ def main(config: config_dict.ConfigDict) -> int:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME-XXXX, XXXX by chance.")
+    flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME-XXXXXXXX, X by chance.")
     flags.DEFINE_bool("doctor", False, "Check this config on this machine before a long run; trains nothing.")
     flags.DEFINE_bool("profile", False, "Write a jax.profiler trace of a few updates to WORKDIR/profile.")
     configs.run_script(main, models.OPTIONS)

@@ -20,8 +20,9 @@ def get_config() -> config_dict.ConfigDict:
     c.dataset.image_size = config_dict.placeholder(int)  # pixels, 8..1024; None keeps the images' size
     c.dataset.tfds_split = "train"  # which TFDS split(s) to read before our own split: "train+test"
     c.dataset.num_examples = 480  # synthetic images, >= 50
-    # >= 1. An image of more pixels is refused, and a file of more than 4 bytes for each of them: no honest data set
-    # has one, but a small file can ask for gigabytes. As many pixels are decoded at once, over all threads.
+    # >= 1. An image of more pixels is refused, a file of more than 4 bytes for each of them, and metadata of more
+    # than one for 32: no honest data set has such, but a small file can ask for gigabytes. As many pixels are
+    # decoded at once, over all threads.
     c.dataset.max_image_pixels = 89_478_485
 
     c.augment = config_dict.ConfigDict()

@@ -58,19 +58,16 @@ class Deal(NamedTuple):
         return passes * self.num_originals_of(device) + in_this_pass
 
     def share_bounds(self, batch_size: int) -> tuple[int, int]:
-        """Bounds of how many examples of a batch one device gets, wherever in the epoch the batch begins.
+        """The fewest and the most examples of a batch that one device gets, wherever in the epoch it begins.
 
-        A batch that crosses ends of passes is stretches of full rounds with short rounds between. In each stretch a
-        device is less than one round off its even part; of a short round it gets one example or none.
+        A batch that begins a round later has the same shares, unless it then ends in another pass. So the first
+        round of a pass, and the first from which batches end in another, stand for all.
         """
-        in_short_round = self.num_originals % self.num_devices
-        short_rounds = (batch_size - 1) // self.num_originals + 1 if in_short_round else 0
-        slack = (short_rounds + 1) * (self.num_devices - 1)
-        fewest_in_full_rounds = batch_size - short_rounds * in_short_round
-        most_in_full_rounds = batch_size - batch_size // self.num_originals * in_short_round
-        fewest = -((slack - fewest_in_full_rounds) // self.num_devices)
-        most = (most_in_full_rounds + slack) // self.num_devices + short_rounds
-        return max(fewest, 0), most
+        first_round = np.arange(self.num_devices)
+        begins = np.concatenate([first_round, -batch_size % self.num_originals + first_round]) % self.num_originals
+        ends = begins + batch_size
+        shares = [self.count_before(ends, device) - self.count_before(begins, device) for device in first_round]
+        return int(np.min(shares)), int(np.max(shares))
 
 
 def epoch_and_offset(deal: Deal, examples_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -22,13 +22,15 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from largebatch import UserError, files
+from largebatch import UserError, files, untrusted
 from largebatch.images import SPLITS, Dataset, Source, iterate_batches, run_ranges, split_indices
 
 log = logging.getLogger("largebatch")
 
 CACHE_VERSION = 1
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 2**24
+MANIFEST_FIELDS = {"class_names", "counts", "num_views", "image_shape", "mean", "std", "source", "sha256"}
 
 # Originals [n, H, W, C] -> all their views [n, views, H, W, C].
 Expand = Callable[[np.ndarray], np.ndarray]
@@ -84,7 +86,8 @@ class Cache(NamedTuple):
         """Labels, ids or digests, verified whole (the header too: NumPy's parser trips over a damaged one)."""
         path = self.folder / f"{name}.npy"
         try:
-            content = path.read_bytes()
+            with untrusted.open_any(path) as file:
+                content = file.read()
         except OSError as error:
             raise DamagedCache(f"{path} cannot be read ({error.strerror or error})") from error
         if hashlib.sha256(content).hexdigest() != self.manifest["sha256"][path.name]:
@@ -102,7 +105,7 @@ class Cache(NamedTuple):
         num_views = out.shape[1] // int(np.prod(self.image_shape))
         header = _npy_header((len(digests) * num_views, *self.image_shape))
         try:
-            with path.open("rb") as file:
+            with untrusted.open_any(path) as file:
                 found = file.read(len(header))
         except OSError as error:
             raise DamagedCache(f"{path} cannot be read ({error.strerror or error})") from error
@@ -110,7 +113,7 @@ class Cache(NamedTuple):
             raise DamagedCache(f"{path} does not start as an array of {len(digests)} x {num_views} images")
 
         def read_range(first: int, last: int) -> None:
-            with path.open("rb") as file:
+            with untrusted.open_any(path) as file:
                 for row in range(first, last):
                     try:
                         file.seek(len(header) + int(examples[row]) * out.shape[1])
@@ -157,7 +160,8 @@ def open_folder(folder: epath.Path) -> Cache:
 def _read_manifest(folder: epath.Path) -> bytes | None:
     """The manifest's file as it is, or None where it cannot be read."""
     try:
-        return (folder / MANIFEST).read_bytes()
+        with untrusted.open_any(folder / MANIFEST) as file:
+            return file.read(MAX_MANIFEST_BYTES)
     except OSError:
         return None
 
@@ -169,12 +173,14 @@ def _check(folder: epath.Path, content: bytes | None) -> Cache:
     try:
         manifest = json.loads(content)
         seal = manifest.pop("manifest_sha256")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCache(f"{path} cannot be read ({error!r})") from error
     if seal != _seal(manifest):
         raise DamagedCache(f"{path} does not match its SHA-256")
     if manifest.get("cache_version") != CACHE_VERSION:
         raise DamagedCache(f"{path} is of cache version {manifest.get('cache_version')}, this is {CACHE_VERSION}")
+    if missing := MANIFEST_FIELDS - manifest.keys():
+        raise DamagedCache(f"{path} lacks {', '.join(sorted(missing))}")
     return Cache(folder, manifest, content)
 
 

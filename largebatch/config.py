@@ -51,9 +51,9 @@ def _number(low: float, high: float, text: str, *, open_low: bool = False, open_
     def allowed(value):
         if not isinstance(value, int | float) or isinstance(value, bool):
             return False
-        if value != 0 and not SMALLEST_FLOAT32 <= abs(value) <= LARGEST_FLOAT32:  # nan too
+        if not abs(value) <= LARGEST_FLOAT32:  # nan too
             return False
-        rounded = float(np.float32(value))
+        rounded = float(np.float32(value)) if abs(value) >= SMALLEST_FLOAT32 else 0.0
         above = low < rounded if open_low else low <= rounded
         below = rounded < high if open_high else rounded <= high
         return above and below
@@ -175,6 +175,11 @@ def nearest_field(field: str) -> str:
     return f" (did you mean {same_group[close[0]]!r}?)" if close else nearest(field, RULES)
 
 
+def rules(networks: Networks) -> dict[str, Rule]:
+    """The rule of every field."""
+    return {**RULES, "model.name": _one_of(*networks)}
+
+
 def validate(config: config_dict.ConfigDict, networks: Networks) -> None:
     """Checks every field before a device is touched.
 
@@ -182,10 +187,10 @@ def validate(config: config_dict.ConfigDict, networks: Networks) -> None:
       UserError: lists every problem, each with the field, the value given and what is allowed.
     """
     values, problems = flatten(config.to_dict()), []
-    rules = {**RULES, "model.name": _one_of(*networks)}
+    rules_ = rules(networks)
     for field in values.keys() - RULES.keys():
         problems.append(f"{field}: unknown field{nearest_field(field)}")
-    for field, (allowed, text) in rules.items():
+    for field, (allowed, text) in rules_.items():
         if field not in values:
             problems.append(f"{field}: missing; allowed: {text}")
         elif not allowed(values[field]):

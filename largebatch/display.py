@@ -21,7 +21,11 @@ class _Escaped(logging.Formatter):
     """Messages as they are, but for characters that would steer the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(printable, super().format(record).split("\n")))
+        record.message = printable(record.getMessage())  # one line; a traceback has its own
+        text = self.formatMessage(record)
+        if record.exc_info:
+            text += "\n" + "\n".join(map(printable, self.formatException(record.exc_info).split("\n")))
+        return text
 
 
 def log_to_stderr() -> None:

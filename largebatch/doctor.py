@@ -77,9 +77,12 @@ def _plan(job: train.Job, batch_size: int, learning_rate: float = 0.0, length: i
 
 
 def even_share(job: train.Job) -> int:
-    """Examples that every device can take of an even batch, a micro-batch at most; 0 if one holds none."""
+    """Examples that every device can take of an even batch, a micro-batch at most; 0 if one holds none.
+
+    Batches are even for sure as far as the full rounds of the first pass go.
+    """
     deal = job.placed.deal
-    return min(job.micro_batch_size, deal.num_originals // deal.num_devices * deal.views)
+    return min(job.micro_batch_size, deal.num_originals // deal.num_devices)
 
 
 def mean_gradient(job: train.Job, start: TrainState):

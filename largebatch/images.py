@@ -129,10 +129,25 @@ def decode_all(files: list[ImageFile], image_size: int | None, max_pixels: int) 
     Raises:
       UserError: an image is damaged, too large, not 8 bits deep, or of another size than the first; it is named.
     """
-    # Ours is checked before an image is decoded. Behind it stands Pillow's, at twice as much, for what a GIF takes
-    # while it is opened.
-    Image.MAX_IMAGE_PIXELS = max_pixels
-    limits = Limits(max_pixels)
+    with pillow_limited_to(max_pixels):
+        return _decode_all(files, image_size, Limits(max_pixels))
+
+
+@contextlib.contextmanager
+def pillow_limited_to(max_pixels: int) -> Iterator[None]:
+    """Sets Pillow's own limit, which is of the whole process.
+
+    Ours is checked before an image is decoded. Behind it stands Pillow's, at twice as much, for what a GIF takes
+    while it is opened.
+    """
+    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def _decode_all(files: list[ImageFile], image_size: int | None, limits: Limits) -> np.ndarray:
     first = decode(files[0], image_size, limits)
     try:
         images = np.empty((len(files), *first.shape), np.uint8)
@@ -168,11 +183,13 @@ def decode(file: ImageFile, image_size: int | None, limits: Limits) -> np.ndarra
         except Image.DecompressionBombError as error:
             raise limits.error(file, f"over {2 * limits.max_pixels:,} pixels", limits.max_pixels) from error
         except _OverRead as error:
-            what = f"over {limits.header_bytes:,} bytes beside its pixels"
+            what = f"over {limits.header_bytes:,} bytes of header and metadata"
             raise limits.error(file, what, limits.header_bytes) from error
         except UnidentifiedImageError as error:
             kinds = "no JPEG, PNG, TIFF, GIF, BMP or WebP"
             raise UserError(f"{file.example_id}: damaged image ({kinds})") from error
+        except MemoryError as error:
+            raise UserError(f"{file.example_id}: does not fit into memory; {file.num_bytes:,} bytes") from error
         except Exception as error:  # Pillow and zipfile raise a dozen kinds on damaged input
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"{file.example_id}: damaged image ({reason})") from error

@@ -13,7 +13,8 @@ import jax
 from jax._src import distributed
 
 FIRST_WAIT_MS = 1000
-POLL_SEC = 1.0
+SHORT_POLL_SEC, POLL_SEC = 0.1, 1.0  # in the first seconds of a wait, and later
+SHORT_WAIT_SEC = 10.0
 
 _numbers = itertools.count()  # of the meetings, which all hosts come to in one order
 
@@ -51,7 +52,7 @@ def _key(number: int, of: int | str) -> str:
 
 
 def _wait_for(store, key: str) -> str:
-    """The value of `key`, once it is there. Returns to Python every second, which then sees to its signals.
+    """The value of `key`, once it is there. Comes back to Python every second or sooner, for it to see to signals.
 
     A wait that is over stays in the service's memory, 20 kB of it on both sides, so there is only one.
     """
@@ -59,12 +60,13 @@ def _wait_for(store, key: str) -> str:
         return store.blocking_key_value_get(key, FIRST_WAIT_MS)
     except jax.errors.JaxRuntimeError as error:
         _raise_unless("DEADLINE_EXCEEDED", error)
+    begin = time.monotonic()
     while True:
         try:
             return store.key_value_try_get(key)
         except jax.errors.JaxRuntimeError as error:
             _raise_unless("NOT_FOUND", error)
-        time.sleep(POLL_SEC)
+        time.sleep(SHORT_POLL_SEC if time.monotonic() - begin < SHORT_WAIT_SEC else POLL_SEC)
 
 
 def _raise_unless(status: str, error: Exception) -> None:

@@ -347,6 +347,14 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0]} | {name: metadata.version(name) for name in names}
 
 
+def code_sha256() -> str:
+    """Of the project's Python files that train, changed and not yet committed ones too."""
+    root, digest = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    for path in sorted([*root.glob("*.py"), *root.glob("largebatch/*.py"), *root.glob("layers/*.py")]):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def git_commit() -> str | None:
     """Commit of the code, with "+" when files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parent

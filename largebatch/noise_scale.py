@@ -109,7 +109,8 @@ def gain(noise: Noise, batch_size, reference_batch_size: int) -> jax.Array:
 
     AdaScale's gain ratio, Johnson et al. 2020, "AdaScale SGD", eq. 4: with the scale B / B_ref, sigma^2 =
     tr S / B_ref and mu^2 = |g|^2 it is (sigma^2 + mu^2) / (sigma^2 / scale + mu^2), from 1 where all is signal to
-    the scale where all is noise. An estimate below zero counts as zero.
+    the scale where all is noise. An estimate below zero counts as zero. As in the paper both batches are drawn
+    independently: a batch that is a large part of a pass has less noise than that, and is worth more.
     """
     variance, signal = jnp.maximum(noise.variance, 0), jnp.maximum(noise.signal, 0)
     here = variance / batch_size + signal

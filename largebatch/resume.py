@@ -88,6 +88,8 @@ class Progress:
     def resume(self) -> None:
         """Takes up the newest sound checkpoint of the run folder, or starts at update 0.
 
+        A run that is refused stays as it is, but that damaged checkpoints are set aside.
+
         Raises:
           UserError: the checkpoint or metrics.jsonl do not go with this program; on every host.
         """
@@ -375,8 +377,9 @@ class Progress:
 
 
 def _code(summary: dict) -> dict:
-    """The commit and the versions of libraries that a summary was written by."""
-    return {"commit": summary["git_commit"], **summary["versions"]}
+    """What a summary was written by: files, commit and libraries."""
+    files = (summary.get("code_sha256") or "not recorded")[:12]
+    return {"files": files, "commit": summary["git_commit"], **summary["versions"]}
 
 
 def _changes(before: dict, now: dict) -> str:

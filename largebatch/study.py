@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import sqlalchemy
 from ml_collections import config_dict
 
-from largebatch import BadSetting, UserError, fields, runs, search
+from largebatch import BadSetting, UserError, batching, fields, runs, search
 from largebatch import config as configs
 
 log = logging.getLogger("largebatch")
@@ -80,7 +80,8 @@ def read(
     """
     default = "steps_to_target" if config.train.target_accuracy else "best_val_accuracy"
     chosen = chosen | {"objective": chosen["objective"] or default}
-    space, derive, includes, sha256 = read_space_file(path, Path(chosen["space"]), there, space_given)
+    space_file = read_space_file(path, Path(chosen["space"]), there, networks, given=space_given)
+    space, derive, includes, sha256 = space_file
     if includes and chosen["sampler"] != "grid":
         raise UserError(f"--sampler: {chosen['sampler']}; allowed with a space that has includes(): grid")
     settings = number_of_settings(space, includes, chosen, config)
@@ -105,6 +106,7 @@ def read(
         "space_sha256": sha256,
         "storage": shown_storage,
         "config": config.to_dict(),
+        "order_version": batching.ORDER_VERSION,
     }
     if includes:
         description["grid"] = search.grid(space, includes)
@@ -115,9 +117,12 @@ def read(
 
 def take_over(config: config_dict.ConfigDict, recorded: dict, path: Path) -> None:
     """Makes `config` the one that the study in folder `path` recorded; names the other places that it will use."""
+    platform = recorded.get("devices", {}).get("platform") if isinstance(recorded, dict) else None
+    if not isinstance(platform, str):
+        raise UserError(f"--study: {path / 'study.json'} holds no config of a study; give --config to start anew")
     before = fields.flatten(config.to_dict())
     # Where hosts meet is the user's to say each time: no folder makes this process call someone.
-    recorded = recorded | {"devices": {"platform": recorded["devices"]["platform"]}}
+    recorded = recorded | {"devices": {"platform": platform}}
     with config.unlocked():
         config.update(config_dict.ConfigDict(recorded))
     after = fields.flatten(config.to_dict())
@@ -127,7 +132,9 @@ def take_over(config: config_dict.ConfigDict, recorded: dict, path: Path) -> Non
             log.warning("uses %s %s, which %s names", field, value, path)
 
 
-def read_space_file(path: Path, file: Path, there: dict, given: bool) -> search.SpaceFile:
+def read_space_file(
+    path: Path, file: Path, there: dict, networks: configs.Networks, *, given: bool
+) -> search.SpaceFile:
     """Runs the space file of the study in folder `path`.
 
     One that only the study.json `there` names is run if it is the user's own, and what the study was started with:
@@ -136,8 +143,9 @@ def read_space_file(path: Path, file: Path, there: dict, given: bool) -> search.
     Raises:
       UserError: it is not run, or see `search.read_space`.
     """
+    rules = configs.rules(networks)
     if given:
-        return search.read_space(file, configs.RULES, configs.nearest_field)
+        return search.read_space(file, rules, configs.nearest_field)
     why = None
     if not any(runs.lies_in(file, folder) for folder in (configs.ROOT, Path.cwd())):
         why = "lies outside this project and the current folder"
@@ -147,7 +155,8 @@ def read_space_file(path: Path, file: Path, there: dict, given: bool) -> search.
         why = "was recorded without a SHA-256"
     if why:
         raise UserError(f"--study: {path} names the space file {file}, which {why}; give --space FILE to run it")
-    return search.read_space(file, configs.RULES, configs.nearest_field, there["space_sha256"])
+    log.warning("runs the space file %s, which %s names", file, path)
+    return search.read_space(file, rules, configs.nearest_field, there["space_sha256"])
 
 
 def is_file_in(url: str, folder: Path) -> bool:
@@ -195,5 +204,6 @@ def refuse_another(path: Path, description: dict, there: dict) -> None:
 
 def identity(description: dict) -> dict:
     """The part of a study.json that may not change."""
-    kept = {name: value for name, value in description.items() if name not in MAY_CHANGE}
+    kept = {"order_version": 1}  # of studies from before it was recorded
+    kept |= {name: value for name, value in description.items() if name not in MAY_CHANGE}
     return kept | {"config": fields.identity(description["config"])}

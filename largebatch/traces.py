@@ -113,6 +113,7 @@ def read(
     Raises:
       BadSetting: names the file, the line and what is allowed.
     """
+    largest = min(largest, LARGEST)
     lines = [(number, line) for number, line in enumerate(_rows(path), 1) if any(map(str.strip, line))]
     if not lines:
         raise BadSetting(f"batch.trace: {path} is empty; allowed: a line of column names, and rows")
@@ -188,7 +189,7 @@ class _Table(NamedTuple):
 
     def ascending(self, values: np.ndarray, index: int) -> np.ndarray:
         """`values` of column `index`, if each is above the one before."""
-        wrong = np.flatnonzero(np.diff(values) <= 0)
+        wrong = np.flatnonzero(values[1:] <= values[:-1])
         if len(wrong):
             number, line = self.lines[wrong[0] + 1]
             before = self.lines[wrong[0]][1][index].strip()
@@ -251,9 +252,10 @@ def _batch_trace(table: _Table, names: list[str], largest: int) -> Trace:
 
 def _refuse_late_updates(table: _Table, starts: np.ndarray) -> None:
     """Updates that no run comes to, and whose examples 64 bits would not count."""
-    late = np.flatnonzero(starts > LARGEST)
+    late = np.flatnonzero(~(starts <= LARGEST))  # nan too
     if len(late):
-        raise table.error(table.lines[late[0]][0], f"begins with update {starts[late[0]]:.6g}", f"up to {LARGEST}")
+        update = f"{starts[late[0]]:.0f}"
+        raise table.error(table.lines[late[0]][0], f"begins with update {update}", f"up to {LARGEST}")
 
 
 def _availability_trace(
@@ -291,8 +293,9 @@ def _availability_trace(
         raise BadSetting(f"batch.trace: {table.path} has no row with any {counted}")
     there = available > 0
     # The first update that starts once the time with devices before the row is over.
-    elapsed = np.concatenate([[0.0], np.cumsum(np.diff(when) * there[:-1])])
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+        elapsed = np.concatenate([[0.0], np.cumsum(np.diff(when) * there[:-1])])
+    with np.errstate(over="ignore", invalid="ignore"):
         starts = np.ceil(elapsed / time_per_update - 1e-9)
     _refuse_late_updates(table, starts)
     starts = starts.astype(np.int64)

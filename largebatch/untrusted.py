@@ -43,6 +43,11 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
 
 
+def open_any(path) -> BinaryIO:
+    """Opens an `epath.Path` to read: an object of a bucket, or a regular file."""
+    return path.open("rb") if "://" in str(path) else open_regular(Path(path))
+
+
 def list_folder(root: Path, field: str) -> dict[str, Path]:
     """All that lies under `root`, by its name there, in order; names of folders end in "/".
 
@@ -118,8 +123,7 @@ def list_zip(path, field: str) -> list[zipfile.ZipInfo]:
 @contextlib.contextmanager
 def open_zip(path) -> Iterator[zipfile.ZipFile]:
     """A zip, in a bucket too; raises what `open_regular` and zipfile do."""
-    file = path.open("rb") if "://" in str(path) else open_regular(Path(path))
-    with file, zipfile.ZipFile(file) as archive:
+    with open_any(path) as file, zipfile.ZipFile(file) as archive:
         yield archive
 
 

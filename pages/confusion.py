@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from largebatch import images, untrusted
 from largebatch.runs import Run, lies_in
 
 MAX_PIXELS = 96  # of an example, on its longer side
 # What is read of a file that a run names, and decoded of it.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
-FORMATS = ("JPEG", "PNG", "TIFF")
-MAX_BYTES, MAX_DECODED = 1 << 26, 1 << 24  # of a file; pixels
+MAX_DECODED = 1 << 24  # pixels
+MAX_BYTES = images.BYTES_PER_PIXEL * MAX_DECODED  # of a file
 NUMBERED = re.compile(r"(.+?)_\d+\.\w+")  # AnnualCrop_12.jpg
 
 
@@ -187,8 +188,9 @@ def picture_reader(run: Run) -> Iterator[tuple[Callable[[str], str | None], str 
 
 
 def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    untrusted.check_entry(entry, "dataset.path")
     _check_size(entry.file_size)
-    return archive.read(entry)
+    return untrusted.read_entry(archive, entry)
 
 
 def _find(root: Path, example_id: str) -> bytes:
@@ -216,13 +218,13 @@ def _picture(read: Callable[[], bytes]) -> str | None:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(read()), formats=FORMATS) as image:
-            if image.width * image.height > MAX_DECODED:
-                return None
-            image = image.convert("RGB")
-            image.thumbnail((MAX_PIXELS, MAX_PIXELS))
-            buffer = io.BytesIO()
-            image.save(buffer, "PNG", optimize=True)
+        content = read()
+        with images.pillow_limited_to(MAX_DECODED):
+            file = images.ImageFile("", 0, len(content), lambda: content)
+            image = Image.fromarray(images.decode(file, None, images.Limits(MAX_DECODED)))
+        image.thumbnail((MAX_PIXELS, MAX_PIXELS))
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", optimize=True)
     except Exception:  # Pillow and zipfile raise a dozen kinds; a page without this picture is still a page
         return None
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -31,6 +31,39 @@ def age(path, seconds: float) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
+# ---- what others made -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("manifest", ["{}", "[" * 100_000, '{"cache_version": 1}', "sealed", "fifo"])
+def test_a_manifest_that_is_none_is_damage(folder, manifest):
+    folder.mkdir(parents=True)
+    path = folder / "manifest.json"
+    if manifest == "fifo":
+        os.mkfifo(path)
+    elif manifest == "sealed":
+        fields = {"cache_version": 1}
+        path.write_text(json.dumps(fields | {"manifest_sha256": caches._seal(fields)}))
+    else:
+        path.write_text(manifest)
+    with pytest.raises(caches.DamagedCache, match=r"manifest.json (cannot be read|is missing|lacks class_names)"):
+        caches.open_folder(folder)
+
+
+def test_an_array_that_is_no_regular_file_is_damage(folder):
+    build(folder)
+    cache = caches.open_folder(folder)
+    for name in ("val_labels.npy", "val_images.npy"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(caches.DamagedCache, match=f"{name} cannot be read"):
+            cache.verify()
+        (folder / name).unlink()
+        build_again = folder.parent / "again"
+        build(build_again)
+        (build_again / name).rename(folder / name)
+        build_again.rmtree()
+
+
 # ---- what others build ------------------------------------------------------------------------------
 
 

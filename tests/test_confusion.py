@@ -9,10 +9,11 @@ import pytest
 from conftest import make_folder
 from PIL import Image
 from test_analysis import write_run
+from test_images import tiff_of_many_strips
 from test_report import make, text_of, write_predictions
 
 import report
-from largebatch import runs
+from largebatch import UserError, runs
 from pages import confusion
 
 
@@ -115,6 +116,18 @@ def test_only_images_of_a_picture_s_size_are_read(tmp_path, monkeypatch):
             confusion._unpack(archive, archive.infolist()[0])
     with pytest.raises(ValueError, match="bytes; allowed for a picture"):
         confusion._find(data, "a/a_0.png")
+
+
+def test_a_zip_that_unpacks_without_bound_is_not_unpacked(tmp_path):
+    """bzip2 makes gigabytes of a few bytes, whatever the directory of the zip says."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("a/1.png", b"x" * 1000)
+        with pytest.raises(UserError, match="compressed by method 12"):
+            confusion._unpack(archive, archive.getinfo("a/1.png"))
+
+
+def test_a_picture_whose_header_takes_gigabytes_is_left_out():
+    assert confusion._picture(lambda: tiff_of_many_strips(1_000_000)) is None
 
 
 def run_with_mistakes(folder, path: str):

@@ -127,7 +127,7 @@ def test_a_faster_micro_batch_size_is_recommended():
 
 
 def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
-    """On three devices, of which two hold 216 of the 640 views and one 208: less than a micro-batch."""
+    """On three devices, of which two hold 27 of the 80 originals and one 26: less than a micro-batch."""
     fields = {"augment.cache_dir": session_cache, "dataset.num_examples": 100, "dataset.image_size": 8}
     fields |= {"batch.micro_batch_size": 512, "train.inner_steps": 2}
     arguments = [f"--config.{name}={value}" for name, value in fields.items()]

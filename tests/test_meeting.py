@@ -104,7 +104,7 @@ DEAD = jax.errors.JaxRuntimeError("UNAVAILABLE: The following tasks are unhealth
 def two_hosts(monkeypatch):
     """This one is host 0; the function returned puts answers of the other host in the store."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(meeting, "POLL_SEC", 0.0)
+    monkeypatch.setattr(meeting, "SHORT_POLL_SEC", 0.0)
 
     def answers(*gets):
         store = Store(list(gets))

@@ -261,14 +261,15 @@ def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
     """384 originals on 5 devices, of which 4 hold 77 and one 76."""
     small_config.model.norm, small_config.batch.micro_batch_size = "batch", 16
     small_config.batch.size = 20
-    assert programs.micro_batch_size(small_config, 384, num_devices=5) == 4
+    assert programs.micro_batch_size(small_config, 384, num_devices=5) == 5
     deal = Deal(384, 5, 8)
     offsets = np.arange(0, deal.num_examples, 4)[:, None]  # 20 and an epoch have 4 in common
     shares = steps.batching.device_share(deal, np.arange(5)[None], 0, offsets, 20).count
     assert int(shares.min()) >= 2
-    small_config.batch.size = 10  # of which a device gets one where a pass ends
-    with pytest.raises(UserError, match="batches of 10"):
+    small_config.batch.size = 13  # of which a device gets one where a pass ends
+    with pytest.raises(UserError, match="batches of 13"):
         programs.micro_batch_size(small_config, 384, num_devices=5)
+    small_config.batch.size = 10
     assert programs.micro_batch_size(small_config, 385, num_devices=5) == 2
 
 

@@ -117,7 +117,7 @@ LOCAL_STEPS = {  # from update 3 on, averages after updates 6, 9 and 12
         ({}, [4, 8, 12]),
         ({"batch.size": "full"}, [4, 8, 12]),
         (ALL_STATE, [4, 8, 9]),
-        (ADASCALE, [4, 7]),
+        (ADASCALE, None),  # its gains say when it ends
         (LOCAL_STEPS, [4, 8, 12]),
     ],
     ids=["mini-batch", "full batch", "all state", "AdaScale on a trace", "local steps"],
@@ -135,7 +135,7 @@ def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, st
             assert json.loads((tmp_path / "cut" / "summary.json").read_text())["status"] == "interrupted"
             stops += 1
     assert stops >= 3
-    assert [row["step"] for row in rows_of(tmp_path / "cut")] == steps
+    assert steps is None or [row["step"] for row in rows_of(tmp_path / "cut")] == steps
     assert summary["params_sha256"] == whole["params_sha256"]
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
@@ -323,17 +323,16 @@ def test_other_code_and_libraries_are_named_when_a_run_goes_on(config, tmp_path,
     def change(description):
         description["summary"]["versions"]["optax"] = "0.0.1"
         description["summary"]["git_commit"] = "0123abc"
+        description["summary"]["code_sha256"] = "f" * 64
 
     rewrite_descriptions(tmp_path, change)
     train.train_and_evaluate(config, str(tmp_path))
-    commit, optax = metrics.git_commit(), metrics.versions()["optax"]
-    expected = (
-        f"resuming with other code: commit {commit}, was 0123abc; optax {optax}, was 0.0.1: results may differ"
-    )
-    assert expected in caplog.messages
+    commit, optax, files = metrics.git_commit(), metrics.versions()["optax"], metrics.code_sha256()[:12]
+    changes = f"files {files}, was {'f' * 12}; commit {commit}, was 0123abc; optax {optax}, was 0.0.1"
+    assert f"resuming with other code: {changes}: results may differ" in caplog.messages
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     starts = [event["code"] for event in events if event["event"] == "start"]
-    assert starts == [{"commit": commit, **metrics.versions()}] * 2
+    assert starts == [{"files": files, "commit": commit, **metrics.versions()}] * 2
 
 
 def test_init_from_starts_with_the_best_parameters(config, tmp_path):

@@ -4,6 +4,7 @@ import logging
 import pytest
 from conftest import ROOT, assert_one_line_error, run_script
 
+import model
 from configs import default
 from largebatch import UserError, study
 
@@ -30,18 +31,19 @@ def here(tmp_path, monkeypatch):
 
 def recorded_by(file) -> dict:
     """What a study.json says of the space file with which its study was started."""
-    return {"space_sha256": study.read_space_file(ROOT, file, {}, given=True).sha256}
+    return {"space_sha256": study.read_space_file(ROOT, file, {}, model.OPTIONS, given=True).sha256}
 
 
-def test_a_recorded_space_file_of_ones_own_is_run_as_it_was(here, tmp_path):
+def test_a_recorded_space_file_of_ones_own_is_run_as_it_was(here, tmp_path, caplog):
     there = recorded_by(here / "space.py")
     (tmp_path / "ran").unlink()
-    assert list(study.read_space_file(here / "study", here / "space.py", there, given=False).space) == [
-        "optimizer.name"
-    ]
+    assert list(
+        study.read_space_file(here / "study", here / "space.py", there, model.OPTIONS, given=False).space
+    ) == ["optimizer.name"]
     assert (tmp_path / "ran").exists()
+    assert caplog.messages == [f"runs the space file {here / 'space.py'}, which {here / 'study'} names"]
     ours = ROOT / "configs" / "sweeps" / "optimizers.py"
-    study.read_space_file(here / "study", ours, recorded_by(ours), given=False)
+    study.read_space_file(here / "study", ours, recorded_by(ours), model.OPTIONS, given=False)
 
 
 @pytest.mark.parametrize("case", ["elsewhere", "link", "in the study", "changed", "no digest", "no text"])
@@ -62,9 +64,9 @@ def test_a_recorded_space_file_that_may_be_someone_elses_is_run_only_when_it_is_
     else:
         there, words = {} if case == "no digest" else {"space_sha256": None}, "recorded without a SHA-256"
     with pytest.raises(UserError, match=rf"space.*{words}.*; give --space FILE to run it"):
-        study.read_space_file(here / "study", file, there, given=False)
+        study.read_space_file(here / "study", file, there, model.OPTIONS, given=False)
     assert not (tmp_path / "ran").exists()
-    study.read_space_file(here / "study", file, there, given=True)
+    study.read_space_file(here / "study", file, there, model.OPTIONS, given=True)
     assert (tmp_path / "ran").exists()
 
 
@@ -92,6 +94,20 @@ def test_places_that_a_study_names_are_said(tmp_path, caplog):
     ]
     assert (config.dataset.path, config.batch.size) == ("/data/x.zip", 7)
     assert config.devices.to_dict() == default.get_config().devices.to_dict()
+
+
+@pytest.mark.parametrize("recorded", [None, [], {}, {"devices": {}}, {"devices": {"platform": 3}}])
+def test_a_study_json_without_a_config_is_one_line(tmp_path, recorded):
+    with pytest.raises(UserError, match=r"study.json holds no config of a study"):
+        study.take_over(default.get_config(), recorded, tmp_path)
+
+
+def test_a_study_of_another_order_of_examples_is_another():
+    description = {"config": default.get_config().to_dict(), "order_version": 2}
+    old = {"config": description["config"]}
+    study.refuse_another(ROOT, description, dict(description))
+    with pytest.raises(UserError, match="holds another study: order_version: 2 here, 1 there"):
+        study.refuse_another(ROOT, description, old)
 
 
 def test_which_databases_lie_in_the_folder(tmp_path):

@@ -93,7 +93,10 @@ def test_columns_may_be_called_and_placed_otherwise(write):
             "step,batchsize\n0,4\n100000000000000,5\n",
             "line 3: step '100000000000000'; allowed: an integer from 0 to",
         ),
-        ("step,batchsize\n0,4\n2147483647,5\n0,6\n", "line 4: begins with update 2.14748e+09; allowed: up to"),
+        (
+            "step,batchsize\n0,4\n2147483647,5\n0,6\n",
+            "line 4: begins with update 2147483648; allowed: up to 2147483647",
+        ),
         ("time,GPUs\n0,4\n", "counts GPUs; allowed: with batch.per_device_batch_size"),
     ],
 )
@@ -105,12 +108,18 @@ def test_bad_traces_are_refused_by_line(write, text, message):
 
 def test_updates_beyond_32_bits_are_refused_by_line(write):
     """1e14 updates of 100,000 examples are 1e19, which 64 bits do not count."""
-    with pytest.raises(BadSetting, match=r"line 3: begins with update 1e\+14; allowed: up to 2147483647"):
+    with pytest.raises(BadSetting, match=r"line 3: begins with update 100000000000000; allowed: up to 2147483647"):
         traces.read(write("time,GPUs\n0,4\n1e10,8\n"), 1, time_per_update=1e-4)
     with pytest.raises(BadSetting, match="line 3: begins with update inf"):
         traces.read(write("time,GPUs\n0,4\n1e10,8\n"), 1, time_per_update=1e-307)
     with pytest.raises(BadSetting, match="line 3: GPUs 8 x 1000000000000000000 is a batch of 8000000000000000000"):
         traces.read(write("time,GPUs\n0,0\n1,8\n"), 10**18)
+    with pytest.raises(BadSetting, match="line 3: begins with update nan; allowed"):
+        traces.read(write("time,GPUs\n-1e308,0\n1e308,4\n1.1e308,4\n"), 1)
+    with pytest.raises(
+        BadSetting, match="batchsize '900000000000000000'; allowed: an integer from 1 to 2147483647"
+    ):
+        traces.read(write("step,batchsize\n0,900000000000000000\n"), largest=10**18)
     longest = traces.read(write(f"step,batchsize\n0,{2**31 - 1}\n{2**31 - 1},1\n"))
     assert int(longest.batch_sizes.sum_before(np.int64(2**31))) == (2**31 - 1) ** 2 + 1
 

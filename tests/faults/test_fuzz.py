@@ -252,7 +252,7 @@ HOSTILE: dict[str, Callable] = {
     "13,300 x 13,300 pixels": packed(lambda: black_png(13_300), "176,890,000 pixels"),
     "40,000 x 40,000 pixels": packed(lambda: black_png(40_000), "pixels"),
     "GIF that clears 3.6 GB": packed(gif_of_a_large_frame, "pixels"),
-    "TIFF of 8 million strips": packed(lambda: tiff_of_many_strips(8_000_000), "beside its pixels"),
+    "TIFF of 8 million strips": packed(lambda: tiff_of_many_strips(8_000_000), "of header and metadata"),
     "FIFO": special("FIFO", "a/0.png"),
     "socket": special("socket", "b/0.jpg"),
     "device": special("device", "b/0.tif"),
