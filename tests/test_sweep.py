@@ -339,7 +339,10 @@ def test_the_command_its_leaderboard_and_going_on(command, session_cache):
     assert more.returncode == 0, more.stderr
     assert more.stdout.count("started at update 0") == 1
     named = [line for line in more.stderr.splitlines() if "which" in line]
-    assert named == [f"uses augment.cache_dir {session_cache}, which {command.folder / 'study'} names"]
+    assert named == [
+        f"uses augment.cache_dir {session_cache}, which {command.folder / 'study'} names",
+        f"runs the space file {command.folder / 'space.py'}, which {command.folder / 'study'} names",
+    ]
     described = json.loads((command.folder / "study" / "study.json").read_text())
     assert described["config"]["dataset"]["num_examples"] == 100
     assert described["trials"] == 3
