@@ -63,11 +63,11 @@ class Deal(NamedTuple):
         A batch that begins a round later has the same shares, unless it then ends in another pass. So the first
         round of a pass, and the first from which batches end in another, stand for all.
         """
-        first_round = np.arange(self.num_devices)
-        begins = np.concatenate([first_round, -batch_size % self.num_originals + first_round]) % self.num_originals
-        ends = begins + batch_size
-        shares = [self.count_before(ends, device) - self.count_before(begins, device) for device in first_round]
-        return int(np.min(shares)), int(np.max(shares))
+        devices = np.arange(self.num_devices)
+        first_round, first_to_end_later = devices, -batch_size % self.num_originals + devices
+        begins = np.concatenate([first_round, first_to_end_later])[:, None] % self.num_originals
+        shares = self.count_before(begins + batch_size, devices) - self.count_before(begins, devices)
+        return int(shares.min()), int(shares.max())
 
 
 def epoch_and_offset(deal: Deal, examples_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -187,10 +187,10 @@ def validate(config: config_dict.ConfigDict, networks: Networks) -> None:
       UserError: lists every problem, each with the field, the value given and what is allowed.
     """
     values, problems = flatten(config.to_dict()), []
-    rules_ = rules(networks)
+    rule_of = rules(networks)
     for field in values.keys() - RULES.keys():
         problems.append(f"{field}: unknown field{nearest_field(field)}")
-    for field, (allowed, text) in rules_.items():
+    for field, (allowed, text) in rule_of.items():
         if field not in values:
             problems.append(f"{field}: missing; allowed: {text}")
         elif not allowed(values[field]):
