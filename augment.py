@@ -18,11 +18,13 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from largebatch import BadSetting, UserError, data, devices
-from largebatch import cache as caches
-from largebatch.batching import Deal, shuffle_key
-from largebatch.evaluation import rows_of_device
-from largebatch.images import SPLITS
+from largebatch.data import cache as caches
+from largebatch.data import sources as data
+from largebatch.data.batching import Deal, shuffle_key
+from largebatch.data.images import SPLITS
+from largebatch.errors import BadSetting, UserError
+from largebatch.hosts import devices
+from largebatch.training.evaluation import rows_of_device
 
 NUM_VIEWS = 8
 
@@ -323,7 +325,7 @@ def main(config) -> None:
 
 if __name__ == "__main__":
     import model
-    from largebatch.config import run_script
+    from largebatch.config.rules import run_script
 
     flags.DEFINE_string("preview", None, "Draw some training images with their 8 views to this PNG.")
     run_script(main, model.OPTIONS)

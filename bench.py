@@ -28,8 +28,9 @@ from absl import flags
 
 from benchmarks import accuracy, growth, loop, memory, noise, pack, scaling, step
 from benchmarks import input as inputs
-from largebatch import UserError, metrics
-from largebatch.config import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
+from largebatch.config.rules import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
+from largebatch.errors import UserError
+from largebatch.runs import folder as metrics
 
 
 def _plot(name: str, result: dict, path: str) -> None:

@@ -27,23 +27,19 @@ from rich import box, console, table, text
 
 import augment
 import model as models
-import programs
 from configs import default
-from largebatch import (
-    UserError,
-    checkpoints,
-    data,
-    devices,
-    display,
-    evaluation,
-    files,
-    images,
-    printable,
-    resume,
-    runs,
-)
-from largebatch import cache as caches
-from largebatch import config as configs
+from experiment import make_network, resolve_micro_batch_size
+from largebatch import files
+from largebatch.config import rules as configs
+from largebatch.data import cache as caches
+from largebatch.data import images
+from largebatch.data import sources as data
+from largebatch.errors import UserError, printable
+from largebatch.hosts import devices
+from largebatch.runs import checkpoints, display
+from largebatch.runs import progress as resume
+from largebatch.runs import reader as runs
+from largebatch.training import evaluation
 
 log = logging.getLogger("largebatch")
 
@@ -193,7 +189,7 @@ def predict(logits_fn, variables, dataset: images.Dataset) -> np.ndarray:
     for index, device in zip(devices.local_indices(), jax.local_devices(), strict=True):
         own = rows[evaluation.rows_of_device(len(rows), jax.device_count(), index)]
         placed.append(jax.device_put(own[None], device))
-    run = evaluation.make_predict(logits_fn, programs.resolve_micro_batch_size("auto"))
+    run = evaluation.make_predict(logits_fn, resolve_micro_batch_size("auto"))
     gathered = np.asarray(run(devices.replicate(variables), devices.stack(placed)))
     return evaluation.in_split_order(gathered, len(rows))
 
@@ -281,7 +277,7 @@ def evaluate(
     else:
         dataset = read_split(run, config, split, description, overrides)
     shape = dataset.images.shape[1:]
-    network = programs.make_network(config, len(dataset.class_names))
+    network = make_network(config, len(dataset.class_names))
     variables = read_variables(network, shape, arrays, run, ema=ema)
     logits_fn = models.make_logits_fn(network, shape, description["mean"], description["std"])
     if views:

@@ -19,9 +19,9 @@ import numpy as np
 import optax
 from flax import traverse_util
 
-from layers import normalisation
-from layers.convolution import Conv
-from layers.normalisation import FROZEN, NORMS, STATISTICS, WhitenedPatches
+from largebatch.nn import normalisation
+from largebatch.nn.convolution import Conv
+from largebatch.nn.normalisation import FROZEN, NORMS, STATISTICS, WhitenedPatches
 
 WHITENED = (3, 2)  # size and stride of the patches that stem "whitened" looks at
 WHITENING_EPSILON = 1e-2

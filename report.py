@@ -15,10 +15,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from largebatch import UserError, analysis, printable, runs
+from largebatch.errors import UserError, printable
 from largebatch.files import replacing
-from pages import confusion, panels, sections
-from pages.panels import Group
+from largebatch.reports import confusion, panels, sections
+from largebatch.reports.panels import Group
+from largebatch.runs import reader as runs
+from largebatch.studies import analysis
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -137,7 +139,7 @@ def write_report(arguments: argparse.Namespace, said: set[confusion.Place]) -> s
         csv.writer(text, lineterminator="\n").writerows(csv_table(groups, arguments.updates_to))
         files[arguments.csv] = ("--csv", text.getvalue().encode())
     if arguments.png:
-        from pages import figures  # matplotlib takes half a second
+        from largebatch.reports import figures  # matplotlib takes half a second
 
         pictures = figures.draw_all(described)
         for index, (run, found) in enumerate(pair for pairs in confusions for pair in pairs):

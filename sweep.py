@@ -25,24 +25,19 @@ from ml_collections import config_dict
 import augment
 import model as models
 import train
-from largebatch import (
-    BadSetting,
-    UserError,
-    analysis,
-    devices,
-    display,
-    metrics,
-    pack,
-    preemption,
-    resume,
-    runs,
-    search,
-    trial_queue,
-)
-from largebatch import config as configs
-from largebatch import study as study_of
-from largebatch.study import Study
-from programs import Shared, make_plan, make_schedule, optimizer_numbers, plan_length
+from experiment import Shared, make_plan, make_schedule, optimizer_numbers, plan_length
+from largebatch.config import rules as configs
+from largebatch.errors import BadSetting, UserError
+from largebatch.hosts import devices, preemption
+from largebatch.runs import display
+from largebatch.runs import folder as metrics
+from largebatch.runs import progress as resume
+from largebatch.runs import reader as runs
+from largebatch.studies import analysis, study
+from largebatch.studies import packing as pack
+from largebatch.studies import queue as trial_queue
+from largebatch.studies import space as search
+from largebatch.studies.study import Study
 
 log = logging.getLogger("largebatch")
 
@@ -74,13 +69,13 @@ def read_study(config: config_dict.ConfigDict) -> tuple[Study, dict]:
     if not there and not flags.FLAGS.space:
         raise UserError(f"--study: no study in {path}; give --space FILE to start one")
     if there and not any(arg.startswith("--config") for arg in sys.argv):
-        study_of.take_over(config, there.get("config"), path)
+        study.take_over(config, there.get("config"), path)
     chosen = {name: option(name, there) for name in OPTIONS}
     shown = chosen["storage"] and trial_queue.without_password(chosen["storage"])
     space_given = flags.FLAGS["space"].present
     how = {"space_given": space_given, "networks": models.OPTIONS}
-    found, description = study_of.read(path, config, chosen, shown, there, **how)
-    if there and not flags.FLAGS["storage"].present and not study_of.is_file_in(found.storage, path):
+    found, description = study.read(path, config, chosen, shown, there, **how)
+    if there and not flags.FLAGS["storage"].present and not study.is_file_in(found.storage, path):
         log.warning("uses the storage %s, which %s names", trial_queue.without_password(found.storage), path)
     if flags.FLAGS.pack and found.objective == "sec_to_target":
         raise UserError("--pack: its runs wait for each other; allowed with --objective sec_to_target: no --pack")
@@ -103,11 +98,11 @@ def open_queue(study: Study, description: dict) -> trial_queue.TrialQueue:
     queue = trial_queue.TrialQueue(
         storage,
         study.path.name,
-        study_of.OBJECTIVES[study.objective],
+        study.OBJECTIVES[study.objective],
         search.PRUNERS[study.pruner](),
         study.options,
         heartbeat_sec,
-        {name: value for name, value in study_of.identity(description).items() if name != "storage"},
+        {name: value for name, value in study.identity(description).items() if name != "storage"},
     )
     folder = metrics.RunFolder(study.path)
     if folder.read("study.json") != description:
@@ -335,7 +330,7 @@ class Sweep:
         objective = self._study.objective
         value, accuracy = summary[objective], summary["best_val_accuracy"]
         if value is None:  # nothing was reached
-            value = 0.0 if study_of.OBJECTIVES[objective] == "maximize" else float("inf")
+            value = 0.0 if study.OBJECTIVES[objective] == "maximize" else float("inf")
         if summary["status"] == "pruned":
             self._queue.end(claimed, accuracy, pruned=True)
         elif summary["status"] == "diverged":
@@ -393,7 +388,7 @@ if __name__ == "__main__":
     flags.DEFINE_enum("sampler", "grid", search.SAMPLERS, "How settings are chosen.")
     flags.DEFINE_enum("pruner", "none", sorted(search.PRUNERS), "Ends trials early that others leave behind.")
     flags.DEFINE_enum(
-        "objective", None, sorted(study_of.OBJECTIVES), "Default: accuracy, or steps to train.target_accuracy."
+        "objective", None, sorted(study.OBJECTIVES), "Default: accuracy, or steps to train.target_accuracy."
     )
     flags.DEFINE_integer("study_seed", 0, "Of the sampler.", 0)
     flags.DEFINE_string("storage", None, "Database URL; default is SQLite in the study folder.")

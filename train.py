@@ -17,28 +17,7 @@ from ml_collections import config_dict
 
 import augment
 import model as models
-from largebatch import (
-    UserError,
-    batching,
-    checkpoints,
-    devices,
-    display,
-    evaluation,
-    metrics,
-    noise_scale,
-    preemption,
-    resume,
-    schedules,
-    traces,
-)
-from largebatch import cache as caches
-from largebatch import config as configs
-from largebatch.resume import Diverged
-from largebatch.state import TrainState, count_params, params_sha256
-from largebatch.step import make_count_nonfinite
-from largebatch.traces import Stages
-from largebatch.trainer import Loops, NonFinite, Trainer
-from programs import (
+from experiment import (
     Programs,
     Shared,
     make_plan,
@@ -50,6 +29,21 @@ from programs import (
     possible_batch_sizes,
     tolerated_nonfinite,
 )
+from largebatch.config import rules as configs
+from largebatch.data import batching
+from largebatch.data import cache as caches
+from largebatch.errors import UserError
+from largebatch.hosts import devices, preemption
+from largebatch.optim import noise_scale, schedules, traces
+from largebatch.optim.traces import Stages
+from largebatch.runs import checkpoints, display
+from largebatch.runs import folder as metrics
+from largebatch.runs import progress as resume
+from largebatch.runs.progress import Diverged
+from largebatch.training import evaluation
+from largebatch.training.state import TrainState, count_params, params_sha256
+from largebatch.training.step import make_count_nonfinite
+from largebatch.training.trainer import Loops, NonFinite, Trainer
 
 log = logging.getLogger("largebatch")
 
@@ -395,7 +389,7 @@ def new_workdir(config: config_dict.ConfigDict) -> str:
 def main(config: config_dict.ConfigDict) -> int:
     """Trains into --workdir; returns the exit code."""
     if flags.FLAGS.doctor:
-        from largebatch import doctor  # which imports this script
+        from largebatch.training import doctor  # which imports this script
 
         configs.start(config, models.OPTIONS)
         return doctor.main(config)

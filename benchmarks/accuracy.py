@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.timing import ROOT
-from largebatch import UserError, metrics
+from largebatch.errors import UserError
+from largebatch.runs import folder as metrics
 
 COLUMNS = {"steps_to_target": "updates", "examples_to_target": "images", "sec_to_target": "seconds of training"}
 

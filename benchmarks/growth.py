@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 import model as models
-from peers import serve
+from benchmarks.peers import serve
 
 IMAGES = 172_800
 BATCH_SIZES = (512, 4096, 32768, IMAGES)

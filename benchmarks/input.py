@@ -18,7 +18,10 @@ import numpy as np
 import augment
 from benchmarks.timing import ROOT
 from configs import eurosat
-from largebatch import UserError, data, devices, metrics
+from largebatch.data import sources as data
+from largebatch.errors import UserError
+from largebatch.hosts import devices
+from largebatch.runs import folder as metrics
 
 PLACES = 3
 

@@ -5,7 +5,7 @@ import json
 import statistics
 from pathlib import Path
 
-from largebatch import UserError
+from largebatch.errors import UserError
 
 
 def bench_loop(path: str) -> dict:

@@ -3,10 +3,11 @@
 import jax
 
 import model as models
-import programs
 from benchmarks.ours import OurStep
-from largebatch import devices, metrics
-from peers import serve
+from benchmarks.peers import serve
+from experiment import bytes_beside_images
+from largebatch.hosts import devices
+from largebatch.runs import folder as metrics
 
 BATCH_SIZE = 4096
 
@@ -26,7 +27,7 @@ def bench_memory(micro_batch_sizes: list[int] | None = None) -> dict:
         for dtype in ("bfloat16", "float32"):
             options = {"batch_size": BATCH_SIZE, "micro_batch_size": size, "dtype": dtype, "conv": conv}
             ours = OurStep(options)
-            parts = programs.bytes_beside_images(ours.network, ours.one_state(), serve.IMAGE_SHAPE, size)
+            parts = bytes_beside_images(ours.network, ours.one_state(), serve.IMAGE_SHAPE, size)
             parts = {"images": ours.shard_bytes()} | parts
             analysis = ours.compiled().memory_analysis()
             stats = jax.local_devices()[0].memory_stats()

@@ -5,10 +5,10 @@ import statistics
 import jax
 
 import model as models
-import programs
 from benchmarks.ours import our_step
 from benchmarks.timing import about_machine, interleave, ratio
-from largebatch import devices
+from experiment import resolve_micro_batch_size
+from largebatch.hosts import devices
 
 DTYPES = ("float32", "bfloat16")
 
@@ -17,7 +17,7 @@ def bench_noise(batch_size: int, repeats: int) -> dict:
     """The step with and without the measurement, in turns. On one device it is between micro-batches."""
     devices.start()
     platform, count = jax.default_backend(), jax.device_count()
-    size = min(programs.resolve_micro_batch_size("auto"), -(-batch_size // count))
+    size = min(resolve_micro_batch_size("auto"), -(-batch_size // count))
     rows = []
     for dtype in DTYPES:
         options = {

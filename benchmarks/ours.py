@@ -10,12 +10,13 @@ import numpy as np
 
 import augment
 import model as models
+from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
-from largebatch import batching, devices
-from largebatch.optimizers import create_optimizer
-from largebatch.state import count_params, create_state
-from largebatch.step import Batch, Plan, Step, make_inner_loop
-from peers import serve
+from largebatch.data import batching
+from largebatch.hosts import devices
+from largebatch.optim.optimizers import create_optimizer
+from largebatch.training.state import count_params, create_state
+from largebatch.training.step import Batch, Plan, Step, make_inner_loop
 
 MATMUL_SIZE = 2048
 COPY_BYTES = 2**28

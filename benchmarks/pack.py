@@ -7,12 +7,12 @@ import jax
 import numpy as np
 
 import model as models
-import programs
 from benchmarks.ours import OurStep
+from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender, about_machine, interleave, ratio
-from largebatch import devices
-from largebatch.step import Plan
-from peers import serve
+from experiment import resolve_micro_batch_size
+from largebatch.hosts import devices
+from largebatch.training.step import Plan
 
 BATCH_SIZES = (16, 64, 256, 1024)
 NUM_CPU_DEVICES = 8
@@ -46,7 +46,7 @@ def bench_pack(repeats: int, batch_sizes=BATCH_SIZES) -> dict:
     for batch_size in batch_sizes:
         options = {
             "batch_size": batch_size,
-            "micro_batch_size": min(batch_size, programs.resolve_micro_batch_size("auto")),
+            "micro_batch_size": min(batch_size, resolve_micro_batch_size("auto")),
             "dtype": DTYPE,
             "conv": models.resolve_conv("auto", platform),
         }

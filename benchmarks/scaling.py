@@ -16,11 +16,13 @@ from pathlib import Path
 import jax
 
 import model as models
-import programs
 from benchmarks.ours import OurStep
+from benchmarks.peers import serve
 from benchmarks.timing import ROOT, Child, Contender, interleave
-from largebatch import UserError, devices, metrics
-from peers import serve
+from experiment import resolve_micro_batch_size
+from largebatch.errors import UserError
+from largebatch.hosts import devices
+from largebatch.runs import folder as metrics
 
 BATCH_SIZES = (64, 512, 4096, 32768, 172800)
 DEVICE_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -62,7 +64,7 @@ def over_batch_sizes(sizes, repeats: int) -> list[dict]:
     platform = jax.default_backend()
     options = {
         "batch_size": max(sizes),
-        "micro_batch_size": programs.resolve_micro_batch_size("auto"),
+        "micro_batch_size": resolve_micro_batch_size("auto"),
         "dtype": DTYPE,
         "conv": models.resolve_conv("auto", platform),
     }

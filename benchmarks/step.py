@@ -8,12 +8,13 @@ import statistics
 import jax
 
 import model as models
-import programs
 from benchmarks import ours
+from benchmarks.peers import flax_loop, seed_loop, serve
 from benchmarks.timing import Child, Contender, best_of, in_process, interleave, ratio
-from largebatch import devices, metrics
-from layers import convolution
-from peers import flax_loop, seed_loop, serve
+from experiment import resolve_micro_batch_size
+from largebatch.hosts import devices
+from largebatch.nn import convolution
+from largebatch.runs import folder as metrics
 
 SLOW_CONV_BATCH = 64
 
@@ -39,10 +40,10 @@ def bench_step(batch_size: int, repeats: int, peers: bool = True) -> dict:
             for module, label in ((seed_loop, "seed's loop"), (flax_loop, "flax-style loop")):
                 contenders += _jax_peer(module, label, batch_size, platform, tried)
             if importlib.util.find_spec("torch"):
-                child = stack.enter_context(Child("peers.torch_step"))
+                child = stack.enter_context(Child("benchmarks.peers.torch_step"))
                 contenders += _torch_peer(child, batch_size, platform, tried)
             else:
-                notes.append("PyTorch is not installed: pip install -r peers/torch_requirements.txt")
+                notes.append("PyTorch is not installed: pip install -r benchmarks/peers/torch_requirements.txt")
         ceilings = [ours.matmul_ceiling("float32"), ours.matmul_ceiling("bfloat16"), ours.copy_ceiling()]
         times = interleave([*contenders, *ceilings], repeats)
     flops = models.training_costs(
@@ -73,7 +74,7 @@ def bench_step(batch_size: int, repeats: int, peers: bool = True) -> dict:
 
 def _auto(share: int, platform: str) -> tuple[str, int]:
     """Convolution and micro-batch size that train.py takes by itself."""
-    return models.resolve_conv("auto", platform), min(share, programs.resolve_micro_batch_size("auto"))
+    return models.resolve_conv("auto", platform), min(share, resolve_micro_batch_size("auto"))
 
 
 def our_contenders(batch_size: int, share: int, platform: str) -> list[Contender]:

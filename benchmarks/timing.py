@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import jax
 
-from largebatch import UserError, metrics
-from peers import serve
+from benchmarks.peers import serve
+from largebatch.errors import UserError
+from largebatch.runs import folder as metrics
 
 MIN_TIMED_SEC = 0.5
 MAX_ROUNDS = 4096
@@ -121,7 +122,7 @@ def ratio(ours: Contender, other: Contender, times: dict[str, list[float]]) -> d
 
 
 class Child:
-    """A peer in its own process, driven over lines of JSON (peers/serve.py). Use as a context manager."""
+    """A peer in its own process, driven over lines of JSON (peers/serve.py); a context manager."""
 
     def __init__(self, *command: str, env: dict[str, str] | None = None):
         self._name = command[0]

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 
-from largebatch import devices
+from largebatch.hosts import devices
 
 GRACE_SEC = 5.0
 # Exit codes of hosts that agreed to stop; they leave one by one within the grace.

@@ -49,7 +49,7 @@ def compiled_once(monkeypatch):
 
     def shared():
         if not _shared:
-            _shared.append(sys.modules["programs"].Shared())
+            _shared.append(sys.modules["experiment"].Shared())
         return _shared[0]
 
     if "train" in sys.modules:

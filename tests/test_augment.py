@@ -10,9 +10,11 @@ from PIL import Image
 
 import augment
 import train
-from largebatch import UserError, batching, devices, images
-from largebatch import cache as caches
-from largebatch.images import Source
+from largebatch.data import batching, images
+from largebatch.data import cache as caches
+from largebatch.data.images import Source
+from largebatch.errors import UserError
+from largebatch.hosts import devices
 
 
 def test_8_views_are_the_dihedral_group():

@@ -11,8 +11,8 @@ from conftest import ROOT, assert_one_line_error, make_folder, run_script
 import model
 from benchmarks import accuracy, growth, loop, memory, ours, plot, scaling, step, timing
 from benchmarks import input as inputs
-from largebatch import UserError
-from peers import flax_loop, seed_loop, serve
+from benchmarks.peers import flax_loop, seed_loop, serve
+from largebatch.errors import UserError
 
 OPTIONS = {"batch_size": 64, "micro_batch_size": 4, "dtype": "float32", "conv": "dot"}
 PEER = {"batch_size": 64, "micro_batch_size": 0, "devices": 2, "dtype": "float32"}
@@ -114,8 +114,8 @@ def test_accumulating_peers_do_the_same_update(small, peer):
 
 
 def test_torch_has_the_same_network_and_accumulates(small):
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed: peers/torch_requirements.txt")
-    from peers import torch_step
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: benchmarks/peers/torch_requirements.txt")
+    from benchmarks.peers import torch_step
 
     network = model.create_model("convnet", serve.NUM_CLASSES, "float32", "lax")
     images = np.random.default_rng(0).standard_normal((4, *serve.IMAGE_SHAPE)).astype(np.float32)
@@ -142,7 +142,7 @@ def test_torch_has_the_same_network_and_accumulates(small):
 
 
 def test_a_child_answers_and_its_failures_are_one_line():
-    with timing.Child("peers.seed_loop") as child:
+    with timing.Child("benchmarks.peers.seed_loop") as child:
         contender = child.contender(
             "seed", {"batch_size": 8, "micro_batch_size": 4, "devices": 1, "dtype": "float32"}
         )
@@ -150,15 +150,18 @@ def test_a_child_answers_and_its_failures_are_one_line():
         contender.run(3)
         timing.check_happened("seed", before, contender.look(), 3)
         with pytest.raises(
-            UserError, match=r"peers.seed_loop: ValueError: 8 images are not whole micro-batches of 5"
+            UserError, match=r"benchmarks.peers.seed_loop: ValueError: 8 images are not whole micro-batches of 5"
         ):
             child.ask(build=PEER | {"batch_size": 8, "micro_batch_size": 5})
-    with timing.Child("peers.nobody") as child, pytest.raises(UserError, match=r"nobody: ended with status 1"):
+    with (
+        timing.Child("benchmarks.peers.nobody") as child,
+        pytest.raises(UserError, match=r"nobody: ended with status 1"),
+    ):
         child.ask(facts=True)
 
 
 def test_a_peer_times_itself_by_hand():
-    command = [sys.executable, "-m", "peers.flax_loop", "--batch_size", "8"]
+    command = [sys.executable, "-m", "benchmarks.peers.flax_loop", "--batch_size", "8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(done.stdout.removesuffix(" images/s\n").replace(",", "")) > 0
 
@@ -233,7 +236,7 @@ def test_step_reports_every_contender(small, monkeypatch, tmp_path, capsys):
     assert "ours, float32, lax convolution, batch 64" in names
     assert [name.split(",")[0] for name in names[-6:-3]].count("flax-style loop") >= 1
     assert names[-3:] == ["matrix product, float32", "matrix product, bfloat16", "memory copy"]
-    assert result["notes"] == ["PyTorch is not installed: pip install -r peers/torch_requirements.txt"]
+    assert result["notes"] == ["PyTorch is not installed: pip install -r benchmarks/peers/torch_requirements.txt"]
     assert all(ratios["bfloat16"]["median"] > 0 for ratios in result["ratios"].values())
     assert {name.split(",")[0] for name in result["ratios"]} == {"seed's loop", "flax-style loop"}
     assert next(row for row in result["rows"] if row["name"].startswith("matrix"))["share_of_ceiling"] == 1.0

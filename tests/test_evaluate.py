@@ -11,7 +11,9 @@ from conftest import assert_one_line_error, make_folder, run_script
 import evaluate
 import train
 from configs import default
-from largebatch import UserError, images, resume
+from largebatch.data import images
+from largebatch.errors import UserError
+from largebatch.runs import progress as resume
 
 
 @pytest.fixture(autouse=True)

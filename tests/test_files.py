@@ -11,7 +11,10 @@ from etils import epath
 
 import evaluate
 import report
-from largebatch import data, files, images, metrics
+from largebatch import files
+from largebatch.data import images
+from largebatch.data import sources as data
+from largebatch.runs import folder as metrics
 
 HEX = "0123456789abcdef" * 2
 

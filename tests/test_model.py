@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import model
-from largebatch.state import count_params
-from layers import convolution, normalisation
+from largebatch.nn import convolution, normalisation
+from largebatch.training.state import count_params
 
 COUNTS = {
     # By hand: 896 + 18,496 + 73,856 + 295,168 + 32,896 + 1,290.

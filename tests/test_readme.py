@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from test_data import mean_colour_accuracy
+from test_sources import mean_colour_accuracy
 
 from configs import default
-from largebatch import data, images
+from largebatch.data import images
+from largebatch.data import sources as data
 
 
 @pytest.mark.timeout(900)

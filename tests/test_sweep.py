@@ -9,12 +9,19 @@ import pytest
 from conftest import ROOT, assert_one_line_error, on_devices, run_script
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
+import experiment as programs
 import model
-import programs
 import sweep
 import train
-from largebatch import UserError, devices, display, metrics, preemption, resume, search, trial_queue
-from largebatch.study import Study
+from experiment import Shared
+from largebatch.errors import UserError
+from largebatch.hosts import devices, preemption
+from largebatch.runs import display
+from largebatch.runs import folder as metrics
+from largebatch.runs import progress as resume
+from largebatch.studies import queue as trial_queue
+from largebatch.studies import space as search
+from largebatch.studies.study import Study
 
 RATES = CategoricalDistribution([0.003, 0.01, 0.03])
 SPACE_FILE = """
@@ -51,7 +58,7 @@ def run_study(study: Study, packed=False, shared=None) -> dict[str, dict]:
     """Runs a study in this process; summaries by name of trial."""
     queue = queue_of(study)
     table = display.SweepTable("s", lambda: queue.counts, enabled=True)
-    shared = shared or programs.Shared(packed=packed)
+    shared = shared or Shared(packed=packed)
     with queue, table:
         sweep.Sweep(study, shared, queue, table).run()
     assert queue.fill()[:2] == (0, 0)
@@ -87,7 +94,7 @@ def compilations():
 
 
 def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilations):
-    shared = programs.Shared()
+    shared = Shared()
     config.batch.size = 128  # a micro-batch of 16 on each of 8 devices, as the larger ones have
     first = {"optimizer.learning_rate": CategoricalDistribution([0.01])}
     run_study(make_study(config, tmp_path / "first", first), shared=shared)
@@ -107,7 +114,7 @@ def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilation
 
 def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
-    space, shared = {"optimizer.name": CategoricalDistribution(["lamb", "sgd", "adam"])}, programs.Shared()
+    space, shared = {"optimizer.name": CategoricalDistribution(["lamb", "sgd", "adam"])}, Shared()
     found = run_study(make_study(config, tmp_path, space), shared=shared)
     assert [summary["status"] for summary in found.values()] == ["done"] * 3
     assert len(shared._programs) == 1  # the third's
@@ -115,7 +122,7 @@ def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeyp
 
 def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
     space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"]), "optimizer.learning_rate": RATES}
-    shared = programs.Shared(packed=True)
+    shared = Shared(packed=True)
     packed = run_study(make_study(config, tmp_path / "packed", space), shared=shared)
     for name, (optimizer, rate) in {"0001-0": ("lamb", 0.01), "0005-0": ("sgd", 0.03)}.items():
         alone = {
@@ -139,7 +146,7 @@ def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
 
 def changed_fields(config) -> dict:
     from configs import default
-    from largebatch import fields
+    from largebatch.config import fields
 
     ours, theirs = fields.flatten(config.to_dict()), fields.flatten(default.get_config().to_dict())
     return {field: value for field, value in ours.items() if value != theirs[field]}
@@ -166,7 +173,7 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     queue = queue_of(study)
     table = display.SweepTable("s", lambda: queue.counts, enabled=True)
     with queue, table:
-        sweep.Sweep(study, programs.Shared(packed=packed), queue, table).run()
+        sweep.Sweep(study, Shared(packed=packed), queue, table).run()
     shown = capsys.readouterr().out
     assert "4 of 4 trials ended" in shown
     assert shown.count("  failed  ") == 2

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from conftest import ROOT, assert_one_line_error, make_folder, on_devices, run_script
 
-import programs
 import train
-from largebatch import devices, fields, metrics, trainer
-from largebatch.evaluation import score
+from experiment import Shared
+from largebatch.config import fields
+from largebatch.hosts import devices
+from largebatch.runs import folder as metrics
+from largebatch.training import trainer
+from largebatch.training.evaluation import score
 
 ROW = [
     "step",
@@ -132,7 +135,7 @@ def test_one_compilation_serves_every_call(small_config, tmp_path, monkeypatch):
         calls.append(len(compiled) - before)
 
     monkeypatch.setattr(trainer.Trainer, "_call", call)
-    train.train_and_evaluate(small_config, str(tmp_path), shared=programs.Shared())
+    train.train_and_evaluate(small_config, str(tmp_path), shared=Shared())
     jax.monitoring.clear_event_listeners()
     assert len(compiled) > 0
     assert calls == [0] * 6

@@ -9,8 +9,8 @@ from figures import record
 
 import augment
 import train
-from largebatch import cache as caches
-from largebatch import checkpoints
+from largebatch.data import cache as caches
+from largebatch.runs import checkpoints
 
 
 @pytest.fixture(scope="module")

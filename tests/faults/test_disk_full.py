@@ -14,7 +14,7 @@ from conftest import ROOT, on_devices, run_script
 from figures import record
 from test_resume import assert_same_run
 
-from largebatch import checkpoints
+from largebatch.runs import checkpoints
 
 DISK_BYTES = 40 << 20
 

@@ -22,7 +22,7 @@ from test_images import black_png, gif_of_a_large_frame, tiff_of_many_strips, wr
 from test_untrusted import HOSTILE_ZIPS, make_special, rewrite, zip_of_two
 
 from configs import default
-from largebatch import config as configs
+from largebatch.config import rules as configs
 
 VALUES = (
     "-1", "0", "1.5", "-0.5", "nan", "inf", "-inf", "1e400", "''", "' '", "x", "None", "True", "[]", "[1, 2]", "{}",

@@ -19,7 +19,8 @@ from figures import record
 from optuna.trial import TrialState
 from test_resume import assert_same_run
 
-from largebatch import analysis, runs
+from largebatch.runs import reader as runs
+from largebatch.studies import analysis
 
 CRASH = Path(__file__).with_name("crash.py")
 LIMIT_SEC = 300

@@ -1,0 +1,1 @@
+"""The fields of a config: what is allowed, what identifies a run."""

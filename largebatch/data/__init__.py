@@ -1,0 +1,1 @@
+"""From image files to examples on the devices."""

@@ -1,0 +1,127 @@
+"""Normalisation layers, and a stem that whitens the patches of an image.
+
+A normalisation keeps the dtype of its input, so that the gelu after it has that of the convolution before it: "dot"
+gives float32, in which elementwise work is faster on CPUs (LOG.md), "lax" the network's.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from largebatch.nn.convolution import CONVS, extract_patches
+
+STATISTICS, FROZEN = "batch_stats", "frozen"  # the collections of what is not trained
+EPSILON = 1e-5
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation (Ioffe and Szegedy 2015) by the statistics of one micro-batch.
+
+    These are the "ghost batches" of Hoffer et al. 2017, "Train longer, generalize better": the statistics that
+    train are those of one device's micro-batch, so nothing crosses devices; `weights` keep padding out of them.
+    With weights, "batch_stats" is set to the micro-batch's own mean and variance, which the step averages over
+    the batch and smooths over updates; without, the smoothed ones normalise.
+    """
+
+    scale_init: Callable = nn.initializers.ones
+
+    @nn.compact
+    def __call__(self, x, weights=None):
+        shape, dtype = x.shape[-1:], x.dtype
+        mean = self.variable(STATISTICS, "mean", jnp.zeros, shape)
+        variance = self.variable(STATISTICS, "variance", jnp.ones, shape)
+        scale, bias = (
+            self.param("scale", self.scale_init, shape),
+            self.param("bias", nn.initializers.zeros, shape),
+        )
+        x = x.astype(jnp.float32)
+        if weights is not None:
+            share = (weights / jnp.maximum(weights.sum(), 1.0))[:, None]
+            spatial = tuple(range(1, x.ndim - 1))
+            own_mean = jnp.sum(x.mean(spatial) * share, axis=0)
+            # Loses digits only where the mean is far from zero; after a convolution it is not.
+            own_variance = jnp.maximum(jnp.sum(jnp.square(x).mean(spatial) * share, axis=0) - own_mean**2, 0.0)
+            if not self.is_initializing():
+                mean.value, variance.value = own_mean, own_variance
+        else:
+            own_mean, own_variance = mean.value, variance.value
+        factor = scale * jax.lax.rsqrt(own_variance + EPSILON)
+        return (x * factor + (bias - own_mean * factor)).astype(dtype)
+
+
+class GroupNorm(nn.Module):
+    """Group normalisation (Wu and He 2018), which knows no batch.
+
+    In as many groups of equal size as there may be, up to the paper's 32, each of at least 2 channels.
+    """
+
+    scale_init: Callable = nn.initializers.ones
+
+    @nn.compact
+    def __call__(self, x, weights=None):
+        groups = number_of_groups(x.shape[-1])
+        return nn.GroupNorm(num_groups=groups, dtype=x.dtype, scale_init=self.scale_init, name="group")(x)
+
+
+def number_of_groups(channels: int) -> int:
+    """The largest divisor of `channels` that is at most 32 and leaves 2 channels or more to a group."""
+    most = max(min(32, channels // 2), 1)
+    return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
+
+
+class NoNorm(nn.Module):
+    """The identity, with the fields of the others."""
+
+    scale_init: Callable = nn.initializers.ones
+
+    def __call__(self, x, weights=None):
+        return x
+
+
+NORMS = {"none": NoNorm, "batch": BatchNorm, "group": GroupNorm}
+
+
+class WhitenedPatches(nn.Module):
+    """A frozen convolution after which the training images' patches have the identity as covariance.
+
+    Its kernel, from `whitening_kernel`, is in the collection "frozen" and stays as it is (Page 2018, "How to train
+    your ResNet"; Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU").
+    """
+
+    size: int
+    stride: int
+    dtype: jnp.dtype
+    implementation: str
+
+    @nn.compact
+    def __call__(self, x):
+        features = self.size**2 * x.shape[-1]
+        kernel = self.variable(FROZEN, "kernel", jnp.zeros, (self.size, self.size, x.shape[-1], features))
+        return CONVS[self.implementation](x.astype(self.dtype), kernel.value, self.stride)
+
+
+def whitening_kernel(images: np.ndarray, size: int, stride: int, epsilon: float) -> np.ndarray:
+    """The kernel of `WhitenedPatches`: eigenvectors of the patches' covariance over the roots of its eigenvalues.
+
+    Args:
+      images: float32 [N, H, W, C], normalised as for the network.
+      epsilon: added to the eigenvalues, or the faintest directions, mostly noise, would be as loud as the others.
+    Returns:
+      float32 [size, size, C, size * size * C]; filters in the order of falling eigenvalues.
+    """
+    border = -(-(size - 1) // stride)  # within it a patch holds padding
+    total, count = 0.0, 0
+    for begin in range(0, len(images), 128):
+        found = np.asarray(extract_patches(jnp.asarray(images[begin : begin + 128]), size, size, stride))
+        found = found[:, border:-border, border:-border].reshape(-1, found.shape[-1])
+        found = np.concatenate([found, np.ones_like(found[:, :1])], axis=1).astype(np.float64)
+        total, count = total + found.T @ found, count + len(found)
+    moments = total / count  # with the means in the last column
+    values, vectors = np.linalg.eigh(moments[:-1, :-1] - np.outer(moments[:-1, -1], moments[:-1, -1]))
+    order = np.argsort(-values)
+    vectors = vectors[:, order] * np.sign(vectors[:, order].sum(axis=0) + 1e-12)  # the sign is arbitrary
+    kernel = vectors / np.sqrt(values[order] + epsilon)
+    return kernel.reshape(size, size, images.shape[-1], -1).astype(np.float32)

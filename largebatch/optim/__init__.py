@@ -1,0 +1,1 @@
+"""Optimizers, schedules, batch sizes, and the noise of the gradient."""

@@ -1,0 +1,128 @@
+"""How noisy the gradient is, and with that how large a batch still pays.
+
+A batch is summed in groups, the micro-batches of all devices. Group k has n_k of the B examples and the gradient
+sum s_k; G is the mean gradient. With the covariance S of a single example's gradient and the true gradient g, of
+examples that are drawn independently E |s_k|^2 / n_k = n_k |g|^2 + tr S and E |G|^2 = |g|^2 + tr S / B. So with K
+groups
+
+    tr S = (sum_k |s_k|^2 / n_k - B |G|^2) / (K - 1)    and    |g|^2 = |G|^2 - tr S / B
+
+are unbiased, whatever the groups' sizes: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
+appendix A.1, for more than two batch sizes. Neither needs another gradient. A whole share would not do for a group:
+in a batch of more than one pass it holds several views of an image, whose gradients are alike.
+
+The true gradient is that of the training set, which is what training follows. Batches are drawn from its N
+originals without replacement, pass by pass, and whole passes have no noise. So with c, the finite population
+correction (`Sampling`), which is 1 - B / N within a pass and 1 for an endless set,
+
+    tr S = (sum_k |s_k|^2 / n_k - B |G|^2) / (K - B / N - c)    and    |g|^2 = |G|^2 - c tr S / B
+
+where the views of an original count as one example: their gradients differ less than those of two originals
+(LOG.md). A scale that took the set for endless would be too large by 1 / (1 - scale / N).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from largebatch.training.state import Noise, smooth
+
+# Degrees of freedom of a group. Groups that are whole passes have none, and tell nothing.
+LEAST_FREEDOM = 0.01
+
+
+class Measured(NamedTuple):
+    """One update's estimates, float32: tr S (`variance`), |g|^2 (`signal`), and whether groups told them."""
+
+    variance: jax.Array
+    signal: jax.Array
+    valid: jax.Array
+
+
+class Sampling(NamedTuple):
+    """How a batch was drawn: `passes` is B / N, `correction` is tr S's share that is left in B Var(G)."""
+
+    passes: jax.Array | float
+    correction: jax.Array | float
+
+
+ENDLESS = Sampling(0.0, 1.0)
+
+
+def sampling(offset, batch_size, num_originals: int) -> Sampling:
+    """Of the batch at positions [offset, offset + batch_size) of an epoch, in passes over all originals.
+
+    Only the parts of passes at its two ends have noise: the mean of n of N that are drawn without replacement has
+    1 - n / N of the variance of n independent ones (Cochran 1977, "Sampling Techniques", section 2.5).
+    """
+    head = jnp.minimum(batch_size, num_originals - offset % num_originals)
+    tail = (batch_size - head) % num_originals
+    noisy = sum(part * (1 - part / num_originals) for part in (head, tail))
+    return Sampling(batch_size / num_originals, noisy / batch_size)
+
+
+def _squares(x) -> jax.Array:
+    """|x|^2, in full float32 everywhere.
+
+    A convolution on a CPU leaves its kernel's gradient transposed. Transposed once more it is read as it lies; else
+    XLA copies it first. The barrier keeps two sums from becoming one, whose order XLA does not change there.
+    """
+    rows = x.reshape(-1, x.shape[-1]).T if x.ndim > 1 else x.ravel()
+    return jnp.sum(lax.optimization_barrier(jnp.sum(jnp.square(rows), axis=-1)))
+
+
+def group_term(gradient_sum, count) -> jax.Array:
+    """|s|^2 / n of one group; 0 of an empty one."""
+    squares = sum(map(_squares, jax.tree.leaves(gradient_sum)))
+    return jnp.where(count > 0, squares / jnp.maximum(count, 1), 0.0)
+
+
+def measure(group_terms, num_groups, mean_gradient_norm, batch_size, drawn: Sampling = ENDLESS) -> Measured:
+    """The estimates of one update.
+
+    Args:
+      group_terms: the sum of `group_term` over groups.
+      num_groups: those that hold examples.
+      mean_gradient_norm: |G|.
+      drawn: the batch.
+    """
+    squared = jnp.square(mean_gradient_norm)
+    degrees_of_freedom = num_groups - drawn.passes - drawn.correction
+    enough = (num_groups > 1) & (degrees_of_freedom > LEAST_FREEDOM * num_groups)
+    variance = (group_terms - batch_size * squared) / jnp.where(enough, degrees_of_freedom, 1)
+    signal = squared - drawn.correction * variance / batch_size
+    return Measured(variance, signal, enough & jnp.isfinite(variance))
+
+
+def add(noise: Noise, measured: Measured, decay: float) -> Noise:
+    """The moving averages with one more update, as the paper smooths them: each by itself, not their quotient."""
+    new = smooth((noise.variance, noise.signal), (measured.variance, measured.signal), decay, noise.count)
+    new = Noise(*new, noise.count + 1)
+    return jax.tree.map(lambda a, b: jnp.where(measured.valid, a, b), new, noise)
+
+
+def gain(noise: Noise, batch_size, reference_batch_size: int) -> jax.Array:
+    """How many updates of the reference batch one of this batch is worth.
+
+    AdaScale's gain ratio, Johnson et al. 2020, "AdaScale SGD", eq. 4: with the scale B / B_ref, sigma^2 =
+    tr S / B_ref and mu^2 = |g|^2 it is (sigma^2 + mu^2) / (sigma^2 / scale + mu^2), from 1 where all is signal to
+    the scale where all is noise. An estimate below zero counts as zero. As in the paper both batches are drawn
+    independently: a batch that is a large part of a pass has less noise than that, and is worth more.
+    """
+    variance, signal = jnp.maximum(noise.variance, 0), jnp.maximum(noise.signal, 0)
+    here = variance / batch_size + signal
+    ratio = (variance / reference_batch_size + signal) / jnp.where(here > 0, here, 1)
+    return jnp.where((here > 0) & (batch_size != reference_batch_size), ratio, 1.0)
+
+
+def noise_scale(noise: Noise) -> float | None:
+    """The simple noise scale tr S / |g|^2, in examples: about the critical batch size (McCandlish et al., eq. 2.9).
+
+    None where nothing was measured, infinite where the signal is lost in the noise. `noise` is of NumPy numbers.
+    """
+    if not noise.count:
+        return None
+    return float(np.maximum(noise.variance, 0) / noise.signal) if noise.signal > 0 else np.inf

@@ -1,0 +1,315 @@
+"""How large the batch of every update is: in stages, from a list, or from a file.
+
+A batch trace has the columns `step` and `batchsize`. An availability trace has a column of times or indices and one
+that counts devices (GPUs, TPU_cores, ...), of which each takes so many examples; while there are none there are no
+updates.
+"""
+
+import csv
+import datetime
+import functools
+import hashlib
+import io
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from largebatch.data import untrusted
+from largebatch.errors import BadSetting
+
+STEP_COLUMNS = ("step", "update", "iteration")
+BATCH_COLUMNS = ("batchsize", "batch")
+TIME_WORDS = ("time", "date", "second", "minute", "hour")  # a column's name starts with one
+INDEX_WORDS = ("index", "unnamed", *STEP_COLUMNS)
+# Updates, and the examples of one, are counted in 32 bits on the devices; so 63 hold the examples of a run.
+LARGEST = 2**31 - 1
+DEVICE_WORDS = ("gpu", "tpu", "core", "device", "worker", "node", "instance", "machine")
+
+
+class Stages(NamedTuple):
+    """A value that holds from one update to another: int64 first updates (ascending from 0), and the values."""
+
+    starts: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def constant(cls, value) -> "Stages":
+        """One value for ever."""
+        return cls(np.zeros(1, np.int64), np.array([value]))
+
+    def at(self, updates: np.ndarray) -> np.ndarray:
+        """The values at `updates`; the last one holds for ever."""
+        return self.values[np.searchsorted(self.starts, updates, side="right") - 1]
+
+    def start_of(self, updates: np.ndarray) -> np.ndarray:
+        """The first update of the stage that each of `updates` is in, int64."""
+        return self.starts[np.searchsorted(self.starts, updates, side="right") - 1]
+
+    def sum_before(self, updates: np.ndarray) -> np.ndarray:
+        """Sum of the values of all updates before `updates`, int64, in closed form."""
+        stage = np.searchsorted(self.starts, updates, side="right") - 1
+        return self._before()[stage] + (updates - self.starts[stage]) * self.values[stage]
+
+    def updates_to(self, total: np.ndarray) -> np.ndarray:
+        """How many updates it takes to reach the sum `total`, which is above 0; int64."""
+        before = self._before()
+        stage = np.searchsorted(before, total, side="left") - 1
+        return (self.starts[stage] + -(-(total - before[stage]) // self.values[stage])).astype(np.int64)
+
+    def cut(self, length: int) -> "Stages":
+        """Of the first `length` updates."""
+        count = np.searchsorted(self.starts, length)
+        return Stages(self.starts[:count], self.values[:count])
+
+    def _before(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(np.diff(self.starts) * self.values[:-1])])
+
+
+class Trace(NamedTuple):
+    """Batch sizes of the updates before `length`; `text` says where they come from."""
+
+    batch_sizes: Stages
+    length: int
+    text: str
+
+
+def from_list(sizes, largest: int = LARGEST) -> Trace:
+    """A trace that has the batch size of every update, one by one, each at most `largest`.
+
+    Raises:
+      BadSetting: it is empty or holds anything but such integers; names the place.
+    """
+    for place, size in enumerate(sizes):
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
+            raise BadSetting(f"batch.trace: {size!r} at place {place}; allowed: {_integers(1, largest)}")
+    if not sizes:
+        raise BadSetting("batch.trace: (); allowed: at least one batch size")
+    return Trace(_stages(np.arange(len(sizes)), np.array(sizes)), len(sizes), f"{len(sizes):,} given")
+
+
+def digest(path: str) -> str:
+    """SHA-256 of a trace file, which must not change while a run is resumed."""
+    return hashlib.sha256(_read(path).encode()).hexdigest()
+
+
+def read(
+    path: str,
+    per_device_batch_size: int | None = None,
+    time_per_update: float = 1.0,
+    largest: int = LARGEST,
+) -> Trace:
+    """The trace in a CSV file with one line of column names, of batches of at most `largest` examples.
+
+    In a trace of batch sizes a step of 0 after later ones begins the count anew: its row goes on with the next
+    update.
+
+    Args:
+      per_device_batch_size: examples that each available device takes; an availability trace needs it.
+      time_per_update: of an availability trace, in the unit of its time column, or of its index where it has no
+        times; seconds for timestamps. An update belongs to the latest row at its start. Time without devices is
+        left out.
+    Raises:
+      BadSetting: names the file, the line and what is allowed.
+    """
+    largest = min(largest, LARGEST)
+    lines = [(number, line) for number, line in enumerate(_rows(path), 1) if any(map(str.strip, line))]
+    if not lines:
+        raise BadSetting(f"batch.trace: {path} is empty; allowed: a line of column names, and rows")
+    names = [_plain(name) for name in lines[0][1]]
+    if len(lines) == 1:
+        raise BadSetting(f"batch.trace: {path} has no rows below its column names")
+    table = _Table(path, lines[0][1], lines[1:])
+    if any(name in names for name in BATCH_COLUMNS):
+        if per_device_batch_size is not None:
+            raise BadSetting(
+                f"batch.per_device_batch_size: {per_device_batch_size}; allowed: None with {path}, which has batch "
+                "sizes and counts no devices"
+            )
+        return _batch_trace(table, names, largest)
+    return _availability_trace(table, names, per_device_batch_size, time_per_update, largest)
+
+
+def read_once(path: str, *arguments) -> Trace:
+    """`read`, which a run asks for again and again: parsed once, unless the file changes."""
+    try:
+        stat = Path(path).expanduser().stat()
+        version = stat.st_mtime_ns, stat.st_size, stat.st_ino
+    except (OSError, ValueError, RuntimeError):
+        version = None  # `read` says what is wrong
+    return _read_version(version, path, *arguments)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_version(version, path: str, *arguments) -> Trace:
+    return read(path, *arguments)
+
+
+def _integers(low: int, high: int) -> str:
+    return f"an integer from {low} to {high}"
+
+
+def _read(path: str) -> str:
+    try:
+        with io.TextIOWrapper(untrusted.open_regular(Path(path).expanduser()), encoding="utf-8-sig") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise BadSetting(f"batch.trace: {path} cannot be read (it is no text)") from error
+    except (OSError, ValueError, RuntimeError) as error:  # the path itself may be none, or of nobody's home
+        reason = getattr(error, "strerror", None) or error
+        raise BadSetting(f"batch.trace: {path} cannot be read ({reason})") from error
+
+
+def _rows(path: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(_read(path).splitlines(), skipinitialspace=True, strict=True))
+    except csv.Error as error:
+        raise BadSetting(f"batch.trace: {path} is no CSV file ({error})") from error
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+class _Table(NamedTuple):
+    """Lines of a file with their numbers, below its header."""
+
+    path: str
+    header: list[str]
+    lines: list[tuple[int, list[str]]]
+
+    def column(self, index: int, low: int, high: int = LARGEST) -> np.ndarray:
+        """A column of integers from `low` to `high`."""
+        return np.array([self._integer(number, line, index, low, high) for number, line in self.lines], np.int64)
+
+    def times(self, index: int) -> np.ndarray:
+        """A column of numbers or timestamps, float64."""
+        return np.array([self._time(number, line, index) for number, line in self.lines])
+
+    def ascending(self, values: np.ndarray, index: int) -> np.ndarray:
+        """`values` of column `index`, if each is above the one before."""
+        wrong = np.flatnonzero(values[1:] <= values[:-1])
+        if len(wrong):
+            number, line = self.lines[wrong[0] + 1]
+            before = self.lines[wrong[0]][1][index].strip()
+            word = "again" if values[wrong[0]] == values[wrong[0] + 1] else f"after {before}"
+            raise self.error(number, f"{self.header[index].strip()} {line[index].strip()} {word}", "ascending rows")
+        return values
+
+    def error(self, number: int, found: str, allowed: str) -> BadSetting:
+        """What is wrong in a line of the file."""
+        return BadSetting(f"batch.trace: {self.path}, line {number}: {found}; allowed: {allowed}")
+
+    def _cell(self, number: int, line: list[str], index: int) -> str:
+        if len(line) != len(self.header):
+            raise self.error(number, f"{len(line)} values", f"{len(self.header)}, as in the line of column names")
+        return line[index].strip()
+
+    def _integer(self, number: int, line: list[str], index: int, low: int, high: int) -> int:
+        cell = self._cell(number, line, index)
+        if not re.fullmatch(r"\+?[0-9]{1,18}", cell) or not low <= int(cell) <= high:
+            raise self.error(number, f"{self.header[index].strip()} {cell!r}", _integers(low, high))
+        return int(cell)
+
+    def _time(self, number: int, line: list[str], index: int) -> float:
+        cell = self._cell(number, line, index)
+        try:
+            value = float(cell)
+        except ValueError:
+            try:
+                stamp = datetime.datetime.fromisoformat(cell)
+            except ValueError as error:
+                allowed = "a number or a timestamp as 2021-05-01 12:30:00"
+                raise self.error(number, f"{self.header[index].strip()} {cell!r}", allowed) from error
+            value = stamp.replace(tzinfo=stamp.tzinfo or datetime.UTC).timestamp()
+        if not np.isfinite(value):
+            raise self.error(number, f"{self.header[index].strip()} {cell!r}", "a finite number")
+        return value
+
+
+def _batch_trace(table: _Table, names: list[str], largest: int) -> Trace:
+    steps = [index for index, name in enumerate(names) if name in STEP_COLUMNS]
+    if not steps:
+        given = ", ".join(name.strip() for name in table.header)
+        raise BadSetting(f"batch.trace: {table.path} has the columns {given}; allowed: step and batchsize")
+    sizes = next(index for index, name in enumerate(names) if name in BATCH_COLUMNS)
+    counted = table.column(steps[0], 0)
+    if counted[0] != 0:
+        raise table.error(table.lines[0][0], f"the first step is {counted[0]}", "0, where training starts")
+    begins_anew = np.append(False, (counted[1:] == 0) & (counted[:-1] > 0))
+    goes_on_with = np.append(0, counted[:-1] + 1) * begins_anew
+    starts = table.ascending(counted + np.cumsum(goes_on_with), steps[0])
+    _refuse_late_updates(table, starts)
+    stages = _stages(starts, table.column(sizes, 1, largest))
+    text = f"{table.path}, {len(starts):,} rows"
+    if begins_anew.any():
+        line = table.lines[int(np.argmax(begins_anew))][0]
+        times = f"{begins_anew.sum():,} times, first" if begins_anew.sum() > 1 else "once,"
+        text += f", steps begin again at 0 {times} in line {line}: updates go on"
+    return Trace(stages, int(starts[-1]) + 1, text)
+
+
+def _refuse_late_updates(table: _Table, starts: np.ndarray) -> None:
+    """Updates that no run comes to, and whose examples 64 bits would not count."""
+    late = np.flatnonzero(~(starts <= LARGEST))  # nan too
+    if len(late):
+        update = f"{starts[late[0]]:.0f}"
+        raise table.error(table.lines[late[0]][0], f"begins with update {update}", f"up to {LARGEST}")
+
+
+def _availability_trace(
+    table: _Table, names: list[str], per_device_batch_size: int | None, time_per_update: float, largest: int
+) -> Trace:
+    times = [i for i, name in enumerate(names) if name.startswith(TIME_WORDS)]
+    indices = [i for i, name in enumerate(names) if not name or name.startswith(INDEX_WORDS)]
+    counts = [
+        i
+        for i, name in enumerate(names)
+        if i not in (*times, *indices)
+        and any(word in name for word in DEVICE_WORDS)
+        and not name.endswith(("id", "name", "type"))
+    ]
+    if not (times or indices) or len(counts) != 1:
+        given = ", ".join(name.strip() for name in table.header)
+        raise BadSetting(
+            f"batch.trace: {table.path} has the columns {given}; allowed: step and batchsize, or a time or index "
+            "and one that counts devices, such as GPUs or TPU_cores"
+        )
+    counted = table.header[counts[0]].strip()
+    if per_device_batch_size is None:
+        raise BadSetting(
+            f"batch.trace: {table.path} counts {counted}; allowed: with batch.per_device_batch_size, the examples "
+            "that each takes"
+        )
+    column = [*times, *indices][0]
+    when, available = table.ascending(table.times(column), column), table.column(counts[0], 0)
+    if int(available.max()) * per_device_batch_size > largest:
+        row = int(np.argmax(available > largest // per_device_batch_size))
+        found = f"{counted} {available[row]} x {per_device_batch_size} is a batch of"
+        found += f" {int(available[row]) * per_device_batch_size}"
+        raise table.error(table.lines[row][0], found, f"up to {largest}")
+    if not available.any():
+        raise BadSetting(f"batch.trace: {table.path} has no row with any {counted}")
+    there = available > 0
+    # The first update that starts once the time with devices before the row is over.
+    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+        elapsed = np.concatenate([[0.0], np.cumsum(np.diff(when) * there[:-1])])
+    with np.errstate(over="ignore", invalid="ignore"):
+        starts = np.ceil(elapsed / time_per_update - 1e-9)
+    _refuse_late_updates(table, starts)
+    starts = starts.astype(np.int64)
+    last = np.append(starts[there][1:] != starts[there][:-1], True)  # of several rows that start one update
+    starts, sizes = starts[there][last], available[there][last] * per_device_batch_size
+    text = f"{table.path}, {len(available):,} rows, {per_device_batch_size:,} for each of {counted}"
+    length = int(starts[-1]) + 1
+    if not there[-1]:  # the last devices went when the last row says
+        length = max(length, math.ceil(elapsed[-1] / time_per_update - 1e-9))
+    return Trace(_stages(starts, sizes), length, text)
+
+
+def _stages(starts: np.ndarray, values: np.ndarray) -> Stages:
+    """Without the stages that change nothing."""
+    changes = np.append(True, values[1:] != values[:-1])
+    return Stages(starts[changes].astype(np.int64), values[changes].astype(np.int64))

@@ -1,0 +1,370 @@
+"""The run folder, its writers, and what a person sees while training."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from largebatch import files
+from largebatch.errors import UserError
+
+log = logging.getLogger("largebatch")
+
+
+def jsonable(value):
+    """`value` with NumPy numbers as Python's and every non-finite number as None."""
+    if isinstance(value, dict):
+        return {key: jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Turns a failing disk into one line that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--workdir: cannot write {path} ({error.strerror or error})") from error
+
+
+def _json(content: dict) -> str:
+    return json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
+
+
+class InUse(UserError):
+    """Another process trains in the run folder."""
+
+
+class RunFolder:
+    """config.json, metrics.jsonl, events.jsonl, summary.json, predictions.npz and tensorboard/ of one run.
+
+    Only the primary host writes. Whole files are written under a temporary name and renamed; lines of the
+    two .jsonl files are added one by one.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, tensorboard: bool = True):
+        self.path = Path(path).expanduser()
+        self._tensorboard = tensorboard
+        self._events = None
+        self._lock = None
+        self._rows_bytes, self._rows_sha256 = 0, hashlib.sha256()
+
+    def read(self, name: str) -> dict | None:
+        """A JSON file of the folder, or None where there is none."""
+        path = self.path / name
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"--workdir: {path} cannot be read ({error})") from error
+        if not isinstance(content, dict):
+            raise UserError(f"--workdir: {path} is not a JSON object")
+        return content
+
+    def lock(self) -> None:
+        """Makes the folder, tries it, and keeps other processes out until this one ends, however it ends.
+
+        Raises:
+          UserError: the folder cannot be written.
+          InUse: another process trains in it.
+        """
+        path, probe = self.path / "lock", self.path / "probe"
+        with writing(probe):  # a full or read-only disk is found before the work
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = files.beside(probe)
+            try:
+                _write_through(probe, b"probe")
+            finally:
+                probe.unlink(missing_ok=True)
+        with writing(self.path):
+            lock = path.open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
+                raise BlockingIOError  # a process that has just ended removed it; yet another may have made its own
+        except BlockingIOError as error:
+            lock.close()
+            raise InUse(f"--workdir: another process is training in {self.path}") from error
+        except OSError as error:  # some network file systems
+            log.warning("--workdir: %s cannot be locked (%s): start one process in it only", path, error.strerror)
+        self._lock = lock
+        for left in self.path.glob(".*.tmp"):  # by a process that was killed
+            self.remove(left.name)
+
+    def start_rows(self, mark: dict | None) -> None:
+        """Cuts metrics.jsonl back to `mark`, the `rows_mark` of a checkpoint; None is before the first row.
+
+        Raises:
+          UserError: the file no longer starts with the rows that were there then.
+        """
+        path = self.path / "metrics.jsonl"
+        mark = mark or {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+        with writing(path), path.open("rb+") if path.exists() else io.BytesIO() as file:
+            digest = hashlib.sha256(file.read(mark["bytes"]))
+            if file.tell() != mark["bytes"] or digest.hexdigest() != mark["sha256"]:
+                raise UserError(
+                    f"--workdir: {path} was changed: it no longer starts with the {mark['bytes']} bytes "
+                    "of rows that the checkpoint goes with; put them back, or start a new run from this one's "
+                    "parameters with --config.train.init_from"
+                )
+            file.truncate()
+        self._rows_bytes, self._rows_sha256 = mark["bytes"], digest
+        self._close_events()  # the next row starts a new file, which takes the place of later steps
+
+    def rows_mark(self) -> dict:
+        """Where metrics.jsonl ends now: its length and SHA-256."""
+        return {"bytes": self._rows_bytes, "sha256": self._rows_sha256.hexdigest()}
+
+    def log_event(self, event: str, **fields) -> None:
+        """Adds a line to events.jsonl, which tells what happened to the run: starts, stops, rollbacks."""
+        path = self.path / "events.jsonl"
+        process = {"pid": os.getpid(), "node": os.uname().nodename}
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event} | fields | process
+        with writing(path), path.open("ab+") as file:
+            # A line that a killed process left without its end stays apart from the next.
+            file.seek(max(file.tell() - 1, 0))
+            end = b"\n" if file.read(1) not in (b"", b"\n") else b""
+            file.write(end + json.dumps(jsonable(line), allow_nan=False).encode() + b"\n")
+
+    def last_event(self) -> dict | None:
+        """The latest whole line of events.jsonl."""
+        path = self.path / "events.jsonl"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError):
+                return json.loads(line)
+        return None
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        with writing(self.path / name):
+            (self.path / name).unlink(missing_ok=True)
+
+    def write_json(self, name: str, content: dict) -> None:
+        """Writes or replaces one JSON file."""
+        self._write(name, _json(content).encode())
+
+    def write_predictions(self, labels: np.ndarray, logits: np.ndarray, ids: np.ndarray) -> None:
+        """Writes predictions.npz; the zip's CRCs guard it."""
+        buffer = io.BytesIO()
+        np.savez(buffer, labels=labels, logits=logits, ids=ids)
+        self._write("predictions.npz", buffer.getvalue())
+
+    def append_row(self, row: dict) -> None:
+        """Adds one line to metrics.jsonl, whole or not at all, and the same numbers to TensorBoard."""
+        path = self.path / "metrics.jsonl"
+        row = jsonable(row)
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        with writing(path), path.open("ab", buffering=0) as file:
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())  # a checkpoint that goes with these rows is written after them
+            except OSError:
+                file.truncate(self._rows_bytes)
+                raise
+        self._rows_bytes += len(line)
+        self._rows_sha256.update(line)
+        if self._tensorboard:
+            self._write_events(row)
+
+    def _write_events(self, row: dict) -> None:
+        # Imported only now: where PyTorch is installed it comes along, 1.5 s before the first update.
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        folder = self.path / "tensorboard"
+        with writing(folder):
+            if self._events is None:
+                folder.mkdir(exist_ok=True)
+                # The synchronous writer: SummaryWriter's thread would hang the run when the disk is full.
+                self._events = EventsWriter(str(folder / "events"))
+                # TensorBoard drops what an earlier process wrote from this step on.
+                start = SessionLog(status=SessionLog.START)
+                self._events.write_event(Event(wall_time=time.time(), step=row["step"], session_log=start))
+            for name, value in row.items():
+                if value is not None:
+                    scalar = summary.scalar(name, value)
+                    self._events.write_event(Event(wall_time=time.time(), step=row["step"], summary=scalar))
+            self._events.flush()
+
+    def _close_events(self) -> None:
+        events, self._events = self._events, None
+        if events:
+            with writing(self.path / "tensorboard"):
+                events.close()
+
+    def close(self) -> None:
+        """Closes the event file and lets other processes in."""
+        self._close_events()
+        if self._lock:
+            (self.path / "lock").unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _write(self, name: str, content: bytes) -> None:
+        target = self.path / name
+        with writing(target):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with files.replacing(target) as temporary:
+                _write_through(temporary, content)
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    """Writes a file that is on disk when this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class Clock:
+    """Seconds spent in named sections, which never overlap, and since the start; goes on after a restart."""
+
+    def __init__(self):
+        self._started = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def saved(self) -> dict:
+        """What `add` takes."""
+        return {"seconds": dict(self.seconds), "total": self.total()}
+
+    def add(self, saved: dict) -> None:
+        """Adds the time that another process spent on the same run."""
+        self._started -= saved["total"]
+        for section, seconds in saved["seconds"].items():
+            self.seconds[section] = self.seconds.get(section, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def measure(self, section: str):
+        """Adds the time of the block to `section`; the block must wait for its device work."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[section] = self.seconds.get(section, 0.0) + time.perf_counter() - begin
+
+    def total(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._started
+
+
+def empty_summary() -> dict:
+    """summary.json before the first validation; `add_to_summary` fills it row by row."""
+    return {
+        "status": "failed",
+        "best_val_accuracy": None,
+        "best_step": None,
+        "final_val_accuracy": None,
+        "final_others": {},
+        "target_accuracy": None,
+        "steps_to_target": None,
+        "examples_to_target": None,
+        "sec_to_target": None,
+        "steps": 0,
+        "examples_seen": 0,
+        "images_per_sec": None,
+        "images_per_sec_by_outer": [],
+        "train_sec": 0.0,
+        "rollbacks": [],
+        "params_sha256": None,
+    }
+
+
+def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
+    """The time fields of a metrics row; `before` is clock.seconds as it was when the outer loop began.
+
+    `updates` and `examples` are those of the outer loop.
+    """
+    train_sec, eval_sec = (clock.seconds[name] - before.get(name, 0.0) for name in ("train", "evaluation"))
+    return {
+        "images_per_sec": examples / train_sec,
+        "step_time_ms": 1e3 * train_sec / updates,
+        "train_sec": train_sec,
+        "eval_sec": eval_sec,
+        "compile_sec": clock.seconds["compile"] - before.get("compile", 0.0),
+        "wall_sec": clock.total(),
+    }
+
+
+def bytes_sent(num_devices: int, put_in: tuple[int, int], values: dict[str, np.ndarray]) -> float:
+    """What each device sends per update, by a ring: 2 (D - 1) / D of the bytes that it puts into all-reduces.
+
+    Args:
+      put_in: by a synchronous update, and by a synchronisation after local steps.
+      values: metrics of every update; "local" is 1 for local steps, "synced" where a synchronisation followed.
+    """
+    updates, (update, sync) = len(values["loss"]), put_in
+    local, synced = (values[name].sum() if name in values else 0 for name in ("local", "synced"))
+    return float(2 * (num_devices - 1) / num_devices * (update * (updates - local) + sync * synced) / updates)
+
+
+def add_to_summary(summary: dict, row: dict) -> bool:
+    """Brings the summary up to a new row; returns whether its validation accuracy is the best so far."""
+    accuracy, target = row["val_accuracy"], summary["target_accuracy"]
+    summary |= {"steps": row["step"], "examples_seen": row["examples_seen"], "final_val_accuracy": accuracy}
+    summary["final_others"] = {name: value for name, value in row.items() if name.startswith("val_accuracy_")}
+    summary["images_per_sec_by_outer"].append(row["images_per_sec"])
+    summary["images_per_sec"] = float(np.median(summary["images_per_sec_by_outer"]))
+    summary["train_sec"] += row["train_sec"]
+    improved = summary["best_step"] is None or accuracy > summary["best_val_accuracy"]
+    if improved:
+        summary |= {"best_val_accuracy": accuracy, "best_step": row["step"]}
+    if target is not None and accuracy >= target and summary["steps_to_target"] is None:
+        summary |= {"steps_to_target": row["step"], "examples_to_target": row["examples_seen"]}
+        summary["sec_to_target"] = summary["train_sec"]
+    return improved
+
+
+def versions() -> dict[str, str]:
+    """Versions of what shapes the numbers."""
+    names = ("jax", "jaxlib", "flax", "optax", "numpy")
+    return {"python": sys.version.split()[0]} | {name: metadata.version(name) for name in names}
+
+
+def code_sha256() -> str:
+    """Of the project's Python files that train, changed and not yet committed ones too."""
+    root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for path in sorted([*root.glob("*.py"), *root.glob("largebatch/**/*.py")]):
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def git_commit() -> str | None:
+    """Commit of the code, with "+" when files differ from it; None outside a checkout."""
+    folder = Path(__file__).resolve().parent
+    git = ["git", "-C", str(folder)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")

@@ -1,0 +1,1 @@
+"""Many runs: search, queue, packing, analysis."""

@@ -1,0 +1,1 @@
+"""The training step, validation, and the loop around them."""

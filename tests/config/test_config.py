@@ -1,0 +1,231 @@
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from conftest import ROOT, assert_one_line_error, run_script
+
+import model
+from configs import default
+from largebatch.config import fields
+from largebatch.config import rules as configs
+from largebatch.errors import UserError
+
+BAD_FIELDS = {
+    "dataset.source": "disk",
+    "dataset.image_size": 4,
+    "dataset.split_seed": -1,
+    "augment.storage": "both",
+    "model.dtype": "float16",
+    "model.conv": "winograd",
+    "batch.size": 0,
+    "batch.micro_batch_size": -4,
+    "optimizer.name": "lambb",
+    "optimizer.learning_rate": 0.0,
+    "optimizer.momentum": 1.0,
+    "optimizer.weight_decay": -0.1,
+    "train.inner_steps": 0,
+    "train.outer_steps": 0,
+    "train.target_accuracy": 1.5,
+    "devices.platform": "npu",
+    "seed": -1,
+}
+
+
+def test_the_default_is_allowed_and_every_field_has_a_rule():
+    configs.validate(default.get_config(), model.OPTIONS)
+    assert set(fields.flatten(default.get_config().to_dict())) == set(configs.RULES)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+def test_every_config_file_is_allowed_and_documents_its_command(path):
+    module = importlib.import_module(f"configs.{path.stem}")
+    configs.validate(module.get_config(), model.OPTIONS)
+    assert "python train.py" in module.__doc__
+    assert "Expected" in module.__doc__
+
+
+@pytest.mark.parametrize("field", BAD_FIELDS)
+def test_a_bad_value_is_named_with_what_is_allowed(field):
+    c = default.get_config()
+    with c.ignore_type():
+        c.update_from_flattened_dict({field: BAD_FIELDS[field]})
+    with pytest.raises(UserError) as error:
+        configs.validate(c, model.OPTIONS)
+    assert str(error.value).startswith(f"{field}: {BAD_FIELDS[field]!r}; allowed: {configs.RULES[field][1]}")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("optimizer.b2", 0.99999999),  # 1 in float32, by which Adam divides zero by zero
+        ("optimizer.momentum", 1 - 1e-9),
+        ("train.ema_decay", 0.99999999),
+        ("train.rollback_factor", 0.99999999),  # would cut nothing
+        ("train.rollback_factor", 1e-46),
+        ("optimizer.learning_rate", 1e-50),  # 0
+        ("optimizer.learning_rate", 1e39),  # infinite
+        ("optimizer.clip_norm", 1e-46),
+        ("optimizer.weight_decay", float("inf")),
+    ],
+)
+def test_a_number_that_float32_rounds_to_a_limit_is_refused(field, value):
+    c = default.get_config()
+    with c.ignore_type():
+        c.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError, match=rf"^{re.escape(field)}: .*; allowed: a number .* in float32"):
+        configs.validate(c, model.OPTIONS)
+
+
+def test_the_numbers_next_to_a_limit_are_allowed():
+    c = default.get_config()
+    c.optimizer.b2, c.train.rollback_factor, c.optimizer.learning_rate = 0.9999999, 0.9999999, 1e-37
+    c.optimizer.weight_decay, c.train.target_accuracy = 0.0, 1.0
+    configs.validate(c, model.OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"), [({}, 2**31 - 1), ({"schedule.scaling": "adascale", "optimizer.name": "sgd"}, 2**24)]
+)
+def test_updates_that_the_training_state_cannot_count_are_refused(fields, limit):
+    c = default.get_config()
+    c.update_from_flattened_dict(fields)
+    c.train.inner_steps, c.train.outer_steps = 1, limit
+    configs.validate(c, model.OPTIONS)
+    c.train.outer_steps = limit + 1
+    with pytest.raises(UserError, match=f"outer_steps: {limit + 1}; allowed: up to {limit}"):
+        configs.validate(c, model.OPTIONS)
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "many", None])
+def test_a_batch_size_is_an_integer_or_full(value):
+    c = default.get_config()
+    c.batch.size = value
+    with pytest.raises(UserError, match=r"batch.size: .*an integer >= 1, or 'full'"):
+        configs.validate(c, model.OPTIONS)
+
+
+def test_a_network_that_there_is_not_is_named_with_those_there_are():
+    c = default.get_config()
+    c.model.name = "resnet9"
+    with pytest.raises(
+        UserError, match=r"^model\.name: 'resnet9'; allowed: a \| resnet8 \(did you mean 'resnet8'\?\)$"
+    ):
+        configs.validate(c, {"a": frozenset(), "resnet8": frozenset()})
+
+
+def test_all_problems_are_reported_at_once():
+    c = default.get_config()
+    c.batch.size, c.optimizer.name, c.seed = -3, "adm", -1
+    with pytest.raises(UserError) as error:
+        configs.validate(c, model.OPTIONS)
+    text = str(error.value)
+    assert all(field in text for field in ("batch.size: -3", "optimizer.name: 'adm'", "seed: -1"))
+    assert "did you mean 'adam'?" in text
+    assert "\n" not in text
+
+
+def test_unknown_and_missing_fields_are_named():
+    c = default.get_config().unlock()
+    c.optimizer.learing_rate = 0.1
+    del c.seed
+    with pytest.raises(UserError) as error:
+        configs.validate(c, model.OPTIONS)
+    assert "optimizer.learing_rate: unknown field (did you mean 'optimizer.learning_rate'?)" in str(error.value)
+    assert "seed: missing" in str(error.value)
+
+
+def test_a_cluster_is_given_whole_or_not_at_all():
+    c = default.get_config()
+    c.devices.num_hosts = 2
+    with pytest.raises(UserError, match=r"devices.num_hosts: given alone"):
+        configs.validate(c, model.OPTIONS)
+
+
+def test_resolve_batch_size():
+    assert configs.resolve_batch_size("full", 640) == 640
+    assert configs.resolve_batch_size(640, 640) == 640
+    with pytest.raises(UserError, match=r"batch.size: 641; allowed: an integer from 1 to 640"):
+        configs.resolve_batch_size(641, 640)
+
+
+USAGE = {
+    "unknown field": (["--config.optimizer.nam", "sgd"], "--config.optimizer.nam: unknown field"),
+    "unknown group": (["--config.optimiser.name=sgd"], "did you mean 'optimizer.name'?"),
+    "text for a number": (["--config.seed", "abc"], "--config.seed=abc"),
+    "unknown flag": (["--workdri", "x"], "workdri"),
+    "stray argument": (["sgd"], "unexpected argument 'sgd'"),
+    "no such config": (["--config", "configs/nosuch.py"], "nosuch.py"),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_usage_errors_are_one_line_with_exit_code_2(name):
+    arguments, message = USAGE[name]
+    assert_one_line_error(run_script("train.py", *arguments), message, code=2)
+
+
+def test_a_config_file_that_raises_is_named(tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text("def get_config():\n    return 1 / 0\n")
+    assert_one_line_error(run_script("train.py", "--config", path), "ZeroDivisionError", code=2)
+
+
+def test_a_config_file_that_is_called_wrongly_gives_no_traceback(tmp_path):
+    (tmp_path / "config.py").write_text("def get_config(a, b):\n    pass\n")
+    result = run_script("train.py", f"--config={tmp_path / 'config.py'}")
+    assert_one_line_error(result, "--config", "TypeError: get_config() missing 2", code=2)
+
+
+def parse(*arguments, field="batch.size") -> str:
+    """A field as train.py would see it."""
+    code = (
+        f"import sys; from largebatch import config; print(repr(config.parse_flags(['x', *sys.argv[1:]]).{field}))"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_fields_of_mixed_type_take_both():
+    assert parse("--config.batch.size", "512") == "512"
+    assert parse("--config.batch.size=512") == "512"
+    assert parse("--config", "configs/eurosat.py", "--config.batch.size", "full") == "'full'"
+
+
+@pytest.mark.parametrize(
+    "given", [["--config.schedule.warmup_updates", "None"], ["--config.schedule.warmup_updates=None"]]
+)
+def test_what_a_config_file_sets_may_be_taken_away(given):
+    fast = ["--config", "configs/eurosat_fast.py"]
+    assert parse(*fast, field="schedule.warmup_updates") == "67"
+    assert parse(*fast, *given, field="schedule.warmup_updates") == "None"
+    assert parse(*fast, *given, "--config.schedule.warmup_epochs=0.1", field="schedule.warmup_epochs") == "0.1"
+
+
+def test_none_is_no_value_for_other_fields(tmp_path):
+    result = run_script("train.py", "--config.batch.size=None", f"--workdir={tmp_path / 'run'}")
+    assert_one_line_error(result, "batch.size: None; allowed: an integer >= 1, or 'full'")
+
+
+def test_differences_name_the_fields():
+    ours, theirs = {"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3, "d": 4}}
+    names = ("here", "there")
+    assert fields.differences(ours, ours, names) == ""
+    assert fields.differences(ours, theirs, names) == "a.c: 2 here, 3 there; a.d: 'missing' here, 4 there"
+
+
+def test_compiled_programs_are_kept_where_the_user_says_first(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        configs.use_compilation_cache(str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == before == os.environ["JAX_COMPILATION_CACHE_DIR"]
+        jax.config.update("jax_compilation_cache_dir", None)
+        configs.use_compilation_cache(str(tmp_path))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+        configs.use_compilation_cache("/of/a/study/that/someone/sent")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

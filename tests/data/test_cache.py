@@ -1,0 +1,206 @@
+"""Processes that share a folder of caches: what one builds, mends or leaves behind is safe from the others."""
+
+import json
+import os
+import time
+
+import pytest
+from etils import epath
+
+import augment
+from largebatch.data import cache as caches
+from largebatch.data import images
+from largebatch.errors import UserError
+
+
+def source():
+    return images.Source("small", "small 1", lambda: images.synthetic(40, 8, 0))
+
+
+def build(folder):
+    caches.build(folder, source(), 0, "on_device", caches.one_view)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where the cache goes."""
+    return epath.Path(tmp_path) / "caches" / "small-0123"
+
+
+def age(path, seconds: float) -> None:
+    """Makes a file or folder look as if it was last written so long ago."""
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+# ---- what others made -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("manifest", ["{}", "[" * 100_000, '{"cache_version": 1}', "sealed", "fifo"])
+def test_a_manifest_that_is_none_is_damage(folder, manifest):
+    folder.mkdir(parents=True)
+    path = folder / "manifest.json"
+    if manifest == "fifo":
+        os.mkfifo(path)
+    elif manifest == "sealed":
+        fields = {"cache_version": 1}
+        path.write_text(json.dumps(fields | {"manifest_sha256": caches._seal(fields)}))
+    else:
+        path.write_text(manifest)
+    with pytest.raises(caches.DamagedCache, match=r"manifest.json (cannot be read|is missing|lacks class_names)"):
+        caches.open_folder(folder)
+
+
+def test_an_array_that_is_no_regular_file_is_damage(folder):
+    build(folder)
+    cache = caches.open_folder(folder)
+    for name in ("val_labels.npy", "val_images.npy"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(caches.DamagedCache, match=f"{name} cannot be read"):
+            cache.verify()
+        (folder / name).unlink()
+        build_again = folder.parent / "again"
+        build(build_again)
+        (build_again / name).rename(folder / name)
+        build_again.rmtree()
+
+
+# ---- what others build ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [".small-0123.{}.tmp", ".tmp-small-0123-{}"], ids=["now", "as older code named it"]
+)
+@pytest.mark.parametrize("place", ["train_images.npy", "part/train_images.npy"])
+def test_a_build_that_still_writes_a_file_is_left_alone(folder, name, place):
+    now, dead = (folder.parent / name.format(letter * 32) for letter in "ab")
+    for path in (now, dead):
+        (path / place).parent.mkdir(parents=True)
+        (path / place).write_bytes(b"x")
+        for one in (path / place, (path / place).parent, path):
+            age(one, 2 * 3600)
+    age(now / place, 60)  # which moves no folder's time
+    other = folder.parent / ".another.tmp"
+    other.mkdir()
+    age(other, 2 * 3600)
+    build(folder)
+    assert sorted(path.name for path in folder.parent.iterdir()) == sorted([now.name, other.name, folder.name])
+
+
+def test_two_containers_of_one_host_name_and_pid_build_the_same_cache(folder, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    write, started = caches._write_arrays, []
+
+    def write_with_company(*arguments):
+        if not started:
+            started.append(True)
+            build(folder)  # the other container's, in the middle of this one's
+        return write(*arguments)
+
+    monkeypatch.setattr(caches, "_write_arrays", write_with_company)
+    build(folder)
+    caches.open_folder(folder).verify()
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+# ---- what others mend -------------------------------------------------------------------------------
+
+
+def flip(path):
+    """Damages the last byte."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+DAMAGES = {
+    "array flipped": lambda folder: flip(folder / "val_images.npy"),
+    "manifest flipped": lambda folder: flip(folder / "manifest.json"),
+    "manifest gone": lambda folder: (folder / "manifest.json").unlink(),
+    "all gone": lambda folder: [path.unlink() for path in folder.iterdir()],
+}
+
+
+class Mending:
+    """The commands that build and mend the cache of a config."""
+
+    def __init__(self, config):
+        self.config, self.folder, self.builds = config, augment.prepare_cache(config).folder, 0
+
+    def mend(self, *_):
+        """What augment.py does."""
+        augment.with_cache(self.config, caches.Cache.verify)
+
+
+def once_before(monkeypatch, module, name: str, act) -> None:
+    """Runs `act` at the first call of a function of a module, before it."""
+    function, calls = getattr(module, name), []
+
+    def late(*arguments):
+        calls.append(name)
+        if len(calls) == 1:
+            act()
+        return function(*arguments)
+
+    monkeypatch.setattr(module, name, late)
+
+
+@pytest.fixture
+def mending(small_config, tmp_path, monkeypatch):
+    """A sound cache; `builds` counts those that follow."""
+    small_config.augment.cache_dir = str(tmp_path / "own")
+    mending, build = Mending(small_config), caches.build
+
+    def counted(*arguments):
+        mending.builds += 1
+        build(*arguments)
+
+    monkeypatch.setattr(caches, "build", counted)
+    return mending
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("module", "name", "renamings"),
+    [(caches, "discard", 2), (caches.files, "beside", 4)],
+    ids=["before it is looked at again", "between that and the renaming"],
+)
+def test_a_cache_that_another_process_mended_stays(mending, monkeypatch, damage, module, name, renamings):
+    """Both found the damage before either did anything; the other renames twice, what is taken goes back."""
+    DAMAGES[damage](mending.folder)
+    once_before(monkeypatch, module, name, mending.mend)
+    rename, renamed = type(mending.folder).rename, []
+
+    def counted(path, target):
+        renamed.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(type(mending.folder), "rename", counted)
+    mending.mend()
+    assert mending.builds == 1
+    assert len(renamed) == renamings
+    assert list(mending.folder.parent.iterdir()) == [mending.folder]
+
+
+def test_two_builds_differ_by_a_name_that_caches_built_before_need_not_have(folder):
+    build(folder)
+    first = caches.open_folder(folder).manifest
+    folder.rmtree()
+    build(folder)
+    second = caches.open_folder(folder).manifest
+    names = first.pop("build"), second.pop("build")
+    assert names[0] != names[1]
+    assert first == second
+    (folder / "manifest.json").write_text(json.dumps(first | {"manifest_sha256": caches._seal(first)}))
+    caches.open_folder(folder).verify()
+
+
+def test_a_damaged_cache_that_cannot_be_removed_is_named(folder, monkeypatch):
+    build(folder)
+    flip(folder / "manifest.json")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(folder), "rename", refuse)
+    with pytest.raises(UserError, match=r"augment\.cache_dir: cannot remove .*small-0123 \(Permission denied\)"):
+        caches.open_or_build(folder, source(), 0, "on_device", caches.one_view)

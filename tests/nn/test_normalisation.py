@@ -1,0 +1,308 @@
+"""Batch normalisation by ghost batches, the whitened stem, moving averages and averages over views."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_step import MICRO, NUM_CLASSES, SCALE, SIZE, place, plan, visited_examples
+
+import augment
+import model
+import train
+from experiment import micro_batch_size
+from largebatch.config.rules import validate
+from largebatch.data.batching import Deal
+from largebatch.errors import UserError
+from largebatch.hosts import devices
+from largebatch.nn import normalisation
+from largebatch.optim import optimizers
+from largebatch.optim.optimizers import Numbers
+from largebatch.training import step as steps
+from largebatch.training.state import create_state, smooth
+
+STATISTICS = normalisation.STATISTICS
+
+
+@pytest.fixture(scope="module")
+def images_and_labels():
+    rng = np.random.default_rng(0)
+    smooth_images = rng.integers(60, 190, (48, 4, 4, 3)).repeat(4, 1).repeat(4, 2) + rng.integers(
+        -40, 40, (48, 16, 16, 3)
+    )
+    return smooth_images.clip(0, 255).astype(np.uint8), rng.integers(0, NUM_CLASSES, 48, np.int32)
+
+
+def make_network(**options):
+    """Two layers: what is tested here is the same in each."""
+    return model.ConvNet(NUM_CLASSES, conv="dot", features=(4, 8), blocks=(0, 1), hidden=None, **options)
+
+
+# ---- one layer --------------------------------------------------------------------------------------
+
+
+def test_batch_norm_is_that_of_numpy_and_passes_padding_over():
+    rng = np.random.default_rng(0)
+    x = rng.normal(3, 2, (6, 4, 4, 5)).astype(np.float32)
+    x[4:] = 1e3  # padding
+    layer, weights = normalisation.BatchNorm(), jnp.array([1, 1, 1, 1, 0, 0.0])
+    variables = layer.init(jax.random.key(0), x, weights)
+    variables["params"]["scale"] = np.arange(1, 6, dtype=np.float32)
+    y, new = layer.apply(variables, x, weights, mutable=[STATISTICS])
+    mean, variance = x[:4].mean((0, 1, 2)), x[:4].var((0, 1, 2))
+    np.testing.assert_allclose(new[STATISTICS]["mean"], mean, rtol=1e-5)
+    np.testing.assert_allclose(new[STATISTICS]["variance"], variance, rtol=1e-4)
+    expected = (x[:4] - mean) / np.sqrt(variance + 1e-5) * np.arange(1, 6)
+    np.testing.assert_allclose(y[:4], expected, atol=1e-4)
+    # Evaluation normalises by what it is given, one image like many.
+    given = {"params": variables["params"], STATISTICS: {"mean": np.ones(5), "variance": np.full(5, 4.0)}}
+    one = layer.apply(given, x[:1])
+    np.testing.assert_allclose(one, (x[:1] - 1) / np.sqrt(4 + 1e-5) * np.arange(1, 6), atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", sorted(normalisation.NORMS))
+def test_gelu_is_in_the_dtype_of_the_convolution(norm):
+    """Not in bfloat16 behind "dot", which gives float32: on a CPU that is slow."""
+    for conv, dtype in (("dot", "f32"), ("lax", "bf16")):
+        network = model.create_model("resconvnet", 10, "bfloat16", conv, norm=norm)
+        params, model_state = model.init_variables(network, (16, 16, 3), 0)
+        variables, images = {"params": params, **model_state}, jnp.zeros((2, 16, 16, 3))
+        found = re.findall(r":(\w+)\[[\d,]+\] = tanh", str(jax.make_jaxpr(network.apply)(variables, images)))
+        assert found == [dtype] * 6
+
+
+def test_group_norm_knows_no_other_image():
+    x = np.random.default_rng(0).standard_normal((3, 4, 4, 16)).astype(np.float32)
+    layer = normalisation.GroupNorm()
+    variables = layer.init(jax.random.key(0), x)
+    np.testing.assert_allclose(layer.apply(variables, x)[:1], layer.apply(variables, x[:1]), atol=1e-6)
+    scaled = x * np.arange(1, 17, dtype=np.float32)
+    grouped = np.asarray(layer.apply(variables, scaled)).reshape(3, 16, 8, 2)  # 8 groups of 2
+    np.testing.assert_allclose(grouped.mean((1, 3)), np.zeros((3, 8)), atol=1e-5)
+    np.testing.assert_allclose(grouped.var((1, 3)), np.ones((3, 8)), atol=1e-3)
+
+
+def test_whitened_patches_have_the_identity_as_covariance(images_and_labels):
+    images = (images_and_labels[0].astype(np.float32) - 120) / 70
+    kernel = normalisation.whitening_kernel(images, 3, 2, epsilon=0.0)
+    layer = normalisation.WhitenedPatches(3, 2, jnp.float32, "dot")
+    assert kernel.shape == (3, 3, 3, 27)
+    out = np.asarray(layer.apply({"frozen": {"kernel": kernel}}, images))
+    inner = out[:, 1:-1, 1:-1].reshape(-1, 27)  # without the patches that padding is in
+    np.testing.assert_allclose(np.cov(inner, rowvar=False), np.eye(27), atol=2e-3)
+    damped = normalisation.whitening_kernel(images, 3, 2, epsilon=0.1)
+    norms, damped = (np.linalg.norm(k.reshape(27, 27), axis=0) for k in (kernel, damped))
+    assert (np.diff(norms) > -1e-5).all()  # falling eigenvalues
+    np.testing.assert_allclose(damped, 1 / np.sqrt(norms**-2.0 + 0.1), rtol=1e-3)
+
+
+def test_the_smallest_images_can_be_whitened():
+    images = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 3), np.uint8)
+    kernel = model.whitening_kernel(images, *SCALE)
+    assert kernel.shape == model.whitening_shape((8, 8, 3))
+    assert np.isfinite(kernel).all()
+    assert np.abs(kernel).max() > 0
+
+
+# ---- in the step ------------------------------------------------------------------------------------
+
+
+def one_update(images, labels, num_devices, batch_size, micro=MICRO, stem="conv", **options):
+    network = make_network(norm="batch", stem=stem)
+    params, model_state = model.init_variables(network, (SIZE, SIZE, 3), 0)
+    if stem == "whitened":
+        model_state = model.with_whitening(model_state, model.whitening_kernel(images, *SCALE))
+    deal, shards = place(images, labels, num_devices)
+    optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
+    loss_fn, read = (
+        model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE),
+        augment.make_read("expanded", (SIZE, SIZE, 3)),
+    )
+    loop = steps.make_inner_loop(steps.Step(loss_fn, optimizer, read, deal, micro, **options))
+    state = create_state(params, optimizer, 0, model_state, ema="ema_decay" in options)
+    state = devices.replicate(state, jax.local_devices()[:num_devices])
+    state, _ = loop(state, shards, plan(deal, [batch_size], 0.1), np.int32(1))
+    return deal, devices.first_replica(state), network, params, model_state
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_running_statistics_are_those_of_the_same_micro_batches_on_any_devices(images_and_labels, num_devices):
+    """48 originals by 8 devices hold 48 examples each: whole epochs of 384 = 8 micro-batches of 48."""
+    images, labels = images_and_labels
+    deal, state, network, params, model_state = one_update(images, labels, num_devices, 384, micro=48)
+    expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
+    loss_fn = jax.jit(model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
+    found = []
+    for device in range(num_devices):
+        share = steps.batching.device_share(deal, device, 0, 0, 384)
+        parts = 8 // num_devices
+        for index in range(parts):
+            examples, _, weights = steps.batching.micro_batch(deal, device, share, index, parts, 48, 0)
+            originals = deal.originals_of(device, seed=0)[np.asarray(examples) // 8]
+            rows = originals * 8 + np.asarray(examples) % 8
+            batch = steps.Batch(expanded[rows], labels[originals], weights)
+            found.append(loss_fn(params, model_state, batch)[1][1][STATISTICS])
+    expected = jax.tree.map(lambda *parts: sum(parts) / 384, *found)  # in plain Python, one by one
+    for a, b in zip(jax.tree.leaves(state.model_state[STATISTICS]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_one_all_reduce_with_batch_norm(images_and_labels):
+    network = make_network(norm="batch")
+    params, model_state = model.init_variables(network, (SIZE, SIZE, 3), 0)
+    deal, shards = place(*images_and_labels, 8)
+    optimizer = optimizers.create_optimizer("sgd")
+    loss_fn = model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
+    read = augment.make_read("expanded", (SIZE, SIZE, 3))
+    loop = steps.make_inner_loop(steps.Step(loss_fn, optimizer, read, deal, MICRO))
+    state = devices.replicate(create_state(params, optimizer, 0, model_state))
+    text = loop.lower(state, shards, plan(deal, [64]), np.int32(1)).compile().as_text()
+    assert sum("all-reduce(" in line or "all-reduce-start(" in line for line in text.splitlines()) == 1
+
+
+def test_padding_counts_in_no_statistic(images_and_labels):
+    """A batch of 20 in micro-batches of 16 is 10 and 10, with 6 places of padding each."""
+    images, labels = images_and_labels
+    deal, state, network, params, model_state = one_update(images, labels, 1, 20)
+    rows = visited_examples(deal, 0, 0, 20)
+    expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
+    loss_fn = model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
+    halves = [
+        loss_fn(params, model_state, steps.Batch(expanded[part], labels[np.array(part) // 8], jnp.ones(10)))
+        for part in (rows[:10], rows[10:])
+    ]
+    expected = jax.tree.map(lambda a, b: (a + b) / 20, *(half[1][1][STATISTICS] for half in halves))
+    for a, b in zip(jax.tree.leaves(state.model_state[STATISTICS]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_the_stem_stays_as_it_is(images_and_labels):
+    _, state, _, params, model_state = one_update(*images_and_labels, 2, 96, stem="whitened", ema_decay=0.5)
+    frozen = model_state["frozen"]["WhitenedPatches_0"]["kernel"]
+    assert np.abs(frozen).max() > 0
+    np.testing.assert_array_equal(state.model_state["frozen"]["WhitenedPatches_0"]["kernel"], frozen)
+    assert "WhitenedPatches_0" not in params
+
+
+def test_smoothing_is_a_mean_at_first_and_then_forgets():
+    values, average = [4.0, 8.0, 0.0, 10.0], jnp.float32(123)  # where it starts does not count
+    for step, value in enumerate(values):
+        average = smooth(average, jnp.float32(value), 0.75, jnp.int32(step))
+    assert float(average) == pytest.approx(np.mean(values))
+    assert float(smooth(jnp.float32(1), jnp.float32(5), 0.75, jnp.int32(1000))) == pytest.approx(2.0)
+
+
+# ---- in a run ---------------------------------------------------------------------------------------
+
+
+def test_moving_average_of_the_parameters_is_that_of_the_updates(small_config, tmp_path):
+    """Checked against the parameters of each update, which runs of 1, 2 and 3 updates end with."""
+    small_config.train.ema_decay, small_config.batch.size, small_config.optimizer.name = 0.5, 64, "adam"
+    small_config.train.inner_steps, small_config.model.norm = 1, "batch"
+    ends = []
+    for updates in (1, 2, 3):
+        small_config.train.outer_steps = updates
+        train.train_and_evaluate(small_config, str(tmp_path / str(updates)))
+        ends.append(final_arrays(tmp_path / str(updates)))
+    name = "state.{}params.Conv_0.kernel"
+    first, second, third = (end[name.format("")] for end in ends)
+    np.testing.assert_allclose(ends[2][name.format("ema.")], (first + second) / 4 + third / 2, rtol=1e-5, atol=1e-7)
+    assert np.abs(second - third).max() > 1e-3
+
+
+def final_arrays(folder):
+    from largebatch.runs import checkpoints
+
+    kept = checkpoints.Checkpoints(folder / "checkpoints", keep=1)
+    return checkpoints.read_arrays(kept.path(kept.steps()[-1]))[0]
+
+
+def test_views_are_averaged_once_each():
+    image = np.arange(27, dtype=np.uint8).reshape(1, 3, 3, 3)
+
+    def first_pixels(variables, images):
+        return images.reshape(len(images), -1)[:, :3].astype(jnp.float32)
+
+    averaged = augment.average_over_views(first_pixels, (3, 3, 3))(None, jnp.asarray(image.reshape(1, -1)))
+    # Each corner is the first pixel of two of the 8 views.
+    corners = image[0][[0, 0, 2, 2], [0, 2, 0, 2]].astype(np.float32)
+    np.testing.assert_allclose(averaged[0], corners.mean(axis=0))
+
+
+def test_views_and_moving_average_stand_beside_the_plain_accuracy(small_config, tmp_path):
+    from test_train import rows_of
+
+    plain = train.train_and_evaluate(small_config, str(tmp_path / "plain"))
+    small_config.eval.view_average, small_config.train.ema_decay = True, 0.9
+    train.train_and_evaluate(small_config, str(tmp_path / "all"))
+    without, row = rows_of(tmp_path / "plain")[-1], rows_of(tmp_path / "all")[-1]
+    assert row["val_accuracy"] == without["val_accuracy"] == plain["final_val_accuracy"]
+    extra = {"val_accuracy_views", "val_accuracy_ema", "val_accuracy_ema_views"}
+    assert row.keys() - without.keys() == extra
+    assert all(0 <= row[name] <= 1 for name in extra)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch.micro_batch_size": 1, "batch.size": 64}, "batches of 64 in micro-batches of up to 1 on 8 devices"),
+        ({"batch.micro_batch_size": 2, "batch.size": 24}, "batches of 24 in micro-batches of up to 2"),  # 2 and 1
+        ({"batch.size": 15}, "model.norm: 'batch' with batches of 15 .*; allowed: at least 2 images in each"),
+    ],
+)
+def test_batch_norm_of_single_images_is_refused(small_config, tmp_path, fields, message):
+    small_config.model.norm = "batch"
+    small_config.update_from_flattened_dict(fields)
+    with pytest.raises(UserError, match=message):
+        train.train_and_evaluate(small_config, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
+    """384 originals on 5 devices, of which 4 hold 77 and one 76."""
+    small_config.model.norm, small_config.batch.micro_batch_size = "batch", 16
+    small_config.batch.size = 20
+    assert micro_batch_size(small_config, 384, num_devices=5) == 5
+    deal = Deal(384, 5, 8)
+    offsets = np.arange(0, deal.num_examples, 4)[:, None]  # 20 and an epoch have 4 in common
+    shares = steps.batching.device_share(deal, np.arange(5)[None], 0, offsets, 20).count
+    assert int(shares.min()) >= 2
+    small_config.batch.size = 13  # of which a device gets one where a pass ends
+    with pytest.raises(UserError, match="batches of 13"):
+        micro_batch_size(small_config, 384, num_devices=5)
+    small_config.batch.size = 10
+    assert micro_batch_size(small_config, 385, num_devices=5) == 2
+
+
+@pytest.mark.parametrize("name", ["convnet", "resconvnet", "resconvnet7"])
+def test_every_network_with_a_stem_may_have_it_whitened(small_config, name):
+    small_config.model.stem, small_config.model.name = "whitened", name
+    validate(small_config, model.OPTIONS)
+
+
+def test_a_whitened_stem_wants_a_network_with_a_stem(small_config, tmp_path):
+    small_config.model.stem, small_config.model.name = "whitened", "resnet8"
+    with pytest.raises(UserError, match=r"model.stem: 'whitened'; allowed: 'conv' with model 'resnet8'"):
+        train.train_and_evaluate(small_config, str(tmp_path / "run"))
+
+
+def test_a_zero_head_gives_every_class_the_same_chance():
+    network = make_network(zero_head=True)
+    params, _ = model.init_variables(network, (SIZE, SIZE, 3), 0)
+    images = np.random.default_rng(0).standard_normal((2, SIZE, SIZE, 3)).astype(np.float32)
+    np.testing.assert_array_equal(network.apply({"params": params}, images), np.zeros((2, NUM_CLASSES)))
+
+
+def test_label_smoothing_by_hand():
+    network = make_network()
+    params, _ = model.init_variables(network, (SIZE, SIZE, 3), 0)
+    images = np.random.default_rng(0).integers(0, 256, (3, SIZE * SIZE * 3), np.uint8)
+    labels, weights = jnp.array([0, 2, 1]), jnp.array([1.0, 1.0, 0.0])
+    loss, _ = model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, 0.2)(
+        params, {}, steps.Batch(images, labels, weights)
+    )
+    logits = model.make_logits_fn(network, (SIZE, SIZE, 3), *SCALE)({"params": params}, images)
+    log_p = np.asarray(jax.nn.log_softmax(logits))
+    targets = np.full((3, NUM_CLASSES), 0.05) + 0.8 * np.eye(NUM_CLASSES)[np.asarray(labels)]
+    assert float(loss) == pytest.approx(-(targets * log_p).sum(axis=1)[:2].sum(), rel=1e-5)

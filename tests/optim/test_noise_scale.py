@@ -1,0 +1,229 @@
+"""The noise scale where it is known, AdaScale's gain, and what both do to a run."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, run_script
+
+from largebatch.data import batching
+from largebatch.data.batching import Deal
+from largebatch.hosts import devices
+from largebatch.optim import noise_scale, optimizers
+from largebatch.optim.optimizers import Numbers
+from largebatch.training.state import Noise, create_state
+from largebatch.training.step import Plan, Step, make_inner_loop
+
+DIMENSIONS, EXAMPLES, UPDATES = 12, 20_000, 512
+
+
+def linear_problem(count=EXAMPLES, noise_scale_of_set=None):
+    """Examples whose gradient is themselves, with the true noise scale tr S / |g|^2, which may be chosen."""
+    rng = np.random.default_rng(0)
+    deviations = np.linspace(0.2, 2.0, DIMENSIONS)
+    points = 0.4 + deviations * rng.standard_normal((count, DIMENSIONS))
+    if noise_scale_of_set:
+        points -= points.mean(0)
+        points += np.sqrt(points.var(0).sum() / noise_scale_of_set / DIMENSIONS)
+    points = points.astype(np.float32)
+    return points, float(points.var(0).sum() / np.square(points.mean(0, dtype=np.float64)).sum())
+
+
+def loss_fn(params, model_state, batch):
+    return jnp.sum(batch.weights * (batch.images @ params["w"])), ({}, {})
+
+
+def make_loop(num_devices, micro_batch_size=16, views=1, points=None, **options):
+    """Loop, data and a maker of states, on all hosts; views of an example are the example."""
+    points = linear_problem()[0] if points is None else points
+    deal = Deal(len(points), num_devices, views)
+    shards = []
+    for index, device in zip(devices.local_indices(), jax.local_devices(), strict=True):
+        if index < num_devices:
+            held = points[deal.originals_of(index, seed=0)]
+            held = np.pad(held, ((0, deal.max_originals - len(held)), (0, 0)))
+            shards.append(jax.device_put({"points": held[None]}, device))
+    optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
+
+    def read(data, examples, visits):
+        return data["points"][examples // views], jnp.zeros(examples.shape, jnp.int32)
+
+    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, micro_batch_size, **options))
+
+    def fresh():
+        state = create_state({"w": jnp.zeros(DIMENSIONS)}, optimizer, 0)
+        return devices.replicate(state, jax.local_devices()[:num_devices])
+
+    return deal, loop, devices.stack(shards), fresh
+
+
+def make_plan(deal, sizes, rates=0.0):
+    starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
+    rates = np.broadcast_to(np.float32(rates), len(sizes)) if np.ndim(rates) == 0 else np.float32(rates)
+    return Plan(*batching.epoch_and_offset(deal, starts), np.int32(sizes), rates)
+
+
+def measured(num_devices, sizes, **options):
+    deal, loop, data, fresh = make_loop(num_devices, noise_decay=0.9999, **options)
+    state, _ = loop(fresh(), data, make_plan(deal, sizes), np.int32(len(sizes)))
+    return devices.first_replica(state.noise)
+
+
+# ---- the noise scale ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_noise_scale_is_the_analytic_value(num_devices):
+    """Within 10 %; batches that devices share unevenly, and that change."""
+    _, expected = linear_problem()
+    sizes = np.resize([64, 200, 37, 300], UPDATES)
+    noise = measured(num_devices, sizes)
+    assert noise.count == UPDATES
+    assert noise_scale.noise_scale(noise) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize(("part", "views"), [(0.2, 1), (0.5, 8), (0.9, 1), (0.9, 8)])
+def test_noise_scale_near_the_size_of_the_set(num_devices, part, views):
+    """Within 10 % where it is a large part of the originals: batches are drawn without replacement."""
+    count = 2003  # which 2 and 8 devices share unevenly
+    points, expected = linear_problem(count, part * count)
+    assert expected == pytest.approx(part * count, rel=1e-3)
+    for sizes in ([count * views] * 32, np.resize([300, 1000, 457, count - 1, 1001, 1500], 2000)):
+        noise = measured(num_devices, sizes, points=points, micro_batch_size=20, views=views)
+        assert noise_scale.noise_scale(noise) == pytest.approx(expected, rel=0.1), sizes[0]
+
+
+def test_noise_scale_on_a_pod():
+    """4 hosts x 8 devices."""
+    command = [sys.executable, ROOT / "tests" / "test_noise_scale.py"]
+    result = run_script("-m", "largebatch.pod", "--hosts", 4, "--devices", 8, "--", *command)
+    assert result.returncode == 0, result.stderr
+    line = next(line for line in result.stdout.splitlines() if "noise_scale" in line)
+    found = json.loads(line[line.index("{") :])
+    _, expected = linear_problem()
+    assert found["devices"] == 32
+    assert found["noise_scale"] == pytest.approx(expected, rel=0.1)
+
+
+def test_estimates_are_unbiased_for_uneven_groups():
+    """Over many draws the means are tr S and |g|^2, whatever the groups' sizes."""
+    rng = np.random.default_rng(1)
+    groups, mean, deviation = [1, 5, 2, 0, 8], np.array([0.5, -1.0]), np.array([1.0, 3.0])
+    found = []
+    for _ in range(4000):
+        sums = [(mean + deviation * rng.standard_normal((n, 2))).sum(0) for n in groups]
+        terms = sum(float(noise_scale.group_term({"w": s}, n)) for s, n in zip(sums, groups, strict=True))
+        batch = sum(groups)
+        norm = np.linalg.norm(sum(sums) / batch)
+        found.append(np.array(noise_scale.measure(terms, 4, norm, batch)[:2]))
+    np.testing.assert_allclose(np.mean(found, 0), [10.0, 1.25], rtol=0.06)
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_views_of_an_image_in_one_batch_are_no_less_noise(num_devices):
+    """The full batch: a device's share holds all views of its images, whose gradients are alike."""
+    _, expected = linear_problem()
+    noise = measured(num_devices, [EXAMPLES * 8], micro_batch_size=100, views=8)
+    assert noise_scale.noise_scale(noise) == pytest.approx(expected, rel=0.1)
+
+
+def test_one_group_measures_nothing():
+    assert noise_scale.noise_scale(measured(1, [16, 8, 16], micro_batch_size=16)) is None
+    assert measured(2, [1, 1, 1]).count == 0
+    assert measured(1, [16, 32, 16], micro_batch_size=16).count == 1
+
+
+def test_the_noise_scale_has_no_end_where_the_signal_is_lost():
+    assert noise_scale.noise_scale(Noise(np.float32(2), np.float32(-1), np.int32(5))) == np.inf
+    assert noise_scale.noise_scale(Noise(np.float32(-2), np.float32(1), np.int32(5))) == 0.0
+
+
+def test_measuring_adds_no_collective_and_changes_no_update():
+    deal, plain, data, fresh = make_loop(8, noise_decay=None)
+    _, measuring, _, _ = make_loop(8, noise_decay=0.9)
+    plan = make_plan(deal, [64, 50], 0.1)
+    texts = [loop.lower(fresh(), data, plan, np.int32(2)).compile().as_text() for loop in (plain, measuring)]
+    assert [text.count(" all-reduce(") + text.count(" all-reduce-start(") for text in texts] == [1, 1]
+    results = [loop(fresh(), data, plan, np.int32(2))[0] for loop in (plain, measuring)]
+    one, other = (np.asarray(state.params["w"]) for state in results)
+    np.testing.assert_array_equal(one, other)
+    assert [int(devices.first_replica(state.noise.count)) for state in results] == [0, 2]
+
+
+# ---- AdaScale -------------------------------------------------------------------------------------------
+
+
+def noise_of(variance, signal):
+    return Noise(jnp.float32(variance), jnp.float32(signal), jnp.int32(1))
+
+
+@pytest.mark.parametrize(
+    ("variance", "signal", "batch_size", "expected"),
+    [
+        (7.0, 3.0, 128, 1.0),  # scale 1
+        (128.0, 1.0, 256, 2 / 1.5),  # (1 + 1) / (1 / 2 + 1)
+        (128.0, 1.0, 128 * 10**6, 2.0),  # all that averaging can take away is gone
+        (128.0, 0.0, 1024, 8.0),  # only noise: linear scaling
+        (128.0, -3.0, 1024, 8.0),
+        (0.0, 1.0, 1024, 1.0),  # no noise: nothing gained
+        (-5.0, 1.0, 1024, 1.0),
+        (0.0, 0.0, 1024, 1.0),
+        (128.0, 1.0, 64, 2 / 3),  # a smaller batch is worth less
+    ],
+)
+def test_gain(variance, signal, batch_size, expected):
+    found = noise_scale.gain(noise_of(variance, signal), batch_size, 128)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_adascale_at_scale_one_is_plain_sgd():
+    """Bitwise: every gain is 1, every update a step of the schedule."""
+    rates = np.float32([0.1, 0.2, 0.3, 0.4])
+    deal, plain, data, fresh = make_loop(8)
+    _, scaled, _, _ = make_loop(8, adascale_reference=64)
+    table = np.pad(rates, (0, 4), constant_values=-1)
+    sizes = [64] * 8
+    one, _ = plain(fresh(), data, make_plan(deal, sizes, np.pad(rates, (0, 4))), np.int32(4))
+    other, metrics = scaled(fresh(), data, make_plan(deal, sizes, table), np.int32(8))
+    np.testing.assert_array_equal(np.asarray(one.params["w"]), np.asarray(other.params["w"]))
+    state = devices.first_replica(other)
+    assert (int(state.step), float(state.progress)) == (4, 4.0)  # and the run has come to its end
+    assert np.asarray(metrics["gain"]).tolist() == [1] * 4 + [0] * 4
+
+
+def test_adascale_stretches_the_schedule_by_its_gain():
+    """A replay in NumPy: rate of the floor of the progress, times the gain; however the loop is cut."""
+    schedule = np.float32(0.5 * (1 - np.arange(40) / 40))
+    deal, loop, data, fresh = make_loop(4, adascale_reference=32, noise_decay=0.9)
+    table = np.pad(schedule, (0, 24), constant_values=-1)
+    sizes = np.resize([256, 96, 512], 64)
+    plan = make_plan(deal, sizes, table)
+    whole, metrics = loop(fresh(), data, plan, np.int32(64))
+    gains, rates = np.asarray(metrics["gain"]), np.asarray(metrics["rate"])
+    done = int(devices.first_replica(whole.step))
+    assert 8 < done < 40
+    progress = np.concatenate([[0], np.cumsum(gains[:done], dtype=np.float32)])
+    np.testing.assert_allclose(
+        rates[:done], schedule[np.floor(progress[:-1]).astype(int)] * gains[:done], rtol=1e-6
+    )
+    assert progress[-2] < 40 <= progress[-1]
+    assert (gains[:done] >= 1).all()
+    assert (gains[:done] <= sizes[:done] / 32 + 1e-5).all()
+    state = fresh()
+    for first, count in ((0, 3), (3, done - 3)):
+        part = make_plan(deal, sizes, table)
+        part = Plan(*(np.roll(field, -first) for field in part[:3]), table)
+        state, _ = loop(state, data, part, np.int32(count))
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+if __name__ == "__main__":
+    devices.start()
+    noise = measured(jax.device_count(), np.resize([64, 200, 37, 300], UPDATES))
+    if devices.is_primary():
+        print(json.dumps({"noise_scale": noise_scale.noise_scale(noise), "devices": jax.device_count()}))

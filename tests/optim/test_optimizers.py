@@ -1,0 +1,413 @@
+"""Every optimizer against its paper in NumPy, in float64."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from largebatch.optim import optimizers
+from largebatch.optim.optimizers import Numbers, Switches
+
+BETA, B2, DECAY = 0.9, 0.99, 0.01
+RATES = (0.1, 0.1, 0.03, 0.03)  # the rate changes on the way
+
+
+@pytest.fixture
+def params():
+    rng = np.random.default_rng(0)
+    shapes = {"conv": {"kernel": (3, 3, 2, 5), "bias": (5,)}, "head": {"kernel": (5, 4), "bias": (4,)}}
+    return jax.tree.map(
+        lambda shape: rng.standard_normal(shape).astype(np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def gradients(params, count=4):
+    rng = np.random.default_rng(1)
+    return [jax.tree.map(lambda p: rng.standard_normal(p.shape).astype(np.float32), params) for _ in range(count)]
+
+
+def run(name, params, grads, rates=RATES, numbers=Numbers(), switches=Switches()):  # noqa: B008
+    optimizer = optimizers.create_optimizer(name, numbers, switches)
+    state = jax.jit(optimizer.init)(params)
+
+    @jax.jit
+    def update(params, state, grad, rate):
+        updates, state = optimizer.update(grad, optimizers.with_learning_rate(state, rate), params)
+        return optax.apply_updates(params, updates), state
+
+    for grad, rate in zip(grads, rates, strict=True):
+        params, state = update(params, state, grad, rate)
+    return params
+
+
+def assert_follows(ours, params, grads, reference, rates=RATES, rtol=2e-5):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        own = [_at(grad, path).astype(np.float64) for grad in grads]
+        expected = reference(path, leaf.astype(np.float64), own, rates)
+        np.testing.assert_allclose(_at(ours, path), expected, rtol=rtol, atol=1e-6, err_msg=str(path))
+
+
+def _at(tree, path):
+    for key in path:
+        tree = tree[key.key]
+    return tree
+
+
+def _moments(grads):
+    m = v = 0.0
+    for t, g in enumerate(grads, 1):
+        m, v = BETA * m + (1 - BETA) * g, B2 * v + (1 - B2) * g**2
+        yield t, g, m, m / (1 - BETA**t), v / (1 - B2**t)
+
+
+# ---- references -----------------------------------------------------------------------------------
+
+
+def sgd(path, p, grads, rates, *, nesterov=False):
+    """Goyal et al. 2017, eq. 9; Nesterov as Sutskever et al. 2013 in the form of PyTorch."""
+    u, decay = 0.0, DECAY if p.ndim > 1 else 0.0
+    for g, rate in zip(grads, rates, strict=True):
+        g = g + decay * p
+        u = BETA * u + g
+        p = p - rate * (g + BETA * u if nesterov else u)
+    return p
+
+
+def sgd_uncorrected(path, p, grads, rates):
+    """Goyal et al. 2017, eq. 10: the rate is inside the momentum."""
+    v, decay = 0.0, DECAY if p.ndim > 1 else 0.0
+    for g, rate in zip(grads, rates, strict=True):
+        v = BETA * v + rate * (g + decay * p)
+        p = p - v
+    return p
+
+
+def sgd_corrected(path, p, grads, rates):
+    """Goyal et al. 2017, remark 2: eq. 10 with the momentum scaled by the change of the rate."""
+    v, before, decay = 0.0, rates[0], DECAY if p.ndim > 1 else 0.0
+    for g, rate in zip(grads, rates, strict=True):
+        v = BETA * (rate / before) * v + rate * (g + decay * p)
+        p, before = p - v, rate
+    return p
+
+
+def lars(path, p, grads, rates):
+    """You et al. 2017, algorithm 1, with the norm of the decayed gradient as optax has it, and eq. 9's momentum."""
+    u = 0.0
+    for g, rate in zip(grads, rates, strict=True):
+        if p.ndim > 1:
+            g = g + DECAY * p
+            g = 0.001 * np.linalg.norm(p) / np.linalg.norm(g) * g
+        u = BETA * u + g
+        p = p - rate * u
+    return p
+
+
+def adam(path, p, grads, rates):
+    """Kingma and Ba 2015, with L2 regularisation."""
+    m = v = 0.0
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), 1):
+        g = g + (DECAY * p if p.ndim > 1 else 0.0)
+        m, v = BETA * m + (1 - BETA) * g, B2 * v + (1 - B2) * g**2
+        p = p - rate * m / (1 - BETA**t) / (np.sqrt(v / (1 - B2**t)) + 1e-8)
+    return p
+
+
+def adamw(path, p, grads, rates, *, nesterov=False):
+    """Loshchilov and Hutter 2019; Dozat 2016 for Nesterov."""
+    for (t, g, m, m_hat, v_hat), rate in zip(_moments(grads), rates, strict=True):
+        if nesterov:
+            m_hat = BETA * m / (1 - BETA ** (t + 1)) + (1 - BETA) * g / (1 - BETA**t)
+        p = p - rate * (m_hat / (np.sqrt(v_hat) + 1e-8) + (DECAY * p if p.ndim > 1 else 0.0))
+    return p
+
+
+def lamb(path, p, grads, rates):
+    """You et al. 2020, algorithm 2."""
+    for (_, _, _, m_hat, v_hat), rate in zip(_moments(grads), rates, strict=True):
+        r = m_hat / (np.sqrt(v_hat) + 1e-6)
+        if p.ndim > 1:
+            r = r + DECAY * p
+            r = np.linalg.norm(p) / np.linalg.norm(r) * r
+        p = p - rate * r
+    return p
+
+
+def orthogonal(matrix):
+    """Jordan 2024: five steps of the quintic Newton-Schulz iteration."""
+    transpose = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if transpose else matrix
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+    return x.T if transpose else x
+
+
+def muon(path, p, grads, rates):
+    """Jordan 2024, with the momentum as a corrected average, as optax has it; 0.5 x AdamW for the rest."""
+    own = p.ndim > 1 and path[0].key != "head"
+    for (_, _, _, m_hat, v_hat), rate in zip(_moments(grads), rates, strict=True):
+        if own:
+            matrix = m_hat.reshape(-1, p.shape[-1])
+            scale = np.sqrt(max(1, matrix.shape[1] / matrix.shape[0]))
+            move = (scale * orthogonal(matrix)).reshape(p.shape)
+        else:
+            move = 0.5 * m_hat / (np.sqrt(v_hat) + 1e-8)
+        p = p - rate * (move + (DECAY * p if p.ndim > 1 else 0.0))
+    return p
+
+
+def soap(path, p, grads, rates, *, every=10):
+    """Vyas et al. 2024, algorithm 3, for matrices; plain Adam for vectors."""
+    shape, m, v = p.shape, 0.0, 0.0
+    if p.ndim < 2:
+        return adamw(path, p, grads, rates)
+    rows, columns = p.size // shape[-1], shape[-1]
+    left, right = np.zeros((rows, rows)), np.zeros((columns, columns))
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), 1):
+        g = g.reshape(rows, columns)
+        left, right = B2 * left + (1 - B2) * g @ g.T, B2 * right + (1 - B2) * g.T @ g
+        if t == 1:
+            in_left, in_right = np.linalg.eigh(left)[1][:, ::-1], np.linalg.eigh(right)[1][:, ::-1]
+            p = p - rate * DECAY * p
+            continue
+        m = BETA * m + (1 - BETA) * g
+        v = B2 * v + (1 - B2) * (in_left.T @ g @ in_right) ** 2
+        m_hat, v_hat = in_left.T @ m @ in_right / (1 - BETA ** (t - 1)), v / (1 - B2 ** (t - 1))
+        move = in_left @ (m_hat / (np.sqrt(v_hat) + 1e-8)) @ in_right.T
+        p = p - rate * (move.reshape(shape) + DECAY * p)
+        if t % every == 0:
+            rows_order = np.argsort(-np.diag(in_left.T @ left @ in_left))
+            columns_order = np.argsort(-np.diag(in_right.T @ right @ in_right))
+            in_left = np.linalg.qr((left @ in_left)[:, rows_order])[0]
+            in_right = np.linalg.qr((right @ in_right)[:, columns_order])[0]
+            v = v[rows_order][:, columns_order]
+    return p
+
+
+REFERENCES = {
+    "sgd": sgd,
+    "lars": lars,
+    "adam": adam,
+    "adamw": adamw,
+    "nadamw": lambda *arguments: adamw(*arguments, nesterov=True),
+    "lamb": lamb,
+    "muon": muon,
+}
+ALL = [*REFERENCES, "soap"]
+NUMBERS = Numbers(BETA, B2, DECAY, adamw_multiplier=0.5)
+
+
+def test_there_is_a_reference_for_every_optimizer():
+    assert sorted(ALL) == sorted(optimizers.OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_optimizers_follow_their_papers(name, params):
+    grads = gradients(params)
+    tolerance = 2e-4 if name == "muon" else 2e-5  # five steps of Newton-Schulz in float32
+    assert_follows(run(name, params, grads, numbers=NUMBERS), params, grads, REFERENCES[name], rtol=tolerance)
+
+
+def test_soap_follows_its_paper_over_a_refresh_of_its_bases():
+    rng = np.random.default_rng(0)
+    # Rows and columns of full rank with eigenvalues apart, or the bases would be arbitrary.
+    params = {"kernel": rng.standard_normal((2, 2, 1, 4)).astype(np.float32), "bias": np.ones(4, np.float32)}
+    scale = np.outer([1, 2, 4, 8], [1, 3, 9, 27]).reshape(2, 2, 1, 4)
+    grads = [
+        {"kernel": (rng.standard_normal((2, 2, 1, 4)) * scale).astype(np.float32), "bias": np.ones(4, np.float32)}
+        for _ in range(14)
+    ]
+    rates = [0.01] * 14
+    assert_follows(run("soap", params, grads, rates, NUMBERS), params, grads, soap, rates, rtol=2e-3)
+    stale = run("soap", params, grads, rates, NUMBERS)["kernel"] - soap(
+        None, params["kernel"].astype(np.float64), [g["kernel"].astype(np.float64) for g in grads], rates, every=99
+    )
+    assert np.abs(stale).max() > 1e-3  # the refresh at update 10 counts
+
+
+def test_a_refresh_of_soaps_bases_does_not_throw_it_about():
+    """The first gradient has a few directions only, so most of the first basis is arbitrary."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.standard_normal((n, n)))[0] for n in (72, 32))
+    spectrum = np.outer(1 / np.arange(1, 73), 1 / np.arange(1, 33)) ** 0.5
+    soap = optimizers.scale_by_soap(0.9, 0.999)
+    state, norms = soap.init({"kernel": np.zeros((72, 32), np.float32)}), []
+    update = jax.jit(soap.update)
+    for _ in range(22):
+        grad = left @ (rng.standard_normal((72, 32)) * spectrum) @ right.T
+        updates, state = update({"kernel": grad.astype(np.float32)}, state)
+        norms.append(float(optax.tree.norm(updates)))
+    assert max(norms[10:13]) < 1.2 * norms[9]  # the refresh after update 10
+    assert max(norms[20:]) < 1.2 * norms[19]
+
+
+def test_lars_keeps_its_coefficient_beside_a_zero_norm(params):
+    (grad,) = gradients(params, 1)
+    params["head"]["kernel"] *= 0
+    moved = run("lars", params, [grad], [1.0])["head"]["kernel"]
+    np.testing.assert_allclose(moved, -0.001 * grad["head"]["kernel"], rtol=1e-5)
+
+
+def test_soap_without_bases_is_adam(params):
+    grads = gradients(params)
+
+    def moved(transformation):
+        state, updates = transformation.init(params), None
+        for grad in grads:
+            updates, state = transformation.update(grad, state)
+        return updates
+
+    ours, adams = moved(optimizers.scale_by_soap(BETA, B2, max_side=1)), moved(optax.scale_by_adam(BETA, B2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, adams)
+
+
+def test_soap_keeps_the_basis_of_a_large_side():
+    state = optimizers.scale_by_soap(BETA, B2, max_side=6).init({"kernel": np.zeros((3, 3, 2, 5), np.float32)})
+    (moments,) = state.moments
+    assert moments.sides[0] is None  # 18 rows
+    assert moments.sides[1].basis.shape == (5, 5)
+
+
+def test_muon_moves_by_nearly_orthogonal_matrices(params):
+    (grad,) = gradients(params, 1)
+    moved = run("muon", params, [grad], [1.0])
+    kernel = (params["conv"]["kernel"] - moved["conv"]["kernel"]).reshape(18, 5)
+    values = np.linalg.svd(kernel, compute_uv=False)
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    head = np.asarray(params["head"]["kernel"] - moved["head"]["kernel"])
+    np.testing.assert_allclose(np.abs(head), 1.0, rtol=1e-3)  # Adam's first update
+
+
+# ---- momentum -------------------------------------------------------------------------------------
+
+
+def test_a_change_of_the_rate_corrects_the_momentum(params):
+    grads = gradients(params)
+    corrected = run("sgd", params, grads, numbers=NUMBERS)
+    assert_follows(corrected, params, grads, sgd_corrected)
+    plain = run("sgd", params, grads, numbers=NUMBERS, switches=Switches(momentum_correction=False))
+    assert_follows(plain, params, grads, sgd_uncorrected)
+    assert np.abs(corrected["conv"]["kernel"] - plain["conv"]["kernel"]).max() > 0.01
+    constant = [0.1] * len(grads)  # without a change both are the same
+    one, other = (
+        run("sgd", params, grads, constant, NUMBERS, Switches(momentum_correction=on)) for on in (True, False)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
+
+
+def test_nesterov(params):
+    grads = gradients(params)
+    ours = run("sgd", params, grads, numbers=NUMBERS, switches=Switches(nesterov=True))
+    assert_follows(ours, params, grads, lambda *arguments: sgd(*arguments, nesterov=True))
+
+
+def test_lars_without_momentum_correction_is_that_of_optax(params):
+    grads = gradients(params)
+    kernels = jax.tree.map(lambda p: p.ndim > 1, params)
+    theirs = optax.inject_hyperparams(
+        lambda learning_rate: optax.lars(learning_rate, DECAY, kernels, trust_ratio_mask=kernels, momentum=BETA)
+    )(learning_rate=0.0)
+    expected, state = params, theirs.init(params)
+    for grad, rate in zip(grads, RATES, strict=True):
+        updates, state = theirs.update(grad, optimizers.with_learning_rate(state, rate), expected)
+        expected = optax.apply_updates(expected, updates)
+    ours = run("lars", params, grads, numbers=NUMBERS, switches=Switches(momentum_correction=False))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, expected)
+
+
+# ---- masks and numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_without_a_gradient_only_kernels_decay(name, params):
+    zero = [jax.tree.map(np.zeros_like, params)]
+    moved = run(name, params, zero, [0.1], Numbers(weight_decay=0.5))
+    for layer, leaves in params.items():
+        np.testing.assert_array_equal(moved[layer]["bias"], leaves["bias"])
+        assert not np.array_equal(moved[layer]["kernel"], leaves["kernel"])
+        if name not in ("adam", "lars", "lamb"):  # in which the decay's own size does not count
+            np.testing.assert_allclose(moved[layer]["kernel"], leaves["kernel"] * 0.95, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_and_gradients_of_zero_norm_give_finite_numbers(name, params):
+    params["conv"]["kernel"] *= 0
+    grads = gradients(params, 3)
+    for grad in grads:
+        grad["head"]["kernel"] *= 0
+    moved = run(name, params, grads, [0.1] * 3)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(moved))
+    assert np.any(moved["conv"]["kernel"])  # it gets away from zero
+    np.testing.assert_array_equal(moved["head"]["kernel"], params["head"]["kernel"])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_one_compiled_program_serves_all_numbers(name, params):
+    made = []
+
+    @jax.jit
+    def step(params, state, grad):
+        made.append(name)
+        return optimizers.create_optimizer(name).update(grad, state, params)
+
+    for numbers in (Numbers(), Numbers(0.5, 0.9, 0.1, 1.0, 4.0, 0.1)):
+        for rate in (0.0, 0.1, 3.0):
+            state = optimizers.with_learning_rate(optimizers.create_optimizer(name, numbers).init(params), rate)
+            step(params, state, gradients(params, 1)[0])
+    assert made == [name]
+
+
+def test_the_whole_gradient_is_clipped(params):
+    (grad,) = gradients(params, 1)
+    norm = float(optax.tree.norm(grad))
+    clipped, whole = (
+        run("sgd", params, [grad], [1.0], Numbers(momentum=0.0, clip_norm=limit)) for limit in (norm / 4, norm * 2)
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grad):
+        np.testing.assert_allclose(_at(params, path) - _at(whole, path), leaf, atol=1e-6)
+        np.testing.assert_allclose(_at(params, path) - _at(clipped, path), leaf / 4, atol=1e-6)
+
+
+def test_biases_have_a_rate_of_their_own(params):
+    grads = gradients(params)
+    plain, times = (run("sgd", params, grads, numbers=Numbers(bias_multiplier=factor)) for factor in (1.0, 4.0))
+    np.testing.assert_array_equal(plain["conv"]["kernel"], times["conv"]["kernel"])
+    moves = [moved["conv"]["bias"] - params["conv"]["bias"] for moved in (plain, times)]
+    np.testing.assert_allclose(4 * moves[0], moves[1], rtol=1e-4)
+
+
+def test_biases_may_be_treated_as_kernels(params):
+    grads = gradients(params)
+    ours = run("lamb", params, grads, numbers=NUMBERS, switches=Switches(exclude_biases=False))
+    theirs = optax.inject_hyperparams(
+        lambda learning_rate: optax.lamb(learning_rate, BETA, B2, weight_decay=DECAY)
+    )(learning_rate=0.0)
+    expected, state = params, theirs.init(params)
+    for grad, rate in zip(grads, RATES, strict=True):
+        updates, state = theirs.update(grad, optimizers.with_learning_rate(state, rate), expected)
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, expected)
+
+
+def test_trust_ratios_are_those_of_numpy_and_of_the_first_update():
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (5, 4), "tiny": (5, 4), "bias": (4,), "dead": (3, 3)}
+    params = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    grads = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    grads["tiny"] *= np.float32(1e-6)  # where epsilon counts
+    grads["dead"] *= np.float32(0)
+    optimizer = optimizers.create_optimizer("lamb", Numbers(weight_decay=0.3))
+    state = optimizers.with_learning_rate(optimizer.init(params), 1.0)
+    updates, _ = optimizer.update(grads, state, params)
+    found = optimizers.trust_ratios(grads, params, 0.3)
+    assert found.keys() == params.keys()
+    assert found.pop("dead") == np.inf
+    for name, ratio in found.items():
+        g, p = grads[name].astype(np.float64), params[name].astype(np.float64)
+        move = g / (np.abs(g) + 1e-6) + (0.3 * p if name != "bias" else 0.0)
+        np.testing.assert_allclose(ratio, np.linalg.norm(p) / np.linalg.norm(move), rtol=1e-4)
+        used = 1.0 if name == "bias" else ratio
+        np.testing.assert_allclose(updates[name], -used * move, rtol=1e-3, atol=1e-6)

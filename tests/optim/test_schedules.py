@@ -1,0 +1,253 @@
+"""Rates and batch sizes against values worked out by hand."""
+
+import numpy as np
+import pytest
+
+import model
+from configs import default
+from experiment import make_plan
+from largebatch.config import rules as configs
+from largebatch.data import batching
+from largebatch.errors import BadSetting, UserError
+from largebatch.optim import schedules
+from largebatch.optim.traces import Stages
+
+EPOCH = 172_800
+
+
+def create(rate=0.1, num_updates=100, batch_size=512, epoch_size=EPOCH, **fields):
+    all_fields = default.get_config().schedule.to_dict() | fields
+    assert schedules.problems(all_fields, num_updates) == []
+    sizes = batch_size if isinstance(batch_size, Stages) else Stages.constant(batch_size)
+    return schedules.create(all_fields, rate, num_updates, sizes, epoch_size)
+
+
+def rates(schedule, *updates):
+    return schedule.rates(np.array(updates)).tolist()
+
+
+# ---- rates ----------------------------------------------------------------------------------------
+
+
+def test_constant():
+    assert rates(create(), 0, 50, 99) == [0.1, 0.1, 0.1]
+
+
+def test_warm_up_ends_at_the_peak_and_wastes_no_update():
+    found = rates(create(warmup_updates=10), 0, 4, 9, 10, 99)
+    np.testing.assert_allclose(found, [0.01, 0.05, 0.1, 0.1, 0.1])
+
+
+def test_linear():
+    # 90 updates after the warm-up: the first has the peak, the last a 90th of it.
+    found = rates(create(name="linear", warmup_updates=10), 9, 10, 55, 99)
+    np.testing.assert_allclose(found, [0.1, 0.1, 0.05, 0.1 / 90])
+    found = rates(create(name="linear", final_fraction=0.2), 0, 50, 99)
+    np.testing.assert_allclose(found, [0.1, 0.1 * (1 - 0.8 * 0.5), 0.1 * (1 - 0.8 * 0.99)])
+
+
+def test_cosine():
+    found = rates(create(name="cosine", warmup_updates=20), 19, 20, 40, 60, 80, 99)
+    expected = [0.1, 0.1, *(0.05 * (1 + np.cos(np.pi * p)) for p in (0.25, 0.5, 0.75, 79 / 80))]
+    np.testing.assert_allclose(found, expected)
+    assert rates(create(name="cosine", final_fraction=0.1), 50)[0] == pytest.approx(0.01 + 0.09 / 2)
+
+
+def test_step_changes_at_its_updates():
+    schedule = create(name="step", decay_steps=(30, 60), decay_factor=0.5, warmup_updates=5)
+    found = rates(schedule, 0, 4, 29, 30, 59, 60, 99)
+    np.testing.assert_allclose(found, [0.02, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025])
+    assert schedule.batch_sizes.at(np.arange(100)).tolist() == [512] * 100
+
+
+# ---- scaling with the batch size --------------------------------------------------------------------
+
+
+def test_goyals_rule_for_8192_images():
+    """Section 2: 0.1 at 256 becomes 3.2 at 8,192, and the warm-up of 5 epochs starts from 0.1."""
+    schedule = create(
+        num_updates=14_000,
+        batch_size=8192,
+        epoch_size=1_281_167,
+        scaling="linear",
+        reference_batch_size=256,
+        warmup_epochs=5,
+    )
+    warmup = 782  # 5 x 1,281,167 / 8,192 = 781.96
+    found = rates(schedule, 0, warmup // 2 - 1, warmup - 1, warmup, 13_999)
+    np.testing.assert_allclose(found, [0.1 + 3.1 / 782, 0.1 + 3.1 / 2, 3.2, 3.2, 3.2])
+    expected = "learning rate 3.2 = 0.1 x 32 (linear: batch 8,192 / reference 256), reached from 0.1 in 782 updates"
+    assert expected in schedule.text
+
+
+@pytest.mark.parametrize(
+    ("scaling", "batch_size", "factor"),
+    [("none", 2048, 1), ("linear", 2048, 4), ("sqrt", 2048, 2), ("linear", 128, 0.25), ("sqrt", 128, 0.5)],
+)
+def test_scaling_rules(scaling, batch_size, factor):
+    schedule = create(scaling=scaling, batch_size=batch_size, warmup_updates=4)
+    np.testing.assert_allclose(rates(schedule, 50), [0.1 * factor])
+    start = 0.1 if factor > 1 else 0.0
+    np.testing.assert_allclose(rates(schedule, 0), [start + (0.1 * factor - start) / 4])
+
+
+def test_a_warm_up_has_no_jump_where_a_changing_batch_crosses_the_reference():
+    fields = {"scaling": "linear", "reference_batch_size": 512, "warmup_updates": 50}
+    trace = Stages(np.arange(100), np.resize([512, 513, 256, 1024], 100))
+    schedule = schedules.create(default.get_config().schedule.to_dict() | fields, 0.1, 100, trace, 4096)
+    found = schedule.rates(np.arange(100))
+    # Peaks are 0.1 and about that, 0.05 and 0.2. All start from 0.1, but for what has a lower peak.
+    np.testing.assert_allclose(found[:4], [0.1, 0.1 + 0.1 / 512 * 2 / 50, 0.05, 0.1 + 0.1 * 4 / 50], rtol=1e-12)
+    np.testing.assert_allclose(found[48:52], [0.1, 0.1 * 513 / 512, 0.05, 0.2], rtol=1e-12)
+    assert "reached from 0.05 to 0.1 in 50 updates" in schedule.text
+
+
+@pytest.mark.parametrize("scaling", ["linear", "sqrt"])
+@pytest.mark.parametrize("warmup", [{"warmup_updates": 100}, {"warmup_epochs": 0.1}, {"warmup_examples": 12_800}])
+@pytest.mark.parametrize("first_size", [128, 512])
+def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, warmup, first_size):
+    """The base rate is 0.1 at 128; the batch doubles with updates 20 and 50, and once more after the warm-up.
+
+    An epoch has 128,000 examples, so all three warm-ups are 100 updates of 128; of 512 the last two are 25.
+    """
+    fields = default.get_config().schedule.to_dict() | warmup
+    fields |= {"scaling": scaling, "reference_batch_size": 128}
+    length = 100 if first_size == 128 or "warmup_updates" in warmup else 25
+    sizes = first_size * np.array([1, 2, 4, 8])
+    starts = np.array([0, length // 5, length // 2, 2 * length])
+    base = 0.1 if first_size > 128 else 0.0  # Goyal et al.: from the unscaled rate, where the rule raises it
+    rate, expected = base, []
+    for update in range(3 * length):
+        ratio = sizes[np.searchsorted(starts, update, side="right") - 1] / 128
+        peak = 0.1 * (ratio if scaling == "linear" else ratio**0.5)
+        rate = peak if update >= length else rate + (peak - rate) / (length - update)
+        expected.append(rate)
+    found = []
+    for update in range(3 * length):  # as a run asks: by what has grown until then
+        so_far = Stages(starts[starts <= update], sizes[: (starts <= update).sum()])
+        schedule = schedules.create(fields, 0.1, 3 * length, so_far, 128_000, grows=True)
+        found.append(float(schedule.rates(update)))
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    within = np.diff([base, *found[:length]])
+    assert within.max() < 0.1 * sizes[2] / 128 / (length / 2)  # the steepest ramp there may be
+    assert schedule.rates(np.arange(3 * length)).tolist() == pytest.approx(expected)  # what was done stays
+
+
+def test_a_warm_up_beyond_all_numbers_is_refused():
+    for warmup in ({"warmup_epochs": 1e300}, {"warmup_examples": 10**30}):
+        with pytest.raises(BadSetting, match=r"allowed: up to 99, before the last update"):
+            create(**warmup)
+
+
+def test_warm_up_in_examples_and_epochs_counts_updates():
+    # 51,200 examples are 100 updates of 512; half an epoch of 172,800 is 168.75, so 169.
+    by_examples = create(num_updates=400, warmup_examples=51_200)
+    np.testing.assert_allclose(rates(by_examples, 0, 99), [0.001, 0.1])
+    by_epochs = create(num_updates=400, warmup_epochs=0.5)
+    np.testing.assert_allclose(rates(by_epochs, 0, 167, 168), [0.1 / 169, 0.1 * 168 / 169, 0.1])
+
+
+# ---- batch growth -----------------------------------------------------------------------------------
+
+
+def test_growth_visits_as_many_examples_as_decay_in_fewer_updates():
+    """Smith et al. 2018: the batch times 5 wherever the rate would have been cut to a fifth."""
+    fields = {"name": "step", "decay_steps": (50, 75), "decay_factor": 0.2}
+    decay, growth = create(**fields), create(decay_by="batch", **fields)
+    assert (decay.num_updates, growth.num_updates) == (100, 50 + 5 + 1)
+    updates = np.arange(growth.num_updates)
+    assert growth.batch_sizes.at(updates).tolist() == [512] * 50 + [2560] * 5 + [12_800]
+    np.testing.assert_allclose(growth.rates(updates), [0.1] * 56)
+    assert decay.examples_before(75) == growth.examples_before(55) == 75 * 512
+    assert growth.max_batch_size == 12_800
+    assert (
+        "batch 512 from update 0 at 0.1, 2,560 from update 50 at 0.1, 12,800 from update 55 at 0.1" in growth.text
+    )
+
+
+def test_growth_beyond_the_data_set_cuts_the_rate_by_the_rest():
+    fields = {"name": "step", "decay_steps": (50, 75), "decay_factor": 0.2, "decay_by": "batch"}
+    schedule = create(batch_size=512, epoch_size=5120, **fields)
+    sizes, found = schedule.batch_sizes.values.tolist(), rates(schedule, 0, 50, 55, schedule.num_updates - 1)
+    assert sizes == [512, 2560, 5120]  # in place of 12,800
+    np.testing.assert_allclose(found, [0.1, 0.1, 0.1 * 5120 / 12_800, 0.1 * 5120 / 12_800])
+    assert schedule.num_updates == 50 + 5 + 3  # 25 x 512 examples by 5,120, rounded up
+
+
+def test_examples_before_is_the_sum_of_the_batches():
+    stages = Stages(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
+    sizes = stages.at(np.arange(20))
+    assert sizes.tolist() == [64] * 3 + [7] + [1024] * 5 + [50] * 11
+    np.testing.assert_array_equal(stages.sum_before(np.arange(21)), np.concatenate([[0], np.cumsum(sizes)]))
+    many = Stages(np.array([0]), np.array([EPOCH]))
+    assert many.sum_before(np.int64(10**9)) == 10**9 * EPOCH  # beyond 32 bits
+
+
+def test_a_call_in_the_middle_of_a_run_gets_its_own_rates_sizes_and_places():
+    fields = {
+        "name": "step",
+        "decay_steps": (50, 75),
+        "decay_factor": 0.2,
+        "decay_by": "batch",
+        "warmup_updates": 20,
+    }
+    schedule, deal = create(epoch_size=4800, **fields), batching.Deal(600, 2, 8)
+    plan = make_plan(deal, schedule, 8, first_update=48)
+    assert plan.batch_size.tolist() == [512, 512, 2560, 2560, 2560, 2560, 2560, 4800]
+    np.testing.assert_allclose(plan.learning_rate, [0.1] * 7 + [0.1 * 4800 / 12_800], rtol=1e-6)
+    before = 48 * 512 + np.concatenate([[0], np.cumsum(plan.batch_size[:-1])])
+    np.testing.assert_array_equal(plan.epoch * 4800 + plan.offset, before)
+    assert make_plan(deal, schedule, 4, first_update=2).learning_rate[0] == np.float32(0.1 * 3 / 20)
+
+
+# ---- contradictions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"warmup_updates": 2, "warmup_epochs": 1.0},
+            "schedule.warmup_updates and schedule.warmup_epochs: both given; allowed: one of them",
+        ),
+        ({"warmup_updates": 100}, "schedule.warmup_updates: 100; allowed: fewer than the run's 100 updates"),
+        ({"name": "step", "decay_steps": (60, 30)}, r"schedule.decay_steps: \(60, 30\); allowed: ascending"),
+        ({"name": "step", "decay_steps": (30, 30)}, "allowed: ascending"),
+        ({"name": "step", "decay_steps": (30, 100)}, "allowed: within the run's 100 updates"),
+        ({"name": "step"}, r"schedule.decay_steps: \(\); allowed: with schedule.name 'step'"),
+        (
+            {"name": "linear", "decay_steps": (5,)},
+            r"decay_steps: \(5,\); allowed: \(\) with .*'linear'",
+        ),
+        ({"name": "cosine", "decay_by": "batch"}, "decay_by: 'batch'; allowed: 'rate' with schedule.name 'cosine'"),
+        (
+            {"name": "step", "decay_steps": (30,), "warmup_updates": 31},
+            "schedule.warmup_updates: 31; allowed: up to the first decay, at 30",
+        ),
+        ({"name": "linera"}, r"schedule.name: 'linera'; allowed: constant .* \(did you mean 'linear'\?\)"),
+        ({"decay_steps": (1.5,)}, "schedule.decay_steps: .*allowed: a tuple of integers >= 1"),
+    ],
+)
+def test_contradictory_schedules_are_refused(fields, message):
+    config = default.get_config()
+    config.train.inner_steps = config.train.outer_steps = 10
+    with config.ignore_type():
+        config.schedule.update(fields)
+    with pytest.raises(UserError, match=message):
+        configs.validate(config, model.OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"warmup_epochs": 1.0}, "schedule.warmup_epochs: 1.0 is 338 updates; allowed: up to 99"),
+        ({"warmup_examples": 51_200}, "schedule.warmup_examples: 51200 is 100 updates; allowed: up to 99"),
+        (
+            {"warmup_examples": 20_000, "name": "step", "decay_steps": (30,)},
+            "is 40 updates; allowed: up to 30, before the first decay",
+        ),
+    ],
+)
+def test_a_warm_up_longer_than_training_is_refused(fields, message):
+    with pytest.raises(BadSetting, match=message):
+        create(**fields)

@@ -1,0 +1,196 @@
+import base64
+import io
+import json
+import os
+import zipfile
+
+import numpy as np
+import pytest
+from conftest import make_folder
+from PIL import Image
+from test_analysis import write_run
+from test_images import tiff_of_many_strips
+from test_report import make, text_of, write_predictions
+
+import report
+from largebatch.errors import UserError
+from largebatch.reports import confusion
+from largebatch.runs import reader as runs
+
+
+def test_confusions_with_pictures_from_folder_and_zip(tmp_path):
+    data = make_folder(tmp_path / "data" / "2750", {"Forest": 3, "Lake": 3, "River": 3}).parent
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        for path in data.rglob("*.png"):
+            archive.write(path, path.relative_to(tmp_path / "data"))
+    ids = [f"{name}/{name}_{k}.png" for name in ("Forest", "Lake", "River") for k in range(3)]
+    run = write_run(tmp_path / "run")
+    write_predictions(run, np.arange(9) // 3, [0, 2, 2, 1, 1, 1, 0, 2, 2], ids)
+    for place in (data, tmp_path / "data.zip"):
+        config = json.loads((run / "config.json").read_text())
+        config["dataset"] |= {"name": "mine", "path": str(place)}
+        (run / "config.json").write_text(json.dumps(config))
+        found, problem = confusion.read_confusion(runs.read(run))
+        assert problem is None
+        assert found.missing is None
+        assert found.names == ["Forest", "Lake", "River"]
+        assert found.matrix.tolist() == [[1, 0, 2], [0, 3, 0], [1, 0, 2]]
+        np.testing.assert_allclose(found.recall, [1 / 3, 1, 2 / 3])
+        first, _ = found.worst
+        assert (first.true, first.predicted, first.count) == (0, 2, 2)
+        assert [example.example_id for example in first.examples] == ["Forest/Forest_2.png", "Forest/Forest_1.png"]
+        page = make(run, out=tmp_path / "page.html")
+        assert page.count('src="data:image/png;base64,') == 3
+        assert "Forest taken for River: 2" in text_of(page)
+        with Image.open(data / "2750" / "Forest" / "Forest_2.png") as image:
+            expected = np.asarray(image.convert("RGB"))
+        encoded = first.examples[0].picture.removeprefix("data:image/png;base64,")
+        with Image.open(io.BytesIO(base64.b64decode(encoded))) as image:
+            np.testing.assert_array_equal(np.asarray(image), expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nowhere.zip", "nowhere.zip does not exist here"),
+        (None, "the run names no dataset.path"),
+        ("empty", "no example was found in"),
+        ("run/config.json", "is not a readable zip file"),
+        ("pipe", "is not a readable zip file (no regular file)"),
+        ("~no.such.user/x", "does not exist here"),
+        ("~/at\0all", "does not exist here"),
+    ],
+)
+def test_why_there_are_no_pictures(tmp_path, path, words):
+    run = write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    path = path and (path if path.startswith("~") else str(tmp_path / path))
+    config = json.loads((run / "config.json").read_text())
+    config["dataset"] = {"name": "mine", "path": path}
+    (run / "config.json").write_text(json.dumps(config))
+    write_predictions(run, [0, 1], [1, 0], ["a/a_0.png", "b/b_0.png"])
+    text = text_of(make(run, out=tmp_path / "page.html"))
+    assert "No example pictures: " in text
+    assert words in text
+
+
+def test_an_id_leads_nowhere_else(tmp_path):
+    make_folder(tmp_path / "secret", {"a": 1})
+    (tmp_path / "data").mkdir()
+    secret = tmp_path / "secret" / "a" / "a_0.png"
+    (tmp_path / "data" / "links").mkdir()
+    (tmp_path / "data" / "links" / "file.png").symlink_to(secret)
+    (tmp_path / "data" / "class").symlink_to(secret.parent)
+    for example_id in ("../secret", str(secret), "../secret/a/a_0.png", "links/file.png", "class/a_0.png"):
+        with pytest.raises(FileNotFoundError):
+            confusion._find(tmp_path / "data", example_id)
+
+
+def test_an_absolute_id_of_two_parts_leads_nowhere_else(tmp_path, monkeypatch):
+    """Joined to any folder "/a_0.png" is a file of the root, which stands here for one that is there."""
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    looked_at = []
+    monkeypatch.setattr(confusion.Path, "is_file", lambda path: bool(looked_at.append(str(path))))
+    with pytest.raises(FileNotFoundError):
+        confusion._find(tmp_path / "data", "/a_0.png")
+    assert looked_at == []
+
+
+def test_only_images_of_a_picture_s_size_are_read(tmp_path, monkeypatch):
+    data = make_folder(tmp_path / "data", {"a": 2})
+    (data / "a" / "notes.txt").write_text("secret")
+    (data / "a" / "page.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0")
+    for name in ("a/notes.txt", "a/page.eps"):
+        with pytest.raises(FileNotFoundError):
+            confusion._find(data, name)
+    (data / "a" / "text.png").write_text("secret")
+    read = lambda name: confusion._picture(lambda: confusion._find(data, name))  # noqa: E731
+    assert read("a/text.png") is None
+    assert read("a/a_0.png").startswith("data:image/png")
+    monkeypatch.setattr(confusion, "MAX_DECODED", 16 * 16 - 1)
+    assert read("a/a_0.png") is None
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.write(data / "a" / "a_0.png", "a/a_0.png")
+        monkeypatch.setattr(confusion, "MAX_BYTES", archive.infolist()[0].file_size - 1)
+        with pytest.raises(ValueError, match="bytes; allowed for a picture"):
+            confusion._unpack(archive, archive.infolist()[0])
+    with pytest.raises(ValueError, match="bytes; allowed for a picture"):
+        confusion._find(data, "a/a_0.png")
+
+
+def test_a_zip_that_unpacks_without_bound_is_not_unpacked(tmp_path):
+    """bzip2 makes gigabytes of a few bytes, whatever the directory of the zip says."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("a/1.png", b"x" * 1000)
+        with pytest.raises(UserError, match="compressed by method 12"):
+            confusion._unpack(archive, archive.getinfo("a/1.png"))
+
+
+def test_a_picture_whose_header_takes_gigabytes_is_left_out():
+    assert confusion._picture(lambda: tiff_of_many_strips(1_000_000)) is None
+
+
+def run_with_mistakes(folder, path: str):
+    """A run whose predictions are wrong, with this dataset.path in its config."""
+    run = write_run(folder)
+    config = json.loads((run / "config.json").read_text())
+    config["dataset"] = {"name": "mine", "path": path}
+    (run / "config.json").write_text(json.dumps(config))
+    write_predictions(run, [0, 1], [1, 0], ["a/a_0.png", "b/b_0.png"])
+    return run
+
+
+def test_a_place_that_runs_name_is_said_once(tmp_path, capsys, monkeypatch):
+    data = make_folder(tmp_path / "data", {"a": 1, "b": 1})
+    one = run_with_mistakes(tmp_path / "one", path=str(data))
+    other = run_with_mistakes(tmp_path / "other", path=str(data))
+    inside = run_with_mistakes(tmp_path / "inside", path=str(tmp_path / "inside" / "data"))
+    rounds = []
+
+    def two_rounds(seconds):
+        rounds.append(seconds)
+        if len(rounds) > 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(report.time, "sleep", two_rounds)
+    given = [str(one), str(other), str(inside), "--out", str(tmp_path / "page.html"), "--watch"]
+    assert report.main(given) == report.EXIT_INTERRUPTED
+    shown = capsys.readouterr()
+    assert shown.out.count("page.html") == 2
+    assert shown.err == f"reads dataset.path {data}, which {one} names\n"
+
+
+def test_a_name_does_not_steer_the_terminal(tmp_path, capsys):
+    run = run_with_mistakes(tmp_path / "run", path="/x\x1b]0;title\x07\nreport.py: all is well")
+    make(run, out=tmp_path / "page.html")
+    expected = rf"reads dataset.path /x\x1b]0;title\x07\nreport.py: all is well, which {run} names"
+    assert capsys.readouterr().err.splitlines() == [expected]
+    (tmp_path / "neither").mkdir()
+    (tmp_path / "neither" / "a\x1b[2J").touch()
+    assert report.main([str(tmp_path / "neither")]) == 1
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_class_names_are_told_by_ids_or_are_numbers():
+    names = lambda labels, ids: confusion.class_names(np.array(labels), np.array(ids), 3)  # noqa: E731
+    assert names([0, 1, 1], ["A/x.jpg", "B/y.jpg", "B/z.jpg"]) == ["A", "B", "2"]
+    assert names([0, 1], ["A_1.jpg", "B_b_2.jpg"]) == ["A", "B_b", "2"]
+    assert names([0, 1], ["000001", "000002"]) == ["0", "1", "2"]
+    assert names([0, 0], ["A/x.jpg", "B/y.jpg"]) == ["0", "1", "2"]
+    assert names([0, 1], ["A/x.jpg", "A/y.jpg"]) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"labels": np.array([0, 3]), "logits": np.zeros((2, 3), np.float32), "ids": np.array(["a", "b"])},
+        {"labels": np.array([0]), "logits": np.zeros((2, 3), np.float32), "ids": np.array(["a", "b"])},
+        {"labels": np.array([0, 1]), "logits": np.zeros((2, 3), np.float32)},
+        {"labels": np.array([0, {}]), "logits": np.zeros((2, 3), np.float32), "ids": np.array(["a", "b"])},
+    ],
+)
+def test_damaged_predictions_are_named(tmp_path, arrays):
+    run = write_run(tmp_path / "run")
+    np.savez(run / "predictions.npz", **arrays)
+    assert "predictions.npz: damaged" in text_of(make(run, out=tmp_path / "page.html"))

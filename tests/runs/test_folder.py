@@ -1,0 +1,169 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from largebatch.errors import UserError
+from largebatch.runs import folder as metrics
+
+
+def row(step, accuracy, train_sec=2.0, **more):
+    return {
+        "step": step, "examples_seen": step * 10, "val_accuracy": accuracy, "images_per_sec": 5.0 * step,
+        "train_sec": train_sec,
+    } | more  # fmt: skip
+
+
+def test_summary_follows_the_rows():
+    summary = metrics.empty_summary() | {"target_accuracy": 0.8}
+    improved = [metrics.add_to_summary(summary, r) for r in (row(1, 0.5), row(2, 0.85), row(3, 0.84), row(4, 0.85))]
+    assert improved == [True, True, False, False]
+    expected = {
+        "best_val_accuracy": 0.85, "best_step": 2, "final_val_accuracy": 0.85, "steps": 4, "examples_seen": 40,
+        "steps_to_target": 2, "examples_to_target": 20, "sec_to_target": 4.0, "images_per_sec": 12.5,
+    }  # fmt: skip
+    assert {key: summary[key] for key in expected} == expected
+
+
+def test_no_number_is_written_as_nan(tmp_path):
+    run = metrics.RunFolder(tmp_path / "run", tensorboard=False)
+    run.write_json("config.json", {"a": 1})
+    run.append_row({"step": 1, "train_loss": np.float32("nan"), "grad_norm": float("inf"), "n": np.int64(3)})
+    run.append_row({"step": 2, "train_loss": np.float32(0.5), "grad_norm": 1.0, "n": 4})
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0] == {"step": 1, "train_loss": None, "grad_norm": None, "n": 3}
+    assert rows[1]["train_loss"] == 0.5
+
+
+def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
+    code = (
+        "import sys; from largebatch import metrics; run = metrics.RunFolder(sys.argv[1]);"
+        "run.append_row({'step': 7, 'val_accuracy': 0.25, 'noise_scale': None}); run.close();"
+        "assert 'tensorflow' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert b"val_accuracy" in content
+    assert b"noise_scale" not in content
+
+
+def test_the_clock_adds_sections_up():
+    clock = metrics.Clock()
+    for _ in range(2):
+        with clock.measure("train"):
+            sum(range(1000))
+    with clock.measure("evaluation"):
+        pass
+    with clock.measure("compile"):
+        pass
+    assert clock.total() >= clock.seconds["train"] + clock.seconds["evaluation"] > 0
+    times = metrics.timings(clock, {}, updates=4, examples=40)
+    assert times["images_per_sec"] == pytest.approx(40 / clock.seconds["train"])
+    assert times["step_time_ms"] == pytest.approx(250 * clock.seconds["train"])
+    assert times["compile_sec"] == clock.seconds["compile"]
+    before = {"train": 0.0, "evaluation": 0.0, "compile": clock.seconds["compile"]}
+    assert metrics.timings(clock, before, 4, 40)["compile_sec"] == 0
+
+
+def test_the_clock_goes_on_after_a_restart():
+    clock = metrics.Clock()
+    with clock.measure("train"):
+        pass
+    own = clock.seconds["train"]
+    clock.add({"seconds": {"train": 10.0, "evaluation": 2.0}, "total": 15.0})
+    assert clock.seconds == {"train": 10.0 + own, "evaluation": 2.0}
+    assert 15 < clock.total() < 16
+    again = metrics.Clock()
+    again.add(clock.saved())
+    assert again.seconds == clock.seconds
+    assert again.total() >= clock.saved()["total"] - 1e-3
+
+
+def test_a_damaged_json_file_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": ')
+    with pytest.raises(UserError, match=r"config.json cannot be read"):
+        metrics.RunFolder(tmp_path).read("config.json")
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A 256 KiB file system."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
+    run = metrics.RunFolder(full_disk / "run")
+    run.write_json("config.json", {"a": 1})
+    run.append_row({"step": 1})
+    (full_disk / "ballast").write_bytes(bytes(200_000))
+    with pytest.raises(UserError, match=r"cannot write .*config.json \(No space left on device\)"):
+        run.write_json("config.json", {"a": "x" * 300_000})
+    assert run.read("config.json") == {"a": 1}
+    with pytest.raises(UserError, match=r"cannot write .*predictions.npz \(No space left on device\)"):
+        run.write_predictions(np.zeros(9), np.random.default_rng(0).random((9, 5000)), np.arange(9))
+
+    def fill():
+        for step in range(2, 10_000):
+            run.append_row({"step": step, "val_loss": 0.5} | {f"metric_{i}": i for i in range(50)})
+
+    with pytest.raises(UserError, match=r"cannot write .* \(No space left on device\)"):
+        fill()
+    (full_disk / "ballast").unlink()
+    run.close()
+    lines = (full_disk / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+    names = sorted(path.name for path in (full_disk / "run").iterdir())
+    assert names == ["config.json", "metrics.jsonl", "tensorboard"]
+
+
+def test_only_one_process_trains_in_a_folder(tmp_path):
+    first = metrics.RunFolder(tmp_path)
+    first.lock()
+    with pytest.raises(UserError, match="another process is training in"):
+        metrics.RunFolder(tmp_path).lock()
+    first.close()
+    assert not list(tmp_path.iterdir())
+    with metrics.RunFolder(tmp_path) as second:
+        second.lock()
+
+
+def test_rows_are_cut_back_to_a_mark(tmp_path):
+    run = metrics.RunFolder(tmp_path, tensorboard=False)
+    run.start_rows(None)
+    run.append_row({"step": 1})
+    mark = run.rows_mark()
+    run.append_row({"step": 2})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "tor')
+    again = metrics.RunFolder(tmp_path, tensorboard=False)
+    again.start_rows(mark)
+    again.append_row({"step": 2})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    with pytest.raises(UserError, match="was changed"):
+        again.start_rows(mark | {"sha256": "0" * 64})
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="was changed"):
+        again.start_rows(mark)
+
+
+def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path):
+    run = metrics.RunFolder(tmp_path)
+    assert run.last_event() is None
+    run.log_event("start", step=3)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "sto')
+    assert run.last_event()["event"] == "start"
+    run.log_event("done")
+    assert run.last_event()["event"] == "done"
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3

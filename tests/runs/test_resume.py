@@ -1,0 +1,475 @@
+"""A run that is stopped anywhere ends with the numbers of one that was not."""
+
+import hashlib
+import json
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import run_script
+
+import augment
+import model
+import train
+from experiment import Shared
+from largebatch.config import fields
+from largebatch.data import cache as caches
+from largebatch.data import images
+from largebatch.data import sources as data
+from largebatch.errors import UserError
+from largebatch.hosts import preemption
+from largebatch.runs import checkpoints
+from largebatch.runs import folder as metrics
+from largebatch.runs import progress as resume
+from largebatch.training import trainer
+
+WALL_CLOCK = {"images_per_sec", "step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec"}
+SUMMARY_WALL_CLOCK = {"images_per_sec", "images_per_sec_by_outer", "train_sec", "sec_to_target", "seconds"}
+
+
+def rows_of(workdir) -> list[dict]:
+    """metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in WALL_CLOCK} for row in rows]
+
+
+def summary_of(workdir) -> dict:
+    """summary.json without what depends on the clock."""
+    summary = json.loads((workdir / "summary.json").read_text())
+    return {k: v for k, v in summary.items() if k not in SUMMARY_WALL_CLOCK}
+
+
+def predictions_of(workdir) -> dict:
+    with np.load(workdir / "predictions.npz", allow_pickle=False) as file:
+        return {name: file[name].tolist() for name in file}
+
+
+def assert_same_run(one, other):
+    assert rows_of(one) == rows_of(other)
+    assert summary_of(one) == summary_of(other)
+    assert predictions_of(one) == predictions_of(other)
+
+
+def flip(path, byte: int) -> None:
+    """Inverts a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[byte % len(content)] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def config(small_config, monkeypatch):
+    """A call per update; mini-batches that cross the epoch; everything that has a state."""
+    monkeypatch.setattr(trainer, "SECONDS_PER_CALL", 0.0)
+    small_config.batch.size = 150
+    small_config.train.inner_steps = 4
+    small_config.train.outer_steps = 3
+    return small_config
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """stop_at(n, number): the n-th call of the inner loop from now on ends with a signal."""
+
+    def arm(calls, number=signal.SIGTERM):
+        left = [calls]
+
+        def agree(vote=0):
+            left[0] -= 1
+            return (int(number) if left[0] == 0 else 0), vote
+
+        monkeypatch.setattr(preemption, "agree", agree)
+
+    return arm
+
+
+ALL_STATE = {  # whatever has a state, and a batch that grows, so that the last outer loop is shorter
+    "model.norm": "batch",
+    "model.stem": "whitened",
+    "optimizer.name": "soap",
+    "train.ema_decay": 0.9,
+    "schedule.name": "step",
+    "schedule.decay_steps": (4, 8),
+    "schedule.decay_factor": 0.6,
+    "schedule.decay_by": "batch",
+    "schedule.warmup_updates": 3,
+    "eval.view_average": True,
+    "augment.shift": 2,
+}
+
+
+ADASCALE = {  # on a trace, so that gains differ; ends when its scale-invariant steps are done
+    "optimizer.name": "sgd",
+    "schedule.scaling": "adascale",
+    "schedule.reference_batch_size": 60,
+    "schedule.name": "linear",
+    "batch.trace": (60, 200, 7, 90, 150),
+    "batch.hold_last": True,
+}
+LOCAL_STEPS = {  # from update 3 on, averages after updates 6, 9 and 12
+    "sync.mode": "post_local",
+    "sync.every": 3,
+    "sync.start_step": 3,
+    "sync.outer_learning_rate": 0.7,
+    "sync.outer_momentum": 0.9,
+    "sync.optimizer_state": "keep",
+    "model.norm": "batch",
+    "train.ema_decay": 0.9,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [
+        ({}, [4, 8, 12]),
+        ({"batch.size": "full"}, [4, 8, 12]),
+        (ALL_STATE, [4, 8, 9]),
+        (ADASCALE, None),  # its gains say when it ends
+        (LOCAL_STEPS, [4, 8, 12]),
+    ],
+    ids=["mini-batch", "full batch", "all state", "AdaScale on a trace", "local steps"],
+)
+def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, stop_at, fields, steps):
+    config.update_from_flattened_dict(fields)
+    whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
+    stops = 0
+    while True:
+        stop_at(2)
+        try:
+            summary = train.train_and_evaluate(config, str(tmp_path / "cut"))
+            break
+        except preemption.Stopped:
+            assert json.loads((tmp_path / "cut" / "summary.json").read_text())["status"] == "interrupted"
+            stops += 1
+    assert stops >= 3
+    assert steps is None or [row["step"] for row in rows_of(tmp_path / "cut")] == steps
+    assert summary["params_sha256"] == whole["params_sha256"]
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, monkeypatch):
+    whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
+    save = resume.Progress.save
+
+    def save_all_but_8(self, **keywords):
+        if self._trainer.step != 8:
+            save(self, **keywords)
+
+    monkeypatch.setattr(resume.Progress, "save", save_all_but_8)
+    monkeypatch.setattr(resume.Progress, "_end", lambda self, reason: None)  # a killed process writes no end
+    row = train.write_row
+
+    def die(job, config, trainer, *rest):
+        row(job, config, trainer, *rest)
+        if trainer.step == 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "write_row", die)
+    with pytest.raises(KeyboardInterrupt):
+        train.train_and_evaluate(config, str(tmp_path / "cut"))
+    assert [row["step"] for row in rows_of(tmp_path / "cut")] == [4, 8]
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "torn')
+    monkeypatch.undo()
+    monkeypatch.setattr(trainer, "SECONDS_PER_CALL", 0.0)
+    assert train.train_and_evaluate(config, str(tmp_path / "cut"))["params_sha256"] == whole["params_sha256"]
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(config, tmp_path, stop_at, caplog):
+    whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
+    stop_at(11)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path / "cut"))
+    newest = tmp_path / "cut" / "checkpoints" / "00000011"
+    chunk = newest / "arrays" / "state.params.Conv_1.kernel" / "0.0.0.0"
+    flip(chunk, 77)
+    stop_at(0)
+    with caplog.at_level("INFO", "largebatch"):
+        summary = train.train_and_evaluate(config, str(tmp_path / "cut"))
+    assert f"{chunk} does not match its SHA-256 (array state.params.Conv_1.kernel)" in caplog.text
+    assert "resuming at update 8; the process before interrupted" in caplog.text
+    assert (newest.parent / "00000011.damaged").is_dir()
+    assert summary["params_sha256"] == whole["params_sha256"]
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_damage_to_all_checkpoints_is_refused_and_nothing_is_touched(config, tmp_path, stop_at):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+    for path in (tmp_path / "checkpoints").glob("*/SHA256SUMS"):
+        flip(path, 0)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"no checkpoint is sound: .*00000006.* start in a new folder"):
+        train.train_and_evaluate(config, str(tmp_path))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_half_replaced_by_a_killed_process_is_found(config, tmp_path, stop_at):
+    whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path / "cut"))
+    folder = tmp_path / "cut" / "checkpoints"
+    (folder / "00000006").rename(folder / ".00000006.old.tmp")
+    (folder / ".00000006.tmp").mkdir()
+    found = checkpoints.Checkpoints(folder, keep=3)
+    stop_at(0)
+    assert train.train_and_evaluate(config, str(tmp_path / "cut"))["params_sha256"] == whole["params_sha256"]
+    assert not list(folder.glob(".*"))
+    assert found.steps()[-3:] == [6, 8, 12]
+
+
+def test_other_examples_are_refused(config, tmp_path, stop_at, monkeypatch):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+    identity = caches.Cache.identity
+    monkeypatch.setattr(caches.Cache, "identity", lambda self: identity(self) | {"ids": "0" * 64})
+    with pytest.raises(UserError, match="dataset: its ids changed since the checkpoint was saved"):
+        train.train_and_evaluate(config, str(tmp_path))
+
+
+def test_changed_rows_are_refused(config, tmp_path, stop_at):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+    flip(tmp_path / "metrics.jsonl", 100)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"metrics.jsonl was changed"):
+        train.train_and_evaluate(config, str(tmp_path))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_process_in_the_folder_is_refused(config, tmp_path):
+    run = metrics.RunFolder(tmp_path)
+    run.lock()
+    with pytest.raises(UserError, match="another process is training in"):
+        train.train_and_evaluate(config, str(tmp_path))
+    run.close()
+
+
+def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
+    accuracies = iter([0.1, 0.9, 0.3, 0.4, 0.5, 0.6])
+    validate = train.validate_model
+
+    def pretend(*arguments):
+        found = validate(*arguments)
+        return found._replace(scores=found.scores._replace(accuracy=next(accuracies)))
+
+    monkeypatch.setattr(train, "validate_model", pretend)
+    config.train.outer_steps, config.checkpoint.keep = 6, 2
+    train.train_and_evaluate(config, str(tmp_path))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "00000008",
+        "00000020",
+        "00000024",
+    ]
+    arrays, description = resume.best_checkpoint(tmp_path)
+    assert (description["step"], int(arrays["state.step"])) == (8, 8)
+
+
+def test_another_number_of_devices_resumes_and_says_what_differs(config, tmp_path, stop_at):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+    flat = fields.flatten(config.to_dict()).items()
+    arguments = [f"--config.{name}={value}" for name, value in flat if value is not None]
+    result = run_script("train.py", *arguments, f"--workdir={tmp_path}")  # on two devices
+    assert result.returncode == 0, result.stderr
+    assert "devices 2, was 8: results will not be bitwise" in result.stderr
+    assert "mini-batches hold other examples from here on" in result.stderr
+    assert "other code" not in result.stderr
+    assert summary_of(tmp_path)["status"] == "done"
+    assert [row["step"] for row in rows_of(tmp_path)] == [4, 8, 12]
+    losses = [row["train_loss"] for row in rows_of(tmp_path)]
+    assert losses[2] < losses[0]
+
+
+def rewrite_descriptions(run, change) -> None:
+    """Applies `change` to what every checkpoint of a run says of itself, digests included."""
+    for sums in sorted((run / "checkpoints").glob("*/SHA256SUMS")):
+        path = sums.parent / "checkpoint.json"
+        before = path.read_bytes()
+        description = json.loads(before)
+        change(description)
+        path.write_text(json.dumps(description))
+        digests = (hashlib.sha256(content).hexdigest() for content in (before, path.read_bytes()))
+        sums.write_text(sums.read_text().replace(*digests))
+
+
+def files_of(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_of_another_order_of_examples_is_evaluated_and_not_resumed(config, tmp_path, stop_at):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+    rewrite_descriptions(tmp_path, lambda description: description["data"].pop("order_version"))
+    before = files_of(tmp_path)
+    with pytest.raises(
+        UserError, match=r"takes its examples in order version 1, this code in version 2: .* cannot"
+    ):
+        train.train_and_evaluate(config, str(tmp_path))
+    assert files_of(tmp_path) == before
+    result = run_script("evaluate.py", tmp_path, f"--config.augment.cache_dir={config.augment.cache_dir}")
+    assert result.returncode == 0, result.stderr
+    assert f"accuracy {rows_of(tmp_path)[0]['val_accuracy']:.4f}" in result.stdout
+    result = run_script("report.py", tmp_path, "--out", tmp_path / "report.html")
+    assert result.returncode == 0, result.stderr
+    assert "1 interrupted" in result.stdout
+
+
+def test_other_code_and_libraries_are_named_when_a_run_goes_on(config, tmp_path, stop_at, caplog):
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path))
+
+    def change(description):
+        description["summary"]["versions"]["optax"] = "0.0.1"
+        description["summary"]["git_commit"] = "0123abc"
+        description["summary"]["code_sha256"] = "f" * 64
+
+    rewrite_descriptions(tmp_path, change)
+    train.train_and_evaluate(config, str(tmp_path))
+    commit, optax, files = metrics.git_commit(), metrics.versions()["optax"], metrics.code_sha256()[:12]
+    changes = f"files {files}, was {'f' * 12}; commit {commit}, was 0123abc; optax {optax}, was 0.0.1"
+    assert f"resuming with other code: {changes}: results may differ" in caplog.messages
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    starts = [event["code"] for event in events if event["event"] == "start"]
+    assert starts == [{"files": files, "commit": commit, **metrics.versions()}] * 2
+
+
+def test_init_from_starts_with_the_best_parameters(config, tmp_path):
+    config.model.norm, config.train.ema_decay = "batch", 0.9
+    config.train.inner_steps = 1
+    first = train.train_and_evaluate(config, str(tmp_path / "first"))
+    arrays, _ = resume.best_checkpoint(tmp_path / "first")
+    config.train.init_from, config.optimizer.learning_rate = str(tmp_path / "first"), 1e-30
+    config.train.outer_steps = 1
+    second = train.train_and_evaluate(config, str(tmp_path / "second"))
+    after, _ = resume.best_checkpoint(tmp_path / "second")
+    np.testing.assert_array_equal(after["state.params.Conv_0.kernel"], arrays["state.params.Conv_0.kernel"])
+    # Of the averages that came along one update changes little.
+    name = "state.ema.model_state.batch_stats.BatchNorm_0.variance"
+    assert np.abs(after[name] - arrays[name]).max() < 0.2 * np.abs(arrays[name]).max()
+    assert second["best_val_accuracy"] == first["best_val_accuracy"]
+    config.model.norm = "none"
+    missing = r"model_state.batch_stats.BatchNorm_0.mean is float32\[32\] there, missing here"
+    with pytest.raises(UserError, match=f"train.init_from: .*first: {missing}"):
+        train.train_and_evaluate(config, str(tmp_path / "third"))
+    config.train.init_from = str(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"train.init_from: .*nowhere is no run folder"):
+        train.train_and_evaluate(config, str(tmp_path / "third"))
+    assert not (tmp_path / "third" / "config.json").exists()
+
+
+# ---- numerical trouble ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poisoned(config, monkeypatch):
+    """One of the 640 views gives a loss that is no number: the update it falls in, once per epoch of 4."""
+    config.batch.size = 160
+    make = model.make_loss_fn
+    weights = np.arange(16 * 16 * 3).reshape(16, 16, 3) % 251  # tells views of an image apart
+
+    def make_poisoned(*arguments):
+        loss_fn = make(*arguments)
+
+        def poisoned_loss(params, model_state, batch):
+            loss, averages = loss_fn(params, model_state, batch)
+            sums = jnp.sum(batch.images.astype(jnp.int32) * weights, axis=(1, 2, 3)) * (batch.weights > 0)
+            return loss * jnp.where(jnp.any(sums == poison), jnp.nan, 1), averages
+
+        return poisoned_loss
+
+    source = data.find_source("synthetic", num_examples=100, image_size=16).load()
+    views = augment.expand(source.images[images.split_indices(source.example_ids, 0)["train"]])
+    sums = (views.astype(int) * weights).sum(axis=(2, 3, 4)).ravel()
+    poison = sums[5]
+    assert np.count_nonzero(sums == poison) == 1
+    monkeypatch.setattr(model, "make_loss_fn", make_poisoned)
+    shared = Shared()  # not for other tests
+    monkeypatch.setattr(train, "Shared", lambda: shared)
+    return config
+
+
+TOGETHER, LOCAL = {}, {"sync.mode": "local", "sync.every": 3}
+BOTH = pytest.mark.parametrize("sync", [TOGETHER, LOCAL], ids=["together", "local steps"])
+
+
+@pytest.mark.parametrize("norm", ["none", "group"])  # the latter has layers within layers
+def test_stop_names_update_layer_and_rate(poisoned, tmp_path, norm):
+    poisoned.model.norm = norm
+    message = r"loss of update \d is nan \(learning rate 0.01\); first in the gradient of head\.(bias|kernel)$"
+    with pytest.raises(train.Diverged, match=message):
+        train.train_and_evaluate(poisoned, str(tmp_path))
+    assert summary_of(tmp_path)["status"] == "diverged"
+
+
+@BOTH
+def test_skip_passes_over_bad_updates_and_resumes_bitwise(poisoned, tmp_path, stop_at, sync):
+    poisoned.update_from_flattened_dict(sync)
+    poisoned.train.on_nonfinite = "skip"
+    whole = train.train_and_evaluate(poisoned, str(tmp_path / "whole"))
+    skipped = [row["skipped_updates"] for row in rows_of(tmp_path / "whole")]
+    assert skipped == [1, 1, 1]
+    assert np.isfinite([row["train_loss"] for row in rows_of(tmp_path / "whole")]).all()
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(poisoned, str(tmp_path / "cut"))
+    stop_at(0)
+    assert train.train_and_evaluate(poisoned, str(tmp_path / "cut"))["params_sha256"] == whole["params_sha256"]
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_skip_gives_up_after_so_many_in_a_row(poisoned, tmp_path):
+    poisoned.train.on_nonfinite, poisoned.train.max_nonfinite, poisoned.batch.size = "skip", 2, "full"
+    with pytest.raises(train.Diverged, match="loss of update 3 is nan"):
+        train.train_and_evaluate(poisoned, str(tmp_path / "few"))
+    poisoned.train.max_nonfinite, poisoned.train.outer_steps = 8, 1
+    train.train_and_evaluate(poisoned, str(tmp_path / "many"))
+    (row,) = rows_of(tmp_path / "many")
+    assert (row["skipped_updates"], row["train_loss"]) == (4, None)
+
+
+@pytest.fixture
+def explosive(config):
+    """Plain SGD at a rate that overflows at once, and no longer after two cuts."""
+    config.optimizer.name, config.optimizer.learning_rate = "sgd", 1e5
+    config.train.on_nonfinite, config.train.rollback_factor = "rollback", 1e-3
+    return config
+
+
+@BOTH
+def test_rollback_cuts_the_rate_and_resumes_bitwise(explosive, tmp_path, stop_at, sync):
+    explosive.update_from_flattened_dict(sync)
+    whole = train.train_and_evaluate(explosive, str(tmp_path / "whole"))
+    rollbacks = whole["rollbacks"]
+    assert 1 <= len(rollbacks) <= 3
+    assert [entry["to_step"] for entry in rollbacks] == [0] * len(rollbacks)
+    rates = [row["learning_rate"] for row in rows_of(tmp_path / "whole")]
+    assert rates == pytest.approx([1e5 * 1e-3 ** len(rollbacks)] * 3)
+    assert np.isfinite([row["train_loss"] for row in rows_of(tmp_path / "whole")]).all()
+    events = [json.loads(line) for line in (tmp_path / "whole" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["start", *["rollback"] * len(rollbacks), "done"]
+    assert "first in the " in events[1]["reason"]
+    for stops in range(1, 20):
+        stop_at(2)
+        try:
+            train.train_and_evaluate(explosive, str(tmp_path / "cut"))
+            break
+        except preemption.Stopped:
+            assert stops < 19
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_rollback_gives_up_after_so_many(explosive, tmp_path):
+    explosive.train.rollback_factor, explosive.train.max_nonfinite = 0.9, 2
+    with pytest.raises(train.Diverged, match=r"rolled back 2 times before \(train.max_nonfinite\)"):
+        train.train_and_evaluate(explosive, str(tmp_path))
+    assert len(summary_of(tmp_path)["rollbacks"]) == 2

@@ -1,0 +1,368 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from largebatch.errors import UserError
+from largebatch.runs import reader as runs
+from largebatch.studies import analysis
+
+
+def write_run(
+    path: Path,
+    accuracies=(0.5, 0.7, 0.9),
+    *,
+    status="done",
+    optimizer="lamb",
+    rate=0.01,
+    batch=512,
+    seed=0,
+    target=None,
+    **more,
+) -> Path:
+    """A run folder as train.py leaves it, without arrays; `more` goes into every row."""
+    config = {
+        "batch": {"size": batch},
+        "dataset": {"name": "synthetic", "path": None},
+        "optimizer": {"name": optimizer, "learning_rate": rate},
+        "seed": seed,
+        "train": {"target_accuracy": target},
+    }
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    rows = [
+        {"step": 10 * k, "outer": k, "examples_seen": 10 * k * batch, "epoch": k / 2, "global_batch_size": batch}
+        | {"learning_rate": rate, "train_loss": 2.0 / k, "train_accuracy": accuracy, "grad_norm": 0.5 / k}
+        | {"skipped_updates": 0, "noise_scale": None, "val_loss": 2.2 / k, "val_accuracy": accuracy}
+        | {"val_examples": 96, "images_per_sec": 1000.0 + k, "step_time_ms": 1.5, "train_sec": 2.0}
+        | {"eval_sec": 0.1, "compile_sec": 3.0 if k == 1 else 0.0, "wall_sec": 5.0 + 2 * k}
+        | more
+        for k, accuracy in enumerate(accuracies, 1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "events.jsonl").write_text('{"event": "start"}\n')
+    if status != "running":
+        reached = next((row for row in rows if target and row["val_accuracy"] >= target), None)
+        summary = {
+            "status": status,
+            "best_val_accuracy": max(accuracies, default=None),
+            "final_val_accuracy": accuracies[-1] if accuracies else None,
+            "steps": 10 * len(rows),
+            "steps_to_target": reached and reached["step"],
+            "examples_to_target": reached and reached["examples_seen"],
+            "sec_to_target": reached and 2.0 * reached["outer"],
+            "global_batch_size": batch,
+            "images_per_sec": 1001.0,
+            "platform": "cpu",
+            "seconds": {"data": 0.5, "compile": 3.0, "train": 6.0, "evaluation": 0.3, "total": 11.0},
+        }
+        (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+def write_study(path: Path, trials: list[dict], objective="best_val_accuracy", fields=None) -> Path:
+    """A study folder; each of `trials` is the arguments of a `write_run`, or {"error": ...}."""
+    fields = fields or ["optimizer.name", "optimizer.learning_rate"]
+    names = {"optimizer.name": "optimizer", "optimizer.learning_rate": "rate", "batch.size": "batch"}
+    defaults = {"optimizer": "lamb", "rate": 0.01, "batch": 512}
+    space = {
+        field: {
+            "name": "CategoricalDistribution",
+            "attributes": {
+                "choices": list(dict.fromkeys(t.get(names[field], defaults[names[field]]) for t in trials))
+            },
+        }
+        for field in fields
+    }
+    path.mkdir(parents=True)
+    description = {"config": {}, "space": space, "sampler": "grid", "objective": objective, "seeds": 1}
+    (path / "study.json").write_text(json.dumps(description))
+    for index, trial in enumerate(trials):
+        folder = path / "trials" / f"{index:04d}"
+        setting = {field: trial.get(names[field], defaults[names[field]]) for field in fields}
+        error = trial.get("error")
+        if error:
+            folder.mkdir(parents=True)
+        else:
+            write_run(folder, **trial)
+        line = {"index": index, "setting": setting, "seed": trial.get("seed", 0), "error": error}
+        (folder / "trial.json").write_text(json.dumps(line))
+    return path
+
+
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+def test_a_whole_run_is_read_without_problems(tmp_path):
+    run = runs.read(write_run(tmp_path / "run"))
+    assert isinstance(run, runs.Run)
+    assert run.problems == []
+    assert (run.status, run.batch_size, run.best_val_accuracy) == ("done", 512, 0.9)
+    assert run.field("optimizer.name") == "lamb"
+    assert run.field("optimizer.name.more") is None
+    assert [row["step"] for row in run.rows] == [10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("metrics.jsonl", lambda text: text[:-20], ("metrics.jsonl", "line 3", "torn")),
+        ("metrics.jsonl", lambda text: text.replace('{"step": 20', '"step": 20'), ("line 2", "damaged")),
+        ("metrics.jsonl", lambda text: text.replace('{"step": 20', "[\x00"), ("line 2", "damaged")),
+        ("metrics.jsonl", lambda text: "[1]\n" + text, ("line 1", "not a JSON object")),
+        ("metrics.jsonl", lambda text: None, ("metrics.jsonl", "missing")),
+        ("events.jsonl", lambda text: text + "{", ("events.jsonl", "line 2", "torn")),
+        ("summary.json", lambda text: text[:40], ("summary.json", "damaged")),
+        ("summary.json", lambda text: "3", ("summary.json", "not a JSON object")),
+        ("summary.json", lambda text: None, ("summary.json", "missing", "goes on, or was killed")),
+        ("config.json", lambda text: "\ufffe{", ("config.json", "damaged")),
+        ("trial.json", lambda text: "{}", ("trial.json", "no setting")),
+    ],
+)
+def test_damage_is_named_and_the_rest_is_read(tmp_path, name, damage, words):
+    path = write_run(tmp_path / "run") / name
+    content = damage(path.read_text() if path.exists() else "")
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    run = runs.read_run(tmp_path / "run")
+    assert len(run.problems) == 1, run.problems
+    for word in words:
+        assert word in run.problems[0]
+    if name == "metrics.jsonl" and content:
+        assert len(run.rows) in (2, 3)
+        assert run.rows[0]["step"] == 10
+
+
+def test_status_of_runs_that_did_not_end(tmp_path):
+    running = runs.read_run(write_run(tmp_path / "running", status="running"))
+    damaged = write_run(tmp_path / "damaged")
+    (damaged / "summary.json").write_text("{")
+    assert runs.read_run(damaged).status == "unreadable"
+    assert running.status == "running"
+    assert running.batch_size == 512
+    assert running.best_val_accuracy == 0.9
+    (tmp_path / "empty").mkdir()
+    assert runs.read_run(tmp_path / "empty").status == "unreadable"
+    study = runs.read(write_study(tmp_path / "study", [{"error": "no space\nleft"}]))
+    assert study.runs[0].status == "failed"
+    assert study.runs[0].problems == ["trial.json: the trial failed: no space left"]
+
+
+def test_numbers_that_json_should_not_hold_become_none(tmp_path):
+    path = write_run(tmp_path / "run", grad_norm=math.nan, val_loss=math.inf, huge=10**400, words="x", flag=True)
+    row = runs.read_run(path).rows[0]
+    assert row["grad_norm"] is None
+    assert row["val_loss"] is None
+    assert not {"huge", "words", "flag"} & row.keys()
+
+
+def test_read_names_what_is_no_run(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=r"allowed: a run folder with config\.json or a study folder") as error:
+            runs.read(path)
+        assert str(path) in str(error.value)
+
+
+def test_trials_come_by_index_and_a_broken_description_is_named(tmp_path):
+    study = write_study(tmp_path / "study", [{"rate": 0.1 * k} for k in range(1, 12)])
+    (study / "trials" / "0003").rename(study / "trials" / "moved")
+    (study / "trials" / "half").mkdir()
+    found = runs.read(study)
+    assert [run.path.name for run in found.runs][3:] == ["moved", *[f"{k:04d}" for k in range(4, 11)], "half"]
+    assert found.problems == []
+    (study / "study.json").write_text('{"space": [1], "objective": "luck"}')
+    found = runs.read(study)
+    assert len(found.problems) == 2
+    assert found.objective == "best_val_accuracy"
+    assert len(analysis.leaderboard(found)) == 12  # each trial.json still tells its setting
+
+
+# ---- statistics --------------------------------------------------------------------------------------
+
+
+def test_interval_is_students_t():
+    values = [0.91, 0.93, 0.905, 0.94]
+    found = analysis.estimate([*values, None])
+    low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+    np.testing.assert_allclose(found[:4], (np.mean(values), np.std(values, ddof=1), low, high), rtol=1e-12)
+    assert found.count == 4
+    assert analysis.estimate([0.5]) == (0.5, None, None, None, 1)
+    assert analysis.estimate([None]) == (None, None, None, None, 0)
+
+
+def rates(settings):
+    return [setting.values["optimizer.learning_rate"] for setting in settings]
+
+
+def test_leaderboard_by_accuracy(tmp_path):
+    trials = [
+        {"rate": 0.01, "accuracies": (0.5, 0.8), "seed": 0},
+        {"rate": 0.02, "accuracies": (0.5, 0.9), "seed": 0},
+        {"rate": 0.01, "accuracies": (0.5, 0.7), "seed": 1},
+        {"rate": 0.03, "accuracies": (0.99,), "status": "diverged"},
+        {"rate": 0.04, "accuracies": (0.95,), "status": "done"},
+        {"rate": 0.04, "accuracies": (0.2,), "status": "diverged", "seed": 1},
+        {"rate": 0.05, "accuracies": (0.97,), "status": "pruned"},
+        {"rate": 0.06, "error": "no memory"},
+    ]
+    study = runs.read(write_study(tmp_path / "study", trials))
+    found = analysis.leaderboard(study)
+    # Whole settings first, then those of which a seed diverged, then what was pruned, then what never ended well.
+    assert rates(found) == [0.02, 0.01, 0.04, 0.05, 0.03, 0.06]
+    assert found[1].objective.mean == pytest.approx(0.75)
+    assert found[1].objective.std == pytest.approx(np.std([0.8, 0.7], ddof=1))
+    assert found[1].statuses == {"done": 2}
+    assert found[2].statuses == {"done": 1, "diverged": 1}
+    assert found[2].accuracy == (0.95, None, None, None, 1)
+    header, rows = analysis.leaderboard_rows(study)
+    assert all(len(row) == len(header) for row in rows)
+    first = dict(zip(header, rows[0], strict=True))
+    assert first["optimizer.learning_rate"] == "0.02"
+    assert (first["rank"], first["best_val_accuracy"], first["status"]) == ("1", "0.9000", "1 done")
+    assert rows[-1][-1] == "1 failed"
+
+
+def test_leaderboard_by_updates_to_target(tmp_path):
+    trials = [
+        {"rate": 0.01, "accuracies": (0.2, 0.2, 0.9)},
+        {"rate": 0.02, "accuracies": (0.2, 0.9)},
+        {"rate": 0.03, "accuracies": (0.2, 0.5)},
+        {"rate": 0.04, "accuracies": (0.2, 0.6)},
+        {"rate": 0.05, "accuracies": (0.95,)},
+        {"rate": 0.05, "accuracies": (0.1,), "seed": 1},
+        {"rate": 0.06, "accuracies": (0.95,), "status": "diverged"},
+    ]
+    trials = [trial | {"target": 0.8} for trial in trials]
+    study = runs.read(write_study(tmp_path / "study", trials, "steps_to_target"))
+    found = analysis.leaderboard(study)
+    assert rates(found) == [0.02, 0.01, 0.04, 0.05, 0.03, 0.06]
+    assert found[0].objective.mean == 20
+    header, rows = analysis.leaderboard_rows(study)
+    assert [row[header.index("reached")] for row in rows[:4]] == ["1/1", "1/1", "0/1", "1/2"]
+
+
+def test_updates_to_any_accuracy(tmp_path):
+    trials = [
+        {"rate": 0.01, "accuracies": (0.5, 0.8, 0.7, 0.9)},
+        {"rate": 0.01, "accuracies": (0.8, 0.7), "seed": 1},
+        {"rate": 0.01, "accuracies": (0.9,), "seed": 2, "status": "diverged"},  # counts for nothing
+        {"rate": 0.02, "accuracies": (0.1, 0.2)},
+    ]
+    study = runs.read(write_study(tmp_path / "study", trials))
+    worst, best = analysis.leaderboard(study)  # a diverged seed ranks behind
+    updates, seeds = analysis.updates_to(best, 0.8)
+    assert (updates.mean, updates.count, seeds) == (15.0, 2, 2)
+    assert updates.std == pytest.approx(np.std([20, 10], ddof=1))
+    updates, seeds = analysis.updates_to(best, 0.9)
+    assert (updates.mean, updates.count, seeds) == (40.0, 1, 2)
+    assert analysis.updates_to(worst, 0.8) == ((None, None, None, None, 0), 1)
+    header, rows = analysis.leaderboard_rows(study, (0.8, 0.9))
+    rows = {row[header.index("optimizer.learning_rate")]: dict(zip(header, row, strict=True)) for row in rows}
+    names = ("updates_to_0.8", "reached_0.8", "updates_to_0.9", "reached_0.9")
+    assert [rows["0.01"][name] for name in names] == ["15.0", "2/2", "40.0", "1/2"]
+    assert [rows["0.02"][name] for name in names] == ["", "0/1", "", "0/1"]
+
+
+# ---- steps to target, knee ---------------------------------------------------------------------------
+
+
+def target_study(tmp_path, more=()):
+    """At batch 256 rate 0.02 is best, between two others; at 1024 the highest tried."""
+    slow, fast = (0.1, 0.2, 0.9), (0.1, 0.9)
+    trials = [
+        {"batch": 256, "rate": 0.01, "accuracies": slow},
+        {"batch": 256, "rate": 0.02, "accuracies": fast},
+        {"batch": 256, "rate": 0.04, "accuracies": slow},
+        {"batch": 256, "rate": 0.04, "accuracies": (0.9,), "optimizer": "sgd"},
+        {"batch": 256, "rate": 0.04, "accuracies": (0.1,), "optimizer": "sgd", "seed": 1},
+        {"batch": 1024, "rate": 0.01, "accuracies": slow},
+        {"batch": 1024, "rate": 0.02, "accuracies": fast},
+        {"batch": 1024, "rate": 0.02, "accuracies": slow, "seed": 1},
+        {"batch": 4096, "rate": 0.02, "accuracies": (0.1, 0.2)},
+        *more,
+    ]
+    fields = ["optimizer.name", "optimizer.learning_rate", "batch.size"]
+    return write_study(tmp_path / "study", [t | {"target": 0.8} for t in trials], "steps_to_target", fields)
+
+
+def test_steps_to_target_takes_the_best_setting_whose_seeds_all_reached_it(tmp_path):
+    study = runs.read(target_study(tmp_path))
+    small, large = analysis.steps_to_target(study)
+    assert (small.batch_size, small.seeds, small.steps) == (256, 1, [20])
+    assert small.values["optimizer.name"] == "lamb"  # sgd was faster once, but missed it with the other seed
+    assert small.edges == []
+    assert (large.batch_size, large.seeds, large.steps) == (1024, 2, [20, 30])
+    assert (large.updates.mean, large.examples.mean, large.seconds.mean) == (25, 25 * 1024, 5.0)
+    assert [str(edge) for edge in large.edges] == ["optimizer.learning_rate 0.02 is the highest of 2 tried"]
+    assert analysis.unreached_batch_sizes(study) == [4096]
+
+
+def test_settings_with_more_seeds_go_before_a_lucky_one(tmp_path):
+    more = [{"batch": 256, "rate": 0.01, "accuracies": (0.1, 0.2, 0.9), "seed": 1}]
+    small, _ = analysis.steps_to_target(runs.read(target_study(tmp_path, more)))
+    assert (small.values["optimizer.learning_rate"], small.steps) == (0.01, [30, 30])
+
+
+def test_a_diverged_rate_beyond_it_takes_a_value_off_the_edge(tmp_path):
+    more = [{"batch": 1024, "rate": 0.04, "accuracies": (0.1,), "status": "diverged"}]
+    _, large = analysis.steps_to_target(runs.read(target_study(tmp_path, more)))
+    assert large.edges == []
+
+
+def test_a_running_seed_does_not_count_yet(tmp_path):
+    more = [{"batch": 1024, "rate": 0.02, "accuracies": (0.1,), "status": "running", "seed": 2}]
+    _, large = analysis.steps_to_target(runs.read(target_study(tmp_path, more)))
+    assert large.seeds == 2
+
+
+def test_edges_low_and_only(tmp_path):
+    trials = [
+        {"rate": 0.01},
+        {"rate": 0.02},
+        {"rate": 0.02, "optimizer": "sgd"},
+    ]
+    study = runs.read(write_study(tmp_path / "study", trials))
+    flags = [analysis.edge_flags(study, runs.setting_of(run, ())) for run in study.runs]
+    assert [[edge.side for edge in edges] for edges in flags] == [["lowest"], ["highest"], ["only"]]
+
+
+SIZES = np.repeat([64, 256, 1024, 4096, 16384], 5)
+
+
+def test_knee_of_exact_points():
+    knee = analysis.fit_knee(SIZES, 200 * (1 + 1500 / SIZES))
+    assert knee.critical_batch_size == pytest.approx(1500, rel=1e-4)
+    assert knee.min_steps == pytest.approx(200, rel=1e-4)
+    assert knee.min_examples == pytest.approx(200 * 1500, rel=1e-4)
+    np.testing.assert_allclose(knee.steps_at(SIZES), 200 * (1 + 1500 / SIZES), rtol=1e-4)
+
+
+def test_knee_interval_holds_the_truth_about_as_often_as_it_says():
+    """Bootstrap intervals from 5 seeds are a little narrow: 0.8 to 1 of them hold what was put in."""
+    rng, held = np.random.default_rng(0), []
+    for _ in range(60):
+        steps = 200 * (1 + 1500 / SIZES) * np.exp(rng.normal(0, 0.1, len(SIZES)))
+        knee = analysis.fit_knee(SIZES, steps, resamples=200)
+        assert 1000 < knee.critical_batch_size < 2250
+        held.append(knee.low <= 1500 <= knee.high)
+    assert 0.8 <= np.mean(held) <= 1
+    assert knee == analysis.fit_knee(SIZES, steps, resamples=200)
+
+
+def test_knee_beyond_what_was_measured():
+    straight, flat = analysis.fit_knee(SIZES, 1e6 / SIZES), analysis.fit_knee(SIZES, np.full(len(SIZES), 100.0))
+    assert (straight.critical_batch_size, straight.min_examples) == (math.inf, pytest.approx(1e6))
+    np.testing.assert_allclose(straight.steps_at(SIZES), 1e6 / SIZES)
+    assert (flat.critical_batch_size, flat.min_steps) == (0, pytest.approx(100))
+
+
+def test_no_knee_from_two_batch_sizes_and_no_interval_from_one_seed():
+    assert analysis.fit_knee([64, 64, 256], [100, 110, 60]) is None
+    knee = analysis.fit_knee([64, 256, 1024], [100, 40, 25])
+    assert (knee.low, knee.high) == (None, None)

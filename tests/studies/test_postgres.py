@@ -1,0 +1,137 @@
+"""Studies in PostgreSQL, for real: a server of our own on loopback, which goes away while a sweep is running."""
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from conftest import ROOT, on_devices
+from optuna.trial import TrialState
+
+from largebatch.studies import queue as trial_queue
+
+SPACE = """
+from optuna.distributions import CategoricalDistribution
+
+def get_space():
+    return {"optimizer.learning_rate": CategoricalDistribution([0.003, 0.01, 0.03])}
+"""
+
+
+def find_program(name: str) -> str | None:
+    """On PATH, or where Debian puts it."""
+    found = sorted(str(path) for path in Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    return shutil.which(name) or (found[-1] if found else None)
+
+
+class Server:
+    """A PostgreSQL server on a free port of 127.0.0.1, in a temporary folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        # It refuses to run as root, so it gets the user that its package made.
+        self.user = {"user": "postgres", "group": "postgres"} if os.getuid() == 0 else {}
+        if self.user:
+            shutil.chown(folder, "postgres", "postgres")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._run("initdb", "--auth=trust", "--username=sweep", "--no-sync", "-D", str(folder / "data"))
+
+    def _run(self, program: str, *arguments: str) -> None:
+        path = find_program(program)
+        subprocess.run(
+            [path, *arguments], cwd=self.folder, check=True, stdout=subprocess.DEVNULL, timeout=60, **self.user
+        )
+
+    def start(self) -> None:
+        """Returns once it answers."""
+        options = f"-h 127.0.0.1 -p {self.port} -k {self.folder}"
+        log = str(self.folder / "log")
+        self._run("pg_ctl", "start", "-w", "-D", str(self.folder / "data"), "-l", log, "-o", options)
+
+    def stop(self) -> None:
+        """At once, as in a crash."""
+        self._run("pg_ctl", "stop", "-w", "-m", "immediate", "-D", str(self.folder / "data"))
+
+    @property
+    def url(self) -> str:
+        return f"postgresql+psycopg://sweep@127.0.0.1:{self.port}/postgres"
+
+
+@pytest.fixture
+def server():
+    if not find_program("initdb"):
+        pytest.skip("PostgreSQL is not installed here; `make test-postgres` installs it")
+    folder = Path(tempfile.mkdtemp(prefix="largebatch-postgres-"))
+    server = Server(folder)
+    server.start()
+    yield server
+    with contextlib.suppress(subprocess.CalledProcessError):
+        server.stop()
+    shutil.rmtree(folder)
+
+
+def start_sweep(server: Server, tmp_path: Path, session_cache: Path) -> subprocess.Popen:
+    (tmp_path / "space.py").write_text(SPACE)
+    fields = {
+        "dataset.num_examples": 100,
+        "dataset.image_size": 16,
+        "train.inner_steps": 3,
+        "train.outer_steps": 2,
+        "augment.cache_dir": session_cache,
+    }
+    command = [sys.executable, "sweep.py", f"--study={tmp_path / 'study'}", f"--space={tmp_path / 'space.py'}"]
+    command += [f"--storage={server.url}", "--heartbeat_sec=2", "--seeds=2"]
+    command += [f"--config.{name}={value}" for name, value in fields.items()]
+    environment = on_devices(1)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+@contextlib.contextmanager
+def opened(server: Server):
+    """The study's database, as any other process would open it."""
+    storage = trial_queue.open_storage(server.url, 2)
+    try:
+        yield storage
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+@pytest.mark.timeout(600)
+def test_two_processes_share_a_study_and_wait_for_a_database_that_went_away(server, tmp_path, session_cache):
+    both = [start_sweep(server, tmp_path, session_cache) for _ in range(2)]
+    deadline = time.monotonic() + 240
+    while not list((tmp_path / "study" / "trials").glob("*/summary.json")):
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in both), [process.communicate() for process in both]
+        time.sleep(0.1)
+    server.stop()
+    time.sleep(8)
+    assert all(process.poll() is None for process in both)
+    server.start()
+    shown = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], shown
+    messages = "".join(err for _, err in shown)
+    assert re.search(r"database does not answer \(.*\); trying again in \d+ s", messages), messages
+    assert re.search(r"database answers again after \d+ s", messages), messages
+    assert "Traceback" not in messages
+    assert sum(out.count("  done  ") for out, _ in shown) >= 6, shown
+    assert len(list((tmp_path / "study" / "trials").iterdir())) == 6
+    with opened(server) as storage:
+        study = optuna.load_study(study_name="study", storage=storage)
+        # A heartbeat that came late while the database was away has failed a trial, whose run then went on.
+        trials = [trial for trial in study.get_trials() if trial.state != TrialState.FAIL]
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 6
+    runs = [(trial.user_attrs["setting"], trial.user_attrs["seed"]) for trial in trials]
+    assert sorted(runs) == [(setting, seed) for setting in range(3) for seed in range(2)]  # none doubled

@@ -1,0 +1,147 @@
+import types
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from conftest import run_script
+
+import model
+import train
+from experiment import Shared, make_schedule
+from largebatch.data import batching
+from largebatch.hosts import devices
+from largebatch.runs import folder as metrics
+from largebatch.training import doctor
+from largebatch.training import step as steps
+
+
+def statuses(config) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.examine(config)}
+
+
+@pytest.fixture
+def quick(small_config, monkeypatch):
+    """One micro-batch size."""
+    monkeypatch.setattr(doctor, "BUDGET_SEC", 0.0)
+    return small_config
+
+
+def test_a_sound_config_is_sound(quick, monkeypatch, capsys):
+    findings = doctor.examine(quick)
+    found = {finding.name: finding for finding in findings}
+    assert {finding.status for finding in found.values()} == {"ok"}, found
+    assert list(found) == [
+        "gradient", "first update", "trust ratio", "micro-batch", "learning rate", "memory", "time", "traffic",
+    ]  # fmt: skip
+    # LAMB moves every layer by the learning rate times its norm.
+    assert found["first update"].found.startswith("0.01 (")
+    assert "reduced gradient is 1.000 x the mean over 8 devices" in found["gradient"].found
+    monkeypatch.setattr(doctor, "examine", lambda config: findings)
+    assert doctor.main(quick) == 0
+    assert capsys.readouterr().out.count(" ok ") == 8
+
+
+def test_local_steps_are_looked_at_as_synchronous_ones(quick):
+    quick.sync.mode, quick.sync.every = "local", 8
+    found = statuses(quick)
+    assert found["gradient"].status == "ok"
+    assert "from update 0 on, parameters and more every 8 updates instead" in found["traffic"].found
+
+
+@pytest.mark.parametrize("wrong", ["times the devices", "one device left out"])
+def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
+    def reduce(tree):
+        if wrong == "times the devices":
+            return jax.tree.map(lambda x: 8 * x, steps.sum_over_devices(tree))
+        first = jax.lax.axis_index(steps.AXIS) > 0
+        return steps.sum_over_devices(jax.tree.map(lambda x: x * first, tree))
+
+    make = steps.make_inner_loop
+    monkeypatch.setattr(steps, "make_inner_loop", lambda step: make(step._replace(reduce=reduce)))
+    finding = statuses(quick)["gradient"]
+    assert finding.status == "fail"
+    if wrong == "times the devices":
+        assert "8.000 x the mean" in finding.found
+
+
+def test_devices_without_images_are_named():
+    placed = types.SimpleNamespace(deal=batching.Deal(5, 8, 8))
+    job = types.SimpleNamespace(placed=placed, micro_batch_size=16)
+    assert doctor.mean_gradient(job, {}) is None
+    finding = doctor.check_gradient(job, {}, None)
+    assert finding.status == "warn"
+    assert finding.found == "not checked: 5 training images leave some of 8 devices idle"
+
+
+def test_a_layer_without_a_gradient_is_named(quick, monkeypatch):
+    quick.optimizer.weight_decay = 0.5  # by which it moves all the same
+    make_loss_fn = model.make_loss_fn
+
+    def without_one(*arguments):
+        loss_fn = make_loss_fn(*arguments)
+        return lambda params, *rest: loss_fn(params | {"Conv_1": jax.lax.stop_gradient(params["Conv_1"])}, *rest)
+
+    monkeypatch.setattr(model, "make_loss_fn", without_one)
+    job, state = train.prepare(quick, metrics.Clock(), Shared())
+    start = devices.first_replica(state)
+    gradient = doctor.mean_gradient(job, start)
+    finding = doctor.check_trust_ratios(gradient, start.params, quick.optimizer.weight_decay)
+    assert (finding.status, finding.advice) == ("warn", "no gradient reaches Conv_1.kernel")
+
+
+def test_trust_ratios_out_of_range_are_named():
+    params = {"low": np.full((2, 2), 1e-5, np.float32), "good": np.ones((2, 2), np.float32)}
+    gradient = {"low": np.ones((2, 2), np.float32), "good": np.ones((2, 2), np.float32)}
+    finding = doctor.check_trust_ratios(gradient, params, 0.0)
+    assert (finding.status, "1e-05 (low) to 1 (good)" in finding.found) == ("warn", True)
+    params["low"] *= 1e4
+    assert doctor.check_trust_ratios(gradient, params, 0.0).status == "ok"
+    gradient["low"] = np.full((2, 2), 1e-9, np.float32)  # lost beside LAMB's epsilon
+    finding = doctor.check_trust_ratios(gradient, params, 0.0)
+    assert (finding.status, "1e+02 (low)" in finding.found) == ("warn", True)
+
+
+def test_rates_out_of_range_are_named(quick):
+    quick.optimizer.name = "adam"
+    job, state = train.prepare(quick, metrics.Clock(), Shared())
+
+    def finding(learning_rate):
+        config = quick.copy_and_resolve_references()
+        config.optimizer.learning_rate = learning_rate
+        schedule = make_schedule(config, job.cache.count("train"))
+        return doctor.check_update(job._replace(schedule=schedule), config, devices.first_replica(state))
+
+    assert (finding(0.01).status, "is high: try" in finding(0.01).advice) == ("warn", True)
+    assert finding(1e3).status == "fail"
+    assert (finding(1e-9).status, "is low" in finding(1e-9).advice) == ("warn", True)
+
+
+def test_a_faster_micro_batch_size_is_recommended():
+    network = SimpleNamespace(norm="none")
+    job = SimpleNamespace(micro_batch_size=16, programs=SimpleNamespace(network=network))
+    assert doctor.check_micro_batch(job, {16: 1e-3, 8: 2e-3, 32: 0.95e-3}).status == "ok"
+    finding = doctor.check_micro_batch(job, {16: 1e-3, 8: 2e-3, 32: 0.5e-3})
+    assert (finding.status, finding.advice) == ("warn", "set batch.micro_batch_size 32")
+    network.norm = "batch"  # whose size is not only a matter of speed
+    assert doctor.check_micro_batch(job, {16: 1e-3, 32: 0.5e-3}).status == "ok"
+    finding = doctor.check_micro_batch(job, {16: "RESOURCE_EXHAUSTED: out of memory"})
+    assert (finding.status, finding.advice) == ("fail", "set batch.micro_batch_size 8")
+
+
+def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
+    """On three devices, of which two hold 27 of the 80 originals and one 26: less than a micro-batch."""
+    fields = {"augment.cache_dir": session_cache, "dataset.num_examples": 100, "dataset.image_size": 8}
+    fields |= {"batch.micro_batch_size": 512, "train.inner_steps": 2}
+    arguments = [f"--config.{name}={value}" for name, value in fields.items()]
+    arguments += ["--doctor", f"--workdir={tmp_path / 'run'}"]
+    three = {"JAX_NUM_CPU_DEVICES": "3"}
+    wrong = ["--config.optimizer.name=sgd", "--config.optimizer.learning_rate=1e6"]
+    result = run_script("train.py", *arguments, *wrong, env=three)
+    assert result.returncode == 1
+    assert "reduced gradient is 1.000 x the mean over 3 devices" in result.stdout
+    assert result.stdout.count(" fail ") == 1
+    assert result.stdout.count(" ok ") == 6 - result.stdout.count(" warn ")  # and no trust ratio
+    assert "-> optimizer.learning_rate 1e+06 is far too high" in result.stdout
+    assert result.stderr.splitlines()[-1] == "train.py: error: the doctor found what would fail; see above"
+    assert not (tmp_path / "run").exists()
