@@ -18,12 +18,12 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from largebatch.data import cache as caches
-from largebatch.data import sources as data
+from largebatch.data import sources
 from largebatch.data.batching import Deal, shuffle_key
-from largebatch.data.images import SPLITS
+from largebatch.data.cache import Cache, DamagedCache, cache_key, discard_cache, one_view, open_or_build
+from largebatch.data.split import SPLITS
 from largebatch.errors import BadSetting, UserError
-from largebatch.hosts import devices
+from largebatch.hosts import collectives, memory, replicas
 from largebatch.training.evaluation import rows_of_device
 
 NUM_VIEWS = 8
@@ -125,7 +125,7 @@ def average_over_views(logits_fn: Callable, image_shape: tuple[int, int, int]) -
 # ---- cache and devices --------------------------------------------------------------------------------
 
 
-def prepare_cache(config) -> caches.Cache:
+def prepare_cache(config) -> Cache:
     """The cache of `config`, built where it is missing or damaged; the same content on all hosts.
 
     The primary host builds first; hosts that then see no cache (no shared file system) build their own.
@@ -136,21 +136,21 @@ def prepare_cache(config) -> caches.Cache:
     cache = None
     for turn in ("primary", "others"):
         error = None
-        if devices.is_primary() == (turn == "primary"):
+        if collectives.is_primary() == (turn == "primary"):
             try:
                 cache = _prepare_own_cache(config)
             except UserError as found:
                 error = found
             except ImportError as found:
                 error = UserError(f"augment.cache_dir: {config.augment.cache_dir} needs a package ({found})")
-        devices.share_error(error)
+        collectives.share_error(error)
     content = [cache.manifest[key] for key in ("sha256", "counts", "class_names")]
-    if len(set(devices.gather_text(json.dumps(content, sort_keys=True)))) > 1:
+    if len(set(collectives.gather_text(json.dumps(content, sort_keys=True)))) > 1:
         raise UserError(f"dataset: hosts hold different data under {config.dataset.path or config.dataset.name!r}")
     return cache
 
 
-def with_cache(config, use: Callable[[caches.Cache], Any]) -> tuple[caches.Cache, Any]:
+def with_cache(config, use: Callable[[Cache], Any]) -> tuple[Cache, Any]:
     """The cache of `config` and `use(cache)`; a cache that `use` finds damaged is built again, once.
 
     All hosts call this, and all call `use` again if any of them finds damage.
@@ -162,19 +162,19 @@ def with_cache(config, use: Callable[[caches.Cache], Any]) -> tuple[caches.Cache
         cache, result, damage = prepare_cache(config), None, None
         try:
             result = use(cache)
-        except caches.DamagedCache as found:
+        except DamagedCache as found:
             damage = found
-        found = [text for text in devices.gather_text(str(damage or "")) if text]
+        found = [text for text in collectives.gather_text(str(damage or "")) if text]
         if not found:
             return cache, result
-        discard = functools.partial(caches.discard, cache.folder, cache.manifest_bytes, damage)
-        devices.agreed(discard, damage is not None and not attempt)
+        discard = functools.partial(discard_cache, cache.folder, cache.manifest_bytes, damage)
+        collectives.agreed(discard, damage is not None and not attempt)
     raise UserError(f"augment.cache_dir: damaged again right after it was built: {found[0]}")
 
 
-def _prepare_own_cache(config) -> caches.Cache:
+def _prepare_own_cache(config) -> Cache:
     fields, storage = config.dataset, config.augment.storage
-    source = data.find_source(
+    source = sources.find_source(
         fields.name,
         fields.source,
         fields.path,
@@ -186,10 +186,10 @@ def _prepare_own_cache(config) -> caches.Cache:
         max_image_pixels=fields.max_image_pixels,
     )
     name = "".join(c if c.isalnum() else "_" for c in fields.name)
-    folder = f"{name}-{caches.key(source, fields.split_seed, storage)}"
+    folder = f"{name}-{cache_key(source, fields.split_seed, storage)}"
     folder = epath.Path(config.augment.cache_dir).expanduser() / folder
-    views = expand if storage == "expanded" else caches.one_view
-    return caches.open_or_build(folder, source, fields.split_seed, storage, views)
+    views = expand if storage == "expanded" else one_view
+    return open_or_build(folder, source, fields.split_seed, storage, views)
 
 
 class Placed(NamedTuple):
@@ -205,7 +205,7 @@ class Placed(NamedTuple):
     deal: Deal
 
 
-def bytes_per_device(cache: caches.Cache, num_devices: int) -> dict[str, int]:
+def bytes_per_device(cache: Cache, num_devices: int) -> dict[str, int]:
     """Bytes of images that placing needs on the fullest device."""
     image = int(np.prod(cache.image_shape))
     return {
@@ -214,7 +214,7 @@ def bytes_per_device(cache: caches.Cache, num_devices: int) -> dict[str, int]:
     }
 
 
-def load_onto_devices(config, other_bytes=lambda cache: {}, *, packed: bool = False) -> tuple[caches.Cache, Placed]:
+def load_onto_devices(config, other_bytes=lambda cache: {}, *, packed: bool = False) -> tuple[Cache, Placed]:
     """Prepares the cache and places it; a cache that turns out damaged is named and built again, once.
 
     Args:
@@ -227,13 +227,13 @@ def load_onto_devices(config, other_bytes=lambda cache: {}, *, packed: bool = Fa
     def check_and_place(cache):
         sizes = bytes_per_device(cache, 1 if packed else jax.device_count()) | other_bytes(cache)
         hint = "augment.storage = 'on_device' keeps an eighth of the images; or use more devices"
-        devices.agreed(lambda: devices.check_fits(sizes, hint))
+        collectives.agreed(lambda: memory.check_fits(sizes, hint))
         return place(cache, config.dataset.split_seed, packed=packed)
 
     return with_cache(config, check_and_place)
 
 
-def place(cache: caches.Cache, seed: int, *, packed: bool = False) -> Placed:
+def place(cache: Cache, seed: int, *, packed: bool = False) -> Placed:
     """Reads this host's rows of the cache, device by device, so that no second copy is held.
 
     Args:
@@ -255,30 +255,30 @@ def place(cache: caches.Cache, seed: int, *, packed: bool = False) -> Placed:
 
     if packed:
         read = functools.cache(read)  # CPU devices then share one copy, which `aligned_empty` makes possible
-    indices = [0] * jax.local_device_count() if packed else devices.local_indices()
+    indices = [0] * jax.local_device_count() if packed else replicas.local_indices()
     train, val = zip(
         *(jax.device_put(read(index), device) for index, device in zip(indices, jax.local_devices(), strict=True)),
         strict=True,
     )
     return Placed(
-        devices.stack(list(train)),
-        devices.stack(list(val)),
+        replicas.stack(list(train)),
+        replicas.stack(list(val)),
         cache.small_array("val_labels"),
         cache.small_array("val_ids"),
         deal,
     )
 
 
-def _read_images(cache: caches.Cache, split: str, examples, padding: int, views: int) -> np.ndarray:
+def _read_images(cache: Cache, split: str, examples, padding: int, views: int) -> np.ndarray:
     """uint8 [1, n * views, H * W * C]."""
     image = int(np.prod(cache.image_shape))
-    out = devices.aligned_empty((len(examples) + padding, views * image), np.uint8)
+    out = memory.aligned_empty((len(examples) + padding, views * image), np.uint8)
     cache.read_images(split, examples, out[: len(examples)])
     out[len(examples) :] = 0
     return out.reshape(1, -1, image)
 
 
-def read_originals(cache: caches.Cache, num_images: int) -> np.ndarray:
+def read_originals(cache: Cache, num_images: int) -> np.ndarray:
     """The first `num_images` training images as they are, uint8 [num_images, H, W, C]."""
     rows = np.empty((num_images, cache.num_views * int(np.prod(cache.image_shape))), np.uint8)
     cache.read_images("train", np.arange(num_images), rows)
@@ -288,7 +288,7 @@ def read_originals(cache: caches.Cache, num_images: int) -> np.ndarray:
 # ---- the command ------------------------------------------------------------------------------------
 
 
-def draw_preview(cache: caches.Cache, path: str, num_images: int = 4, scale: int = 2) -> None:
+def draw_preview(cache: Cache, path: str, num_images: int = 4, scale: int = 2) -> None:
     """Writes a picture: one row per image, each of another class, and one column per view."""
     from PIL import Image
 
@@ -313,7 +313,7 @@ def draw_preview(cache: caches.Cache, path: str, num_images: int = 4, scale: int
 
 def main(config) -> None:
     """Prepares the cache, verifies every byte of it, says what is in it and draws the preview."""
-    cache, _ = with_cache(config, caches.Cache.verify)
+    cache, _ = with_cache(config, Cache.verify)
     counts = ", ".join(f"{cache.count(split)} {split}" for split in SPLITS)
     print(f"cache   {cache.folder}")
     print(f"images  {counts}; training set {cache.count('train') * NUM_VIEWS} views")
@@ -324,8 +324,8 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
-    import model
-    from largebatch.config.rules import run_script
+    import model as models
+    from largebatch.cli import run_script
 
     flags.DEFINE_string("preview", None, "Draw some training images with their 8 views to this PNG.")
-    run_script(main, model.OPTIONS)
+    run_script(main, models.OPTIONS)

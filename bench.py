@@ -28,9 +28,9 @@ from absl import flags
 
 from benchmarks import accuracy, growth, loop, memory, noise, pack, scaling, step
 from benchmarks import input as inputs
-from largebatch.config.rules import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
+from largebatch.cli import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
 from largebatch.errors import UserError
-from largebatch.runs import folder as metrics
+from largebatch.runs.folder import jsonable
 
 
 def _plot(name: str, result: dict, path: str) -> None:
@@ -106,7 +106,7 @@ def main() -> int:
             result = bench()
             show(result)
             if file:
-                json.dump(metrics.jsonable(result), file, indent=1, allow_nan=False)
+                json.dump(jsonable(result), file, indent=1, allow_nan=False)
         if values.plot:
             _plot(name, result, values.plot)
     except (UserError, OSError) as error:

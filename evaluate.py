@@ -29,17 +29,17 @@ import augment
 import model as models
 from configs import default
 from experiment import make_network, resolve_micro_batch_size
-from largebatch import files
-from largebatch.config import rules as configs
-from largebatch.data import cache as caches
-from largebatch.data import images
-from largebatch.data import sources as data
+from largebatch import cli, files, terminal
+from largebatch.config.validate import validate
+from largebatch.data import images, sources
+from largebatch.data.cache import Cache, DamagedCache, open_cache
 from largebatch.errors import UserError, printable
-from largebatch.hosts import devices
-from largebatch.runs import checkpoints, display
-from largebatch.runs import progress as resume
-from largebatch.runs import reader as runs
-from largebatch.training import evaluation
+from largebatch.hosts import collectives, memory, replicas
+from largebatch.hosts.start import start_jax
+from largebatch.runs import checkpoints, reader
+from largebatch.runs.progress import arrays_of, best_checkpoint
+from largebatch.training.evaluation import in_split_order, make_predict, rows_of_device, score
+from largebatch.training.loss import make_logits_fn
 
 log = logging.getLogger("largebatch")
 
@@ -62,9 +62,9 @@ def load_run(
     Raises:
       UserError: no such run, or its checkpoints or config cannot be used; on every host.
     """
-    found = devices.agreed(lambda: resume.best_checkpoint(run), devices.is_primary())
+    found = collectives.agreed(lambda: best_checkpoint(run), collectives.is_primary())
     arrays, description = found or ({}, None)
-    description = json.loads(devices.gather_text(json.dumps(description))[0])
+    description = json.loads(collectives.gather_text(json.dumps(description))[0])
     config = default.get_config()
     with config.unlocked():
         config.update(config_dict.ConfigDict(description["config"]))
@@ -73,7 +73,7 @@ def load_run(
     # The user's own limit: a run may come from someone else.
     config.dataset.max_image_pixels = default.get_config().dataset.max_image_pixels
     config.update_from_flattened_dict(overrides or {})
-    configs.validate(config, models.OPTIONS)
+    validate(config, models.OPTIONS)
     return config, description["data"], arrays, description["step"]
 
 
@@ -108,7 +108,7 @@ def read_split(run: Path, config, split: str, recorded: dict, overrides: dict[st
 
 def name_foreign(run: Path, field: str, path: str) -> None:
     """Says that a place outside the run folder is read for no other reason than that the run's config names it."""
-    if devices.is_primary() and not runs.lies_in(path, run):
+    if collectives.is_primary() and not reader.lies_in(path, run):
         log.warning("reads %s %s, which %s names", field, path, run)
 
 
@@ -121,27 +121,27 @@ def find_cached(cache_dir: str, split: str, recorded: dict) -> images.Dataset | 
             if cache := open_if_of(manifest.parent, recorded):
                 dataset = read_cache(cache, split)
                 break
-    except caches.DamagedCache as damage:
+    except DamagedCache as damage:
         log.warning("damaged cache: %s", damage)
     except (OSError, ValueError, ImportError):  # nothing there that this host can read; a path that is none
         pass
-    everywhere = all(map(json.loads, devices.gather_text(json.dumps(dataset is not None))))
+    everywhere = all(map(json.loads, collectives.gather_text(json.dumps(dataset is not None))))
     return dataset if everywhere else None
 
 
-def open_if_of(folder: epath.Path, recorded: dict) -> caches.Cache | None:
+def open_if_of(folder: epath.Path, recorded: dict) -> Cache | None:
     """A cache folder that holds just the data of `recorded`."""
     try:
-        cache = caches.open_folder(folder)
-    except caches.DamagedCache:  # of some data set; who needs it will say so
+        cache = open_cache(folder)
+    except DamagedCache:  # of some data set; who needs it will say so
         return None
     identity = cache.identity()
     return cache if identity == {name: recorded.get(name) for name in identity} else None
 
 
-def read_cache(cache: caches.Cache, split: str) -> images.Dataset:
+def read_cache(cache: Cache, split: str) -> images.Dataset:
     """Images and labels of a split; raises DamagedCache."""
-    pixels = devices.aligned_empty((cache.count(split), *cache.image_shape), np.uint8)
+    pixels = memory.aligned_empty((cache.count(split), *cache.image_shape), np.uint8)
     cache.read_images(split, np.arange(len(pixels)), pixels.reshape(len(pixels), -1))
     labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")
     return images.Dataset(pixels, labels, cache.class_names, ids.tolist())
@@ -153,10 +153,10 @@ def read_images(path: str, class_names: list[str], size: int, max_pixels: int) -
     Raises:
       UserError: a host cannot read them, or not the same ones; on every host.
     """
-    dataset = devices.agreed(lambda: data.find_images(path, class_names, size, max_pixels))
+    dataset = collectives.agreed(lambda: sources.find_images(path, class_names, size, max_pixels))
     digest = hashlib.sha256(dataset.images)
     digest.update("\n".join(dataset.example_ids).encode())
-    if len(set(devices.gather_text(digest.hexdigest()))) > 1:
+    if len(set(collectives.gather_text(digest.hexdigest()))) > 1:
         raise UserError(f"--images: hosts hold different images under {path}")
     return dataset
 
@@ -172,12 +172,12 @@ def read_variables(network, image_shape, arrays: dict, run: Path, *, ema: bool) 
     like = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), {"ema": like} if ema else like)
 
     def read():
-        found = resume.arrays_of(like, arrays)
+        found = arrays_of(like, arrays)
         if ema and not found:
             raise UserError(f"--ema: {run} keeps no moving average; train with --config.train.ema_decay")
         return checkpoints.fill(like, found, str(run))
 
-    found = devices.from_primary(devices.agreed(read, devices.is_primary()) or like)
+    found = collectives.from_primary(collectives.agreed(read, collectives.is_primary()) or like)
     found = found["ema"] if ema else found
     return {"params": found["params"], **found["model_state"]}
 
@@ -186,12 +186,12 @@ def predict(logits_fn, variables, dataset: images.Dataset) -> np.ndarray:
     """Logits [N, num_classes] of all images, computed on all devices of all hosts, on every host."""
     rows = dataset.images.reshape(len(dataset.images), -1)
     placed = []
-    for index, device in zip(devices.local_indices(), jax.local_devices(), strict=True):
-        own = rows[evaluation.rows_of_device(len(rows), jax.device_count(), index)]
+    for index, device in zip(replicas.local_indices(), jax.local_devices(), strict=True):
+        own = rows[rows_of_device(len(rows), jax.device_count(), index)]
         placed.append(jax.device_put(own[None], device))
-    run = evaluation.make_predict(logits_fn, resolve_micro_batch_size("auto"))
-    gathered = np.asarray(run(devices.replicate(variables), devices.stack(placed)))
-    return evaluation.in_split_order(gathered, len(rows))
+    run = make_predict(logits_fn, resolve_micro_batch_size("auto"))
+    gathered = np.asarray(run(replicas.replicate(variables), replicas.stack(placed)))
+    return in_split_order(gathered, len(rows))
 
 
 def print_results(dataset: images.Dataset, logits: np.ndarray, what: str) -> None:
@@ -205,7 +205,7 @@ def print_results(dataset: images.Dataset, logits: np.ndarray, what: str) -> Non
         out.print(f"{len(predicted):,} images without labels; predicted {found}", markup=False, soft_wrap=True)
         return
     labels, hits = dataset.labels[known], predicted[known]
-    scores = evaluation.score(logits[known], labels)
+    scores = score(logits[known], labels)
     rows = table.Table(box=box.SIMPLE)
     rows.add_column("class")
     for name in ("images", "recall", "precision", "most often taken for"):
@@ -265,10 +265,10 @@ def evaluate(
     """
     overrides = overrides or {}
     # Never where the run says: programs are code.
-    configs.use_compilation_cache(overrides.get("augment.cache_dir", default.get_config().augment.cache_dir))
-    devices.start()
+    cli.use_compilation_cache(overrides.get("augment.cache_dir", default.get_config().augment.cache_dir))
+    start_jax()
     asked = json.dumps([split, path, views, ema, overrides])
-    if len(set(devices.gather_text(asked))) > 1:
+    if len(set(collectives.gather_text(asked))) > 1:
         raise UserError("hosts disagree about the options; allowed: the same on each")
     config, description, arrays, step = load_run(run, overrides)
     if path:
@@ -279,7 +279,7 @@ def evaluate(
     shape = dataset.images.shape[1:]
     network = make_network(config, len(dataset.class_names))
     variables = read_variables(network, shape, arrays, run, ema=ema)
-    logits_fn = models.make_logits_fn(network, shape, description["mean"], description["std"])
+    logits_fn = make_logits_fn(network, shape, description["mean"], description["std"])
     if views:
         logits_fn = augment.average_over_views(logits_fn, shape)
     logits = predict(logits_fn, variables, dataset)
@@ -290,9 +290,9 @@ def evaluate(
         if out:
             write_csv(out, dataset, logits)
 
-    devices.agreed(show, devices.is_primary())
+    collectives.agreed(show, collectives.is_primary())
     known = dataset.labels >= 0
-    return evaluation.score(logits[known], dataset.labels[known]).accuracy if known.any() else None
+    return score(logits[known], dataset.labels[known]).accuracy if known.any() else None
 
 
 def main() -> None:
@@ -302,7 +302,7 @@ def main() -> None:
       UsageError: the command line cannot be read.
       UserError: see `evaluate`.
     """
-    display.log_to_stderr()
+    terminal.log_to_stderr()
     flags.DEFINE_enum("split", "val", ["val", "test"], "Which split of the run's own data.")
     flags.DEFINE_string("images", None, "A folder or zip of images instead of a split.")
     flags.DEFINE_string("out", None, "Write the predictions to this CSV file.")
@@ -310,11 +310,11 @@ def main() -> None:
     flags.DEFINE_bool("ema", False, "Take the moving average of the parameters.")
     for field, define in OVERRIDES.items():
         define(f"config.{field}", None, f"Instead of {field} in the run's config.")
-    given = configs.parse_plain_flags(sys.argv)
+    given = cli.parse_plain_flags(sys.argv)
     if len(given) != 1:
-        raise configs.UsageError(f"give one run folder; found {' '.join(given) or 'none'}")
+        raise cli.UsageError(f"give one run folder; found {' '.join(given) or 'none'}")
     if flags.FLAGS.images and flags.FLAGS["split"].present:
-        raise configs.UsageError("--images and --split: allowed: one of them")
+        raise cli.UsageError("--images and --split: allowed: one of them")
     how = {"views": flags.FLAGS.views, "ema": flags.FLAGS.ema}
     values = {field: flags.FLAGS[f"config.{field}"].value for field in OVERRIDES}
     overrides = {field: value for field, value in values.items() if value is not None}
@@ -323,4 +323,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    configs.exit_after(main)
+    cli.exit_after(main)

@@ -11,15 +11,19 @@ from flax import linen as nn
 
 import augment
 import model as models
-from largebatch.config import rules as configs
 from largebatch.data import batching
-from largebatch.data import cache as caches
+from largebatch.data.cache import Cache
 from largebatch.errors import BadSetting
-from largebatch.hosts import devices
+from largebatch.hosts import collectives, replicas
+from largebatch.nn.normalisation import STATISTICS
 from largebatch.optim import schedules
+from largebatch.optim.batch_sizes import read_trace, resolve_batch_size
 from largebatch.optim.optimizers import Numbers, Switches, create_optimizer
-from largebatch.optim.traces import Stages
-from largebatch.training import evaluation, local_sgd
+from largebatch.optim.piecewise import PiecewiseConstant
+from largebatch.training import local_sgd
+from largebatch.training.costs import training_costs
+from largebatch.training.evaluation import make_predict
+from largebatch.training.loss import make_logits_fn, make_loss_fn
 from largebatch.training.state import TrainState, count_params, create_state
 from largebatch.training.step import Plan, Step, make_inner_loop
 
@@ -41,7 +45,7 @@ def resolve_micro_batch_size(size) -> int:
     return size
 
 
-def make_schedule(config, num_originals: int, grown: Stages | None = None) -> schedules.Schedule:
+def make_schedule(config, num_originals: int, grown: PiecewiseConstant | None = None) -> schedules.Schedule:
     """Batch sizes and rates of the run on a training set of `num_originals` images.
 
     Args:
@@ -52,9 +56,9 @@ def make_schedule(config, num_originals: int, grown: Stages | None = None) -> sc
     """
     epoch_size = num_originals * augment.NUM_VIEWS
     if config.batch.trace is not None:
-        batch_sizes = configs.read_trace(config.batch, epoch_size).batch_sizes
+        batch_sizes = read_trace(config.batch, epoch_size).batch_sizes
     else:
-        batch_sizes = grown or Stages.constant(configs.resolve_batch_size(config.batch.size, epoch_size))
+        batch_sizes = grown or PiecewiseConstant.constant(resolve_batch_size(config.batch.size, epoch_size))
     schedule = schedules.create(
         config.schedule.to_dict(),
         config.optimizer.learning_rate,
@@ -79,7 +83,7 @@ def possible_batch_sizes(config, num_originals: int) -> np.ndarray:
         stages = schedule.batch_sizes
         return np.unique((stages if schedule.scale_invariant else stages.cut(schedule.num_updates)).values)
     smallest, epoch_size = schedule.max_batch_size, num_originals * augment.NUM_VIEWS
-    largest = configs.resolve_batch_size(config.batch.max_size, epoch_size, field="batch.max_size")
+    largest = resolve_batch_size(config.batch.max_size, epoch_size, field="batch.max_size")
     if largest < smallest:
         raise BadSetting(f"batch.max_size: {largest}; allowed: at least batch.size, {smallest}")
     doublings = smallest * 2 ** np.arange((largest // smallest).bit_length())
@@ -176,7 +180,7 @@ def make_optimizer(config, numbers: Numbers) -> optax.GradientTransformation:
     return create_optimizer(config.optimizer.name, numbers, switches)
 
 
-def make_init(config, cache: caches.Cache) -> Callable[[int, Numbers, np.ndarray | None], TrainState]:
+def make_init(config, cache: Cache) -> Callable[[int, Numbers, np.ndarray | None], TrainState]:
     """(seed, hyper-parameters, kernel of the stem) -> the state before the first update, of one replica."""
     network, keeps_ema = make_network(config, len(cache.class_names)), config.train.ema_decay is not None
     local = config.sync.mode != "every_step"
@@ -197,7 +201,7 @@ def tolerated_nonfinite(config) -> int:
 
 def bytes_beside_images(network, state, image_shape, micro_batch_size: int) -> dict[str, int]:
     """Estimate of what a step needs on a device beside the images, in bytes by part; `state` may be shapes."""
-    costs = models.training_costs(network, image_shape)
+    costs = training_costs(network, image_shape)
     return {
         "parameters and optimizer": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         "gradients": 3 * 4 * count_params(state.params),  # one micro-batch's, their sum, the flat vector
@@ -242,7 +246,7 @@ class Shared:
         self.packed, self.local_devices = packed, jax.local_devices()
         self._data, self._programs, self._kernel = (None, None), {}, None
 
-    def data(self, config) -> tuple[caches.Cache, augment.Placed]:
+    def data(self, config) -> tuple[Cache, augment.Placed]:
         """Places the data set, unless it is there; of several only the latest is kept, for it fills devices."""
         key = json.dumps([config.dataset.to_dict(), config.augment.storage, config.augment.cache_dir])
         if self._data[0] != key:
@@ -267,12 +271,12 @@ class Shared:
         if self._kernel is None:
 
             def read(cache):
-                if not devices.is_primary():
+                if not collectives.is_primary():
                     return np.zeros(models.whitening_shape(cache.image_shape), np.float32)
                 images = augment.read_originals(cache, min(WHITENING_IMAGES, cache.count("train")))
                 return models.whitening_kernel(images, cache.manifest["mean"], cache.manifest["std"])
 
-            self._kernel = devices.from_primary(augment.with_cache(config, read)[1])
+            self._kernel = collectives.from_primary(augment.with_cache(config, read)[1])
         return self._kernel
 
     def key(self, config) -> tuple:
@@ -321,24 +325,22 @@ class Shared:
         network, manifest, shape = make_network(config, len(cache.class_names)), cache.manifest, cache.image_shape
         scale = manifest["mean"], manifest["std"]
         size = resolve_micro_batch_size(config.batch.micro_batch_size)
-        step = self._step(
-            config, cache, placed, models.make_loss_fn(network, shape, *scale, config.train.label_smoothing)
-        )
-        logits_fn, predict_views = models.make_logits_fn(network, shape, *scale), None
-        predict = evaluation.make_predict(logits_fn, size, packed=self.packed)
+        step = self._step(config, cache, placed, make_loss_fn(network, shape, *scale, config.train.label_smoothing))
+        logits_fn, predict_views = make_logits_fn(network, shape, *scale), None
+        predict = make_predict(logits_fn, size, packed=self.packed)
         if config.eval.view_average:
             averaged = augment.average_over_views(logits_fn, shape)
-            predict_views = evaluation.make_predict(averaged, size, packed=self.packed)
+            predict_views = make_predict(averaged, size, packed=self.packed)
         init, kernel = make_init(config, cache), self.whitening_kernel(config)
         one = init(np.uint32(0), Numbers(), kernel)
-        state = devices.replicate(one, self.local_devices)
+        state = replicas.replicate(one, self.local_devices)
         schedule, updates = make_schedule(config, cache.count("train")), np.int32(0)
         plan = make_plan(placed.deal, schedule, plan_length(config), first_update=0)
         if self.packed:
             many = len(self.local_devices)
             plan, updates = jax.tree.map(lambda x: np.stack([x] * many), (plan, updates))
         inner_loop = local_loop = average = None
-        names, statistics = {}, tuple({models.STATISTICS} & set(one.model_state))
+        names, statistics = {}, tuple({STATISTICS} & set(one.model_state))
         summed = one.params, [one.model_state[name] for name in statistics]
         put_in = [4 * (count_params(summed) + 3), 0]  # and loss, accuracy, noise
         if config.sync.mode != "local":

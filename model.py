@@ -7,21 +7,17 @@ collections of its own: the statistics of batch normalisation and the whitening 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import traverse_util
 
 from largebatch.nn import normalisation
 from largebatch.nn.convolution import Conv
-from largebatch.nn.normalisation import FROZEN, NORMS, STATISTICS, WhitenedPatches
+from largebatch.nn.normalisation import FROZEN, NORMS, WhitenedPatches
 
 WHITENED = (3, 2)  # size and stride of the patches that stem "whitened" looks at
 WHITENING_EPSILON = 1e-2
@@ -175,130 +171,6 @@ def create_model(name: str, num_classes: int, dtype: str, conv: str, **options) 
       options: of OPTIONS[name]: norm (a key of NORMS), zero_head, stem ("conv" or "whitened").
     """
     return MODELS[name](num_classes=num_classes, dtype=jnp.dtype(dtype), conv=conv, **options)
-
-
-class Costs(NamedTuple):
-    """Of one training image: FLOPs of all matrix products, and bytes kept for the backward pass."""
-
-    flops: float
-    activation_bytes: int
-
-
-@functools.cache  # tracing takes half a second
-def training_costs(network: nn.Module, image_shape: tuple[int, int, int]) -> Costs:
-    """Counts one image's gradient from the traced program, so on any platform.
-
-    FLOPs are 2 per multiply-add of each matrix product, forward and backward, with convolutions written as
-    products (taps over the padding count); elementwise work does not count. Bytes are an estimate: the
-    output of each product and of the activation after it, and for "dot" the patches too.
-    """
-    as_dot = network.clone(conv="dot")
-    images = jax.ShapeDtypeStruct((1, *image_shape), network.dtype)
-    rest = dict(jax.eval_shape(as_dot.init, jax.random.key(0), images))
-    params = rest.pop("params")
-
-    def total(params, rest, images):
-        return as_dot.apply({"params": params, **rest}, images).sum()
-
-    kept = 0
-    for _, operand, out in _products(jax.make_jaxpr(total)(params, rest, images).jaxpr):
-        if network.conv == "dot":
-            kept += 2 * out.size * 4 + operand.size * network.dtype.itemsize
-        else:
-            kept += 2 * out.size * network.dtype.itemsize
-    both = _products(jax.make_jaxpr(jax.value_and_grad(total))(params, rest, images).jaxpr)
-    return Costs(float(sum(flops for flops, _, _ in both)), kept)
-
-
-def _products(jaxpr):
-    """(FLOPs, left operand, output) of every matrix product that a jaxpr's outputs need, inner jaxprs' too."""
-    needed, found = set(jaxpr.outvars), []
-    for equation in reversed(jaxpr.eqns):
-        if not needed.intersection(equation.outvars):
-            continue  # the gradient of the images, which XLA drops too
-        needed.update(v for v in equation.invars if not isinstance(v, jax.extend.core.Literal))
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            operand, out = equation.invars[0].aval, equation.outvars[0].aval
-            flops = 2 * out.size * math.prod(operand.shape[axis] for axis in contracted)
-            found.append((flops, operand, out))
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                found += _products(inner)
-    return found
-
-
-# ---- from uint8 images to the loss -----------------------------------------------------------------
-
-
-def make_normalise(network, image_shape, mean, std):
-    """uint8 images [M, H * W * C] -> [M, H, W, C] in the network's dtype, normalised where they are read."""
-    mean, scale = np.float32(mean), np.float32(1 / np.asarray(std))
-
-    def normalise(images):
-        images = images.reshape(-1, *image_shape)
-        return ((images.astype(jnp.float32) - mean) * scale).astype(network.dtype)
-
-    return normalise
-
-
-def make_logits_fn(network, image_shape, mean, std):
-    """(variables, uint8 images [M, H * W * C]) -> float32 logits, as for evaluation.
-
-    Variables are {"params": ..., and the collections of `init_variables`}.
-    """
-    normalise = make_normalise(network, image_shape, mean, std)
-    return lambda variables, images: network.apply(variables, normalise(images))
-
-
-def make_layer_outputs(network, image_shape, mean, std):
-    """(params, model state, batch) -> {"000 Conv_0": output, ...} of every layer, numbered from input to output."""
-    normalise = make_normalise(network, image_shape, mean, std)
-
-    def layer_outputs(params, model_state, batch):
-        _, kept = network.apply(
-            {"params": params, **model_state},
-            normalise(batch.images),
-            batch.weights,
-            capture_intermediates=True,
-            mutable=["intermediates", STATISTICS],
-        )
-        flat = traverse_util.flatten_dict(kept["intermediates"])
-        names = ["/".join(path[:-1]) or "logits" for path in flat]
-        return {
-            f"{i:03d} {name}": outputs[0]
-            for i, (name, outputs) in enumerate(zip(names, flat.values(), strict=True))
-        }
-
-    return layer_outputs
-
-
-def make_loss_fn(network, image_shape, mean, std, label_smoothing: float = 0.0):
-    """The `loss_fn` of the step: cross-entropy against labels smoothed as by Szegedy et al. 2016, section 7.
-
-    Args:
-      label_smoothing: the share of a label that is spread evenly over all classes.
-    Returns:
-      (params, model state, batch) -> sum over the micro-batch of weight * loss; such sums of hits by the name
-      "accuracy", and the micro-batch's statistics times its sum of weights.
-    """
-    normalise = make_normalise(network, image_shape, mean, std)
-
-    def loss_fn(params, model_state, batch):
-        logits, statistics = network.apply(
-            {"params": params, **model_state}, normalise(batch.images), batch.weights, mutable=[STATISTICS]
-        )
-        if label_smoothing:
-            targets = optax.smooth_labels(jax.nn.one_hot(batch.labels, logits.shape[-1]), label_smoothing)
-            losses = optax.softmax_cross_entropy(logits, targets)
-        else:
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-        hits = jnp.argmax(logits, axis=-1) == batch.labels
-        statistics = jax.tree.map(lambda x: x * batch.weights.sum(), statistics)
-        return jnp.sum(losses * batch.weights), ({"accuracy": jnp.sum(hits * batch.weights)}, statistics)
-
-    return loss_fn
 
 
 def init_variables(network, image_shape, seed) -> tuple[dict, dict]:

@@ -19,7 +19,7 @@ from largebatch.errors import UserError, printable
 from largebatch.files import replacing
 from largebatch.reports import confusion, panels, sections
 from largebatch.reports.panels import Group
-from largebatch.runs import reader as runs
+from largebatch.runs import reader
 from largebatch.studies import analysis
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -71,9 +71,9 @@ def read_groups(paths: list[str]) -> list[Group]:
     Raises:
       UserError: a path is neither run nor study.
     """
-    found = [runs.read(path) for path in dict.fromkeys(paths)]
-    groups = [panels.group_study(item) for item in found if isinstance(item, runs.Study)]
-    alone = [item for item in found if isinstance(item, runs.Run)]
+    found = [reader.read(path) for path in dict.fromkeys(paths)]
+    groups = [panels.group_study(item) for item in found if isinstance(item, reader.Study)]
+    alone = [item for item in found if isinstance(item, reader.Run)]
     return groups + ([panels.group_runs(alone)] if alone else [])
 
 
@@ -120,7 +120,7 @@ def name_foreign(groups: list[Group], said: set[confusion.Place]) -> None:
     """Says on stderr what is read outside of a run folder because the run names it; adds it to `said`."""
     for run in (run for group in groups for run in sections.confusion_runs(group)):
         place = confusion.picture_place(run)
-        if place and place not in said and not runs.lies_in(place.path, run.path):
+        if place and place not in said and not reader.lies_in(place.path, run.path):
             line = f"reads {place.field} {place.path}, which {run.path} names"
             print(printable(line), file=sys.stderr, flush=True)
             said.add(place)

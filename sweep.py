@@ -26,17 +26,17 @@ import augment
 import model as models
 import train
 from experiment import Shared, make_plan, make_schedule, optimizer_numbers, plan_length
-from largebatch.config import rules as configs
+from largebatch import cli, terminal
 from largebatch.errors import BadSetting, UserError
-from largebatch.hosts import devices, preemption
-from largebatch.runs import display
-from largebatch.runs import folder as metrics
-from largebatch.runs import progress as resume
-from largebatch.runs import reader as runs
-from largebatch.studies import analysis, study
-from largebatch.studies import packing as pack
-from largebatch.studies import queue as trial_queue
-from largebatch.studies import space as search
+from largebatch.hosts import collectives, preemption
+from largebatch.runs import reader
+from largebatch.runs.display import Reporter
+from largebatch.runs.folder import InUse, RunFolder, writing
+from largebatch.runs.progress import Diverged, Pruned
+from largebatch.studies import analysis, packing, search
+from largebatch.studies import study as study_of
+from largebatch.studies.display import SweepTable
+from largebatch.studies.queue import Claimed, TrialQueue, open_storage, without_password
 from largebatch.studies.study import Study
 
 log = logging.getLogger("largebatch")
@@ -65,18 +65,18 @@ def read_study(config: config_dict.ConfigDict) -> tuple[Study, dict]:
       UserError: a flag, the space or a point of it is not allowed; or the folder holds another study.
     """
     path = Path(flags.FLAGS.study).expanduser()
-    there = metrics.RunFolder(path).read("study.json") or {}
+    there = RunFolder(path).read("study.json") or {}
     if not there and not flags.FLAGS.space:
         raise UserError(f"--study: no study in {path}; give --space FILE to start one")
     if there and not any(arg.startswith("--config") for arg in sys.argv):
-        study.take_over(config, there.get("config"), path)
+        study_of.take_over(config, there.get("config"), path)
     chosen = {name: option(name, there) for name in OPTIONS}
-    shown = chosen["storage"] and trial_queue.without_password(chosen["storage"])
+    shown = chosen["storage"] and without_password(chosen["storage"])
     space_given = flags.FLAGS["space"].present
     how = {"space_given": space_given, "networks": models.OPTIONS}
-    found, description = study.read(path, config, chosen, shown, there, **how)
-    if there and not flags.FLAGS["storage"].present and not study.is_file_in(found.storage, path):
-        log.warning("uses the storage %s, which %s names", trial_queue.without_password(found.storage), path)
+    found, description = study_of.read(path, config, chosen, shown, there, **how)
+    if there and not flags.FLAGS["storage"].present and not study_of.is_file_in(found.storage, path):
+        log.warning("uses the storage %s, which %s names", without_password(found.storage), path)
     if flags.FLAGS.pack and found.objective == "sec_to_target":
         raise UserError("--pack: its runs wait for each other; allowed with --objective sec_to_target: no --pack")
     return found, description
@@ -88,23 +88,23 @@ def option(name: str, there: dict):
     return flag.value if flag.present or kept not in there else there[kept]
 
 
-def open_queue(study: Study, description: dict) -> trial_queue.TrialQueue:
+def open_queue(study: Study, description: dict) -> TrialQueue:
     """The study's trials in its database; once that is there, study.json is written too."""
     if study.storage.startswith(f"sqlite:///{study.path.resolve()}"):
-        with metrics.writing(study.path):
+        with writing(study.path):
             study.path.mkdir(parents=True, exist_ok=True)
     heartbeat_sec = description["heartbeat_sec"]
-    storage = trial_queue.open_storage(study.storage, heartbeat_sec)
-    queue = trial_queue.TrialQueue(
+    storage = open_storage(study.storage, heartbeat_sec)
+    queue = TrialQueue(
         storage,
         study.path.name,
-        study.OBJECTIVES[study.objective],
+        study_of.OBJECTIVES[study.objective],
         search.PRUNERS[study.pruner](),
         study.options,
         heartbeat_sec,
-        {name: value for name, value in study.identity(description).items() if name != "storage"},
+        {name: value for name, value in study_of.identity(description).items() if name != "storage"},
     )
-    folder = metrics.RunFolder(study.path)
+    folder = RunFolder(study.path)
     if folder.read("study.json") != description:
         folder.write_json("study.json", description)
     return queue
@@ -122,10 +122,10 @@ class Order(NamedTuple):
     values: dict
 
 
-class TrialReporter(display.Reporter):
+class TrialReporter(Reporter):
     """Tells the sweep's table and the queue how a trial goes; ends it where the pruner says so."""
 
-    def __init__(self, study: Study, order: Order, claimed: trial_queue.Claimed | None, queue, table):
+    def __init__(self, study: Study, order: Order, claimed: Claimed | None, queue, table):
         self._study, self._order, self._claimed, self._queue, self._table = study, order, claimed, queue, table
 
     def __enter__(self):
@@ -140,7 +140,7 @@ class TrialReporter(display.Reporter):
         log.debug("%s", headline)
         if self._study.pruner != "none":
             folder = self._study.path / "trials" / self._order.name
-            self._tell(runs.read_run(folder).rows if self._claimed else [])
+            self._tell(reader.read_run(folder).rows if self._claimed else [])
 
     def at(self, step: int, images_per_sec: float) -> None:
         """Moves the trial's bar."""
@@ -154,7 +154,7 @@ class TrialReporter(display.Reporter):
         """
         self._table.row(self._order.name, row)
         if self._study.pruner != "none" and self._tell([row]) and row["outer"] < outer_steps:
-            raise resume.Pruned(f"pruned after outer loop {row['outer']} ({self._study.pruner})")
+            raise Pruned(f"pruned after outer loop {row['outer']} ({self._study.pruner})")
 
     def results(self, summary: dict, workdir: str) -> None:
         """The table shows them."""
@@ -171,7 +171,7 @@ class TrialReporter(display.Reporter):
                 pruned = self._queue.report(self._claimed, row["val_accuracy"], row["outer"])
         except preemption.Stopped as stopped:
             signal = stopped.number
-        pruned, signal = devices.json_from_primary([bool(pruned), signal])
+        pruned, signal = collectives.json_from_primary([bool(pruned), signal])
         if signal:
             raise preemption.Stopped(signal)
         return pruned
@@ -184,24 +184,24 @@ def train_trial(study: Study, order: Order, shared, reporter: TrialReporter) -> 
       metrics.InUse: another process trains it.
       preemption.Stopped: a signal came.
     """
-    folder = metrics.RunFolder(study.path / "trials" / order.name)
+    folder = RunFolder(study.path / "trials" / order.name)
     trial = {"index": order.setting, "seed": order.seed, "setting": order.values, "error": None}
     try:
-        config = devices.agreed(lambda: study.config_of(order.values, order.seed))
-        devices.agreed(lambda: folder.write_json("trial.json", trial), devices.is_primary())
-        with contextlib.suppress(resume.Diverged, resume.Pruned):
+        config = collectives.agreed(lambda: study.config_of(order.values, order.seed))
+        collectives.agreed(lambda: folder.write_json("trial.json", trial), collectives.is_primary())
+        with contextlib.suppress(Diverged, Pruned):
             train.train_and_evaluate(config, str(folder.path), shared=shared, report=reporter)
     except (BadSetting, jax.errors.JaxRuntimeError) as error:
         return record_failure(folder, trial, error)
-    return (folder.read("summary.json") if devices.is_primary() else None) or {"status": "done"}
+    return (folder.read("summary.json") if collectives.is_primary() else None) or {"status": "done"}
 
 
-def record_failure(folder: metrics.RunFolder, trial: dict, error: Exception) -> dict:
+def record_failure(folder: RunFolder, trial: dict, error: Exception) -> dict:
     """Notes that a setting does not work; raises any error that is not the setting's own."""
     if not isinstance(error, BadSetting) and "RESOURCE_EXHAUSTED" not in str(error):
         raise error
     text = str(error).splitlines()[0]
-    devices.agreed(lambda: folder.write_json("trial.json", trial | {"error": text}), devices.is_primary())
+    collectives.agreed(lambda: folder.write_json("trial.json", trial | {"error": text}), collectives.is_primary())
     return {"status": "failed", "error": text}
 
 
@@ -211,7 +211,7 @@ def record_failure(folder: metrics.RunFolder, trial: dict, error: Exception) -> 
 class Sweep:
     """Runs trials until none is left. Host 0 has the queue, the others do as it says."""
 
-    def __init__(self, study: Study, shared: Shared, queue: trial_queue.TrialQueue | None, table):
+    def __init__(self, study: Study, shared: Shared, queue: TrialQueue | None, table):
         self._study, self._shared, self._queue, self._table = study, shared, queue, table
         self._failures, self._signal = 0, 0
 
@@ -227,7 +227,7 @@ class Sweep:
             run = self._run_packed if self._shared.packed else self._run_in_turn
             try:
                 run(orders)
-            except metrics.InUse as busy:
+            except InUse as busy:
                 log.info("%s; it comes again later", busy)
                 time.sleep(POLL_SEC)
             except preemption.Stopped as stopped:
@@ -238,7 +238,7 @@ class Sweep:
                         with contextlib.suppress(preemption.Stopped):  # the database is away: it is missed later
                             self._queue.put_back(claimed)  # no harm to those that have ended
 
-    def _next_orders(self, most: int) -> list[tuple[Order, trial_queue.Claimed | None]]:
+    def _next_orders(self, most: int) -> list[tuple[Order, Claimed | None]]:
         """Host 0's next trials, up to `most`, on every host; waits for other processes' ones, which may come back.
 
         Raises:
@@ -248,7 +248,7 @@ class Sweep:
         while True:
             claimed, wait = self._claim(most) if self._queue else ([], False)
             mine = [(one.name, one.setting, one.seed, one.values) for one in claimed]
-            orders, wait, signal = devices.json_from_primary([mine, wait, self._signal])
+            orders, wait, signal = collectives.json_from_primary([mine, wait, self._signal])
             signal = signal or preemption.agree()[0]
             if signal:
                 for one in claimed:
@@ -261,7 +261,7 @@ class Sweep:
                 told = True
             time.sleep(POLL_SEC)
 
-    def _claim(self, most: int) -> tuple[list[trial_queue.Claimed], bool]:
+    def _claim(self, most: int) -> tuple[list[Claimed], bool]:
         """Trials to run, and if there is none whether there may yet be."""
         claimed = []
         try:
@@ -303,15 +303,15 @@ class Sweep:
             programs.init(np.uint32(0), optimizer_numbers(config), kernel),
             make_plan(placed.deal, schedule, plan_length(config), first_update=0),
         )
-        predictions = {name: getattr(programs, name) for name in pack.PREDICTIONS}
-        packed = pack.Pack(programs.inner_loop, predictions, placed.train, placed.val_images, *idle, len(group))
+        predictions = {name: getattr(programs, name) for name in packing.PREDICTIONS}
+        packed = packing.Pack(programs.inner_loop, predictions, placed.train, placed.val_images, *idle, len(group))
         trainings = [
-            functools.partial(self._run_one, order, claimed, pack.Slot(self._shared, packed, number))
+            functools.partial(self._run_one, order, claimed, packing.Slot(self._shared, packed, number))
             for number, (order, claimed) in enumerate(group)
         ]
         return packed.run(trainings)
 
-    def _run_one(self, order: Order, claimed: trial_queue.Claimed | None, shared) -> None:
+    def _run_one(self, order: Order, claimed: Claimed | None, shared) -> None:
         """Trains a trial and ends it in the queue."""
         reporter = TrialReporter(self._study, order, claimed, self._queue, self._table)
         summary = train_trial(self._study, order, shared, reporter)
@@ -322,7 +322,7 @@ class Sweep:
         if self._failures >= MAX_FAILURES:
             raise UserError(f"{self._failures} trials in a row failed, the last one: {summary['error']}")
 
-    def _tell(self, claimed: trial_queue.Claimed, summary: dict) -> None:
+    def _tell(self, claimed: Claimed, summary: dict) -> None:
         """Ends a trial in the database by its summary."""
         if "error" in summary:
             self._queue.end(claimed, None, error=summary["error"])
@@ -330,7 +330,7 @@ class Sweep:
         objective = self._study.objective
         value, accuracy = summary[objective], summary["best_val_accuracy"]
         if value is None:  # nothing was reached
-            value = 0.0 if study.OBJECTIVES[objective] == "maximize" else float("inf")
+            value = 0.0 if study_of.OBJECTIVES[objective] == "maximize" else float("inf")
         if summary["status"] == "pruned":
             self._queue.end(claimed, accuracy, pruned=True)
         elif summary["status"] == "diverged":
@@ -341,19 +341,19 @@ class Sweep:
 
 def print_leaderboard(study: Study) -> None:
     """The leaderboard, read back from the folder."""
-    found = runs.read(study.path)
+    found = reader.read(study.path)
     for problem in found.problems:
         log.warning("%s", problem)
-    display.print_table(*analysis.leaderboard_rows(found))
+    terminal.print_table(*analysis.leaderboard_rows(found))
 
 
 def main(config: config_dict.ConfigDict) -> int:
     """Runs the study; returns the exit code."""
     if not flags.FLAGS.study:
         raise UserError("--study: missing; allowed: the study's folder, runs/studies/NAME")
-    configs.use_compilation_cache(config.augment.cache_dir)  # before a study.json may name another
+    cli.use_compilation_cache(config.augment.cache_dir)  # before a study.json may name another
     study, description = read_study(config)
-    configs.start(study.config, models.OPTIONS)
+    cli.start(study.config, models.OPTIONS)
     if flags.FLAGS.pack and jax.process_count() > 1:
         raise UserError(
             f"--pack: {jax.process_count()} hosts; allowed: one, for each trial of a pack is one device's"
@@ -363,16 +363,16 @@ def main(config: config_dict.ConfigDict) -> int:
     preemption.answer_signals()
     shared = Shared(packed=flags.FLAGS.pack)
     with contextlib.ExitStack() as stack:
-        queue = stack.enter_context(open_queue(study, description)) if devices.is_primary() else None
+        queue = stack.enter_context(open_queue(study, description)) if collectives.is_primary() else None
         counts = (lambda: queue.counts) if queue else (lambda: (0, 0, 0))
-        table = display.SweepTable(study.path.name, counts, enabled=devices.is_primary())
+        table = SweepTable(study.path.name, counts, enabled=collectives.is_primary())
         try:
-            with table, devices.named_collective_errors():
+            with table, collectives.named_collective_errors():
                 Sweep(study, shared, queue, table).run()
         except preemption.Stopped as stopped:
             log.info("%s; start again with --study %s to go on", stopped, study.path)
             return stopped.exit_code
-    if devices.is_primary():
+    if collectives.is_primary():
         print_leaderboard(study)
     return 0
 
@@ -388,10 +388,10 @@ if __name__ == "__main__":
     flags.DEFINE_enum("sampler", "grid", search.SAMPLERS, "How settings are chosen.")
     flags.DEFINE_enum("pruner", "none", sorted(search.PRUNERS), "Ends trials early that others leave behind.")
     flags.DEFINE_enum(
-        "objective", None, sorted(study.OBJECTIVES), "Default: accuracy, or steps to train.target_accuracy."
+        "objective", None, sorted(study_of.OBJECTIVES), "Default: accuracy, or steps to train.target_accuracy."
     )
     flags.DEFINE_integer("study_seed", 0, "Of the sampler.", 0)
     flags.DEFINE_string("storage", None, "Database URL; default is SQLite in the study folder.")
     flags.DEFINE_integer("heartbeat_sec", 20, "A trial without a sign for 3 times as long is taken for dead.", 1)
     flags.DEFINE_bool("pack", False, "As many trials at once as devices, each on one device.")
-    configs.run_script(main, models.OPTIONS)
+    cli.run_script(main, models.OPTIONS)

@@ -29,18 +29,23 @@ from experiment import (
     possible_batch_sizes,
     tolerated_nonfinite,
 )
-from largebatch.config import rules as configs
+from largebatch import cli
 from largebatch.data import batching
-from largebatch.data import cache as caches
+from largebatch.data.cache import Cache
 from largebatch.errors import UserError
-from largebatch.hosts import devices, preemption
+from largebatch.hosts import collectives, preemption, replicas
+from largebatch.hosts.clock import Clock
 from largebatch.optim import noise_scale, schedules, traces
-from largebatch.optim.traces import Stages
-from largebatch.runs import checkpoints, display
-from largebatch.runs import folder as metrics
-from largebatch.runs import progress as resume
-from largebatch.runs.progress import Diverged
-from largebatch.training import evaluation
+from largebatch.optim.batch_sizes import read_trace
+from largebatch.optim.piecewise import PiecewiseConstant
+from largebatch.runs import checkpoints
+from largebatch.runs.display import Reporter
+from largebatch.runs.progress import Diverged, Progress, open_run
+from largebatch.runs.provenance import code_sha256, git_commit, versions
+from largebatch.runs.summary import add_to_summary, empty_summary, timings
+from largebatch.training.costs import bytes_sent, training_costs
+from largebatch.training.evaluation import Scores, in_split_order, score
+from largebatch.training.nonfinite import make_layer_outputs
 from largebatch.training.state import TrainState, count_params, params_sha256
 from largebatch.training.step import make_count_nonfinite
 from largebatch.training.trainer import Loops, NonFinite, Trainer
@@ -51,7 +56,7 @@ log = logging.getLogger("largebatch")
 class Job(NamedTuple):
     """What does not change while a run trains; `schedule` is as it starts, the trainer's may grow."""
 
-    cache: caches.Cache
+    cache: Cache
     placed: augment.Placed
     schedule: schedules.Schedule
     micro_batch_size: int
@@ -60,7 +65,7 @@ class Job(NamedTuple):
     programs: Programs
 
 
-def prepare(config: config_dict.ConfigDict, clock: metrics.Clock, shared: Shared) -> tuple[Job, TrainState]:
+def prepare(config: config_dict.ConfigDict, clock: Clock, shared: Shared) -> tuple[Job, TrainState]:
     """Places the data, compiles the programs, makes the state; times both sections."""
     with clock.measure("data"):
         cache, placed = shared.data(config)
@@ -68,23 +73,23 @@ def prepare(config: config_dict.ConfigDict, clock: metrics.Clock, shared: Shared
     with clock.measure("compile"):
         programs = shared.programs(config)
         numbers, kernel = optimizer_numbers(config), shared.whitening_kernel(config)
-        state = devices.replicate(programs.init(np.uint32(config.seed), numbers, kernel), shared.local_devices)
-        devices.check_replicas(state.params, "initial parameters")
+        state = replicas.replicate(programs.init(np.uint32(config.seed), numbers, kernel), shared.local_devices)
+        replicas.check_replicas(state.params, "initial parameters")
     job = Job(
         cache=cache,
         placed=placed,
         schedule=schedule,
         micro_batch_size=micro_batch_size(config, cache.count("train"), placed.deal.num_devices),
-        num_params=count_params(devices.first_replica(state.params)),
-        flops_per_image=models.training_costs(programs.network, cache.image_shape).flops,
+        num_params=count_params(replicas.first_replica(state.params)),
+        flops_per_image=training_costs(programs.network, cache.image_shape).flops,
         programs=programs,
     )
     return job, state
 
 
-def make_trainer(job: Job, state: TrainState, config, clock: metrics.Clock, profile_dir: str | None) -> Trainer:
+def make_trainer(job: Job, state: TrainState, config, clock: Clock, profile_dir: str | None) -> Trainer:
     """What runs the compiled inner loop; all hosts profile if host 0 does."""
-    profiles = bool(devices.from_primary(np.int32(bool(profile_dir))))
+    profiles = bool(collectives.from_primary(np.int32(bool(profile_dir))))
     programs, sync = job.programs, make_sync(config)
     start_step = np.inf if config.sync.mode == "every_step" else config.sync.start_step
 
@@ -105,7 +110,7 @@ def make_trainer(job: Job, state: TrainState, config, clock: metrics.Clock, prof
     )
 
 
-def make_progress(job: Job, config, trainer: Trainer, run, clock: metrics.Clock, plain: dict) -> resume.Progress:
+def make_progress(job: Job, config, trainer: Trainer, run, clock: Clock, plain: dict) -> Progress:
     """What saves the run and takes it up again.
 
     Raises:
@@ -114,14 +119,14 @@ def make_progress(job: Job, config, trainer: Trainer, run, clock: metrics.Clock,
     data, trace = job.cache.identity() | {"order_version": batching.ORDER_VERSION}, config.batch.trace
     if isinstance(trace, str):
         data["trace"] = traces.digest(trace)
-        if len(set(devices.gather_text(data["trace"]))) > 1:
+        if len(set(collectives.gather_text(data["trace"]))) > 1:
             raise UserError(f"batch.trace: {trace} is another file on some hosts")
 
     def reschedule(starts, values):
-        trainer.schedule = make_schedule(config, job.cache.count("train"), Stages(starts, values))
+        trainer.schedule = make_schedule(config, job.cache.count("train"), PiecewiseConstant(starts, values))
 
     summary = describe(job) | {"target_accuracy": config.train.target_accuracy}
-    return resume.Progress(run, trainer, clock, summary, plain, data, reschedule)
+    return Progress(run, trainer, clock, summary, plain, data, reschedule)
 
 
 def grow_batch(job: Job, config, trainer: Trainer) -> None:
@@ -131,17 +136,17 @@ def grow_batch(job: Job, config, trainer: Trainer) -> None:
     """
     count, starts, values = job.cache.count("train"), *trainer.schedule.batch_sizes
     before, now = starts < trainer.step, int(trainer.schedule.batch_sizes.at(np.int64(max(trainer.step - 1, 0))))
-    noise = noise_scale.noise_scale(devices.first_replica(trainer.state.noise)) or 0.0
+    noise = noise_scale.noise_scale(replicas.first_replica(trainer.state.noise)) or 0.0
     larger = [size for size in possible_batch_sizes(config, count) if now < size <= noise]
     if trainer.step and larger:
-        grown = Stages(np.append(starts[before], trainer.step), np.append(values[before], larger[0]))
+        grown = PiecewiseConstant(np.append(starts[before], trainer.step), np.append(values[before], larger[0]))
         trainer.schedule = make_schedule(config, count, grown)
 
 
 class Validation(NamedTuple):
     """Scores and logits [N, num_classes] of all validation examples; accuracies otherwise computed, by name."""
 
-    scores: evaluation.Scores
+    scores: Scores
     logits: np.ndarray
     others: dict[str, float]
 
@@ -155,7 +160,7 @@ def validate_model(job: Job, state: TrainState) -> Validation:
     labels, programs = job.placed.val_labels, job.programs
 
     def logits_of(program, variables):
-        return evaluation.in_split_order(np.asarray(program(variables, job.placed.val_images)), len(labels))
+        return in_split_order(np.asarray(program(variables, job.placed.val_images)), len(labels))
 
     logits, others = logits_of(programs.predict, state.variables), {}
     if programs.predict_views:
@@ -164,17 +169,15 @@ def validate_model(job: Job, state: TrainState) -> Validation:
         others["val_accuracy_ema"] = programs.predict, state.ema_variables
         if programs.predict_views:
             others["val_accuracy_ema_views"] = programs.predict_views, state.ema_variables
-    found = {name: evaluation.score(logits_of(*how), labels).accuracy for name, how in others.items()}
-    devices.check_replicas(state.variables, "parameters")
-    return Validation(evaluation.score(logits, labels), logits, found)
+    found = {name: score(logits_of(*how), labels).accuracy for name, how in others.items()}
+    replicas.check_replicas(state.variables, "parameters")
+    return Validation(score(logits, labels), logits, found)
 
 
 def where_nonfinite(job: Job, trainer: Trainer, place: tuple) -> str:
     """The first layer, from input to output, that is not finite in the update at `place`; in words."""
     manifest, programs = job.cache.manifest, job.programs
-    layer_outputs = models.make_layer_outputs(
-        programs.network, job.cache.image_shape, manifest["mean"], manifest["std"]
-    )
+    layer_outputs = make_layer_outputs(programs.network, job.cache.image_shape, manifest["mean"], manifest["std"])
     count = make_count_nonfinite(
         layer_outputs, programs.loss_fn, programs.read, job.placed.deal, job.micro_batch_size
     )
@@ -193,7 +196,7 @@ def where_nonfinite(job: Job, trainer: Trainer, place: tuple) -> str:
 
 def describe(job: Job) -> dict:
     """What the summary says of a run before its first update."""
-    return metrics.empty_summary() | {
+    return empty_summary() | {
         "devices": job.placed.deal.num_devices,
         "hosts": jax.process_count(),
         "platform": jax.default_backend(),
@@ -202,13 +205,13 @@ def describe(job: Job) -> dict:
         "flops_per_image": job.flops_per_image,
         "global_batch_size": int(job.schedule.batch_sizes.at(np.int64(0))),
         "micro_batch_size": job.micro_batch_size,
-        "versions": metrics.versions(),
-        "git_commit": metrics.git_commit(),
-        "code_sha256": metrics.code_sha256(),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "code_sha256": code_sha256(),
     }
 
 
-def headline(job: Job, config, clock: metrics.Clock) -> str:
+def headline(job: Job, config, clock: Clock) -> str:
     """Three lines that say what is about to run."""
     num_devices = job.placed.deal.num_devices
     sizes = job.schedule.batch_sizes.cut(job.schedule.num_updates).values
@@ -228,7 +231,7 @@ def _says_how(config) -> str:
     """How the batch changes and when devices synchronise, where either is not the plain way."""
     batch, sync, said = config.batch, config.sync, ""
     if batch.trace is not None:
-        said += f", from {configs.read_trace(batch).text}"
+        said += f", from {read_trace(batch).text}"
     if batch.auto:
         said += f", growing with the noise scale up to {batch.max_size}"
     if sync.mode != "every_step":
@@ -242,7 +245,7 @@ def _one_or_range(values) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run, report, clock) -> None:
+def write_row(job: Job, config, trainer: Trainer, progress: Progress, run, report, clock) -> None:
     """Validates and records the outer loop that has just ended.
 
     Raises:
@@ -272,7 +275,7 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
         "grad_norm": values["grad_norm"][-1],
         "skipped_updates": int((~applied).sum()),
         "noise_scale": measured_noise_scale(trainer, values),
-        "bytes_sent": metrics.bytes_sent(job.placed.deal.num_devices, job.programs.bytes_put_in, values),
+        "bytes_sent": bytes_sent(job.placed.deal.num_devices, job.programs.bytes_put_in, values),
         "val_loss": scores.loss,
         "val_accuracy": scores.accuracy,
         "val_examples": scores.num_examples,
@@ -282,21 +285,21 @@ def write_row(job: Job, config, trainer: Trainer, progress: resume.Progress, run
     if "drift" in values:
         row["replica_drift"] = values["drift"][values["synced"] > 0][-1] if values["synced"].any() else None
     examples = examples_seen - schedule.examples_before(trainer.step - num_updates)
-    row |= metrics.timings(clock, progress.before, num_updates, examples)
+    row |= timings(clock, progress.before, num_updates, examples)
     progress.before = dict(clock.seconds)
-    improved = metrics.add_to_summary(progress.summary, row)
+    improved = add_to_summary(progress.summary, row)
 
     def write():
         run.append_row(row)
         if improved:
             run.write_predictions(job.placed.val_labels, validation.logits, job.placed.val_ids)
 
-    devices.agreed(write, devices.is_primary())  # a full disk ends all hosts
+    collectives.agreed(write, collectives.is_primary())  # a full disk ends all hosts
     last = trainer.done or progress.summary["steps_to_target"] is not None
     if row["skipped_updates"]:
         log.warning("outer loop %d: %d updates skipped, not finite", outer, row["skipped_updates"])
         event = {"step": trainer.step, "updates": row["skipped_updates"]}
-        devices.agreed(lambda: run.log_event("skipped", **event), devices.is_primary())
+        collectives.agreed(lambda: run.log_event("skipped", **event), collectives.is_primary())
     if improved or last or outer % config.checkpoint.every_outer == 0:
         progress.save(at_boundary=True)
     report.row(row, outer if trainer.done else -(-schedule.num_updates // config.train.inner_steps))
@@ -306,7 +309,7 @@ def measured_noise_scale(trainer: Trainer, values: dict[str, np.ndarray]) -> flo
     """The noise scale after an outer loop; local steps measure none."""
     if "local" in values and values["local"].any():
         return None
-    return noise_scale.noise_scale(devices.first_replica(trainer.state.noise))
+    return noise_scale.noise_scale(replicas.first_replica(trainer.state.noise))
 
 
 def train_and_evaluate(
@@ -314,7 +317,7 @@ def train_and_evaluate(
     workdir: str,
     profile: bool = False,
     shared: Shared | None = None,
-    report: display.Reporter | None = None,
+    report: Reporter | None = None,
 ) -> dict:
     """Trains by `config` in the run folder `workdir`, goes on where a run there stopped, returns its summary.
 
@@ -327,27 +330,27 @@ def train_and_evaluate(
       resume.Pruned: `report` ended the run.
       preemption.Stopped: a signal came; all is saved, and the same call goes on from there.
     """
-    clock = metrics.Clock()
-    plain = configs.start(config, models.OPTIONS)
-    run, ended = resume.open_run(plain, workdir)
+    clock = Clock()
+    plain = cli.start(config, models.OPTIONS)
+    run, ended = open_run(plain, workdir)
     if ended and ended["status"] == "diverged":
         raise Diverged(f"{workdir} is a run of this config that diverged; change the config and give a new folder")
     if ended:  # done or pruned
         log.info("%s is a finished run of this config; nothing to do", workdir)
         return ended
     with run:
-        with devices.named_collective_errors():
+        with collectives.named_collective_errors():
             job, state = prepare(config, clock, shared or Shared())
             trainer = make_trainer(job, state, config, clock, str(run.path / "profile") if profile else None)
             progress = make_progress(job, config, trainer, run, clock, plain)
             summary = progress.summary
             del state  # donated at the first update
             progress.resume()
-        report = report or display.Reporter(enabled=devices.is_primary())
+        report = report or Reporter(enabled=collectives.is_primary())
         report.start(job.schedule.num_updates, trainer.position, headline(job, config, clock))
         with progress.recorded_end(), report:
             run_outer_loops(job, config, trainer, progress, run, report, clock)
-            summary["params_sha256"] = params_sha256(devices.first_replica(trainer.mean_state().params))
+            summary["params_sha256"] = params_sha256(replicas.first_replica(trainer.mean_state().params))
         report.results(summary, str(workdir))
     return summary
 
@@ -381,9 +384,9 @@ def run_outer_loops(job, config, trainer, progress, run, report, clock) -> None:
 
 def new_workdir(config: config_dict.ConfigDict) -> str:
     """The run folder of a run that was given none: the same on all hosts, and by all chance no other run's."""
-    configs.start(config, models.OPTIONS)
+    cli.start(config, models.OPTIONS)
     apart = secrets.token_hex(4)  # runs that start in the same second
-    return devices.gather_text(f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}-{apart}")[0]
+    return collectives.gather_text(f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}-{apart}")[0]
 
 
 def main(config: config_dict.ConfigDict) -> int:
@@ -391,7 +394,7 @@ def main(config: config_dict.ConfigDict) -> int:
     if flags.FLAGS.doctor:
         from largebatch.training import doctor  # which imports this script
 
-        configs.start(config, models.OPTIONS)
+        cli.start(config, models.OPTIONS)
         return doctor.main(config)
     preemption.answer_signals()
     workdir = flags.FLAGS.workdir or new_workdir(config)
@@ -399,7 +402,7 @@ def main(config: config_dict.ConfigDict) -> int:
         train_and_evaluate(config, workdir, flags.FLAGS.profile)
     except Diverged as error:
         log.error("%s", error)
-        return configs.EXIT_DIVERGED
+        return cli.EXIT_DIVERGED
     except preemption.Stopped as stopped:
         log.info("%s; start again with --workdir %s to go on", stopped, workdir)
         return stopped.exit_code
@@ -410,4 +413,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME-XXXXXXXX, X by chance.")
     flags.DEFINE_bool("doctor", False, "Check this config on this machine before a long run; trains nothing.")
     flags.DEFINE_bool("profile", False, "Write a jax.profiler trace of a few updates to WORKDIR/profile.")
-    configs.run_script(main, models.OPTIONS)
+    cli.run_script(main, models.OPTIONS)

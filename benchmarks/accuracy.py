@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.timing import ROOT
 from largebatch.errors import UserError
-from largebatch.runs import folder as metrics
+from largebatch.runs.provenance import versions
 
 COLUMNS = {"steps_to_target": "updates", "examples_to_target": "images", "sec_to_target": "seconds of training"}
 
@@ -45,7 +45,7 @@ def bench_accuracy(arguments: list[str], seeds: int, target: float, path: str) -
         "images_per_sec": [summary["images_per_sec"] for summary in summaries],
         "devices": summaries[0]["devices"],
         "platform": summaries[0]["platform"],
-        "versions": metrics.versions(),
+        "versions": versions(),
         "git_commit": summaries[0]["git_commit"],
     }
 

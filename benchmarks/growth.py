@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import model as models
 from benchmarks.peers import serve
+from largebatch.training.costs import training_costs
 
 IMAGES = 172_800
 BATCH_SIZES = (512, 4096, 32768, IMAGES)
@@ -53,7 +54,7 @@ def step_time(num_devices: int, images: int = IMAGES, core: Core | None = None) 
     core = core or Core()
     network = models.create_model("convnet", serve.NUM_CLASSES, "bfloat16", "lax")
     share = math.ceil(images / num_devices)
-    flops = share * models.training_costs(network, serve.IMAGE_SHAPE).flops / core.flops
+    flops = share * training_costs(network, serve.IMAGE_SHAPE).flops / core.flops
     memory = share * memory_bytes_per_image() / core.memory_bytes_per_sec
     params_bytes = 4 * 422_602
     chips = max(1, num_devices // 2)

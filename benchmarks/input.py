@@ -18,21 +18,22 @@ import numpy as np
 import augment
 from benchmarks.timing import ROOT
 from configs import eurosat
-from largebatch.data import sources as data
+from largebatch.data import sources
 from largebatch.errors import UserError
-from largebatch.hosts import devices
-from largebatch.runs import folder as metrics
+from largebatch.hosts.clock import Clock
+from largebatch.hosts.start import start_jax
+from largebatch.runs.provenance import git_commit, versions
 
 PLACES = 3
 
 
 def bench_input(path: str) -> dict:
     """Decodes, expands, caches and places the zip or folder `path`, in a fresh cache."""
-    clock = metrics.Clock()
+    clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = _config(path, folder)
         with clock.measure("decode"):
-            dataset = data.find_source(config.dataset.name, path=path).load()
+            dataset = sources.find_source(config.dataset.name, path=path).load()
         num_images, num_bytes = len(dataset.labels), dataset.images.nbytes
         del dataset
         with clock.measure("decode, expand and cache"):
@@ -57,8 +58,8 @@ def bench_input(path: str) -> dict:
         "start": {"cold": starts[0], "warm": starts[1]},
         "devices": jax.device_count(),
         "platform": jax.default_backend(),
-        "versions": metrics.versions(),
-        "git_commit": metrics.git_commit(),
+        "versions": versions(),
+        "git_commit": git_commit(),
     }
 
 
@@ -76,7 +77,7 @@ def _alone(function, *arguments):
 
 
 def _place(path: str, folder: str) -> dict:
-    devices.start()
+    start_jax()
     config = _config(path, folder)
     cache = augment.prepare_cache(config)
     begin = time.perf_counter()

@@ -6,8 +6,8 @@ import model as models
 from benchmarks.ours import OurStep
 from benchmarks.peers import serve
 from experiment import bytes_beside_images
-from largebatch.hosts import devices
-from largebatch.runs import folder as metrics
+from largebatch.hosts.start import start_jax
+from largebatch.runs.provenance import git_commit, versions
 
 BATCH_SIZE = 4096
 
@@ -19,7 +19,7 @@ def bench_memory(micro_batch_sizes: list[int] | None = None) -> dict:
     "compiled" is what the compiler says the program allocates on one device: images, state and work space.
     "peak" is what the device's allocator saw, where it tells; it only ever grows, so sizes ascend.
     """
-    devices.start()
+    start_jax()
     conv = models.resolve_conv("auto", jax.default_backend())
     first = 16 if jax.default_backend() == "cpu" else 256
     rows = []
@@ -55,8 +55,8 @@ def bench_memory(micro_batch_sizes: list[int] | None = None) -> dict:
         "devices": jax.device_count(),
         "platform": jax.default_backend(),
         "device_kind": jax.devices()[0].device_kind,
-        "versions": metrics.versions(),
-        "git_commit": metrics.git_commit(),
+        "versions": versions(),
+        "git_commit": git_commit(),
     }
 
 

@@ -8,14 +8,14 @@ import model as models
 from benchmarks.ours import our_step
 from benchmarks.timing import about_machine, interleave, ratio
 from experiment import resolve_micro_batch_size
-from largebatch.hosts import devices
+from largebatch.hosts.start import start_jax
 
 DTYPES = ("float32", "bfloat16")
 
 
 def bench_noise(batch_size: int, repeats: int) -> dict:
     """The step with and without the measurement, in turns. On one device it is between micro-batches."""
-    devices.start()
+    start_jax()
     platform, count = jax.default_backend(), jax.device_count()
     size = min(resolve_micro_batch_size("auto"), -(-batch_size // count))
     rows = []

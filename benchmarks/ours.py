@@ -13,8 +13,10 @@ import model as models
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
 from largebatch.data import batching
-from largebatch.hosts import devices
+from largebatch.hosts import replicas
+from largebatch.hosts.start import start_jax
 from largebatch.optim.optimizers import create_optimizer
+from largebatch.training.loss import make_loss_fn
 from largebatch.training.state import count_params, create_state
 from largebatch.training.step import Batch, Plan, Step, make_inner_loop
 
@@ -40,7 +42,7 @@ class OurStep:
         self.deal = batching.Deal(originals, 1 if self.packed else jax.device_count(), augment.NUM_VIEWS)
         self.shards = _random_shards(self.deal, storage)
         step = Step(
-            models.make_loss_fn(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3),
+            make_loss_fn(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3),
             optimizer,
             augment.make_read(storage, serve.IMAGE_SHAPE),
             self.deal,
@@ -49,7 +51,7 @@ class OurStep:
             packed=self.packed,
         )
         self.inner_loop = make_inner_loop(step)
-        self.state = devices.replicate(create_state(params, optimizer, 0, model_state))
+        self.state = replicas.replicate(create_state(params, optimizer, 0, model_state))
 
     def plan(self) -> Plan:
         """Inputs of the next updates."""
@@ -70,8 +72,8 @@ class OurStep:
         """As the peers have it."""
         return serve.Step(
             self.run,
-            lambda: int(devices.first_replica(self.state.step)),
-            lambda: jax.tree.leaves(devices.first_replica(self.state.params)),
+            lambda: int(replicas.first_replica(self.state.step)),
+            lambda: jax.tree.leaves(replicas.first_replica(self.state.params)),
             lambda: {
                 "collectives": collectives(self.compiled().as_text()),
                 "params": count_params(self.one_state().params),
@@ -119,7 +121,7 @@ def _random_shards(deal: batching.Deal, storage: str):
             "labels": rng.integers(0, serve.NUM_CLASSES, (1, deal.max_originals), np.int32),
         }
         shards.append(jax.device_put(shard, device))
-    return devices.stack(shards)
+    return replicas.stack(shards)
 
 
 def our_step(name: str, options: dict) -> Contender:
@@ -138,7 +140,7 @@ def count_by_xla(dtype: str, conv: str, micro_batch_size: int) -> dict[str, floa
     """
     network = models.create_model("convnet", serve.NUM_CLASSES, dtype, conv)
     params, model_state = models.init_variables(network, serve.IMAGE_SHAPE, 0)
-    loss_fn = models.make_loss_fn(network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
+    loss_fn = make_loss_fn(network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
     size, image = micro_batch_size, int(np.prod(serve.IMAGE_SHAPE))
     batch = Batch(
         jax.ShapeDtypeStruct((size, image), jnp.uint8),
@@ -172,7 +174,7 @@ def copy_ceiling() -> Contender:
 
 
 def _ceiling(name, function: Callable, start, other, flops=0.0, moved=0.0) -> Contender:
-    advance = jax.pmap(function, devices.AXIS, donate_argnums=0)
+    advance = jax.pmap(function, replicas.AXIS, donate_argnums=0)
     held = {"x": jax.pmap(lambda x: x)(start), "rounds": 0}
     other = jax.pmap(lambda x: x)(other)
 
@@ -190,7 +192,7 @@ def _ceiling(name, function: Callable, start, other, flops=0.0, moved=0.0) -> Co
 
 def build(options: dict) -> serve.Step:
     """`OurStep` in a child process, with the automatic convolution."""
-    devices.start()
+    start_jax()
     options = options | {"conv": models.resolve_conv("auto", jax.default_backend())}
     return OurStep(options).step()
 

@@ -11,7 +11,7 @@ from benchmarks.ours import OurStep
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender, about_machine, interleave, ratio
 from experiment import resolve_micro_batch_size
-from largebatch.hosts import devices
+from largebatch.hosts.start import start_jax
 from largebatch.training.step import Plan
 
 BATCH_SIZES = (16, 64, 256, 1024)
@@ -40,7 +40,7 @@ def bench_pack(repeats: int, batch_sizes=BATCH_SIZES) -> dict:
     """One update of each of as many trials as devices, over batch sizes; a CPU is cut into eight devices."""
     if "JAX_NUM_CPU_DEVICES" not in os.environ and "device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
-    devices.start()
+    start_jax()
     platform, count = jax.default_backend(), jax.local_device_count()
     rows = []
     for batch_size in batch_sizes:

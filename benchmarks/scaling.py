@@ -21,8 +21,8 @@ from benchmarks.peers import serve
 from benchmarks.timing import ROOT, Child, Contender, interleave
 from experiment import resolve_micro_batch_size
 from largebatch.errors import UserError
-from largebatch.hosts import devices
-from largebatch.runs import folder as metrics
+from largebatch.hosts.start import start_jax
+from largebatch.runs.provenance import git_commit, versions
 
 BATCH_SIZES = (64, 512, 4096, 32768, 172800)
 DEVICE_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -35,7 +35,7 @@ def bench_scaling(
     repeats: int, batch_sizes=BATCH_SIZES, device_counts=DEVICE_COUNTS, pods=HOSTS_AND_DEVICES
 ) -> dict:
     """All three growths. Simulated devices and hosts are of the CPU, whatever the platform is."""
-    devices.start()
+    start_jax()
     return {
         "command": "scaling",
         "dtype": DTYPE,
@@ -46,8 +46,8 @@ def bench_scaling(
         "platform": jax.default_backend(),
         "device_kind": jax.devices()[0].device_kind,
         "local_devices": jax.local_device_count(),
-        "versions": metrics.versions(),
-        "git_commit": metrics.git_commit(),
+        "versions": versions(),
+        "git_commit": git_commit(),
     }
 
 

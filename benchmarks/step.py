@@ -12,9 +12,10 @@ from benchmarks import ours
 from benchmarks.peers import flax_loop, seed_loop, serve
 from benchmarks.timing import Child, Contender, best_of, in_process, interleave, ratio
 from experiment import resolve_micro_batch_size
-from largebatch.hosts import devices
+from largebatch.hosts.start import start_jax
 from largebatch.nn import convolution
-from largebatch.runs import folder as metrics
+from largebatch.runs.provenance import git_commit, versions
+from largebatch.training.costs import training_costs
 
 SLOW_CONV_BATCH = 64
 
@@ -30,7 +31,7 @@ def micro_batch_sizes(share: int, platform: str) -> list[int]:
 
 def bench_step(batch_size: int, repeats: int, peers: bool = True) -> dict:
     """Finds the best configuration of each peer, then times all of them, ours and the ceilings in turn."""
-    devices.start()
+    start_jax()
     platform, count = jax.default_backend(), jax.device_count()
     share = -(-batch_size // count)
     tried, notes = {}, []
@@ -46,9 +47,7 @@ def bench_step(batch_size: int, repeats: int, peers: bool = True) -> dict:
                 notes.append("PyTorch is not installed: pip install -r benchmarks/peers/torch_requirements.txt")
         ceilings = [ours.matmul_ceiling("float32"), ours.matmul_ceiling("bfloat16"), ours.copy_ceiling()]
         times = interleave([*contenders, *ceilings], repeats)
-    flops = models.training_costs(
-        models.create_model("convnet", serve.NUM_CLASSES, "float32", "dot"), serve.IMAGE_SHAPE
-    )
+    flops = training_costs(models.create_model("convnet", serve.NUM_CLASSES, "float32", "dot"), serve.IMAGE_SHAPE)
     ours_by_dtype = {dtype: _auto_ours(contenders, dtype) for dtype in ("float32", "bfloat16")}
     return {
         "command": "step",
@@ -59,8 +58,8 @@ def bench_step(batch_size: int, repeats: int, peers: bool = True) -> dict:
         "devices": count,
         "platform": platform,
         "device_kind": jax.devices()[0].device_kind,
-        "versions": metrics.versions(),
-        "git_commit": metrics.git_commit(),
+        "versions": versions(),
+        "git_commit": git_commit(),
         "peers_tried": tried,
         "notes": notes,
         "rows": [_row(c, times, flops.flops, ceilings) for c in (*contenders, *ceilings)],

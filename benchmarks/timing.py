@@ -15,7 +15,7 @@ import jax
 
 from benchmarks.peers import serve
 from largebatch.errors import UserError
-from largebatch.runs import folder as metrics
+from largebatch.runs.provenance import git_commit, versions
 
 MIN_TIMED_SEC = 0.5
 MAX_ROUNDS = 4096
@@ -109,8 +109,8 @@ def about_machine() -> dict:
     return {
         "platform": jax.default_backend(),
         "device_kind": jax.devices()[0].device_kind,
-        "versions": metrics.versions(),
-        "git_commit": metrics.git_commit(),
+        "versions": versions(),
+        "git_commit": git_commit(),
     }
 
 

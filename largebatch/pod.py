@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 
-from largebatch.hosts import devices
+from largebatch.hosts.start import HOST_INDEX_VARIABLE, NUM_HOSTS_VARIABLE
 
 GRACE_SEC = 5.0
 # Exit codes of hosts that agreed to stop; they leave one by one within the grace.
@@ -57,8 +57,8 @@ def _start(command: list[str], hosts: int, devices_per_host: int, logs: list, pr
             "JAX_PLATFORMS": "cpu",
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_COORDINATOR_BIND_ADDRESS": address,
-            devices.NUM_HOSTS_VARIABLE: str(hosts),
-            devices.HOST_INDEX_VARIABLE: str(host),
+            NUM_HOSTS_VARIABLE: str(hosts),
+            HOST_INDEX_VARIABLE: str(host),
             "XLA_FLAGS": " ".join(flags).strip(),
             "JAX_NUM_CPU_DEVICES": str(devices_per_host),  # which JAX heeds before XLA_FLAGS
         }

@@ -10,11 +10,14 @@ from PIL import Image
 
 import augment
 import train
-from largebatch.data import batching, images
+from largebatch.data import batching
 from largebatch.data import cache as caches
+from largebatch.data.cache import DamagedCache, cache_key, channel_statistics
 from largebatch.data.images import Source
+from largebatch.data.split import SPLITS, split_indices
+from largebatch.data.synthetic import synthetic
 from largebatch.errors import UserError
-from largebatch.hosts import devices
+from largebatch.hosts import memory
 
 
 def test_8_views_are_the_dihedral_group():
@@ -69,8 +72,8 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     monkeypatch.setattr(jax, "device_count", lambda: num_devices)
     monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
     cache, placed = augment.load_onto_devices(small_config)
-    dataset = images.synthetic(100, 16, 0)
-    train = images.split_indices(dataset.example_ids, 0)["train"]
+    dataset = synthetic(100, 16, 0)
+    train = split_indices(dataset.example_ids, 0)["train"]
     expected = {}
     for original in train:
         for view, image in enumerate(augment.expand(dataset.images[original][None])[0]):
@@ -90,14 +93,14 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
 
 
 def test_a_set_that_does_not_fit_is_refused_with_the_numbers(small_config, monkeypatch):
-    monkeypatch.setattr(devices, "available_bytes", lambda: 50_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 50_000)
     with pytest.raises(UserError, match=r"training images .* MB .* MB needed, 0\.1 MB free.*on_device"):
         augment.load_onto_devices(small_config)
 
 
 def test_channel_statistics_are_those_of_numpy():
     pixels = np.random.default_rng(0).integers(0, 256, (40, 5, 5, 3), np.uint8)
-    mean, std = caches.channel_statistics(pixels, np.arange(10, 30))
+    mean, std = channel_statistics(pixels, np.arange(10, 30))
     np.testing.assert_allclose(mean, pixels[10:30].mean((0, 1, 2)))
     np.testing.assert_allclose(std, pixels[10:30].std((0, 1, 2)))
 
@@ -121,7 +124,7 @@ def content_of(manifest: bytes) -> dict:
 
 
 FILES = [
-    *(f"{split}_{name}.npy" for split in images.SPLITS for name in ("images", "labels", "ids", "digests")),
+    *(f"{split}_{name}.npy" for split in SPLITS for name in ("images", "labels", "ids", "digests")),
     "manifest.json",
 ]
 NOT_READ_BY_TRAINING = ("test_", "train_ids")
@@ -159,7 +162,7 @@ def test_a_cache_that_is_damaged_again_is_an_error(own_cache, caplog):
 
     def use(cache):
         calls.append(cache)
-        raise caches.DamagedCache(f"{folder} is bad {len(calls)}")
+        raise DamagedCache(f"{folder} is bad {len(calls)}")
 
     with pytest.raises(UserError, match=r"damaged again right after it was built: .* is bad 2"):
         augment.with_cache(config, use)
@@ -192,13 +195,13 @@ def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_pa
 def test_what_shapes_the_cache_changes_its_key():
     source = Source("a", "files abc None", lambda: None)
     keys = {
-        caches.key(source, 0, "expanded"),
-        caches.key(source, 1, "expanded"),
-        caches.key(source, 0, "on_device"),
-        caches.key(source._replace(fingerprint="files abd None"), 0, "expanded"),
+        cache_key(source, 0, "expanded"),
+        cache_key(source, 1, "expanded"),
+        cache_key(source, 0, "on_device"),
+        cache_key(source._replace(fingerprint="files abd None"), 0, "expanded"),
     }
     assert len(keys) == 4
-    assert caches.key(source._replace(description="moved"), 0, "expanded") in keys
+    assert cache_key(source._replace(description="moved"), 0, "expanded") in keys
 
 
 def test_command_builds_the_cache_and_draws_the_views(tmp_path):
@@ -252,13 +255,13 @@ def test_a_preview_that_cannot_be_written(tmp_path):
 
 def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(own_cache, monkeypatch):
     config, _ = own_cache
-    made, make = [], devices.aligned_empty
+    made, make = [], memory.aligned_empty
 
     def remember(*arguments):
         made.append(make(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(devices, "aligned_empty", remember)
+    monkeypatch.setattr(memory, "aligned_empty", remember)
     _, placed = augment.load_onto_devices(config)
     shards = [shard.data.unsafe_buffer_pointer() for shard in placed.train["images"].addressable_shards]
     assert set(shards) <= {array.ctypes.data for array in made}  # no second copy

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, assert_one_line_error, make_folder, run_script
 
-import model
+import model as models
 from benchmarks import accuracy, growth, loop, memory, ours, plot, scaling, step, timing
 from benchmarks import input as inputs
 from benchmarks.peers import flax_loop, seed_loop, serve
@@ -117,7 +117,7 @@ def test_torch_has_the_same_network_and_accumulates(small):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: benchmarks/peers/torch_requirements.txt")
     from benchmarks.peers import torch_step
 
-    network = model.create_model("convnet", serve.NUM_CLASSES, "float32", "lax")
+    network = models.create_model("convnet", serve.NUM_CLASSES, "float32", "lax")
     images = np.random.default_rng(0).standard_normal((4, *serve.IMAGE_SHAPE)).astype(np.float32)
     theirs = torch_step.make_network()
     arrays = [p.detach().numpy() for p in theirs.parameters()]

@@ -13,7 +13,7 @@ import train
 from configs import default
 from largebatch.data import images
 from largebatch.errors import UserError
-from largebatch.runs import progress as resume
+from largebatch.runs.progress import best_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -194,14 +194,14 @@ def test_images_without_labels(run, tmp_path, capsys):
 
 def test_the_limit_of_pixels_is_the_users_own(run, monkeypatch):
     """A run may come from someone else, and bring a limit that lets gigabytes through."""
-    described = resume.best_checkpoint
+    described = best_checkpoint
 
     def foreign(path):
         arrays, description = described(path)
         description["config"]["dataset"]["max_image_pixels"] = 10**12
         return arrays, description
 
-    monkeypatch.setattr(resume, "best_checkpoint", foreign)
+    monkeypatch.setattr(evaluate, "best_checkpoint", foreign)
     config, *_ = evaluate.load_run(run)
     assert config.dataset.max_image_pixels == default.get_config().dataset.max_image_pixels
     config, *_ = evaluate.load_run(run, {"dataset.max_image_pixels": 7})

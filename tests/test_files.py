@@ -12,15 +12,14 @@ from etils import epath
 import evaluate
 import report
 from largebatch import files
-from largebatch.data import images
-from largebatch.data import sources as data
-from largebatch.runs import folder as metrics
+from largebatch.data import images, sources
+from largebatch.runs.folder import InUse, RunFolder
 
 HEX = "0123456789abcdef" * 2
 
 
 def write_json(folder):
-    metrics.RunFolder(folder).write_json("a.json", {"a": 1})
+    RunFolder(folder).write_json("a.json", {"a": 1})
 
 
 def write_page(folder):
@@ -33,7 +32,7 @@ def write_predictions(folder):
 
 
 def download(folder):
-    data.download_eurosat(epath.Path(folder))
+    sources.download_eurosat(epath.Path(folder))
 
 
 @pytest.fixture
@@ -44,8 +43,8 @@ def mirror(monkeypatch):
         target.write_bytes(b"zip")
         return hashlib.sha256(b"zip").hexdigest()
 
-    monkeypatch.setattr(data, "_download", arrive)
-    monkeypatch.setattr(data, "EUROSAT_MIRRORS", (("http://nowhere", hashlib.sha256(b"zip").hexdigest()),))
+    monkeypatch.setattr(sources, "_download", arrive)
+    monkeypatch.setattr(sources, "EUROSAT_MIRRORS", (("http://nowhere", hashlib.sha256(b"zip").hexdigest()),))
 
 
 def once_before(monkeypatch, owner, name: str, act) -> None:
@@ -130,16 +129,16 @@ def test_a_folder_of_an_owner_without_a_name_can_be_stale(tmp_path, monkeypatch)
 def test_whoever_trains_in_a_folder_removes_what_killed_processes_left_there(tmp_path):
     for name in (f".summary.json.{HEX}.tmp", ".summary.json.4711.tmp"):
         (tmp_path / name).write_text("")
-    with metrics.RunFolder(tmp_path) as run:
+    with RunFolder(tmp_path) as run:
         run.lock()
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_two_processes_try_a_folder_at_the_same_time(tmp_path, monkeypatch):
     """The one that comes second is told so, not that the disk is bad."""
-    first, second = metrics.RunFolder(tmp_path), metrics.RunFolder(tmp_path)
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
     once_before(monkeypatch, os, "fsync", first.lock)
-    with pytest.raises(metrics.InUse):
+    with pytest.raises(InUse):
         second.lock()
     first.close()
     assert not list(tmp_path.iterdir())

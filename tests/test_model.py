@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import model
+import model as models
 from largebatch.nn import convolution, normalisation
+from largebatch.training.costs import training_costs
 from largebatch.training.state import count_params
 
 COUNTS = {
@@ -26,7 +27,7 @@ COUNTS = {
 
 def shapes_of(name, conv="lax", dtype="float32"):
     image_shape, num_classes, _ = COUNTS[name]
-    network = model.create_model(name, num_classes, dtype, conv)
+    network = models.create_model(name, num_classes, dtype, conv)
     images = jax.ShapeDtypeStruct((2, *image_shape), jnp.float32)
     return jax.eval_shape(network.init_with_output, jax.random.key(0), images)
 
@@ -40,16 +41,16 @@ def test_parameter_counts(name):
 
 
 def test_networks_say_what_they_take():
-    assert set(model.OPTIONS) == set(COUNTS)
-    assert {name for name, options in model.OPTIONS.items() if "stem" in options} == {
+    assert set(models.OPTIONS) == set(COUNTS)
+    assert {name for name, options in models.OPTIONS.items() if "stem" in options} == {
         "convnet",
         "resconvnet",
         "resconvnet7",
     }
-    for name, options in model.OPTIONS.items():
+    for name, options in models.OPTIONS.items():
         assert {"norm", "zero_head"} <= options
         given = {"stem": "whitened"} if "stem" in options else {}
-        network = model.create_model(name, 10, "float32", "lax", norm="batch", zero_head=True, **given)
+        network = models.create_model(name, 10, "float32", "lax", norm="batch", zero_head=True, **given)
         assert network.zero_head
 
 
@@ -57,7 +58,7 @@ def test_networks_say_what_they_take():
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_every_network_takes_every_normalisation(name, norm):
     image_shape, num_classes, _ = COUNTS[name]
-    network = model.create_model(name, num_classes, "float32", "lax", norm=norm)
+    network = models.create_model(name, num_classes, "float32", "lax", norm=norm)
     images = jax.ShapeDtypeStruct((2, *image_shape), jnp.float32)
     logits, _ = jax.eval_shape(network.init_with_output, jax.random.key(0), images)
     assert logits.shape == (2, num_classes)
@@ -116,8 +117,8 @@ def test_the_bfloat16_convolution_rounds_its_operands_alone(stride, channels):
 def test_networks_are_equal_under_both_convolutions(name):
     image_shape, num_classes, _ = COUNTS[name]
     images = np.random.default_rng(0).standard_normal((2, *image_shape)).astype(np.float32)
-    dot, lax = (model.create_model(name, num_classes, "float32", conv) for conv in ("dot", "lax"))
-    params, _ = model.init_variables(dot, image_shape, 0)
+    dot, lax = (models.create_model(name, num_classes, "float32", conv) for conv in ("dot", "lax"))
+    params, _ = models.init_variables(dot, image_shape, 0)
     one, other = (jax.jit(network.apply)({"params": params}, images) for network in (dot, lax))
     assert float(jnp.abs(one).max()) > 1e-3
     np.testing.assert_allclose(one, other, atol=1e-5)
@@ -139,12 +140,12 @@ def test_training_costs_by_hand():
         ("dot", "bfloat16"): 2 * 4 * kept + 2 * patches,  # products give float32 there
     }
     for (conv, dtype), num_bytes in expected.items():
-        costs = model.training_costs(model.create_model("convnet", 10, dtype, conv), (64, 64, 3))
+        costs = training_costs(models.create_model("convnet", 10, dtype, conv), (64, 64, 3))
         assert costs.flops == 3 * sum(products) - products[0] == 88_677_888
         assert costs.activation_bytes == num_bytes
 
 
 def test_auto_convolution():
-    assert model.resolve_conv("auto", "cpu") == "dot"
-    assert model.resolve_conv("auto", "tpu") == "lax"
-    assert model.resolve_conv("lax", "cpu") == "lax"
+    assert models.resolve_conv("auto", "cpu") == "dot"
+    assert models.resolve_conv("auto", "tpu") == "lax"
+    assert models.resolve_conv("lax", "cpu") == "lax"

@@ -10,17 +10,18 @@ from conftest import ROOT, assert_one_line_error, on_devices, run_script
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 import experiment as programs
-import model
+import model as models
 import sweep
 import train
 from experiment import Shared
+from largebatch import terminal
 from largebatch.errors import UserError
-from largebatch.hosts import devices, preemption
-from largebatch.runs import display
-from largebatch.runs import folder as metrics
-from largebatch.runs import progress as resume
-from largebatch.studies import queue as trial_queue
-from largebatch.studies import space as search
+from largebatch.hosts import collectives, preemption
+from largebatch.runs.folder import RunFolder
+from largebatch.runs.progress import arrays_of, best_checkpoint
+from largebatch.studies import search
+from largebatch.studies.display import SweepTable
+from largebatch.studies.queue import TrialQueue, open_storage
 from largebatch.studies.study import Study
 
 RATES = CategoricalDistribution([0.003, 0.01, 0.03])
@@ -44,20 +45,20 @@ def make_study(config, path, space, derive=lambda config: None, pruner="none", *
     given = {"sampler": "grid", "study_seed": 0, "seeds": 1, "best_seeds": 0, "best_by": None}
     given |= {"settings": len(search.grid(space))} if changed.get("sampler", "grid") == "grid" else {}
     options = search.Options(space=space, **(given | changed))
-    metrics.RunFolder(path).write_json("study.json", {"space": search.as_json(space), "config": config.to_dict()})
+    RunFolder(path).write_json("study.json", {"space": search.as_json(space), "config": config.to_dict()})
     storage = f"sqlite:///{path / 'study.db'}"
-    return Study(path, config, storage, options, pruner, "best_val_accuracy", derive, model.OPTIONS)
+    return Study(path, config, storage, options, pruner, "best_val_accuracy", derive, models.OPTIONS)
 
 
-def queue_of(study: Study) -> trial_queue.TrialQueue:
-    storage, pruner = trial_queue.open_storage(study.storage, 20), search.PRUNERS[study.pruner]()
-    return trial_queue.TrialQueue(storage, "s", "maximize", pruner, study.options, 20, {})
+def queue_of(study: Study) -> TrialQueue:
+    storage, pruner = open_storage(study.storage, 20), search.PRUNERS[study.pruner]()
+    return TrialQueue(storage, "s", "maximize", pruner, study.options, 20, {})
 
 
 def run_study(study: Study, packed=False, shared=None) -> dict[str, dict]:
     """Runs a study in this process; summaries by name of trial."""
     queue = queue_of(study)
-    table = display.SweepTable("s", lambda: queue.counts, enabled=True)
+    table = SweepTable("s", lambda: queue.counts, enabled=True)
     shared = shared or Shared(packed=packed)
     with queue, table:
         sweep.Sweep(study, shared, queue, table).run()
@@ -138,8 +139,8 @@ def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
     arguments = [f"--config.{field}={value}" for field, value in changed_fields(config).items()]
     result = run_script("train.py", *arguments, f"--workdir={tmp_path / 'one'}", env={"JAX_NUM_CPU_DEVICES": "1"})
     assert result.returncode == 0, result.stderr
-    theirs = resume.arrays_of(["params"], resume.best_checkpoint(tmp_path / "one")[0])
-    ours = resume.arrays_of(["params"], resume.best_checkpoint(tmp_path / "packed" / "trials" / "0005-0")[0])
+    theirs = arrays_of(["params"], best_checkpoint(tmp_path / "one")[0])
+    ours = arrays_of(["params"], best_checkpoint(tmp_path / "packed" / "trials" / "0005-0")[0])
     for name, array in theirs.items():
         np.testing.assert_allclose(ours[name], array, atol=1e-5)
 
@@ -171,7 +172,7 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     config.optimizer.name = "sgd"
     study = make_study(config, tmp_path, space)
     queue = queue_of(study)
-    table = display.SweepTable("s", lambda: queue.counts, enabled=True)
+    table = SweepTable("s", lambda: queue.counts, enabled=True)
     with queue, table:
         sweep.Sweep(study, Shared(packed=packed), queue, table).run()
     shown = capsys.readouterr().out
@@ -192,7 +193,7 @@ def test_several_failures_in_a_row_end_the_sweep(config, tmp_path):
 
 def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monkeypatch, caplog):
     study = make_study(config, tmp_path, {"optimizer.learning_rate": CategoricalDistribution([0.01])})
-    other = metrics.RunFolder(tmp_path / "trials" / "0000-0")
+    other = RunFolder(tmp_path / "trials" / "0000-0")
     other.lock()
     monkeypatch.setattr(sweep.time, "sleep", lambda seconds: other.close())
     with caplog.at_level("INFO", "largebatch"):
@@ -277,7 +278,7 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
     """Host 0 alone waits for the database, and the others for what it says."""
     study = make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, pruner="median")
     row = {"val_accuracy": 0.5, "outer": 1}
-    trial = metrics.RunFolder(tmp_path / "trials" / "0-0", tensorboard=False)
+    trial = RunFolder(tmp_path / "trials" / "0-0", tensorboard=False)
     trial.write_json("config.json", config.to_dict())
     trial.append_row(row)
     signal_of_host_0 = 15
@@ -287,10 +288,10 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
             raise preemption.Stopped(signal_of_host_0)
 
     if not primary:
-        monkeypatch.setattr(devices, "json_from_primary", lambda mine: [False, signal_of_host_0])
-        monkeypatch.setattr(devices, "from_primary", lambda mine: pytest.fail("in a collective"))
+        monkeypatch.setattr(collectives, "json_from_primary", lambda mine: [False, signal_of_host_0])
+        monkeypatch.setattr(collectives, "from_primary", lambda mine: pytest.fail("in a collective"))
     claimed, queue = ("claimed", Away()) if primary else (None, None)
-    table = display.SweepTable("s", lambda: (0, 0, 0), enabled=False)
+    table = SweepTable("s", lambda: (0, 0, 0), enabled=False)
     reporter = sweep.TrialReporter(study, sweep.Order("0-0", 0, 0, {}), claimed, queue, table)
     table.start("0-0", {}, 2, 0)
     tell = {"what was before": lambda: reporter.start(2, 1, ""), "a new row": lambda: reporter.row(row, 2)}[told]
@@ -307,7 +308,7 @@ def test_tpe_searches_and_all_its_trials_are_kept(config, tmp_path):
 
 
 def test_a_leaderboard_of_others_does_not_steer_the_terminal(capsys):
-    display.print_table(["[/name]", "value"], [["\x1b[2J", "[/x]"]])
+    terminal.print_table(["[/name]", "value"], [["\x1b[2J", "[/x]"]])
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     for text in ("[/name]", r"\x1b[2J", "[/x]"):

@@ -14,10 +14,11 @@ from conftest import ROOT, assert_one_line_error, make_folder, on_devices, run_s
 import train
 from experiment import Shared
 from largebatch.config import fields
-from largebatch.hosts import devices
-from largebatch.runs import folder as metrics
+from largebatch.hosts import replicas
+from largebatch.runs.folder import jsonable
 from largebatch.training import trainer
 from largebatch.training.evaluation import score
+from largebatch.training.trainer import Trainer
 
 ROW = [
     "step",
@@ -89,7 +90,7 @@ def test_a_run_writes_the_folder_that_design_promises(small_config, tmp_path):
     assert rows[0]["images_per_sec"] == pytest.approx(300 / rows[0]["train_sec"])
     assert rows[0]["compile_sec"] > 0 == rows[1]["compile_sec"]
     stored = json.loads((tmp_path / "summary.json").read_text())
-    assert stored == metrics.jsonable(summary)
+    assert stored == jsonable(summary)
     assert set(SUMMARY) <= set(stored)
     assert (stored["status"], stored["devices"], stored["platform"]) == ("done", 8, "cpu")
     assert stored["best_val_accuracy"] == max(row["val_accuracy"] for row in rows)
@@ -127,14 +128,14 @@ def test_one_compilation_serves_every_call(small_config, tmp_path, monkeypatch):
     )
     small_config.optimizer.learning_rate = 0.0123
     calls = []
-    inner_call = trainer.Trainer._call
+    inner_call = Trainer._call
 
     def call(self, count):
         before = len(compiled)
         inner_call(self, count)
         calls.append(len(compiled) - before)
 
-    monkeypatch.setattr(trainer.Trainer, "_call", call)
+    monkeypatch.setattr(Trainer, "_call", call)
     train.train_and_evaluate(small_config, str(tmp_path), shared=Shared())
     jax.monitoring.clear_event_listeners()
     assert len(compiled) > 0
@@ -174,16 +175,16 @@ def test_a_loss_that_is_no_number_ends_the_run_as_diverged(small_config, tmp_pat
 
 
 def test_replicas_that_differ_stop_the_run(small_config, tmp_path, monkeypatch):
-    call = trainer.Trainer._call
+    call = Trainer._call
 
     def corrupt_one_replica(self, count):
         call(self, count)
         bias = self.state.params["Dense_0"]["bias"]
         shards = [shard.data for shard in bias.addressable_shards]
         shards[5] = shards[5].at[0, 3].add(1e-7)
-        self.state.params["Dense_0"]["bias"] = devices.stack(shards)
+        self.state.params["Dense_0"]["bias"] = replicas.stack(shards)
 
-    monkeypatch.setattr(trainer.Trainer, "_call", corrupt_one_replica)
+    monkeypatch.setattr(Trainer, "_call", corrupt_one_replica)
     with pytest.raises(RuntimeError, match=r"parameters differ between replicas: devices \[5\]"):
         train.train_and_evaluate(small_config, str(tmp_path))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"

@@ -22,9 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from largebatch import files
-from largebatch.data import untrusted
-from largebatch.data.images import SPLITS, Dataset, Source, iterate_batches, run_ranges, split_indices
+from largebatch import files, untrusted
+from largebatch.data.images import Dataset, Source
+from largebatch.data.split import SPLITS, split_indices
+from largebatch.data.threads import iterate_batches, run_ranges
 from largebatch.errors import UserError
 
 log = logging.getLogger("largebatch")
@@ -148,13 +149,13 @@ def _npy_header(shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def key(source: Source, split_seed: int, storage: str) -> str:
+def cache_key(source: Source, split_seed: int, storage: str) -> str:
     """Hash of everything that shapes the cache, but the version of the code that writes it."""
     text = f"{source.fingerprint} split {split_seed} {storage}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def open_folder(folder: epath.Path) -> Cache:
+def open_cache(folder: epath.Path) -> Cache:
     """Checks the manifest, which seals itself by a SHA-256 over its other fields."""
     return _check(folder, _read_manifest(folder))
 
@@ -190,7 +191,7 @@ def _seal(manifest: dict) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def build(folder: epath.Path, source: Source, split_seed: int, storage: str, expand: Expand) -> None:
+def build_cache(folder: epath.Path, source: Source, split_seed: int, storage: str, expand: Expand) -> None:
     """Loads, splits, expands and writes the cache under a temporary name, then renames it to `folder`.
 
     Raises:
@@ -220,7 +221,7 @@ def build(folder: epath.Path, source: Source, split_seed: int, storage: str, exp
             "split_seed": split_seed,
             "storage": storage,
             "cache_version": CACHE_VERSION,
-            "build": uuid.uuid4().hex,  # so that no two builds have the same manifest; see `discard`
+            "build": uuid.uuid4().hex,  # so that no two builds have the same manifest; see `discard_cache`
         }
         manifest["manifest_sha256"] = _seal(manifest)
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -302,12 +303,12 @@ def open_or_build(folder: epath.Path, source: Source, split_seed: int, storage: 
         try:
             return _check(folder, looked_at)
         except DamagedCache as damage:
-            discard(folder, looked_at, damage)
-    build(folder, source, split_seed, storage, expand)
-    return open_folder(folder)
+            discard_cache(folder, looked_at, damage)
+    build_cache(folder, source, split_seed, storage, expand)
+    return open_cache(folder)
 
 
-def discard(folder: epath.Path, looked_at: bytes | None, damage: DamagedCache) -> None:
+def discard_cache(folder: epath.Path, looked_at: bytes | None, damage: DamagedCache) -> None:
     """Says what is damaged and removes the folder, so that it is built again.
 
     It stays if another process has meanwhile put a new build in its place.

@@ -1,10 +1,7 @@
 """Labelled images in memory: decoding, the synthetic set, and the split that every source shares."""
 
-import concurrent.futures
 import contextlib
 import io
-import itertools
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
+from largebatch.data.threads import run_ranges
 from largebatch.errors import UserError
-
-SPLITS = ("train", "val", "test")
 
 MAX_IMAGE_PIXELS = 89_478_485  # Pillow's own limit for a decompression bomb
 BYTES_PER_PIXEL = 4  # a file may have so many for each pixel that is allowed; one that is not compressed has 3 or 4
@@ -217,81 +213,6 @@ def _decode_bytes(file: ImageFile, image_size: int | None, limits: Limits) -> np
             return np.asarray(converted)
 
 
-def run_ranges(work: Callable[[int, int], None], length: int) -> None:
-    """Runs `work(begin, end)` over pieces of range(length) on one thread per core; first error wins."""
-    num_workers = os.cpu_count() or 1
-    edges = np.linspace(0, length, 4 * num_workers + 1).astype(int).tolist()
-    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-        futures = [pool.submit(work, a, b) for a, b in itertools.pairwise(edges) if a < b]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
 # ---- synthetic --------------------------------------------------------------------------------------
 
 SYNTHETIC_CLASSES = ("checks", "disks", "noise", "rings", "stripes")
-
-
-def synthetic(num_examples: int, size: int, seed: int) -> Dataset:
-    """Textures in random colours: the class is the pattern, which mean colour does not tell.
-
-    Every pattern looks alike under the 8 views, has random phase, scale and contrast, and carries noise.
-    """
-    rng = np.random.default_rng(seed)
-    labels = np.arange(num_examples, dtype=np.int32) % len(SYNTHETIC_CLASSES)
-    images = np.empty((num_examples, size, size, 3), np.uint8)
-    for i, label in enumerate(labels):
-        pattern = _pattern(SYNTHETIC_CLASSES[label], size, rng)
-        mean, contrast = rng.uniform(90, 165, 3), rng.uniform(15, 50, 3) * rng.choice((-1, 1))
-        pixels = mean + contrast * (pattern - pattern.mean())[..., None] + rng.normal(0, 12, (size, size, 3))
-        images[i] = np.clip(pixels, 0, 255)
-    return Dataset(images, labels, list(SYNTHETIC_CLASSES), [f"{i:06d}" for i in range(num_examples)])
-
-
-def _pattern(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """One texture of +1 and -1, [size, size]."""
-    y, x = np.mgrid[:size, :size].astype(np.float32)
-    period = rng.uniform(6, 10)
-    along_x, along_y = (np.sin(2 * np.pi * axis / period + rng.uniform(0, 2 * np.pi)) for axis in (x, y))
-    radius = np.hypot(x - rng.uniform(0.3, 0.7) * size, y - rng.uniform(0.3, 0.7) * size)
-    if kind == "checks":
-        wave = along_x * along_y
-    elif kind == "disks":
-        wave = rng.uniform(0.15, 0.3) * size - radius
-    elif kind == "noise":
-        wave = rng.standard_normal((size, size))
-    elif kind == "rings":
-        wave = np.sin(2 * np.pi * radius / period + rng.uniform(0, 2 * np.pi))
-    else:
-        wave = along_x if rng.random() < 0.5 else along_y
-    return np.where(wave > 0, 1.0, -1.0)
-
-
-# ---- split ------------------------------------------------------------------------------------------
-
-
-def split_indices(example_ids: list[str], seed: int) -> dict[str, np.ndarray]:
-    """80/10/10 split: a seeded permutation of the examples sorted by id, so every source gives the same.
-
-    Returns:
-      For each of SPLITS the indices into `example_ids`.
-    Raises:
-      UserError: fewer than 10 examples, which would leave a part empty.
-    """
-    count = len(example_ids)
-    if count < 10:
-        raise UserError(f"the data set has {count} examples; at least 10 are needed for an 80/10/10 split")
-    by_id = np.argsort(np.array(example_ids))
-    order = by_id[np.random.default_rng(seed).permutation(count)]
-    tenth = count // 10
-    train, val, test = np.split(order, [count - 2 * tenth, count - tenth])
-    return {"train": train, "val": val, "test": test}
-
-
-def iterate_batches(length: int, size: int) -> Iterator[slice]:
-    """Consecutive slices that cover range(length)."""
-    for begin in range(0, length, size):
-        yield slice(begin, min(begin + size, length))

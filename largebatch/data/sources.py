@@ -14,7 +14,10 @@ from pathlib import PurePosixPath
 
 from etils import epath
 
-from largebatch.data import images, untrusted
+from largebatch import untrusted
+from largebatch.data import images
+from largebatch.data.synthetic import synthetic
+from largebatch.data.threads import iterate_batches
 from largebatch.errors import UserError
 from largebatch.files import remove_stale, replacing
 
@@ -73,7 +76,7 @@ def find_source(
         return images.Source(
             f"synthetic ({num_examples} images, seed {seed})",
             f"synthetic-1 {num_examples} {size} {seed}",
-            lambda: images.synthetic(num_examples, size, seed),
+            lambda: synthetic(num_examples, size, seed),
         )
     if source == "tfds":
         tfds_name = EUROSAT_TFDS_NAME if name == "eurosat" else name
@@ -158,7 +161,7 @@ def _tfds_source(
 
     def load() -> images.Dataset:
         encoded = []
-        for part in images.iterate_batches(len(rows), 256):  # in blocks: half the time of one by one
+        for part in iterate_batches(len(rows), 256):  # in blocks: half the time of one by one
             try:
                 block = rows.__getitems__(range(part.start, part.stop))
             except RuntimeError as error:

@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from largebatch.hosts import devices
+from largebatch.hosts import collectives
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -59,6 +59,6 @@ def first_signal() -> int:
 
 def agree(vote: int = 0) -> tuple[int, int]:
     """Called by all hosts together: the first signal that any of them got (0 if none), and host 0's `vote`."""
-    gathered = devices.gather(np.array([_first_signal, vote], np.int32))
+    gathered = collectives.gather(np.array([_first_signal, vote], np.int32))
     signals = gathered[:, 0][gathered[:, 0] > 0]
     return int(signals[0]) if len(signals) else 0, int(gathered[0, 1])

@@ -28,10 +28,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from largebatch.training.state import Noise, smooth
+from largebatch.optim.averaging import smooth
 
 # Degrees of freedom of a group. Groups that are whole passes have none, and tell nothing.
 LEAST_FREEDOM = 0.01
+
+
+class Noise(NamedTuple):
+    """Moving averages over `count` (int32) updates, float32."""
+
+    variance: jax.Array
+    signal: jax.Array
+    count: jax.Array
 
 
 class Measured(NamedTuple):

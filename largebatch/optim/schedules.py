@@ -1,26 +1,16 @@
 """Learning rate and batch size of every update, as closed forms on the host.
 
-    python -m largebatch.schedules TRACE.csv --dataset-size 172800 --devices 8
-
-checks a batch-size trace and shows what a run would make of it.
-
 Everything counts updates, never micro-batches. Update `t` is the one after `t` others, so the first is 0.
 """
 
-import argparse
 import itertools
-import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.errors import BadSetting, UserError
-from largebatch.optim import traces
-from largebatch.optim.traces import Stages
-from largebatch.runs import display
+from largebatch.errors import BadSetting
+from largebatch.optim.piecewise import PiecewiseConstant
 
 # How the rate follows the batch size, of which `ratio` is that to the reference batch size. linear: Goyal et
 # al. 2017, "Accurate, Large Minibatch SGD", section 2.1; sqrt: Krizhevsky 2014, "One weird trick". With adascale
@@ -44,7 +34,7 @@ class Schedule(NamedTuple):
     """
 
     num_updates: int
-    batch_sizes: Stages
+    batch_sizes: PiecewiseConstant
     rates: Callable[[np.ndarray], np.ndarray]
     text: str
     scale_invariant: bool
@@ -89,7 +79,7 @@ def create(
     fields: dict,
     learning_rate: float,
     num_updates: int,
-    batch_sizes: Stages,
+    batch_sizes: PiecewiseConstant,
     epoch_size: int,
     *,
     grows: bool = False,
@@ -122,9 +112,9 @@ def create(
     Raises:
       BadSetting: the warm-up is as long as training.
     """
-    known = Stages.constant(batch_sizes.values[0]) if grows else batch_sizes
+    known = PiecewiseConstant.constant(batch_sizes.values[0]) if grows else batch_sizes
     if fields["scaling"] == "adascale":
-        known = Stages.constant(fields["reference_batch_size"])
+        known = PiecewiseConstant.constant(fields["reference_batch_size"])
     warmup = _warmup_updates(fields, known, epoch_size)
     limit = fields["decay_steps"][0] if fields["decay_steps"] else num_updates - 1
     if warmup > limit:
@@ -136,15 +126,15 @@ def create(
     scaled, cuts = batch_sizes, None
     if fields["name"] == "step":
         batch_sizes, cuts, num_updates = _steps(fields, num_updates, batch_sizes, epoch_size)
-        scaled = scaled if fields["decay_by"] == "rate" else Stages.constant(scaled.values[0])
+        scaled = scaled if fields["decay_by"] == "rate" else PiecewiseConstant.constant(scaled.values[0])
 
-    peaks = _peaks(fields, learning_rate, scaled.cut(num_updates).values)
+    peaks = peak_rates(fields, learning_rate, scaled.cut(num_updates).values)
     start = learning_rate if (peaks[0] if grows else peaks.max()) > learning_rate else 0.0
-    ramps = _ramps(start, warmup, peaks, scaled.starts) if grows else Stages.constant(start)
+    ramps = _ramps(start, warmup, peaks, scaled.starts) if grows else PiecewiseConstant.constant(start)
 
     def rates(updates):
         updates = np.asarray(updates, np.int64)
-        peak = _peaks(fields, learning_rate, scaled.at(updates))
+        peak = peak_rates(fields, learning_rate, scaled.at(updates))
         low = np.minimum(ramps.at(updates), peak)  # of a batch below the reference
         first = ramps.start_of(updates)
         warming = low + (peak - low) * (updates + 1 - first) / np.maximum(warmup - first, 1)
@@ -166,7 +156,7 @@ def create(
     return Schedule(num_updates, batch_sizes, rates, text, fields["scaling"] == "adascale")
 
 
-def _ramps(start: float, warmup: int, peaks: np.ndarray, grown_at: np.ndarray) -> Stages:
+def _ramps(start: float, warmup: int, peaks: np.ndarray, grown_at: np.ndarray) -> PiecewiseConstant:
     """From which rate the warm-up goes to the peak of each batch size, of those that begin within it.
 
     Args:
@@ -178,15 +168,15 @@ def _ramps(start: float, warmup: int, peaks: np.ndarray, grown_at: np.ndarray) -
             done = (first - starts[-1]) / (warmup - starts[-1])
             rates.append(rates[-1] + (peak_before - rates[-1]) * done)
             starts.append(first)
-    return Stages(np.array(starts, np.int64), np.array(rates))
+    return PiecewiseConstant(np.array(starts, np.int64), np.array(rates))
 
 
-def _peaks(fields: dict, learning_rate: float, batch_sizes: np.ndarray) -> np.ndarray:
+def peak_rates(fields: dict, learning_rate: float, batch_sizes: np.ndarray) -> np.ndarray:
     """The rates of batch sizes once warm-up is over."""
     return learning_rate * SCALING[fields["scaling"]](batch_sizes / fields["reference_batch_size"])
 
 
-def _warmup_updates(fields: dict, batch_sizes: Stages, epoch_size: int) -> int:
+def _warmup_updates(fields: dict, batch_sizes: PiecewiseConstant, epoch_size: int) -> int:
     if fields["warmup_updates"] is not None:
         return fields["warmup_updates"]
     if fields["warmup_epochs"] is not None:
@@ -197,35 +187,43 @@ def _warmup_updates(fields: dict, batch_sizes: Stages, epoch_size: int) -> int:
     return int(batch_sizes.updates_to(min(examples, MOST_EXAMPLES))) if examples else 0
 
 
-def _steps(fields: dict, num_updates: int, batch_sizes: Stages, epoch_size: int) -> tuple[Stages, Stages, int]:
+def _steps(
+    fields: dict, num_updates: int, batch_sizes: PiecewiseConstant, epoch_size: int
+) -> tuple[PiecewiseConstant, PiecewiseConstant, int]:
     """Batch sizes and rate factors by stage, and the number of updates."""
     bounds = np.array([0, *fields["decay_steps"], num_updates], np.int64)
     # Python's power: NumPy's last digit is another on another CPU.
     wanted = np.array([fields["decay_factor"] ** step for step in range(len(bounds) - 1)])
     if fields["decay_by"] == "rate":
         starts = bounds[:-1]
-        return batch_sizes, Stages(starts, wanted), num_updates
+        return batch_sizes, PiecewiseConstant(starts, wanted), num_updates
     batch_size = int(batch_sizes.values[0])
     sizes = np.minimum(np.rint(batch_size / wanted), epoch_size).astype(np.int64)
     lengths = np.ceil(np.diff(bounds) * batch_size / sizes).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     # rate / batch, which Smith et al. keep, has to fall by `wanted`.
-    return Stages(starts[:-1], sizes), Stages(starts[:-1], wanted * sizes / batch_size), int(starts[-1])
+    return (
+        PiecewiseConstant(starts[:-1], sizes),
+        PiecewiseConstant(starts[:-1], wanted * sizes / batch_size),
+        int(starts[-1]),
+    )
 
 
 def _explain(fields, learning_rate, batch_sizes, start, warmup, num_updates) -> str:
     rule, reference = fields["scaling"], fields["reference_batch_size"]
-    peaks = _peaks(fields, learning_rate, batch_sizes)
-    text = f"learning rate {_range(peaks)}"
+    peaks = peak_rates(fields, learning_rate, batch_sizes)
+    text = f"learning rate {format_range(peaks)}"
     if rule == "adascale":
         text += f" at batch {reference:,}, times the measured gain of a larger batch (AdaScale)"
     elif rule != "none":
-        ratio = f"{'the root of ' if rule == 'sqrt' else ''}batch {_range(batch_sizes)} / reference {reference:,}"
-        text += f" = {learning_rate:g} x {_range(peaks / learning_rate, '.4g')} ({rule}: {ratio})"
+        ratio = (
+            f"{'the root of ' if rule == 'sqrt' else ''}batch {format_range(batch_sizes)} / reference {reference:,}"
+        )
+        text += f" = {learning_rate:g} x {format_range(peaks / learning_rate, '.4g')} ({rule}: {ratio})"
     unit = "scale-invariant steps" if rule == "adascale" else "updates"
     if warmup:
-        text += f", reached from {_range(np.minimum(start, peaks))} in {warmup:,} {unit}"
-    final = _range(peaks * fields["final_fraction"])
+        text += f", reached from {format_range(np.minimum(start, peaks))} in {warmup:,} {unit}"
+    final = format_range(peaks * fields["final_fraction"])
     after = {
         "constant": f"constant over {num_updates:,} {unit}",
         "linear": f"linear to {final} at {unit[:-1]} {num_updates:,}",
@@ -240,164 +238,8 @@ def _explain(fields, learning_rate, batch_sizes, start, warmup, num_updates) -> 
     return f"{text}, {'then ' if warmup else ''}{after}"
 
 
-def _range(values: np.ndarray, form: str | None = None) -> str:
+def format_range(values: np.ndarray, form: str | None = None) -> str:
     """One value, or the lowest and the highest."""
     form = form or ("," if values.dtype.kind == "i" else "g")
     low, high = values.min(), values.max()
     return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
-
-
-# ---- the command: what a run makes of a trace -----------------------------------------------------------
-
-RULES = ("none", "linear", "sqrt")  # whose rates follow from the batch sizes alone
-SHOWN = 24  # rows of a table
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m largebatch.schedules", description="Checks a batch-size trace.", allow_abbrev=False
-    )
-    parser.add_argument("trace", metavar="TRACE.csv")
-    parser.add_argument("--dataset-size", type=_positive, required=True, help="examples in an epoch, views counted")
-    parser.add_argument("--devices", type=_positive, required=True, help="devices of all hosts")
-    parser.add_argument("--micro-batch-size", type=_positive, default=16, help="default 16")
-    parser.add_argument("--updates", type=_positive, help="of the run; default: as many as the trace has")
-    parser.add_argument("--hold-last", action="store_true", help="the last batch size goes on to the run's end")
-    parser.add_argument("--per-device-batch-size", type=_positive, help="of a trace of available devices")
-    parser.add_argument("--time-per-update", type=_positive_number, default=1.0, help="of such a trace; default 1")
-    parser.add_argument(
-        "--learning-rate", type=_positive_number, default=0.01, help="at the reference batch; default 0.01"
-    )
-    parser.add_argument("--reference-batch-size", type=_positive, default=512, help="default 512")
-    parser.add_argument("--plot", metavar="FILE.png", help="a picture of batch sizes and rates")
-    return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
-    return int(text)
-
-
-def _positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number > 0")
-    return value
-
-
-def check_trace(options: argparse.Namespace) -> None:
-    """Prints what a run makes of a trace.
-
-    Raises:
-      BadSetting: the trace is bad, or ends before the run does.
-    """
-    trace = traces.read(options.trace, options.per_device_batch_size, options.time_per_update, options.dataset_size)
-    updates = options.updates or trace.length
-    if trace.length < updates and not options.hold_last:
-        raise BadSetting(
-            f"batch.trace: {trace.text}, ends with update {trace.length - 1:,}; allowed: up to {updates - 1:,}, "
-            "or --hold-last"
-        )
-    stages = trace.batch_sizes.cut(updates)
-    total = int(stages.sum_before(np.int64(updates)))
-    print(
-        f"{trace.text}: {updates:,} updates, batch {_range(stages.values)}, {total:,} examples, "
-        f"{total / options.dataset_size:,.2f} epochs"
-    )
-    chosen = _spread(stages.starts)
-    header = ["update", "batch", "micro-batches a device", *(f"rate, {rule}" for rule in RULES), "examples before"]
-    display.print_table([*header, "epoch"], [_row(stages, int(update), options) for update in chosen])
-    if len(chosen) < len(stages.starts):
-        print(f"{len(chosen)} of the {len(stages.starts):,} updates at which the batch changes")
-    ends = _epoch_ends(stages, updates, options.dataset_size)
-    if not ends:
-        print("no epoch ends in the run")
-        return
-    before = [0, *(end for end, _ in ends)]
-    rows = [
-        [f"{number}", f"{end - first:,}", f"{end - 1:,}", f"{rest:,}" if rest else "none"]
-        for number, (first, (end, rest)) in enumerate(zip(before, ends, strict=False))
-    ]
-    display.print_table(
-        ["epoch", "updates", "ends in update", "examples of it in the next epoch"],
-        [rows[k] for k in _spread(range(len(rows)))],
-    )
-
-
-def _spread(values) -> np.ndarray:
-    """At most SHOWN of the values, first and last among them."""
-    places = np.linspace(0, len(values) - 1, min(len(values), SHOWN)).astype(int)
-    return np.asarray(values)[places]
-
-
-def _row(stages: Stages, update: int, options) -> list[str]:
-    size, before = int(stages.at(np.int64(update))), int(stages.sum_before(np.int64(update)))
-    shares = {size // options.devices, -(-size // options.devices)}
-    counts = sorted({-(-share // options.micro_batch_size) for share in shares})
-    rates = [f"{_rates(rule, np.float64(size), options):.4g}" for rule in RULES]
-    micro_batches = " or ".join(map(str, counts))
-    return [f"{update}", f"{size}", micro_batches, *rates, f"{before}", f"{before / options.dataset_size:.2f}"]
-
-
-def _rates(rule: str, batch_sizes: np.ndarray, options) -> np.ndarray:
-    fields = {"scaling": rule, "reference_batch_size": options.reference_batch_size}
-    return _peaks(fields, options.learning_rate, batch_sizes)
-
-
-def _epoch_ends(stages: Stages, updates: int, dataset_size: int) -> list[tuple[int, int]]:
-    """Of every epoch that ends: the updates until then, and how many examples of the last belong to the next."""
-    sums = np.arange(1, int(stages.sum_before(np.int64(updates))) // dataset_size + 1) * dataset_size
-    ends = stages.updates_to(sums)
-    return list(zip(ends.tolist(), (stages.sum_before(ends) - sums).tolist(), strict=True))
-
-
-def plot_trace(options: argparse.Namespace) -> None:
-    """Draws batch sizes and rates over updates."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    trace = traces.read(options.trace, options.per_device_batch_size, options.time_per_update)
-    updates = options.updates or trace.length
-    stages = trace.batch_sizes.cut(updates)
-    edges = np.append(stages.starts, updates)
-    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 5), layout="constrained", dpi=150)
-    above.stairs(stages.values, edges, color="#0072b2", lw=1.4)
-    above.set_ylabel("batch size")
-    above.set_ylim(bottom=0)
-    for rule, colour in zip(RULES, ("#6b6f76", "#d55e00", "#009e73"), strict=True):
-        below.stairs(_rates(rule, stages.values.astype(float), options), edges, label=rule, color=colour, lw=1.4)
-    below.set_ylabel("learning rate")
-    below.set_xlabel("update")
-    below.set_ylim(bottom=0)
-    below.legend(frameon=False, ncols=len(RULES), loc="lower left", bbox_to_anchor=(0, 1))
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-    above.set_title(Path(options.trace).name, loc="left", weight="bold")
-    try:
-        figure.savefig(options.plot)
-    except (OSError, ValueError) as error:  # ValueError: the name's end is no kind of picture
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--plot: cannot write {options.plot} ({reason})") from error
-
-
-def main(argv: list[str]) -> int:
-    """Checks a trace; returns the exit code."""
-    options = _parse(argv)
-    try:
-        check_trace(options)
-        if options.plot:
-            plot_trace(options)
-    except UserError as error:
-        print(f"schedules: error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.data import untrusted
+from largebatch import untrusted
 from largebatch.errors import BadSetting
+from largebatch.optim.piecewise import PiecewiseConstant
 
 STEP_COLUMNS = ("step", "update", "iteration")
 BATCH_COLUMNS = ("batchsize", "batch")
@@ -29,49 +30,10 @@ LARGEST = 2**31 - 1
 DEVICE_WORDS = ("gpu", "tpu", "core", "device", "worker", "node", "instance", "machine")
 
 
-class Stages(NamedTuple):
-    """A value that holds from one update to another: int64 first updates (ascending from 0), and the values."""
-
-    starts: np.ndarray
-    values: np.ndarray
-
-    @classmethod
-    def constant(cls, value) -> "Stages":
-        """One value for ever."""
-        return cls(np.zeros(1, np.int64), np.array([value]))
-
-    def at(self, updates: np.ndarray) -> np.ndarray:
-        """The values at `updates`; the last one holds for ever."""
-        return self.values[np.searchsorted(self.starts, updates, side="right") - 1]
-
-    def start_of(self, updates: np.ndarray) -> np.ndarray:
-        """The first update of the stage that each of `updates` is in, int64."""
-        return self.starts[np.searchsorted(self.starts, updates, side="right") - 1]
-
-    def sum_before(self, updates: np.ndarray) -> np.ndarray:
-        """Sum of the values of all updates before `updates`, int64, in closed form."""
-        stage = np.searchsorted(self.starts, updates, side="right") - 1
-        return self._before()[stage] + (updates - self.starts[stage]) * self.values[stage]
-
-    def updates_to(self, total: np.ndarray) -> np.ndarray:
-        """How many updates it takes to reach the sum `total`, which is above 0; int64."""
-        before = self._before()
-        stage = np.searchsorted(before, total, side="left") - 1
-        return (self.starts[stage] + -(-(total - before[stage]) // self.values[stage])).astype(np.int64)
-
-    def cut(self, length: int) -> "Stages":
-        """Of the first `length` updates."""
-        count = np.searchsorted(self.starts, length)
-        return Stages(self.starts[:count], self.values[:count])
-
-    def _before(self) -> np.ndarray:
-        return np.concatenate([[0], np.cumsum(np.diff(self.starts) * self.values[:-1])])
-
-
 class Trace(NamedTuple):
     """Batch sizes of the updates before `length`; `text` says where they come from."""
 
-    batch_sizes: Stages
+    batch_sizes: PiecewiseConstant
     length: int
     text: str
 
@@ -309,7 +271,7 @@ def _availability_trace(
     return Trace(_stages(starts, sizes), length, text)
 
 
-def _stages(starts: np.ndarray, values: np.ndarray) -> Stages:
+def _stages(starts: np.ndarray, values: np.ndarray) -> PiecewiseConstant:
     """Without the stages that change nothing."""
     changes = np.append(True, values[1:] != values[:-1])
-    return Stages(starts[changes].astype(np.int64), values[changes].astype(np.int64))
+    return PiecewiseConstant(starts[changes].astype(np.int64), values[changes].astype(np.int64))

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.data import images, untrusted
+from largebatch import untrusted
+from largebatch.data import images
 from largebatch.runs.reader import Run, lies_in
 
 MAX_PIXELS = 96  # of an example, on its longer side

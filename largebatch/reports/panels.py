@@ -14,7 +14,7 @@ import numpy as np
 
 from largebatch.reports import studies
 from largebatch.reports.labels import RATE, plain, rounded, sortable, value_label, values_label
-from largebatch.runs import reader as runs
+from largebatch.runs import reader
 from largebatch.runs.reader import Run, Study, number
 from largebatch.studies import analysis
 
@@ -64,7 +64,7 @@ def group_study(study: Study) -> Group:
     several = len({seed_of(run) for run in study.runs}) > 1
     labels = []
     for run in study.runs:
-        words = [value_label(*item) for item in runs.setting_of(run, study.fields).items()]
+        words = [value_label(*item) for item in reader.setting_of(run, study.fields).items()]
         if several and run.trial:
             words.append(f"seed {seed_of(run)}")
         labels.append(" · ".join([run.path.name, *words]))
@@ -114,7 +114,7 @@ def describe(group: Group) -> dict:
 def colour_keys(group: Group) -> tuple[list, str]:
     """What tells runs apart by colour, per run, and its name: themselves or settings where few, else a field."""
     optimizers = [
-        plain(run.field(analysis.OPTIMIZER) or runs.setting_of(run, ()).get(analysis.OPTIMIZER))
+        plain(run.field(analysis.OPTIMIZER) or reader.setting_of(run, ()).get(analysis.OPTIMIZER))
         for run in group.runs
     ]
     if group.study is None and len(group.runs) <= 6:
@@ -122,7 +122,7 @@ def colour_keys(group: Group) -> tuple[list, str]:
     if len(set(optimizers)) > 1:
         return optimizers, "optimizer"
     if group.study:
-        settings = [values_label(runs.setting_of(run, group.study.fields)) for run in group.runs]
+        settings = [values_label(reader.setting_of(run, group.study.fields)) for run in group.runs]
         if 2 <= len(set(settings)) <= MAX_COLOURS:
             return settings, "setting"
     for name, values in (

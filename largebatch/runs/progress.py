@@ -11,9 +11,11 @@ import numpy as np
 
 from largebatch.config import fields
 from largebatch.errors import UserError
-from largebatch.hosts import devices, preemption
+from largebatch.hosts import collectives, preemption, replicas
+from largebatch.hosts.clock import Clock
 from largebatch.runs import checkpoints
-from largebatch.runs import folder as metrics
+from largebatch.runs.folder import RunFolder, jsonable
+from largebatch.runs.summary import empty_summary
 
 log = logging.getLogger("largebatch")
 
@@ -29,18 +31,18 @@ class Pruned(Exception):
     """A sweep ended the run early, for others do better."""
 
 
-def open_run(plain: dict, workdir: str) -> tuple[metrics.RunFolder, dict | None]:
+def open_run(plain: dict, workdir: str) -> tuple[RunFolder, dict | None]:
     """The run folder; with its summary where it holds an ended run. The same answer on every host.
 
     Raises:
       UserError: the folder cannot be written, is in use, or holds a run of another config.
     """
-    run = metrics.RunFolder(workdir, tensorboard=plain["log"]["tensorboard"])
-    summary = devices.agreed(lambda: _look_at_folder(run, plain), devices.is_primary())
-    return run, devices.json_from_primary(summary)
+    run = RunFolder(workdir, tensorboard=plain["log"]["tensorboard"])
+    summary = collectives.agreed(lambda: _look_at_folder(run, plain), collectives.is_primary())
+    return run, collectives.json_from_primary(summary)
 
 
-def _look_at_folder(run: metrics.RunFolder, plain: dict) -> dict | None:
+def _look_at_folder(run: RunFolder, plain: dict) -> dict | None:
     theirs, summary = run.read("config.json"), run.read("summary.json")
     if theirs:
         changed = fields.differences(fields.identity(plain), fields.identity(theirs), ("here", "there"))
@@ -70,9 +72,9 @@ class Progress:
 
     def __init__(
         self,
-        run: metrics.RunFolder,
+        run: RunFolder,
         trainer,
-        clock: metrics.Clock,
+        clock: Clock,
         summary: dict,
         config: dict,
         data: dict,
@@ -106,7 +108,7 @@ class Progress:
             return found and (self._for_these_devices(found[0]), found[1])
 
         with self._clock.measure("checkpoint"):
-            found = self._from_primary(devices.agreed(restore, devices.is_primary()))
+            found = self._from_primary(collectives.agreed(restore, collectives.is_primary()))
             init_from = self._config["train"]["init_from"]
             if not found and init_from:
                 self._start_from(Path(init_from).expanduser())
@@ -115,7 +117,7 @@ class Progress:
             self._take_up(snapshot, description)
             self._clock.add(description["clock"])
         self._say_what_happened(description)
-        devices.agreed(self._note_start, devices.is_primary())
+        collectives.agreed(self._note_start, collectives.is_primary())
         if not description:
             self.save(at_boundary=True)
 
@@ -146,7 +148,7 @@ class Progress:
             except UserError as error:
                 raise UserError(f"train.init_from: {error}") from error
 
-        found = devices.from_primary(devices.agreed(read, devices.is_primary()) or like)
+        found = collectives.from_primary(collectives.agreed(read, collectives.is_primary()) or like)
         # The averages that come along are whole: the first update must not take their place.
         whole = np.full_like(state.averaged, WHOLE_AVERAGE)
         new = {**found, "ema": None if state.ema is None else found, "averaged": whole}
@@ -160,10 +162,10 @@ class Progress:
 
     def _from_primary(self, found: tuple | None) -> tuple | None:
         """Host 0's snapshot and description, on every host."""
-        description = devices.json_from_primary(found and found[1])
+        description = collectives.json_from_primary(found and found[1])
         if description is None:
             return None
-        return devices.from_primary(found[0] if found else self._like), description
+        return collectives.from_primary(found[0] if found else self._like), description
 
     def _refuse_other_data(self, theirs: dict) -> None:
         """Raises UserError where training would go on with other examples than those of the checkpoint."""
@@ -185,12 +187,12 @@ class Progress:
         if description.get("batch_sizes"):
             self._reschedule(*(np.array(part, np.int64) for part in description["batch_sizes"]))
         self._trainer.restore(snapshot)
-        self.summary |= {k: v for k, v in description["summary"].items() if k in metrics.empty_summary()}
+        self.summary |= {k: v for k, v in description["summary"].items() if k in empty_summary()}
         self.before, self._boundary = description["before"], description["boundary"]
         self._saved_step = self._trainer.step
 
     def _say_what_happened(self, description: dict | None) -> None:
-        last = self._run.last_event() if devices.is_primary() else None
+        last = self._run.last_event() if collectives.is_primary() else None
         if last is None:
             return
         if last.get("event") in ENDS:
@@ -221,7 +223,7 @@ class Progress:
     def _layout(self) -> dict:
         """What must be the same for bitwise the same results, beside the code."""
         return {
-            "devices": devices.count(self._trainer.state),
+            "devices": replicas.count(self._trainer.state),
             "hosts": jax.process_count(),
             "platform": jax.devices()[0].device_kind,
         }
@@ -241,14 +243,14 @@ class Progress:
         self._saved_step, self._saved_time = self._trainer.step, time.monotonic()
         with self._clock.measure("checkpoint"):
             snapshot = self._trainer.snapshot()  # replicas are averaged for it, on all hosts
-            devices.agreed(lambda: self._save(snapshot), devices.is_primary())
+            collectives.agreed(lambda: self._save(snapshot), collectives.is_primary())
 
     def _save(self, snapshot: dict) -> None:
         description = {
             "config": self._config,
             "data": self._data,
             "layout": self._layout(),
-            "summary": metrics.jsonable(self.summary),
+            "summary": jsonable(self.summary),
             "clock": self._clock.saved(),
             "before": self.before,
             "boundary": self._boundary,
@@ -270,9 +272,9 @@ class Progress:
         except UserError as raised:
             error = raised
         # Nobody comes late to this collective, which costs less than a meeting.
-        due, failed = devices.from_primary(np.array([due, error is not None], np.int32))
+        due, failed = collectives.from_primary(np.array([due, error is not None], np.int32))
         if failed:
-            devices.share_error(error)
+            collectives.share_error(error)
         if due:
             self.save(at_boundary=False)
 
@@ -305,7 +307,7 @@ class Progress:
             self._run.start_rows(found[1]["rows"])
             return found
 
-        snapshot, description = self._from_primary(devices.agreed(restore, devices.is_primary()))
+        snapshot, description = self._from_primary(collectives.agreed(restore, collectives.is_primary()))
         since = len(rollbacks) + 1 - len(description["summary"]["rollbacks"])
         state = snapshot["state"]
         scale = np.float32(state.learning_rate_scale)
@@ -322,7 +324,7 @@ class Progress:
         self._saved_step = None
         log.warning("%s; rolled back to update %d, learning rate x %g", reason, self._boundary, scale)
         last = self.summary["rollbacks"][-1]
-        devices.agreed(lambda: self._run.log_event("rollback", **last), devices.is_primary())
+        collectives.agreed(lambda: self._run.log_event("rollback", **last), collectives.is_primary())
 
     # ---- end ------------------------------------------------------------------------------------
 
@@ -331,7 +333,7 @@ class Progress:
         """Writes summary.json and the last event, however the block ends; saves first if it was stopped."""
         self.summary["status"], reason = "failed", None
         try:
-            with devices.named_collective_errors():
+            with collectives.named_collective_errors():
                 yield
                 self._finish_saving()
             self.summary["status"] = "done"
@@ -362,7 +364,7 @@ class Progress:
             self._checkpoints.wait()
         except UserError as raised:
             error = raised
-        devices.share_error(error)
+        collectives.share_error(error)
 
     def _end(self, reason: str | None) -> None:
         def note():
@@ -371,8 +373,8 @@ class Progress:
 
         try:
             if self.summary["status"] != "failed":
-                devices.agreed(note, devices.is_primary())
-            elif devices.is_primary():  # the others may not come here
+                collectives.agreed(note, collectives.is_primary())
+            elif collectives.is_primary():  # the others may not come here
                 # The failure itself (a full disk?) is what the user has to know.
                 with contextlib.suppress(UserError):
                     note()

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from largebatch.hosts import devices
+from largebatch.hosts import replicas
 
 PREDICTIONS = ("predict", "predict_views")  # the programs of a run that predict
 
@@ -33,7 +33,7 @@ class Pack:
         self._inner_loop, self._predictions = inner_loop, predictions
         self._train, self._val_images = train, val_images
         # What fills the places of devices without a run, and of runs that have ended.
-        self._states = devices.shards_of(devices.replicate(state))
+        self._states = replicas.shards_of(replicas.replicate(state))
         self._plan, self._here = plan, set(range(num_runs))
         self._asked: dict[int, tuple[str, tuple]] = {}
         self._answers: dict[int, Any] = {}
@@ -105,9 +105,9 @@ class Pack:
         plans = [calls[run][1] if run in calls else self._plan for run in places]
         updates = np.array([calls[run][2] if run in calls else 0 for run in places], np.int32)
         plan = jax.tree.map(lambda *rows: np.stack(rows), *plans)
-        state, values = self._inner_loop(devices.stack(states), self._train, plan, updates)
+        state, values = self._inner_loop(replicas.stack(states), self._train, plan, updates)
         values = {name: np.asarray(rows) for name, rows in values.items()}
-        states = devices.shards_of(state)
+        states = replicas.shards_of(state)
         for run in places:
             if run not in calls:
                 self._states[run] = states[run]  # its old one was donated
@@ -116,7 +116,7 @@ class Pack:
     def _run_predictions(self, name: str, calls: dict) -> dict:
         places = range(len(self._states))
         variables = [calls[run][0] if run in calls else self._states[run].variables for run in places]
-        logits = np.asarray(self._predictions[name](devices.stack(variables), self._val_images))
+        logits = np.asarray(self._predictions[name](replicas.stack(variables), self._val_images))
         return {run: logits[run][None] for run in calls}
 
 
@@ -130,7 +130,7 @@ class Slot:
     def data(self, config):
         """The cache, and what of the data is on this device."""
         cache, placed = self._shared.data(config)
-        train, val_images = (devices.shards_of(tree)[self._run] for tree in (placed.train, placed.val_images))
+        train, val_images = (replicas.shards_of(tree)[self._run] for tree in (placed.train, placed.val_images))
         return cache, placed._replace(train=train, val_images=val_images)
 
     def programs(self, config):

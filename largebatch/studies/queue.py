@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 from largebatch.config import fields
 from largebatch.errors import UserError
 from largebatch.hosts import preemption
-from largebatch.studies import space as search
+from largebatch.studies import search
 
 log = logging.getLogger("largebatch")
 

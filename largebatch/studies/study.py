@@ -9,13 +9,16 @@ import sqlalchemy
 from ml_collections import config_dict
 
 from largebatch.config import fields
-from largebatch.config import rules as configs
+from largebatch.config.rules import Networks, nearest_field, rules
+from largebatch.config.validate import validate
 from largebatch.data import batching
 from largebatch.errors import BadSetting, UserError
-from largebatch.runs import reader as runs
-from largebatch.studies import space as search
+from largebatch.runs import reader
+from largebatch.studies import search
 
 log = logging.getLogger("largebatch")
+
+ROOT = Path(__file__).resolve().parents[2]  # of this project
 
 OBJECTIVES = {
     "best_val_accuracy": "maximize",
@@ -37,7 +40,7 @@ class Study(NamedTuple):
     pruner: str
     objective: str
     derive: Any
-    networks: configs.Networks
+    networks: Networks
 
     def config_of(self, values: dict, seed: int) -> config_dict.ConfigDict:
         """The config of one run.
@@ -53,7 +56,7 @@ class Study(NamedTuple):
                     (config[group] if group else config)[name] = value
                 config.seed = self.config.seed + seed
                 self.derive(config)
-            configs.validate(config, self.networks)
+            validate(config, self.networks)
         except Exception as error:  # `derive` is a user's
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             raise BadSetting(f"--space: {values}: {kind}{' '.join(str(error).split())}") from error
@@ -68,7 +71,7 @@ def read(
     there: dict,
     *,
     space_given: bool,
-    networks: configs.Networks,
+    networks: Networks,
 ):
     """The study in folder `path` that `config` and the options in `chosen` ask for, and its study.json.
 
@@ -132,13 +135,11 @@ def take_over(config: config_dict.ConfigDict, recorded: dict, path: Path) -> Non
     after = fields.flatten(config.to_dict())
     for field in fields.PATHS:
         value = after[field]
-        if isinstance(value, str) and value != before[field] and not runs.lies_in(value, path):
+        if isinstance(value, str) and value != before[field] and not reader.lies_in(value, path):
             log.warning("uses %s %s, which %s names", field, value, path)
 
 
-def read_space_file(
-    path: Path, file: Path, there: dict, networks: configs.Networks, *, given: bool
-) -> search.SpaceFile:
+def read_space_file(path: Path, file: Path, there: dict, networks: Networks, *, given: bool) -> search.SpaceFile:
     """Runs the space file of the study in folder `path`.
 
     One that only the study.json `there` names is run if it is the user's own, and what the study was started with:
@@ -147,20 +148,20 @@ def read_space_file(
     Raises:
       UserError: it is not run, or see `search.read_space`.
     """
-    rules = configs.rules(networks)
+    allowed = rules(networks)
     if given:
-        return search.read_space(file, rules, configs.nearest_field)
+        return search.read_space(file, allowed, nearest_field)
     why = None
-    if not any(runs.lies_in(file, folder) for folder in (configs.ROOT, Path.cwd())):
+    if not any(reader.lies_in(file, folder) for folder in (ROOT, Path.cwd())):
         why = "lies outside this project and the current folder"
-    elif runs.lies_in(file, path):
+    elif reader.lies_in(file, path):
         why = "lies in that folder itself"
     elif not isinstance(there.get("space_sha256"), str):
         why = "was recorded without a SHA-256"
     if why:
         raise UserError(f"--study: {path} names the space file {file}, which {why}; give --space FILE to run it")
     log.warning("runs the space file %s, which %s names", file, path)
-    return search.read_space(file, rules, configs.nearest_field, there["space_sha256"])
+    return search.read_space(file, allowed, nearest_field, there["space_sha256"])
 
 
 def is_file_in(url: str, folder: Path) -> bool:
@@ -168,7 +169,7 @@ def is_file_in(url: str, folder: Path) -> bool:
     parts = sqlalchemy.engine.make_url(url)
     if parts.get_backend_name() != "sqlite" or not parts.database or parts.query:  # which may name another file
         return False
-    return runs.lies_in(parts.database, folder)
+    return reader.lies_in(parts.database, folder)
 
 
 def number_of_settings(space: search.Space, includes, chosen: dict, config) -> int:

@@ -18,12 +18,12 @@ import train
 from experiment import Shared, bytes_beside_images, plan_length
 from largebatch.data import batching
 from largebatch.errors import UserError
-from largebatch.hosts import devices
+from largebatch.hosts import collectives, memory, replicas
+from largebatch.hosts.clock import Clock
 from largebatch.optim import optimizers
 from largebatch.runs import checkpoints
-from largebatch.runs import folder as metrics
-from largebatch.training import step as steps
 from largebatch.training.state import TrainState, create_state
+from largebatch.training.step import Batch, Plan, Step, make_inner_loop
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 BUDGET_SEC = 40.0  # after which no further micro-batch size is tried
@@ -51,12 +51,12 @@ def examine(config) -> list[Finding]:
     Raises:
       UserError: the config or the data cannot be used at all.
     """
-    started, clock = time.perf_counter(), metrics.Clock()
+    started, clock = time.perf_counter(), Clock()
     sync, config = config.sync, config.copy_and_resolve_references()
     config.model.zero_head = False  # before it the first gradient would be zero, which says nothing
     config.sync.mode, config.sync.start_step = "every_step", 0  # looks at updates that all devices do together
     job, state = train.prepare(config, clock, Shared())
-    start = devices.first_replica(state)
+    start = replicas.first_replica(state)
     gradient = mean_gradient(job, start)
     findings = [check_gradient(job, start, gradient), check_update(job, config, start)]
     if config.optimizer.name == "lamb" and gradient is not None:
@@ -75,10 +75,10 @@ def examine(config) -> list[Finding]:
 # ---- gradients ------------------------------------------------------------------------------------
 
 
-def _plan(job: train.Job, batch_size: int, learning_rate: float = 0.0, length: int = 1) -> steps.Plan:
+def _plan(job: train.Job, batch_size: int, learning_rate: float = 0.0, length: int = 1) -> Plan:
     starts = np.arange(length, dtype=np.int64) * batch_size
     place = batching.epoch_and_offset(job.placed.deal, starts)
-    return steps.Plan(*place, np.full(length, batch_size, np.int32), np.full(length, learning_rate, np.float32))
+    return Plan(*place, np.full(length, batch_size, np.int32), np.full(length, learning_rate, np.float32))
 
 
 def even_share(job: train.Job) -> int:
@@ -100,15 +100,15 @@ def mean_gradient(job: train.Job, start: TrainState):
         return None
 
     def gradient(state, data):
-        device = lax.axis_index(devices.AXIS)
+        device = lax.axis_index(replicas.AXIS)
         share = batching.device_share(deal, device, 0, 0, size * deal.num_devices)
         examples, visits, _ = batching.micro_batch(deal, device, share, 0, 1, size, jnp.uint32(0))
-        batch = steps.Batch(*job.programs.read(data, examples, visits), jnp.ones(size))
+        batch = Batch(*job.programs.read(data, examples, visits), jnp.ones(size))
         grads, _ = jax.grad(job.programs.loss_fn, has_aux=True)(state.params, state.model_state, batch)
-        return lax.pmean(jax.tree.map(lambda g: g / size, grads), devices.AXIS)
+        return lax.pmean(jax.tree.map(lambda g: g / size, grads), replicas.AXIS)
 
-    run = jax.pmap(gradient, devices.AXIS, in_axes=(0, 0), out_axes=None)
-    return jax.tree.map(np.asarray, run(devices.replicate(start), job.placed.train))
+    run = jax.pmap(gradient, replicas.AXIS, in_axes=(0, 0), out_axes=None)
+    return jax.tree.map(np.asarray, run(replicas.replicate(start), job.placed.train))
 
 
 def _norm(tree) -> float:
@@ -125,11 +125,11 @@ def check_gradient(job: train.Job, start: TrainState, expected) -> Finding:
     # Plain SGD at rate 1: the update is the gradient.
     optimizer = optimizers.create_optimizer("sgd", optimizers.Numbers(momentum=0.0))
     programs = job.programs
-    loop = steps.make_inner_loop(steps.Step(programs.loss_fn, optimizer, programs.read, job.placed.deal, size))
-    state = devices.replicate(create_state(start.params, optimizer, 0, start.model_state))
+    loop = make_inner_loop(Step(programs.loss_fn, optimizer, programs.read, job.placed.deal, size))
+    state = replicas.replicate(create_state(start.params, optimizer, 0, start.model_state))
     plan = _plan(job, size * job.placed.deal.num_devices, learning_rate=1.0)
     state, _ = loop(state, job.placed.train, plan, np.int32(1))
-    found = jax.tree.map(np.subtract, start.params, devices.first_replica(state.params))
+    found = jax.tree.map(np.subtract, start.params, replicas.first_replica(state.params))
     ratio = _norm(found) / _norm(expected)
     error = _norm(jax.tree.map(np.subtract, found, expected)) / _norm(expected)
     text = f"reduced gradient is {ratio:.3f} x the mean over {job.placed.deal.num_devices} devices"
@@ -138,7 +138,7 @@ def check_gradient(job: train.Job, start: TrainState, expected) -> Finding:
             FAIL, name, f"{text}, off by {error:.2g}", "a sum taken for a mean? see step.make_inner_loop"
         )
     try:
-        devices.check_replicas(state, "states")
+        replicas.check_replicas(state, "states")
     except RuntimeError as trouble:
         return Finding(FAIL, name, str(trouble), "a device computes wrongly: run without it")
     return Finding(OK, name, f"{text} (difference {error:.1g}), replicas are equal")
@@ -157,10 +157,10 @@ def check_update(job: train.Job, config, start: TrainState) -> Finding:
     rate = float(job.schedule.rates(np.arange(job.schedule.num_updates)).max())
     batch_size = min(job.schedule.max_batch_size, job.micro_batch_size * job.placed.deal.num_devices * 4)
     plan = _plan(job, batch_size, rate, plan_length(config))  # as long as it was compiled for
-    state = devices.replicate(start)
+    state = replicas.replicate(start)
     for _ in range(2 if config.optimizer.name == "soap" else 1):  # whose first one only looks at the gradient
         state, _ = job.programs.inner_loop(state, job.placed.train, plan, np.int32(1))
-    moved = jax.tree.map(np.subtract, devices.first_replica(state.params), start.params)
+    moved = jax.tree.map(np.subtract, replicas.first_replica(state.params), start.params)
     moved, kernels = checkpoints.named_leaves(moved), _kernels(start.params)
     ratios = {name: _norm(moved[name]) / _norm(kernels[name]) for name in kernels if np.any(kernels[name])}
     return _judge_updates(ratios, rate)
@@ -232,13 +232,11 @@ def time_micro_batches(job: train.Job, config, start: TrainState, started: float
     for size in (own // 2, own * 2):
         # On a pod a host that runs out of memory alone would leave the others in a collective.
         if 1 <= size <= share and jax.process_count() == 1:
-            loops[size] = steps.make_inner_loop(
-                steps.Step(programs.loss_fn, programs.optimizer, programs.read, deal, size)
-            )
-    states = {size: devices.replicate(start) for size in loops}
+            loops[size] = make_inner_loop(Step(programs.loss_fn, programs.optimizer, programs.read, deal, size))
+    states = {size: replicas.replicate(start) for size in loops}
     for repeat in range(1 + TIMED_REPEATS):
         for size, loop in loops.items():
-            late = bool(devices.from_primary(np.int32(time.perf_counter() - started > BUDGET_SEC)))
+            late = bool(collectives.from_primary(np.int32(time.perf_counter() - started > BUDGET_SEC)))
             if isinstance(found.get(size), str) or (late and size not in found and size != own):
                 continue
             begin = time.perf_counter()
@@ -255,7 +253,7 @@ def time_micro_batches(job: train.Job, config, start: TrainState, started: float
                 found[size] = np.inf  # that was the compilation
                 if size == own:
                     num_rounds = int(np.clip(TIMED_SEC / seconds, 1, config.train.inner_steps))
-                    num_rounds = int(devices.from_primary(np.int32(num_rounds)))
+                    num_rounds = int(collectives.from_primary(np.int32(num_rounds)))
     return found
 
 
@@ -281,7 +279,7 @@ def check_memory(job: train.Job, state) -> Finding:
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     images = augment.bytes_per_device(job.cache, jax.device_count())
     beside = bytes_beside_images(job.programs.network, one, job.cache.image_shape, job.micro_batch_size)
-    total, free = sum((images | beside).values()), devices.available_bytes()
+    total, free = sum((images | beside).values()), memory.available_bytes()
     text = f"{total / 1e6:,.0f} MB a device, {sum(images.values()) / 1e6:,.0f} MB of it images"
     if free is None:
         return Finding(WARN, "memory", text, "this platform does not tell how much there is")
@@ -335,7 +333,7 @@ def main(config) -> int:
     """Prints the findings; returns the exit code, 1 if any is a fail."""
     begin = time.perf_counter()
     findings = examine(config)
-    if devices.is_primary():
+    if collectives.is_primary():
         out = console.Console(highlight=False, width=None if console.Console().is_terminal else 200)
         rows = table.Table(box=box.SIMPLE, show_header=False)
         colours = {OK: "green", WARN: "yellow", FAIL: "red"}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from largebatch.hosts.devices import AXIS
+from largebatch.hosts.replicas import AXIS
 
 
 class Scores(NamedTuple):

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from largebatch.data import batching
-from largebatch.hosts.devices import AXIS
+from largebatch.hosts.replicas import AXIS
 from largebatch.training.state import LocalState, TrainState
 from largebatch.training.step import Step, empty_metrics, sum_over_devices, write_at
 

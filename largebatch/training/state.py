@@ -8,13 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-
-class Noise(NamedTuple):
-    """Moving averages over `count` (int32) updates, float32; see noise_scale.py."""
-
-    variance: jax.Array
-    signal: jax.Array
-    count: jax.Array
+from largebatch.optim.noise_scale import Noise
 
 
 class LocalState(NamedTuple):
@@ -96,16 +90,6 @@ def create_state(
         progress=number,
         local=LocalState(params, still, number, count, number) if local else None,
     )
-
-
-def smooth(old, new, decay: float, count):
-    """A moving average that holds `count` values and gets another: decay * old + (1 - decay) * new.
-
-    At first it is the mean of all so far, so that it never remembers where it started. Of parameters: Polyak and
-    Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging", with the last ones weighing more.
-    """
-    decay = jnp.minimum(decay, count / (count + 1.0)).astype(jnp.float32)
-    return jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, old, new)
 
 
 def count_params(params) -> int:

@@ -17,9 +17,9 @@ from jax import flatten_util, lax
 
 from largebatch.data import batching
 from largebatch.data.batching import Deal
-from largebatch.hosts.devices import AXIS
+from largebatch.hosts.replicas import AXIS
 from largebatch.optim import noise_scale, optimizers
-from largebatch.training.state import smooth
+from largebatch.optim.averaging import smooth
 
 
 class Batch(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from largebatch.hosts import devices, preemption
+from largebatch.hosts import collectives, preemption, replicas
+from largebatch.hosts.clock import Clock
 from largebatch.optim.schedules import Schedule
-from largebatch.runs import folder as metrics
 from largebatch.training.state import TrainState
 from largebatch.training.step import Plan
 
@@ -67,7 +67,7 @@ class Trainer:
         data: Any,
         schedule: Schedule,
         plan_of: Callable[[Schedule, int], Plan],
-        clock: metrics.Clock,
+        clock: Clock,
         *,
         inner_steps: int,
         max_nonfinite: int,
@@ -113,18 +113,18 @@ class Trainer:
 
         Of devices that may take local steps it has every replica, beside their mean, which is what others read.
         """
-        snapshot = {"state": devices.first_replica(self.mean_state()), "updates": self.values}
+        snapshot = {"state": replicas.first_replica(self.mean_state()), "updates": self.values}
         if self._loops.local_loop:
-            snapshot["replicas"] = devices.all_replicas(self.state)
+            snapshot["replicas"] = replicas.all_replicas(self.state)
         return snapshot
 
     def restore(self, snapshot: dict) -> None:
         """Goes on from a `snapshot`."""
-        on, state = devices.local_devices_of(self.state), snapshot["state"]
+        on, state = replicas.local_devices_of(self.state), snapshot["state"]
         if "replicas" in snapshot:
-            self.state = devices.spread(snapshot["replicas"], on)
+            self.state = replicas.spread(snapshot["replicas"], on)
         else:
-            self.state = devices.replicate(state, on)
+            self.state = replicas.replicate(state, on)
         self.values = {name: np.array(values) for name, values in snapshot["updates"].items()}
         self.step, self._progress = int(state.step), float(state.progress)
         self.learning_rate_scale = float(state.learning_rate_scale)
@@ -181,7 +181,7 @@ class Trainer:
             self.state, values = loop(self.state, self._data, plan, np.int32(count))
             jax.block_until_ready((self.state, values))
         if self.schedule.scale_invariant:  # which may have come to its end before
-            state = devices.first_replica((self.state.step, self.state.progress))
+            state = replicas.first_replica((self.state.step, self.state.progress))
             count, self._progress = int(state[0]) - self.step, float(state[1])
         values = {name: np.asarray(value) for name, value in values.items()}
         too_many = np.flatnonzero(values["nonfinite"][:count] > self._max_nonfinite)
@@ -210,4 +210,4 @@ class Trainer:
         if not self._profile_dir or not self._calls:
             return contextlib.nullcontext()
         folder, self._profile_dir = self._profile_dir, None
-        return jax.profiler.trace(folder) if devices.is_primary() else contextlib.nullcontext()
+        return jax.profiler.trace(folder) if collectives.is_primary() else contextlib.nullcontext()

@@ -8,11 +8,14 @@ import jax
 import pytest
 from conftest import ROOT, assert_one_line_error, run_script
 
-import model
+import model as models
 from configs import default
+from largebatch import cli
 from largebatch.config import fields
-from largebatch.config import rules as configs
+from largebatch.config.rules import RULES
+from largebatch.config.validate import validate
 from largebatch.errors import UserError
+from largebatch.optim.batch_sizes import resolve_batch_size
 
 BAD_FIELDS = {
     "dataset.source": "disk",
@@ -36,14 +39,14 @@ BAD_FIELDS = {
 
 
 def test_the_default_is_allowed_and_every_field_has_a_rule():
-    configs.validate(default.get_config(), model.OPTIONS)
-    assert set(fields.flatten(default.get_config().to_dict())) == set(configs.RULES)
+    validate(default.get_config(), models.OPTIONS)
+    assert set(fields.flatten(default.get_config().to_dict())) == set(RULES)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_every_config_file_is_allowed_and_documents_its_command(path):
     module = importlib.import_module(f"configs.{path.stem}")
-    configs.validate(module.get_config(), model.OPTIONS)
+    validate(module.get_config(), models.OPTIONS)
     assert "python train.py" in module.__doc__
     assert "Expected" in module.__doc__
 
@@ -54,8 +57,8 @@ def test_a_bad_value_is_named_with_what_is_allowed(field):
     with c.ignore_type():
         c.update_from_flattened_dict({field: BAD_FIELDS[field]})
     with pytest.raises(UserError) as error:
-        configs.validate(c, model.OPTIONS)
-    assert str(error.value).startswith(f"{field}: {BAD_FIELDS[field]!r}; allowed: {configs.RULES[field][1]}")
+        validate(c, models.OPTIONS)
+    assert str(error.value).startswith(f"{field}: {BAD_FIELDS[field]!r}; allowed: {RULES[field][1]}")
 
 
 @pytest.mark.parametrize(
@@ -77,14 +80,14 @@ def test_a_number_that_float32_rounds_to_a_limit_is_refused(field, value):
     with c.ignore_type():
         c.update_from_flattened_dict({field: value})
     with pytest.raises(UserError, match=rf"^{re.escape(field)}: .*; allowed: a number .* in float32"):
-        configs.validate(c, model.OPTIONS)
+        validate(c, models.OPTIONS)
 
 
 def test_the_numbers_next_to_a_limit_are_allowed():
     c = default.get_config()
     c.optimizer.b2, c.train.rollback_factor, c.optimizer.learning_rate = 0.9999999, 0.9999999, 1e-37
     c.optimizer.weight_decay, c.train.target_accuracy = 0.0, 1.0
-    configs.validate(c, model.OPTIONS)
+    validate(c, models.OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +97,10 @@ def test_updates_that_the_training_state_cannot_count_are_refused(fields, limit)
     c = default.get_config()
     c.update_from_flattened_dict(fields)
     c.train.inner_steps, c.train.outer_steps = 1, limit
-    configs.validate(c, model.OPTIONS)
+    validate(c, models.OPTIONS)
     c.train.outer_steps = limit + 1
     with pytest.raises(UserError, match=f"outer_steps: {limit + 1}; allowed: up to {limit}"):
-        configs.validate(c, model.OPTIONS)
+        validate(c, models.OPTIONS)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "many", None])
@@ -105,7 +108,7 @@ def test_a_batch_size_is_an_integer_or_full(value):
     c = default.get_config()
     c.batch.size = value
     with pytest.raises(UserError, match=r"batch.size: .*an integer >= 1, or 'full'"):
-        configs.validate(c, model.OPTIONS)
+        validate(c, models.OPTIONS)
 
 
 def test_a_network_that_there_is_not_is_named_with_those_there_are():
@@ -114,14 +117,14 @@ def test_a_network_that_there_is_not_is_named_with_those_there_are():
     with pytest.raises(
         UserError, match=r"^model\.name: 'resnet9'; allowed: a \| resnet8 \(did you mean 'resnet8'\?\)$"
     ):
-        configs.validate(c, {"a": frozenset(), "resnet8": frozenset()})
+        validate(c, {"a": frozenset(), "resnet8": frozenset()})
 
 
 def test_all_problems_are_reported_at_once():
     c = default.get_config()
     c.batch.size, c.optimizer.name, c.seed = -3, "adm", -1
     with pytest.raises(UserError) as error:
-        configs.validate(c, model.OPTIONS)
+        validate(c, models.OPTIONS)
     text = str(error.value)
     assert all(field in text for field in ("batch.size: -3", "optimizer.name: 'adm'", "seed: -1"))
     assert "did you mean 'adam'?" in text
@@ -133,7 +136,7 @@ def test_unknown_and_missing_fields_are_named():
     c.optimizer.learing_rate = 0.1
     del c.seed
     with pytest.raises(UserError) as error:
-        configs.validate(c, model.OPTIONS)
+        validate(c, models.OPTIONS)
     assert "optimizer.learing_rate: unknown field (did you mean 'optimizer.learning_rate'?)" in str(error.value)
     assert "seed: missing" in str(error.value)
 
@@ -142,14 +145,14 @@ def test_a_cluster_is_given_whole_or_not_at_all():
     c = default.get_config()
     c.devices.num_hosts = 2
     with pytest.raises(UserError, match=r"devices.num_hosts: given alone"):
-        configs.validate(c, model.OPTIONS)
+        validate(c, models.OPTIONS)
 
 
 def test_resolve_batch_size():
-    assert configs.resolve_batch_size("full", 640) == 640
-    assert configs.resolve_batch_size(640, 640) == 640
+    assert resolve_batch_size("full", 640) == 640
+    assert resolve_batch_size(640, 640) == 640
     with pytest.raises(UserError, match=r"batch.size: 641; allowed: an integer from 1 to 640"):
-        configs.resolve_batch_size(641, 640)
+        resolve_batch_size(641, 640)
 
 
 USAGE = {
@@ -182,9 +185,7 @@ def test_a_config_file_that_is_called_wrongly_gives_no_traceback(tmp_path):
 
 def parse(*arguments, field="batch.size") -> str:
     """A field as train.py would see it."""
-    code = (
-        f"import sys; from largebatch import config; print(repr(config.parse_flags(['x', *sys.argv[1:]]).{field}))"
-    )
+    code = f"import sys; from largebatch import cli; print(repr(cli.parse_flags(['x', *sys.argv[1:]]).{field}))"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -220,12 +221,12 @@ def test_differences_name_the_fields():
 def test_compiled_programs_are_kept_where_the_user_says_first(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     try:
-        configs.use_compilation_cache(str(tmp_path))
+        cli.use_compilation_cache(str(tmp_path))
         assert jax.config.jax_compilation_cache_dir == before == os.environ["JAX_COMPILATION_CACHE_DIR"]
         jax.config.update("jax_compilation_cache_dir", None)
-        configs.use_compilation_cache(str(tmp_path))
+        cli.use_compilation_cache(str(tmp_path))
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
-        configs.use_compilation_cache("/of/a/study/that/someone/sent")
+        cli.use_compilation_cache("/of/a/study/that/someone/sent")
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -10,15 +10,27 @@ from etils import epath
 import augment
 from largebatch.data import cache as caches
 from largebatch.data import images
+from largebatch.data.cache import (
+    Cache,
+    DamagedCache,
+    _seal,
+    _write_arrays,
+    build_cache,
+    files,
+    one_view,
+    open_cache,
+    open_or_build,
+)
+from largebatch.data.synthetic import synthetic
 from largebatch.errors import UserError
 
 
 def source():
-    return images.Source("small", "small 1", lambda: images.synthetic(40, 8, 0))
+    return images.Source("small", "small 1", lambda: synthetic(40, 8, 0))
 
 
 def build(folder):
-    caches.build(folder, source(), 0, "on_device", caches.one_view)
+    build_cache(folder, source(), 0, "on_device", one_view)
 
 
 @pytest.fixture
@@ -43,20 +55,20 @@ def test_a_manifest_that_is_none_is_damage(folder, manifest):
         os.mkfifo(path)
     elif manifest == "sealed":
         fields = {"cache_version": 1}
-        path.write_text(json.dumps(fields | {"manifest_sha256": caches._seal(fields)}))
+        path.write_text(json.dumps(fields | {"manifest_sha256": _seal(fields)}))
     else:
         path.write_text(manifest)
-    with pytest.raises(caches.DamagedCache, match=r"manifest.json (cannot be read|is missing|lacks class_names)"):
-        caches.open_folder(folder)
+    with pytest.raises(DamagedCache, match=r"manifest.json (cannot be read|is missing|lacks class_names)"):
+        open_cache(folder)
 
 
 def test_an_array_that_is_no_regular_file_is_damage(folder):
     build(folder)
-    cache = caches.open_folder(folder)
+    cache = open_cache(folder)
     for name in ("val_labels.npy", "val_images.npy"):
         (folder / name).unlink()
         os.mkfifo(folder / name)
-        with pytest.raises(caches.DamagedCache, match=f"{name} cannot be read"):
+        with pytest.raises(DamagedCache, match=f"{name} cannot be read"):
             cache.verify()
         (folder / name).unlink()
         build_again = folder.parent / "again"
@@ -89,7 +101,7 @@ def test_a_build_that_still_writes_a_file_is_left_alone(folder, name, place):
 
 def test_two_containers_of_one_host_name_and_pid_build_the_same_cache(folder, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    write, started = caches._write_arrays, []
+    write, started = _write_arrays, []
 
     def write_with_company(*arguments):
         if not started:
@@ -99,7 +111,7 @@ def test_two_containers_of_one_host_name_and_pid_build_the_same_cache(folder, mo
 
     monkeypatch.setattr(caches, "_write_arrays", write_with_company)
     build(folder)
-    caches.open_folder(folder).verify()
+    open_cache(folder).verify()
     assert list(folder.parent.iterdir()) == [folder]
 
 
@@ -128,7 +140,7 @@ class Mending:
 
     def mend(self, *_):
         """What augment.py does."""
-        augment.with_cache(self.config, caches.Cache.verify)
+        augment.with_cache(self.config, Cache.verify)
 
 
 def once_before(monkeypatch, module, name: str, act) -> None:
@@ -148,20 +160,20 @@ def once_before(monkeypatch, module, name: str, act) -> None:
 def mending(small_config, tmp_path, monkeypatch):
     """A sound cache; `builds` counts those that follow."""
     small_config.augment.cache_dir = str(tmp_path / "own")
-    mending, build = Mending(small_config), caches.build
+    mending, build = Mending(small_config), build_cache
 
     def counted(*arguments):
         mending.builds += 1
         build(*arguments)
 
-    monkeypatch.setattr(caches, "build", counted)
+    monkeypatch.setattr(caches, "build_cache", counted)
     return mending
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
     ("module", "name", "renamings"),
-    [(caches, "discard", 2), (caches.files, "beside", 4)],
+    [(caches, "discard_cache", 2), (files, "beside", 4)],
     ids=["before it is looked at again", "between that and the renaming"],
 )
 def test_a_cache_that_another_process_mended_stays(mending, monkeypatch, damage, module, name, renamings):
@@ -183,15 +195,15 @@ def test_a_cache_that_another_process_mended_stays(mending, monkeypatch, damage,
 
 def test_two_builds_differ_by_a_name_that_caches_built_before_need_not_have(folder):
     build(folder)
-    first = caches.open_folder(folder).manifest
+    first = open_cache(folder).manifest
     folder.rmtree()
     build(folder)
-    second = caches.open_folder(folder).manifest
+    second = open_cache(folder).manifest
     names = first.pop("build"), second.pop("build")
     assert names[0] != names[1]
     assert first == second
-    (folder / "manifest.json").write_text(json.dumps(first | {"manifest_sha256": caches._seal(first)}))
-    caches.open_folder(folder).verify()
+    (folder / "manifest.json").write_text(json.dumps(first | {"manifest_sha256": _seal(first)}))
+    open_cache(folder).verify()
 
 
 def test_a_damaged_cache_that_cannot_be_removed_is_named(folder, monkeypatch):
@@ -203,4 +215,4 @@ def test_a_damaged_cache_that_cannot_be_removed_is_named(folder, monkeypatch):
 
     monkeypatch.setattr(type(folder), "rename", refuse)
     with pytest.raises(UserError, match=r"augment\.cache_dir: cannot remove .*small-0123 \(Permission denied\)"):
-        caches.open_or_build(folder, source(), 0, "on_device", caches.one_view)
+        open_or_build(folder, source(), 0, "on_device", one_view)

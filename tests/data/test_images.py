@@ -16,8 +16,7 @@ from conftest import ROOT, make_folder
 from PIL import Image
 
 from configs import default
-from largebatch.data import images
-from largebatch.data import sources as data
+from largebatch.data import images, sources
 from largebatch.errors import UserError
 
 
@@ -85,11 +84,12 @@ BOMBS = {
 CHILD = """
 import sys
 from pathlib import Path
-from largebatch import UserError, data
+from largebatch.data import sources
+from largebatch.errors import UserError
 from PIL import GifImagePlugin, PngImagePlugin, TiffImagePlugin
 if sys.argv[1:]:
     try:
-        data.find_source("x", path=sys.argv[1]).load()
+        sources.find_source("x", path=sys.argv[1]).load()
     except UserError as error:
         print(error)
 print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
@@ -137,8 +137,8 @@ def test_the_cap_on_pixels_holds_in_both_directions(tmp_path, pack):
         with pytest.raises(
             UserError, match=rf"\.png: ({found}|[\d,]+ bytes); allowed: up to .*dataset.max_image_pixels"
         ):
-            data.find_source("x", path=str(path), max_image_pixels=low).load()
-    assert data.find_source("x", path=str(path), max_image_pixels=256).load().images.shape[1:] == (16, 16, 3)
+            sources.find_source("x", path=str(path), max_image_pixels=low).load()
+    assert sources.find_source("x", path=str(path), max_image_pixels=256).load().images.shape[1:] == (16, 16, 3)
 
 
 @quiet_pillow
@@ -151,9 +151,11 @@ def test_the_cap_on_pixels_names_them(tmp_path):
         with pytest.raises(
             UserError, match=rf"a/0.png: {found}; allowed: up to {low:,}, or a larger dataset.max_image"
         ):
-            data.find_source("x", path=str(tmp_path / "images"), max_image_pixels=low).load()
+            sources.find_source("x", path=str(tmp_path / "images"), max_image_pixels=low).load()
     for high in (4096, 10**12):
-        assert data.find_source("x", path=str(tmp_path / "images"), max_image_pixels=high).load().images.max() == 0
+        assert (
+            sources.find_source("x", path=str(tmp_path / "images"), max_image_pixels=high).load().images.max() == 0
+        )
 
 
 def test_the_cap_on_bytes_holds_in_both_directions(tmp_path):
@@ -161,8 +163,8 @@ def test_the_cap_on_bytes_holds_in_both_directions(tmp_path):
     with (folder / "a" / "a_3.png").open("ab") as file:
         file.truncate(1025)
     for read in (
-        lambda cap: data.find_source("x", path=str(folder), max_image_pixels=cap).load(),
-        lambda cap: data.find_images(str(folder), ["a", "b"], 16, cap),
+        lambda cap: sources.find_source("x", path=str(folder), max_image_pixels=cap).load(),
+        lambda cap: sources.find_images(str(folder), ["a", "b"], 16, cap),
     ):
         with pytest.raises(
             UserError, match=r"a/a_3.png: 1,025 bytes; allowed: up to 1,024, or a larger dataset.max_im"
@@ -177,13 +179,13 @@ def test_an_entry_of_a_tfds_set_is_held_to_the_cap(tmp_path):
     rows = [(png((16, 16), seed=i), i % 2, f"{i}.png") for i in range(12)]
     write_prepared_tfds(tmp_path, "tiny", rows, ["a", "b"])
     with pytest.raises(UserError, match=r"\.png: .*; allowed: up to .*dataset.max_image_pixels"):
-        data.find_source("tiny", path=str(tmp_path), max_image_pixels=100).load()
-    assert len(data.find_source("tiny", path=str(tmp_path), max_image_pixels=256).load().labels) == 12
+        sources.find_source("tiny", path=str(tmp_path), max_image_pixels=100).load()
+    assert len(sources.find_source("tiny", path=str(tmp_path), max_image_pixels=256).load().labels) == 12
 
 
 def test_the_cap_does_not_change_the_fingerprint(tmp_path):
     folder = make_folder(tmp_path / "images", {"a": 6, "b": 6})
-    one, other = (data.find_source("x", path=str(folder), max_image_pixels=cap) for cap in (256, 10**9))
+    one, other = (sources.find_source("x", path=str(folder), max_image_pixels=cap) for cap in (256, 10**9))
     assert one.fingerprint == other.fingerprint
 
 

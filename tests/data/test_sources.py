@@ -12,8 +12,9 @@ from conftest import make_folder
 from etils import epath
 from PIL import Image
 
-from largebatch.data import images
-from largebatch.data import sources as data
+from largebatch.data import sources
+from largebatch.data.split import split_indices
+from largebatch.data.synthetic import synthetic
 from largebatch.errors import UserError
 
 CLASSES = {"Forest": 12, "River": 9, "SeaLake": 9}
@@ -74,7 +75,7 @@ def split_contents(dataset, seed=0):
             (dataset.example_ids[i], dataset.class_names[dataset.labels[i]], dataset.images[i].tobytes())
             for i in rows
         ]
-        for name, rows in images.split_indices(dataset.example_ids, seed).items()
+        for name, rows in split_indices(dataset.example_ids, seed).items()
     }
 
 
@@ -88,7 +89,7 @@ def test_zip_folder_and_tfds_give_the_same_splits(tmp_path):
     np.random.default_rng(1).shuffle(rows)
     write_prepared_tfds(tmp_path / "tfds", "eurosat/rgb", rows, names)
     contents = [
-        split_contents(data.find_source("eurosat", path=str(path)).load())
+        split_contents(sources.find_source("eurosat", path=str(path)).load())
         for path in (folder, outer, plain, nested, tmp_path / "tfds")
     ]
     assert {name: len(rows) for name, rows in contents[0].items()} == {"train": 24, "val": 3, "test": 3}
@@ -96,14 +97,14 @@ def test_zip_folder_and_tfds_give_the_same_splits(tmp_path):
         assert other == contents[0]
     ids = [example_id for rows in contents[0].values() for example_id, *_ in rows]
     assert len(set(ids)) == 30
-    assert split_contents(data.find_source("x", path=str(folder)).load(), seed=1) != contents[0]
+    assert split_contents(sources.find_source("x", path=str(folder)).load(), seed=1) != contents[0]
 
 
 def test_reading_tfds_does_not_import_tensorflow(tmp_path):
     import sys
 
     write_prepared_tfds(tmp_path, "tiny", [(png(seed=i), i % 2, f"{i}.png") for i in range(12)], ["a", "b"])
-    dataset = data.find_source("tiny", path=str(tmp_path)).load()
+    dataset = sources.find_source("tiny", path=str(tmp_path)).load()
     assert dataset.example_ids[:2] == ["a/0.png", "b/1.png"]
     assert dataset.labels.tolist() == [0, 1] * 6
     assert "tensorflow" not in sys.modules
@@ -111,7 +112,7 @@ def test_reading_tfds_does_not_import_tensorflow(tmp_path):
 
 def test_a_tfds_set_that_is_not_prepared_says_how_to(tmp_path):
     with pytest.raises(UserError, match=r"'cifar10' is not prepared in .*pip install tensorflow"):
-        data.find_source("cifar10", "tfds", str(tmp_path))
+        sources.find_source("cifar10", "tfds", str(tmp_path))
 
 
 def test_a_tfds_set_prepared_as_tfrecord_is_refused(tmp_path):
@@ -119,22 +120,22 @@ def test_a_tfds_set_prepared_as_tfrecord_is_refused(tmp_path):
     info = folder / "dataset_info.json"
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     with pytest.raises(UserError, match=r"'tiny' is prepared as tfrecord, not array_record"):
-        data.find_source("tiny", path=str(tmp_path))
+        sources.find_source("tiny", path=str(tmp_path))
 
 
 def test_an_unknown_tfds_split_is_named(tmp_path):
     write_prepared_tfds(tmp_path, "tiny", [(png(), 0, "a.png"), (png(), 1, "b.png")], ["a", "b"])
     with pytest.raises(UserError, match=r"dataset.tfds_split: 'test'.*train"):
-        data.find_source("tiny", path=str(tmp_path), tfds_split="test")
+        sources.find_source("tiny", path=str(tmp_path), tfds_split="test")
 
 
 def test_split_is_80_10_10_of_every_example_once():
     ids = [f"{i:05d}" for i in range(27_000)]
-    split = images.split_indices(ids, 0)
+    split = split_indices(ids, 0)
     assert {name: len(rows) for name, rows in split.items()} == {"train": 21_600, "val": 2_700, "test": 2_700}
     assert sorted(np.concatenate(list(split.values()))) == list(range(27_000))
     shuffled = np.random.default_rng(0).permutation(27_000)
-    again = images.split_indices([ids[i] for i in shuffled], 0)
+    again = split_indices([ids[i] for i in shuffled], 0)
     assert [ids[shuffled[i]] for i in again["val"]] == [ids[i] for i in split["val"]]
 
 
@@ -142,8 +143,8 @@ def test_image_size_resizes_and_mixed_sizes_need_it(tmp_path):
     folder = make_folder(tmp_path / "images", {"a": 6, "b": 6})
     (folder / "b" / "odd.png").write_bytes(png((8, 12)))
     with pytest.raises(UserError, match=r"dataset.image_size: b/odd.png is 12x8 pixels, .* is 16x16"):
-        data.find_source("x", path=str(folder)).load()
-    small = data.find_source("x", path=str(folder), image_size=8).load().images
+        sources.find_source("x", path=str(folder)).load()
+    small = sources.find_source("x", path=str(folder), image_size=8).load().images
     assert small.shape == (13, 8, 8, 3)
     large = np.asarray(Image.open(folder / "a" / "a_0.png"), np.float64)
     means = large.reshape(8, 2, 8, 2, 3).mean((1, 3))
@@ -157,7 +158,7 @@ def test_all_promised_kinds_of_image_are_read(tmp_path):
     (folder / "b" / "grey.png").write_bytes(png((16, 16), mode="L"))
     (folder / "b" / "palette.png").write_bytes(png((16, 16), mode="P"))
     (folder / "readme.txt").write_text("no image")
-    dataset = data.find_source("x", path=str(folder)).load()
+    dataset = sources.find_source("x", path=str(folder)).load()
     assert dataset.images.shape == (16, 16, 16, 3)
     by_id = dict(zip(dataset.example_ids, dataset.images, strict=True))
     np.testing.assert_array_equal(by_id["a/tif.tif"], by_id["a/a_0.png"])
@@ -184,21 +185,21 @@ def test_bad_zips_are_refused(tmp_path, name):
     path = tmp_path / "set.zip"
     path.write_bytes(content) if isinstance(content, bytes) else write_zip(path, content)
     with pytest.raises(UserError, match=message):
-        data.find_source("x", path=str(path))
+        sources.find_source("x", path=str(path))
 
 
 def test_bad_folders_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"dataset.path: .*nowhere does not exist"):
-        data.find_source("x", "folder", str(tmp_path / "nowhere"))
+        sources.find_source("x", "folder", str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="has no class folders"):
-        data.find_source("x", path=str(tmp_path / "empty"))
+        sources.find_source("x", path=str(tmp_path / "empty"))
     folder = make_folder(tmp_path / "images", {"a": 5, "b": 5})
     (folder / "c").mkdir()
     with pytest.raises(UserError, match="class 'c' has no images"):
-        data.find_source("x", path=str(folder))
+        sources.find_source("x", path=str(folder))
     with pytest.raises(UserError, match=r"dataset.path: not given"):
-        data.find_source("x", "folder")
+        sources.find_source("x", "folder")
 
 
 @pytest.mark.parametrize("keep", [0, 30, 100])
@@ -207,7 +208,7 @@ def test_a_truncated_or_corrupt_image_is_named(tmp_path, keep):
     broken = folder / "b" / "b_3.jpg"
     broken.write_bytes(broken.read_bytes()[:keep] if keep else b"not an image")
     with pytest.raises(UserError, match=r"b/b_3.jpg: damaged image"):
-        data.find_source("x", path=str(folder)).load()
+        sources.find_source("x", path=str(folder)).load()
 
 
 def test_a_flipped_byte_inside_a_zip_is_named(tmp_path):
@@ -216,32 +217,32 @@ def test_a_flipped_byte_inside_a_zip_is_named(tmp_path):
     content[content.find(b"IDAT") + 20] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"\w/\w_\d.png: damaged image"):
-        data.find_source("x", path=str(path)).load()
+        sources.find_source("x", path=str(path)).load()
 
 
 def test_16_bit_images_are_refused(tmp_path):
     folder = make_folder(tmp_path / "images", {"a": 5, "b": 5})
     Image.fromarray(np.zeros((16, 16), np.uint16)).save(folder / "a" / "deep.tif")
     with pytest.raises(UserError, match=r"a/deep.tif: pixels are of mode I;16"):
-        data.find_source("x", path=str(folder)).load()
+        sources.find_source("x", path=str(folder)).load()
 
 
 def test_fewer_than_ten_examples_are_refused():
     with pytest.raises(UserError, match="has 9 examples; at least 10"):
-        images.split_indices([str(i) for i in range(9)], 0)
+        split_indices([str(i) for i in range(9)], 0)
 
 
 def test_the_fingerprint_changes_with_the_content(tmp_path):
     folder = make_folder(tmp_path / "images", {"a": 5, "b": 5})
     archive = zip_of(folder, tmp_path / "set.zip")
-    before = [data.find_source("x", path=str(p)).fingerprint for p in (folder, archive)]
-    assert before == [data.find_source("x", path=str(p)).fingerprint for p in (folder, archive)]
+    before = [sources.find_source("x", path=str(p)).fingerprint for p in (folder, archive)]
+    assert before == [sources.find_source("x", path=str(p)).fingerprint for p in (folder, archive)]
     time.sleep(0.01)
     (folder / "a" / "a_0.png").write_bytes(png((16, 16), seed=9))
     zip_of(folder, archive)
-    after = [data.find_source("x", path=str(p)).fingerprint for p in (folder, archive)]
+    after = [sources.find_source("x", path=str(p)).fingerprint for p in (folder, archive)]
     assert not set(before) & set(after)
-    assert data.find_source("x", path=str(folder), image_size=8).fingerprint not in before + after
+    assert sources.find_source("x", path=str(folder), image_size=8).fingerprint not in before + after
 
 
 @pytest.fixture
@@ -266,22 +267,22 @@ def test_download_checks_the_sha256_and_is_kept(tmp_path, web, monkeypatch):
     archive = zip_of(make_folder(tmp_path / "images", CLASSES), root / "EuroSAT.zip")
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
     mirrors = (("http://127.0.0.1:1/gone.zip", "0" * 64), (f"{address}/EuroSAT.zip", sha256))
-    monkeypatch.setattr(data, "EUROSAT_MIRRORS", mirrors)
+    monkeypatch.setattr(sources, "EUROSAT_MIRRORS", mirrors)
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "no_tfds"))
-    source = data.find_source("eurosat", cache_dir=str(tmp_path / "cache"))
+    source = sources.find_source("eurosat", cache_dir=str(tmp_path / "cache"))
     assert len(source.load().labels) == 30
     assert [p.name for p in (tmp_path / "cache").iterdir()] == ["EuroSAT.zip"]
     archive.unlink()
-    assert data.find_source("eurosat", cache_dir=str(tmp_path / "cache")).fingerprint == source.fingerprint
+    assert sources.find_source("eurosat", cache_dir=str(tmp_path / "cache")).fingerprint == source.fingerprint
 
 
 def test_a_wrong_checksum_or_no_network_keeps_nothing(tmp_path, web, monkeypatch):
     root, address = web
     (root / "EuroSAT.zip").write_bytes(b"something else")
     mirrors = (("http://127.0.0.1:1/gone.zip", "0" * 64), (f"{address}/EuroSAT.zip", "1" * 64))
-    monkeypatch.setattr(data, "EUROSAT_MIRRORS", mirrors)
+    monkeypatch.setattr(sources, "EUROSAT_MIRRORS", mirrors)
     with pytest.raises(UserError) as error:
-        data.download_eurosat(epath.Path(tmp_path / "cache"))
+        sources.download_eurosat(epath.Path(tmp_path / "cache"))
     found = hashlib.sha256(b"something else").hexdigest()
     assert "gone.zip cannot be fetched" in str(error.value)
     assert f"has SHA-256 {found}, expected {'1' * 64}" in str(error.value)
@@ -293,7 +294,7 @@ def test_a_download_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "no_tfds"))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"augment.cache_dir: cannot write .*Not a directory"):
-        data.find_source("eurosat", cache_dir=str(tmp_path / "file" / "cache"))
+        sources.find_source("eurosat", cache_dir=str(tmp_path / "file" / "cache"))
 
 
 def test_an_unreadable_tfds_set_is_no_reason_not_to_download(tmp_path, monkeypatch):
@@ -302,32 +303,32 @@ def test_an_unreadable_tfds_set_is_no_reason_not_to_download(tmp_path, monkeypat
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     archive = zip_of(make_folder(tmp_path / "images", CLASSES), tmp_path / "EuroSAT.zip")
-    monkeypatch.setattr(data, "download_eurosat", lambda _: epath.Path(archive))
-    assert data.find_source("eurosat").description == str(archive)
+    monkeypatch.setattr(sources, "download_eurosat", lambda _: epath.Path(archive))
+    assert sources.find_source("eurosat").description == str(archive)
 
 
 def test_a_dangling_link_is_named(tmp_path):
     folder = make_folder(tmp_path / "images", {"a": 5, "b": 5})
     (folder / "a" / "gone.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(UserError, match=r"a/gone.png cannot be read"):
-        data.find_source("x", path=str(folder))
+        sources.find_source("x", path=str(folder))
 
 
 def test_eurosat_without_a_path_uses_a_prepared_tfds_set(tmp_path, monkeypatch):
     rows = [(png(seed=i), i % 2, f"{i}.png") for i in range(12)]
     write_prepared_tfds(tmp_path, "eurosat/rgb", rows, ["a", "b"])
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr(data, "download_eurosat", lambda _: pytest.fail("downloaded"))
-    assert data.find_source("eurosat").description == "TFDS eurosat/rgb/1.0.0 [train]"
+    monkeypatch.setattr(sources, "download_eurosat", lambda _: pytest.fail("downloaded"))
+    assert sources.find_source("eurosat").description == "TFDS eurosat/rgb/1.0.0 [train]"
 
 
 def test_the_real_eurosat(eurosat_zip):
-    dataset = data.find_source("eurosat", path=str(eurosat_zip)).load()
+    dataset = sources.find_source("eurosat", path=str(eurosat_zip)).load()
     assert dataset.images.shape == (27_000, 64, 64, 3)
     assert dataset.class_names[0] == "AnnualCrop"
     assert np.bincount(dataset.labels).tolist() == [3000, 3000, 3000, 2500, 2500, 2000, 2500, 3000, 2500, 3000]
     assert dataset.example_ids[0] == "AnnualCrop/AnnualCrop_1.jpg"
-    split = images.split_indices(dataset.example_ids, 0)
+    split = split_indices(dataset.example_ids, 0)
     assert len(set(split["train"]) | set(split["val"]) | set(split["test"])) == 27_000
 
 
@@ -345,8 +346,8 @@ def mean_colour_accuracy(train, val) -> float:
 
 
 def test_mean_colour_does_not_tell_the_synthetic_classes():
-    dataset = images.synthetic(960, 32, 0)
-    split = images.split_indices(dataset.example_ids, 0)
+    dataset = synthetic(960, 32, 0)
+    split = split_indices(dataset.example_ids, 0)
     parts = [(dataset.images[rows].astype(np.float64), dataset.labels[rows]) for rows in split.values()]
     assert mean_colour_accuracy(parts[0], parts[1]) < 0.6
     assert np.bincount(dataset.labels).min() == 192

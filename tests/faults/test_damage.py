@@ -9,7 +9,7 @@ from figures import record
 
 import augment
 import train
-from largebatch.data import cache as caches
+from largebatch.data.cache import DamagedCache, open_cache
 from largebatch.runs import checkpoints
 
 
@@ -43,7 +43,7 @@ def trouble_of(read, *arguments) -> str:
     """What is said of the damage; empty if nothing is."""
     try:
         read(*arguments)
-    except (checkpoints.DamagedCheckpoint, caches.DamagedCache) as trouble:
+    except (checkpoints.DamagedCheckpoint, DamagedCache) as trouble:
         return str(trouble)
     return ""
 
@@ -85,7 +85,7 @@ def damage_caches(made, count: int, rng: random.Random) -> dict:
         kind = damage(path, rng)
 
         def read(path=path):
-            cache = caches.open_folder(augment.epath.Path(folder))
+            cache = open_cache(augment.epath.Path(folder))
             if path.name.startswith("test_") or path.name == "train_ids.npy":  # which training does not read
                 cache.verify()
             else:
@@ -96,7 +96,7 @@ def damage_caches(made, count: int, rng: random.Random) -> dict:
         split = path.name.split("_")[0]  # damaged digests say of an image that it does not match
         assert not trouble or path.name in trouble or f"{split}_" in trouble, (path, trouble)
         path.write_bytes(before)
-    caches.open_folder(augment.epath.Path(folder)).verify()
+    open_cache(augment.epath.Path(folder)).verify()
     record("damage", {"of": "cache and manifest files"} | found)
     return found
 

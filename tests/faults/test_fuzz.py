@@ -22,7 +22,7 @@ from test_images import black_png, gif_of_a_large_frame, tiff_of_many_strips, wr
 from test_untrusted import HOSTILE_ZIPS, make_special, rewrite, zip_of_two
 
 from configs import default
-from largebatch.config import rules as configs
+from largebatch.config.rules import RULES
 
 VALUES = (
     "-1", "0", "1.5", "-0.5", "nan", "inf", "-inf", "1e400", "''", "' '", "x", "None", "True", "[]", "[1, 2]", "{}",
@@ -82,20 +82,20 @@ def is_malformed(field: str, text: str) -> bool:
         value = READ[(config[group] if group else config).get_type(name)](text)
     except ValueError:
         return True
-    return not configs.RULES[field][0](value)
+    return not RULES[field][0](value)
 
 
 def config_case(folder: Path, rng: random.Random) -> Case:
     kind = rng.choice(("value", "value", "value", "name", "file", "syntax"))
     if kind == "value":
-        field = rng.choice(sorted(configs.RULES))
+        field = rng.choice(sorted(RULES))
         text = rng.choice([text for text in VALUES if is_malformed(field, text)])
         return Case(["train.py", f"--config.{field}={text}", f"--workdir={folder / 'run'}"], (field,))
     if kind == "name":
-        field = rng.choice(sorted(configs.RULES))
+        field = rng.choice(sorted(RULES))
         position = rng.randrange(len(field))
         name = field[:position] + rng.choice("xyz_.") + field[position + 1 :]
-        if name in configs.RULES:
+        if name in RULES:
             name += "q"
         return Case(["train.py", f"--config.{name}=1"], (name, "--config"))
     path = folder / "config.py"

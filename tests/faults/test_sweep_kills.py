@@ -19,7 +19,7 @@ from figures import record
 from optuna.trial import TrialState
 from test_resume import assert_same_run
 
-from largebatch.runs import reader as runs
+from largebatch.runs import reader
 from largebatch.studies import analysis
 
 CRASH = Path(__file__).with_name("crash.py")
@@ -113,7 +113,7 @@ class Killed:
 
 
 def leaderboard(study: Path) -> list:
-    return analysis.leaderboard_rows(runs.read(study))[1]
+    return analysis.leaderboard_rows(reader.read(study))[1]
 
 
 def survive(tmp_path, kills: int, sampler: str, pruner: str, trials: int, seeds: int, **fields) -> None:

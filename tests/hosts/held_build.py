@@ -50,14 +50,15 @@ jax.pmap = lambda *arguments, **options: counted("collective", make_pmap(*argume
 
 import train  # noqa: E402  after jax.pmap
 from configs import default  # noqa: E402
-from largebatch.data import cache as caches  # noqa: E402
+from largebatch.data import cache  # noqa: E402
 from largebatch.errors import UserError  # noqa: E402
-from largebatch.hosts import devices, meeting, preemption  # noqa: E402
+from largebatch.hosts import collectives, meeting, preemption  # noqa: E402
+from largebatch.hosts.start import HOST_INDEX_VARIABLE, start_jax  # noqa: E402
 from largebatch.runs import checkpoints  # noqa: E402
 from largebatch.training import trainer  # noqa: E402
 
-count_inside("collective", devices, "gather")
-count_inside("meeting", devices, "gather_text")
+count_inside("collective", collectives, "gather")
+count_inside("meeting", collectives, "gather_text")
 
 
 def hold(build):
@@ -112,13 +113,13 @@ def compiled_by_gathers(calls: int) -> int:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
-    devices.gather(np.arange(7))
+    collectives.gather(np.arange(7))
     jax.monitoring.register_event_duration_secs_listener(note)
     for call in range(calls):
-        rows = devices.gather(np.arange(7) + call + jax.process_index())
+        rows = collectives.gather(np.arange(7) + call + jax.process_index())
         assert rows[:, 0].tolist() == [call, call + 1]
     gathered = len(compiled)
-    devices.gather(np.arange(8))
+    collectives.gather(np.arange(8))
     assert len(compiled) > gathered, "the listener hears nothing"
     return gathered
 
@@ -131,13 +132,13 @@ def keys_left() -> int:
 def run() -> dict:
     """Trains; what this host found."""
     samples: list[dict] = []
-    devices.start()
-    if devices.is_primary():
-        caches.build = hold(caches.build)
+    start_jax()
+    if collectives.is_primary():
+        cache.build_cache = hold(cache.build_cache)
     else:
         threading.Thread(target=watch, args=(samples,), daemon=True).start()
     summary = train.train_and_evaluate(small_config(), str(FOLDER / "run"))
-    texts = devices.gather_text(f"host {jax.process_index()} é\0" + "x" * (8 << 20) * jax.process_index())
+    texts = collectives.gather_text(f"host {jax.process_index()} é\0" + "x" * (8 << 20) * jax.process_index())
     return {
         "samples": len(samples),
         "most in a collective": max((sample["collective"] for sample in samples), default=None),
@@ -159,13 +160,13 @@ def fill_disk(*_):
 def main() -> None:
     preemption.answer_signals()
     for method in sys.argv[3:]:
-        if os.environ[devices.HOST_INDEX_VARIABLE] == "0":
+        if os.environ[HOST_INDEX_VARIABLE] == "0":
             setattr(checkpoints.Checkpoints, method, fill_disk)
     try:
         result, code = run(), 0
     except UserError as error:
         result, code = {"error": str(error)}, 1
-    written = FOLDER / f"{os.environ[devices.HOST_INDEX_VARIABLE]}.json"
+    written = FOLDER / f"{os.environ[HOST_INDEX_VARIABLE]}.json"
     written.with_suffix(".part").write_text(json.dumps(result))
     written.with_suffix(".part").rename(written)
     if code:  # the first to leave takes the others along

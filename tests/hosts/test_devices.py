@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, on_devices, run_script
 
-from largebatch.hosts import devices
+from largebatch.hosts import memory
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from largebatch.hosts import devices
 )
 def test_a_cpu_is_one_device_per_core_unless_told_otherwise(variables, expected):
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    code = "import jax; from largebatch import devices; devices.start(); print(jax.device_count())"
+    code = "import jax; from largebatch.hosts.start import start_jax; start_jax(); print(jax.device_count())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -34,7 +34,7 @@ def test_a_cpu_is_one_device_per_core_unless_told_otherwise(variables, expected)
 @pytest.mark.parametrize("shape", [(0, 3), (5,), (7, 11), (1000, 4097)])
 def test_aligned_empty_is_writable_and_aligned(shape):
     for dtype in (np.uint8, np.float32):
-        array = devices.aligned_empty(shape, dtype)
+        array = memory.aligned_empty(shape, dtype)
         assert (array.shape, array.dtype) == (shape, dtype)
         assert array.size == 0 or array.ctypes.data % 64 == 0
         array[...] = 7

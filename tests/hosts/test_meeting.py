@@ -11,14 +11,14 @@ import pytest
 from conftest import ROOT, on_devices, run_script
 
 from largebatch.errors import UserError
-from largebatch.hosts import devices, meeting
+from largebatch.hosts import collectives, meeting
 
 PATHS = {"PYTHONPATH": str(ROOT)}
 
 
 def pod_arguments(folder, seconds: float, *more: str) -> list[str]:
     """Of a pod of two hosts that train tests/held_build.py's run."""
-    script = [sys.executable, ROOT / "tests" / "held_build.py", folder, seconds, *more]
+    script = [sys.executable, ROOT / "tests" / "hosts" / "held_build.py", folder, seconds, *more]
     return [str(part) for part in ("-m", "largebatch.pod", "--hosts", 2, "--devices", 1, "--", *script)]
 
 
@@ -117,7 +117,7 @@ def two_hosts(monkeypatch):
 
 def test_a_host_that_is_late_is_waited_for(two_hosts):
     store = two_hosts(LATE, *[NOT_YET] * 5000, "other")
-    assert devices.gather_text("mine") == ["mine", "other"]
+    assert collectives.gather_text("mine") == ["mine", "other"]
     assert [json.loads(answer) for answer in store.here.values()] == [["mine", "other"]]
 
 
@@ -125,10 +125,10 @@ def test_a_host_that_is_late_is_waited_for(two_hosts):
 def test_a_host_that_died_is_one_line(two_hosts, before):
     two_hosts(*before, DEAD)
     with pytest.raises(UserError, match=r"another host died.*\(UNAVAILABLE: .*unhealthy:\)") as raised:
-        devices.gather_text("mine")
+        collectives.gather_text("mine")
     assert "\n" not in str(raised.value)
 
 
 def test_one_host_alone_meets_itself():
-    assert devices.gather_text("alone") == ["alone"]
-    assert devices.json_from_primary({"a": [None, 1]}) == {"a": [None, 1]}
+    assert collectives.gather_text("alone") == ["alone"]
+    assert collectives.json_from_primary({"a": [None, 1]}) == {"a": [None, 1]}

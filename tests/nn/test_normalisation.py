@@ -9,18 +9,20 @@ import pytest
 from test_step import MICRO, NUM_CLASSES, SCALE, SIZE, place, plan, visited_examples
 
 import augment
-import model
+import model as models
 import train
 from experiment import micro_batch_size
-from largebatch.config.rules import validate
+from largebatch.config.validate import validate
 from largebatch.data.batching import Deal
 from largebatch.errors import UserError
-from largebatch.hosts import devices
+from largebatch.hosts import replicas
 from largebatch.nn import normalisation
 from largebatch.optim import optimizers
+from largebatch.optim.averaging import smooth
 from largebatch.optim.optimizers import Numbers
-from largebatch.training import step as steps
-from largebatch.training.state import create_state, smooth
+from largebatch.training.loss import make_logits_fn, make_loss_fn
+from largebatch.training.state import create_state
+from largebatch.training.step import Batch, Step, batching, make_inner_loop
 
 STATISTICS = normalisation.STATISTICS
 
@@ -36,7 +38,7 @@ def images_and_labels():
 
 def make_network(**options):
     """Two layers: what is tested here is the same in each."""
-    return model.ConvNet(NUM_CLASSES, conv="dot", features=(4, 8), blocks=(0, 1), hidden=None, **options)
+    return models.ConvNet(NUM_CLASSES, conv="dot", features=(4, 8), blocks=(0, 1), hidden=None, **options)
 
 
 # ---- one layer --------------------------------------------------------------------------------------
@@ -65,8 +67,8 @@ def test_batch_norm_is_that_of_numpy_and_passes_padding_over():
 def test_gelu_is_in_the_dtype_of_the_convolution(norm):
     """Not in bfloat16 behind "dot", which gives float32: on a CPU that is slow."""
     for conv, dtype in (("dot", "f32"), ("lax", "bf16")):
-        network = model.create_model("resconvnet", 10, "bfloat16", conv, norm=norm)
-        params, model_state = model.init_variables(network, (16, 16, 3), 0)
+        network = models.create_model("resconvnet", 10, "bfloat16", conv, norm=norm)
+        params, model_state = models.init_variables(network, (16, 16, 3), 0)
         variables, images = {"params": params, **model_state}, jnp.zeros((2, 16, 16, 3))
         found = re.findall(r":(\w+)\[[\d,]+\] = tanh", str(jax.make_jaxpr(network.apply)(variables, images)))
         assert found == [dtype] * 6
@@ -99,8 +101,8 @@ def test_whitened_patches_have_the_identity_as_covariance(images_and_labels):
 
 def test_the_smallest_images_can_be_whitened():
     images = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 3), np.uint8)
-    kernel = model.whitening_kernel(images, *SCALE)
-    assert kernel.shape == model.whitening_shape((8, 8, 3))
+    kernel = models.whitening_kernel(images, *SCALE)
+    assert kernel.shape == models.whitening_shape((8, 8, 3))
     assert np.isfinite(kernel).all()
     assert np.abs(kernel).max() > 0
 
@@ -110,20 +112,20 @@ def test_the_smallest_images_can_be_whitened():
 
 def one_update(images, labels, num_devices, batch_size, micro=MICRO, stem="conv", **options):
     network = make_network(norm="batch", stem=stem)
-    params, model_state = model.init_variables(network, (SIZE, SIZE, 3), 0)
+    params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
     if stem == "whitened":
-        model_state = model.with_whitening(model_state, model.whitening_kernel(images, *SCALE))
+        model_state = models.with_whitening(model_state, models.whitening_kernel(images, *SCALE))
     deal, shards = place(images, labels, num_devices)
     optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
     loss_fn, read = (
-        model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE),
+        make_loss_fn(network, (SIZE, SIZE, 3), *SCALE),
         augment.make_read("expanded", (SIZE, SIZE, 3)),
     )
-    loop = steps.make_inner_loop(steps.Step(loss_fn, optimizer, read, deal, micro, **options))
+    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, micro, **options))
     state = create_state(params, optimizer, 0, model_state, ema="ema_decay" in options)
-    state = devices.replicate(state, jax.local_devices()[:num_devices])
+    state = replicas.replicate(state, jax.local_devices()[:num_devices])
     state, _ = loop(state, shards, plan(deal, [batch_size], 0.1), np.int32(1))
-    return deal, devices.first_replica(state), network, params, model_state
+    return deal, replicas.first_replica(state), network, params, model_state
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
@@ -132,16 +134,16 @@ def test_running_statistics_are_those_of_the_same_micro_batches_on_any_devices(i
     images, labels = images_and_labels
     deal, state, network, params, model_state = one_update(images, labels, num_devices, 384, micro=48)
     expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
-    loss_fn = jax.jit(model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
+    loss_fn = jax.jit(make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
     found = []
     for device in range(num_devices):
-        share = steps.batching.device_share(deal, device, 0, 0, 384)
+        share = batching.device_share(deal, device, 0, 0, 384)
         parts = 8 // num_devices
         for index in range(parts):
-            examples, _, weights = steps.batching.micro_batch(deal, device, share, index, parts, 48, 0)
+            examples, _, weights = batching.micro_batch(deal, device, share, index, parts, 48, 0)
             originals = deal.originals_of(device, seed=0)[np.asarray(examples) // 8]
             rows = originals * 8 + np.asarray(examples) % 8
-            batch = steps.Batch(expanded[rows], labels[originals], weights)
+            batch = Batch(expanded[rows], labels[originals], weights)
             found.append(loss_fn(params, model_state, batch)[1][1][STATISTICS])
     expected = jax.tree.map(lambda *parts: sum(parts) / 384, *found)  # in plain Python, one by one
     for a, b in zip(jax.tree.leaves(state.model_state[STATISTICS]), jax.tree.leaves(expected), strict=True):
@@ -150,13 +152,13 @@ def test_running_statistics_are_those_of_the_same_micro_batches_on_any_devices(i
 
 def test_one_all_reduce_with_batch_norm(images_and_labels):
     network = make_network(norm="batch")
-    params, model_state = model.init_variables(network, (SIZE, SIZE, 3), 0)
+    params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
     deal, shards = place(*images_and_labels, 8)
     optimizer = optimizers.create_optimizer("sgd")
-    loss_fn = model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
+    loss_fn = make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
     read = augment.make_read("expanded", (SIZE, SIZE, 3))
-    loop = steps.make_inner_loop(steps.Step(loss_fn, optimizer, read, deal, MICRO))
-    state = devices.replicate(create_state(params, optimizer, 0, model_state))
+    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, MICRO))
+    state = replicas.replicate(create_state(params, optimizer, 0, model_state))
     text = loop.lower(state, shards, plan(deal, [64]), np.int32(1)).compile().as_text()
     assert sum("all-reduce(" in line or "all-reduce-start(" in line for line in text.splitlines()) == 1
 
@@ -167,9 +169,9 @@ def test_padding_counts_in_no_statistic(images_and_labels):
     deal, state, network, params, model_state = one_update(images, labels, 1, 20)
     rows = visited_examples(deal, 0, 0, 20)
     expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
-    loss_fn = model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
+    loss_fn = make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
     halves = [
-        loss_fn(params, model_state, steps.Batch(expanded[part], labels[np.array(part) // 8], jnp.ones(10)))
+        loss_fn(params, model_state, Batch(expanded[part], labels[np.array(part) // 8], jnp.ones(10)))
         for part in (rows[:10], rows[10:])
     ]
     expected = jax.tree.map(lambda a, b: (a + b) / 20, *(half[1][1][STATISTICS] for half in halves))
@@ -266,7 +268,7 @@ def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
     assert micro_batch_size(small_config, 384, num_devices=5) == 5
     deal = Deal(384, 5, 8)
     offsets = np.arange(0, deal.num_examples, 4)[:, None]  # 20 and an epoch have 4 in common
-    shares = steps.batching.device_share(deal, np.arange(5)[None], 0, offsets, 20).count
+    shares = batching.device_share(deal, np.arange(5)[None], 0, offsets, 20).count
     assert int(shares.min()) >= 2
     small_config.batch.size = 13  # of which a device gets one where a pass ends
     with pytest.raises(UserError, match="batches of 13"):
@@ -278,7 +280,7 @@ def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
 @pytest.mark.parametrize("name", ["convnet", "resconvnet", "resconvnet7"])
 def test_every_network_with_a_stem_may_have_it_whitened(small_config, name):
     small_config.model.stem, small_config.model.name = "whitened", name
-    validate(small_config, model.OPTIONS)
+    validate(small_config, models.OPTIONS)
 
 
 def test_a_whitened_stem_wants_a_network_with_a_stem(small_config, tmp_path):
@@ -289,20 +291,18 @@ def test_a_whitened_stem_wants_a_network_with_a_stem(small_config, tmp_path):
 
 def test_a_zero_head_gives_every_class_the_same_chance():
     network = make_network(zero_head=True)
-    params, _ = model.init_variables(network, (SIZE, SIZE, 3), 0)
+    params, _ = models.init_variables(network, (SIZE, SIZE, 3), 0)
     images = np.random.default_rng(0).standard_normal((2, SIZE, SIZE, 3)).astype(np.float32)
     np.testing.assert_array_equal(network.apply({"params": params}, images), np.zeros((2, NUM_CLASSES)))
 
 
 def test_label_smoothing_by_hand():
     network = make_network()
-    params, _ = model.init_variables(network, (SIZE, SIZE, 3), 0)
+    params, _ = models.init_variables(network, (SIZE, SIZE, 3), 0)
     images = np.random.default_rng(0).integers(0, 256, (3, SIZE * SIZE * 3), np.uint8)
     labels, weights = jnp.array([0, 2, 1]), jnp.array([1.0, 1.0, 0.0])
-    loss, _ = model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, 0.2)(
-        params, {}, steps.Batch(images, labels, weights)
-    )
-    logits = model.make_logits_fn(network, (SIZE, SIZE, 3), *SCALE)({"params": params}, images)
+    loss, _ = make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, 0.2)(params, {}, Batch(images, labels, weights))
+    logits = make_logits_fn(network, (SIZE, SIZE, 3), *SCALE)({"params": params}, images)
     log_p = np.asarray(jax.nn.log_softmax(logits))
     targets = np.full((3, NUM_CLASSES), 0.05) + 0.8 * np.eye(NUM_CLASSES)[np.asarray(labels)]
     assert float(loss) == pytest.approx(-(targets * log_p).sum(axis=1)[:2].sum(), rel=1e-5)

@@ -11,10 +11,12 @@ from conftest import ROOT, run_script
 
 from largebatch.data import batching
 from largebatch.data.batching import Deal
-from largebatch.hosts import devices
+from largebatch.hosts import collectives, replicas
+from largebatch.hosts.start import start_jax
 from largebatch.optim import noise_scale, optimizers
+from largebatch.optim.noise_scale import Noise
 from largebatch.optim.optimizers import Numbers
-from largebatch.training.state import Noise, create_state
+from largebatch.training.state import create_state
 from largebatch.training.step import Plan, Step, make_inner_loop
 
 DIMENSIONS, EXAMPLES, UPDATES = 12, 20_000, 512
@@ -41,7 +43,7 @@ def make_loop(num_devices, micro_batch_size=16, views=1, points=None, **options)
     points = linear_problem()[0] if points is None else points
     deal = Deal(len(points), num_devices, views)
     shards = []
-    for index, device in zip(devices.local_indices(), jax.local_devices(), strict=True):
+    for index, device in zip(replicas.local_indices(), jax.local_devices(), strict=True):
         if index < num_devices:
             held = points[deal.originals_of(index, seed=0)]
             held = np.pad(held, ((0, deal.max_originals - len(held)), (0, 0)))
@@ -55,9 +57,9 @@ def make_loop(num_devices, micro_batch_size=16, views=1, points=None, **options)
 
     def fresh():
         state = create_state({"w": jnp.zeros(DIMENSIONS)}, optimizer, 0)
-        return devices.replicate(state, jax.local_devices()[:num_devices])
+        return replicas.replicate(state, jax.local_devices()[:num_devices])
 
-    return deal, loop, devices.stack(shards), fresh
+    return deal, loop, replicas.stack(shards), fresh
 
 
 def make_plan(deal, sizes, rates=0.0):
@@ -69,7 +71,7 @@ def make_plan(deal, sizes, rates=0.0):
 def measured(num_devices, sizes, **options):
     deal, loop, data, fresh = make_loop(num_devices, noise_decay=0.9999, **options)
     state, _ = loop(fresh(), data, make_plan(deal, sizes), np.int32(len(sizes)))
-    return devices.first_replica(state.noise)
+    return replicas.first_replica(state.noise)
 
 
 # ---- the noise scale ------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def test_noise_scale_near_the_size_of_the_set(num_devices, part, views):
 
 def test_noise_scale_on_a_pod():
     """4 hosts x 8 devices."""
-    command = [sys.executable, ROOT / "tests" / "test_noise_scale.py"]
+    command = [sys.executable, ROOT / "tests" / "optim" / "test_noise_scale.py"]
     result = run_script("-m", "largebatch.pod", "--hosts", 4, "--devices", 8, "--", *command)
     assert result.returncode == 0, result.stderr
     line = next(line for line in result.stdout.splitlines() if "noise_scale" in line)
@@ -151,7 +153,7 @@ def test_measuring_adds_no_collective_and_changes_no_update():
     results = [loop(fresh(), data, plan, np.int32(2))[0] for loop in (plain, measuring)]
     one, other = (np.asarray(state.params["w"]) for state in results)
     np.testing.assert_array_equal(one, other)
-    assert [int(devices.first_replica(state.noise.count)) for state in results] == [0, 2]
+    assert [int(replicas.first_replica(state.noise.count)) for state in results] == [0, 2]
 
 
 # ---- AdaScale -------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def test_adascale_at_scale_one_is_plain_sgd():
     one, _ = plain(fresh(), data, make_plan(deal, sizes, np.pad(rates, (0, 4))), np.int32(4))
     other, metrics = scaled(fresh(), data, make_plan(deal, sizes, table), np.int32(8))
     np.testing.assert_array_equal(np.asarray(one.params["w"]), np.asarray(other.params["w"]))
-    state = devices.first_replica(other)
+    state = replicas.first_replica(other)
     assert (int(state.step), float(state.progress)) == (4, 4.0)  # and the run has come to its end
     assert np.asarray(metrics["gain"]).tolist() == [1] * 4 + [0] * 4
 
@@ -204,7 +206,7 @@ def test_adascale_stretches_the_schedule_by_its_gain():
     plan = make_plan(deal, sizes, table)
     whole, metrics = loop(fresh(), data, plan, np.int32(64))
     gains, rates = np.asarray(metrics["gain"]), np.asarray(metrics["rate"])
-    done = int(devices.first_replica(whole.step))
+    done = int(replicas.first_replica(whole.step))
     assert 8 < done < 40
     progress = np.concatenate([[0], np.cumsum(gains[:done], dtype=np.float32)])
     np.testing.assert_allclose(
@@ -223,7 +225,7 @@ def test_adascale_stretches_the_schedule_by_its_gain():
 
 
 if __name__ == "__main__":
-    devices.start()
+    start_jax()
     noise = measured(jax.device_count(), np.resize([64, 200, 37, 300], UPDATES))
-    if devices.is_primary():
+    if collectives.is_primary():
         print(json.dumps({"noise_scale": noise_scale.noise_scale(noise), "devices": jax.device_count()}))

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from largebatch.optim import optimizers
+from largebatch.optim import optimizers, soap
 from largebatch.optim.optimizers import Numbers, Switches
 
 BETA, B2, DECAY = 0.9, 0.99, 0.01
@@ -158,7 +158,7 @@ def muon(path, p, grads, rates):
     return p
 
 
-def soap(path, p, grads, rates, *, every=10):
+def soap_reference(path, p, grads, rates, *, every=10):
     """Vyas et al. 2024, algorithm 3, for matrices; plain Adam for vectors."""
     shape, m, v = p.shape, 0.0, 0.0
     if p.ndim < 2:
@@ -220,8 +220,8 @@ def test_soap_follows_its_paper_over_a_refresh_of_its_bases():
         for _ in range(14)
     ]
     rates = [0.01] * 14
-    assert_follows(run("soap", params, grads, rates, NUMBERS), params, grads, soap, rates, rtol=2e-3)
-    stale = run("soap", params, grads, rates, NUMBERS)["kernel"] - soap(
+    assert_follows(run("soap", params, grads, rates, NUMBERS), params, grads, soap_reference, rates, rtol=2e-3)
+    stale = run("soap", params, grads, rates, NUMBERS)["kernel"] - soap_reference(
         None, params["kernel"].astype(np.float64), [g["kernel"].astype(np.float64) for g in grads], rates, every=99
     )
     assert np.abs(stale).max() > 1e-3  # the refresh at update 10 counts
@@ -232,9 +232,9 @@ def test_a_refresh_of_soaps_bases_does_not_throw_it_about():
     rng = np.random.default_rng(0)
     left, right = (np.linalg.qr(rng.standard_normal((n, n)))[0] for n in (72, 32))
     spectrum = np.outer(1 / np.arange(1, 73), 1 / np.arange(1, 33)) ** 0.5
-    soap = optimizers.scale_by_soap(0.9, 0.999)
-    state, norms = soap.init({"kernel": np.zeros((72, 32), np.float32)}), []
-    update = jax.jit(soap.update)
+    transformation = soap.scale_by_soap(0.9, 0.999)
+    state, norms = transformation.init({"kernel": np.zeros((72, 32), np.float32)}), []
+    update = jax.jit(transformation.update)
     for _ in range(22):
         grad = left @ (rng.standard_normal((72, 32)) * spectrum) @ right.T
         updates, state = update({"kernel": grad.astype(np.float32)}, state)
@@ -259,12 +259,12 @@ def test_soap_without_bases_is_adam(params):
             updates, state = transformation.update(grad, state)
         return updates
 
-    ours, adams = moved(optimizers.scale_by_soap(BETA, B2, max_side=1)), moved(optax.scale_by_adam(BETA, B2))
+    ours, adams = moved(soap.scale_by_soap(BETA, B2, max_side=1)), moved(optax.scale_by_adam(BETA, B2))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, adams)
 
 
 def test_soap_keeps_the_basis_of_a_large_side():
-    state = optimizers.scale_by_soap(BETA, B2, max_side=6).init({"kernel": np.zeros((3, 3, 2, 5), np.float32)})
+    state = soap.scale_by_soap(BETA, B2, max_side=6).init({"kernel": np.zeros((3, 3, 2, 5), np.float32)})
     (moments,) = state.moments
     assert moments.sides[0] is None  # 18 rows
     assert moments.sides[1].basis.shape == (5, 5)

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-import model
+import model as models
 from configs import default
 from experiment import make_plan
-from largebatch.config import rules as configs
+from largebatch.config.validate import validate
 from largebatch.data import batching
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import schedules
-from largebatch.optim.traces import Stages
+from largebatch.optim.piecewise import PiecewiseConstant
 
 EPOCH = 172_800
 
@@ -18,7 +18,7 @@ EPOCH = 172_800
 def create(rate=0.1, num_updates=100, batch_size=512, epoch_size=EPOCH, **fields):
     all_fields = default.get_config().schedule.to_dict() | fields
     assert schedules.problems(all_fields, num_updates) == []
-    sizes = batch_size if isinstance(batch_size, Stages) else Stages.constant(batch_size)
+    sizes = batch_size if isinstance(batch_size, PiecewiseConstant) else PiecewiseConstant.constant(batch_size)
     return schedules.create(all_fields, rate, num_updates, sizes, epoch_size)
 
 
@@ -93,7 +93,7 @@ def test_scaling_rules(scaling, batch_size, factor):
 
 def test_a_warm_up_has_no_jump_where_a_changing_batch_crosses_the_reference():
     fields = {"scaling": "linear", "reference_batch_size": 512, "warmup_updates": 50}
-    trace = Stages(np.arange(100), np.resize([512, 513, 256, 1024], 100))
+    trace = PiecewiseConstant(np.arange(100), np.resize([512, 513, 256, 1024], 100))
     schedule = schedules.create(default.get_config().schedule.to_dict() | fields, 0.1, 100, trace, 4096)
     found = schedule.rates(np.arange(100))
     # Peaks are 0.1 and about that, 0.05 and 0.2. All start from 0.1, but for what has a lower peak.
@@ -124,7 +124,7 @@ def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, 
         expected.append(rate)
     found = []
     for update in range(3 * length):  # as a run asks: by what has grown until then
-        so_far = Stages(starts[starts <= update], sizes[: (starts <= update).sum()])
+        so_far = PiecewiseConstant(starts[starts <= update], sizes[: (starts <= update).sum()])
         schedule = schedules.create(fields, 0.1, 3 * length, so_far, 128_000, grows=True)
         found.append(float(schedule.rates(update)))
     np.testing.assert_allclose(found, expected, rtol=1e-9)
@@ -175,11 +175,11 @@ def test_growth_beyond_the_data_set_cuts_the_rate_by_the_rest():
 
 
 def test_examples_before_is_the_sum_of_the_batches():
-    stages = Stages(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
+    stages = PiecewiseConstant(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
     sizes = stages.at(np.arange(20))
     assert sizes.tolist() == [64] * 3 + [7] + [1024] * 5 + [50] * 11
     np.testing.assert_array_equal(stages.sum_before(np.arange(21)), np.concatenate([[0], np.cumsum(sizes)]))
-    many = Stages(np.array([0]), np.array([EPOCH]))
+    many = PiecewiseConstant(np.array([0]), np.array([EPOCH]))
     assert many.sum_before(np.int64(10**9)) == 10**9 * EPOCH  # beyond 32 bits
 
 
@@ -234,7 +234,7 @@ def test_contradictory_schedules_are_refused(fields, message):
     with config.ignore_type():
         config.schedule.update(fields)
     with pytest.raises(UserError, match=message):
-        configs.validate(config, model.OPTIONS)
+        validate(config, models.OPTIONS)
 
 
 @pytest.mark.parametrize(

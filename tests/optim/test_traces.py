@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from conftest import assert_one_line_error, run_script
 
-import model
+import model as models
 from configs import default
-from largebatch.config import rules as configs
+from largebatch import trace_check
+from largebatch.config.validate import validate
 from largebatch.errors import BadSetting, UserError
-from largebatch.optim import schedules, traces
-from largebatch.optim.traces import Stages
+from largebatch.optim import traces
+from largebatch.optim.piecewise import PiecewiseConstant
 
 SEED_TRACE = "step,batchsize\n0, 1024\n1, 1024\n2, 2048\n"  # as in the README of the system that had it first
 
@@ -44,7 +45,7 @@ def test_stages_against_plain_sums():
 
 
 def test_the_last_value_of_stages_holds():
-    stages = Stages(np.array([0, 3]), np.array([10, 20]))
+    stages = PiecewiseConstant(np.array([0, 3]), np.array([10, 20]))
     assert stages.at(np.int64(1000)) == 20
     assert stages.updates_to(30 + 20 * 7 - 5) == 3 + 7
 
@@ -133,7 +134,7 @@ def test_a_step_that_begins_again_at_0_goes_on(write):
     assert trace.length == 30
     assert trace.batch_sizes.at(np.arange(30)).tolist() == [32] * 10 + [64] * 10 + [96] * 10
     assert trace.text == f"{path}, 30 rows, steps begin again at 0 2 times, first in line 12: updates go on"
-    result = run_script("-m", "largebatch.optim.schedules", path, "--dataset-size=480", "--devices=2")
+    result = run_script("-m", "largebatch.trace_check", path, "--dataset-size=480", "--devices=2")
     assert result.returncode == 0, result.stderr
     assert "begin again at 0 2 times, first in line 12: updates go on: 30 updates" in result.stdout
     sparse = traces.read(write("step,batchsize\n0,8\n5,9\n0,10\n2,11\n"))
@@ -256,7 +257,7 @@ def test_contradictory_batch_sizes_are_refused_before_the_start(batch, message):
     with config.ignore_type():
         config.batch.update(batch)
     with pytest.raises(UserError) as found:
-        configs.validate(config, model.OPTIONS)
+        validate(config, models.OPTIONS)
     assert message in str(found.value)
 
 
@@ -265,7 +266,7 @@ def test_growth_in_place_of_decay_does_not_go_with_a_trace():
     config.batch.trace, config.batch.hold_last = (4,), True
     config.schedule.update({"name": "step", "decay_steps": (5,), "decay_by": "batch"})
     with pytest.raises(UserError, match=r"decay_by: 'batch'; allowed: 'rate' with batch\.trace"):
-        configs.validate(config, model.OPTIONS)
+        validate(config, models.OPTIONS)
 
 
 # ---- the command ----------------------------------------------------------------------------------------
@@ -275,13 +276,13 @@ def test_the_check_prints_what_a_run_makes_of_a_trace(write, tmp_path):
     path = write("step,batchsize\n0,32\n1,64\n2,96\n3,7\n4,1024\n5,50\n")
     picture = tmp_path / "trace.png"
     result = run_script(
-        "-m", "largebatch.optim.schedules", path, "--dataset-size", 1000, "--devices", 8, "--updates", 26,
+        "-m", "largebatch.trace_check", path, "--dataset-size", 1000, "--devices", 8, "--updates", 26,
         "--hold-last", "--reference-batch-size", 64, "--learning-rate", 0.1, "--plot", picture,
     )  # fmt: skip
     assert_one_line_error(result, "line 6: batchsize '1024'; allowed: an integer from 1 to 1000")
     assert not picture.exists()
     result = run_script(
-        "-m", "largebatch.optim.schedules", path, "--dataset-size", 1200, "--devices", 8, "--updates", 30,
+        "-m", "largebatch.trace_check", path, "--dataset-size", 1200, "--devices", 8, "--updates", 30,
         "--hold-last", "--reference-batch-size", 64, "--learning-rate", 0.1, "--plot", picture,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -299,7 +300,7 @@ def test_the_check_prints_what_a_run_makes_of_a_trace(write, tmp_path):
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
 def test_the_check_refuses_numbers_that_are_none(write, capsys, value):
     with pytest.raises(SystemExit):
-        schedules.main([write(SEED_TRACE), "--dataset-size", "9", "--devices", "2", f"--time-per-update={value}"])
+        trace_check.main([write(SEED_TRACE), "--dataset-size", "9", "--devices", "2", f"--time-per-update={value}"])
     assert f"--time-per-update: '{value}' is not a number > 0" in capsys.readouterr().err
 
 
@@ -314,14 +315,14 @@ def test_adascale_needs_a_trace_that_holds():
     config = default.get_config()
     config.batch.trace, config.schedule.scaling, config.optimizer.name = (4,) * 50, "adascale", "sgd"
     with pytest.raises(UserError, match=r"batch\.hold_last: False; allowed: True with AdaScale"):
-        configs.validate(config, model.OPTIONS)
+        validate(config, models.OPTIONS)
     config.batch.hold_last = True
-    configs.validate(config, model.OPTIONS)
+    validate(config, models.OPTIONS)
 
 
 def test_the_check_refuses_a_trace_that_is_too_short(write, capsys):
     arguments = [write(SEED_TRACE), "--dataset-size", "4000", "--devices", "2", "--updates", "4"]
-    assert schedules.main(arguments) == 1
+    assert trace_check.main(arguments) == 1
     assert "ends with update 2; allowed: up to 3, or --hold-last" in capsys.readouterr().err
-    assert schedules.main([*arguments, "--hold-last"]) == 0
+    assert trace_check.main([*arguments, "--hold-last"]) == 0
     assert "4 updates, batch 1,024 to 2,048, 6,144 examples" in capsys.readouterr().out

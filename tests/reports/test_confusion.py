@@ -15,7 +15,7 @@ from test_report import make, text_of, write_predictions
 import report
 from largebatch.errors import UserError
 from largebatch.reports import confusion
-from largebatch.runs import reader as runs
+from largebatch.runs import reader
 
 
 def test_confusions_with_pictures_from_folder_and_zip(tmp_path):
@@ -30,7 +30,7 @@ def test_confusions_with_pictures_from_folder_and_zip(tmp_path):
         config = json.loads((run / "config.json").read_text())
         config["dataset"] |= {"name": "mine", "path": str(place)}
         (run / "config.json").write_text(json.dumps(config))
-        found, problem = confusion.read_confusion(runs.read(run))
+        found, problem = confusion.read_confusion(reader.read(run))
         assert problem is None
         assert found.missing is None
         assert found.names == ["Forest", "Lake", "River"]

@@ -21,7 +21,7 @@ from test_analysis import write_run, write_study
 import report
 import train
 from largebatch.reports import confusion, panels, sections, studies
-from largebatch.runs import reader as runs
+from largebatch.runs import reader
 from largebatch.studies import analysis
 
 EVIL = '</script><img src=x onerror="document.title=1">'
@@ -85,7 +85,7 @@ def test_page_of_a_study(study, tmp_path):
     text = text_of(page)
     assert text.index("Leaderboard") < text.index("Curves") < text.index("Runs", text.index("Curves"))
     rows = re.findall(r"<tr>(.*?)</tr>", page[page.index('id="group-0-table"') :].split("</table>")[0])[1:]
-    settings = analysis.leaderboard(runs.read(study))
+    settings = analysis.leaderboard(reader.read(study))
     assert len(rows) == len(settings) == 12
     for row, setting in zip(rows, settings, strict=True):
         assert f">{setting.values['optimizer.name']}<" in row
@@ -245,7 +245,7 @@ def test_a_real_run(small_config, tmp_path):
     np.testing.assert_allclose(loss["values"], [[row["val_loss"] for row in rows]], rtol=1e-5)
     (bar,) = next(panel for panel in group["panels"] if panel["id"] == "time")["rows"]
     assert sum(bar[2]) == pytest.approx(summary["seconds"]["total"], rel=1e-3)
-    result, problem = confusion.read_confusion(runs.read(tmp_path / "real"))
+    result, problem = confusion.read_confusion(reader.read(tmp_path / "real"))
     assert problem is None
     assert result.accuracy == pytest.approx(summary["best_val_accuracy"])
     assert {"val_accuracy.png", "time.png", "confusion.png"} <= {p.name for p in (tmp_path / "png").iterdir()}
@@ -278,7 +278,7 @@ def test_columns_that_are_not_standard_are_drawn(tmp_path):
 
 
 def test_rates_picture_marks_what_diverged(study):
-    found = runs.read(study)
+    found = reader.read(study)
     panel = studies.rate_panel(found, ["adam", "lamb", "sgd"])
     lines = {mark["label"]: mark for mark in panel["marks"] if mark["kind"] == "line"}
     assert [mark["colour"] for mark in lines.values()] == [0, 1, 2]
@@ -304,7 +304,7 @@ def test_steps_picture_and_knee(tmp_path):
         [64, 405], [256, 135], [1024, 65], [4096, 45]
     ]  # fmt: skip
     assert marks["perfect scaling"]["points"] == [[64, 405], [4096, pytest.approx(405 / 64, rel=1e-5)]]
-    _, knee = studies.fit(runs.read(path))
+    _, knee = studies.fit(reader.read(path))
     assert 300 < knee.critical_batch_size < 900
     assert f"knee {knee.critical_batch_size:,.0f}" in marks
     assert f"The knee is at batch {knee.critical_batch_size:,.0f} (95 % interval" in text_of(page)
@@ -318,9 +318,9 @@ def test_steps_picture_and_knee(tmp_path):
 def test_a_batch_that_changes_is_no_point_of_the_curve(tmp_path, changing):
     path = write_run(tmp_path / "run")
     config = json.loads((path / "config.json").read_text())
-    assert runs.read(path).batch_size is not None
+    assert reader.read(path).batch_size is not None
     (path / "config.json").write_text(json.dumps(config | {"batch": config["batch"] | changing}))
-    assert runs.read(path).batch_size is None
+    assert reader.read(path).batch_size is None
 
 
 def test_edges_and_batch_sizes_that_missed_the_target_are_said(tmp_path):
@@ -363,7 +363,7 @@ def test_report_needs_no_jax(study, tmp_path):
 
 def test_csv_is_the_leaderboard_or_the_rows(study, tmp_path):
     make(study, out=tmp_path / "page.html", more=["--csv", tmp_path / "board.csv"])
-    header, rows = analysis.leaderboard_rows(runs.read(study))
+    header, rows = analysis.leaderboard_rows(reader.read(study))
     assert list(csv.reader((tmp_path / "board.csv").read_text().splitlines())) == [header, *rows]
     run = study / "trials" / "0000"
     make(run, out=tmp_path / "page.html", more=["--csv", tmp_path / "rows.csv"])
@@ -381,13 +381,13 @@ def words(cell: str) -> str:
 def test_updates_to_accuracies_stand_in_the_leaderboard(study, tmp_path):
     more = ["--csv", tmp_path / "board.csv", "--updates_to", "0.5,0.85"]
     page = make(study, out=tmp_path / "page.html", more=more)
-    header, rows = analysis.leaderboard_rows(runs.read(study), (0.5, 0.85))
+    header, rows = analysis.leaderboard_rows(reader.read(study), (0.5, 0.85))
     assert list(csv.reader((tmp_path / "board.csv").read_text().splitlines())) == [header, *rows]
     table = page[page.index('id="group-0-table"') :].split("</table>")[0]
     names = [words(head) for head in re.findall(r"<th.*?</th>", table)]
     assert [names.index(f"updates to {accuracy}") for accuracy in ("0.5", "0.85")] == [3, 5]
     best = re.findall(r"<td.*?</td>", re.findall(r"<tr>(.*?)</tr>", table)[1])
-    updates, count = analysis.updates_to(analysis.leaderboard(runs.read(study))[0], 0.5)
+    updates, count = analysis.updates_to(analysis.leaderboard(reader.read(study))[0], 0.5)
     assert count == 2
     assert words(best[3]).startswith(f"{updates.mean:,.0f}")
     assert words(best[4]) == f"{updates.count} of {count}"

@@ -7,7 +7,9 @@ import pytest
 from conftest import ROOT
 
 from largebatch.errors import UserError
-from largebatch.runs import folder as metrics
+from largebatch.hosts.clock import Clock
+from largebatch.runs.folder import RunFolder
+from largebatch.runs.summary import add_to_summary, empty_summary, timings
 
 
 def row(step, accuracy, train_sec=2.0, **more):
@@ -18,8 +20,8 @@ def row(step, accuracy, train_sec=2.0, **more):
 
 
 def test_summary_follows_the_rows():
-    summary = metrics.empty_summary() | {"target_accuracy": 0.8}
-    improved = [metrics.add_to_summary(summary, r) for r in (row(1, 0.5), row(2, 0.85), row(3, 0.84), row(4, 0.85))]
+    summary = empty_summary() | {"target_accuracy": 0.8}
+    improved = [add_to_summary(summary, r) for r in (row(1, 0.5), row(2, 0.85), row(3, 0.84), row(4, 0.85))]
     assert improved == [True, True, False, False]
     expected = {
         "best_val_accuracy": 0.85, "best_step": 2, "final_val_accuracy": 0.85, "steps": 4, "examples_seen": 40,
@@ -29,7 +31,7 @@ def test_summary_follows_the_rows():
 
 
 def test_no_number_is_written_as_nan(tmp_path):
-    run = metrics.RunFolder(tmp_path / "run", tensorboard=False)
+    run = RunFolder(tmp_path / "run", tensorboard=False)
     run.write_json("config.json", {"a": 1})
     run.append_row({"step": 1, "train_loss": np.float32("nan"), "grad_norm": float("inf"), "n": np.int64(3)})
     run.append_row({"step": 2, "train_loss": np.float32(0.5), "grad_norm": 1.0, "n": 4})
@@ -40,7 +42,7 @@ def test_no_number_is_written_as_nan(tmp_path):
 
 def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
     code = (
-        "import sys; from largebatch import metrics; run = metrics.RunFolder(sys.argv[1]);"
+        "import sys; from largebatch.runs.folder import RunFolder; run = RunFolder(sys.argv[1]);"
         "run.append_row({'step': 7, 'val_accuracy': 0.25, 'noise_scale': None}); run.close();"
         "assert 'tensorflow' not in sys.modules"
     )
@@ -52,7 +54,7 @@ def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
 
 
 def test_the_clock_adds_sections_up():
-    clock = metrics.Clock()
+    clock = Clock()
     for _ in range(2):
         with clock.measure("train"):
             sum(range(1000))
@@ -61,23 +63,23 @@ def test_the_clock_adds_sections_up():
     with clock.measure("compile"):
         pass
     assert clock.total() >= clock.seconds["train"] + clock.seconds["evaluation"] > 0
-    times = metrics.timings(clock, {}, updates=4, examples=40)
+    times = timings(clock, {}, updates=4, examples=40)
     assert times["images_per_sec"] == pytest.approx(40 / clock.seconds["train"])
     assert times["step_time_ms"] == pytest.approx(250 * clock.seconds["train"])
     assert times["compile_sec"] == clock.seconds["compile"]
     before = {"train": 0.0, "evaluation": 0.0, "compile": clock.seconds["compile"]}
-    assert metrics.timings(clock, before, 4, 40)["compile_sec"] == 0
+    assert timings(clock, before, 4, 40)["compile_sec"] == 0
 
 
 def test_the_clock_goes_on_after_a_restart():
-    clock = metrics.Clock()
+    clock = Clock()
     with clock.measure("train"):
         pass
     own = clock.seconds["train"]
     clock.add({"seconds": {"train": 10.0, "evaluation": 2.0}, "total": 15.0})
     assert clock.seconds == {"train": 10.0 + own, "evaluation": 2.0}
     assert 15 < clock.total() < 16
-    again = metrics.Clock()
+    again = Clock()
     again.add(clock.saved())
     assert again.seconds == clock.seconds
     assert again.total() >= clock.saved()["total"] - 1e-3
@@ -86,7 +88,7 @@ def test_the_clock_goes_on_after_a_restart():
 def test_a_damaged_json_file_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"a": ')
     with pytest.raises(UserError, match=r"config.json cannot be read"):
-        metrics.RunFolder(tmp_path).read("config.json")
+        RunFolder(tmp_path).read("config.json")
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def full_disk(tmp_path):
 
 
 def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
-    run = metrics.RunFolder(full_disk / "run")
+    run = RunFolder(full_disk / "run")
     run.write_json("config.json", {"a": 1})
     run.append_row({"step": 1})
     (full_disk / "ballast").write_bytes(bytes(200_000))
@@ -127,25 +129,25 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
 
 
 def test_only_one_process_trains_in_a_folder(tmp_path):
-    first = metrics.RunFolder(tmp_path)
+    first = RunFolder(tmp_path)
     first.lock()
     with pytest.raises(UserError, match="another process is training in"):
-        metrics.RunFolder(tmp_path).lock()
+        RunFolder(tmp_path).lock()
     first.close()
     assert not list(tmp_path.iterdir())
-    with metrics.RunFolder(tmp_path) as second:
+    with RunFolder(tmp_path) as second:
         second.lock()
 
 
 def test_rows_are_cut_back_to_a_mark(tmp_path):
-    run = metrics.RunFolder(tmp_path, tensorboard=False)
+    run = RunFolder(tmp_path, tensorboard=False)
     run.start_rows(None)
     run.append_row({"step": 1})
     mark = run.rows_mark()
     run.append_row({"step": 2})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "tor')
-    again = metrics.RunFolder(tmp_path, tensorboard=False)
+    again = RunFolder(tmp_path, tensorboard=False)
     again.start_rows(mark)
     again.append_row({"step": 2})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -158,7 +160,7 @@ def test_rows_are_cut_back_to_a_mark(tmp_path):
 
 
 def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path):
-    run = metrics.RunFolder(tmp_path)
+    run = RunFolder(tmp_path)
     assert run.last_event() is None
     run.log_event("start", step=3)
     with (tmp_path / "events.jsonl").open("a") as file:

@@ -10,19 +10,20 @@ import pytest
 from conftest import run_script
 
 import augment
-import model
 import train
 from experiment import Shared
 from largebatch.config import fields
-from largebatch.data import cache as caches
-from largebatch.data import images
-from largebatch.data import sources as data
+from largebatch.data import sources
+from largebatch.data.cache import Cache
+from largebatch.data.split import split_indices
 from largebatch.errors import UserError
 from largebatch.hosts import preemption
 from largebatch.runs import checkpoints
-from largebatch.runs import folder as metrics
-from largebatch.runs import progress as resume
+from largebatch.runs.folder import RunFolder
+from largebatch.runs.progress import Progress, best_checkpoint
+from largebatch.runs.provenance import code_sha256, git_commit, versions
 from largebatch.training import trainer
+from largebatch.training.loss import make_loss_fn
 
 WALL_CLOCK = {"images_per_sec", "step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec"}
 SUMMARY_WALL_CLOCK = {"images_per_sec", "images_per_sec_by_outer", "train_sec", "sec_to_target", "seconds"}
@@ -150,19 +151,19 @@ def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, st
 
 def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, monkeypatch):
     whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
-    save = resume.Progress.save
+    save = Progress.save
 
     def save_all_but_8(self, **keywords):
         if self._trainer.step != 8:
             save(self, **keywords)
 
-    monkeypatch.setattr(resume.Progress, "save", save_all_but_8)
-    monkeypatch.setattr(resume.Progress, "_end", lambda self, reason: None)  # a killed process writes no end
+    monkeypatch.setattr(Progress, "save", save_all_but_8)
+    monkeypatch.setattr(Progress, "_end", lambda self, reason: None)  # a killed process writes no end
     row = train.write_row
 
     def die(job, config, trainer, *rest):
         row(job, config, trainer, *rest)
-        if trainer.step == 8:
+        if step == 8:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "write_row", die)
@@ -226,8 +227,8 @@ def test_other_examples_are_refused(config, tmp_path, stop_at, monkeypatch):
     stop_at(6)
     with pytest.raises(preemption.Stopped):
         train.train_and_evaluate(config, str(tmp_path))
-    identity = caches.Cache.identity
-    monkeypatch.setattr(caches.Cache, "identity", lambda self: identity(self) | {"ids": "0" * 64})
+    identity = Cache.identity
+    monkeypatch.setattr(Cache, "identity", lambda self: identity(self) | {"ids": "0" * 64})
     with pytest.raises(UserError, match="dataset: its ids changed since the checkpoint was saved"):
         train.train_and_evaluate(config, str(tmp_path))
 
@@ -244,7 +245,7 @@ def test_changed_rows_are_refused(config, tmp_path, stop_at):
 
 
 def test_another_process_in_the_folder_is_refused(config, tmp_path):
-    run = metrics.RunFolder(tmp_path)
+    run = RunFolder(tmp_path)
     run.lock()
     with pytest.raises(UserError, match="another process is training in"):
         train.train_and_evaluate(config, str(tmp_path))
@@ -267,7 +268,7 @@ def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
         "00000020",
         "00000024",
     ]
-    arrays, description = resume.best_checkpoint(tmp_path)
+    arrays, description = best_checkpoint(tmp_path)
     assert (description["step"], int(arrays["state.step"])) == (8, 8)
 
 
@@ -335,23 +336,23 @@ def test_other_code_and_libraries_are_named_when_a_run_goes_on(config, tmp_path,
 
     rewrite_descriptions(tmp_path, change)
     train.train_and_evaluate(config, str(tmp_path))
-    commit, optax, files = metrics.git_commit(), metrics.versions()["optax"], metrics.code_sha256()[:12]
+    commit, optax, files = git_commit(), versions()["optax"], code_sha256()[:12]
     changes = f"files {files}, was {'f' * 12}; commit {commit}, was 0123abc; optax {optax}, was 0.0.1"
     assert f"resuming with other code: {changes}: results may differ" in caplog.messages
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     starts = [event["code"] for event in events if event["event"] == "start"]
-    assert starts == [{"files": files, "commit": commit, **metrics.versions()}] * 2
+    assert starts == [{"files": files, "commit": commit, **versions()}] * 2
 
 
 def test_init_from_starts_with_the_best_parameters(config, tmp_path):
     config.model.norm, config.train.ema_decay = "batch", 0.9
     config.train.inner_steps = 1
     first = train.train_and_evaluate(config, str(tmp_path / "first"))
-    arrays, _ = resume.best_checkpoint(tmp_path / "first")
+    arrays, _ = best_checkpoint(tmp_path / "first")
     config.train.init_from, config.optimizer.learning_rate = str(tmp_path / "first"), 1e-30
     config.train.outer_steps = 1
     second = train.train_and_evaluate(config, str(tmp_path / "second"))
-    after, _ = resume.best_checkpoint(tmp_path / "second")
+    after, _ = best_checkpoint(tmp_path / "second")
     np.testing.assert_array_equal(after["state.params.Conv_0.kernel"], arrays["state.params.Conv_0.kernel"])
     # Of the averages that came along one update changes little.
     name = "state.ema.model_state.batch_stats.BatchNorm_0.variance"
@@ -374,7 +375,7 @@ def test_init_from_starts_with_the_best_parameters(config, tmp_path):
 def poisoned(config, monkeypatch):
     """One of the 640 views gives a loss that is no number: the update it falls in, once per epoch of 4."""
     config.batch.size = 160
-    make = model.make_loss_fn
+    make = make_loss_fn
     weights = np.arange(16 * 16 * 3).reshape(16, 16, 3) % 251  # tells views of an image apart
 
     def make_poisoned(*arguments):
@@ -387,12 +388,12 @@ def poisoned(config, monkeypatch):
 
         return poisoned_loss
 
-    source = data.find_source("synthetic", num_examples=100, image_size=16).load()
-    views = augment.expand(source.images[images.split_indices(source.example_ids, 0)["train"]])
+    source = sources.find_source("synthetic", num_examples=100, image_size=16).load()
+    views = augment.expand(source.images[split_indices(source.example_ids, 0)["train"]])
     sums = (views.astype(int) * weights).sum(axis=(2, 3, 4)).ravel()
     poison = sums[5]
     assert np.count_nonzero(sums == poison) == 1
-    monkeypatch.setattr(model, "make_loss_fn", make_poisoned)
+    monkeypatch.setattr("experiment.make_loss_fn", make_poisoned)
     shared = Shared()  # not for other tests
     monkeypatch.setattr(train, "Shared", lambda: shared)
     return config

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from largebatch.errors import UserError
-from largebatch.runs import reader as runs
+from largebatch.runs import reader
 from largebatch.studies import analysis
 
 
@@ -97,8 +97,8 @@ def write_study(path: Path, trials: list[dict], objective="best_val_accuracy", f
 
 
 def test_a_whole_run_is_read_without_problems(tmp_path):
-    run = runs.read(write_run(tmp_path / "run"))
-    assert isinstance(run, runs.Run)
+    run = reader.read(write_run(tmp_path / "run"))
+    assert isinstance(run, reader.Run)
     assert run.problems == []
     assert (run.status, run.batch_size, run.best_val_accuracy) == ("done", 512, 0.9)
     assert run.field("optimizer.name") == "lamb"
@@ -129,7 +129,7 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path, name, damage, words):
         path.unlink()
     else:
         path.write_text(content)
-    run = runs.read_run(tmp_path / "run")
+    run = reader.read_run(tmp_path / "run")
     assert len(run.problems) == 1, run.problems
     for word in words:
         assert word in run.problems[0]
@@ -139,23 +139,23 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path, name, damage, words):
 
 
 def test_status_of_runs_that_did_not_end(tmp_path):
-    running = runs.read_run(write_run(tmp_path / "running", status="running"))
+    running = reader.read_run(write_run(tmp_path / "running", status="running"))
     damaged = write_run(tmp_path / "damaged")
     (damaged / "summary.json").write_text("{")
-    assert runs.read_run(damaged).status == "unreadable"
+    assert reader.read_run(damaged).status == "unreadable"
     assert running.status == "running"
     assert running.batch_size == 512
     assert running.best_val_accuracy == 0.9
     (tmp_path / "empty").mkdir()
-    assert runs.read_run(tmp_path / "empty").status == "unreadable"
-    study = runs.read(write_study(tmp_path / "study", [{"error": "no space\nleft"}]))
+    assert reader.read_run(tmp_path / "empty").status == "unreadable"
+    study = reader.read(write_study(tmp_path / "study", [{"error": "no space\nleft"}]))
     assert study.runs[0].status == "failed"
     assert study.runs[0].problems == ["trial.json: the trial failed: no space left"]
 
 
 def test_numbers_that_json_should_not_hold_become_none(tmp_path):
     path = write_run(tmp_path / "run", grad_norm=math.nan, val_loss=math.inf, huge=10**400, words="x", flag=True)
-    row = runs.read_run(path).rows[0]
+    row = reader.read_run(path).rows[0]
     assert row["grad_norm"] is None
     assert row["val_loss"] is None
     assert not {"huge", "words", "flag"} & row.keys()
@@ -165,7 +165,7 @@ def test_read_names_what_is_no_run(tmp_path):
     (tmp_path / "notes.txt").touch()
     for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nowhere"):
         with pytest.raises(UserError, match=r"allowed: a run folder with config\.json or a study folder") as error:
-            runs.read(path)
+            reader.read(path)
         assert str(path) in str(error.value)
 
 
@@ -173,11 +173,11 @@ def test_trials_come_by_index_and_a_broken_description_is_named(tmp_path):
     study = write_study(tmp_path / "study", [{"rate": 0.1 * k} for k in range(1, 12)])
     (study / "trials" / "0003").rename(study / "trials" / "moved")
     (study / "trials" / "half").mkdir()
-    found = runs.read(study)
+    found = reader.read(study)
     assert [run.path.name for run in found.runs][3:] == ["moved", *[f"{k:04d}" for k in range(4, 11)], "half"]
     assert found.problems == []
     (study / "study.json").write_text('{"space": [1], "objective": "luck"}')
-    found = runs.read(study)
+    found = reader.read(study)
     assert len(found.problems) == 2
     assert found.objective == "best_val_accuracy"
     assert len(analysis.leaderboard(found)) == 12  # each trial.json still tells its setting
@@ -211,7 +211,7 @@ def test_leaderboard_by_accuracy(tmp_path):
         {"rate": 0.05, "accuracies": (0.97,), "status": "pruned"},
         {"rate": 0.06, "error": "no memory"},
     ]
-    study = runs.read(write_study(tmp_path / "study", trials))
+    study = reader.read(write_study(tmp_path / "study", trials))
     found = analysis.leaderboard(study)
     # Whole settings first, then those of which a seed diverged, then what was pruned, then what never ended well.
     assert rates(found) == [0.02, 0.01, 0.04, 0.05, 0.03, 0.06]
@@ -239,7 +239,7 @@ def test_leaderboard_by_updates_to_target(tmp_path):
         {"rate": 0.06, "accuracies": (0.95,), "status": "diverged"},
     ]
     trials = [trial | {"target": 0.8} for trial in trials]
-    study = runs.read(write_study(tmp_path / "study", trials, "steps_to_target"))
+    study = reader.read(write_study(tmp_path / "study", trials, "steps_to_target"))
     found = analysis.leaderboard(study)
     assert rates(found) == [0.02, 0.01, 0.04, 0.05, 0.03, 0.06]
     assert found[0].objective.mean == 20
@@ -254,7 +254,7 @@ def test_updates_to_any_accuracy(tmp_path):
         {"rate": 0.01, "accuracies": (0.9,), "seed": 2, "status": "diverged"},  # counts for nothing
         {"rate": 0.02, "accuracies": (0.1, 0.2)},
     ]
-    study = runs.read(write_study(tmp_path / "study", trials))
+    study = reader.read(write_study(tmp_path / "study", trials))
     worst, best = analysis.leaderboard(study)  # a diverged seed ranks behind
     updates, seeds = analysis.updates_to(best, 0.8)
     assert (updates.mean, updates.count, seeds) == (15.0, 2, 2)
@@ -292,7 +292,7 @@ def target_study(tmp_path, more=()):
 
 
 def test_steps_to_target_takes_the_best_setting_whose_seeds_all_reached_it(tmp_path):
-    study = runs.read(target_study(tmp_path))
+    study = reader.read(target_study(tmp_path))
     small, large = analysis.steps_to_target(study)
     assert (small.batch_size, small.seeds, small.steps) == (256, 1, [20])
     assert small.values["optimizer.name"] == "lamb"  # sgd was faster once, but missed it with the other seed
@@ -305,19 +305,19 @@ def test_steps_to_target_takes_the_best_setting_whose_seeds_all_reached_it(tmp_p
 
 def test_settings_with_more_seeds_go_before_a_lucky_one(tmp_path):
     more = [{"batch": 256, "rate": 0.01, "accuracies": (0.1, 0.2, 0.9), "seed": 1}]
-    small, _ = analysis.steps_to_target(runs.read(target_study(tmp_path, more)))
+    small, _ = analysis.steps_to_target(reader.read(target_study(tmp_path, more)))
     assert (small.values["optimizer.learning_rate"], small.steps) == (0.01, [30, 30])
 
 
 def test_a_diverged_rate_beyond_it_takes_a_value_off_the_edge(tmp_path):
     more = [{"batch": 1024, "rate": 0.04, "accuracies": (0.1,), "status": "diverged"}]
-    _, large = analysis.steps_to_target(runs.read(target_study(tmp_path, more)))
+    _, large = analysis.steps_to_target(reader.read(target_study(tmp_path, more)))
     assert large.edges == []
 
 
 def test_a_running_seed_does_not_count_yet(tmp_path):
     more = [{"batch": 1024, "rate": 0.02, "accuracies": (0.1,), "status": "running", "seed": 2}]
-    _, large = analysis.steps_to_target(runs.read(target_study(tmp_path, more)))
+    _, large = analysis.steps_to_target(reader.read(target_study(tmp_path, more)))
     assert large.seeds == 2
 
 
@@ -327,8 +327,8 @@ def test_edges_low_and_only(tmp_path):
         {"rate": 0.02},
         {"rate": 0.02, "optimizer": "sgd"},
     ]
-    study = runs.read(write_study(tmp_path / "study", trials))
-    flags = [analysis.edge_flags(study, runs.setting_of(run, ())) for run in study.runs]
+    study = reader.read(write_study(tmp_path / "study", trials))
+    flags = [analysis.edge_flags(study, reader.setting_of(run, ())) for run in study.runs]
     assert [[edge.side for edge in edges] for edges in flags] == [["lowest"], ["highest"], ["only"]]
 
 

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, on_devices
 from optuna.trial import TrialState
 
-from largebatch.studies import queue as trial_queue
+from largebatch.studies.queue import open_storage
 
 SPACE = """
 from optuna.distributions import CategoricalDistribution
@@ -100,7 +100,7 @@ def start_sweep(server: Server, tmp_path: Path, session_cache: Path) -> subproce
 @contextlib.contextmanager
 def opened(server: Server):
     """The study's database, as any other process would open it."""
-    storage = trial_queue.open_storage(server.url, 2)
+    storage = open_storage(server.url, 2)
     try:
         yield storage
     finally:

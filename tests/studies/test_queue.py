@@ -11,7 +11,8 @@ from optuna.trial import TrialState
 from largebatch.errors import UserError
 from largebatch.hosts import preemption
 from largebatch.studies import queue as trial_queue
-from largebatch.studies import space as search
+from largebatch.studies import search
+from largebatch.studies.queue import MISSED_HEARTBEATS, Claimed, TrialQueue, open_storage, without_password
 
 SPACE = {
     "batch.size": CategoricalDistribution([64, 128]),
@@ -24,14 +25,14 @@ def url(tmp_path):
     return f"sqlite:///{tmp_path / 'study.db'}"
 
 
-def make_queue(url, heartbeat_sec=20, pruner=None, direction="maximize", **changed) -> trial_queue.TrialQueue:
+def make_queue(url, heartbeat_sec=20, pruner=None, direction="maximize", **changed) -> TrialQueue:
     given = {"space": SPACE, "sampler": "grid", "study_seed": 0, "settings": 6, "seeds": 1}
     options = search.Options(**(given | {"best_seeds": 0, "best_by": "batch.size"} | changed))
-    storage = trial_queue.open_storage(url, heartbeat_sec)
-    return trial_queue.TrialQueue(storage, "study", direction, pruner, options, heartbeat_sec, {"of": direction})
+    storage = open_storage(url, heartbeat_sec)
+    return TrialQueue(storage, "study", direction, pruner, options, heartbeat_sec, {"of": direction})
 
 
-def run_all(queue, value=lambda claimed: claimed.values["optimizer.learning_rate"]) -> list[trial_queue.Claimed]:
+def run_all(queue, value=lambda claimed: claimed.values["optimizer.learning_rate"]) -> list[Claimed]:
     """Claims and ends all there is."""
     ran = []
     while queue.fill()[0]:
@@ -72,7 +73,7 @@ def test_processes_that_fill_the_queue_at_once_run_no_trial_twice(url, repeat):
         for setting in range(6):
             values = search.grid(SPACE)[setting]
             queue._study.enqueue_trial(values, user_attrs={"setting": setting, "seed": 0})
-    ran: list[trial_queue.Claimed] = []
+    ran: list[Claimed] = []
     threads = [threading.Thread(target=lambda queue=queue: ran.extend(run_all(queue))) for queue in (one, two)]
     for thread in threads:
         thread.start()
@@ -162,7 +163,7 @@ def test_a_trial_without_heartbeat_is_given_its_time_whatever_another_machines_c
     there, here = make_queue(url, settings=1), make_queue(url, settings=1)
     there.fill()
     take_on_a_machine_whose_clock_is_off(there, hours)
-    grace = trial_queue.MISSED_HEARTBEATS * 20
+    grace = MISSED_HEARTBEATS * 20
     assert here.fill() == (0, 1, 0)
     clock.now += grace - 1
     assert here.fill() == (0, 1, 0)
@@ -321,14 +322,14 @@ def test_a_signal_ends_the_waiting(url, monkeypatch):
 @pytest.mark.parametrize("bad", ["nonsense", "nodb://host/x", "sqlite:////no/such/folder/x.db"])
 def test_a_database_that_cannot_be_opened(bad):
     with pytest.raises(UserError, match=r"--storage: .*(cannot be opened|allowed: a database URL)"):
-        trial_queue.open_storage(bad, 20)
+        open_storage(bad, 20)
 
 
 def test_a_password_is_neither_kept_nor_forgotten():
-    kept = trial_queue.without_password("postgresql://me:secret@host/db")
+    kept = without_password("postgresql://me:secret@host/db")
     assert "secret" not in kept
     with pytest.raises(UserError, match="with its password"):
-        trial_queue.without_password(kept)
+        without_password(kept)
 
 
 def test_another_study_of_the_same_name(url):

@@ -10,7 +10,7 @@ from conftest import assert_one_line_error, run_script
 from test_resume import rows_of, summary_of
 
 import evaluate
-import model
+import model as models
 import train
 from benchmarks.ours import collectives
 from experiment import (
@@ -21,13 +21,13 @@ from experiment import (
     optimizer_numbers,
     possible_batch_sizes,
 )
-from largebatch.config import rules as configs
 from largebatch.config.fields import flatten
+from largebatch.config.validate import validate
 from largebatch.errors import BadSetting, UserError
-from largebatch.hosts import devices, preemption
+from largebatch.hosts import preemption, replicas
 from largebatch.optim import noise_scale
 from largebatch.optim.optimizers import create_optimizer
-from largebatch.runs import progress as resume
+from largebatch.runs.progress import Progress
 from largebatch.training.state import create_state
 
 
@@ -213,7 +213,7 @@ def test_bytes_are_those_of_the_compiled_all_reduce(small_config, mode):
     small_config.model.norm, small_config.sync.mode = "batch", mode
     shared = train.Shared()
     made, (cache, placed) = shared.programs(small_config), shared.data(small_config)
-    state = devices.replicate(made.init(np.uint32(0), optimizer_numbers(small_config), None))
+    state = replicas.replicate(made.init(np.uint32(0), optimizer_numbers(small_config), None))
     plan = make_plan(placed.deal, make_schedule(small_config, cache.count("train")), 4, 0)
     loop, more = (made.inner_loop, ()) if mode == "every_step" else (made.local_loop, (make_sync(small_config),))
     text = loop.lower(state, placed.train, plan, np.int32(1), *more).compile().as_text()
@@ -263,7 +263,7 @@ def test_how_often_one_evaluates_changes_nothing(small_config, tmp_path):
 def test_contradictory_settings_of_devices_apart(small_config, fields, message):
     small_config.sync.update(fields)
     with pytest.raises(UserError) as found:
-        configs.validate(small_config, model.OPTIONS)
+        validate(small_config, models.OPTIONS)
     assert message in str(found.value)
 
 
@@ -271,7 +271,7 @@ def test_what_does_not_go_with_devices_apart(small_config):
     small_config.sync.mode, small_config.optimizer.name = "local", "soap"
     small_config.batch.auto, small_config.schedule.scaling = True, "adascale"
     with pytest.raises(UserError) as found:
-        configs.validate(small_config, model.OPTIONS)
+        validate(small_config, models.OPTIONS)
     for words in (
         "keep | reset with soap",
         "'adascale', whose gain is sgd's; allowed: none | linear | sqrt with soap",
@@ -305,7 +305,7 @@ def test_other_replicas_take_the_mean_of_all_that_has_one():
     mean = jax.tree.map(lambda leaf: np.full(leaf.shape[1:], 7, leaf.dtype), replicas(1))
     progress = types.SimpleNamespace(_like={"replicas": replicas(5)})
     snapshot = {"state": mean, "replicas": replicas(2)}
-    found = resume.Progress._for_these_devices(progress, snapshot)["replicas"]
+    found = Progress._for_these_devices(progress, snapshot)["replicas"]
     for name in ("params", "opt_state", "averaged"):
         for leaf in jax.tree.leaves(getattr(found, name)):
             assert len(leaf) == 5

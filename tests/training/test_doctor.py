@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from conftest import run_script
 
-import model
 import train
 from experiment import Shared, make_schedule
 from largebatch.data import batching
-from largebatch.hosts import devices
-from largebatch.runs import folder as metrics
+from largebatch.hosts import replicas
+from largebatch.hosts.clock import Clock
 from largebatch.training import doctor
-from largebatch.training import step as steps
+from largebatch.training.loss import make_loss_fn
+from largebatch.training.step import AXIS, make_inner_loop, sum_over_devices
 
 
 def statuses(config) -> dict[str, doctor.Finding]:
@@ -53,12 +53,12 @@ def test_local_steps_are_looked_at_as_synchronous_ones(quick):
 def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
     def reduce(tree):
         if wrong == "times the devices":
-            return jax.tree.map(lambda x: 8 * x, steps.sum_over_devices(tree))
-        first = jax.lax.axis_index(steps.AXIS) > 0
-        return steps.sum_over_devices(jax.tree.map(lambda x: x * first, tree))
+            return jax.tree.map(lambda x: 8 * x, sum_over_devices(tree))
+        first = jax.lax.axis_index(AXIS) > 0
+        return sum_over_devices(jax.tree.map(lambda x: x * first, tree))
 
-    make = steps.make_inner_loop
-    monkeypatch.setattr(steps, "make_inner_loop", lambda step: make(step._replace(reduce=reduce)))
+    make = make_inner_loop
+    monkeypatch.setattr(doctor, "make_inner_loop", lambda step: make(step._replace(reduce=reduce)))
     finding = statuses(quick)["gradient"]
     assert finding.status == "fail"
     if wrong == "times the devices":
@@ -76,15 +76,14 @@ def test_devices_without_images_are_named():
 
 def test_a_layer_without_a_gradient_is_named(quick, monkeypatch):
     quick.optimizer.weight_decay = 0.5  # by which it moves all the same
-    make_loss_fn = model.make_loss_fn
 
     def without_one(*arguments):
         loss_fn = make_loss_fn(*arguments)
         return lambda params, *rest: loss_fn(params | {"Conv_1": jax.lax.stop_gradient(params["Conv_1"])}, *rest)
 
-    monkeypatch.setattr(model, "make_loss_fn", without_one)
-    job, state = train.prepare(quick, metrics.Clock(), Shared())
-    start = devices.first_replica(state)
+    monkeypatch.setattr("experiment.make_loss_fn", without_one)
+    job, state = train.prepare(quick, Clock(), Shared())
+    start = replicas.first_replica(state)
     gradient = doctor.mean_gradient(job, start)
     finding = doctor.check_trust_ratios(gradient, start.params, quick.optimizer.weight_decay)
     assert (finding.status, finding.advice) == ("warn", "no gradient reaches Conv_1.kernel")
@@ -104,13 +103,13 @@ def test_trust_ratios_out_of_range_are_named():
 
 def test_rates_out_of_range_are_named(quick):
     quick.optimizer.name = "adam"
-    job, state = train.prepare(quick, metrics.Clock(), Shared())
+    job, state = train.prepare(quick, Clock(), Shared())
 
     def finding(learning_rate):
         config = quick.copy_and_resolve_references()
         config.optimizer.learning_rate = learning_rate
         schedule = make_schedule(config, job.cache.count("train"))
-        return doctor.check_update(job._replace(schedule=schedule), config, devices.first_replica(state))
+        return doctor.check_update(job._replace(schedule=schedule), config, replicas.first_replica(state))
 
     assert (finding(0.01).status, "is high: try" in finding(0.01).advice) == ("warn", True)
     assert finding(1e3).status == "fail"

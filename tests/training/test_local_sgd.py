@@ -12,8 +12,8 @@ from benchmarks.ours import collectives
 from configs import default
 from largebatch.data import batching
 from largebatch.data.batching import Deal
-from largebatch.hosts import devices
-from largebatch.hosts.devices import AXIS
+from largebatch.hosts import replicas
+from largebatch.hosts.replicas import AXIS
 from largebatch.optim import optimizers, schedules, traces
 from largebatch.optim.optimizers import Numbers, Switches
 from largebatch.training import local_sgd
@@ -65,9 +65,9 @@ def make_problem(num_devices, name="sgd", micro_batch_size=16, momentum=MOMENTUM
 
     def fresh():
         params = {"w": jnp.zeros(DIMENSIONS), "b": jnp.zeros(())}
-        return devices.replicate(create_state(params, optimizer, 0, local=True), jax.local_devices()[:num_devices])
+        return replicas.replicate(create_state(params, optimizer, 0, local=True), jax.local_devices()[:num_devices])
 
-    return Problem(deal, step, devices.stack(shards), fresh)
+    return Problem(deal, step, replicas.stack(shards), fresh)
 
 
 def make_plan(deal, sizes, first=0, rate=RATE):
@@ -154,7 +154,7 @@ def test_the_seed_s_own_example_accumulates_as_it_says():
     )
     calls = np.asarray(metrics["calls"])[:2] * [64, 96]  # sums over the batch are divided by its size
     np.testing.assert_allclose(calls, [2, 3], rtol=1e-6)
-    assert int(devices.first_replica(state.step)) == 2
+    assert int(replicas.first_replica(state.step)) == 2
 
 
 def test_devices_may_accumulate_unequally():
@@ -240,7 +240,7 @@ def test_local_sgd_and_its_outer_step_against_numpy(rate, momentum):
         assert_close({name: leaf[device] for name, leaf in params_of(state).items()}, replica.params, 1e-4)
     assert np.flatnonzero(np.asarray(metrics["synced"])).tolist() == [2, 5]
     np.testing.assert_allclose(np.asarray(metrics["drift"])[[2, 5]], drifts, rtol=1e-3)
-    found = devices.all_replicas(local_sgd.make_average((), "average")(state))
+    found = replicas.all_replicas(local_sgd.make_average((), "average")(state))
     expected = {n: np.average([r.params[n] for r in replicas], axis=0, weights=weights) for n in anchor}
     assert_close({name: leaf[0] for name, leaf in found.params.items()}, expected, 1e-4)
     velocity = np.average([replica.velocity["w"] for replica in replicas], axis=0, weights=weights)
@@ -292,7 +292,7 @@ def test_results_do_not_depend_on_how_the_loop_is_cut():
         )
         for name, all_ in found.items():
             all_ += np.asarray(values[name])[:count].tolist()
-        state = devices.spread(devices.all_replicas(state), devices.local_devices_of(state))
+        state = replicas.spread(replicas.all_replicas(state), replicas.local_devices_of(state))
     assert found == {name: np.asarray(metrics[name])[:11].tolist() for name in found}
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -333,10 +333,10 @@ def test_devices_cross_once_a_synchronisation_and_once_a_call():
 def test_a_device_passes_over_an_update_that_is_not_finite():
     """The others go on, and all learn of it when the call ends, however far the next synchronisation is."""
     problem = make_problem(4)
-    rows = np.array(devices.all_replicas(problem.data)["rows"])
+    rows = np.array(replicas.all_replicas(problem.data)["rows"])
     example = rows_of(problem.deal, 2, 0, 3 * 48, 48)[0]  # of update 3
     rows[2, problem.deal.originals_of(2, seed=0).tolist().index(example), 0] = np.nan
-    problem = problem._replace(data=devices.spread({"rows": rows}, jax.local_devices()[:4]))
+    problem = problem._replace(data=replicas.spread({"rows": rows}, jax.local_devices()[:4]))
     for every in (3, 100):
         state, metrics = run_local(problem, [48], sync_of(every), updates=6)
         assert np.asarray(metrics["nonfinite"])[:7].tolist() == [0, 0, 0, 1, 0, 0, 0]

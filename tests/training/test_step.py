@@ -5,14 +5,15 @@ import optax
 import pytest
 
 import augment
-import model
+import model as models
 from largebatch.data import batching
 from largebatch.data.batching import Deal
-from largebatch.hosts import devices
+from largebatch.hosts import replicas
 from largebatch.optim import optimizers
 from largebatch.optim.optimizers import Numbers
-from largebatch.training import step as steps
+from largebatch.training.loss import make_loss_fn
 from largebatch.training.state import create_state
+from largebatch.training.step import Batch, Plan, Step, make_inner_loop
 
 NUM_ORIGINALS, SIZE, NUM_CLASSES, MICRO = 50, 16, 4, 16
 LENGTH = 4
@@ -24,9 +25,9 @@ def problem():
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (NUM_ORIGINALS, SIZE, SIZE, 3), np.uint8)
     labels = rng.integers(0, NUM_CLASSES, NUM_ORIGINALS, np.int32)
-    network = model.create_model("convnet", NUM_CLASSES, "float32", "dot")
-    params, _ = model.init_variables(network, (SIZE, SIZE, 3), 0)
-    return images, labels, params, model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
+    network = models.create_model("convnet", NUM_CLASSES, "float32", "dot")
+    params, _ = models.init_variables(network, (SIZE, SIZE, 3), 0)
+    return images, labels, params, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
 
 
 def place(images, labels, num_devices, storage="expanded"):
@@ -38,7 +39,7 @@ def place(images, labels, num_devices, storage="expanded"):
         views = augment.expand(images[held]) if storage == "expanded" else images[held][:, None]
         views = np.pad(views, ((0, pad), *((0, 0),) * 4)).reshape(1, -1, images[0].size)
         shards.append(jax.device_put({"images": views, "labels": np.pad(labels[held], (0, pad))[None]}, device))
-    return deal, devices.stack(shards)
+    return deal, replicas.stack(shards)
 
 
 def plan(deal, batch_sizes, learning_rate=1.0, before=0):
@@ -47,7 +48,7 @@ def plan(deal, batch_sizes, learning_rate=1.0, before=0):
     epoch, offset = batching.epoch_and_offset(deal, np.pad(starts, (0, pad)))
     sizes = np.pad(np.int32(batch_sizes), (0, pad), constant_values=1)
     rates = np.broadcast_to(np.float32(learning_rate), len(batch_sizes))
-    return steps.Plan(epoch, offset, sizes, np.pad(rates, (0, pad)))
+    return Plan(epoch, offset, sizes, np.pad(rates, (0, pad)))
 
 
 def sgd_loop(problem, num_devices, storage="expanded", shift=0, **kwargs):
@@ -55,12 +56,12 @@ def sgd_loop(problem, num_devices, storage="expanded", shift=0, **kwargs):
     deal, shards = place(images, labels, num_devices, storage)
     optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
     read = augment.make_read(storage, (SIZE, SIZE, 3), shift)
-    loop = steps.make_inner_loop(steps.Step(loss_fn, optimizer, read, deal, MICRO, **kwargs))
+    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, MICRO, **kwargs))
     return (
         deal,
         shards,
         loop,
-        lambda: devices.replicate(create_state(params, optimizer, 0), jax.local_devices()[:num_devices]),
+        lambda: replicas.replicate(create_state(params, optimizer, 0), jax.local_devices()[:num_devices]),
     )
 
 
@@ -106,7 +107,7 @@ def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(pro
         assert len(set(rows)) == len(rows) == batch_size
         weights = np.zeros(deal.num_examples, np.float32)
         weights[rows] = 1 / batch_size
-        batch = steps.Batch(expanded, np.repeat(labels, 8), weights)
+        batch = Batch(expanded, np.repeat(labels, 8), weights)
         (loss, (sums, _)), grads = reference(params, {}, batch)
         # Sums of up to 400 float32 gradients in another order: 1e-6 of the largest entry.
         assert_trees_close(grads, gradient_of_one_update(params, state), 2e-6)
@@ -199,10 +200,10 @@ def test_golden_first_step(problem):
     deal, shards = place(images, labels, 2)
     optimizer = optimizers.create_optimizer("lamb")
     read = augment.make_read("expanded", (SIZE, SIZE, 3))
-    loop = steps.make_inner_loop(steps.Step(loss_fn, optimizer, read, deal, MICRO))
+    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, MICRO))
 
     def moved(rate):
-        state = devices.replicate(create_state(params, optimizer, 0), jax.local_devices()[:2])
+        state = replicas.replicate(create_state(params, optimizer, 0), jax.local_devices()[:2])
         state, metrics = loop(state, shards, plan(deal, [deal.num_examples], rate), np.int32(1))
         new = jax.tree.map(lambda x: np.asarray(x)[0], state.params)
         distance = optax.tree.norm(jax.tree.map(lambda a, b: a - b, new, params))
@@ -215,9 +216,9 @@ def test_golden_first_step(problem):
 
 def test_bfloat16_keeps_float32_parameters(problem):
     images, labels, _, _ = problem
-    network = model.create_model("convnet", NUM_CLASSES, "bfloat16", "dot")
-    params, _ = model.init_variables(network, (SIZE, SIZE, 3), 0)
-    loss_fn = model.make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
+    network = models.create_model("convnet", NUM_CLASSES, "bfloat16", "dot")
+    params, _ = models.init_variables(network, (SIZE, SIZE, 3), 0)
+    loss_fn = make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
     deal, shards, loop, fresh = sgd_loop((images, labels, params, loss_fn), 1)
     state, metrics = loop(fresh(), shards, plan(deal, [400]), np.int32(1))
     deal, shards, exact, fresh = sgd_loop(problem, 1)

@@ -8,10 +8,11 @@ import pytest
 from conftest import ROOT
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-import model
-from largebatch.config.rules import RULES, nearest_field, validate
+import model as models
+from largebatch.config.rules import RULES, nearest_field
+from largebatch.config.validate import validate
 from largebatch.errors import UserError
-from largebatch.studies import space as search
+from largebatch.studies import search
 
 SPACE = {
     "optimizer.name": CategoricalDistribution(["lamb", "adam", "sgd"]),
@@ -114,7 +115,7 @@ def test_the_spaces_that_come_along_are_sound(path):
         config = importlib.import_module(config_path.replace("/", ".")).get_config()
         config.update_from_flattened_dict(values)
         derive(config)
-        validate(config, model.OPTIONS)
+        validate(config, models.OPTIONS)
 
 
 def test_grid_has_every_combination_once_first_field_slowest():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from conftest import make_folder
 
-from largebatch.data import sources as data
+from largebatch.data import sources
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import traces
-from largebatch.studies import space as search
+from largebatch.studies import search
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,11 +31,11 @@ def make_special(path, kind):
 
 
 def load(path):
-    return data.find_source("x", path=str(path)).load()
+    return sources.find_source("x", path=str(path)).load()
 
 
 def find(path):
-    return data.find_images(str(path), ["a", "b"], 16)
+    return sources.find_images(str(path), ["a", "b"], 16)
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "socket", "device"])

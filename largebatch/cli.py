@@ -1,0 +1,178 @@
+"""How every script starts and ends: flags, JAX, exit codes."""
+
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+from absl import flags
+from etils import epath
+from ml_collections import config_dict, config_flags
+
+from largebatch import terminal
+from largebatch.config.fields import differences
+from largebatch.config.rules import RULES, Networks, nearest_field
+from largebatch.config.validate import validate
+from largebatch.errors import UserError, printable
+from largebatch.hosts import collectives
+from largebatch.hosts.start import start_jax
+
+ROOT = Path(__file__).resolve().parents[1]
+EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED = 1, 2, 3, 130, 143
+AGREED_EXITS = (EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED)
+
+
+def use_compilation_cache(cache_dir: str) -> None:
+    """Keeps compiled programs between runs, where JAX_COMPILATION_CACHE_DIR says or else in `cache_dir`.
+
+    The first call of a process decides, as it does in JAX. Programs are code: a script that takes its config from
+    a folder that others may have made calls this before, with a `cache_dir` of the user's own.
+    """
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(epath.Path(cache_dir).expanduser() / "xla"))
+    # Small programs too.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def start(config: config_dict.ConfigDict, networks: Networks) -> dict:
+    """Starts JAX by a config that all hosts agree on; returns it as plain JSON, as it will be read back.
+
+    Raises:
+      UserError: the config is bad, or another than host 0's; or the devices or hosts are not there.
+    """
+    validate(config, networks)
+    use_compilation_cache(config.augment.cache_dir)
+    start_jax(**config.devices.to_dict())
+    plain = config.to_dict()
+    plain["devices"]["host_index"] = None
+    first, *others = map(json.loads, collectives.gather_text(json.dumps(plain)))
+    for host, theirs in enumerate(others, 1):
+        if changed := differences(first, theirs, ("on host 0", f"on host {host}")):
+            raise UserError(f"hosts disagree about the config: {changed}")
+    return first
+
+
+# ---- scripts ----------------------------------------------------------------------------------------
+
+
+def run_script(main: Callable[[config_dict.ConfigDict], int | None], networks: Networks) -> NoReturn:
+    """Parses --config and its overrides, validates, runs `main` and exits; see `exit_after`."""
+    terminal.log_to_stderr()
+    logging.getLogger("largebatch").setLevel(logging.INFO)
+
+    def parse_and_run():
+        config = parse_flags(sys.argv)
+        validate(config, networks)
+        return main(config)
+
+    exit_after(parse_and_run)
+
+
+def exit_after(main: Callable[[], int | None]) -> NoReturn:
+    """Runs `main` and exits with its code.
+
+    What a user can mend (UsageError, UserError) is printed as one line on stderr, without a traceback.
+    """
+    script = Path(sys.argv[0]).name
+    try:
+        code = main() or 0
+    except UsageError as error:
+        print(f"{script}: {printable(error)}", file=sys.stderr)
+        code = EXIT_USAGE
+    except UserError as error:
+        print(f"{script}: error: {printable(error)}", file=sys.stderr)
+        code = EXIT_FAILED
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except Exception:  # a fault of ours: shown in full, and left by the same door
+        traceback.print_exc()
+        code = EXIT_FAILED
+    if code not in (0, *AGREED_EXITS) and jax.distributed.is_initialized():
+        # The usual way out waits for the other hosts, which may be waiting for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+class UsageError(Exception):
+    """The command line cannot be read; its text is one line."""
+
+
+def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
+    """The config that `argv` asks for.
+
+    Raises:
+      UsageError: unknown or malformed flag, or a config file that cannot be run.
+    """
+    argv, unset = _without_nones(_join_values(argv))
+    try:
+        # Reads the overrides, of which the parser of flags then knows.
+        default = str(ROOT / "configs" / "default.py")
+        config_flags.DEFINE_config_file("config", default, "Config file.", sys_argv=argv)
+        rest = parse_plain_flags(argv)
+        if not isinstance(flags.FLAGS.config, config_dict.ConfigDict):  # what stands for a missing file
+            raise UsageError(f"--config: {flags.FLAGS['config'].config_filename} cannot be loaded")
+        flags.FLAGS.config.update_from_flattened_dict(dict.fromkeys(unset))
+    except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
+        names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
+        bad = [f"--config.{name}: unknown field{nearest_field(name)}" for name in names if name not in RULES]
+        raise UsageError("; ".join(bad) or f"--config: the file cannot be run: {_one_line(error)}") from error
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a user's config file raises when it is run
+        raise UsageError(f"--config: the file cannot be run: {type(error).__name__}: {_one_line(error)}") from error
+    if rest:
+        raise UsageError(f"unexpected argument {rest[0]!r}; values are given as --config.FIELD VALUE")
+    return flags.FLAGS.config
+
+
+def parse_plain_flags(argv: list[str]) -> list[str]:
+    """Parses absl flags; returns the arguments that are no flags.
+
+    Raises:
+      UsageError: unknown or malformed flag.
+    """
+    if "--help" in argv:
+        print(f"{sys.modules['__main__'].__doc__ or ''}\n{flags.FLAGS.main_module_help()}")
+        sys.exit(0)
+    try:
+        return flags.FLAGS(argv)[1:]
+    except flags.Error as error:
+        raise UsageError(_one_line(error)) from error
+
+
+def _join_values(argv: list[str]) -> list[str]:
+    """--config.a.b VALUE -> --config.a.b=VALUE.
+
+    config_flags takes fields of mixed type (batch.size) for switches, whose value it would not read.
+    """
+    joined, pending = [], None
+    for arg in argv:
+        if pending is not None and not arg.startswith("--"):
+            joined[-1] = f"{pending}={arg}"
+            pending = None
+            continue
+        pending = arg if re.fullmatch(r"--config\.[\w.]+", arg) else None
+        joined.append(arg)
+    return joined
+
+
+def _without_nones(argv: list[str]) -> tuple[list[str], list[str]]:
+    """`argv` without its --config.FIELD=None, and those fields, which the parser of numbers does not take."""
+    unset = {f"--config.{field}=None": field for field, (allowed, _) in RULES.items() if allowed(None)}
+    return [arg for arg in argv if arg not in unset], [unset[arg] for arg in argv if arg in unset]
+
+
+def _one_line(error: BaseException) -> str:
+    # config_flags tells of a TypeError by a traceback, whose last line says it.
+    before, _, trace = str(error).strip().partition("Traceback (most recent call last):")
+    last = trace.splitlines()[-1] if trace else ""
+    return " ".join(f"{before} {last}".split())

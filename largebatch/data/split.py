@@ -1,0 +1,28 @@
+"""The split into training, validation and test examples, which every source shares."""
+
+import numpy as np
+
+from largebatch.errors import UserError
+
+SPLITS = ("train", "val", "test")
+
+
+# ---- split ------------------------------------------------------------------------------------------
+
+
+def split_indices(example_ids: list[str], seed: int) -> dict[str, np.ndarray]:
+    """80/10/10 split: a seeded permutation of the examples sorted by id, so every source gives the same.
+
+    Returns:
+      For each of SPLITS the indices into `example_ids`.
+    Raises:
+      UserError: fewer than 10 examples, which would leave a part empty.
+    """
+    count = len(example_ids)
+    if count < 10:
+        raise UserError(f"the data set has {count} examples; at least 10 are needed for an 80/10/10 split")
+    by_id = np.argsort(np.array(example_ids))
+    order = by_id[np.random.default_rng(seed).permutation(count)]
+    tenth = count // 10
+    train, val, test = np.split(order, [count - 2 * tenth, count - tenth])
+    return {"train": train, "val": val, "test": test}

@@ -1,0 +1,49 @@
+"""Memory of devices: what is free, and whether something fits."""
+
+import mmap
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from largebatch.errors import BadSetting
+from largebatch.hosts.start import NUM_HOSTS_VARIABLE
+
+
+def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """An uninitialised array on a page boundary, which a CPU device takes over without a copy.
+
+    Small pages: NumPy asks for huge ones, which on a virtual machine take five times as long to come (LOG.md).
+    """
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, np.uint8, num_bytes).view(dtype).reshape(shape)
+
+
+def available_bytes() -> int | None:
+    """Bytes free for each local device, or None where the platform does not tell."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    meminfo = Path("/proc/meminfo")
+    if jax.default_backend() == "cpu" and meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        sharing = jax.local_device_count() * int(os.environ.get(NUM_HOSTS_VARIABLE, 1))
+        return int(fields["MemAvailable"].split()[0]) * 1024 // sharing
+    return None
+
+
+def check_fits(sizes: dict[str, int], hint: str) -> None:
+    """Compares an estimate in bytes per device, by part, with what a device has free.
+
+    Raises:
+      UserError: it does not fit; lists the parts.
+    """
+    available, total = available_bytes(), sum(sizes.values())
+    if available is not None and total > available:
+        parts = " + ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
+        raise BadSetting(
+            f"does not fit on a device: {parts} = {total / 1e6:,.1f} MB needed, "
+            f"{available / 1e6:,.1f} MB free; {hint}"
+        )

@@ -1,0 +1,60 @@
+"""The rows of metrics.jsonl, and summary.json, which is filled row by row."""
+
+import numpy as np
+
+from largebatch.hosts.clock import Clock
+
+
+def empty_summary() -> dict:
+    """summary.json before the first validation; `add_to_summary` fills it row by row."""
+    return {
+        "status": "failed",
+        "best_val_accuracy": None,
+        "best_step": None,
+        "final_val_accuracy": None,
+        "final_others": {},
+        "target_accuracy": None,
+        "steps_to_target": None,
+        "examples_to_target": None,
+        "sec_to_target": None,
+        "steps": 0,
+        "examples_seen": 0,
+        "images_per_sec": None,
+        "images_per_sec_by_outer": [],
+        "train_sec": 0.0,
+        "rollbacks": [],
+        "params_sha256": None,
+    }
+
+
+def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
+    """The time fields of a metrics row; `before` is clock.seconds as it was when the outer loop began.
+
+    `updates` and `examples` are those of the outer loop.
+    """
+    train_sec, eval_sec = (clock.seconds[name] - before.get(name, 0.0) for name in ("train", "evaluation"))
+    return {
+        "images_per_sec": examples / train_sec,
+        "step_time_ms": 1e3 * train_sec / updates,
+        "train_sec": train_sec,
+        "eval_sec": eval_sec,
+        "compile_sec": clock.seconds["compile"] - before.get("compile", 0.0),
+        "wall_sec": clock.total(),
+    }
+
+
+def add_to_summary(summary: dict, row: dict) -> bool:
+    """Brings the summary up to a new row; returns whether its validation accuracy is the best so far."""
+    accuracy, target = row["val_accuracy"], summary["target_accuracy"]
+    summary |= {"steps": row["step"], "examples_seen": row["examples_seen"], "final_val_accuracy": accuracy}
+    summary["final_others"] = {name: value for name, value in row.items() if name.startswith("val_accuracy_")}
+    summary["images_per_sec_by_outer"].append(row["images_per_sec"])
+    summary["images_per_sec"] = float(np.median(summary["images_per_sec_by_outer"]))
+    summary["train_sec"] += row["train_sec"]
+    improved = summary["best_step"] is None or accuracy > summary["best_val_accuracy"]
+    if improved:
+        summary |= {"best_val_accuracy": accuracy, "best_step": row["step"]}
+    if target is not None and accuracy >= target and summary["steps_to_target"] is None:
+        summary |= {"steps_to_target": row["step"], "examples_to_target": row["examples_seen"]}
+        summary["sec_to_target"] = summary["train_sec"]
+    return improved
