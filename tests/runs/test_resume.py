@@ -163,7 +163,7 @@ def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, mon
 
     def die(job, config, trainer, *rest):
         row(job, config, trainer, *rest)
-        if step == 8:
+        if trainer.step == 8:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "write_row", die)
