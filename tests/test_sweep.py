@@ -19,10 +19,13 @@ from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.progress import arrays_of, best_checkpoint
-from largebatch.studies import search
+from largebatch.studies.database import open_storage
 from largebatch.studies.display import SweepTable
-from largebatch.studies.queue import TrialQueue, open_storage
+from largebatch.studies.queue import ClaimedTrial, Counts, TrialQueue, TrialSpec
+from largebatch.studies.search import PRUNERS, SearchOptions, grid
+from largebatch.studies.space import as_json
 from largebatch.studies.study import Study
+from largebatch.studies.trial import AssignedTrial, TrialReporter
 
 RATES = CategoricalDistribution([0.003, 0.01, 0.03])
 SPACE_FILE = """
@@ -41,28 +44,52 @@ def config(small_config):
     return small_config
 
 
-def make_study(config, path, space, derive=lambda config: None, pruner="none", **changed) -> Study:
-    given = {"sampler": "grid", "study_seed": 0, "seeds": 1, "best_seeds": 0, "best_by": None}
-    given |= {"settings": len(search.grid(space))} if changed.get("sampler", "grid") == "grid" else {}
-    options = search.Options(space=space, **(given | changed))
-    RunFolder(path).write_json("study.json", {"space": search.as_json(space), "config": config.to_dict()})
-    storage = f"sqlite:///{path / 'study.db'}"
-    return Study(path, config, storage, options, pruner, "best_val_accuracy", derive, models.OPTIONS)
+def make_study(
+    config,
+    path,
+    space,
+    derive=lambda config: None,
+    pruner="none",
+    sampler="grid",
+    settings=None,
+    seeds=1,
+) -> Study:
+    settings = settings or len(grid(space))
+    description = {"space": as_json(space), "config": config.to_dict()}
+    RunFolder(path).write_json("study.json", description)
+    return Study(
+        path=path,
+        config=config,
+        storage=f"sqlite:///{path / 'study.db'}",
+        search=SearchOptions(space, sampler, study_seed=0, settings=settings, seeds=seeds),
+        pruner=pruner,
+        objective="best_val_accuracy",
+        heartbeat_sec=20,
+        derive=derive,
+        networks=models.OPTIONS,
+        description=description,
+    )
 
 
 def queue_of(study: Study) -> TrialQueue:
-    storage, pruner = open_storage(study.storage, 20), search.PRUNERS[study.pruner]()
-    return TrialQueue(storage, "s", "maximize", pruner, study.options, 20, {})
+    return TrialQueue(
+        open_storage(study.storage, study.heartbeat_sec),
+        "s",
+        study.search,
+        direction="maximize",
+        pruner=PRUNERS[study.pruner](),
+        heartbeat_sec=study.heartbeat_sec,
+        description={},
+    )
 
 
-def run_study(study: Study, packed=False, shared=None) -> dict[str, dict]:
+def run_study(study: Study, packed=False, cache=None) -> dict[str, dict]:
     """Runs a study in this process; summaries by name of trial."""
     queue = queue_of(study)
     table = SweepTable("s", lambda: queue.counts, enabled=True)
-    shared = shared or Shared(packed=packed)
     with queue, table:
-        sweep.Sweep(study, shared, queue, table).run()
-    assert queue.fill()[:2] == (0, 0)
+        sweep.make_worker(study, queue, table, cache or Shared(packed=packed)).run()
+    assert queue.enqueue_missing().left == 0
     return summaries_of(study.path)
 
 
@@ -95,10 +122,10 @@ def compilations():
 
 
 def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilations):
-    shared = Shared()
+    cache = Shared()
     config.batch.size = 128  # a micro-batch of 16 on each of 8 devices, as the larger ones have
     first = {"optimizer.learning_rate": CategoricalDistribution([0.01])}
-    run_study(make_study(config, tmp_path / "first", first), shared=shared)
+    run_study(make_study(config, tmp_path / "first", first), cache=cache)
     assert len(compilations) > 2  # at least the inner loop, the predictions and the initial state
     compilations.clear()
     others = {
@@ -108,30 +135,30 @@ def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilation
         "batch.size": CategoricalDistribution([200, 640]),
         "train.inner_steps": CategoricalDistribution([4]),  # 3 before; both are done by a program for 4
     }
-    found = run_study(make_study(config, tmp_path / "others", others, seeds=2), shared=shared)
+    found = run_study(make_study(config, tmp_path / "others", others, seeds=2), cache=cache)
     assert len(found) == 8
     assert compilations == []
 
 
 def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
-    space, shared = {"optimizer.name": CategoricalDistribution(["lamb", "sgd", "adam"])}, Shared()
-    found = run_study(make_study(config, tmp_path, space), shared=shared)
+    space, cache = {"optimizer.name": CategoricalDistribution(["lamb", "sgd", "adam"])}, Shared()
+    found = run_study(make_study(config, tmp_path, space), cache=cache)
     assert [summary["status"] for summary in found.values()] == ["done"] * 3
-    assert len(shared._programs) == 1  # the third's
+    assert len(cache._programs) == 1  # the third's
 
 
 def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
     space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"]), "optimizer.learning_rate": RATES}
-    shared = Shared(packed=True)
-    packed = run_study(make_study(config, tmp_path / "packed", space), shared=shared)
+    cache = Shared(packed=True)
+    packed = run_study(make_study(config, tmp_path / "packed", space), cache=cache)
     for name, (optimizer, rate) in {"0001-0": ("lamb", 0.01), "0005-0": ("sgd", 0.03)}.items():
         alone = {
             "optimizer.name": CategoricalDistribution([optimizer]),
             "optimizer.learning_rate": CategoricalDistribution([rate]),
         }
         # Packed with nobody, so on a device of the same program: bitwise.
-        one = run_study(make_study(config, tmp_path / name, alone), shared=shared)["0000-0"]
+        one = run_study(make_study(config, tmp_path / name, alone), cache=cache)["0000-0"]
         assert packed[name]["params_sha256"] == one["params_sha256"]
         assert packed[name]["devices"] == 1
     # By train.py on one device: XLA fuses a program for one device in another way, so to rounding.
@@ -174,13 +201,13 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     queue = queue_of(study)
     table = SweepTable("s", lambda: queue.counts, enabled=True)
     with queue, table:
-        sweep.Sweep(study, Shared(packed=packed), queue, table).run()
+        sweep.make_worker(study, queue, table, Shared(packed=packed)).run()
     shown = capsys.readouterr().out
     assert "4 of 4 trials ended" in shown
     assert shown.count("  failed  ") == 2
     assert "batch.size: 10000; allowed: an integer from 1 to 640" in shown
     assert shown.count("  diverged  ") == 1
-    assert queue.fill() == (0, 0, 4)
+    assert queue.enqueue_missing() == Counts(0, 0, 4)
     trial = json.loads((tmp_path / "trials" / "0001-0" / "trial.json").read_text())
     assert "batch.size: 10000" in trial["error"]
 
@@ -195,7 +222,7 @@ def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monke
     study = make_study(config, tmp_path, {"optimizer.learning_rate": CategoricalDistribution([0.01])})
     other = RunFolder(tmp_path / "trials" / "0000-0")
     other.lock()
-    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: other.close())
+    monkeypatch.setattr("largebatch.studies.worker.time.sleep", lambda seconds: other.close())
     with caplog.at_level("INFO", "largebatch"):
         found = run_study(study)
     assert "it comes again later" in caplog.text
@@ -211,7 +238,7 @@ def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(
     monkeypatch.setattr(train, "write_row", lambda *_: (_ for _ in ()).throw(UserError("disk full")))
     with pytest.raises(UserError, match="disk full"):
         run_study(study, packed=packed)
-    assert queue_of(study).fill() == (2, 0, 0)
+    assert queue_of(study).enqueue_missing() == Counts(2, 0, 0)
     monkeypatch.setattr(train, "write_row", write)
     assert [summary["status"] for summary in run_study(study).values()] == ["done", "done"]
 
@@ -223,7 +250,7 @@ def test_a_signal_puts_all_claimed_trials_back(config, tmp_path, monkeypatch, pa
     monkeypatch.setattr(preemption, "_first_signal", 15)
     with pytest.raises(preemption.Stopped):
         run_study(study, packed=packed)
-    assert queue_of(study).fill() == (3, 0, 0)
+    assert queue_of(study).enqueue_missing() == Counts(3, 0, 0)
 
 
 def test_integers_in_place_of_words(small_config, tmp_path):
@@ -256,7 +283,7 @@ def test_pruned_trials_end_early_and_are_kept(config, tmp_path, monkeypatch):
         def prune(self, study, trial):
             return trial.number > 0 and trial.last_step == 2
 
-    monkeypatch.setitem(search.PRUNERS, "median", Second)
+    monkeypatch.setitem(PRUNERS, "median", Second)
     space = {"optimizer.learning_rate": CategoricalDistribution([0.01, 0.02])}
     study = make_study(config, tmp_path, space, pruner="median")
     run_study(study)
@@ -278,9 +305,10 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
     """Host 0 alone waits for the database, and the others for what it says."""
     study = make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, pruner="median")
     row = {"val_accuracy": 0.5, "outer": 1}
-    trial = RunFolder(tmp_path / "trials" / "0-0", tensorboard=False)
-    trial.write_json("config.json", config.to_dict())
-    trial.append_row(row)
+    spec = TrialSpec(setting=0, seed=0, values={})
+    folder = RunFolder(study.folder_of(spec), tensorboard=False)
+    folder.write_json("config.json", config.to_dict())
+    folder.append_row(row)
     signal_of_host_0 = 15
 
     class Away:
@@ -288,12 +316,17 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
             raise preemption.Stopped(signal_of_host_0)
 
     if not primary:
-        monkeypatch.setattr(collectives, "json_from_primary", lambda mine: [False, signal_of_host_0])
+        monkeypatch.setattr(
+            collectives, "json_from_primary", lambda mine: {"should_prune": False, "signal": signal_of_host_0}
+        )
         monkeypatch.setattr(collectives, "from_primary", lambda mine: pytest.fail("in a collective"))
-    claimed, queue = ("claimed", Away()) if primary else (None, None)
-    table = SweepTable("s", lambda: (0, 0, 0), enabled=False)
-    reporter = sweep.TrialReporter(study, sweep.Order("0-0", 0, 0, {}), claimed, queue, table)
-    table.start("0-0", {}, 2, 0)
+    table = SweepTable("s", Counts, enabled=False)
+    if primary:
+        trial, queue = AssignedTrial(spec, ClaimedTrial(spec, optuna_trial=None)), Away()
+    else:
+        trial, queue = AssignedTrial(spec, claimed=None), None
+    reporter = TrialReporter(study, trial, queue, table)
+    table.start(spec.name, {}, 2, 0)
     tell = {"what was before": lambda: reporter.start(2, 1, ""), "a new row": lambda: reporter.row(row, 2)}[told]
     with pytest.raises(preemption.Stopped):
         tell()

@@ -13,7 +13,7 @@ from conftest import make_folder
 from largebatch.data import sources
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import traces
-from largebatch.studies import search
+from largebatch.studies.space import read_space
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,7 +55,7 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path, kind):
         with pytest.raises(BadSetting, match=rf"batch.trace: .*alone cannot be read \(a {kind}, no regular file\)"):
             read(str(alone))
     with pytest.raises(UserError, match=r"--space: .*alone is not a file"):
-        search.read_space(alone, {}, str)
+        read_space(alone, {})
 
 
 def test_a_special_file_that_is_no_image_is_passed_over(tmp_path):

@@ -4,26 +4,62 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rich import box, live, progress, table, text
 
+from largebatch.studies.queue import Counts
 from largebatch.terminal import Console, duration, four_digits
+
+SHOWN_TRIALS = 12
+TOO_EARLY = 0.2  # trials done by this process, before which no time is estimated
+
+
+@dataclass
+class _TrialLine:
+    """What the table shows of one trial of this process.
+
+    Attributes:
+      values: of its setting, as text.
+      first_update: where this process took the trial up.
+      started_at: when, by time.monotonic().
+    """
+
+    values: str
+    total_updates: int
+    first_update: int
+    update: int
+    started_at: float
+    status: str = "running"
+    accuracy: float | None = None
+    images_per_sec: float | None = None
+
+    @property
+    def done(self) -> float:
+        """The fraction of a whole trial that this process did. An ended one counts to its end, even if pruned."""
+        last_update = self.update if self.status == "running" else self.total_updates
+        return (last_update - self.first_update) / self.total_updates
+
+    @property
+    def left(self) -> float:
+        """The fraction of the trial that is still to do."""
+        return (self.total_updates - self.update) / self.total_updates if self.status == "running" else 0.0
 
 
 class SweepTable:
     """What a person sees of a study: a live table of trials on a terminal, a line per start and end elsewhere.
 
     Args:
-      counts: () -> trials waiting, running and ended, of all processes.
+      name: of the study.
+      counts: how many trials are waiting, running and ended by now, of all processes.
+      enabled: else nothing is shown.
     """
 
-    SHOWN = 12
-
-    def __init__(self, name: str, counts: Callable[[], tuple[int, int, int]], *, enabled: bool):
+    def __init__(self, name: str, counts: Callable[[], Counts], *, enabled: bool):
         self._name, self._counts, self._started = name, counts, time.monotonic()
         self._console = Console(quiet=not enabled, highlight=False, width=None if sys.stdout.isatty() else 200)
-        self._trials: dict[str, dict] = {}  # of this process, in the order of their start
-        self._lock = threading.Lock()
+        self._trials: dict[str, _TrialLine] = {}  # of this process, in the order of their start
+        self._lock = threading.Lock()  # packed trials tell of themselves from threads
         self._live = live.Live(
             get_renderable=self._render, console=self._console, refresh_per_second=2, redirect_stderr=False
         )
@@ -40,71 +76,71 @@ class SweepTable:
     def start(self, name: str, values: dict, total_updates: int, step: int) -> None:
         """A trial has begun, at update `step`."""
         shown = "  ".join(f"{field.rpartition('.')[2]} {_short(value)}" for field, value in values.items())
-        trial = {"values": shown, "total": total_updates, "first": step, "step": step, "since": time.monotonic()}
         with self._lock:
-            self._trials[name] = trial | {"status": "running", "accuracy": None, "rate": None}
-        self._line(f"trial {name}  {shown}  started at update {step} of {total_updates}")
+            self._trials[name] = _TrialLine(shown, total_updates, step, step, time.monotonic())
+        self._print_line(f"trial {name}  {shown}  started at update {step} of {total_updates}")
 
     def at(self, name: str, step: int, images_per_sec: float) -> None:
         """A trial has done update `step`."""
         with self._lock:
-            self._trials[name] |= {"step": step, "rate": images_per_sec}
+            self._trials[name].update = step
+            self._trials[name].images_per_sec = images_per_sec
 
     def row(self, name: str, row: dict) -> None:
         """A trial was validated."""
         with self._lock:
             trial = self._trials[name]
-            trial["accuracy"] = max(trial["accuracy"] or 0.0, row["val_accuracy"])
+            trial.accuracy = max(trial.accuracy or 0.0, row["val_accuracy"])
 
-    def end(self, name: str, summary: dict) -> None:
-        """A trial has ended; `summary` has its status, and its accuracy or error."""
-        error, accuracy = summary.get("error"), summary.get("best_val_accuracy")
+    def end(self, name: str, status: str, accuracy: float | None, error: str | None = None) -> None:
+        """A trial has ended, with its best validation accuracy or an error."""
+        now = time.monotonic()
         with self._lock:
-            trial = self._trials.setdefault(name, {"values": "", "total": 1, "first": 0, "step": 1, "rate": None})
-            trial |= {"status": summary["status"], "accuracy": accuracy}
-            seconds = time.monotonic() - trial.get("since", time.monotonic())
+            if name not in self._trials:  # it had ended before, or failed before its start
+                self._trials[name] = _TrialLine("", total_updates=1, first_update=0, update=1, started_at=now)
+            trial = self._trials[name]
+            trial.status, trial.accuracy = status, accuracy
         result = error or f"best val accuracy {four_digits(accuracy)}"
-        self._line(
-            f"trial {name}  {trial['values']}  {summary['status']}  {result}  {seconds:.1f} s; {self._left()}"
+        seconds = now - trial.started_at
+        self._print_line(
+            f"trial {name}  {trial.values}  {status}  {result}  {seconds:.1f} s; {self._summary_of_study()}"
         )
 
-    def _line(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         if not self._console.is_terminal:
             self._console.print(line, markup=False, soft_wrap=True)
 
-    def _left(self) -> str:
-        waiting, running, ended = self._counts()
+    def _summary_of_study(self) -> str:
+        """How many trials have ended, and about how long the rest will take this process."""
+        counts = self._counts()
         with self._lock:
-            trials = list(self._trials.values())
-        done = sum(
-            1 - t["first"] / t["total"] if t["status"] != "running" else (t["step"] - t["first"]) / t["total"]
-            for t in trials
-        )
-        total = waiting + running + ended
-        left = waiting + sum(1 - t["step"] / t["total"] for t in trials if t["status"] == "running")
-        shown = f"{ended} of {total} trials ended"
-        if done < 0.2 or not left:
+            done = sum(trial.done for trial in self._trials.values())
+            left = counts.waiting + sum(trial.left for trial in self._trials.values())
+        shown = f"{counts.ended} of {counts.total} trials ended"
+        if done < TOO_EARLY or not left:
             return shown
-        return f"{shown}, about {duration(left * (time.monotonic() - self._started) / done)} left"
+        seconds_per_trial = (time.monotonic() - self._started) / done
+        return f"{shown}, about {duration(left * seconds_per_trial)} left"
 
     def _render(self) -> table.Table:
-        out = table.Table(box=box.SIMPLE, title=f"{self._name}: {self._left()}", title_justify="left")
-        for column in ("trial", "setting", "status", "updates", "val accuracy", "images/s"):
-            out.add_column(column, justify="left" if column in ("trial", "setting", "status") else "right")
+        out = table.Table(box=box.SIMPLE, title=f"{self._name}: {self._summary_of_study()}", title_justify="left")
+        for column in ("trial", "setting", "status"):
+            out.add_column(column, justify="left")
+        for column in ("updates", "val accuracy", "images/s"):
+            out.add_column(column, justify="right")
         with self._lock:
-            shown = list(self._trials.items())[-self.SHOWN :]
+            shown = list(self._trials.items())[-SHOWN_TRIALS:]
         for name, trial in shown:
-            status, running = trial["status"], trial["status"] == "running"
-            bar = (
-                progress.ProgressBar(total=trial["total"], completed=trial["step"], width=12) if running else status
-            )
+            status = trial.status
+            if status == "running":
+                status = progress.ProgressBar(total=trial.total_updates, completed=trial.update, width=12)
             out.add_row(
                 name,
-                text.Text(trial["values"]),
-                bar,
-                f"{trial['step']:,}/{trial['total']:,}",
-                "" if trial["accuracy"] is None else four_digits(trial["accuracy"]),
-                "" if trial["rate"] is None else f"{trial['rate']:,.0f}",
+                text.Text(trial.values),
+                status,
+                f"{trial.update:,}/{trial.total_updates:,}",
+                "" if trial.accuracy is None else four_digits(trial.accuracy),
+                "" if trial.images_per_sec is None else f"{trial.images_per_sec:,.0f}",
             )
         return out
 

@@ -1,14 +1,14 @@
 """Several runs at once, one per device: each in a thread of its own, meeting wherever they need the devices.
 
-A run does all it does alone: its own folder, checkpoints, clock. Only its two compiled programs are not its
-own. A call of either waits for the other runs, and is done for all of them by one pmapped program, in which
-nothing crosses devices.
+A run does all it does alone: its own folder, checkpoints, clock. Only its compiled programs are shared. A call of
+one waits for the other runs, and one pmapped program then does it for all of them. Nothing in it crosses devices.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,129 +16,192 @@ import numpy as np
 from largebatch.hosts import replicas
 
 PREDICTIONS = ("predict", "predict_views")  # the programs of a run that predict
+INNER_LOOP = "inner_loop"
+
+
+@dataclass(frozen=True)
+class PackedPrograms:
+    """The programs that the runs of a pack have in common, and the data on the devices.
+
+    Attributes:
+      inner_loop: made with `packed=True`, over all devices of this host.
+      predictions: programs that take (variables, images), by their names in PREDICTIONS; made likewise, or None.
+      train, val_images: the data; every device has all of it.
+      idle_state, idle_inputs: one replica's state and the inputs of a call, for devices without a run.
+    """
+
+    inner_loop: Callable
+    predictions: dict[str, Callable | None]
+    train: Any
+    val_images: Any
+    idle_state: Any
+    idle_inputs: Any
+
+
+class Packer(Protocol):
+    """What packing needs of the root's programs. A script hands it in, as the library does not import the root."""
+
+    num_devices: int
+
+    def group_of(self, config) -> Hashable:
+        """Runs of equal group have the same programs and can be packed together.
+
+        Raises:
+          BadSetting: the run cannot be packed.
+        """
+
+    def programs(self, config) -> PackedPrograms:
+        """What runs of the group of `config` share."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A run's call of a program, which waits for the other runs."""
+
+    program: str
+    arguments: tuple
 
 
 class Pack:
-    """Where runs meet.
+    """Where runs meet: run number k is on device number k.
+
+    A run is present until it ends. When all present runs have called a program, the last of them does all calls.
 
     Args:
-      inner_loop: made with `packed=True`, over all devices of this host.
-      predictions: programs that take (variables, images), by name; made likewise.
-      train, val_images: what is on the devices.
-      state, plan: one replica's state and any plan, for the devices without a run.
       num_runs: how many runs take part, at most as many as devices.
     """
 
-    def __init__(self, inner_loop, predictions: dict, train, val_images, state, plan, num_runs: int):
-        self._inner_loop, self._predictions = inner_loop, predictions
-        self._train, self._val_images = train, val_images
-        # What fills the places of devices without a run, and of runs that have ended.
-        self._states = replicas.shards_of(replicas.replicate(state))
-        self._plan, self._here = plan, set(range(num_runs))
-        self._asked: dict[int, tuple[str, tuple]] = {}
-        self._answers: dict[int, Any] = {}
+    def __init__(self, programs: PackedPrograms, num_runs: int):
+        self._programs = programs
+        # States for the devices whose run has ended, or that never had one.
+        self._idle_states = replicas.shards_of(replicas.replicate(programs.idle_state))
+        self._present = set(range(num_runs))
+        self._calls: dict[int, _Call] = {}
+        self._answers: dict[int, Any] = {}  # of run: what its program returned, or the exception it raised
         self._meeting = threading.Condition()
 
-    def inner_loop_of(self, run: int) -> Callable:
-        """The `inner_loop` of run number `run`, which is on device number `run`."""
-        return lambda state, data, plan, updates: self._ask(run, "inner_loop", (state, plan, updates))
+    def run(self, runs: list[Callable[[], None]]) -> list[Exception | None]:
+        """Does the runs, each in a thread; returns the exception that each one raised, or None."""
+        errors: list[Exception | None] = [None] * len(runs)
 
-    def prediction_of(self, run: int, name: str) -> Callable | None:
-        """The prediction called `name` of run number `run`; None where there is none."""
-        if self._predictions[name] is None:
-            return None
-        return lambda variables, images: self._ask(run, name, (variables,))
-
-    def run(self, runs: list[Callable[[], Any]]) -> list:
-        """Does the runs, each in a thread; returns what they return, or the exception that one raises."""
-        results: list = [None] * len(runs)
-
-        def do(number: int) -> None:
+        def do(run: int) -> None:
             try:
-                results[number] = runs[number]()
+                runs[run]()
             except Exception as error:
-                results[number] = error
+                errors[run] = error
             finally:
-                self._leave(number)
+                self._leave(run)
 
-        threads = [threading.Thread(target=do, args=(number,)) for number in range(len(runs))]
+        threads = [threading.Thread(target=do, args=(run,)) for run in range(len(runs))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return results
+        return errors
 
-    def _leave(self, run: int) -> None:
-        """The run has ended: the others no longer wait for it."""
-        with self._meeting:
-            self._here.discard(run)
-            self._answer_if_all_asked()
+    def inner_loop(self, run: int, state, train, inputs, updates):
+        """The inner loop of one run, as `Programs.inner_loop`; the data are the pack's own."""
+        return self._call(run, INNER_LOOP, (state, inputs, updates))
 
-    def _ask(self, run: int, kind: str, arguments: tuple):
+    def predict(self, run: int, name: str, variables, images):
+        """A prediction of one run; the images are the pack's own."""
+        return self._call(run, name, (variables,))
+
+    def _call(self, run: int, program: str, arguments: tuple):
+        """Waits until all present runs have called; returns this run's part."""
         with self._meeting:
-            self._asked[run] = kind, arguments
-            self._answer_if_all_asked()
+            self._calls[run] = _Call(program, arguments)
+            self._answer_if_all_called()
             self._meeting.wait_for(lambda: run in self._answers)
             answer = self._answers.pop(run)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def _answer_if_all_asked(self) -> None:
-        """The last to ask does the work of all; those who train first, so that they meet again."""
-        if not self._here or self._asked.keys() != self._here:
+    def _leave(self, run: int) -> None:
+        """The run has ended: the others no longer wait for it."""
+        with self._meeting:
+            self._present.discard(run)
+            self._answer_if_all_called()
+
+    def _answer_if_all_called(self) -> None:
+        """Does the calls of all runs, if all have called. Those that train come first, so that they meet again."""
+        if not self._present or self._calls.keys() != self._present:
             return
-        asked, self._asked = self._asked, {}
-        answers = {name: partial(self._run_predictions, name) for name in self._predictions}
-        for kind, answer_all in ({"inner_loop": self._run_inner_loops} | answers).items():
-            calls = {run: arguments for run, (one, arguments) in asked.items() if one == kind}
-            if calls:
-                try:
-                    self._answers |= answer_all(calls)
-                except Exception as error:  # each run meets it in its own thread
-                    self._answers |= dict.fromkeys(calls, error)
+        calls, self._calls = self._calls, {}
+        for program in (INNER_LOOP, *PREDICTIONS):
+            arguments = {run: call.arguments for run, call in calls.items() if call.program == program}
+            if not arguments:
+                continue
+            try:
+                if program == INNER_LOOP:
+                    answers = self._run_inner_loops(arguments)
+                else:
+                    answers = self._run_predictions(program, arguments)
+            except Exception as error:  # each run raises it in its own thread
+                answers = dict.fromkeys(arguments, error)
+            self._answers.update(answers)
         self._meeting.notify_all()
 
-    def _run_inner_loops(self, calls: dict) -> dict:
-        places = range(len(self._states))
-        states = [calls[run][0] if run in calls else self._states[run] for run in places]
-        plans = [calls[run][1] if run in calls else self._plan for run in places]
-        updates = np.array([calls[run][2] if run in calls else 0 for run in places], np.int32)
-        plan = jax.tree.map(lambda *rows: np.stack(rows), *plans)
-        state, values = self._inner_loop(replicas.stack(states), self._train, plan, updates)
-        values = {name: np.asarray(rows) for name, rows in values.items()}
+    def _run_inner_loops(self, arguments: dict[int, tuple]) -> dict[int, tuple]:
+        """The inner loops of the runs in `arguments`; devices without one of them do no updates."""
+        states, inputs, updates = [], [], []
+        for device, idle_state in enumerate(self._idle_states):
+            if device in arguments:
+                device_state, device_inputs, device_updates = arguments[device]
+            else:
+                device_state, device_inputs, device_updates = idle_state, self._programs.idle_inputs, 0
+            states.append(device_state)
+            inputs.append(device_inputs)
+            updates.append(device_updates)
+        stacked_inputs = jax.tree.map(lambda *rows: np.stack(rows), *inputs)
+        state, values = self._programs.inner_loop(
+            replicas.stack(states), self._programs.train, stacked_inputs, np.array(updates, np.int32)
+        )
+        values = {name: np.asarray(rows) for name, rows in values.items()}  # [devices, ...]
         states = replicas.shards_of(state)
-        for run in places:
-            if run not in calls:
-                self._states[run] = states[run]  # its old one was donated
-        return {run: (states[run], {name: rows[run] for name, rows in values.items()}) for run in calls}
+        for device in range(len(states)):
+            if device not in arguments:
+                self._idle_states[device] = states[device]  # its old one was donated
+        return {run: (states[run], {name: rows[run] for name, rows in values.items()}) for run in arguments}
 
-    def _run_predictions(self, name: str, calls: dict) -> dict:
-        places = range(len(self._states))
-        variables = [calls[run][0] if run in calls else self._states[run].variables for run in places]
-        logits = np.asarray(self._predictions[name](replicas.stack(variables), self._val_images))
-        return {run: logits[run][None] for run in calls}
+    def _run_predictions(self, program: str, arguments: dict[int, tuple]) -> dict[int, np.ndarray]:
+        """The logits of the runs in `arguments`, each with a leading device axis of 1."""
+        variables = []
+        for device, idle_state in enumerate(self._idle_states):
+            if device in arguments:
+                (device_variables,) = arguments[device]
+            else:
+                device_variables = idle_state.variables
+            variables.append(device_variables)
+        predict = self._programs.predictions[program]
+        logits = np.asarray(predict(replicas.stack(variables), self._programs.val_images))
+        return {run: logits[run][None] for run in arguments}
 
 
-class Slot:
-    """One device of a pack, as a run sees it: takes the place of `programs.Shared`."""
+class PackedProgramCache:
+    """One device of a pack, as its run sees it: takes the place of `experiment.Shared`."""
 
-    def __init__(self, shared, pack: Pack, run: int):
-        self._shared, self._pack, self._run = shared, pack, run
-        self.local_devices = [shared.local_devices[run]]
+    def __init__(self, cache, pack: Pack, run: int):
+        self._cache, self._pack, self._run = cache, pack, run
+        self.local_devices = [cache.local_devices[run]]
 
     def data(self, config):
         """The cache, and what of the data is on this device."""
-        cache, placed = self._shared.data(config)
-        train, val_images = (replicas.shards_of(tree)[self._run] for tree in (placed.train, placed.val_images))
+        cache, placed = self._cache.data(config)
+        train = replicas.shards_of(placed.train)[self._run]
+        val_images = replicas.shards_of(placed.val_images)[self._run]
         return cache, placed._replace(train=train, val_images=val_images)
 
     def programs(self, config):
-        """The programs that all runs of the pack call together."""
-        shared = self._shared.programs(config)
-        own = {name: self._pack.prediction_of(self._run, name) for name in PREDICTIONS}
-        return shared._replace(inner_loop=self._pack.inner_loop_of(self._run), **own)
+        """The programs of `config`; those that need the devices wait for the other runs of the pack."""
+        programs = self._cache.programs(config)
+        packed = {"inner_loop": partial(self._pack.inner_loop, self._run)}
+        for name in PREDICTIONS:
+            if getattr(programs, name) is not None:
+                packed[name] = partial(self._pack.predict, self._run, name)
+        return programs._replace(**packed)
 
     def whitening_kernel(self, config):
         """The kernel of the network's frozen stem, if it has one."""
-        return self._shared.whitening_kernel(config)
+        return self._cache.whitening_kernel(config)

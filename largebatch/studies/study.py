@@ -1,46 +1,95 @@
 """What a study is: a space, how it is searched, and the config that all its runs start from."""
 
+import dataclasses
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import sqlalchemy
 from ml_collections import config_dict
 
 from largebatch.config import fields
-from largebatch.config.rules import Networks, nearest_field, rules
+from largebatch.config.rules import Networks, rules
 from largebatch.config.validate import validate
-from largebatch.data import batching
+from largebatch.data.batching import ORDER_VERSION
 from largebatch.errors import BadSetting, UserError
-from largebatch.runs import reader
-from largebatch.studies import search
+from largebatch.runs.reader import lies_in
+from largebatch.studies.database import without_password
+from largebatch.studies.queue import TrialSpec
+from largebatch.studies.search import SearchOptions, fixed_settings, grid
+from largebatch.studies.space import SpaceFile, as_json, read_space
 
 log = logging.getLogger("largebatch")
 
 ROOT = Path(__file__).resolve().parents[2]  # of this project
 
-OBJECTIVES = {
+# What a study ranks its trials by, and which way.
+OBJECTIVE_DIRECTIONS = {
     "best_val_accuracy": "maximize",
     "steps_to_target": "minimize",
     "examples_to_target": "minimize",
     "sec_to_target": "minimize",
 }
+# Fields of study.json that may change when a study goes on.
 MAY_CHANGE = ("trials", "seeds", "best_seeds", "space_file", "space_sha256")
-BEST_BY = ("batch.size", "optimizer.name")  # --best_seeds: the best of each value of the first that is searched
+# --best_seeds goes to the best setting of each value of the first of these fields that is searched.
+BEST_BY = ("batch.size", "optimizer.name")
 
 
-class Study(NamedTuple):
-    """What the study folder's study.json says, and the space file's `derive`."""
+@dataclass(frozen=True)
+class StudyOptions:
+    """What the flags of sweep.py say of a study, and study.json keeps.
+
+    Attributes:
+      space: the space file.
+      trials: searched runs in total; None for the whole grid.
+      objective: one of OBJECTIVE_DIRECTIONS; None for what fits the config.
+      storage: a database URL; None for an SQLite file in the study folder.
+    """
+
+    space: str
+    trials: int | None
+    seeds: int
+    best_seeds: int
+    sampler: str
+    pruner: str
+    objective: str | None
+    study_seed: int
+    storage: str | None
+    heartbeat_sec: int
+
+    def with_objective(self, config: config_dict.ConfigDict) -> "StudyOptions":
+        """These options, with the objective that fits `config` where none was given."""
+        if self.objective:
+            return self
+        default = "steps_to_target" if config.train.target_accuracy else "best_val_accuracy"
+        return dataclasses.replace(self, objective=default)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study folder's study.json, resolved, with the functions of its space file.
+
+    Attributes:
+      path: the study folder.
+      config: what all runs start from.
+      storage: URL of the database.
+      derive: sets the config fields that follow from the searched ones.
+      networks: see `config.validate`.
+      description: the content of study.json.
+    """
 
     path: Path
     config: config_dict.ConfigDict
     storage: str
-    options: search.Options
+    search: SearchOptions
     pruner: str
     objective: str
+    heartbeat_sec: int
     derive: Any
     networks: Networks
+    description: dict
 
     def config_of(self, values: dict, seed: int) -> config_dict.ConfigDict:
         """The config of one run.
@@ -52,8 +101,7 @@ class Study(NamedTuple):
         try:
             with config.ignore_type():  # an integer where the base has "full"
                 for field, value in values.items():
-                    group, _, name = field.rpartition(".")
-                    (config[group] if group else config)[name] = value
+                    _set_field(config, field, value)
                 config.seed = self.config.seed + seed
                 self.derive(config)
             validate(config, self.networks)
@@ -62,153 +110,178 @@ class Study(NamedTuple):
             raise BadSetting(f"--space: {values}: {kind}{' '.join(str(error).split())}") from error
         return config
 
+    def folder_of(self, spec: TrialSpec) -> Path:
+        """The run folder of a trial."""
+        return self.path / "trials" / spec.name
 
-def read(
+
+def _set_field(config: config_dict.ConfigDict, field: str, value: object) -> None:
+    group, _, name = field.rpartition(".")
+    target = config[group] if group else config
+    target[name] = value
+
+
+# ---- a study from the command line and a folder -----------------------------------------------------
+
+
+def define_study(
     path: Path,
     config: config_dict.ConfigDict,
-    chosen: dict,
-    shown_storage: str | None,
-    there: dict,
+    options: StudyOptions,
+    recorded: dict,
     *,
     space_given: bool,
     networks: Networks,
-):
-    """The study in folder `path` that `config` and the options in `chosen` ask for, and its study.json.
+) -> Study:
+    """The study in folder `path` that `config` and `options` ask for.
 
     Args:
-      chosen: space (a file), sampler, study_seed, pruner, objective (or None), trials (or None for the whole
-        grid), seeds, best_seeds, storage (a database URL, or None for SQLite in the folder), heartbeat_sec.
-      shown_storage: the URL without its password.
-      there: the study.json that is there, or {}.
-      space_given: whether the user named the space file, else `there` does.
+      recorded: the study.json that the folder already has, or {}.
+      space_given: whether the user named the space file; else only `recorded` does.
       networks: see `config.validate`.
     Raises:
-      UserError: an option, the space or a point of it is not allowed; or `there` is another study.
+      UserError: an option, the space or a point of it is not allowed; or `recorded` is another study.
     """
-    default = "steps_to_target" if config.train.target_accuracy else "best_val_accuracy"
-    chosen = chosen | {"objective": chosen["objective"] or default}
-    space_file = read_space_file(path, Path(chosen["space"]), there, networks, given=space_given)
-    space, derive, includes, sha256 = space_file
-    if includes and chosen["sampler"] != "grid":
-        raise UserError(f"--sampler: {chosen['sampler']}; allowed with a space that has includes(): grid")
-    settings = number_of_settings(space, includes, chosen, config)
-    searched = search.Options(
-        space,
-        chosen["sampler"],
-        chosen["study_seed"],
-        settings,
-        chosen["seeds"],
-        chosen["best_seeds"],
-        next((field for field in BEST_BY if field in space), None),
-        includes,
+    shown_storage = without_password(options.storage) if options.storage else options.storage
+    options = options.with_objective(config)
+    space_file = read_space_file(path, Path(options.space), recorded, networks, given=space_given)
+    if space_file.includes and options.sampler != "grid":
+        raise UserError(f"--sampler: {options.sampler}; allowed with a space that has includes(): grid")
+    search = SearchOptions(
+        space=space_file.space,
+        sampler=options.sampler,
+        study_seed=options.study_seed,
+        settings=number_of_settings(space_file, options, config),
+        seeds=options.seeds,
+        best_seeds=options.best_seeds,
+        best_by=next((field for field in BEST_BY if field in space_file.space), None),
+        includes=space_file.includes,
     )
-    storage = chosen["storage"] or f"sqlite:///{(path / 'study.db').resolve()}"
-    study = Study(path, config, storage, searched, chosen["pruner"], chosen["objective"], derive, networks)
-    points = search.points(space, chosen["sampler"], chosen["study_seed"], settings, includes)
-    for values in points:
-        study.config_of(values, 0)
-    description = chosen | {
-        "space": search.as_json(space),
-        "space_file": chosen["space"],
-        "space_sha256": sha256,
-        "storage": shown_storage,
-        "config": config.to_dict(),
-        "order_version": batching.ORDER_VERSION,
-    }
-    if includes:
-        description["grid"] = search.grid(space, includes)
-    description = json.loads(json.dumps(description))
-    refuse_another(path, description, there)
-    return study, description
+    study = Study(
+        path=path,
+        config=config,
+        storage=options.storage or f"sqlite:///{(path / 'study.db').resolve()}",
+        search=search,
+        pruner=options.pruner,
+        objective=options.objective,
+        heartbeat_sec=options.heartbeat_sec,
+        derive=space_file.derive,
+        networks=networks,
+        description=_describe(options, space_file, config, shown_storage),
+    )
+    for values in fixed_settings(search):
+        study.config_of(values, seed=0)  # raises where it is not allowed
+    refuse_another(path, study.description, recorded)
+    return study
 
 
-def take_over(config: config_dict.ConfigDict, recorded: dict, path: Path) -> None:
-    """Makes `config` the one that the study in folder `path` recorded; names the other places that it will use."""
+def _describe(
+    options: StudyOptions, space_file: SpaceFile, config: config_dict.ConfigDict, shown_storage: str | None
+) -> dict:
+    """The content of study.json, as it will be read back."""
+    description = dataclasses.asdict(options)
+    description["space"] = as_json(space_file.space)
+    description["storage"] = shown_storage
+    description["space_file"] = options.space
+    description["space_sha256"] = space_file.sha256
+    description["config"] = config.to_dict()
+    description["order_version"] = ORDER_VERSION
+    if space_file.includes:
+        description["grid"] = grid(space_file.space, space_file.includes)
+    return json.loads(json.dumps(description))
+
+
+def adopt_recorded_config(config: config_dict.ConfigDict, recorded: dict, path: Path) -> None:
+    """Makes `config` the one that the study in folder `path` recorded. Warns of the paths that it names elsewhere.
+
+    Raises:
+      UserError: what is recorded is no config.
+    """
     platform = recorded.get("devices", {}).get("platform") if isinstance(recorded, dict) else None
     if not isinstance(platform, str):
         raise UserError(f"--study: {path / 'study.json'} holds no config of a study; give --config to start anew")
     before = fields.flatten(config.to_dict())
+    recorded = dict(recorded)
     # Where hosts meet is the user's to say each time: no folder makes this process call someone.
-    recorded = recorded | {"devices": {"platform": platform}}
+    recorded["devices"] = {"platform": platform}
     with config.unlocked():
         config.update(config_dict.ConfigDict(recorded))
     after = fields.flatten(config.to_dict())
     for field in fields.PATHS:
         value = after[field]
-        if isinstance(value, str) and value != before[field] and not reader.lies_in(value, path):
+        if isinstance(value, str) and value != before[field] and not lies_in(value, path):
             log.warning("uses %s %s, which %s names", field, value, path)
 
 
-def read_space_file(path: Path, file: Path, there: dict, networks: Networks, *, given: bool) -> search.SpaceFile:
+def read_space_file(path: Path, file: Path, recorded: dict, networks: Networks, *, given: bool) -> SpaceFile:
     """Runs the space file of the study in folder `path`.
 
-    One that only the study.json `there` names is run if it is the user's own, and what the study was started with:
-    the folder may come from someone else, and a space file is a program.
+    A space file is a program, and the study folder may come from someone else. So a file that only the study.json
+    `recorded` names is run if two things hold: it is the user's own, and it has not changed since the study began.
 
     Raises:
-      UserError: it is not run, or see `search.read_space`.
+      UserError: it is not run, or see `read_space`.
     """
-    allowed = rules(networks)
     if given:
-        return search.read_space(file, allowed, nearest_field)
-    why = None
-    if not any(reader.lies_in(file, folder) for folder in (ROOT, Path.cwd())):
-        why = "lies outside this project and the current folder"
-    elif reader.lies_in(file, path):
-        why = "lies in that folder itself"
-    elif not isinstance(there.get("space_sha256"), str):
-        why = "was recorded without a SHA-256"
-    if why:
-        raise UserError(f"--study: {path} names the space file {file}, which {why}; give --space FILE to run it")
-    log.warning("runs the space file %s, which %s names", file, path)
-    return search.read_space(file, allowed, nearest_field, there["space_sha256"])
+        return read_space(file, rules(networks))
+    if not any(lies_in(file, folder) for folder in (ROOT, Path.cwd())):
+        reason = "lies outside this project and the current folder"
+    elif lies_in(file, path):
+        reason = "lies in that folder itself"
+    elif not isinstance(recorded.get("space_sha256"), str):
+        reason = "was recorded without a SHA-256"
+    else:
+        log.warning("runs the space file %s, which %s names", file, path)
+        return read_space(file, rules(networks), recorded["space_sha256"])
+    raise UserError(f"--study: {path} names the space file {file}, which {reason}; give --space FILE to run it")
 
 
-def is_file_in(url: str, folder: Path) -> bool:
-    """Whether a database URL is an SQLite file in a folder, once links are followed."""
-    parts = sqlalchemy.engine.make_url(url)
-    if parts.get_backend_name() != "sqlite" or not parts.database or parts.query:  # which may name another file
-        return False
-    return reader.lies_in(parts.database, folder)
-
-
-def number_of_settings(space: search.Space, includes, chosen: dict, config) -> int:
+def number_of_settings(space_file: SpaceFile, options: StudyOptions, config: config_dict.ConfigDict) -> int:
     """How many settings --trials runs are.
 
     Raises:
       UserError: options that do not go together.
     """
-    trials, seeds, sampler, objective = (chosen[name] for name in ("trials", "seeds", "sampler", "objective"))
-    most = len(search.grid(space, includes)) if sampler == "grid" else None
-    if trials is None and most is None:
-        raise UserError(f"--trials: missing; allowed without it: --sampler grid, not {sampler}")
-    settings, rest = divmod(most * seeds if trials is None else trials, seeds)
-    if rest:
+    trials, seeds = options.trials, options.seeds
+    grid_size = len(grid(space_file.space, space_file.includes)) if options.sampler == "grid" else None
+    if trials is None and grid_size is None:
+        raise UserError(f"--trials: missing; allowed without it: --sampler grid, not {options.sampler}")
+    if trials is None:
+        settings = grid_size
+    elif trials % seeds:
         raise UserError(f"--trials: {trials}; allowed: a multiple of --seeds, {seeds}")
-    if most and settings > most:
-        raise UserError(f"--trials: {trials}; allowed: up to {most * seeds}, the grid x --seeds")
-    if 0 < chosen["best_seeds"] <= seeds:
-        raise UserError(f"--best_seeds: {chosen['best_seeds']}; allowed: more than --seeds, {seeds}")
-    if objective != "best_val_accuracy":
+    else:
+        settings = trials // seeds
+    if grid_size is not None and settings > grid_size:
+        raise UserError(f"--trials: {trials}; allowed: up to {grid_size * seeds}, the grid x --seeds")
+    if 0 < options.best_seeds <= seeds:
+        raise UserError(f"--best_seeds: {options.best_seeds}; allowed: more than --seeds, {seeds}")
+    if options.objective != "best_val_accuracy":
         if not config.train.target_accuracy:
-            raise UserError(f"--objective: {objective} needs train.target_accuracy, which is None")
-        if chosen["pruner"] != "none":
-            raise UserError(f"--pruner: {chosen['pruner']}; allowed with --objective {objective}: none")
+            raise UserError(f"--objective: {options.objective} needs train.target_accuracy, which is None")
+        if options.pruner != "none":
+            raise UserError(f"--pruner: {options.pruner}; allowed with --objective {options.objective}: none")
     return settings
 
 
-def refuse_another(path: Path, description: dict, there: dict) -> None:
-    """A study folder holds one study; only what MAY_CHANGE names may change.
+def refuse_another(path: Path, description: dict, recorded: dict) -> None:
+    """Checks that a study folder's study.json `recorded`, if there is one, is of the study `description`.
 
     Raises:
-      UserError: space, sampler, objective, pruner or config differ from those of the study that is there.
+      UserError: they differ in more than MAY_CHANGE: in space, sampler, objective, pruner, config, ...
     """
-    if there and (changed := fields.differences(identity(description), identity(there), ("here", "there"))):
+    if not recorded:
+        return
+    changed = fields.differences(identity(description), identity(recorded), ("here", "there"))
+    if changed:
         raise UserError(f"--study: {path} holds another study: {changed}")
 
 
 def identity(description: dict) -> dict:
     """The part of a study.json that may not change."""
     kept = {"order_version": 1}  # of studies from before it was recorded
-    kept |= {name: value for name, value in description.items() if name not in MAY_CHANGE}
-    return kept | {"config": fields.identity(description["config"])}
+    for name, value in description.items():
+        if name not in MAY_CHANGE:
+            kept[name] = value
+    kept["config"] = fields.identity(description["config"])
+    return kept

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, on_devices
 from optuna.trial import TrialState
 
-from largebatch.studies.queue import open_storage
+from largebatch.studies.database import open_storage
 
 SPACE = """
 from optuna.distributions import CategoricalDistribution

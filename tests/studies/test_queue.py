@@ -10,9 +10,10 @@ from optuna.trial import TrialState
 
 from largebatch.errors import UserError
 from largebatch.hosts import preemption
-from largebatch.studies import queue as trial_queue
 from largebatch.studies import search
-from largebatch.studies.queue import MISSED_HEARTBEATS, Claimed, TrialQueue, open_storage, without_password
+from largebatch.studies.database import grace_sec, open_storage, without_password
+from largebatch.studies.queue import Counts, TrialQueue, TrialSpec
+from largebatch.studies.search import SearchOptions
 
 SPACE = {
     "batch.size": CategoricalDistribution([64, 128]),
@@ -25,37 +26,57 @@ def url(tmp_path):
     return f"sqlite:///{tmp_path / 'study.db'}"
 
 
-def make_queue(url, heartbeat_sec=20, pruner=None, direction="maximize", **changed) -> TrialQueue:
-    given = {"space": SPACE, "sampler": "grid", "study_seed": 0, "settings": 6, "seeds": 1}
-    options = search.Options(**(given | {"best_seeds": 0, "best_by": "batch.size"} | changed))
-    storage = open_storage(url, heartbeat_sec)
-    return TrialQueue(storage, "study", direction, pruner, options, heartbeat_sec, {"of": direction})
+def make_queue(
+    url,
+    heartbeat_sec=20,
+    pruner=None,
+    direction="maximize",
+    space=SPACE,
+    sampler="grid",
+    settings=6,
+    best_by="batch.size",
+    **seeds,
+) -> TrialQueue:
+    options = SearchOptions(space, sampler, study_seed=0, settings=settings, best_by=best_by, **seeds)
+    return TrialQueue(
+        open_storage(url, heartbeat_sec),
+        "study",
+        options,
+        direction=direction,
+        pruner=pruner,
+        heartbeat_sec=heartbeat_sec,
+        description={"of": direction},
+    )
 
 
-def run_all(queue, value=lambda claimed: claimed.values["optimizer.learning_rate"]) -> list[Claimed]:
-    """Claims and ends all there is."""
+def learning_rate(spec) -> float:
+    return spec.values["optimizer.learning_rate"]
+
+
+def run_all(queue, value_of=learning_rate) -> list[TrialSpec]:
+    """Claims and completes all there is."""
     ran = []
-    while queue.fill()[0]:
+    while queue.enqueue_missing().waiting:
         while claimed := queue.claim():
-            queue.end(claimed, value(claimed))
-            ran.append(claimed)
+            queue.complete(claimed, value_of(claimed.spec))
+            ran.append(claimed.spec)
     return ran
 
 
-def names(claimed) -> list[str]:
-    return [one.name for one in claimed]
+def names(specs) -> list[str]:
+    return [spec.name for spec in specs]
 
 
 def test_every_point_of_the_grid_is_run_once(url):
     ran = run_all(make_queue(url, seeds=2))
     assert names(ran) == [f"{setting:04d}-{seed}" for setting in range(6) for seed in (0, 1)]
-    assert [one.values for one in ran] == [point for point in search.grid(SPACE) for _ in (0, 1)]
-    assert make_queue(url, seeds=2).fill() == (0, 0, 12)
+    assert [spec.values for spec in ran] == [point for point in search.grid(SPACE) for _ in (0, 1)]
+    assert make_queue(url, seeds=2).enqueue_missing() == Counts(0, 0, 12)
     assert not run_all(make_queue(url, seeds=2))
 
 
 def test_fewer_trials_than_before_leave_the_rest_out(url):
-    make_queue(url).fill()
+    make_queue(url).enqueue_missing()
     fewer = make_queue(url, settings=2, best_seeds=2, best_by=None)
     assert names(run_all(fewer)) == ["0000-0", "0001-0", "0001-1"]
     assert len(run_all(make_queue(url))) == 4
@@ -73,7 +94,7 @@ def test_processes_that_fill_the_queue_at_once_run_no_trial_twice(url, repeat):
         for setting in range(6):
             values = search.grid(SPACE)[setting]
             queue._study.enqueue_trial(values, user_attrs={"setting": setting, "seed": 0})
-    ran: list[Claimed] = []
+    ran: list[TrialSpec] = []
     threads = [threading.Thread(target=lambda queue=queue: ran.extend(run_all(queue))) for queue in (one, two)]
     for thread in threads:
         thread.start()
@@ -84,52 +105,52 @@ def test_processes_that_fill_the_queue_at_once_run_no_trial_twice(url, repeat):
 
 def test_what_two_processes_filled_twice_does_not_wait_for_ever(url):
     one, two = make_queue(url), make_queue(url)
-    one.fill()
+    one.enqueue_missing()
     claimed = [one.claim() for _ in range(6)]
-    one._study.enqueue_trial(claimed[0].values, user_attrs={"setting": 0, "seed": 0})  # two had looked before
-    assert two.fill() == (0, 6, 0)
+    one._study.enqueue_trial(claimed[0].spec.values, user_attrs={"setting": 0, "seed": 0})  # two had looked before
+    assert two.enqueue_missing() == Counts(0, 6, 0)
     for trial in claimed:
-        one.end(trial, 0.5)
+        one.complete(trial, 0.5)
     states = [trial.state for trial in two._study.get_trials()]
     assert (states.count(TrialState.COMPLETE), states.count(TrialState.FAIL), len(states)) == (6, 1, 7)
 
 
 def test_a_trial_of_a_dead_process_comes_again_with_its_values(url, monkeypatch):
     dead = make_queue(url, heartbeat_sec=1, sampler="tpe", settings=1)  # its heart does not beat: no `with`
-    dead.fill()
+    dead.enqueue_missing()
     lost = dead.claim()
     other = make_queue(url, heartbeat_sec=1, sampler="tpe", settings=1)
-    assert other.fill() == (0, 1, 0)
+    assert other.enqueue_missing() == Counts(0, 1, 0)
     assert other.claim() is None
-    _wait_until(lambda: other.fill() == (1, 0, 0))
+    _wait_until(lambda: other.enqueue_missing() == Counts(1, 0, 0))
     again = other.claim()
-    assert (again.name, again.values) == (lost.name, lost.values)
+    assert again.spec == lost.spec
     assert not dead.report(lost, 0.5, 1)  # it was not dead, only slow
-    dead.end(lost, 0.5, diverged=True)
-    other.end(again, 0.7)
-    assert other.fill() == (0, 0, 1)
+    dead.complete(lost, 0.5, diverged=True)
+    other.complete(again, 0.7)
+    assert other.enqueue_missing() == Counts(0, 0, 1)
     assert [trial.value for trial in other._study.get_trials(states=(TrialState.COMPLETE,))] == [0.7]
 
 
 def test_a_beating_heart_keeps_a_trial(url):
     with make_queue(url, heartbeat_sec=1, settings=1) as alive:
-        alive.fill()
+        alive.enqueue_missing()
         alive.claim()
         other = make_queue(url, heartbeat_sec=1, settings=1)
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=5)
         while datetime.datetime.now() < deadline:
-            assert other.fill() == (0, 1, 0)
+            assert other.enqueue_missing() == Counts(0, 1, 0)
 
 
 def test_a_process_killed_before_its_first_heartbeat(url):
     dead = make_queue(url, heartbeat_sec=1, settings=1)
-    dead.fill()
+    dead.enqueue_missing()
     dead._study.ask()
-    _wait_until(lambda: dead.fill() == (1, 0, 0))
+    _wait_until(lambda: dead.enqueue_missing() == Counts(1, 0, 0))
 
 
 class Clock:
-    """This process's clocks as trial_queue sees them, which stand still until they are moved."""
+    """This process's clocks as the queue sees them, which stand still until they are moved."""
 
     def __init__(self):
         self.now = 1000.0
@@ -144,7 +165,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(trial_queue, "time", clock)
+    monkeypatch.setattr("largebatch.studies.queue.time", clock)
     return clock
 
 
@@ -161,36 +182,36 @@ def take_on_a_machine_whose_clock_is_off(queue, hours: int) -> optuna.Trial:
 @pytest.mark.parametrize("hours", [-1, 0, 1])
 def test_a_trial_without_heartbeat_is_given_its_time_whatever_another_machines_clock_says(url, clock, hours):
     there, here = make_queue(url, settings=1), make_queue(url, settings=1)
-    there.fill()
+    there.enqueue_missing()
     take_on_a_machine_whose_clock_is_off(there, hours)
-    grace = MISSED_HEARTBEATS * 20
-    assert here.fill() == (0, 1, 0)
+    grace = grace_sec(20)
+    assert here.enqueue_missing() == Counts(0, 1, 0)
     clock.now += grace - 1
-    assert here.fill() == (0, 1, 0)
-    here.forgive()  # the database was away
+    assert here.enqueue_missing() == Counts(0, 1, 0)
+    here.restart_grace_period()  # the database was away
     clock.now += grace + 1
-    assert here.fill() == (0, 1, 0)
+    assert here.enqueue_missing() == Counts(0, 1, 0)
     clock.now += grace - 1
-    assert here.fill() == (0, 1, 0)
+    assert here.enqueue_missing() == Counts(0, 1, 0)
     clock.now += 2
-    assert here.fill() == (1, 0, 0)
+    assert here.enqueue_missing() == Counts(1, 0, 0)
 
 
 def test_a_claimed_trial_is_not_one_without_heartbeat(url, clock):
     there, here = make_queue(url, settings=1), make_queue(url, settings=1)
-    there.fill()
+    there.enqueue_missing()
     trial = take_on_a_machine_whose_clock_is_off(there, hours=-1)
-    assert here.fill() == (0, 1, 0)
+    assert here.enqueue_missing() == Counts(0, 1, 0)
     there._claim(trial)
     clock.now += 1000
-    assert here.fill() == (0, 1, 0)
+    assert here.enqueue_missing() == Counts(0, 1, 0)
 
 
-@pytest.mark.parametrize("moment", ["get_trials", "record_heartbeat", "suggest", "set_user_attr"])
+@pytest.mark.parametrize("moment", ["get_trials", "record_heartbeat", "suggest_values", "set_user_attr"])
 def test_a_trial_ended_by_another_process_while_it_is_claimed_is_left_for_the_next(url, monkeypatch, moment):
     here, other = make_queue(url, settings=2), make_queue(url, settings=2)
-    here.fill()
-    owners = {"get_trials": here._study, "record_heartbeat": here._storage, "suggest": search}
+    here.enqueue_missing()
+    owners = {"get_trials": here._study, "record_heartbeat": here._storage, "suggest_values": search}
     owner = owners.get(moment, optuna.Trial)
     act, ended = getattr(owner, moment), []
 
@@ -202,10 +223,10 @@ def test_a_trial_ended_by_another_process_while_it_is_claimed_is_left_for_the_ne
         return act(*args, **kwargs)
 
     monkeypatch.setattr(owner, moment, end_first)
-    assert here.claim().name == "0001-0"
+    assert here.claim().spec.name == "0001-0"
     assert ended == [0]
-    assert other.fill() == (1, 1, 0)  # the first comes again
-    assert here.claim().name == "0000-0"
+    assert other.enqueue_missing() == Counts(1, 1, 0)  # the first comes again
+    assert here.claim().spec.name == "0000-0"
 
 
 def _wait_until(condition, seconds=20):
@@ -217,13 +238,13 @@ def _wait_until(condition, seconds=20):
 
 def test_what_ended_is_not_run_again_however_it_ended(url):
     queue = make_queue(url)
-    queue.fill()
-    queue.end(queue.claim(), 0.5)
-    queue.end(queue.claim(), 0.1, diverged=True)
-    queue.end(queue.claim(), 0.2, pruned=True)
-    queue.end(queue.claim(), None, error="disk full")
+    queue.enqueue_missing()
+    queue.complete(queue.claim(), 0.5)
+    queue.complete(queue.claim(), 0.1, diverged=True)
+    queue.prune(queue.claim(), 0.2)
+    queue.fail(queue.claim(), "disk full")
     queue.put_back(queue.claim())
-    assert queue.fill() == (2, 0, 4)
+    assert queue.enqueue_missing() == Counts(2, 0, 4)
     assert names(run_all(make_queue(url))) == ["0005-0", "0004-0"]
 
 
@@ -231,41 +252,44 @@ def test_the_best_setting_of_each_batch_size_gets_more_seeds(url):
     queue = make_queue(url, best_seeds=3)
     best = {64: 0.2, 128: 0.3}
 
-    def value(claimed):
-        return 1.0 if claimed.values["optimizer.learning_rate"] == best[claimed.values["batch.size"]] else 0.5
+    def value_of(spec):
+        return 1.0 if learning_rate(spec) == best[spec.values["batch.size"]] else 0.5
 
-    ran = run_all(queue, value)
-    extra = [(one.values["batch.size"], one.values["optimizer.learning_rate"], one.seed) for one in ran[6:]]
+    ran = run_all(queue, value_of)
+    extra = [(spec.values["batch.size"], learning_rate(spec), spec.seed) for spec in ran[6:]]
     assert sorted(extra) == [(64, 0.2, 1), (64, 0.2, 2), (128, 0.3, 1), (128, 0.3, 2)]
 
 
 def test_the_best_is_the_least_where_the_value_is_to_be_small_and_never_one_that_failed(url):
     queue = make_queue(url, best_seeds=2, direction="minimize")
-    queue.fill()
-    queue.end(queue.claim(), None, error="disk full")  # 64, 0.1
-    ran = run_all(queue, lambda claimed: claimed.values["optimizer.learning_rate"])
-    assert [(one.values["batch.size"], one.values["optimizer.learning_rate"]) for one in ran[5:]] == [
-        (64, 0.2),
-        (128, 0.1),
-    ]
+    queue.enqueue_missing()
+    queue.fail(queue.claim(), "disk full")  # 64, 0.1
+    ran = run_all(queue)
+    assert [(spec.values["batch.size"], learning_rate(spec)) for spec in ran[5:]] == [(64, 0.2), (128, 0.1)]
+
+
+@pytest.mark.parametrize("direction", ["maximize", "minimize"])
+def test_the_best_of_equally_good_settings_is_the_first(url, direction):
+    ran = run_all(make_queue(url, best_seeds=2, direction=direction), lambda spec: 0.5)
+    assert names(ran[6:]) == ["0000-1", "0003-1"]
 
 
 def test_tpe_gives_all_seeds_of_a_setting_the_same_values(url):
     space = {"optimizer.learning_rate": FloatDistribution(1e-4, 1, log=True)}
     ran = run_all(make_queue(url, space=space, sampler="tpe", settings=4, seeds=2))
     chosen = {}
-    for one in ran:
-        chosen.setdefault(one.setting, []).append(one.values["optimizer.learning_rate"])
+    for spec in ran:
+        chosen.setdefault(spec.setting, []).append(learning_rate(spec))
     assert all(len(values) == 2 and len(set(values)) == 1 for values in chosen.values())
     assert len({values[0] for values in chosen.values()}) == 4
 
 
 def test_pruner_sees_what_is_reported(url):
     queue = make_queue(url, pruner=optuna.pruners.MedianPruner(n_startup_trials=1), settings=2)
-    queue.fill()
+    queue.enqueue_missing()
     good, bad = queue.claim(), queue.claim()
     assert not queue.report(good, 0.9, 1)
-    queue.end(good, 0.9)
+    queue.complete(good, 0.9)
     assert queue.report(bad, 0.1, 1)
 
 
@@ -280,31 +304,31 @@ def test_a_database_that_is_away_is_waited_for(url, monkeypatch, caplog):
 
     monkeypatch.setattr(queue._study, "get_trials", flaky)
     with caplog.at_level("INFO", "largebatch"):
-        assert queue.fill() == (6, 0, 0)
+        assert queue.enqueue_missing() == Counts(6, 0, 0)
     assert "does not answer (connection refused); trying again in 1 s" in caplog.text
     assert "answers again after" in caplog.text
 
 
 def test_after_the_database_was_away_all_may_send_a_heartbeat_first(url):
     alive = make_queue(url, heartbeat_sec=1, settings=1)
-    alive.fill()
+    alive.enqueue_missing()
     alive.claim()
     time.sleep(4)  # as long without a heartbeat as if it were dead
     other = make_queue(url, heartbeat_sec=1, settings=1)
-    other.forgive()
-    assert other.fill() == (0, 1, 0)
-    _wait_until(lambda: other.fill() == (1, 0, 0))
+    other.restart_grace_period()
+    assert other.enqueue_missing() == Counts(0, 1, 0)
+    _wait_until(lambda: other.enqueue_missing() == Counts(1, 0, 0))
 
 
 def test_counts_follow_what_happens(url):
     queue = make_queue(url)
-    queue.fill()
+    queue.enqueue_missing()
     one, two = queue.claim(), queue.claim()
-    assert queue.counts == (4, 2, 0)
-    queue.end(one, 0.5)
+    assert queue.counts == Counts(4, 2, 0)
+    queue.complete(one, 0.5)
     queue.put_back(one)  # has ended
     queue.put_back(two)
-    assert queue.counts == queue.fill() == (5, 0, 1)
+    assert queue.counts == queue.enqueue_missing() == Counts(5, 0, 1)
 
 
 def test_a_signal_ends_the_waiting(url, monkeypatch):
@@ -316,7 +340,7 @@ def test_a_signal_ends_the_waiting(url, monkeypatch):
     monkeypatch.setattr(queue._study, "get_trials", gone)
     monkeypatch.setattr(preemption, "_first_signal", 15)
     with pytest.raises(preemption.Stopped):
-        queue.fill()
+        queue.enqueue_missing()
 
 
 @pytest.mark.parametrize("bad", ["nonsense", "nodb://host/x", "sqlite:////no/such/folder/x.db"])

@@ -9,10 +9,11 @@ from conftest import ROOT
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 import model as models
-from largebatch.config.rules import RULES, nearest_field
+from largebatch.config.rules import RULES
 from largebatch.config.validate import validate
 from largebatch.errors import UserError
-from largebatch.studies import search
+from largebatch.studies.search import SearchOptions, fixed_settings, grid, tpe_sampler
+from largebatch.studies.space import SpaceFile, read_space
 
 SPACE = {
     "optimizer.name": CategoricalDistribution(["lamb", "adam", "sgd"]),
@@ -23,10 +24,10 @@ SPACE = {
 }
 
 
-def read(tmp_path, text: str):
+def read(tmp_path, text: str) -> SpaceFile:
     path = tmp_path / "space.py"
     path.write_text(f"from optuna.distributions import *\n{text}\n")
-    return search.read_space(path, RULES, nearest_field)
+    return read_space(path, RULES)
 
 
 @pytest.mark.parametrize(
@@ -98,23 +99,24 @@ def test_the_cap_on_images_cannot_be_searched(tmp_path):
 
 def test_a_missing_space_file(tmp_path):
     with pytest.raises(UserError, match="is not a file"):
-        search.read_space(tmp_path / "none.py", RULES, nearest_field)
+        read_space(tmp_path / "none.py", RULES)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.py")), ids=lambda path: path.stem)
 def test_the_spaces_that_come_along_are_sound(path):
     """Every trial of their grids has a config that would start."""
-    space, derive, includes, _ = search.read_space(path, RULES, nearest_field)
+    space_file = read_space(path, RULES)
+    space = space_file.space
     (config_path,) = re.findall(r"--config (configs/\w+)\.py", path.read_text())
     if any(getattr(distribution, "step", 1) is None for distribution in space.values()):
-        trials = search.points(space, "random", 0, 20)
+        settings = fixed_settings(SearchOptions(space, "random", study_seed=0, settings=20))
     else:
-        trials = search.grid(space, includes)
-    assert len(trials) > 1
-    for values in trials:
+        settings = grid(space, space_file.includes)
+    assert len(settings) > 1
+    for values in settings:
         config = importlib.import_module(config_path.replace("/", ".")).get_config()
         config.update_from_flattened_dict(values)
-        derive(config)
+        space_file.derive(config)
         validate(config, models.OPTIONS)
 
 
@@ -124,27 +126,27 @@ def test_grid_has_every_combination_once_first_field_slowest():
         "optimizer.momentum": FloatDistribution(0.5, 0.9, step=0.2),
         "train.inner_steps": IntDistribution(1, 5, step=4),
     }
-    points = search.grid(space)
+    points = grid(space)
     assert [point["optimizer.name"] for point in points] == ["lamb"] * 6 + ["sgd"] * 6
     assert {(p["optimizer.momentum"], p["train.inner_steps"]) for p in points} == {
         (m, n) for m in (0.5, 0.7, 0.9) for n in (1, 5)
     }
     assert all(space[f]._contains(space[f].to_internal_repr(v)) for point in points for f, v in point.items())
-    assert search.points(space, "grid", 0, 8) == points[:8]
+    assert fixed_settings(SearchOptions(space, "grid", study_seed=0, settings=8)) == points[:8]
 
 
 def test_a_range_is_no_grid():
     with pytest.raises(UserError, match=r"optimizer.learning_rate is a range"):
-        search.grid(SPACE)
+        grid(SPACE)
     with pytest.raises(UserError, match=r"over 10,000 points; allowed: fewer"):
-        search.grid({"batch.size": IntDistribution(16, 16384)})
+        grid({"batch.size": IntDistribution(16, 16384)})
 
 
 @pytest.mark.parametrize("sampler", ["random", "quasi-random"])
 def test_points_follow_from_seed_and_number_and_fill_the_space(sampler):
-    points = search.points(SPACE, sampler, 3, 256)
-    assert points[:8] == search.points(SPACE, sampler, 3, 8)
-    assert points[7] != search.points(SPACE, sampler, 4, 8)[7]
+    points = fixed_settings(SearchOptions(SPACE, sampler, study_seed=3, settings=256))
+    assert points[:8] == fixed_settings(SearchOptions(SPACE, sampler, study_seed=3, settings=8))
+    assert points[7] != fixed_settings(SearchOptions(SPACE, sampler, study_seed=4, settings=8))[7]
     for field, values in SPACE.items():
         assert all(values._contains(values.to_internal_repr(point[field])) for point in points), field
     counts = collections.Counter(point["train.inner_steps"] for point in points)
@@ -155,22 +157,22 @@ def test_points_follow_from_seed_and_number_and_fill_the_space(sampler):
 
 
 def test_tpe_does_not_repeat_its_draws_after_a_restart():
-    draws = [search.tpe(0, setting)._rng.rng.random() for setting in (0, 1, 1)]
+    draws = [tpe_sampler(0, setting)._rng.rng.random() for setting in (0, 1, 1)]
     assert draws[0] != draws[1] == draws[2]
 
 
 def test_a_space_may_leave_points_of_its_grid_out(tmp_path):
     space = {"name": CategoricalDistribution(["adam", "sgd"]), "rate": CategoricalDistribution([1, 2, 3])}
-    found = search.points(space, "grid", 0, 9, lambda values: values["name"] == "adam" or values["rate"] > 2)
-    assert [tuple(point.values()) for point in found] == [("adam", 1), ("adam", 2), ("adam", 3), ("sgd", 3)]
+    points = grid(space, lambda values: values["name"] == "adam" or values["rate"] > 2)
+    assert [tuple(point.values()) for point in points] == [("adam", 1), ("adam", 2), ("adam", 3), ("sgd", 3)]
     with pytest.raises(UserError, match=r"includes\(\) of the space file takes no point"):
-        search.grid(space, lambda values: False)
+        grid(space, lambda values: False)
     path = tmp_path / "space.py"
     path.write_text(
         "from optuna.distributions import FloatDistribution\nincludes = 3\n"
         "def get_space():\n    return {'optimizer.momentum': FloatDistribution(0.1, 0.9)}\n"
     )
     with pytest.raises(UserError, match=r"includes is 3; allowed: a function"):
-        search.read_space(path, RULES, nearest_field)
+        read_space(path, RULES)
     with pytest.raises(UserError, match=r"--space: includes\(\): KeyError: 'nosuch'"):
-        search.grid(space, lambda values: values["nosuch"])
+        grid(space, lambda values: values["nosuch"])

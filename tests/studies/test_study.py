@@ -7,7 +7,8 @@ from conftest import ROOT, assert_one_line_error, run_script
 import model as models
 from configs import default
 from largebatch.errors import UserError
-from largebatch.studies import study
+from largebatch.studies.database import is_sqlite_file_in
+from largebatch.studies.study import adopt_recorded_config, read_space_file, refuse_another
 
 SPACE = """
 from pathlib import Path
@@ -32,19 +33,19 @@ def here(tmp_path, monkeypatch):
 
 def recorded_by(file) -> dict:
     """What a study.json says of the space file with which its study was started."""
-    return {"space_sha256": study.read_space_file(ROOT, file, {}, models.OPTIONS, given=True).sha256}
+    return {"space_sha256": read_space_file(ROOT, file, {}, models.OPTIONS, given=True).sha256}
 
 
 def test_a_recorded_space_file_of_ones_own_is_run_as_it_was(here, tmp_path, caplog):
     there = recorded_by(here / "space.py")
     (tmp_path / "ran").unlink()
-    assert list(
-        study.read_space_file(here / "study", here / "space.py", there, models.OPTIONS, given=False).space
-    ) == ["optimizer.name"]
+    assert list(read_space_file(here / "study", here / "space.py", there, models.OPTIONS, given=False).space) == [
+        "optimizer.name"
+    ]
     assert (tmp_path / "ran").exists()
     assert caplog.messages == [f"runs the space file {here / 'space.py'}, which {here / 'study'} names"]
     ours = ROOT / "configs" / "sweeps" / "optimizers.py"
-    study.read_space_file(here / "study", ours, recorded_by(ours), models.OPTIONS, given=False)
+    read_space_file(here / "study", ours, recorded_by(ours), models.OPTIONS, given=False)
 
 
 @pytest.mark.parametrize("case", ["elsewhere", "link", "in the study", "changed", "no digest", "no text"])
@@ -65,9 +66,9 @@ def test_a_recorded_space_file_that_may_be_someone_elses_is_run_only_when_it_is_
     else:
         there, words = {} if case == "no digest" else {"space_sha256": None}, "recorded without a SHA-256"
     with pytest.raises(UserError, match=rf"space.*{words}.*; give --space FILE to run it"):
-        study.read_space_file(here / "study", file, there, models.OPTIONS, given=False)
+        read_space_file(here / "study", file, there, models.OPTIONS, given=False)
     assert not (tmp_path / "ran").exists()
-    study.read_space_file(here / "study", file, there, models.OPTIONS, given=True)
+    read_space_file(here / "study", file, there, models.OPTIONS, given=True)
     assert (tmp_path / "ran").exists()
 
 
@@ -88,7 +89,7 @@ def test_places_that_a_study_names_are_said(tmp_path, caplog):
     recorded.batch.trace, recorded.batch.size = "/data/trace.csv", 7
     recorded.devices.update({"coordinator_address": "far.away:1", "num_hosts": 2, "host_index": 0})
     with caplog.at_level(logging.WARNING, "largebatch"):
-        study.take_over(config, recorded.to_dict(), tmp_path / "study")
+        adopt_recorded_config(config, recorded.to_dict(), tmp_path / "study")
     assert caplog.messages == [
         f"uses dataset.path /data/x.zip, which {tmp_path / 'study'} names",
         f"uses batch.trace /data/trace.csv, which {tmp_path / 'study'} names",
@@ -100,21 +101,21 @@ def test_places_that_a_study_names_are_said(tmp_path, caplog):
 @pytest.mark.parametrize("recorded", [None, [], {}, {"devices": {}}, {"devices": {"platform": 3}}])
 def test_a_study_json_without_a_config_is_one_line(tmp_path, recorded):
     with pytest.raises(UserError, match=r"study.json holds no config of a study"):
-        study.take_over(default.get_config(), recorded, tmp_path)
+        adopt_recorded_config(default.get_config(), recorded, tmp_path)
 
 
 def test_a_study_of_another_order_of_examples_is_another():
     description = {"config": default.get_config().to_dict(), "order_version": 2}
     old = {"config": description["config"]}
-    study.refuse_another(ROOT, description, dict(description))
+    refuse_another(ROOT, description, dict(description))
     with pytest.raises(UserError, match="holds another study: order_version: 2 here, 1 there"):
-        study.refuse_another(ROOT, description, old)
+        refuse_another(ROOT, description, old)
 
 
 def test_which_databases_lie_in_the_folder(tmp_path):
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "linked.db").symlink_to(tmp_path / "far.db")
-    inside = lambda url: study.is_file_in(url, tmp_path / "study")  # noqa: E731
+    inside = lambda url: is_sqlite_file_in(url, tmp_path / "study")  # noqa: E731
     assert inside(f"sqlite:///{tmp_path}/study/study.db")
     assert not inside(f"sqlite:///{tmp_path}/study/linked.db")
     assert not inside(f"sqlite:///{tmp_path}/study/../far.db")

@@ -1,0 +1,161 @@
+"""The database of a study: opened by its URL, which is shown and kept without its password."""
+
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import optuna
+import sqlalchemy
+import sqlalchemy.exc
+
+from largebatch.errors import UserError
+from largebatch.hosts import preemption
+from largebatch.runs.reader import lies_in
+
+log = logging.getLogger("largebatch")
+
+Result = TypeVar("Result")
+
+# Optuna sends heartbeats only in Study.optimize, which runs one trial at a time. `TrialQueue` sends them itself.
+warnings.filterwarnings("ignore", message="Heartbeat of storage is supposed to be used with Study.optimize")
+warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+
+# A trial's process counts as dead after so many missed heartbeats. Optuna compares heartbeats with the database's
+# now(): that is one server's clock. SQLite has no server, and its now() is the UTC of the machine that asks. So
+# machines that share an SQLite file need clocks that agree to within the grace period.
+MISSED_HEARTBEATS = 3
+SQLITE_LOCK_TIMEOUT_SEC = 60
+TRIES_TO_OPEN = 5
+FIRST_WAIT_SEC, MAX_WAIT_SEC = 1.0, 30.0  # between two tries to reach the database
+# What is raised while the database cannot be reached.
+DATABASE_ERRORS = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError)
+# What databases say to the slower of two processes that make the same table.
+TABLE_EXISTS = ("already exists", "duplicate key", "UNIQUE constraint")
+
+
+def grace_sec(heartbeat_sec: int) -> int:
+    """Seconds without a heartbeat after which a trial's process counts as dead."""
+    return MISSED_HEARTBEATS * heartbeat_sec
+
+
+def without_password(url: str) -> str:
+    """A database URL that may be shown and kept.
+
+    Raises:
+      UserError: it is no URL, or its password was already replaced by ***.
+    """
+    try:
+        shown = sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
+    except sqlalchemy.exc.ArgumentError as error:
+        raise UserError(
+            f"--storage: {url!r}; allowed: a database URL, as sqlite:///FILE or postgresql://HOST/DB"
+        ) from error
+    if shown == url and ":***@" in url:
+        raise UserError(f"--storage: the study is in {url}; give the URL with its password")
+    return shown
+
+
+def is_sqlite_file_in(url: str, folder: Path) -> bool:
+    """Whether a database URL is an SQLite file in a folder, once links are followed."""
+    parts = sqlalchemy.engine.make_url(url)
+    if parts.get_backend_name() != "sqlite" or not parts.database:
+        return False
+    if parts.query:  # which may name another file
+        return False
+    return lies_in(parts.database, folder)
+
+
+def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
+    """Opens a database that SQLAlchemy knows, and makes its tables.
+
+    Raises:
+      UserError: it cannot be opened.
+    """
+    for _ in range(TRIES_TO_OPEN):
+        try:
+            return _open_storage(url, heartbeat_sec)
+        except (*DATABASE_ERRORS, sqlalchemy.exc.ArgumentError, ImportError, RuntimeError) as error:
+            cause, reason = error, _first_line(error)
+        if not any(text in reason for text in TABLE_EXISTS):
+            break
+        time.sleep(1)  # another process is making the tables
+    raise UserError(f"--storage: {without_password(url)} cannot be opened ({reason})") from cause
+
+
+def _open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
+    is_sqlite = url.startswith("sqlite")
+    storage = optuna.storages.RDBStorage(
+        url,
+        engine_kwargs={
+            "connect_args": {"timeout": SQLITE_LOCK_TIMEOUT_SEC} if is_sqlite else {},
+            "pool_pre_ping": True,  # a pooled connection may have been cut
+        },
+        heartbeat_interval=heartbeat_sec,
+        grace_period=grace_sec(heartbeat_sec),
+    )
+    if is_sqlite:
+        _lock_from_the_start(storage.engine)
+    return storage
+
+
+def _lock_from_the_start(engine: sqlalchemy.engine.Engine) -> None:
+    """Makes every SQLite transaction lock the database when it begins.
+
+    Optuna keeps two processes from taking the same trial by SELECT ... FOR UPDATE, which SQLite does not have.
+    """
+
+    @sqlalchemy.event.listens_for(engine, "connect")
+    def leave_transactions_to_us(connection, record):
+        connection.isolation_level = None
+
+    @sqlalchemy.event.listens_for(engine, "begin")
+    def begin(connection):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    engine.dispose()  # connections made before have no such listeners
+
+
+def retry_while_away(call: Callable[[], Result], on_return: Callable[[], None]) -> Result:
+    """Calls until the database can be reached, with messages and longer and longer waits.
+
+    Args:
+      on_return: called when the database can be reached again, if it could not at first.
+    Raises:
+      preemption.Stopped: a signal came while this waited.
+    """
+    wait_sec, started = FIRST_WAIT_SEC, time.monotonic()
+    while True:
+        try:
+            result = call()
+        except DATABASE_ERRORS as error:
+            log.warning(
+                "the study's database does not answer (%s); trying again in %.0f s", _first_line(error), wait_sec
+            )
+            _sleep(wait_sec)
+            wait_sec = min(2 * wait_sec, MAX_WAIT_SEC)
+            continue
+        if wait_sec > FIRST_WAIT_SEC:
+            log.info("the study's database answers again after %.0f s", time.monotonic() - started)
+            on_return()
+        return result
+
+
+def _sleep(seconds: float) -> None:
+    """Sleeps; leaves at once on a signal.
+
+    Raises:
+      preemption.Stopped: there was one.
+    """
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if number := preemption.first_signal():
+            raise preemption.Stopped(number)
+        time.sleep(min(left, 0.2))
+
+
+def _first_line(error: Exception) -> str:
+    """What a database said, in one line: that of the driver, where SQLAlchemy or Optuna wrapped its error."""
+    return str(error.__cause__ or error).strip().splitlines()[0]

@@ -1,0 +1,142 @@
+"""Search spaces: a Python file gives {config field: distribution}, and every field of it is checked."""
+
+import hashlib
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ml_collections import config_dict
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+    distribution_to_json,
+)
+
+from largebatch.config.rules import Rule, nearest_field
+from largebatch.errors import UserError
+
+# These do not shape a run's numbers, or have an option of their own.
+NOT_SEARCHED = ("devices", "log", "checkpoint", "seed", "augment.cache_dir", "dataset.max_image_pixels")
+
+Space = dict[str, BaseDistribution]
+
+
+@dataclass(frozen=True)
+class SpaceFile:
+    """What a space file defines.
+
+    Attributes:
+      space: {dotted config field: distribution}.
+      derive: sets the config fields that follow from the searched ones.
+      includes: whether a grid has a point; None where it has all.
+      sha256: of the bytes that were run.
+    """
+
+    space: Space
+    derive: Callable[[config_dict.ConfigDict], None]
+    includes: Callable[[dict], bool] | None
+    sha256: str
+
+
+def read_space(path: Path, rules: Mapping[str, Rule], expected_sha256: str | None = None) -> SpaceFile:
+    """Runs a space file: `get_space()` gives {field: optuna distribution}.
+
+    The functions `derive(config)` and `includes(values)` are optional; see `SpaceFile`.
+
+    Args:
+      rules: of every config field; see `largebatch.config.rules`.
+      expected_sha256: a file with another one is not run.
+    Raises:
+      UserError: the file cannot be run, or names unknown fields or values that are not allowed. Names all of them.
+    """
+    if not path.is_file():
+        raise UserError(f"--space: {path} is not a file")
+    try:
+        content = path.read_bytes()  # once, so that what is hashed is what is run
+    except OSError as error:
+        raise UserError(f"--space: {path} cannot be read ({error.strerror})") from error
+    sha256 = hashlib.sha256(content).hexdigest()
+    if expected_sha256 is not None and sha256 != expected_sha256:
+        raise UserError(f"--space: {path} has changed since the study was started; give --space FILE to run it")
+    module, space = _run(path, content)
+    if not isinstance(space, dict) or not space:
+        raise UserError(f"--space: {path}: get_space() gave {space!r}; allowed: {{field: optuna distribution}}")
+    for name in ("derive", "includes"):
+        if name in module and not callable(module[name]):
+            raise UserError(f"--space: {path}: {name} is {module[name]!r}; allowed: a function")
+    _make_tuples_lists(space)
+    problems = [problem for field, values in space.items() for problem in _problems(field, values, rules)]
+    if problems:
+        raise UserError(f"--space: {path}: {'; '.join(problems)}")
+    return SpaceFile(space, module.get("derive", _derive_nothing), module.get("includes"), sha256)
+
+
+def as_json(space: Space) -> dict:
+    """The space as plain JSON, the same for the same space."""
+    return {field: json.loads(distribution_to_json(distribution)) for field, distribution in space.items()}
+
+
+def _run(path: Path, content: bytes) -> tuple[dict, object]:
+    """Runs the file; returns its names and what get_space() gave.
+
+    Raises:
+      UserError: whatever went wrong in it, with the line.
+    """
+    module: dict = {"__name__": "<space>", "__file__": str(path)}
+    try:
+        exec(compile(content, str(path), "exec", dont_inherit=True), module)
+        if not callable(module.get("get_space")):
+            raise UserError(f"--space: {path} has no function get_space()")
+        return module, module["get_space"]()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's file raises
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f", line {lines[-1]}" if lines else ""
+        raise UserError(
+            f"--space: {path}{where}: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _make_tuples_lists(space: Space) -> None:
+    """Makes choices that are tuples lists, as a database gives them back."""
+    for distribution in space.values():
+        if isinstance(distribution, CategoricalDistribution):
+            distribution.choices = tuple(
+                list(choice) if isinstance(choice, tuple) else choice for choice in distribution.choices
+            )
+
+
+def _derive_nothing(config: config_dict.ConfigDict) -> None:
+    pass
+
+
+def _problems(field: str, distribution: object, rules: Mapping[str, Rule]) -> list[str]:
+    """What is wrong with one field of a space, a line each."""
+    if field not in rules:
+        return [f"{field}: unknown field{nearest_field(field)}"]
+    if field == "seed":
+        return ["seed: cannot be searched (use --seeds)"]
+    if any(field == name or field.startswith(f"{name}.") for name in NOT_SEARCHED):
+        return [f"{field}: cannot be searched"]
+    if isinstance(distribution, CategoricalDistribution):
+        tried = distribution.choices
+    elif isinstance(distribution, FloatDistribution | IntDistribution):
+        tried = (distribution.low, distribution.high)
+    else:
+        return [
+            f"{field}: {distribution!r}; allowed: a FloatDistribution, IntDistribution or CategoricalDistribution"
+        ]
+    is_allowed, allowed = rules[field]
+    problems = [f"{field}: {value!r}; allowed: {allowed}" for value in tried if not is_allowed(value)]
+    if problems:
+        return problems
+    if isinstance(distribution, CategoricalDistribution):
+        different = {json.dumps(value) for value in tried}
+        if len(different) < len(tried):
+            return [f"{field}: a choice comes twice in {tried!r}"]
+    return []
