@@ -1,21 +1,24 @@
 """What follows from the runs of a study: ranks, intervals over seeds, steps to a target, the knee.
 
-study = runs.read("studies/optimizers")
+study = reader.read("studies/optimizers")
 for setting in analysis.leaderboard(study):
     print(setting.values, setting.accuracy.mean, setting.statuses)
 """
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from largebatch.runs.reader import BATCH, OBJECTIVES, Run, Study, number, setting_of
+from largebatch.runs.reader import BATCH, Run, Study, number, setting_of
 
 OPTIMIZER = "optimizer.name"
-UNFINISHED = ("running", "interrupted", "pruned")
+UNFINISHED = frozenset({"running", "interrupted", "pruned"})
+BROKEN = frozenset({"diverged", "failed"})
 
 
 # ---- statistics over seeds ---------------------------------------------------------------------------
@@ -38,28 +41,31 @@ def estimate(values: Iterable[float | None]) -> Estimate:
     """Mean and its 95 % Student-t interval; None among the values is left out."""
     from scipy.special import stdtrit  # not scipy.stats, whose import takes a second
 
-    found = np.array([value for value in values if value is not None], np.float64)
-    if not len(found):
-        return Estimate(None, None, None, None, 0)
-    mean = float(found.mean())
-    if len(found) == 1:
-        return Estimate(mean, None, None, None, 1)
-    std = float(found.std(ddof=1))
-    half = float(stdtrit(len(found) - 1, 0.975)) * std / math.sqrt(len(found))
-    return Estimate(mean, std, mean - half, mean + half, len(found))
+    known = np.array([value for value in values if value is not None], np.float64)
+    count = len(known)
+    if count == 0:
+        return Estimate(mean=None, std=None, low=None, high=None, count=0)
+    mean = float(known.mean())
+    if count == 1:
+        return Estimate(mean, std=None, low=None, high=None, count=1)
+    std = float(known.std(ddof=1))
+    half_width = float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
+    return Estimate(mean, std, mean - half_width, mean + half_width, count)
 
 
 # ---- ranks -------------------------------------------------------------------------------------------
 
 
-class Setting(NamedTuple):
+@dataclass(frozen=True)
+class Setting:
     """All seeds of one setting. The estimates are over its finished seeds, or the unfinished where none is.
 
     Attributes:
       values: {dotted field: value}.
+      runs: one per seed.
       objective: of the study's objective, over the seeds that have one.
       accuracy: of the best validation accuracy.
-      statuses: how many runs are of each status.
+      statuses: {status: number of runs}.
     """
 
     values: dict
@@ -69,38 +75,15 @@ class Setting(NamedTuple):
     statuses: dict[str, int]
 
 
-def group(study: Study) -> list[tuple[dict, list[Run]]]:
-    """The runs of each setting, in the order in which settings first came."""
-    fields = list(study.description.get("space") or {})
-    groups: dict[str, tuple[dict, list[Run]]] = {}
-    for run in study.runs:
-        values = setting_of(run, fields)
-        groups.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(run)
-    return list(groups.values())
-
-
 def leaderboard(study: Study) -> list[Setting]:
     """Settings, best first.
 
-    Settings with a finished seed come first, those without a diverged or failed one among them before the
-    rest; then those that go on, were stopped or pruned; last what only diverged or failed. Within these a
-    target that all seeds reached comes before one that some or none did, and those are ranked by accuracy.
+    First come settings with a finished seed, of these those without a diverged or failed one; then settings with
+    a seed that runs, was stopped or pruned; then the rest. Within each of these four groups come first the settings
+    whose seeds all reached the target, ranked by the objective, and then the others, ranked by accuracy.
     """
-    settings = [_setting(values, runs, study.objective) for values, runs in group(study)]
+    settings = [_setting_of_runs(runs, study) for runs in _runs_by_setting(study)]
     return sorted(settings, key=lambda setting: _rank(setting, study.objective))
-
-
-def _setting(values: dict, runs: list[Run], objective: str) -> Setting:
-    names = [run.status for run in runs]
-    statuses = {name: names.count(name) for name in dict.fromkeys(names)}
-    counted = _counted(runs)
-    accuracy = estimate(run.best_val_accuracy for run in counted)
-    return Setting(values, runs, estimate(run.value(objective) for run in counted), accuracy, statuses)
-
-
-def _counted(runs: list[Run]) -> list[Run]:
-    finished = [run for run in runs if run.status == "done"]
-    return finished or [run for run in runs if run.status in UNFINISHED] or runs
 
 
 def updates_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
@@ -108,50 +91,86 @@ def updates_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
 
     What is between two validations is not seen: each seed's figure is at most that much too high.
     """
-    runs = _counted(setting.runs)
+    runs = _runs_that_count(setting.runs)
     return estimate(run.updates_to(accuracy) for run in runs), len(runs)
-
-
-def _rank(setting: Setting, objective: str) -> tuple:
-    bad = bool({"diverged", "failed"} & setting.statuses.keys())
-    alive = bool(set(UNFINISHED) & setting.statuses.keys())
-    tier = int(bad) if "done" in setting.statuses else 3 - alive
-    accuracy = -math.inf if setting.accuracy.mean is None else setting.accuracy.mean
-    if objective == "best_val_accuracy":
-        return (tier, -accuracy)
-    missed = setting.accuracy.count - setting.objective.count
-    value = setting.objective.mean
-    return (tier, 0, value, -accuracy) if value is not None and not missed else (tier, 1, 0.0, -accuracy)
 
 
 def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[list[str], list[list[str]]]:
     """The leaderboard as text, for a terminal or a CSV file: (header, rows), with the updates to `accuracies`."""
-    objective, fields = study.objective, study.fields
-    to_target = objective != "best_val_accuracy"
-    header = ["rank", *fields, objective, "low", "high", "std", *(["reached", "best_val_accuracy"] * to_target)]
-    header += [name for a in accuracies for name in (f"updates_to_{a:g}", f"reached_{a:g}")]
+    fields, has_target = study.fields, study.objective != "best_val_accuracy"
+    header = ["rank", *fields, study.objective, "low", "high", "std"]
+    if has_target:
+        header += ["reached", "best_val_accuracy"]
+    for accuracy in accuracies:
+        header += [f"updates_to_{accuracy:g}", f"reached_{accuracy:g}"]
+    header += ["seeds", "status"]
+    objective_digits = 1 if has_target else 4
     rows = []
     for rank, setting in enumerate(leaderboard(study), 1):
-        figures = [_text(value, objective) for value in setting.objective[:4]]
-        mean, std, low, high = figures
-        row = [str(rank), *(_plain(setting.values.get(name)) for name in fields), mean, low, high, std]
-        if to_target:
-            row += [f"{setting.objective.count}/{setting.accuracy.count}", _text(setting.accuracy.mean)]
+        objective = setting.objective
+        row = [str(rank), *(_config_value(setting.values.get(field)) for field in fields)]
+        figures = (objective.mean, objective.low, objective.high, objective.std)
+        row += [_rounded(figure, objective_digits) for figure in figures]
+        if has_target:
+            row += [f"{objective.count}/{setting.accuracy.count}", _rounded(setting.accuracy.mean, 4)]
         for accuracy in accuracies:
             updates, count = updates_to(setting, accuracy)
-            row += [_text(updates.mean, "updates"), f"{updates.count}/{count}"]
-        row += [str(len(setting.runs)), ", ".join(f"{n} {name}" for name, n in setting.statuses.items())]
-        rows.append(row)
-    return [*header, "seeds", "status"], rows
+            row += [_rounded(updates.mean, 1), f"{updates.count}/{count}"]
+        statuses = ", ".join(f"{count} {status}" for status, count in setting.statuses.items())
+        rows.append([*row, str(len(setting.runs)), statuses])
+    return header, rows
 
 
-def _text(value: float | None, objective: str = "best_val_accuracy") -> str:
-    if value is None:
-        return ""
-    return f"{value:.4f}" if objective == "best_val_accuracy" else f"{value:.1f}"
+def _runs_by_setting(study: Study) -> list[list[Run]]:
+    """The runs of each setting, in the order in which settings first came."""
+    fields = list(study.description.get("space") or {})
+    runs_by_values: dict[str, list[Run]] = {}
+    for run in study.runs:
+        values = json.dumps(setting_of(run, fields), sort_keys=True)
+        runs_by_values.setdefault(values, []).append(run)
+    return list(runs_by_values.values())
 
 
-def _plain(value) -> str:
+def _setting_of_runs(runs: list[Run], study: Study) -> Setting:
+    counted = _runs_that_count(runs)
+    return Setting(
+        values=setting_of(runs[0], list(study.description.get("space") or {})),
+        runs=runs,
+        objective=estimate(run.value(study.objective) for run in counted),
+        accuracy=estimate(run.best_val_accuracy for run in counted),
+        statuses=dict(Counter(run.status for run in runs)),
+    )
+
+
+def _runs_that_count(runs: list[Run]) -> list[Run]:
+    """The finished runs of a setting; without one the unfinished; without one of those, all."""
+    finished = [run for run in runs if run.status == "done"]
+    unfinished = [run for run in runs if run.status in UNFINISHED]
+    return finished or unfinished or runs
+
+
+def _rank(setting: Setting, objective: str) -> tuple:
+    """Sorts settings, best first; see `leaderboard`."""
+    statuses = setting.statuses.keys()
+    tier = 3
+    if "done" in statuses:
+        tier = 1 if statuses & BROKEN else 0
+    elif statuses & UNFINISHED:
+        tier = 2
+    accuracy = -math.inf if setting.accuracy.mean is None else setting.accuracy.mean
+    if objective == "best_val_accuracy":
+        return (tier, -accuracy)
+    all_reached = setting.objective.count == setting.accuracy.count
+    if all_reached and setting.objective.mean is not None:
+        return (tier, 0, setting.objective.mean, -accuracy)
+    return (tier, 1, 0.0, -accuracy)
+
+
+def _rounded(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _config_value(value) -> str:
     if value is None:
         return ""
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -160,8 +179,9 @@ def _plain(value) -> str:
 # ---- steps to target over batch size -----------------------------------------------------------------
 
 
-class Edge(NamedTuple):
-    """The best value of a searched field is the lowest, highest or only one of `count` tried."""
+@dataclass(frozen=True)
+class Edge:
+    """The best value of a searched field is the lowest, highest or only one (`side`) of `count` tried."""
 
     field: str
     value: float
@@ -174,15 +194,15 @@ class Edge(NamedTuple):
         return f"{self.field} {self.value:g} is the {self.side} of {self.count} tried"
 
 
-class BatchPoint(NamedTuple):
+@dataclass(frozen=True)
+class BatchPoint:
     """The best-tuned setting at one batch size, and what its seeds took to the target.
 
     Attributes:
       values: {dotted field: value} of the setting.
       updates, examples, seconds: to the target, over the seeds.
-      seeds: how many there are.
-      steps: updates to the target of each seed.
-      edges: fields whose best value lies on the edge of those tried, so that a better one may lie beyond.
+      seeds, steps: how many seeds there are, and the updates to the target of each.
+      edges: fields whose best value lies on the edge of those tried: a better one may lie beyond.
     """
 
     batch_size: int
@@ -198,52 +218,61 @@ class BatchPoint(NamedTuple):
 def steps_to_target(study: Study) -> list[BatchPoint]:
     """Per batch size the setting with the fewest mean updates to the target, among those whose seeds all got there.
 
-    Where some settings have more seeds, it is one of them: they were chosen as the best by their first seed, and
+    Where some settings have more seeds, it is one of them. They were chosen as the best by their first seed, and
     a single lucky seed of another says less than their mean.
-    Seeds that go on or were interrupted do not count yet; diverged, failed and pruned ones did not get there.
+    Seeds that still run or were interrupted do not count yet; diverged, failed and pruned ones did not get there.
     Batch sizes without such a setting are left out: see `unreached_batch_sizes`. Tuning at each batch size
     by itself follows Shallue et al. 2019, "Measuring the Effects of Data Parallelism on Neural Network Training".
     """
-    points: dict[int, BatchPoint] = {}
-    for (batch_size, _), runs in sorted(_by_batch_size(study).items()):
+    best: dict[int, list[Run]] = {}  # the runs of the best setting of each batch size
+    for runs in _runs_by_setting(study):
         counted = [run for run in runs if run.status not in ("running", "interrupted", "unreadable")]
-        steps = [run.value("steps_to_target") for run in counted]
-        if not steps or None in steps:
-            continue
-        updates, best = estimate(steps), points.get(batch_size)
-        if best is None or (-len(steps), updates.mean) < (-best.seeds, best.updates.mean):
-            others = [estimate(run.value(name) for run in counted) for name in OBJECTIVES[2:]]
-            values = setting_of(counted[0], study.fields)
-            edges = edge_flags(study, values, batch_size)
-            points[batch_size] = BatchPoint(batch_size, values, updates, *others, len(steps), steps, edges)
-    return list(points.values())
+        for batch_size in {run.batch_size for run in counted} - {None}:  # None where a run never said it
+            at_size = [run for run in counted if run.batch_size == batch_size]
+            if any(run.value("steps_to_target") is None for run in at_size):
+                continue
+            if batch_size not in best or _cost(at_size) < _cost(best[batch_size]):
+                best[batch_size] = at_size
+    return [_batch_point(study, batch_size, best[batch_size]) for batch_size in sorted(best)]
 
 
-def noise_scales(study: Study) -> list[float]:
-    """The gradient noise scale, in examples, of each run that reached the target, when it did."""
-    found = []
-    for run in study.runs:
-        steps = run.value("steps_to_target")
-        rows = [row for row in run.rows if row.get("step") == steps] if steps is not None else []
-        found += [scale for row in rows if (scale := number(row.get("noise_scale"))) is not None and scale > 0]
-    return found
+def _cost(runs: list[Run]) -> tuple[int, float]:
+    """What makes one setting better than another: more seeds, then fewer updates to the target."""
+    return -len(runs), estimate(run.value("steps_to_target") for run in runs).mean
+
+
+def _batch_point(study: Study, batch_size: int, runs: list[Run]) -> BatchPoint:
+    steps = [run.value("steps_to_target") for run in runs]
+    values = setting_of(runs[0], study.fields)
+    return BatchPoint(
+        batch_size=batch_size,
+        values=values,
+        updates=estimate(steps),
+        examples=estimate(run.value("examples_to_target") for run in runs),
+        seconds=estimate(run.value("sec_to_target") for run in runs),
+        seeds=len(steps),
+        steps=steps,
+        edges=edge_flags(study, values, batch_size),
+    )
 
 
 def unreached_batch_sizes(study: Study) -> list[int]:
     """Batch sizes that ran with a target, at which no setting took all of its seeds there."""
     reached = {point.batch_size for point in steps_to_target(study)}
-    aimed = {run.batch_size for run in study.runs if run.field("train.target_accuracy") is not None}
-    return sorted(aimed - reached - {None})
+    with_target = {run.batch_size for run in study.runs if run.field("train.target_accuracy") is not None}
+    return sorted(with_target - reached - {None})
 
 
-def _by_batch_size(study: Study) -> dict[tuple[int, int], list[Run]]:
-    """Runs by (batch size, number of the setting); those that never said their batch size are left out."""
-    found: dict[tuple[int, int], list[Run]] = {}
-    for index, (_, runs) in enumerate(group(study)):
-        for run in runs:
-            if run.batch_size is not None:
-                found.setdefault((run.batch_size, index), []).append(run)
-    return found
+def noise_scales(study: Study) -> list[float]:
+    """The gradient noise scale, in examples, of each run that reached the target, when it did."""
+    scales = []
+    for run in study.runs:
+        steps = run.value("steps_to_target")
+        for row in run.rows:
+            scale = number(row.get("noise_scale")) or 0.0
+            if steps is not None and row.get("step") == steps and scale > 0:
+                scales.append(scale)
+    return scales
 
 
 def edge_flags(study: Study, values: dict, batch_size: int | None = None) -> list[Edge]:
@@ -252,30 +281,42 @@ def edge_flags(study: Study, values: dict, batch_size: int | None = None) -> lis
     Args:
       batch_size: only runs at it count; None counts all. A field with one value in the whole study is not searched.
     """
-    settings = [(run, setting_of(run, study.fields)) for run in study.runs]
-    alike = [
+    fields = study.fields
+    settings = [(run, setting_of(run, fields)) for run in study.runs]
+    comparable = [
         setting
         for run, setting in settings
         if setting.get(OPTIMIZER) == values.get(OPTIMIZER) and batch_size in (None, run.batch_size)
     ]
     edges = []
-    for name in study.fields:
-        value, everywhere = number(values.get(name)), {number(setting.get(name)) for _, setting in settings}
-        if name == BATCH or value is None or len(everywhere - {None}) < 2:
+    for field in fields:
+        value = number(values.get(field))
+        values_in_study = {number(setting.get(field)) for _, setting in settings} - {None}
+        if field == BATCH or value is None or len(values_in_study) < 2:
             continue
-        tried = {number(setting.get(name)) for setting in alike} - {None} | {value}
-        sides = [side for side, end in (("lowest", min(tried)), ("highest", max(tried))) if end == value]
-        if sides:
-            edges.append(Edge(name, value, "only" if len(sides) == 2 else sides[0], len(tried)))
+        tried = {value} | ({number(setting.get(field)) for setting in comparable} - {None})
+        if len(tried) == 1:
+            edges.append(Edge(field, value, "only", count=1))
+        elif value == min(tried):
+            edges.append(Edge(field, value, "lowest", len(tried)))
+        elif value == max(tried):
+            edges.append(Edge(field, value, "highest", len(tried)))
     return edges
 
 
-class Knee(NamedTuple):
+# ---- the knee ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Knee:
     """Where larger batches stop paying: S(B) = min_steps (1 + critical_batch_size / B).
 
-    At the critical batch size twice the fewest updates and twice the fewest examples are needed. It is inf
-    where updates still fall in proportion at the largest batch measured, 0 where they do not fall at all.
-    low and high are the ends of its 95 % interval, None where no batch size has two seeds.
+    Attributes:
+      critical_batch_size: where twice the fewest updates and twice the fewest examples are needed. inf where
+        updates still fall in proportion at the largest batch measured; 0 where they do not fall at all.
+      low, high: ends of its 95 % interval; None where no batch size has two seeds.
+      min_steps: the fewest updates to the target, at any batch size.
+      min_examples: the fewest examples to the target.
     """
 
     critical_batch_size: float
@@ -306,32 +347,46 @@ def fit_knee(batch_sizes, steps, *, resamples: int = 1000, seed: int = 0) -> Kne
     sizes = np.unique(batch)
     if len(sizes) < 3:
         return None
-    # One parameter is left to search, since the best log S_min is a mean. 100 times beyond what was measured
-    # the curve is a straight line in the logarithms, and its bend cannot be told.
-    grid = np.linspace(math.log(sizes[0] / 100), math.log(sizes[-1] * 100), 1000)
-    residuals = np.log(steps) - np.log1p(np.exp(grid)[:, None] / batch)  # [grid, N], + log S_min
-    critical = float(_best_critical(grid, residuals, np.ones((1, len(batch))))[0])
+    # For a given B_crit the best log S_min is a mean, so only B_crit is searched. 100 times beyond what was
+    # measured the curve is a straight line in the logarithms: where it bends there cannot be told.
+    log_critical = np.linspace(math.log(sizes[0] / 100), math.log(sizes[-1] * 100), 1000)  # [G]
+    log_min_steps = np.log(steps) - np.log1p(np.exp(log_critical)[:, None] / batch)  # [G, N], by each seed
+    critical = float(_best_critical(log_critical, log_min_steps, np.ones((1, len(batch))))[0])
     low = high = None
     if len(sizes) < len(batch):
         weights = _resample(batch, resamples, np.random.default_rng(seed))
-        draws = _best_critical(grid, residuals, weights)
+        draws = _best_critical(log_critical, log_min_steps, weights)
         low, high = (float(end) for end in np.quantile(draws, [0.025, 0.975], method="inverted_cdf"))
     if math.isinf(critical):
-        return Knee(critical, low, high, 0.0, float(np.exp(np.log(steps * batch).mean())))
+        min_examples = float(np.exp(np.log(steps * batch).mean()))
+        return Knee(critical, low, high, min_steps=0.0, min_examples=min_examples)
     min_steps = float(np.exp((np.log(steps) - np.log1p(critical / batch)).mean()))
-    return Knee(critical, low, high, min_steps, min_steps * critical)
+    return Knee(critical, low, high, min_steps, min_examples=min_steps * critical)
 
 
-def _best_critical(grid: np.ndarray, residuals: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """B_crit of least squares: residuals [G, N], weights [R, N] -> [R]; 0 or inf at an end of the grid."""
-    losses = weights @ (residuals**2).T - (weights @ residuals.T) ** 2 / weights.sum(1, keepdims=True)
+def _best_critical(log_critical: np.ndarray, log_min_steps: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """B_crit of least squares, by a grid and then a parabola through the best point and its two neighbours.
+
+    Args:
+      log_critical: the grid, [G].
+      log_min_steps: what each seed says of log S_min if B_crit is a point of the grid, [G, N].
+      weights: how often each seed counts, for each of R fits, [R, N].
+    Returns:
+      [R]; 0 or inf where the best is at an end of the grid.
+    """
+    last = len(log_critical) - 1
+    # The weighted variance of log S_min over the seeds, times the sum of the weights: [R, G].
+    sums = weights @ log_min_steps.T
+    losses = weights @ (log_min_steps**2).T - sums**2 / weights.sum(1, keepdims=True)
     best = losses.argmin(1)
-    inner = best.clip(1, len(grid) - 2)
-    left, middle, right = (np.take_along_axis(losses, (inner + k)[:, None], 1)[:, 0] for k in (-1, 0, 1))
+    inner = best.clip(1, last - 1)
+    fits = np.arange(len(weights))
+    left, middle, right = losses[fits, inner - 1], losses[fits, inner], losses[fits, inner + 1]
     curvature = left - 2 * middle + right
     shift = np.divide(left - right, 2 * curvature, out=np.zeros_like(middle), where=curvature > 0)
-    found = np.exp(grid[inner] + shift.clip(-1, 1) * (grid[1] - grid[0]))
-    return np.where(best == 0, 0.0, np.where(best == len(grid) - 1, np.inf, found))
+    spacing = log_critical[1] - log_critical[0]
+    critical = np.exp(log_critical[inner] + shift.clip(-1, 1) * spacing)
+    return np.select([best == 0, best == last], [0.0, np.inf], critical)
 
 
 def _resample(batch: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:

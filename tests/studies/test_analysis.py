@@ -190,10 +190,11 @@ def test_interval_is_students_t():
     values = [0.91, 0.93, 0.905, 0.94]
     found = analysis.estimate([*values, None])
     low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
-    np.testing.assert_allclose(found[:4], (np.mean(values), np.std(values, ddof=1), low, high), rtol=1e-12)
+    expected = (np.mean(values), np.std(values, ddof=1), low, high)
+    np.testing.assert_allclose((found.mean, found.std, found.low, found.high), expected, rtol=1e-12)
     assert found.count == 4
-    assert analysis.estimate([0.5]) == (0.5, None, None, None, 1)
-    assert analysis.estimate([None]) == (None, None, None, None, 0)
+    assert analysis.estimate([0.5]) == analysis.Estimate(0.5, None, None, None, 1)
+    assert analysis.estimate([None]) == analysis.Estimate(None, None, None, None, 0)
 
 
 def rates(settings):
@@ -219,7 +220,7 @@ def test_leaderboard_by_accuracy(tmp_path):
     assert found[1].objective.std == pytest.approx(np.std([0.8, 0.7], ddof=1))
     assert found[1].statuses == {"done": 2}
     assert found[2].statuses == {"done": 1, "diverged": 1}
-    assert found[2].accuracy == (0.95, None, None, None, 1)
+    assert found[2].accuracy == analysis.Estimate(0.95, None, None, None, 1)
     header, rows = analysis.leaderboard_rows(study)
     assert all(len(row) == len(header) for row in rows)
     first = dict(zip(header, rows[0], strict=True))
@@ -261,7 +262,7 @@ def test_updates_to_any_accuracy(tmp_path):
     assert updates.std == pytest.approx(np.std([20, 10], ddof=1))
     updates, seeds = analysis.updates_to(best, 0.9)
     assert (updates.mean, updates.count, seeds) == (40.0, 1, 2)
-    assert analysis.updates_to(worst, 0.8) == ((None, None, None, None, 0), 1)
+    assert analysis.updates_to(worst, 0.8) == (analysis.Estimate(None, None, None, None, 0), 1)
     header, rows = analysis.leaderboard_rows(study, (0.8, 0.9))
     rows = {row[header.index("optimizer.learning_rate")]: dict(zip(header, row, strict=True)) for row in rows}
     names = ("updates_to_0.8", "reached_0.8", "updates_to_0.9", "reached_0.9")
