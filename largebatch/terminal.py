@@ -1,4 +1,4 @@
-"""Text on the terminal: messages, tables, safe to print whatever is in them."""
+"""Text on the terminal: messages and tables, safe to print whatever is in them."""
 
 import logging
 import os
@@ -14,26 +14,26 @@ def four_digits(value: float | None) -> str:
     return "none" if value is None else f"{value:.4f}"
 
 
-class _Escaped(logging.Formatter):
-    """Messages as they are, but for characters that would steer the terminal."""
+class _EscapingFormatter(logging.Formatter):
+    """Escapes characters that would steer the terminal. A message is one line; a traceback keeps its lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        record.message = printable(record.getMessage())  # one line; a traceback has its own
-        text = self.formatMessage(record)
+        record.message = printable(record.getMessage())
+        lines = [self.formatMessage(record)]
         if record.exc_info:
-            text += "\n" + "\n".join(map(printable, self.formatException(record.exc_info).split("\n")))
-        return text
+            lines += [printable(line) for line in self.formatException(record.exc_info).split("\n")]
+        return "\n".join(lines)
 
 
 def log_to_stderr() -> None:
     """Shows warnings on stderr, without anything around them."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Escaped("%(message)s"))
+    handler.setFormatter(_EscapingFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 class Console(console.Console):
-    """Goes quiet when nobody reads any more (`| head`, a `| tee` that Ctrl-C ended), which rich exits at."""
+    """Goes quiet when nobody reads any more (`| head`, a `| tee` that Ctrl-C ended), where rich would exit."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -41,24 +41,26 @@ class Console(console.Console):
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """A table of texts; numbers to the right."""
+    """Prints a table of texts; columns of numbers are aligned to the right."""
     out = table.Table(box=box.SIMPLE)
-    for name, cells in zip(header, zip(*rows, strict=True) if rows else [()] * len(header), strict=True):
-        numbers = all(
-            cell.replace(".", "", 1).replace("-", "").replace("e", "").isdigit() for cell in cells if cell
-        )
-        out.add_column(text.Text(printable(name)), justify="right" if numbers else "left", overflow="fold")
+    for column, name in enumerate(header):
+        is_numeric = all(_is_number(row[column]) for row in rows if row[column])
+        justify = "right" if is_numeric else "left"
+        out.add_column(text.Text(printable(name)), justify=justify, overflow="fold")
     for row in rows:
         out.add_row(*(text.Text(printable(cell)) for cell in row))
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(out)
 
 
+def _is_number(cell: str) -> bool:
+    """Whether a cell is a decimal number, as 12, -0.5 or 1e-05."""
+    return cell.replace(".", "", 1).replace("-", "").replace("e", "").isdigit()
+
+
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours."""
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.1f} h"
-    )
+    """Seconds, minutes or hours, as "90 s", "15 min" or "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
