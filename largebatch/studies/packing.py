@@ -180,7 +180,7 @@ class Pack:
 
 
 class PackedProgramCache:
-    """One device of a pack, as its run sees it: takes the place of `experiment.Shared`."""
+    """One device of a pack, as its run sees it: used in place of `cache`, which all runs share."""
 
     def __init__(self, cache, pack: Pack, run: int):
         self._cache, self._pack, self._run = cache, pack, run

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ml_collections import config_dict
 
@@ -87,7 +87,7 @@ class Study:
     pruner: str
     objective: str
     heartbeat_sec: int
-    derive: Any
+    derive: Callable[[config_dict.ConfigDict], None]
     networks: Networks
     description: dict
 

@@ -60,7 +60,7 @@ class Worker:
     Args:
       queue: host 0's; None on the others.
       train: `train.train_and_evaluate`.
-      cache: the programs and data that trials share, an `experiment.Shared`.
+      cache: the programs and data that trials share; handed on to `train`.
       packer: None trains one trial after the other, each on all devices. Else there is a trial on each device.
     """
 
