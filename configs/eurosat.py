@@ -3,7 +3,7 @@
     python train.py --config configs/eurosat.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat
 
 Expected: 4 to 5 minutes on 2 CPU cores, validation accuracy 0.906 to 0.927 (3 seeds) after 512,000 images.
-All views in every update, for an accelerator: --config.batch.size full.
+On an accelerator every update can take all views: --config.batch.size full.
 """
 
 from configs import default
@@ -12,7 +12,7 @@ from configs import default
 def get_config():
     c = default.get_config()
     c.dataset.name = "eurosat"
-    c.model.dtype = "bfloat16"  # as accurate as float32 here; on a CPU without bfloat16 instructions slower
+    c.model.dtype = "bfloat16"  # as accurate as float32 here; slower on a CPU without bfloat16 instructions
     c.batch.size = 512
     c.optimizer.name = "lamb"
     c.optimizer.learning_rate = 0.01

@@ -1,4 +1,4 @@
-"""The fewest images to 0.95: 4 passes over the 21,600 originals, each time another view of each.
+"""The fewest images to 0.95: 4 passes over the 21,600 originals, another view of each in every pass.
 
     python train.py --config configs/eurosat_fast.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat_fast
 

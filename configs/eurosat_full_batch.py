@@ -2,8 +2,8 @@
 
     python train.py --config configs/eurosat_full_batch.py --config.dataset.path EuroSAT.zip --workdir runs/full
 
-Expected: about 26 minutes on 2 CPU cores, validation accuracy above 0.95 after 80 updates. All 172,800 views
-in every update, for an accelerator: --config.batch.size full.
+Expected: about 26 minutes on 2 CPU cores, validation accuracy above 0.95 after 80 updates. On an accelerator every
+update can take all 172,800 views: --config.batch.size full.
 """
 
 from configs import eurosat_fast
@@ -11,7 +11,7 @@ from configs import eurosat_fast
 
 def get_config():
     c = eurosat_fast.get_config()
-    c.model.norm_decay = 0.2  # each update's own statistics are nearly those of all images
+    c.model.norm_decay = 0.2  # one update's statistics are nearly those of all images
     c.batch.size = 21_600
     c.optimizer.learning_rate = 0.24
     c.optimizer.momentum = 0.8

@@ -1,8 +1,8 @@
-"""The seed's job on a TPU v3-32: 4 hosts x 8 devices, every update all 172,800 views, 5,400 on each device.
+"""The settings of eurosat_seed.py on a TPU v3-32: 4 hosts x 8 devices, 5,400 of the 172,800 views on each.
 
     python train.py --config configs/eurosat_v3_32.py --config.dataset.path EuroSAT.zip --workdir runs/v3_32
 
-on each of the 4 hosts. The same on one machine, to try it out (2 CPU cores: 35 to 50 s an update at 32 pixels):
+on each of the 4 hosts. To try it on one machine (2 CPU cores: 35 to 50 s an update at 32 pixels):
 
     python -m largebatch.pod --hosts 4 --devices 8 -- python train.py --config configs/eurosat_v3_32.py \
         --config.dataset.path EuroSAT.zip --config.dataset.image_size 32 --config.train.inner_steps 1 \
