@@ -31,6 +31,11 @@ log = logging.getLogger("largebatch")
 
 SUMS, DESCRIPTION, ARRAYS = "SHA256SUMS", "checkpoint.json", "arrays"
 REPLICAS = "replicas"  # the part of a checkpoint whose leading axes count devices
+
+# Names of arrays are a file format. An array, or all arrays below a name, that an earlier version called otherwise:
+# {"state.old": "state.new", "replicas.old": "replicas.new"}.
+RENAMED: dict[str, str] = {}
+
 # What is damage; any other OSError is a disk or a network in trouble, and the file may well be sound.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -43,6 +48,14 @@ def named_leaves(tree) -> dict[str, Any]:
     """{"params.Dense_0.bias": leaf, ...} for every leaf of a pytree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def current_name(stored: str) -> str:
+    """What this version calls an array that is stored under the name `stored`; see RENAMED."""
+    for old, new in RENAMED.items():
+        if stored == old or stored.startswith(f"{old}."):
+            return new + stored.removeprefix(old)
+    return stored
 
 
 def _sha256(content) -> str:
@@ -277,7 +290,7 @@ def check(folder: Path) -> dict:
 
 
 def read_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
-    """Verified arrays by name, and the description.
+    """Verified arrays by their names of today, and the description.
 
     Raises:
       DamagedCheckpoint: a file, or an array as Orbax restores it, is not what was saved.
@@ -292,7 +305,7 @@ def read_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
     for name, expected in names.items():
         if _array_digest(arrays[name]) != expected:
             raise DamagedCheckpoint(f"{folder / ARRAYS / name}: array {name} does not match its SHA-256")
-    return arrays, description
+    return {current_name(name): array for name, array in arrays.items()}, description
 
 
 def restore(folder: Path, like) -> tuple[Any, dict]:

@@ -98,6 +98,19 @@ def test_other_arrays_are_refused(saved, tree):
         assert words in str(error.value)
 
 
+def test_arrays_of_earlier_names_come_back_under_those_of_today(saved, tree, monkeypatch):
+    monkeypatch.setitem(checkpoints.RENAMED, "seed", "order_seed")
+    monkeypatch.setitem(checkpoints.RENAMED, "params", "weights")  # with all that is below it
+    monkeypatch.setitem(checkpoints.RENAMED, "step.count", "steps")  # which is none of these
+    monkeypatch.setitem(checkpoints.RENAMED, "moment", "average")
+    like = {"weights": tree["params"], "step": tree["step"], "order_seed": tree["seed"], "moments": tree["moments"]}
+    restored, _ = checkpoints.restore(saved.path(5), like)
+    assert restored["order_seed"] == tree["seed"]
+    assert bits(restored["weights"]["kernel"]) == bits(tree["params"]["kernel"])
+    with pytest.raises(UserError, match=r"order_seed is uint32\[\] there, missing here"):
+        checkpoints.restore(saved.path(5), tree)
+
+
 def test_a_save_does_not_see_later_changes(tmp_path):
     found = checkpoints.Checkpoints(tmp_path, keep=3)
     array = np.zeros(1_000_000, np.float32)
