@@ -3,6 +3,10 @@
 # Fields that may name a file or folder to be read.
 PATHS = ("dataset.path", "augment.cache_dir", "batch.trace", "train.init_from")
 
+# Fields that a config stored by an earlier version lacks, each with the value that means what that version did. A
+# new field needs a line here, or runs and studies from before it are those of another config.
+MISSING_FIELDS: dict[str, object] = {}
+
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:
     """Nested groups -> {"group.field": value}."""
@@ -29,13 +33,17 @@ def identity(config: dict) -> dict:
 def differences(one: dict, other: dict, names: tuple[str, str]) -> str:
     """Fields in which two nested configs differ, in one line; empty where they agree.
 
+    A field that one of them lacks has its value of MISSING_FIELDS there, if it has one.
+
     Args:
+      one, other: configs, or what holds a config as "config".
       names: what to call the two: ("here", "there").
     """
     one, other = flatten(one), flatten(other)
-    missing = "missing"
-    return "; ".join(
-        f"{field}: {one.get(field, missing)!r} {names[0]}, {other.get(field, missing)!r} {names[1]}"
-        for field in sorted(one.keys() | other.keys())
-        if one.get(field, missing) != other.get(field, missing)
-    )
+    changes = []
+    for field in sorted(one.keys() | other.keys()):
+        if_missing = MISSING_FIELDS.get(field.removeprefix("config."), "missing")
+        first, second = one.get(field, if_missing), other.get(field, if_missing)
+        if first != second:
+            changes.append(f"{field}: {first!r} {names[0]}, {second!r} {names[1]}")
+    return "; ".join(changes)

@@ -218,6 +218,23 @@ def test_differences_name_the_fields():
     assert fields.differences(ours, theirs, names) == "a.c: 2 here, 3 there; a.d: 'missing' here, 4 there"
 
 
+def test_a_field_that_a_stored_config_lacks_counts_as_what_it_was_then(monkeypatch):
+    stored = default.get_config().to_dict()
+    ours = default.get_config().to_dict()
+    ours["train"]["new_field"] = 1
+    names = ("here", "there")
+
+    def changed() -> str:
+        return fields.differences(fields.identity(ours), fields.identity(stored), names)
+
+    assert changed() == "train.new_field: 1 here, 'missing' there"
+    monkeypatch.setitem(fields.MISSING_FIELDS, "train.new_field", 1)
+    assert changed() == ""
+    assert fields.differences({"config": ours}, {"config": stored}, names) == ""  # of a study
+    ours["train"]["new_field"] = 2
+    assert changed() == "train.new_field: 2 here, 1 there"
+
+
 def test_compiled_programs_are_kept_where_the_user_says_first(tmp_path):
     before = jax.config.jax_compilation_cache_dir
     try:
