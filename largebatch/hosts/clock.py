@@ -1,25 +1,28 @@
-"""Where the time of a run goes."""
+"""Where the time of a run goes, over restarts too."""
 
 import contextlib
 import time
 
 
 class Clock:
-    """Seconds spent in named sections, which never overlap, and since the start; goes on after a restart."""
+    """Seconds since the start of a run, and in named sections that never overlap.
+
+    seconds: by name of the section.
+    """
 
     def __init__(self):
         self._started = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     def saved(self) -> dict:
-        """What `add` takes."""
+        """The times so far as plain JSON, which `add` takes after a restart."""
         return {"seconds": dict(self.seconds), "total": self.total()}
 
     def add(self, saved: dict) -> None:
-        """Adds the time that another process spent on the same run."""
+        """Adds the time that an earlier process spent on the same run."""
         self._started -= saved["total"]
         for section, seconds in saved["seconds"].items():
-            self.seconds[section] = self.seconds.get(section, 0.0) + seconds
+            self._add_to(section, seconds)
 
     @contextlib.contextmanager
     def measure(self, section: str):
@@ -28,8 +31,11 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[section] = self.seconds.get(section, 0.0) + time.perf_counter() - begin
+            self._add_to(section, time.perf_counter() - begin)
 
     def total(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the clock was made, and those of earlier processes."""
         return time.perf_counter() - self._started
+
+    def _add_to(self, section: str, seconds: float) -> None:
+        self.seconds[section] = self.seconds.get(section, 0.0) + seconds

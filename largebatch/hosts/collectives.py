@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from largebatch.errors import UserError
 from largebatch.hosts import meeting
 
+HOSTS = "hosts"  # the axis of a mesh of one device per host
+
 
 def is_primary() -> bool:
     """Whether this host writes the run folder."""
@@ -21,53 +23,64 @@ def is_primary() -> bool:
 
 
 def barrier() -> None:
-    """Waits until every host is here, however long that takes; see `gather_text`."""
+    """Waits until every host has called it, however long that takes; see `gather_text`."""
     gather_text("")
 
 
 def from_primary(value):
     """The primary host's pytree of numbers or arrays, on every host, bit by bit.
 
-    On the other hosts `value` gives structure, shapes and types. It travels as integers, since JAX adds
-    zeros to it, which would turn -0.0 into 0.0.
+    Args:
+      value: on the other hosts only its structure, shapes and dtypes count.
     """
     if jax.process_count() == 1:
         return value
-    value = jax.tree.map(np.asarray, value)
-    bits = jax.tree.map(lambda x: x.view(f"uint{8 * x.dtype.itemsize}"), value)
-    return jax.tree.map(lambda x, y: np.asarray(x).view(y.dtype), multihost_utils.broadcast_one_to_all(bits), value)
+    # As integers: JAX broadcasts by adding zeros, which would turn -0.0 into 0.0.
+    arrays = jax.tree.map(np.asarray, value)
+    bits = jax.tree.map(lambda array: array.view(f"uint{8 * array.dtype.itemsize}"), arrays)
+    received = multihost_utils.broadcast_one_to_all(bits)
+    return jax.tree.map(lambda bits, array: np.asarray(bits).view(array.dtype), received, arrays)
 
 
 def gather(value: np.ndarray) -> np.ndarray:
-    """Every host's array of one shape, stacked by host index, on every host.
+    """Every host's array, stacked by host index, on every host.
 
-    By one device of each host: `multihost_utils.process_allgather` makes a copy on every device.
+    `multihost_utils.process_allgather` would copy it to every device; this takes one device of each host.
+
+    Args:
+      value: of the same shape [...] and dtype on every host.
+    Returns:
+      [hosts, ...]
     """
     if jax.process_count() == 1:
         return value[None]
-    hosts = _mesh_of_hosts()
-    apart = NamedSharding(hosts, PartitionSpec(hosts.axis_names))
-    stacked = jax.make_array_from_process_local_data(apart, value[None], (hosts.size, *value.shape))
-    return np.asarray(_on_every_host()(stacked).addressable_data(0))
+    mesh = _mesh_of_hosts()
+    one_row_per_host = NamedSharding(mesh, PartitionSpec(HOSTS))
+    stacked = jax.make_array_from_process_local_data(one_row_per_host, value[None], (mesh.size, *value.shape))
+    copied = _copy_to_every_host()(stacked)
+    return np.asarray(copied.addressable_data(0))
 
 
 @functools.cache
 def _mesh_of_hosts() -> Mesh:
-    """One device of each host."""
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    return Mesh(np.array([first[index] for index in sorted(first)]), ("hosts",))
+    """The first device of each host, by host index."""
+    first_device = {}
+    for device in jax.devices():
+        first_device.setdefault(device.process_index, device)
+    return Mesh(np.array([first_device[host] for host in sorted(first_device)]), (HOSTS,))
 
 
 @functools.cache
-def _on_every_host() -> Callable[[jax.Array], jax.Array]:
-    """Made once, for what JAX has compiled goes with the function."""
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(_mesh_of_hosts(), PartitionSpec()))
+def _copy_to_every_host() -> Callable[[jax.Array], jax.Array]:
+    """Made once: JAX keeps what it compiles with the function, and a new one would compile again."""
+    every_host = NamedSharding(_mesh_of_hosts(), PartitionSpec())
+    return jax.jit(lambda x: x, out_shardings=every_host)
 
 
 def gather_text(text: str) -> list[str]:
     """Every host's `text` (any length), by host index, on every host.
 
-    No collective, which would give up on a host that is late: hosts may come from work of any length.
+    Not a collective of JAX: those give up on a late host, and hosts may come here from work of any length.
 
     Raises:
       UserError: another host died.
@@ -79,24 +92,26 @@ def gather_text(text: str) -> list[str]:
 
 
 def json_from_primary(value) -> Any:
-    """The primary host's `value` (plain JSON) on every host; that of the others counts for nothing.
-
-    Waits as `gather_text` does.
-    """
+    """The primary host's `value` (plain JSON) on every host; waits as `gather_text` does."""
     return json.loads(gather_text(json.dumps(value if is_primary() else None))[0])
 
 
 def share_error(error: Exception | None) -> None:
-    """Waits for all hosts; raises on each of them the first error that any passes, as a UserError of its kind."""
-    mine = [type(error).__name__, str(error)] if error else None
-    found = [json.loads(text) for text in gather_text(json.dumps(mine))]
-    for kind, text in filter(None, found):
-        known = {one.__name__: one for one in UserError.__subclasses__()}
-        raise known.get(kind, UserError)(text) from error
+    """Waits for all hosts. If any of them passes an error, all raise the first one, as a UserError of its kind."""
+    message = {"kind": type(error).__name__, "text": str(error)} if error else None
+    messages = [json.loads(text) for text in gather_text(json.dumps(message))]
+    first = next(filter(None, messages), None)
+    if first:
+        kinds = {kind.__name__: kind for kind in UserError.__subclasses__()}
+        raise kinds.get(first["kind"], UserError)(first["text"]) from error
 
 
 def agreed(act: Callable[[], Any], here: bool = True) -> Any:
-    """`act()` on the hosts where `here` is true, else None; a UserError on one of them is raised on all."""
+    """Runs `act` on the hosts where `here` is true; a UserError on one host is raised on all.
+
+    Returns:
+      What `act` returned, None on the other hosts.
+    """
     result = error = None
     if here:
         try:
@@ -109,10 +124,10 @@ def agreed(act: Callable[[], Any], here: bool = True) -> Any:
 
 @contextlib.contextmanager
 def named_collective_errors():
-    """Says in one line that a collective failed, which on several hosts seldom is this host's fault.
+    """Turns the error of a failed collective into one line: on several hosts another one is usually to blame.
 
     Raises:
-      UserError: in place of JAX's error; on one host that passes as it is.
+      UserError: in place of JAX's error. On a single host JAX's error passes unchanged.
     """
     try:
         yield

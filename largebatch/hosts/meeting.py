@@ -1,8 +1,8 @@
-"""Hosts meet to exchange text, and wait there for each other however long one of them takes.
+"""Meetings of all hosts, to exchange text: they wait for each other however long one of them takes.
 
-By the key-value store of JAX's coordination service, which host 0 runs and every host is connected to. A
-collective would do, but for a host that is late: Gloo, which joins CPUs, gives up after 30 minutes. The service
-itself ends the wait for a host that died, once that has missed its heartbeats.
+A meeting uses the key-value store of JAX's coordination service, which runs on host 0 and to which every host is
+connected. A collective would give up on a late host: Gloo, which joins CPUs, does after 30 minutes. If a host dies,
+the service ends the wait for it once its heartbeats stay out.
 """
 
 import itertools
@@ -13,48 +13,55 @@ import jax
 from jax._src import distributed
 
 FIRST_WAIT_MS = 1000
-SHORT_POLL_SEC, POLL_SEC = 0.1, 1.0  # in the first seconds of a wait, and later
-SHORT_WAIT_SEC = 10.0
+SHORT_WAIT_SEC = 10.0  # of a wait, in which the store is asked every SHORT_POLL_SEC, and afterwards every POLL_SEC
+SHORT_POLL_SEC, POLL_SEC = 0.1, 1.0
 
-_numbers = itertools.count()  # of the meetings, which all hosts come to in one order
+_meeting_numbers = itertools.count()  # all hosts come to the meetings in the same order
 
 
 def exchange(text: str) -> list[str]:
     """Every host's `text` (any length), by host index, on every host.
 
-    Host 0 collects and answers, since among hundreds of hosts that takes the store a message or two of each,
-    where all that read from all would take tens of thousands.
+    Host 0 collects the texts and answers with all of them: one or two messages per host. If every host read from
+    every other, hundreds of hosts would send tens of thousands.
 
     Raises:
       JaxRuntimeError: another host died; JAX may instead end this process.
     """
-    store, number, host = _store(), next(_numbers), jax.process_index()
-    answer = _key(number, "all")
+    store, number, host = _store(), next(_meeting_numbers), jax.process_index()
     if host == 0:
-        texts = [text, *(_wait_for(store, _key(number, other)) for other in range(1, jax.process_count()))]
-        store.key_value_set(answer, json.dumps(texts))
-        if number:  # whoever came to this meeting has read the answer of the one before
-            store.key_value_delete(_key(number - 1, "all"))
-        return texts
-    store.key_value_set(_key(number, host), text)
+        return _collect_and_answer(store, number, text)
+    question, answer = _key(number, host), _key(number, "all")
+    store.key_value_set(question, text)
     texts = json.loads(_wait_for(store, answer))
-    store.key_value_delete(_key(number, host))
+    store.key_value_delete(question)
+    return texts
+
+
+def _collect_and_answer(store, number: int, text: str) -> list[str]:
+    """Host 0's part of a meeting."""
+    texts = [text]
+    for host in range(1, jax.process_count()):
+        texts.append(_wait_for(store, _key(number, host)))
+    store.key_value_set(_key(number, "all"), json.dumps(texts))
+    if number > 0:  # whoever came to this meeting has read the answer of the one before
+        store.key_value_delete(_key(number - 1, "all"))
     return texts
 
 
 def _store():
-    """The client of the coordination service; JAX has no public name for it: Orbax and Flax take it here too."""
+    """The client of the coordination service. JAX has no public name for it; Orbax and Flax take it here too."""
     return distributed.global_state.client
 
 
-def _key(number: int, of: int | str) -> str:
-    return f"largebatch/meeting/{number}/{of}"
+def _key(number: int, whose: int | str) -> str:
+    return f"largebatch/meeting/{number}/{whose}"
 
 
 def _wait_for(store, key: str) -> str:
-    """The value of `key`, once it is there. Comes back to Python every second or sooner, for it to see to signals.
+    """Waits for the value of `key`. Returns to Python at least every second, so that signals are handled.
 
-    A wait that is over stays in the service's memory, 20 kB of it on both sides, so there is only one.
+    The service keeps 20 kB on both sides for every blocking wait that timed out, so only the first one blocks.
     """
     try:
         return store.blocking_key_value_get(key, FIRST_WAIT_MS)

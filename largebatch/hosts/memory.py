@@ -1,4 +1,4 @@
-"""Memory of devices: what is free, and whether something fits."""
+"""Memory of the devices: what is free, and whether something fits."""
 
 import mmap
 import os
@@ -14,7 +14,7 @@ from largebatch.hosts.start import NUM_HOSTS_VARIABLE
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
     """An uninitialised array on a page boundary, which a CPU device takes over without a copy.
 
-    Small pages: NumPy asks for huge ones, which on a virtual machine take five times as long to come (LOG.md).
+    Its pages are small. NumPy asks for huge pages, which take five times as long on a virtual machine (LOG.md).
     """
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -29,16 +29,19 @@ def available_bytes() -> int | None:
     meminfo = Path("/proc/meminfo")
     if jax.default_backend() == "cpu" and meminfo.exists():
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        sharing = jax.local_device_count() * int(os.environ.get(NUM_HOSTS_VARIABLE, 1))
-        return int(fields["MemAvailable"].split()[0]) * 1024 // sharing
+        devices_of_machine = jax.local_device_count() * int(os.environ.get(NUM_HOSTS_VARIABLE, 1))
+        return int(fields["MemAvailable"].split()[0]) * 1024 // devices_of_machine
     return None
 
 
 def check_fits(sizes: dict[str, int], hint: str) -> None:
-    """Compares an estimate in bytes per device, by part, with what a device has free.
+    """Compares an estimate with what a device has free.
 
+    Args:
+      sizes: bytes per device, by part.
+      hint: what the user can change.
     Raises:
-      UserError: it does not fit; lists the parts.
+      BadSetting: it does not fit; lists the parts.
     """
     available, total = available_bytes(), sum(sizes.values())
     if available is not None and total > available:

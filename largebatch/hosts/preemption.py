@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT: the running call ends, all hosts agree, the run saves and leaves.
+"""SIGTERM and SIGINT: the running call ends, all hosts agree to stop, the run is saved and the process exits.
 
-Schedulers send SIGTERM some seconds before they take a machine back. Python would act on a signal only
-after the running call, and a KeyboardInterrupt would be raised at any line; so a thread reads signals as
-they come, and training asks for them where it can stop.
+Schedulers send SIGTERM some seconds before they take a machine back. Python would act on a signal only after the
+running call, and would raise KeyboardInterrupt at any line. So a thread reads the signals as they come, and
+training asks for them where it can stop.
 """
 
 import os
@@ -20,20 +20,25 @@ _first_signal = 0
 
 
 class Stopped(Exception):
-    """All hosts agreed to stop since one of them got a signal."""
+    """All hosts agreed to stop, because one of them got a signal.
+
+    number: of the signal.
+    exit_code: for the process.
+    """
 
     def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number, self.exit_code = number, 128 + number
+        self.number = number
+        self.exit_code = 128 + number
 
 
 def answer_signals() -> None:
-    """From here on the first SIGTERM or SIGINT is noted, and a second ends the process at once."""
+    """From here on the first SIGTERM or SIGINT is only noted; a second one ends the process at once."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(write)  # which C code writes to, whatever the interpreter is waiting for
+    signal.set_wakeup_fd(write)  # C code writes the number there, whatever the interpreter is waiting for
     threading.Thread(target=_watch, args=(read,), daemon=True).start()
 
 
@@ -53,12 +58,19 @@ def _watch(read: int) -> None:
 
 
 def first_signal() -> int:
-    """The first signal that this host got, or 0."""
+    """Number of the first signal that this host got, or 0."""
     return _first_signal
 
 
 def agree(vote: int = 0) -> tuple[int, int]:
-    """Called by all hosts together: the first signal that any of them got (0 if none), and host 0's `vote`."""
-    gathered = collectives.gather(np.array([_first_signal, vote], np.int32))
-    signals = gathered[:, 0][gathered[:, 0] > 0]
-    return int(signals[0]) if len(signals) else 0, int(gathered[0, 1])
+    """What all hosts do next; called by all of them together.
+
+    Args:
+      vote: any int32; only that of host 0 counts.
+    Returns:
+      The signal of the first host that got one, 0 if none did; and host 0's vote.
+    """
+    gathered = collectives.gather(np.array([_first_signal, vote], np.int32))  # [hosts, 2]
+    signals, votes = gathered[:, 0], gathered[:, 1]
+    first_host = np.argmax(signals > 0)  # host 0 if none got a signal
+    return int(signals[first_host]), int(votes[0])

@@ -1,4 +1,6 @@
-"""Pytrees with a leading device axis: placed, replicated, read back, compared."""
+"""Pytrees with a leading device axis, as `jax.pmap` wants them: placed, replicated, read back, compared."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from largebatch.hosts.collectives import gather
 
-# The axis of every pmap; arrays made here carry it, so that pmap takes them as they are.
+# The axis of every pmap. Arrays made here are sharded along it, so that pmap takes them without a copy.
 AXIS = "devices"
+
+
+def pmap(function: Callable, in_axes=0, out_axes=0, donate_argnums=()) -> Callable:
+    """`jax.pmap` over all devices of all hosts, along AXIS. Every pmap of the project is made here."""
+    return jax.pmap(function, axis_name=AXIS, in_axes=in_axes, out_axes=out_axes, donate_argnums=donate_argnums)
 
 
 def local_indices() -> list[int]:
@@ -18,13 +25,21 @@ def local_indices() -> list[int]:
     return list(range(first, first + jax.local_device_count()))
 
 
-def stack(per_device: list):
-    """Pytrees, one per device and already on it -> one pytree with a leading device axis, as pmap wants it.
+# ---- to the devices ---------------------------------------------------------------------------------
 
-    No copy: each device's array becomes a shard. Every leaf has shape [1, ...].
+
+def stack(per_device: list):
+    """One pytree with a leading device axis, made of one pytree per device.
+
+    Nothing is copied: each device's arrays become shards.
+
+    Args:
+      per_device: pytrees alike, each on its device; every leaf has shape [1, ...].
+    Returns:
+      A pytree alike; every leaf has shape [devices, ...].
     """
-    on = [jax.tree.leaves(tree)[0].device for tree in per_device]
-    sharding = NamedSharding(Mesh(np.array(on), (AXIS,)), PartitionSpec(AXIS))
+    devices = [jax.tree.leaves(tree)[0].device for tree in per_device]
+    sharding = NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
 
     def join(*shards):
         shape = (len(shards), *shards[0].shape[1:])
@@ -33,17 +48,33 @@ def stack(per_device: list):
     return jax.tree.map(join, *per_device)
 
 
-def replicate(tree, on: list | None = None):
-    """`tree` on local devices (default all), with a leading device axis."""
+def replicate(tree, devices: list | None = None):
+    """`tree` on each of these local devices (default all), with a leading device axis."""
     with_axis = jax.tree.map(lambda x: np.asarray(x)[None], tree)
-    return stack([jax.device_put(with_axis, device) for device in on or jax.local_devices()])
+    return stack([jax.device_put(with_axis, device) for device in devices or jax.local_devices()])
+
+
+def spread(replicas, devices: list):
+    """The inverse of `all_replicas`: this host's part of the replicas, on its devices."""
+    first = jax.process_index() * len(devices)
+    placed = []
+    for index, device in enumerate(devices, first):
+        replica = jax.tree.map(lambda leaf, index=index: leaf[index : index + 1], replicas)
+        placed.append(jax.device_put(replica, device))
+    return stack(placed)
+
+
+# ---- from the devices -------------------------------------------------------------------------------
 
 
 def shards_of(tree) -> list:
-    """The inverse of `stack`: this host's part of `tree`, device by device, each with an axis of 1; no copy."""
+    """The inverse of `stack`: this host's part of `tree`, one pytree per device, without a copy.
+
+    Every leaf of these has shape [1, ...].
+    """
     leaves, structure = jax.tree.flatten(tree)
-    per_device = zip(*([shard.data for shard in leaf.addressable_shards] for leaf in leaves), strict=True)
-    return [jax.tree.unflatten(structure, shards) for shards in per_device]
+    per_leaf = [[shard.data for shard in leaf.addressable_shards] for leaf in leaves]
+    return [jax.tree.unflatten(structure, shards) for shards in zip(*per_leaf, strict=True)]
 
 
 def local_devices_of(tree) -> list:
@@ -62,44 +93,45 @@ def first_replica(tree):
 
 
 def all_replicas(tree):
-    """The replicas of all hosts as NumPy arrays with a leading axis over all devices, on every host.
+    """The replicas of all hosts as NumPy arrays [devices of all hosts, ...], on every host.
 
-    In one message, since each more is another program to compile and another wait for the slowest host.
+    All leaves travel in one message: each further one would be another program to compile and another wait for the
+    slowest host.
     """
     leaves, structure = jax.tree.flatten(tree)
-    mine = [np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards]) for leaf in leaves]
-    hosts = gather(np.concatenate([leaf.ravel().view(np.uint8) for leaf in mine]))  # [hosts, bytes]
-    ends = np.cumsum([leaf.nbytes for leaf in mine])[:-1]
-    parts = zip(np.split(hosts, ends, axis=1), mine, strict=True)
-    return structure.unflatten(
-        [np.ascontiguousarray(part).view(leaf.dtype).reshape(-1, *leaf.shape[1:]) for part, leaf in parts]
-    )
+    local = [np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards]) for leaf in leaves]
+    messages = gather(np.concatenate([leaf.ravel().view(np.uint8) for leaf in local]))  # [hosts, bytes]
+    ends = np.cumsum([leaf.nbytes for leaf in local])[:-1]
+    parts = np.split(messages, ends, axis=1)  # of each leaf [hosts, bytes]
+    gathered = [
+        np.ascontiguousarray(part).view(leaf.dtype).reshape(-1, *leaf.shape[1:])
+        for part, leaf in zip(parts, local, strict=True)
+    ]
+    return structure.unflatten(gathered)
 
 
-def spread(replicas, on: list):
-    """The inverse of `all_replicas`: this host's part on its devices `on`."""
-    first = jax.process_index() * len(on)
-    parts = [jax.tree.map(lambda x, i=first + i: x[i : i + 1], replicas) for i in range(len(on))]
-    return stack([jax.device_put(part, device) for part, device in zip(parts, on, strict=True)])
+# ---- comparing --------------------------------------------------------------------------------------
 
 
 def _hash(tree) -> jax.Array:
-    """uint32 that changes with any bit of any leaf: words times odd, position-dependent numbers, added."""
+    """A uint32 that changes with any bit of any leaf: the sum of all words, each times an odd number of its own."""
     total = jnp.uint32(0)
     for number, leaf in enumerate(jax.tree.leaves(tree)):
-        bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-        words = lax.bitcast_convert_type(leaf, bits).astype(jnp.uint32).ravel()
+        word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+        words = lax.bitcast_convert_type(leaf, word).astype(jnp.uint32).ravel()
         position = jnp.arange(words.size, dtype=jnp.uint32) * 2 + 1
         total += jnp.sum(words * (position * jnp.uint32(0x9E3779B1) | 1)) * jnp.uint32(2 * number + 1)
     return total
 
 
-_gathered_hashes = jax.pmap(lambda tree: lax.all_gather(_hash(tree), AXIS), AXIS, out_axes=None)
+_gathered_hashes = pmap(lambda tree: lax.all_gather(_hash(tree), AXIS), out_axes=None)
 
 
 def check_replicas(tree, what: str) -> None:
     """Compares a hash of `tree` over all devices of all hosts.
 
+    Args:
+      what: what `tree` holds, for the message.
     Raises:
       RuntimeError: replicas differ; names the devices that disagree with device 0.
     """
