@@ -1,4 +1,7 @@
-"""Files that a user names, which may be anything: only regular ones are opened, links followed, zips checked."""
+"""Reading files that a user names, which may be anything.
+
+Only regular files are opened, links are followed but not in circles, and the entries of a zip are checked.
+"""
 
 import contextlib
 import errno
@@ -18,7 +21,8 @@ KINDS = {
     stat.S_IFBLK: "device",
     stat.S_IFDIR: "folder",
 }
-# What zipfile unpacks no further than it is asked to. Of the others a few bytes may become gigabytes.
+# Compression methods of which zipfile unpacks no more than it is asked to. With the others a few bytes may become
+# gigabytes.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 HIDDEN = (".", "__MACOSX")
 
@@ -27,7 +31,7 @@ def stat_regular(path: Path) -> os.stat_result:
     """`stat` of a regular file.
 
     Raises:
-      OSError: there is none, or something else; `strerror` says what.
+      OSError: there is no such file, or it is not a regular one; `strerror` says what it is.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -37,25 +41,29 @@ def stat_regular(path: Path) -> os.stat_result:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file to read; see `stat_regular`."""
+    """Opens a regular file for reading; raises as `stat_regular`."""
     stat_regular(path)
-    # Does not wait for a writer, if a FIFO has taken its place.
+    # O_NONBLOCK: should a FIFO have taken its place by now, this does not wait for a writer.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
 
 
 def open_any(path) -> BinaryIO:
-    """Opens an `epath.Path` to read: an object of a bucket, or a regular file."""
+    """Opens an `epath.Path` for reading: an object of a bucket, or a regular file."""
     return path.open("rb") if "://" in str(path) else open_regular(Path(path))
 
 
 def list_folder(root: Path, field: str) -> dict[str, Path]:
-    """All that lies under `root`, by its name there, in order; names of folders end in "/".
+    """All files and folders under `root`.
 
-    Links are followed; what is hidden is left out, with all that lies in it.
+    Links are followed. What is hidden is left out, with all that lies in it.
 
+    Args:
+      field: the config field or flag that `root` comes from, for messages.
+    Returns:
+      Paths by their names relative to `root`, sorted; names of folders end in "/".
     Raises:
-      UserError: a folder cannot be read, a link leads nowhere, to a folder that it lies in or to one that another
-        link leads to; names it, after `field`.
+      UserError: a folder cannot be read; or a link leads nowhere, to a folder that it lies in, or to one that
+        another link leads to.
     """
     try:
         folders = dict(_walk(root, field))
@@ -65,12 +73,9 @@ def list_folder(root: Path, field: str) -> dict[str, Path]:
 
 
 def _walk(root: Path, field: str) -> Iterator[tuple[Path, bool]]:
-    """Paths, and whether each is a folder; without order.
-
-    Remembers where links led, or two links in each of many folders would multiply.
-    """
-    linked = set()
-    waiting = [(root, {_identity(root): root})]
+    """Yields paths in no order, each with whether it is a folder."""
+    linked = set()  # folders that links led to: with two links in each of many folders, paths would multiply
+    waiting = [(root, {_identity(root): root})]  # folders to read, each with itself and those it lies in
     while waiting:
         folder, above = waiting.pop()
         with os.scandir(folder) as entries:
@@ -88,24 +93,27 @@ def _walk(root: Path, field: str) -> Iterator[tuple[Path, bool]]:
                     if identity in above:
                         raise UserError(f"{field}: {path} is a link to {above[identity]}, where it lies itself")
                     if identity in linked:
-                        problem = f"{path} is a link to {path.resolve()}, which another link leads to as well"
-                        raise UserError(f"{field}: {problem}")
+                        raise UserError(
+                            f"{field}: {path} is a link to {path.resolve()}, which another link leads to as well"
+                        )
                     linked.add(identity)
-                waiting.append((path, above | {identity: path}))
+                waiting.append((path, {**above, identity: path}))
 
 
 def _identity(folder: Path) -> tuple[int, int]:
+    """What is the same for all paths to one folder."""
     status = folder.stat()
     return status.st_dev, status.st_ino
 
 
 def list_zip(path, field: str) -> list[zipfile.ZipInfo]:
-    """The entries of a zip, with names that stay inside a folder.
+    """The entries of a zip. Their names all stay inside the folder that it would be unpacked to.
 
     Args:
       path: an `epath.Path`, which may lie in a bucket.
+      field: the config field or flag that `path` comes from, for messages.
     Raises:
-      UserError: it cannot be read, or holds another name; names it, after `field`.
+      UserError: the zip cannot be read, or holds a name that leads elsewhere.
     """
     try:
         with open_zip(path) as archive:
@@ -122,13 +130,17 @@ def list_zip(path, field: str) -> list[zipfile.ZipInfo]:
 
 @contextlib.contextmanager
 def open_zip(path) -> Iterator[zipfile.ZipFile]:
-    """A zip, in a bucket too; raises what `open_regular` and zipfile do."""
+    """Opens a zip, which may lie in a bucket; raises what `open_regular` and zipfile raise."""
     with open_any(path) as file, zipfile.ZipFile(file) as archive:
         yield archive
 
 
 def check_entry(entry: zipfile.ZipInfo, where: str) -> None:
-    """Raises UserError, that begins with `where`, for an entry that `read_entry` would not read."""
+    """Refuses an entry that `read_entry` would not read.
+
+    Raises:
+      UserError: it is encrypted or compressed by another method; the text begins with `where`.
+    """
     if entry.flag_bits & 0x41:
         raise UserError(f"{where}: {entry.filename} is encrypted; allowed: entries that need no password")
     if entry.compress_type not in METHODS:
@@ -138,7 +150,7 @@ def check_entry(entry: zipfile.ZipInfo, where: str) -> None:
 
 
 def read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    """The content of an entry: no more of it is unpacked than the zip's directory says it has."""
+    """The content of an entry; unpacks no more bytes than the zip's directory says it has."""
     with archive.open(entry) as file:
         return file.read(entry.file_size)
 
