@@ -1,4 +1,4 @@
-"""How every script starts and ends: flags, JAX, exit codes."""
+"""How every script starts and ends: command line, JAX, exit codes."""
 
 import json
 import logging
@@ -25,60 +25,68 @@ from largebatch.hosts.start import start_jax
 
 ROOT = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED = 1, 2, 3, 130, 143
-AGREED_EXITS = (EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED)
+AGREED_EXITS = (EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # all hosts end with them together
 
 
 def use_compilation_cache(cache_dir: str) -> None:
-    """Keeps compiled programs between runs, where JAX_COMPILATION_CACHE_DIR says or else in `cache_dir`.
+    """Keeps compiled programs between runs: in JAX_COMPILATION_CACHE_DIR if that is set, else below `cache_dir`.
 
-    The first call of a process decides, as it does in JAX. Programs are code: a script that takes its config from
-    a folder that others may have made calls this before, with a `cache_dir` of the user's own.
+    The first call of a process decides, as in JAX. Programs are code. So a script whose config comes from a folder
+    that others may have made calls this before it reads the config, with a `cache_dir` of the user's own.
     """
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(epath.Path(cache_dir).expanduser() / "xla"))
-    # Small programs too.
+    # Programs that are small or quick to compile are kept too.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def start(config: config_dict.ConfigDict, networks: Networks) -> dict:
-    """Starts JAX by a config that all hosts agree on; returns it as plain JSON, as it will be read back.
+def start(config: config_dict.ConfigDict, models: Networks) -> dict:
+    """Starts JAX on a config that all hosts agree on.
 
+    Args:
+      models: see `validate`.
+    Returns:
+      The config as plain JSON, as it will be read back from a file.
     Raises:
-      UserError: the config is bad, or another than host 0's; or the devices or hosts are not there.
+      UserError: the config is bad or differs from that of host 0, or the devices or hosts are not there.
     """
-    validate(config, networks)
+    validate(config, models)
     use_compilation_cache(config.augment.cache_dir)
     start_jax(**config.devices.to_dict())
     plain = config.to_dict()
-    plain["devices"]["host_index"] = None
-    first, *others = map(json.loads, collectives.gather_text(json.dumps(plain)))
-    for host, theirs in enumerate(others, 1):
-        if changed := differences(first, theirs, ("on host 0", f"on host {host}")):
+    plain["devices"]["host_index"] = None  # of all, only this differs between hosts
+    configs = [json.loads(text) for text in collectives.gather_text(json.dumps(plain))]
+    for host, config_of_host in enumerate(configs):
+        if changed := differences(configs[0], config_of_host, ("on host 0", f"on host {host}")):
             raise UserError(f"hosts disagree about the config: {changed}")
-    return first
+    return configs[0]
 
 
 # ---- scripts ----------------------------------------------------------------------------------------
 
 
-def run_script(main: Callable[[config_dict.ConfigDict], int | None], networks: Networks) -> NoReturn:
-    """Parses --config and its overrides, validates, runs `main` and exits; see `exit_after`."""
+def run_script(main: Callable[[config_dict.ConfigDict], int | None], models: Networks) -> NoReturn:
+    """Parses --config and its overrides, validates the config, runs `main` and exits; see `exit_after`.
+
+    Args:
+      models: see `validate`.
+    """
     terminal.log_to_stderr()
     logging.getLogger("largebatch").setLevel(logging.INFO)
 
     def parse_and_run():
         config = parse_flags(sys.argv)
-        validate(config, networks)
+        validate(config, models)
         return main(config)
 
     exit_after(parse_and_run)
 
 
 def exit_after(main: Callable[[], int | None]) -> NoReturn:
-    """Runs `main` and exits with its code.
+    """Runs `main` and exits with the code that it returns.
 
-    What a user can mend (UsageError, UserError) is printed as one line on stderr, without a traceback.
+    Errors that the user can correct (UsageError, UserError) are printed as one line on stderr, without a traceback.
     """
     script = Path(sys.argv[0]).name
     try:
@@ -91,11 +99,11 @@ def exit_after(main: Callable[[], int | None]) -> NoReturn:
         code = EXIT_FAILED
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    except Exception:  # a fault of ours: shown in full, and left by the same door
+    except Exception:  # a fault of the program: shown in full
         traceback.print_exc()
         code = EXIT_FAILED
     if code not in (0, *AGREED_EXITS) and jax.distributed.is_initialized():
-        # The usual way out waits for the other hosts, which may be waiting for this one.
+        # The usual exit waits for the other hosts, and they may be waiting for this one.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -112,15 +120,17 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
     Raises:
       UsageError: unknown or malformed flag, or a config file that cannot be run.
     """
-    argv, unset = _without_nones(_join_values(argv))
+    argv = _join_values(argv)
+    is_none = _fields_set_to_none(argv)
+    argv = [arg for arg in argv if arg not in is_none]
     try:
-        # Reads the overrides, of which the parser of flags then knows.
+        # Defines a flag for every override in `argv`, so that the parser of flags knows them.
         default = str(ROOT / "configs" / "default.py")
         config_flags.DEFINE_config_file("config", default, "Config file.", sys_argv=argv)
         rest = parse_plain_flags(argv)
-        if not isinstance(flags.FLAGS.config, config_dict.ConfigDict):  # what stands for a missing file
+        if not isinstance(flags.FLAGS.config, config_dict.ConfigDict):  # config_flags' stand-in for a missing file
             raise UsageError(f"--config: {flags.FLAGS['config'].config_filename} cannot be loaded")
-        flags.FLAGS.config.update_from_flattened_dict(dict.fromkeys(unset))
+        flags.FLAGS.config.update_from_flattened_dict(dict.fromkeys(is_none.values()))
     except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
         names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
         bad = [f"--config.{name}: unknown field{nearest_field(name)}" for name in names if name not in RULES]
@@ -152,27 +162,26 @@ def parse_plain_flags(argv: list[str]) -> list[str]:
 def _join_values(argv: list[str]) -> list[str]:
     """--config.a.b VALUE -> --config.a.b=VALUE.
 
-    config_flags takes fields of mixed type (batch.size) for switches, whose value it would not read.
+    config_flags takes a field of mixed type (batch.size) for a switch, and would not read the value after it.
     """
-    joined, pending = [], None
+    joined = []
     for arg in argv:
-        if pending is not None and not arg.startswith("--"):
-            joined[-1] = f"{pending}={arg}"
-            pending = None
-            continue
-        pending = arg if re.fullmatch(r"--config\.[\w.]+", arg) else None
-        joined.append(arg)
+        follows_field = bool(joined) and re.fullmatch(r"--config\.[\w.]+", joined[-1])
+        if follows_field and not arg.startswith("--"):
+            joined[-1] += f"={arg}"
+        else:
+            joined.append(arg)
     return joined
 
 
-def _without_nones(argv: list[str]) -> tuple[list[str], list[str]]:
-    """`argv` without its --config.FIELD=None, and those fields, which the parser of numbers does not take."""
-    unset = {f"--config.{field}=None": field for field, (allowed, _) in RULES.items() if allowed(None)}
-    return [arg for arg in argv if arg not in unset], [unset[arg] for arg in argv if arg in unset]
+def _fields_set_to_none(argv: list[str]) -> dict[str, str]:
+    """Arguments "--config.FIELD=None" that are allowed, with their FIELD; config_flags cannot parse them."""
+    may_be_none = {f"--config.{field}=None": field for field, rule in RULES.items() if rule.allows(None)}
+    return {arg: may_be_none[arg] for arg in argv if arg in may_be_none}
 
 
 def _one_line(error: BaseException) -> str:
-    # config_flags tells of a TypeError by a traceback, whose last line says it.
+    """The text of an error in one line. config_flags puts a whole traceback into it, whose last line says what."""
     before, _, trace = str(error).strip().partition("Traceback (most recent call last):")
     last = trace.splitlines()[-1] if trace else ""
     return " ".join(f"{before} {last}".split())

@@ -1,35 +1,46 @@
-"""Validation of the whole config, and how every script starts."""
+"""What every field of a config may hold by itself."""
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from largebatch.optim import schedules
 from largebatch.optim.optimizers import OPTIMIZERS
 
-SMALLEST_FLOAT32, LARGEST_FLOAT32 = (
-    float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
-)
+SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
-# What each network can be told, by its name; see `model.OPTIONS`.
+# The options that each network takes ("norm", "stem", ...), by the network's name.
 Networks = Mapping[str, Collection[str]]
-# (is it allowed?, what is allowed) for one value
-Rule = tuple[Callable[[object], bool], str]
+
+
+class Rule(NamedTuple):
+    """Which values a field may have.
+
+    allows: whether a value is allowed.
+    text: what is allowed, for messages.
+    """
+
+    allows: Callable[[object], bool]
+    text: str
 
 
 def _integer(low: int, high: int | None = None) -> Rule:
-    def allowed(value):
-        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= (high or value)
+    def allows(value):
+        if not isinstance(value, int) or isinstance(value, bool):
+            return False
+        return low <= value and (high is None or value <= high)
 
-    return allowed, f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    return Rule(allows, f"an integer >= {low}" if high is None else f"an integer from {low} to {high}")
 
 
 def _number(low: float, high: float, text: str, *, open_low: bool = False, open_high: bool = False) -> Rule:
-    """Of the value as training has it, in float32: 0.99999999 is 1 there, and 1e-50 is 0."""
+    """A rule for the value as training has it, in float32: there 0.99999999 is 1, and 1e-50 is 0."""
 
-    def allowed(value):
+    def allows(value):
         if not isinstance(value, int | float) or isinstance(value, bool):
             return False
         if not abs(value) <= LARGEST_FLOAT32:  # nan too
@@ -39,31 +50,34 @@ def _number(low: float, high: float, text: str, *, open_low: bool = False, open_
         below = rounded < high if open_high else rounded <= high
         return above and below
 
-    return allowed, f"{text} in float32"
+    return Rule(allows, f"{text} in float32")
 
 
 def _one_of(*names: str) -> Rule:
-    return lambda value: value in names, " | ".join(names)
+    return Rule(lambda value: value in names, " | ".join(names))
 
 
 def _or(rule: Rule, word: object) -> Rule:
-    return lambda value: value == word or rule[0](value), f"{rule[1]}, or {word!r}"
+    return Rule(lambda value: value == word or rule.allows(value), f"{rule.text}, or {word!r}")
 
 
-_TEXT: Rule = (lambda value: isinstance(value, str) and bool(value.strip()), "a text")
-_FLAG: Rule = (lambda value: isinstance(value, bool), "true | false")
+def _is_tuple_of_updates(value) -> bool:
+    return isinstance(value, tuple) and all(_COUNT.allows(update) for update in value)
+
+
+def _is_trace(value) -> bool:
+    """The sizes in a tuple are checked with the trace; see `validate`."""
+    return value is None or isinstance(value, list | tuple) or _TEXT.allows(value)
+
+
+_TEXT = Rule(lambda value: isinstance(value, str) and bool(value.strip()), "a text")
+_FLAG = Rule(lambda value: isinstance(value, bool), "true | false")
+_COUNT = _integer(1)
 _POSITIVE = _number(0, math.inf, "a number > 0", open_low=True)
 _FRACTION = _number(0, 1, "a number from 0 to below 1", open_high=True)
 _CUT = _number(0, 1, "a number above 0 and below 1", open_low=True, open_high=True)
-_UPDATES: Rule = (
-    lambda value: isinstance(value, tuple) and all(_integer(1)[0](one) for one in value),
-    "a tuple of integers >= 1",
-)
-
-_TRACE: Rule = (
-    lambda value: value is None or isinstance(value, list | tuple) or _TEXT[0](value),
-    "a tuple of integers >= 1, the path of a CSV file, or None",
-)
+_UPDATES = Rule(_is_tuple_of_updates, "a tuple of integers >= 1")
+_TRACE = Rule(_is_trace, "a tuple of integers >= 1, the path of a CSV file, or None")
 
 RULES: dict[str, Rule] = {
     "dataset.name": _TEXT,
@@ -73,25 +87,25 @@ RULES: dict[str, Rule] = {
     "dataset.image_size": _or(_integer(8, 1024), None),
     "dataset.tfds_split": _TEXT,
     "dataset.num_examples": _integer(50, 10_000_000),
-    "dataset.max_image_pixels": _integer(1),
+    "dataset.max_image_pixels": _COUNT,
     "augment.storage": _one_of("expanded", "on_device"),
     "augment.shift": _integer(0),
     "augment.cache_dir": _TEXT,
-    "model.name": _TEXT,  # and one of the networks that `validate` is given
+    "model.name": _TEXT,  # `rules` has the networks
     "model.dtype": _one_of("float32", "bfloat16"),
     "model.conv": _one_of("auto", "dot", "lax", "lax_padded"),
     "model.norm": _one_of("auto", "none", "batch", "group"),
     "model.norm_decay": _FRACTION,
     "model.stem": _one_of("conv", "whitened"),
     "model.zero_head": _FLAG,
-    "batch.size": _or(_integer(1), "full"),
-    "batch.micro_batch_size": _or(_integer(1), "auto"),
+    "batch.size": _or(_COUNT, "full"),
+    "batch.micro_batch_size": _or(_COUNT, "auto"),
     "batch.trace": _TRACE,
-    "batch.per_device_batch_size": _or(_integer(1), None),
+    "batch.per_device_batch_size": _or(_COUNT, None),
     "batch.time_per_update": _POSITIVE,
     "batch.hold_last": _FLAG,
     "batch.auto": _FLAG,
-    "batch.max_size": _or(_integer(1), "full"),
+    "batch.max_size": _or(_COUNT, "full"),
     "optimizer.name": _one_of(*OPTIMIZERS),
     "optimizer.learning_rate": _POSITIVE,
     "optimizer.momentum": _FRACTION,
@@ -105,23 +119,23 @@ RULES: dict[str, Rule] = {
     "optimizer.adamw_multiplier": _POSITIVE,
     "schedule.name": _one_of(*schedules.NAMES),
     "schedule.scaling": _one_of(*schedules.SCALING),
-    "schedule.reference_batch_size": _integer(1),
-    "schedule.warmup_updates": _or(_integer(1), None),
+    "schedule.reference_batch_size": _COUNT,
+    "schedule.warmup_updates": _or(_COUNT, None),
     "schedule.warmup_epochs": _or(_POSITIVE, None),
-    "schedule.warmup_examples": _or(_integer(1), None),
+    "schedule.warmup_examples": _or(_COUNT, None),
     "schedule.final_fraction": _number(0, 1, "a number from 0 to 1"),
     "schedule.decay_steps": _UPDATES,
     "schedule.decay_factor": _CUT,
     "schedule.decay_by": _one_of("rate", "batch"),
     "schedule.noise_decay": _FRACTION,
     "sync.mode": _one_of("every_step", "local", "post_local"),
-    "sync.every": _integer(1),
+    "sync.every": _COUNT,
     "sync.start_step": _integer(0),
     "sync.optimizer_state": _one_of("average", "keep", "reset"),
     "sync.outer_learning_rate": _POSITIVE,
     "sync.outer_momentum": _FRACTION,
     "train.inner_steps": _integer(1, 1_000_000),
-    "train.outer_steps": _integer(1),
+    "train.outer_steps": _COUNT,
     "train.init_from": _or(_TEXT, None),
     "train.label_smoothing": _FRACTION,
     "train.ema_decay": _or(_FRACTION, None),
@@ -131,31 +145,31 @@ RULES: dict[str, Rule] = {
     "train.target_accuracy": _or(_number(0, 1, "a number above 0 and up to 1", open_low=True), None),
     "eval.view_average": _FLAG,
     "checkpoint.keep": _integer(1, 1_000_000),
-    "checkpoint.every_outer": _integer(1),
+    "checkpoint.every_outer": _COUNT,
     "checkpoint.every_sec": _number(0, math.inf, "a number >= 0"),
     "log.tensorboard": _FLAG,
     "devices.platform": _one_of("auto", "cpu", "gpu", "tpu"),
     "devices.coordinator_address": _or(_TEXT, None),
-    "devices.num_hosts": _or(_integer(1), None),
+    "devices.num_hosts": _or(_COUNT, None),
     "devices.host_index": _or(_integer(0), None),
     "seed": _integer(0, 2**32 - 1),
 }
 
 
-def nearest(name: str, known) -> str:
-    """ " (did you mean ...?)" when something close is known, else nothing."""
+def nearest(name: object, known: Iterable[str]) -> str:
+    """ " (did you mean ...?)" with the closest of the `known` names, or nothing if none is close."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def nearest_field(field: str) -> str:
-    """A known field with a similar last name in the same group, else one similar as a whole."""
-    group, _, last = field.rpartition(".")
-    same_group = {name.rpartition(".")[2]: name for name in RULES if name.rpartition(".")[0] == group}
-    close = difflib.get_close_matches(last, same_group, n=1)
-    return f" (did you mean {same_group[close[0]]!r}?)" if close else nearest(field, RULES)
+    """ " (did you mean ...?)" with a field of the same group whose last name is close, else as `nearest`."""
+    group, _, last_name = field.rpartition(".")
+    full_names = {name.rpartition(".")[2]: name for name in RULES if name.rpartition(".")[0] == group}
+    close = difflib.get_close_matches(last_name, full_names, n=1)
+    return f" (did you mean {full_names[close[0]]!r}?)" if close else nearest(field, RULES)
 
 
-def rules(networks: Networks) -> dict[str, Rule]:
-    """The rule of every field."""
-    return {**RULES, "model.name": _one_of(*networks)}
+def rules(models: Networks) -> dict[str, Rule]:
+    """The rule of every field, where these are the networks."""
+    return {**RULES, "model.name": _one_of(*models)}

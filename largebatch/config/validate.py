@@ -13,99 +13,151 @@ from largebatch.optim.batch_sizes import read_trace
 # Beyond it a float32, as the training state counts them in, no longer grows by 1.
 MOST_SCALE_INVARIANT_STEPS = 2**24
 
+CLUSTER_FIELDS = ("devices.coordinator_address", "devices.num_hosts", "devices.host_index")
 
-def validate(config: config_dict.ConfigDict, networks: Networks) -> None:
-    """Checks every field before a device is touched.
 
+def validate(config: config_dict.ConfigDict, models: Networks) -> None:
+    """Checks every field by itself, and if all are allowed, how they go together.
+
+    Args:
+      models: the networks that model.name may be, each with the options it takes ("norm", "stem", ...).
     Raises:
       UserError: lists every problem, each with the field, the value given and what is allowed.
     """
-    values, problems = flatten(config.to_dict()), []
-    rule_of = rules(networks)
-    for field in values.keys() - RULES.keys():
-        problems.append(f"{field}: unknown field{nearest_field(field)}")
-    for field, (allowed, text) in rule_of.items():
-        if field not in values:
-            problems.append(f"{field}: missing; allowed: {text}")
-        elif not allowed(values[field]):
-            names = text.split(" | ")
-            hint = nearest(values[field], names) if len(names) > 1 else ""
-            problems.append(f"{field}: {values[field]!r}; allowed: {text}{hint}")
-    cluster = [f"devices.{name}" for name in ("coordinator_address", "num_hosts", "host_index")]
-    given = [field for field in cluster if values.get(field) is not None]
-    if len(given) == len(cluster):
-        address, num_hosts, host_index = (values[field] for field in cluster)
-        if not re.fullmatch(r"\S+:\d+", str(address)):
-            problems.append(f"devices.coordinator_address: {address!r}; allowed: ADDRESS:PORT")
-        if host_index >= num_hosts:
-            problems.append(f"devices.host_index: {host_index}; allowed: 0 to devices.num_hosts - 1")
-    elif given:
-        problems.append(f"{', '.join(given)}: given alone; allowed: all of {', '.join(cluster)}, or none")
+    values = flatten(config.to_dict())
+    problems = [*_field_problems(values, models), *_cluster_problems(values)]
     if not problems:
-        updates = config.train.inner_steps * config.train.outer_steps
-        most = MOST_SCALE_INVARIANT_STEPS if config.schedule.scaling == "adascale" else traces.LARGEST
-        if updates > most:
-            problems.append(f"train.inner_steps x train.outer_steps: {updates}; allowed: up to {most}")
-        problems += schedules.problems(config.schedule.to_dict(), updates)
-        problems += [*_batch_problems(config, updates), *_sync_problems(config, updates)]
-        if config.model.stem != "conv" and "stem" not in networks[config.model.name]:
-            problems.append(f"model.stem: {config.model.stem!r}; allowed: 'conv' with model {config.model.name!r}")
+        num_updates = config.train.inner_steps * config.train.outer_steps
+        problems = [
+            *_length_problems(config, num_updates),
+            *schedules.problems(config.schedule.to_dict(), num_updates),
+            *_adascale_problems(config),
+            *_batch_problems(config),
+            *_trace_problems(config, num_updates),
+            *_sync_problems(config, num_updates),
+            *_model_problems(config, models),
+        ]
     if problems:
         raise UserError("; ".join(sorted(problems)))
 
 
-def _batch_problems(config, num_updates: int) -> list[str]:
-    """What is contradictory about the batch sizes, and what is wrong with a trace."""
-    fields, decay_by, found = config.batch, config.schedule.decay_by, []
-    if fields.trace is not None and fields.auto:
-        found.append("batch.trace and batch.auto: both given; allowed: one of them")
-    if config.schedule.scaling == "adascale" and config.optimizer.name != "sgd":
-        name = config.optimizer.name
-        found.append(
-            f"schedule.scaling: 'adascale', whose gain is sgd's; allowed: none | linear | sqrt with {name}"
+def _field_problems(values: dict[str, object], models: Networks) -> list[str]:
+    """Fields that are unknown, missing or hold what they may not."""
+    problems = [f"{field}: unknown field{nearest_field(field)}" for field in values.keys() - RULES.keys()]
+    for field, rule in rules(models).items():
+        if field not in values:
+            problems.append(f"{field}: missing; allowed: {rule.text}")
+        elif not rule.allows(values[field]):
+            names = rule.text.split(" | ")
+            hint = nearest(values[field], names) if len(names) > 1 else ""
+            problems.append(f"{field}: {values[field]!r}; allowed: {rule.text}{hint}")
+    return problems
+
+
+def _cluster_problems(values: dict[str, object]) -> list[str]:
+    """Where the hosts meet: all of the fields that say so are given, or none."""
+    given = [field for field in CLUSTER_FIELDS if values.get(field) is not None]
+    if not given:
+        return []
+    if len(given) < len(CLUSTER_FIELDS):
+        return [f"{', '.join(given)}: given alone; allowed: all of {', '.join(CLUSTER_FIELDS)}, or none"]
+    problems = []
+    address, num_hosts, host_index = (values[field] for field in CLUSTER_FIELDS)
+    if not re.fullmatch(r"\S+:\d+", str(address)):
+        problems.append(f"devices.coordinator_address: {address!r}; allowed: ADDRESS:PORT")
+    if host_index >= num_hosts:
+        problems.append(f"devices.host_index: {host_index}; allowed: 0 to devices.num_hosts - 1")
+    return problems
+
+
+def _length_problems(config, num_updates: int) -> list[str]:
+    """More updates than the training state can count."""
+    limit = MOST_SCALE_INVARIANT_STEPS if config.schedule.scaling == "adascale" else traces.LARGEST
+    if num_updates <= limit:
+        return []
+    return [f"train.inner_steps x train.outer_steps: {num_updates}; allowed: up to {limit}"]
+
+
+def _adascale_problems(config) -> list[str]:
+    """What does not go with AdaScale."""
+    if config.schedule.scaling != "adascale":
+        return []
+    problems = []
+    if config.optimizer.name != "sgd":
+        problems.append(
+            "schedule.scaling: 'adascale', whose gain is sgd's; allowed: none | linear | sqrt with "
+            f"{config.optimizer.name}"
         )
+    if config.sync.mode != "every_step":
+        problems.append(
+            f"schedule.scaling: 'adascale'; allowed: none | linear | sqrt with sync.mode {config.sync.mode!r}"
+        )
+    return problems
+
+
+def _batch_problems(config) -> list[str]:
+    """Fields that say contradictory things about the batch size."""
+    batch, problems = config.batch, []
+    if batch.trace is not None and batch.auto:
+        problems.append("batch.trace and batch.auto: both given; allowed: one of them")
     for name in ("trace", "auto"):
-        if fields[name] and decay_by == "batch":
-            found.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with batch.{name}")
-    if not isinstance(fields.trace, str) and fields.per_device_batch_size is not None:
-        found.append("batch.per_device_batch_size: given; allowed: with batch.trace, the path of a CSV file")
-    if fields.hold_last and fields.trace is None:
-        found.append("batch.hold_last: True; allowed: with batch.trace")
-    if fields.max_size != "full" and not fields.auto:
-        found.append(f"batch.max_size: {fields.max_size}; allowed: with batch.auto")
-    if fields.trace is not None:
-        try:
-            trace = read_trace(fields)
-        except BadSetting as problem:
-            return [*found, str(problem)]
-        if config.schedule.scaling == "adascale" and not fields.hold_last:
-            found.append(
-                "batch.hold_last: False; allowed: True with AdaScale, whose number of updates is not known"
-            )
-        elif trace.length < num_updates and not fields.hold_last:
-            found.append(
-                f"batch.trace: {trace.text}, ends with update {trace.length - 1:,}; allowed: up to the run's last, "
-                f"{num_updates - 1:,}, or batch.hold_last"
-            )
-    return found
+        if batch[name] and config.schedule.decay_by == "batch":
+            problems.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with batch.{name}")
+    if not isinstance(batch.trace, str) and batch.per_device_batch_size is not None:
+        problems.append("batch.per_device_batch_size: given; allowed: with batch.trace, the path of a CSV file")
+    if batch.hold_last and batch.trace is None:
+        problems.append("batch.hold_last: True; allowed: with batch.trace")
+    if batch.max_size != "full" and not batch.auto:
+        problems.append(f"batch.max_size: {batch.max_size}; allowed: with batch.auto")
+    return problems
+
+
+def _trace_problems(config, num_updates: int) -> list[str]:
+    """A trace that is bad, or ends before the run does."""
+    batch = config.batch
+    if batch.trace is None:
+        return []
+    try:
+        trace = read_trace(batch)
+    except BadSetting as problem:
+        return [str(problem)]
+    if batch.hold_last:
+        return []
+    if config.schedule.scaling == "adascale":
+        return ["batch.hold_last: False; allowed: True with AdaScale, whose number of updates is not known"]
+    if trace.length < num_updates:
+        return [
+            f"batch.trace: {trace.text}, ends with update {trace.length - 1:,}; allowed: up to the run's last, "
+            f"{num_updates - 1:,}, or batch.hold_last"
+        ]
+    return []
 
 
 def _sync_problems(config, num_updates: int) -> list[str]:
-    """What does not go with local steps."""
-    fields, found = config.sync, []
-    if fields.mode == "post_local" and not 1 <= fields.start_step < num_updates:
-        found.append(f"sync.start_step: {fields.start_step}; allowed: 1 to {num_updates - 1} with 'post_local'")
-    if fields.mode != "post_local" and fields.start_step:
-        found.append(f"sync.start_step: {fields.start_step}; allowed: 0 with sync.mode {fields.mode!r}")
-    if fields.mode == "every_step":
-        for name, value in (("every", 1), ("outer_learning_rate", 1), ("outer_momentum", 0)):
-            if fields[name] != value:
-                found.append(f"sync.{name}: {fields[name]}; allowed: {value} with sync.mode 'every_step'")
-        return found
-    if config.optimizer.name == "soap" and fields.optimizer_state == "average":
-        found.append("sync.optimizer_state: 'average'; allowed: keep | reset with soap, whose bases have no mean")
-    if config.schedule.scaling == "adascale":
-        found.append(f"schedule.scaling: 'adascale'; allowed: none | linear | sqrt with sync.mode {fields.mode!r}")
+    """What does not go with local steps, or with a synchronisation in every step."""
+    sync, problems = config.sync, []
+    if sync.mode == "post_local" and not 1 <= sync.start_step < num_updates:
+        problems.append(f"sync.start_step: {sync.start_step}; allowed: 1 to {num_updates - 1} with 'post_local'")
+    if sync.mode != "post_local" and sync.start_step:
+        problems.append(f"sync.start_step: {sync.start_step}; allowed: 0 with sync.mode {sync.mode!r}")
+    if sync.mode == "every_step":
+        only_value = {"every": 1, "outer_learning_rate": 1, "outer_momentum": 0}
+        for name, value in only_value.items():
+            if sync[name] != value:
+                problems.append(f"sync.{name}: {sync[name]}; allowed: {value} with sync.mode 'every_step'")
+        return problems
+    if config.optimizer.name == "soap" and sync.optimizer_state == "average":
+        problems.append(
+            "sync.optimizer_state: 'average'; allowed: keep | reset with soap, whose bases have no mean"
+        )
     if config.batch.auto:
-        found.append(f"batch.auto: True; allowed: False with sync.mode {fields.mode!r}, which measures no noise")
-    return found
+        problems.append(f"batch.auto: True; allowed: False with sync.mode {sync.mode!r}, which measures no noise")
+    return problems
+
+
+def _model_problems(config, models: Networks) -> list[str]:
+    """Options that the network does not take."""
+    model = config.model
+    if model.stem != "conv" and "stem" not in models[model.name]:
+        return [f"model.stem: {model.stem!r}; allowed: 'conv' with model {model.name!r}"]
+    return []

@@ -58,7 +58,7 @@ def test_a_bad_value_is_named_with_what_is_allowed(field):
         c.update_from_flattened_dict({field: BAD_FIELDS[field]})
     with pytest.raises(UserError) as error:
         validate(c, models.OPTIONS)
-    assert str(error.value).startswith(f"{field}: {BAD_FIELDS[field]!r}; allowed: {RULES[field][1]}")
+    assert str(error.value).startswith(f"{field}: {BAD_FIELDS[field]!r}; allowed: {RULES[field].text}")
 
 
 @pytest.mark.parametrize(
