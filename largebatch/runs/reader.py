@@ -1,15 +1,15 @@
 """Runs and studies read back from their folders, whatever state they are in.
 
-A folder may come from someone else: what its files name outside of it is said before it is read.
 A study is a folder with study.json and trials/0000, trials/0001, ..., each an ordinary run folder with a
-trial.json beside. Nothing here raises for a damaged or unfinished run: it is named among `problems`.
+trial.json beside. A damaged or unfinished run raises nothing: what is wrong with it stands in its `problems`.
+Folders may come from someone else; `lies_in` tells whether a path that one names leads outside of it.
 """
 
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from largebatch.errors import UserError
 
@@ -17,10 +17,23 @@ ENDED = ("done", "diverged", "interrupted", "failed", "pruned")
 OBJECTIVES = ("best_val_accuracy", "steps_to_target", "examples_to_target", "sec_to_target")
 BATCH = "batch.size"
 LARGEST = 1e40  # what float32 holds and some more; beyond it a file is damaged, and squares would overflow
+SCALAR = (str, int, float, bool, type(None))
 
 
-class Run(NamedTuple):
-    """A run folder as it was found; `problems` names every file that is damaged or missing."""
+# ---- runs --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds.
+
+    Attributes:
+      config, summary: config.json and summary.json; {} where the file is missing or damaged.
+      rows: the sound lines of metrics.jsonl, with only the values that are numbers or None.
+      events: the sound lines of events.jsonl.
+      trial: trial.json; None for a run outside of a study.
+      problems: a line for each file that is damaged or missing.
+    """
 
     path: Path
     config: dict
@@ -33,9 +46,9 @@ class Run(NamedTuple):
     @property
     def status(self) -> str:
         """One of ENDED, "running" (or killed: its end was not recorded), or "unreadable" (damaged)."""
-        found = self.summary.get("status")
-        if found in ENDED:
-            return found
+        recorded = self.summary.get("status")
+        if recorded in ENDED:
+            return recorded
         if self.trial_error:
             return "failed"
         damaged = any(problem.startswith("summary.json: damaged") for problem in self.problems)
@@ -45,16 +58,15 @@ class Run(NamedTuple):
     def trial_error(self) -> str | None:
         """Why the trial failed, in one line."""
         error = self.trial.get("error") if self.trial else None
-        return " ".join(str(error).split()) if error else None
+        return _one_line(error) if error else None
 
     @property
     def batch_size(self) -> int | None:
         """Examples per update over all devices, a number even where the config says "full"; None if it changes."""
-        changes = [self.field("batch.trace"), self.field("batch.auto"), self.field("schedule.decay_by") == "batch"]
-        if any(changes):
+        if self.field("batch.trace") or self.field("batch.auto") or self.field("schedule.decay_by") == "batch":
             return None
-        rows = (row.get("global_batch_size") for row in reversed(self.rows))
-        for size in (self.summary.get("global_batch_size"), *rows, self.field(BATCH)):
+        of_rows = (row.get("global_batch_size") for row in reversed(self.rows))
+        for size in (self.summary.get("global_batch_size"), *of_rows, self.field(BATCH)):
             if (number(size) or 0) >= 1:
                 return int(size)
         return None
@@ -62,9 +74,9 @@ class Run(NamedTuple):
     @property
     def best_val_accuracy(self) -> float | None:
         """The best so far, 0..1."""
-        best = number(self.summary.get("best_val_accuracy"))
-        seen = [row["val_accuracy"] for row in self.rows if row.get("val_accuracy") is not None]
-        return max([*seen, *([] if best is None else [best])], default=None)
+        accuracies = [row.get("val_accuracy") for row in self.rows]
+        accuracies.append(number(self.summary.get("best_val_accuracy")))
+        return max((accuracy for accuracy in accuracies if accuracy is not None), default=None)
 
     def field(self, name: str):
         """A config field by its dotted name, None where there is none."""
@@ -77,27 +89,70 @@ class Run(NamedTuple):
         """What the run says of one of OBJECTIVES; None where a target was not reached."""
         if objective == "best_val_accuracy":
             return self.best_val_accuracy
-        found = number(self.summary.get(objective))
-        return found if found and found > 0 else None
+        cost = number(self.summary.get(objective))
+        return cost if cost and cost > 0 else None
 
     def updates_to(self, accuracy: float) -> int | None:
         """Updates after which a validation first had this accuracy, None where none had."""
         return next((row.get("step") for row in self.rows if (row.get("val_accuracy") or 0.0) >= accuracy), None)
 
 
+def read_run(path) -> Run:
+    """Reads a run folder, whatever state it is in; never raises for damage."""
+    path, problems = Path(path), []
+    trial = _read_object(path / "trial.json", problems)
+    if trial is not None and not isinstance(trial.get("setting"), dict):
+        problems.append("trial.json: damaged: no setting in it")
+        trial["setting"] = {}
+    error = trial.get("error") if trial else None
+    if error:
+        problems.append(f"trial.json: the trial failed: {_one_line(error)}")
+    # A trial that failed may have left neither file, and its error says why.
+    config = _read_object(path / "config.json", problems, if_missing=None if error else "the run never began")
+    unfinished = "the run goes on, or was killed" if config and not error else None
+    summary = _read_object(path / "summary.json", problems, if_missing=unfinished)
+    rows = _read_lines(path / "metrics.jsonl", problems)
+    if rows is None and summary and summary.get("steps"):
+        problems.append("metrics.jsonl: missing: there are no curves")
+    return Run(
+        path=path,
+        config=config or {},
+        summary=summary or {},
+        rows=[_numbers_only(row) for row in rows or []],
+        events=_read_lines(path / "events.jsonl", problems) or [],
+        trial=trial,
+        problems=problems,
+    )
+
+
+def _numbers_only(row: dict) -> dict:
+    """A metrics row with only what can be drawn: numbers and None."""
+    return {name: number(value) for name, value in row.items() if value is None or number(value) is not None}
+
+
 def setting_of(run: Run, fields: Iterable[str]) -> dict:
     """What a trial set, {dotted field: scalar}; of a run without a sound trial.json, the `fields` of its config."""
+    setting = {}
     if run.trial and run.trial["setting"]:
-        found = run.trial["setting"]
-    else:
-        found = {name: run.field(name) for name in fields} if run.config else {}
+        setting = run.trial["setting"]
+    elif run.config:
+        setting = {name: run.field(name) for name in fields}
     # Settings are compared and counted: a list becomes its text.
-    scalar = (str, int, float, bool, type(None))
-    return {name: value if isinstance(value, scalar) else json.dumps(value) for name, value in found.items()}
+    return {name: value if isinstance(value, SCALAR) else json.dumps(value) for name, value in setting.items()}
 
 
-class Study(NamedTuple):
-    """A study folder as it was found; `description` is study.json, `runs` are in the order of their index."""
+# ---- studies -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study folder holds.
+
+    Attributes:
+      description: study.json; {} where it is damaged.
+      runs: those of its trials, in the order of their index.
+      problems: a line for each thing that is wrong with study.json; see `Run.problems` for the rest.
+    """
 
     path: Path
     description: dict
@@ -107,14 +162,68 @@ class Study(NamedTuple):
     @property
     def objective(self) -> str:
         """One of OBJECTIVES."""
-        found = self.description.get("objective")
-        return found if found in OBJECTIVES else OBJECTIVES[0]
+        objective = self.description.get("objective")
+        return objective if objective in OBJECTIVES else OBJECTIVES[0]
 
     @property
     def fields(self) -> list[str]:
         """Dotted names of the config fields that were searched."""
-        named = dict.fromkeys(self.description.get("space") or {})
-        return list(named | dict.fromkeys(name for run in self.runs for name in setting_of(run, ())))
+        names = list(self.description.get("space") or {})
+        for run in self.runs:
+            names += setting_of(run, ())
+        return list(dict.fromkeys(names))
+
+
+def read_study(path) -> Study:
+    """Reads a study folder and all of its trials; never raises for damage."""
+    path, problems = Path(path), []
+    description = _read_object(path / "study.json", problems, if_missing="this is no study") or {}
+    objective = description.get("objective")
+    if description and objective not in OBJECTIVES:
+        problems.append(f"study.json: objective is {objective!r}; taken as {OBJECTIVES[0]}")
+    if not isinstance(description.get("space", {}), dict):
+        problems.append("study.json: damaged: space is not a JSON object")
+        description["space"] = {}
+    trials = path / "trials"
+    folders = sorted(p for p in trials.iterdir() if p.is_dir()) if trials.is_dir() else []
+    return Study(path, description, sorted(map(read_run, folders), key=_trial_order), problems)
+
+
+def _trial_order(run: Run) -> tuple:
+    """Sorts by the index in trial.json, else by the number that the folder is called; others come last."""
+    index = number((run.trial or {}).get("index"))
+    if index is None and run.path.name.isdigit():
+        index = int(run.path.name)
+    return (math.inf if index is None else index, run.path.name)
+
+
+def read(path) -> Run | Study:
+    """Reads a run or a study, whichever the folder is.
+
+    Raises:
+      UserError: it is neither.
+    """
+    path = Path(path).expanduser()
+    if (path / "study.json").exists():
+        return read_study(path)
+    if (path / "config.json").exists() or (path / "trial.json").exists():
+        return read_run(path)
+    raise UserError(
+        f"{path}: {_what_is_at(path)}; allowed: a run folder with config.json or a study folder with study.json"
+    )
+
+
+def _what_is_at(path: Path) -> str:
+    if not path.is_dir():
+        return "a file" if path.exists() else "nothing there"
+    names = sorted(p.name for p in path.iterdir())
+    if not names:
+        return "an empty folder"
+    listed = names if len(names) <= 4 else [*names[:4], "..."]
+    return f"a folder with {', '.join(listed)}"
+
+
+# ---- values and files --------------------------------------------------------------------------------
 
 
 def lies_in(path, folder) -> bool:
@@ -137,35 +246,38 @@ def _parse(text: bytes):
     return json.loads(text, parse_constant=lambda _: None)
 
 
-def _read_object(path: Path, problems: list[str], missing: str | None = None) -> dict | None:
-    """A JSON object, or None and a line in `problems`; `missing` is the line for a file that is not there."""
+def _read_object(path: Path, problems: list[str], if_missing: str | None = None) -> dict | None:
+    """A JSON object, or None where there is no sound one.
+
+    Args:
+      problems: what is wrong is added to it.
+      if_missing: what to say of a file that is not there; None says nothing.
+    """
     try:
         content = _parse(path.read_bytes())
-        if isinstance(content, dict):
-            return content
-        problems.append(f"{path.name}: damaged: not a JSON object")
     except FileNotFoundError:
-        if missing:
-            problems.append(f"{path.name}: missing: {missing}")
+        if if_missing:
+            problems.append(f"{path.name}: missing: {if_missing}")
+        return None
     except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name}: damaged: cannot be read ({_one_line(error)})")
-    return None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(getattr(error, "strerror", None) or error).split())
+        problems.append(f"{path.name}: damaged: cannot be read ({_reason(error)})")
+        return None
+    if not isinstance(content, dict):
+        problems.append(f"{path.name}: damaged: not a JSON object")
+        return None
+    return content
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[dict] | None:
-    """The sound lines of a .jsonl file; the others are named."""
+    """The sound lines of a .jsonl file, None where it is not there; the others are named in `problems`."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return None
     except OSError as error:
-        problems.append(f"{path.name}: cannot be read ({_one_line(error)})")
+        problems.append(f"{path.name}: cannot be read ({_reason(error)})")
         return None
-    found = []
+    objects = []
     for count, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -173,77 +285,17 @@ def _read_lines(path: Path, problems: list[str]) -> list[dict] | None:
             content = _parse(line)
             if not isinstance(content, dict):
                 raise ValueError("not a JSON object")
-            found.append(content)
+            objects.append(content)
         except (ValueError, RecursionError) as error:
-            torn = count == len(lines)
-            what = "torn (its end was not written)" if torn else f"damaged ({_one_line(error)})"
+            last = count == len(lines)  # no newline behind it
+            what = "torn (its end was not written)" if last else f"damaged ({_reason(error)})"
             problems.append(f"{path.name}: line {count} is {what}; left out")
-    return found
+    return objects
 
 
-def read_run(path) -> Run:
-    """Reads a run folder, whatever state it is in; never raises for damage."""
-    path, problems = Path(path), []
-    trial = _read_object(path / "trial.json", problems)
-    if trial is not None and not isinstance(trial.get("setting"), dict):
-        problems.append("trial.json: damaged: no setting in it")
-        trial["setting"] = {}
-    error = trial.get("error") if trial else None
-    if error:
-        problems.append(f"trial.json: the trial failed: {' '.join(str(error).split())}")
-    config = _read_object(path / "config.json", problems, None if error else "the run never began")
-    unfinished = "the run goes on, or was killed" if config and not error else None
-    summary = _read_object(path / "summary.json", problems, unfinished)
-    rows = _read_lines(path / "metrics.jsonl", problems)
-    if rows is None and (summary or {}).get("steps"):
-        problems.append("metrics.jsonl: missing: there are no curves")
-    rows = [_numbers(row) for row in rows or []]
-    events = _read_lines(path / "events.jsonl", problems) or []
-    return Run(path, config or {}, summary or {}, rows, events, trial, problems)
+def _reason(error: Exception) -> str:
+    return _one_line(getattr(error, "strerror", None) or error)
 
 
-def _numbers(row: dict) -> dict:
-    """A metrics row with only what can be drawn: numbers and None."""
-    return {name: number(value) for name, value in row.items() if value is None or number(value) is not None}
-
-
-def read_study(path) -> Study:
-    """Reads a study folder and all of its trials; never raises for damage."""
-    path, problems = Path(path), []
-    description = _read_object(path / "study.json", problems, "this is no study") or {}
-    objective = description.get("objective")
-    if description and objective not in OBJECTIVES:
-        problems.append(f"study.json: objective is {objective!r}; taken as {OBJECTIVES[0]}")
-    if not isinstance(description.get("space", {}), dict):
-        problems.append("study.json: damaged: space is not a JSON object")
-        description["space"] = {}
-    trials = path / "trials"
-    folders = sorted(p for p in trials.iterdir() if p.is_dir()) if trials.is_dir() else []
-    runs = sorted(map(read_run, folders), key=_index)
-    return Study(path, description, runs, problems)
-
-
-def _index(run: Run) -> tuple:
-    index = number((run.trial or {}).get("index"))
-    if index is None and run.path.name.isdigit():
-        index = int(run.path.name)
-    return (math.inf if index is None else index, run.path.name)
-
-
-def read(path) -> Run | Study:
-    """Reads a run or a study, whichever the folder is.
-
-    Raises:
-      UserError: it is neither.
-    """
-    path = Path(path).expanduser()
-    if (path / "study.json").exists():
-        return read_study(path)
-    if (path / "config.json").exists() or (path / "trial.json").exists():
-        return read_run(path)
-    if path.is_dir():
-        names = sorted(p.name for p in path.iterdir())
-        found = f"a folder with {', '.join(names[:4])}{', ...' * (len(names) > 4)}" if names else "an empty folder"
-    else:
-        found = "a file" if path.exists() else "nothing there"
-    raise UserError(f"{path}: {found}; allowed: a run folder with config.json or a study folder with study.json")
+def _one_line(text) -> str:
+    return " ".join(str(text).split())
