@@ -13,16 +13,24 @@ import io
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from largebatch.errors import UserError, printable
 from largebatch.files import replacing
-from largebatch.reports import confusion, panels, sections
+from largebatch.reports import example_pictures, page, panels
+from largebatch.reports.confusion_section import confusion_runs
+from largebatch.reports.example_pictures import Place
+from largebatch.reports.labels import count_runs
+from largebatch.reports.page import GroupReport
 from largebatch.reports.panels import Group
 from largebatch.runs import reader
 from largebatch.studies import analysis
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+# ---- command line ------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,10 +50,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--csv", type=Path, metavar="FILE", help="write the leaderboard of a study, the rows of a run"
     )
-    text = "show in leaderboards the updates to validation accuracies, such as 0.9,0.95"
-    parser.add_argument("--updates_to", type=accuracies, default=(), metavar="ACCURACIES", help=text)
-    text = "write all again every few seconds (default 5) until Ctrl-C; the page reloads itself"
-    parser.add_argument("--watch", type=watch_seconds, nargs="?", const=5.0, metavar="SECONDS", help=text)
+    parser.add_argument(
+        "--updates_to",
+        type=accuracies,
+        default=(),
+        metavar="ACCURACIES",
+        help="show in leaderboards the updates to validation accuracies, such as 0.9,0.95",
+    )
+    parser.add_argument(
+        "--watch",
+        type=watch_seconds,
+        nargs="?",
+        const=5.0,
+        metavar="SECONDS",
+        help="write all again every few seconds (default 5) until Ctrl-C; the page reloads itself",
+    )
     return parser.parse_args(arguments)
 
 
@@ -59,10 +78,13 @@ def watch_seconds(text: str) -> float:
 
 def accuracies(text: str) -> tuple[float, ...]:
     """The argument of --updates_to."""
-    found = tuple(map(float, text.split(",")))
-    if not all(0 < accuracy <= 1 for accuracy in found):
+    values = tuple(map(float, text.split(",")))
+    if not all(0 < value <= 1 for value in values):
         raise argparse.ArgumentTypeError(f"{text}; allowed: numbers above 0 and up to 1, with commas between")
-    return found
+    return values
+
+
+# ---- what is read ------------------------------------------------------------------------------------
 
 
 def read_groups(paths: list[str]) -> list[Group]:
@@ -71,36 +93,102 @@ def read_groups(paths: list[str]) -> list[Group]:
     Raises:
       UserError: a path is neither run nor study.
     """
-    found = [reader.read(path) for path in dict.fromkeys(paths)]
-    groups = [panels.group_study(item) for item in found if isinstance(item, reader.Study)]
-    alone = [item for item in found if isinstance(item, reader.Run)]
-    return groups + ([panels.group_runs(alone)] if alone else [])
+    groups, single_runs = [], []
+    for path in dict.fromkeys(paths):
+        content = reader.read(path)
+        if isinstance(content, reader.Study):
+            groups.append(panels.group_study(content))
+        else:
+            single_runs.append(content)
+    if single_runs:
+        groups.append(panels.group_runs(single_runs))
+    return groups
 
 
-def csv_table(groups: list[Group], updates_to: Sequence[float]) -> list[list]:
+def name_foreign(groups: list[Group], named: set[Place]) -> None:
+    """Says on stderr what is read outside of a run folder because the run names it.
+
+    Args:
+      named: what was said before, and is not said again; it is added to.
+    """
+    for group in groups:
+        for run in confusion_runs(group):
+            place = example_pictures.picture_place(run)
+            if place and place not in named and not reader.lies_in(place.path, run.path):
+                line = f"reads {place.field} {place.path}, which {run.path} names"
+                print(printable(line), file=sys.stderr, flush=True)
+                named.add(place)
+
+
+# ---- what is written ---------------------------------------------------------------------------------
+
+
+def csv_text(groups: list[Group], updates_to: Sequence[float]) -> str:
     """What --csv writes: leaderboards of studies, or rows of runs. Of several, a first column tells which.
 
     Raises:
       UserError: there are both studies and runs.
     """
-    if len({group.study is None for group in groups}) > 1:
+    studies = [group for group in groups if group.study]
+    if studies and len(studies) < len(groups):
         raise UserError("--csv: both runs and studies are given; allowed: one kind, for their columns differ")
-    if groups[0].study:
-        boards = [analysis.leaderboard_rows(group.study, updates_to) for group in groups]
-        lines = [
-            (g.title, dict(zip(head, row, strict=True)))
-            for g, (head, rows) in zip(groups, boards, strict=True)
-            for row in rows
-        ]
-        names, several, kind = [name for head, _ in boards for name in head], len(groups) > 1, "study"
-    else:
-        lines = [
-            (label, row) for run, label in zip(groups[0].runs, groups[0].labels, strict=True) for row in run.rows
-        ]
-        names, several, kind = [name for _, row in lines for name in row], len(groups[0].runs) > 1, "run"
-    names = list(dict.fromkeys(names))
-    rows = [[*[label] * several, *(line.get(name) for name in names)] for label, line in lines]
-    return [[*[kind] * several, *names], *rows]
+    table = leaderboards_table(studies, updates_to) if studies else rows_table(groups[0])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(table)
+    return text.getvalue()
+
+
+def leaderboards_table(studies: list[Group], updates_to: Sequence[float]) -> list[list]:
+    """The leaderboards of studies below one header; of several, with a column "study"."""
+    names, lines = [], []
+    for group in studies:
+        header, rows = analysis.leaderboard_rows(group.study, updates_to)
+        names += header
+        lines += [Line(group.title, dict(zip(header, row, strict=True))) for row in rows]
+    return make_table(names, lines, "study" if len(studies) > 1 else None)
+
+
+def rows_table(group: Group) -> list[list]:
+    """The rows of runs below one header; of several, with a column "run"."""
+    names, lines = [], []
+    for run, label in zip(group.runs, group.labels, strict=True):
+        for row in run.rows:
+            names += row
+            lines.append(Line(label, row))
+    return make_table(names, lines, "run" if len(group.runs) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values by column, and the study or run that they are of."""
+
+    source: str
+    values: dict
+
+
+def make_table(names: list[str], lines: list[Line], source_column: str | None) -> list[list]:
+    """A header and the lines below; each name is one column, whichever lines have it."""
+    columns = list(dict.fromkeys(names))
+    header = [source_column, *columns] if source_column else columns
+    table = [header]
+    for line in lines:
+        values = [line.values.get(column) for column in columns]
+        table.append([line.source, *values] if source_column else values)
+    return table
+
+
+def draw_pngs(reports: list[GroupReport]) -> dict[str, bytes]:
+    """Every picture of the page as {file name: PNG}."""
+    from largebatch.reports import figures  # matplotlib takes half a second
+
+    pictures = figures.draw_all([report.described for report in reports])
+    confusions = [of_run for report in reports for of_run in report.confusions]
+    for index, of_run in enumerate(confusions):
+        shown = of_run.confusion
+        title = f"{of_run.run.path.name}: {shown.accuracy:.4f} right"
+        name = f"confusion-{index}.png" if index else "confusion.png"
+        pictures[name] = figures.draw_confusion(shown.names, shown.matrix, title)
+    return pictures
 
 
 def write(path: Path, content: bytes, option: str) -> None:
@@ -116,56 +204,42 @@ def write(path: Path, content: bytes, option: str) -> None:
         raise UserError(f"{option}: cannot write {path} ({error.strerror or error})") from error
 
 
-def name_foreign(groups: list[Group], said: set[confusion.Place]) -> None:
-    """Says on stderr what is read outside of a run folder because the run names it; adds it to `said`."""
-    for run in (run for group in groups for run in sections.confusion_runs(group)):
-        place = confusion.picture_place(run)
-        if place and place not in said and not reader.lies_in(place.path, run.path):
-            line = f"reads {place.field} {place.path}, which {run.path} names"
-            print(printable(line), file=sys.stderr, flush=True)
-            said.add(place)
-
-
-def write_report(arguments: argparse.Namespace, said: set[confusion.Place]) -> str:
-    """Writes everything once; returns a line that says what. For `said` see `name_foreign`."""
+def write_report(arguments: argparse.Namespace, named: set[Place]) -> str:
+    """Reads and draws everything, then writes it; returns a line that says what. For `named` see `name_foreign`."""
     groups = read_groups(arguments.paths)
-    name_foreign(groups, said)
-    described = [panels.describe(group) for group in groups]
-    confusions = [sections.read_confusions(group) for group in groups]
-    page = sections.make_page(groups, described, confusions, arguments.watch, arguments.updates_to)
-    files = {arguments.out: ("--out", page.encode())}
-    if arguments.csv:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(csv_table(groups, arguments.updates_to))
-        files[arguments.csv] = ("--csv", text.getvalue().encode())
+    name_foreign(groups, named)
+    reports = [page.report_group(group) for group in groups]
+    html = page.make_page(reports, arguments.watch, arguments.updates_to).encode()
+    table = csv_text(groups, arguments.updates_to) if arguments.csv else None
+    pictures = draw_pngs(reports) if arguments.png else {}
     if arguments.png:
-        from largebatch.reports import figures  # matplotlib takes half a second
-
-        pictures = figures.draw_all(described)
-        for index, (run, found) in enumerate(pair for pairs in confusions for pair in pairs):
-            drawn = figures.draw_confusion(
-                found.names, found.matrix, f"{run.path.name}: {found.accuracy:.4f} right"
-            )
-            pictures[f"confusion{f'-{index}' if index else ''}.png"] = drawn
-        files |= {arguments.png / name: ("--png", content) for name, content in pictures.items()}
         try:
             arguments.png.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--png: cannot make the folder {arguments.png} ({error.strerror})") from error
-    for path, (option, content) in files.items():
-        write(path, content, option)
-    found = [run.status for group in groups for run in group.runs]
-    statuses = ", ".join(f"{found.count(name)} {name}" for name in dict.fromkeys(found))
-    size = f"{len(files[arguments.out][1]) / 1e3:,.0f} kB"
-    return f"{arguments.out}: {size}; {sections.count_runs(len(found))}{': ' * bool(found)}{statuses}"
+    write(arguments.out, html, "--out")
+    if arguments.csv:
+        write(arguments.csv, table.encode(), "--csv")
+    for name, content in pictures.items():
+        write(arguments.png / name, content, "--png")
+    return f"{arguments.out}: {len(html) / 1e3:,.0f} kB; {counts_of(groups)}"
+
+
+def counts_of(groups: list[Group]) -> str:
+    """How many runs there are, and how many of each status."""
+    statuses = [run.status for group in groups for run in group.runs]
+    if not statuses:
+        return count_runs(0)
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+    return f"{count_runs(len(statuses))}: {counts}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
-    given, said = parse(arguments), set()
+    given, named = parse(arguments), set()
     try:
         while True:
-            print(printable(write_report(given, said)), flush=True)
+            print(printable(write_report(given, named)), flush=True)
             if not given.watch:
                 return 0
             time.sleep(given.watch)

@@ -3,18 +3,20 @@ import io
 import json
 import os
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import make_folder
 from PIL import Image
+from report_pages import make, text_of, write_predictions
 from test_analysis import write_run
 from test_images import tiff_of_many_strips
-from test_report import make, text_of, write_predictions
 
 import report
 from largebatch.errors import UserError
-from largebatch.reports import confusion
+from largebatch.reports import confusion, example_pictures
+from largebatch.reports.example_pictures import ImageFolder, ImageZip, read_picture
 from largebatch.runs import reader
 
 
@@ -30,13 +32,12 @@ def test_confusions_with_pictures_from_folder_and_zip(tmp_path):
         config = json.loads((run / "config.json").read_text())
         config["dataset"] |= {"name": "mine", "path": str(place)}
         (run / "config.json").write_text(json.dumps(config))
-        found, problem = confusion.read_confusion(reader.read(run))
-        assert problem is None
-        assert found.missing is None
-        assert found.names == ["Forest", "Lake", "River"]
-        assert found.matrix.tolist() == [[1, 0, 2], [0, 3, 0], [1, 0, 2]]
-        np.testing.assert_allclose(found.recall, [1 / 3, 1, 2 / 3])
-        first, _ = found.worst
+        shown = confusion.read_confusion(reader.read(run))
+        assert shown.no_pictures is None
+        assert shown.names == ["Forest", "Lake", "River"]
+        assert shown.matrix.tolist() == [[1, 0, 2], [0, 3, 0], [1, 0, 2]]
+        np.testing.assert_allclose(shown.recall, [1 / 3, 1, 2 / 3])
+        first, _ = shown.worst
         assert (first.true, first.predicted, first.count) == (0, 2, 2)
         assert [example.example_id for example in first.examples] == ["Forest/Forest_2.png", "Forest/Forest_1.png"]
         page = make(run, out=tmp_path / "page.html")
@@ -84,16 +85,16 @@ def test_an_id_leads_nowhere_else(tmp_path):
     (tmp_path / "data" / "class").symlink_to(secret.parent)
     for example_id in ("../secret", str(secret), "../secret/a/a_0.png", "links/file.png", "class/a_0.png"):
         with pytest.raises(FileNotFoundError):
-            confusion._find(tmp_path / "data", example_id)
+            ImageFolder(tmp_path / "data").read(example_id)
 
 
 def test_an_absolute_id_of_two_parts_leads_nowhere_else(tmp_path, monkeypatch):
     """Joined to any folder "/a_0.png" is a file of the root, which stands here for one that is there."""
     (tmp_path / "data" / "sub").mkdir(parents=True)
     looked_at = []
-    monkeypatch.setattr(confusion.Path, "is_file", lambda path: bool(looked_at.append(str(path))))
+    monkeypatch.setattr(Path, "is_file", lambda path: bool(looked_at.append(str(path))))
     with pytest.raises(FileNotFoundError):
-        confusion._find(tmp_path / "data", "/a_0.png")
+        ImageFolder(tmp_path / "data").read("/a_0.png")
     assert looked_at == []
 
 
@@ -103,32 +104,37 @@ def test_only_images_of_a_picture_s_size_are_read(tmp_path, monkeypatch):
     (data / "a" / "page.eps").write_text("%!PS-Adobe-3.0 EPSF-3.0")
     for name in ("a/notes.txt", "a/page.eps"):
         with pytest.raises(FileNotFoundError):
-            confusion._find(data, name)
+            ImageFolder(data).read(name)
     (data / "a" / "text.png").write_text("secret")
-    read = lambda name: confusion._picture(lambda: confusion._find(data, name))  # noqa: E731
-    assert read("a/text.png") is None
-    assert read("a/a_0.png").startswith("data:image/png")
-    monkeypatch.setattr(confusion, "MAX_DECODED", 16 * 16 - 1)
-    assert read("a/a_0.png") is None
+    assert read_picture(ImageFolder(data), "a/text.png") is None
+    assert read_picture(ImageFolder(data), "a/a_0.png").startswith("data:image/png")
+    monkeypatch.setattr(example_pictures, "MAX_DECODED", 16 * 16 - 1)
+    assert read_picture(ImageFolder(data), "a/a_0.png") is None
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.write(data / "a" / "a_0.png", "a/a_0.png")
-        monkeypatch.setattr(confusion, "MAX_BYTES", archive.infolist()[0].file_size - 1)
-        with pytest.raises(ValueError, match="bytes; allowed for a picture"):
-            confusion._unpack(archive, archive.infolist()[0])
+        monkeypatch.setattr(example_pictures, "MAX_BYTES", archive.infolist()[0].file_size - 1)
+    with (
+        ImageZip(tmp_path / "data.zip") as images,
+        pytest.raises(ValueError, match="bytes; allowed for a picture"),
+    ):
+        images.read("a/a_0.png")
     with pytest.raises(ValueError, match="bytes; allowed for a picture"):
-        confusion._find(data, "a/a_0.png")
+        ImageFolder(data).read("a/a_0.png")
 
 
 def test_a_zip_that_unpacks_without_bound_is_not_unpacked(tmp_path):
     """bzip2 makes gigabytes of a few bytes, whatever the directory of the zip says."""
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_BZIP2) as archive:
         archive.writestr("a/1.png", b"x" * 1000)
-        with pytest.raises(UserError, match="compressed by method 12"):
-            confusion._unpack(archive, archive.getinfo("a/1.png"))
+    with ImageZip(tmp_path / "a.zip") as images, pytest.raises(UserError, match="compressed by method 12"):
+        images.read("a/1.png")
 
 
-def test_a_picture_whose_header_takes_gigabytes_is_left_out():
-    assert confusion._picture(lambda: tiff_of_many_strips(1_000_000)) is None
+def test_a_picture_whose_header_takes_gigabytes_is_left_out(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.tif").write_bytes(tiff_of_many_strips(1_000_000))
+    assert ImageFolder(tmp_path).read("a/1.tif")
+    assert read_picture(ImageFolder(tmp_path), "a/1.tif") is None
 
 
 def run_with_mistakes(folder, path: str):
@@ -173,7 +179,9 @@ def test_a_name_does_not_steer_the_terminal(tmp_path, capsys):
 
 
 def test_class_names_are_told_by_ids_or_are_numbers():
-    names = lambda labels, ids: confusion.class_names(np.array(labels), np.array(ids), 3)  # noqa: E731
+    def names(labels, ids):
+        return confusion.class_names(np.array(labels), np.array(ids), 3)
+
     assert names([0, 1, 1], ["A/x.jpg", "B/y.jpg", "B/z.jpg"]) == ["A", "B", "2"]
     assert names([0, 1], ["A_1.jpg", "B_b_2.jpg"]) == ["A", "B_b", "2"]
     assert names([0, 1], ["000001", "000002"]) == ["0", "1", "2"]

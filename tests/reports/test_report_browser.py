@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from report_pages import EVIL, make, panel_ids, small_study, write_predictions
 from test_analysis import write_study
-from test_report import EVIL, make, panel_ids, small_study, write_predictions
 
 
 @pytest.fixture
@@ -28,9 +28,8 @@ def browser():
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield found
-    found.quit()
+    with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as running:
+        yield running
 
 
 def look(browser, path: Path, width=1200, scheme="light") -> None:
@@ -44,13 +43,12 @@ def look(browser, path: Path, width=1200, scheme="light") -> None:
     assert browser.get_log("browser") == []
 
 
-def wait(browser, condition: str):
+def wait(browser, condition: str) -> None:
     """Waits until a JavaScript expression holds."""
     deadline = time.monotonic() + 10
-    while not (found := browser.execute_script(f"return {condition}")):
+    while not browser.execute_script(f"return {condition}"):
         assert time.monotonic() < deadline, condition
         time.sleep(0.05)
-    return found
 
 
 COLUMN = "[...document.querySelectorAll('#group-0-table tbody tr')].map(row => row.cells[arguments[0]].dataset.v)"

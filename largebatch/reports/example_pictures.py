@@ -1,0 +1,191 @@
+"""Small pictures of single examples, read from the folder or zip that a run's config names.
+
+A run may come from someone else. Only images are read, for the ids that are asked for, and nothing outside the
+place of `picture_place`.
+"""
+
+import base64
+import io
+import stat
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from largebatch import untrusted
+from largebatch.data import images
+from largebatch.runs.reader import Run, lies_in
+
+MAX_SIDE = 96  # pixels of a picture, on its longer side
+# What is read of a file that a run names, and decoded of it.
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
+MAX_DECODED = 1 << 24  # pixels
+MAX_BYTES = images.BYTES_PER_PIXEL * MAX_DECODED  # of a file
+
+
+class NoPictures(Exception):
+    """No picture can be had; the text says why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run's config says that its images are: a field of it, and the folder or zip that it means."""
+
+    field: str
+    path: str
+
+
+def picture_place(run: Run) -> Place | None:
+    """Where example pictures are read from, if the run names a place."""
+    path, cache_dir = run.field("dataset.path"), run.field("augment.cache_dir")
+    if is_synthetic(run):
+        return None
+    if isinstance(path, str):
+        return Place("dataset.path", path)
+    if path is None and run.field("dataset.name") == "eurosat" and isinstance(cache_dir, str):
+        return Place("augment.cache_dir", f"{cache_dir}/EuroSAT.zip")  # where train.py keeps its download
+    return None
+
+
+def is_synthetic(run: Run) -> bool:
+    """Whether the run's images were made up, so that there are no files of them."""
+    return "synthetic" in (run.field("dataset.name"), run.field("dataset.source"))
+
+
+# ---- folders and zips --------------------------------------------------------------------------------
+
+
+class ImageFolder:
+    """Class folders of images, perhaps in a folder of their own."""
+
+    def __init__(self, root: Path):
+        self._root = root
+
+    def read(self, example_id: str) -> bytes:
+        """The file of an id Class/file, which leads nowhere else, not by a link either.
+
+        Raises:
+          FileNotFoundError: there is no such image.
+          ValueError: it is too large.
+        """
+        name = PurePosixPath(example_id)
+        if name.is_absolute() or len(name.parts) != 2 or ".." in name.parts:
+            raise FileNotFoundError(example_id)
+        if name.suffix.lower() not in IMAGE_SUFFIXES:
+            raise FileNotFoundError(example_id)
+        for folder in (self._root, *sorted(path for path in self._root.iterdir() if path.is_dir())):
+            path = folder / name
+            if path.is_file() and lies_in(path, self._root):
+                _check_size(path.stat().st_size)
+                return path.read_bytes()
+        raise FileNotFoundError(example_id)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+class ImageZip:
+    """A zip of class folders. An id is the last two parts of a name in it: folders around them are not in an id."""
+
+    def __init__(self, path: Path):
+        self._archive = zipfile.ZipFile(path)
+        self._entries = {"/".join(entry.filename.split("/")[-2:]): entry for entry in self._archive.infolist()}
+
+    def read(self, example_id: str) -> bytes:
+        """The file of an id Class/file.
+
+        Raises:
+          KeyError: there is no such file.
+          ValueError: it is too large.
+          UserError: it is packed in a way that may unpack without bound.
+        """
+        entry = self._entries[example_id]
+        untrusted.check_entry(entry, "dataset.path")
+        _check_size(entry.file_size)
+        return untrusted.read_entry(self._archive, entry)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._archive.close()
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BYTES:
+        raise ValueError(f"{size} bytes; allowed for a picture: {MAX_BYTES}")
+
+
+def open_images(place: Place) -> ImageFolder | ImageZip:
+    """What gives the image files of a place; a context manager.
+
+    Raises:
+      NoPictures: there is neither a folder nor a readable zip.
+    """
+    try:
+        path = Path(place.path).expanduser()
+        mode = path.stat().st_mode
+    except (OSError, ValueError, RuntimeError) as error:  # "~nobody", a NUL
+        raise NoPictures(f"{place.field} {place.path} does not exist here") from error
+    if stat.S_ISDIR(mode):
+        return ImageFolder(path)
+    try:
+        if not stat.S_ISREG(mode):
+            raise OSError("no regular file")
+        return ImageZip(path)
+    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise NoPictures(f"{place.field} {path} is not a readable zip file ({error})") from error
+
+
+# ---- pictures ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures as data: URIs, by example id; `missing` says why there are none, though some were asked for."""
+
+    by_id: dict[str, str]
+    missing: str | None = None
+
+
+def read_pictures(run: Run, example_ids: Iterable[str]) -> Pictures:
+    """Those of the pictures that can be read."""
+    example_ids, by_id = list(example_ids), {}
+    if not example_ids:
+        return Pictures({})
+    try:
+        place = picture_place(run)
+        if place is None:
+            raise NoPictures(
+                "synthetic images have no files" if is_synthetic(run) else "the run names no dataset.path"
+            )
+        with open_images(place) as source:
+            for example_id in example_ids:
+                picture = read_picture(source, example_id)
+                if picture:
+                    by_id[example_id] = picture
+        if not by_id:
+            raise NoPictures(f"no example was found in {place.path}")
+    except NoPictures as reason:
+        return Pictures({}, str(reason))
+    return Pictures(by_id)
+
+
+def read_picture(source: ImageFolder | ImageZip, example_id: str) -> str | None:
+    """A small PNG as a data: URI, or None where the file is not there, no image, damaged or too large."""
+    from PIL import Image
+
+    try:
+        content = source.read(example_id)
+        with images.pillow_limited_to(MAX_DECODED):
+            file = images.ImageFile("", 0, len(content), lambda: content)
+            image = Image.fromarray(images.decode(file, None, images.Limits(MAX_DECODED)))
+        image.thumbnail((MAX_SIDE, MAX_SIDE))
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", optimize=True)
+    except Exception:  # Pillow and zipfile raise a dozen kinds; a page without this picture is still a page
+        return None
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

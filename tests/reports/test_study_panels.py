@@ -1,0 +1,83 @@
+"""The pictures of a study: rates and updates to a target; and whose confusions are shown."""
+
+import json
+from pathlib import Path
+
+import pytest
+from report_pages import curve, data_of, make, small_study, text_of, write_predictions
+from test_analysis import write_run, write_study
+
+import report
+from largebatch.reports import study_panels
+from largebatch.reports.confusion_section import confusion_runs
+from largebatch.runs import reader
+
+
+@pytest.fixture
+def study(tmp_path) -> Path:
+    return small_study(tmp_path / "optimizers")
+
+
+def test_rates_picture_marks_what_diverged(study):
+    panel = study_panels.rate_panel(reader.read(study), ["adam", "lamb", "sgd"])
+    lines = {mark["label"]: mark for mark in panel["marks"] if mark["kind"] == "line"}
+    assert [mark["colour"] for mark in lines.values()] == [0, 1, 2]
+    means = {point[0]: point[1] for point in lines["adam"]["points"]}
+    assert means == {rate: pytest.approx(curve(k)[-1]) for k, rate in enumerate((0.001, 0.01, 0.1, 1.0))}
+    crosses = {(mark["points"][0][0], mark["colour"]) for mark in panel["marks"] if mark["kind"] == "cross"}
+    assert crosses == {(1.0, 1)}  # a seed of lamb diverged; that one of sgd failed says nothing of its rate
+
+
+def test_steps_picture_and_knee(tmp_path):
+    trials = []
+    for batch, count in ((64, 40), (256, 13), (1024, 6), (4096, 4)):
+        for seed, extra in enumerate((0, 1)):
+            trials.append({"batch": batch, "seed": seed, "target": 0.8})
+            trials[-1]["accuracies"] = (*[0.1] * (count + extra - 1), 0.9)
+            trials[-1]["noise_scale"] = 400.0 + 200 * seed
+    fields = ["batch.size"]
+    path = write_study(tmp_path / "study", trials, "steps_to_target", fields)
+    page = make(path, out=tmp_path / "page.html", more=["--png", tmp_path / "png"])
+    panel = next(panel for panel in data_of(page)[0]["panels"] if panel["id"] == "steps_to_target")
+    marks = {mark["label"]: mark for mark in panel["marks"]}
+    assert [point[:2] for point in marks["best-tuned setting"]["points"]] == [
+        [64, 405], [256, 135], [1024, 65], [4096, 45]
+    ]  # fmt: skip
+    assert marks["perfect scaling"]["points"] == [[64, 405], [4096, pytest.approx(405 / 64, rel=1e-5)]]
+    _, knee = study_panels.fit(reader.read(path))
+    assert 300 < knee.critical_batch_size < 900
+    assert f"knee {knee.critical_batch_size:,.0f}" in marks
+    assert f"The knee is at batch {knee.critical_batch_size:,.0f} (95 % interval" in text_of(page)
+    assert marks["noise scale 500"]["points"] == [[500, None]]
+    assert "noise scale at the target was 500 (median of 8 runs, 400 to 600)" in text_of(page)
+    assert "500 examples: median noise scale at the target" in text_of(page)
+    assert (tmp_path / "png" / "steps_to_target.png").exists()
+
+
+@pytest.mark.parametrize("changing", [{"trace": "t.csv"}, {"auto": True}])
+def test_a_batch_that_changes_is_no_point_of_the_curve(tmp_path, changing):
+    path = write_run(tmp_path / "run")
+    config = json.loads((path / "config.json").read_text())
+    assert reader.read(path).batch_size is not None
+    (path / "config.json").write_text(json.dumps(config | {"batch": config["batch"] | changing}))
+    assert reader.read(path).batch_size is None
+
+
+def test_edges_and_batch_sizes_that_missed_the_target_are_said(tmp_path):
+    trials = [
+        {"batch": 64, "rate": 0.01, "accuracies": (0.9,)},
+        {"batch": 64, "rate": 0.02, "accuracies": (0.1, 0.9)},
+        {"batch": 128, "rate": 0.02, "accuracies": (0.1, 0.2)},
+    ]
+    trials = [trial | {"target": 0.8} for trial in trials]
+    path = write_study(tmp_path / "study", trials, "steps_to_target", ["optimizer.learning_rate", "batch.size"])
+    text = text_of(make(path, out=tmp_path / "page.html"))
+    assert "optimizer.learning_rate 0.01 is the lowest of 2 tried" in text
+    assert "No setting took all of its seeds to the target at batch 128." in text
+
+
+def test_a_study_shows_the_best_run(study):
+    for name in ("0000", "0005"):
+        write_predictions(study / "trials" / name, [0, 1], [1, 0], ["a", "b"])
+    (group,) = report.read_groups([str(study)])
+    assert [run.path.name for run in confusion_runs(group)] == ["0005"]
