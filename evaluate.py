@@ -11,33 +11,32 @@ the folder they lie in is a class of the run; all others are predicted only. On 
 each; host 0 reads the run folder, prints and writes, and all of them read the images.
 """
 
-import csv
 import hashlib
 import json
 import logging
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 from absl import flags
-from etils import epath
 from ml_collections import config_dict
-from rich import box, console, table, text
 
 import augment
-import model as models
+import model
 from configs import default
 from experiment import make_network, resolve_micro_batch_size
-from largebatch import cli, files, terminal
+from largebatch import cli, terminal
 from largebatch.config.validate import validate
-from largebatch.data import images, sources
-from largebatch.data.cache import Cache, DamagedCache, open_cache
-from largebatch.errors import UserError, printable
-from largebatch.hosts import collectives, memory, replicas
+from largebatch.data import recorded, sources
+from largebatch.data.images import Dataset
+from largebatch.errors import UserError
+from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.runs import checkpoints, reader
-from largebatch.runs.progress import arrays_of, best_checkpoint
+from largebatch.runs.best import BestCheckpoint, arrays_of, best_checkpoint
+from largebatch.runs.predictions import print_results, write_csv
 from largebatch.training.evaluation import in_split_order, make_predict, rows_of_device, score
 from largebatch.training.loss import make_logits_fn
 
@@ -51,20 +50,85 @@ OVERRIDES = {
 }
 
 
-def load_run(
-    run: Path, overrides: dict[str, str | int] | None = None
-) -> tuple[config_dict.ConfigDict, dict, dict, int]:
-    """Config, description of the data, arrays and step of a run's best checkpoint.
+@dataclass(frozen=True)
+class TrainedRun:
+    """The best checkpoint of a run.
 
-    Read by the primary host; the others get all but the arrays, for which they have {}. `overrides` take the place
-    of fields of the config.
+    Attributes:
+      path: the run folder.
+      config: of the run, with the user's own limits and overrides.
+      data: what it was trained on; see `Cache.identity`.
+      step: updates before the checkpoint.
+      arrays: the state by name, on host 0; {} on the others.
+    """
+
+    path: Path
+    config: config_dict.ConfigDict
+    data: dict
+    step: int
+    arrays: dict[str, np.ndarray]
+
+
+def evaluate(
+    run_folder: Path,
+    split: str = "val",
+    *,
+    images: str | None = None,
+    out: str | None = None,
+    views: bool = False,
+    ema: bool = False,
+    overrides: dict[str, str | int] | None = None,
+) -> float | None:
+    """Prints the results of a run; returns the accuracy if any image has a label. Every host calls it.
+
+    Args:
+      split: of the run's own data, "val" or "test".
+      images: a folder or zip, evaluated instead of the split.
+      out: CSV file for the predictions.
+      views: logits are the mean over the 8 views of an image.
+      ema: parameters are their moving average.
+      overrides: {field: value} for fields of OVERRIDES.
+    Raises:
+      UserError: the run or the images cannot be used, or `out` not be written; on every host.
+    """
+    overrides = overrides or {}
+    # Never where the run says: programs are code.
+    cli.use_compilation_cache(own_cache_dir(overrides))
+    start_jax()
+    options = json.dumps([split, images, views, ema, overrides])
+    if len(set(collectives.gather_text(options))) > 1:
+        raise UserError("hosts disagree about the options; allowed: the same on each")
+
+    run = load_run(run_folder, overrides)
+    dataset = read_images(images, run) if images else read_split(run, split, overrides)
+    logits = predict(run, dataset, views=views, ema=ema)
+
+    labelled = dataset.labels >= 0
+    scores = score(logits[labelled], dataset.labels[labelled]) if labelled.any() else None
+    heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
+    heading += ", mean over 8 views" if views else ""
+    heading += ", moving average of the parameters" if ema else ""
+
+    def show():
+        print_results(dataset, logits, scores, heading)
+        if out:
+            write_csv(out, dataset, logits)
+
+    collectives.agreed(show, collectives.is_primary())
+    return scores.accuracy if scores else None
+
+
+# ---- the run -----------------------------------------------------------------------------------------
+
+
+def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> TrainedRun:
+    """A run at its best checkpoint, read by the primary host; `overrides` take the place of fields of its config.
 
     Raises:
       UserError: no such run, or its checkpoints or config cannot be used; on every host.
     """
-    found = collectives.agreed(lambda: best_checkpoint(run), collectives.is_primary())
-    arrays, description = found or ({}, None)
-    description = json.loads(collectives.gather_text(json.dumps(description))[0])
+    best = collectives.agreed(lambda: best_checkpoint(path), collectives.is_primary()) or BestCheckpoint({}, {})
+    description = collectives.json_from_primary(best.description)
     config = default.get_config()
     with config.unlocked():
         config.update(config_dict.ConfigDict(description["config"]))
@@ -73,12 +137,44 @@ def load_run(
     # The user's own limit: a run may come from someone else.
     config.dataset.max_image_pixels = default.get_config().dataset.max_image_pixels
     config.update_from_flattened_dict(overrides or {})
-    validate(config, models.OPTIONS)
-    return config, description["data"], arrays, description["step"]
+    validate(config, model.OPTIONS)
+    return TrainedRun(path, config, description["data"], description["step"], best.arrays)
 
 
-def read_split(run: Path, config, split: str, recorded: dict, overrides: dict[str, str | int]) -> images.Dataset:
-    """Images and labels of a split of the run's data, `recorded` in its checkpoint.
+def read_variables(run: TrainedRun, network, image_shape: tuple[int, ...], *, ema: bool) -> dict:
+    """What the network is applied to, on every host.
+
+    Raises:
+      UserError: the run keeps no moving average, or its arrays are not those of the network.
+    """
+    params, model_state = jax.eval_shape(lambda: model.init_variables(network, image_shape, 0))
+    expected = {"params": params, "model_state": model_state}
+    if ema:
+        expected = {"ema": expected}
+    expected = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), expected)
+
+    def fill():
+        arrays = arrays_of(expected, run.arrays)
+        if ema and not arrays:
+            raise UserError(f"--ema: {run.path} keeps no moving average; train with --config.train.ema_decay")
+        return checkpoints.fill(expected, arrays, str(run.path))
+
+    state = collectives.from_primary(collectives.agreed(fill, collectives.is_primary()) or expected)
+    if ema:
+        state = state["ema"]
+    return {"params": state["params"], **state["model_state"]}
+
+
+# ---- the images --------------------------------------------------------------------------------------
+
+
+def own_cache_dir(overrides: dict[str, str | int]) -> str:
+    """The user's own cache folder, whatever the run says."""
+    return overrides.get("augment.cache_dir") or default.get_config().augment.cache_dir
+
+
+def read_split(run: TrainedRun, split: str, overrides: dict[str, str | int]) -> Dataset:
+    """Images and labels of a split of the run's own data.
 
     Read from the user's own cache, else from the one that the run names, else decoded again into the user's own. A
     run may come from someone else: nothing is changed where it points, and what is read there is named.
@@ -86,73 +182,43 @@ def read_split(run: Path, config, split: str, recorded: dict, overrides: dict[st
     Raises:
       UserError: the digest of the example ids is another, so the split is another.
     """
-    own_cache_dir = overrides.get("augment.cache_dir") or default.get_config().augment.cache_dir
-    dataset = find_cached(own_cache_dir, split, recorded)
-    if dataset is None and config.augment.cache_dir != own_cache_dir:
-        name_foreign(run, "augment.cache_dir", config.augment.cache_dir)
-        dataset = find_cached(config.augment.cache_dir, split, recorded)
+    cache_dir = own_cache_dir(overrides)
+    dataset = recorded.find_split(cache_dir, split, run.data)
+    if dataset is None and run.config.augment.cache_dir != cache_dir:
+        name_foreign(run.path, "augment.cache_dir", run.config.augment.cache_dir)
+        dataset = recorded.find_split(run.config.augment.cache_dir, split, run.data)
     if dataset is not None:
         return dataset
-    config.augment.cache_dir = own_cache_dir
+
+    config = run.config.copy_and_resolve_references()
+    config.augment.cache_dir = cache_dir
     if config.dataset.path and "dataset.path" not in overrides:
-        name_foreign(run, "dataset.path", config.dataset.path)
+        name_foreign(run.path, "dataset.path", config.dataset.path)
 
     def read(cache):
-        dataset = read_cache(cache, split)
-        if cache.identity()["ids"] != recorded["ids"]:
+        dataset = recorded.read_split(cache, split)
+        if cache.identity()["ids"] != run.data["ids"]:
             raise UserError(f"dataset: the examples of {cache.manifest['source']} are not those of the run")
         return dataset
 
-    return augment.with_cache(config, read)[1]
+    _, dataset = augment.with_cache(config, read)
+    return dataset
 
 
-def name_foreign(run: Path, field: str, path: str) -> None:
+def name_foreign(run_folder: Path, field: str, path: str) -> None:
     """Says that a place outside the run folder is read for no other reason than that the run's config names it."""
-    if collectives.is_primary() and not reader.lies_in(path, run):
-        log.warning("reads %s %s, which %s names", field, path, run)
+    if collectives.is_primary() and not reader.lies_in(path, run_folder):
+        log.warning("reads %s %s, which %s names", field, path, run_folder)
 
 
-def find_cached(cache_dir: str, split: str, recorded: dict) -> images.Dataset | None:
-    """The split where a sound cache of just these data is in `cache_dir` on every host; changes nothing there."""
-
-    dataset = None
-    try:
-        for manifest in sorted(epath.Path(cache_dir).expanduser().glob("[!.]*/manifest.json")):
-            if cache := open_if_of(manifest.parent, recorded):
-                dataset = read_cache(cache, split)
-                break
-    except DamagedCache as damage:
-        log.warning("damaged cache: %s", damage)
-    except (OSError, ValueError, ImportError):  # nothing there that this host can read; a path that is none
-        pass
-    everywhere = all(map(json.loads, collectives.gather_text(json.dumps(dataset is not None))))
-    return dataset if everywhere else None
-
-
-def open_if_of(folder: epath.Path, recorded: dict) -> Cache | None:
-    """A cache folder that holds just the data of `recorded`."""
-    try:
-        cache = open_cache(folder)
-    except DamagedCache:  # of some data set; who needs it will say so
-        return None
-    identity = cache.identity()
-    return cache if identity == {name: recorded.get(name) for name in identity} else None
-
-
-def read_cache(cache: Cache, split: str) -> images.Dataset:
-    """Images and labels of a split; raises DamagedCache."""
-    pixels = memory.aligned_empty((cache.count(split), *cache.image_shape), np.uint8)
-    cache.read_images(split, np.arange(len(pixels)), pixels.reshape(len(pixels), -1))
-    labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")
-    return images.Dataset(pixels, labels, cache.class_names, ids.tolist())
-
-
-def read_images(path: str, class_names: list[str], size: int, max_pixels: int) -> images.Dataset:
-    """All images in a folder or zip, resized to `size`, on every host; see `data.find_images`.
+def read_images(path: str, run: TrainedRun) -> Dataset:
+    """All images in a folder or zip, in the size of the run's, on every host; see `sources.find_images`.
 
     Raises:
       UserError: a host cannot read them, or not the same ones; on every host.
     """
+    class_names, size = run.data["class_names"], run.data["image_shape"][0]
+    max_pixels = run.config.dataset.max_image_pixels
     dataset = collectives.agreed(lambda: sources.find_images(path, class_names, size, max_pixels))
     digest = hashlib.sha256(dataset.images)
     digest.update("\n".join(dataset.example_ids).encode())
@@ -161,138 +227,30 @@ def read_images(path: str, class_names: list[str], size: int, max_pixels: int) -
     return dataset
 
 
-def read_variables(network, image_shape, arrays: dict, run: Path, *, ema: bool) -> dict:
-    """What the network is applied to, from the arrays of a checkpoint; on every host.
-
-    Raises:
-      UserError: the run keeps no moving average, or its arrays are not those of the network.
-    """
-    params, model_state = jax.eval_shape(lambda: models.init_variables(network, image_shape, 0))
-    like = {"params": params, "model_state": model_state}
-    like = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), {"ema": like} if ema else like)
-
-    def read():
-        found = arrays_of(like, arrays)
-        if ema and not found:
-            raise UserError(f"--ema: {run} keeps no moving average; train with --config.train.ema_decay")
-        return checkpoints.fill(like, found, str(run))
-
-    found = collectives.from_primary(collectives.agreed(read, collectives.is_primary()) or like)
-    found = found["ema"] if ema else found
-    return {"params": found["params"], **found["model_state"]}
+# ---- the predictions ---------------------------------------------------------------------------------
 
 
-def predict(logits_fn, variables, dataset: images.Dataset) -> np.ndarray:
+def predict(run: TrainedRun, dataset: Dataset, *, views: bool, ema: bool) -> np.ndarray:
     """Logits [N, num_classes] of all images, computed on all devices of all hosts, on every host."""
-    rows = dataset.images.reshape(len(dataset.images), -1)
-    placed = []
-    for index, device in zip(replicas.local_indices(), jax.local_devices(), strict=True):
-        own = rows[rows_of_device(len(rows), jax.device_count(), index)]
-        placed.append(jax.device_put(own[None], device))
-    run = make_predict(logits_fn, resolve_micro_batch_size("auto"))
-    gathered = np.asarray(run(replicas.replicate(variables), replicas.stack(placed)))
-    return in_split_order(gathered, len(rows))
-
-
-def print_results(dataset: images.Dataset, logits: np.ndarray, what: str) -> None:
-    """Accuracy and loss over the labelled images, and a line per class."""
-    out, known = console.Console(highlight=False), dataset.labels >= 0
-    out.print(printable(what), markup=False, soft_wrap=True)
-    predicted, names = logits.argmax(axis=1), [printable(name) for name in dataset.class_names]
-    if not known.any():
-        counts = np.bincount(predicted, minlength=len(names))
-        found = ", ".join(f"{count} {name}" for name, count in zip(names, counts, strict=True) if count)
-        out.print(f"{len(predicted):,} images without labels; predicted {found}", markup=False, soft_wrap=True)
-        return
-    labels, hits = dataset.labels[known], predicted[known]
-    scores = score(logits[known], labels)
-    rows = table.Table(box=box.SIMPLE)
-    rows.add_column("class")
-    for name in ("images", "recall", "precision", "most often taken for"):
-        rows.add_column(name, justify="left" if " " in name else "right")
-    for label, name in enumerate(names):
-        own, called = labels == label, hits == label
-        wrong = np.bincount(hits[own & ~called], minlength=len(names))
-        taken = f"{names[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
-        recall, precision = (_share(part, own & called) for part in (own, called))
-        rows.add_row(text.Text(name), f"{own.sum():,}", recall, precision, text.Text(taken))
-    out.print(rows)
-    out.print(f"accuracy {scores.accuracy:.4f}, loss {scores.loss:.4f} over {scores.num_examples:,} images")
-    if not known.all():
-        out.print(f"{np.count_nonzero(~known):,} more images lie in no folder named as a class: predicted only")
-
-
-def _share(whole: np.ndarray, part: np.ndarray) -> str:
-    return f"{part.sum() / whole.sum():.4f}" if whole.any() else "none"
-
-
-def write_csv(path: str, dataset: images.Dataset, logits: np.ndarray) -> None:
-    """One line per image: id, label (empty where unknown), prediction, and the probability of each class."""
-    logits = logits.astype(np.float64)
-    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
-    probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
-    names = dataset.class_names
-    try:
-        with files.replacing(Path(path)) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["id", "label", "prediction", *(f"p({name})" for name in names)])
-            for example, label, row in zip(dataset.example_ids, dataset.labels, probabilities, strict=True):
-                known = names[label] if label >= 0 else ""
-                writer.writerow([example, known, names[row.argmax()], *(f"{p:.6f}" for p in row)])
-    except OSError as error:
-        raise UserError(f"--out: cannot write {path} ({error.strerror or error})") from error
-
-
-def evaluate(
-    run: Path,
-    split: str,
-    path: str | None,
-    out: str | None,
-    *,
-    views: bool = False,
-    ema: bool = False,
-    overrides: dict[str, str | int] | None = None,
-) -> float | None:
-    """Prints the results of a run on a split, or on the images in `path`; returns the accuracy if there is one.
-
-    With `views` logits are the mean over the 8 views of an image, with `ema` parameters their moving average.
-    `overrides` {field: value} are for those of OVERRIDES.
-
-    Every host calls it; the primary host prints and writes.
-
-    Raises:
-      UserError: the run or the images cannot be used, or `out` not be written; on every host.
-    """
-    overrides = overrides or {}
-    # Never where the run says: programs are code.
-    cli.use_compilation_cache(overrides.get("augment.cache_dir", default.get_config().augment.cache_dir))
-    start_jax()
-    asked = json.dumps([split, path, views, ema, overrides])
-    if len(set(collectives.gather_text(asked))) > 1:
-        raise UserError("hosts disagree about the options; allowed: the same on each")
-    config, description, arrays, step = load_run(run, overrides)
-    if path:
-        size, max_pixels = description["image_shape"][0], config.dataset.max_image_pixels
-        dataset = read_images(path, description["class_names"], size, max_pixels)
-    else:
-        dataset = read_split(run, config, split, description, overrides)
-    shape = dataset.images.shape[1:]
-    network = make_network(config, len(dataset.class_names))
-    variables = read_variables(network, shape, arrays, run, ema=ema)
-    logits_fn = make_logits_fn(network, shape, description["mean"], description["std"])
+    image_shape = dataset.images.shape[1:]
+    network = make_network(run.config, len(dataset.class_names))
+    variables = read_variables(run, network, image_shape, ema=ema)
+    logits_fn = make_logits_fn(network, image_shape, run.data["mean"], run.data["std"])
     if views:
-        logits_fn = augment.average_over_views(logits_fn, shape)
-    logits = predict(logits_fn, variables, dataset)
-    how = ", mean over 8 views" * views + ", moving average of the parameters" * ema
+        logits_fn = augment.average_over_views(logits_fn, image_shape)
+    predict_all = make_predict(logits_fn, resolve_micro_batch_size("auto"))
+    logits = np.asarray(predict_all(replicas.replicate(variables), spread_images(dataset.images)))
+    return in_split_order(logits, len(dataset.images))
 
-    def show():
-        print_results(dataset, logits, f"{run} at update {step}, {path or f'{split} split'}{how}")
-        if out:
-            write_csv(out, dataset, logits)
 
-    collectives.agreed(show, collectives.is_primary())
-    known = dataset.labels >= 0
-    return score(logits[known], dataset.labels[known]).accuracy if known.any() else None
+def spread_images(images: np.ndarray):
+    """Images as flat rows over all devices: [local devices, n, H * W * C]."""
+    rows = images.reshape(len(images), -1)
+    shards = []
+    for index, device in zip(replicas.local_indices(), jax.local_devices(), strict=True):
+        shard = rows[rows_of_device(len(rows), jax.device_count(), index)]
+        shards.append(jax.device_put(shard[None], device))
+    return replicas.stack(shards)
 
 
 def main() -> None:
@@ -310,16 +268,22 @@ def main() -> None:
     flags.DEFINE_bool("ema", False, "Take the moving average of the parameters.")
     for field, define in OVERRIDES.items():
         define(f"config.{field}", None, f"Instead of {field} in the run's config.")
-    given = cli.parse_plain_flags(sys.argv)
-    if len(given) != 1:
-        raise cli.UsageError(f"give one run folder; found {' '.join(given) or 'none'}")
-    if flags.FLAGS.images and flags.FLAGS["split"].present:
+    folders = cli.parse_plain_flags(sys.argv)
+    if len(folders) != 1:
+        raise cli.UsageError(f"give one run folder; found {' '.join(folders) or 'none'}")
+    given = flags.FLAGS
+    if given.images and given["split"].present:
         raise cli.UsageError("--images and --split: allowed: one of them")
-    how = {"views": flags.FLAGS.views, "ema": flags.FLAGS.ema}
-    values = {field: flags.FLAGS[f"config.{field}"].value for field in OVERRIDES}
-    overrides = {field: value for field, value in values.items() if value is not None}
-    run = Path(given[0]).expanduser()
-    evaluate(run, flags.FLAGS.split, flags.FLAGS.images, flags.FLAGS.out, overrides=overrides, **how)
+    overrides = {field: given[f"config.{field}"].value for field in OVERRIDES}
+    evaluate(
+        Path(folders[0]).expanduser(),
+        given.split,
+        images=given.images,
+        out=given.out,
+        views=given.views,
+        ema=given.ema,
+        overrides={field: value for field, value in overrides.items() if value is not None},
+    )
 
 
 if __name__ == "__main__":

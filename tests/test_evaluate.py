@@ -1,4 +1,5 @@
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -11,9 +12,11 @@ from conftest import assert_one_line_error, make_folder, run_script
 import evaluate
 import train
 from configs import default
-from largebatch.data import images
+from largebatch.data.images import Dataset
 from largebatch.errors import UserError
-from largebatch.runs.progress import best_checkpoint
+from largebatch.runs.best import best_checkpoint
+from largebatch.runs.predictions import print_results
+from largebatch.training.evaluation import score
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +35,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
     """A finished run on them."""
-    from configs import default
-
     config = default.get_config()
     config.dataset.name, config.dataset.path = "trees", str(folder)
     config.augment.cache_dir = str(tmp_path_factory.mktemp("cache"))
@@ -45,7 +46,7 @@ def run(folder, tmp_path_factory):
 
 
 def test_validation_gives_the_accuracy_and_logits_of_the_run(run, tmp_path, capsys):
-    accuracy = evaluate.evaluate(run, "val", None, str(tmp_path / "val.csv"))
+    accuracy = evaluate.evaluate(run, "val", out=str(tmp_path / "val.csv"))
     summary = json.loads((run / "summary.json").read_text())
     assert accuracy == summary["best_val_accuracy"]
     text = capsys.readouterr().out
@@ -57,15 +58,13 @@ def test_validation_gives_the_accuracy_and_logits_of_the_run(run, tmp_path, caps
         assert [row["id"] for row in rows] == stored["ids"].tolist()
         logits, names = stored["logits"].astype(float), ["ash", "elm", "oak"]
         expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-        found = [[float(row[f"p({name})"]) for name in names] for row in rows]
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        probabilities = [[float(row[f"p({name})"]) for name in names] for row in rows]
+        np.testing.assert_allclose(probabilities, expected, atol=2e-5)
         assert [row["prediction"] for row in rows] == [names[i] for i in logits.argmax(axis=1)]
         assert [row["label"] for row in rows] == [names[i] for i in stored["labels"]]
 
 
 def test_views_and_moving_average_give_the_accuracies_of_the_run(folder, tmp_path, capsys):
-    from configs import default
-
     config = default.get_config()
     config.dataset.name, config.dataset.path, config.augment.cache_dir = (
         "trees",
@@ -77,15 +76,16 @@ def test_views_and_moving_average_give_the_accuracies_of_the_run(folder, tmp_pat
     config.eval.view_average, config.train.inner_steps, config.train.outer_steps = True, 3, 1
     train.train_and_evaluate(config, str(tmp_path / "run"))
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    for views, ema, name in ((0, 0, ""), (1, 0, "_views"), (0, 1, "_ema"), (1, 1, "_ema_views")):
-        found = evaluate.evaluate(tmp_path / "run", "val", None, None, views=bool(views), ema=bool(ema))
-        assert found == row[f"val_accuracy{name}"]
+    for views, ema in itertools.product((False, True), repeat=2):
+        name = ("_ema" if ema else "") + ("_views" if views else "")
+        accuracy = evaluate.evaluate(tmp_path / "run", views=views, ema=ema)
+        assert accuracy == row[f"val_accuracy{name}"]
     assert "mean over 8 views, moving average of the parameters" in capsys.readouterr().out
 
 
 def test_a_run_without_moving_average_says_so(run):
     with pytest.raises(UserError, match=r"--ema: .* keeps no moving average; train with --config.train.ema_decay"):
-        evaluate.evaluate(run, "val", None, None, ema=True)
+        evaluate.evaluate(run, ema=True)
 
 
 def cache_of(run) -> Path:
@@ -107,17 +107,17 @@ def test_a_damaged_cache_of_the_run_is_left_as_it_is_and_one_of_the_users_built_
     shutil.copytree(cache_of(run), theirs)
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    accuracy = evaluate.evaluate(copy, "test", None, None)
+    accuracy = evaluate.evaluate(copy, "test")
     for cache_dir in (cache_of(run), theirs):
-        (images,) = cache_dir.glob("trees-*/test_images.npy")
-        whole, damaged = images.read_bytes(), damage(images)
+        (path,) = cache_dir.glob("trees-*/test_images.npy")
+        whole, damaged = path.read_bytes(), damage(path)
         caplog.clear()
         overrides = {} if cache_dir != theirs else {"augment.cache_dir": str(theirs)}
-        assert evaluate.evaluate(copy, "test", None, None, overrides=overrides) == accuracy
-        assert f"damaged cache: {images}" in caplog.text
+        assert evaluate.evaluate(copy, "test", overrides=overrides) == accuracy
+        assert f"damaged cache: {path}" in caplog.text
         assert f"reads dataset.path {folder}, which {copy} names" in caplog.messages
-        assert images.read_bytes() == (whole if cache_dir == theirs else damaged)
-        images.write_bytes(whole)
+        assert path.read_bytes() == (whole if cache_dir == theirs else damaged)
+        path.write_bytes(whole)
     assert len(list(home.glob(".cache/largebatch/trees-*"))) == 1
 
 
@@ -157,8 +157,9 @@ def test_what_lies_in_the_run_folder_needs_no_word(run, tmp_path, caplog):
 
 def test_names_that_others_gave_do_not_steer_the_terminal(capsys):
     names = ["\x1b[2J", "[/nothing]", "ash\r"]
-    dataset = images.Dataset(np.zeros((3, 8, 8, 3), np.uint8), np.arange(3), names, ["a", "b", "c"])
-    evaluate.print_results(dataset, np.roll(np.eye(3), 1, axis=0), "run \x1b]0;title\x07")
+    dataset = Dataset(np.zeros((3, 8, 8, 3), np.uint8), np.arange(3), names, ["a", "b", "c"])
+    logits = np.roll(np.eye(3), 1, axis=0)
+    print_results(dataset, logits, score(logits, dataset.labels), "run \x1b]0;title\x07")
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert "\x07" not in shown
@@ -174,8 +175,9 @@ def test_images_of_a_folder_and_a_zip(run, folder, tmp_path, capsys):
     (loose / "deep" / "oak" / "oak_1.png").rename(loose / "somewhere" / "stray.png")
     (loose / "notes.txt").write_text("no image")
     archive = shutil.make_archive(str(tmp_path / "photos"), "zip", loose)
-    accuracies = [evaluate.evaluate(run, "val", str(path), str(tmp_path / "out.csv")) for path in (loose, archive)]
-    assert accuracies[0] == accuracies[1]
+    out = str(tmp_path / "out.csv")
+    accuracy = evaluate.evaluate(run, images=str(loose), out=out)
+    assert evaluate.evaluate(run, images=archive, out=out) == accuracy
     text = capsys.readouterr().out
     assert "over 132 images" in text
     assert "1 more images lie in no folder named as a class" in text
@@ -183,28 +185,27 @@ def test_images_of_a_folder_and_a_zip(run, folder, tmp_path, capsys):
         rows = {row["id"]: row for row in csv.DictReader(file)}
     assert rows["somewhere/stray.png"]["label"] == ""
     right = sum(row["label"] == row["prediction"] for row in rows.values() if row["label"])
-    assert right / 132 == accuracies[0]
+    assert right / 132 == accuracy
 
 
 def test_images_without_labels(run, tmp_path, capsys):
     make_folder(tmp_path / "flat", {"birch": 4}, size=(20, 24))  # of another size: resized as in training
-    assert evaluate.evaluate(run, "val", str(tmp_path / "flat"), None) is None
+    assert evaluate.evaluate(run, images=str(tmp_path / "flat")) is None
     assert "4 images without labels; predicted" in capsys.readouterr().out
 
 
 def test_the_limit_of_pixels_is_the_users_own(run, monkeypatch):
     """A run may come from someone else, and bring a limit that lets gigabytes through."""
-    described = best_checkpoint
 
     def foreign(path):
-        arrays, description = described(path)
-        description["config"]["dataset"]["max_image_pixels"] = 10**12
-        return arrays, description
+        best = best_checkpoint(path)
+        best.description["config"]["dataset"]["max_image_pixels"] = 10**12
+        return best
 
     monkeypatch.setattr(evaluate, "best_checkpoint", foreign)
-    config, *_ = evaluate.load_run(run)
+    config = evaluate.load_run(run).config
     assert config.dataset.max_image_pixels == default.get_config().dataset.max_image_pixels
-    config, *_ = evaluate.load_run(run, {"dataset.max_image_pixels": 7})
+    config = evaluate.load_run(run, {"dataset.max_image_pixels": 7}).config
     assert config.dataset.max_image_pixels == 7
 
 
