@@ -20,23 +20,62 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 # Contenders share a GPU with PyTorch in a process of its own: nobody may take all of its memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from absl import flags
 
-from benchmarks import accuracy, growth, loop, memory, noise, pack, scaling, step
-from benchmarks import input as inputs
+from benchmarks import accuracy, growth, inputs, loop, memory, noise, pack, scaling, step
 from largebatch.cli import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
 from largebatch.errors import UserError
 from largebatch.runs.folder import jsonable
 
 
-def _plot(name: str, result: dict, path: str) -> None:
-    from benchmarks import plot
+@dataclass(frozen=True)
+class Command:
+    """A command of bench.py.
 
-    {"step": plot.plot_step, "scaling": plot.plot_scaling}[name](result, path)
+    Attributes:
+      measure: (flags, arguments of train.py) -> result, plain JSON.
+      show: prints a result.
+      needs_path: whether --path must be given.
+      trains: whether it takes arguments of train.py behind --.
+      plot: function of benchmarks/plot.py that draws the result; None where there is no picture.
+    """
+
+    measure: Callable[[Any, list[str]], dict]
+    show: Callable[[dict], None]
+    needs_path: bool = False
+    trains: bool = False
+    plot: str | None = None
+
+
+COMMANDS = {
+    "step": Command(
+        lambda given, _: step.bench_step(given.batch_size, given.repeats, given.peers),
+        step.print_step,
+        plot="plot_step",
+    ),
+    "input": Command(lambda given, _: inputs.bench_input(given.path), inputs.print_input, needs_path=True),
+    "scaling": Command(
+        lambda given, _: scaling.bench_scaling(given.repeats), scaling.print_scaling, plot="plot_scaling"
+    ),
+    "memory": Command(lambda *_: memory.bench_memory(), memory.print_memory),
+    "accuracy": Command(
+        lambda given, arguments: accuracy.bench_accuracy(arguments, given.seeds, given.target, given.path),
+        accuracy.print_accuracy,
+        needs_path=True,
+        trains=True,
+    ),
+    "loop": Command(lambda given, _: loop.bench_loop(given.path), loop.print_loop, needs_path=True),
+    "pack": Command(lambda given, _: pack.bench_pack(given.repeats), pack.print_pack),
+    "noise": Command(lambda given, _: noise.bench_noise(given.batch_size, given.repeats), noise.print_noise),
+    "growth": Command(lambda *_: growth.bench_growth(), growth.print_growth),
+}
 
 
 def define_flags() -> None:
@@ -53,62 +92,61 @@ def define_flags() -> None:
     flags.DEFINE_string("plot", None, "step, scaling: draw the figures to this PNG.")
 
 
-def make_commands(values, rest: list[str]) -> dict:
-    """What each command runs and how it is printed."""
-    return {
-        "step": (lambda: step.bench_step(values.batch_size, values.repeats, values.peers), step.print_step),
-        "input": (lambda: inputs.bench_input(values.path), inputs.print_input),
-        "scaling": (lambda: scaling.bench_scaling(values.repeats), scaling.print_scaling),
-        "memory": (memory.bench_memory, memory.print_memory),
-        "accuracy": (
-            lambda: accuracy.bench_accuracy(rest, values.seeds, values.target, values.path),
-            accuracy.print_accuracy,
-        ),
-        "loop": (lambda: loop.bench_loop(values.path), loop.print_loop),
-        "pack": (lambda: pack.bench_pack(values.repeats), pack.print_pack),
-        "noise": (lambda: noise.bench_noise(values.batch_size, values.repeats), noise.print_noise),
-        "growth": (growth.bench_growth, growth.print_growth),
-    }
+def parse_command(argv: list[str], train_arguments: list[str]) -> Command:
+    """The command that `argv` asks for; its flags are then in flags.FLAGS.
+
+    Raises:
+      UsageError: unknown command or flag, or flags that do not go together.
+    """
+    given = flags.FLAGS
+    names = parse_plain_flags(argv)
+    if len(names) != 1 or names[0] not in COMMANDS:
+        raise UsageError(f"give one command: {' | '.join(COMMANDS)}; found {' '.join(names) or 'none'}")
+    (name,) = names
+    command = COMMANDS[name]
+    if command.needs_path and not given.path:
+        raise UsageError("--path: not given; input needs EuroSAT.zip or its folder, loop and accuracy a run folder")
+    if train_arguments and not command.trains:
+        raise UsageError(f"--: only accuracy takes the arguments of train.py; found {' '.join(train_arguments)}")
+    if given.plot and not command.plot:
+        raise UsageError(f"--plot: {name} draws nothing; allowed with step and scaling")
+    return command
+
+
+def run_command(command: Command, train_arguments: list[str]) -> None:
+    """Measures, prints, and writes the files that --json and --plot name.
+
+    Raises:
+      UserError, OSError: something cannot be measured, or a file not be written.
+    """
+    given = flags.FLAGS
+    with contextlib.ExitStack() as stack:  # a file that cannot be written is found before the work
+        json_file = stack.enter_context(open(given.json, "w")) if given.json else None
+        if given.plot:
+            stack.enter_context(open(given.plot, "wb"))
+        result = command.measure(given, train_arguments)
+        command.show(result)
+        if json_file:
+            json.dump(jsonable(result), json_file, indent=1, allow_nan=False)
+    if given.plot:
+        from benchmarks import plot
+
+        getattr(plot, command.plot)(result, given.plot)
 
 
 def main() -> int:
     """Runs one command; returns the exit code."""
     logging.basicConfig(format="%(message)s")
     define_flags()
-    own, rest = sys.argv, []
-    if "--" in sys.argv:
-        cut = sys.argv.index("--")
-        own, rest = sys.argv[:cut], sys.argv[cut + 1 :]
-    values = flags.FLAGS
-    commands = make_commands(values, rest)
+    argv, train_arguments = sys.argv, []
+    if "--" in argv:
+        cut = argv.index("--")
+        argv, train_arguments = argv[:cut], argv[cut + 1 :]
     try:
-        given = parse_plain_flags(own)
-        if len(given) != 1 or given[0] not in commands:
-            raise UsageError(f"give one command: {' | '.join(commands)}; found {' '.join(given) or 'none'}")
-        (name,) = given
-        if name in ("input", "loop", "accuracy") and not values.path:
-            raise UsageError(
-                "--path: not given; input needs EuroSAT.zip or its folder, loop and accuracy a run folder"
-            )
-        if rest and name != "accuracy":
-            raise UsageError(f"--: only accuracy takes the arguments of train.py; found {' '.join(rest)}")
-        if values.plot and name not in ("step", "scaling"):
-            raise UsageError(f"--plot: {name} draws nothing; allowed with step and scaling")
+        run_command(parse_command(argv, train_arguments), train_arguments)
     except UsageError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return EXIT_USAGE
-    try:
-        with contextlib.ExitStack() as stack:  # a file that cannot be written is found before the work
-            file = stack.enter_context(open(values.json, "w")) if values.json else None
-            if values.plot:
-                stack.enter_context(open(values.plot, "wb"))
-            bench, show = commands[name]
-            result = bench()
-            show(result)
-            if file:
-                json.dump(jsonable(result), file, indent=1, allow_nan=False)
-        if values.plot:
-            _plot(name, result, values.plot)
     except (UserError, OSError) as error:
         print(f"bench.py: error: {error}", file=sys.stderr)
         return EXIT_FAILED

@@ -22,17 +22,8 @@ def bench_accuracy(arguments: list[str], seeds: int, target: float, path: str) -
     Raises:
       UserError: a run failed; its message.
     """
-    summaries = []
-    for seed in range(seeds):
-        folder = Path(path).resolve() / f"seed_{seed}"
-        own = [f"--config.seed={seed}", f"--config.train.target_accuracy={target}", f"--workdir={folder}"]
-        done = subprocess.run(
-            [sys.executable, "train.py", *arguments, *own], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:] or [f"train.py ended with status {done.returncode}"]
-            raise UserError(f"seed {seed}: {last[0]}")
-        summaries.append(json.loads((folder / "summary.json").read_text()))
+    folder = Path(path).resolve()
+    summaries = [train(arguments, seed, target, folder / f"seed_{seed}") for seed in range(seeds)]
     return {
         "command": "accuracy",
         "arguments": arguments,
@@ -50,13 +41,28 @@ def bench_accuracy(arguments: list[str], seeds: int, target: float, path: str) -
     }
 
 
+def train(arguments: list[str], seed: int, target: float, workdir: Path) -> dict:
+    """The summary of a run with this seed, which stops at `target`.
+
+    Raises:
+      UserError: it failed; its message.
+    """
+    options = [f"--config.seed={seed}", f"--config.train.target_accuracy={target}", f"--workdir={workdir}"]
+    command = [sys.executable, "train.py", *arguments, *options]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"train.py ended with status {done.returncode}"]
+        raise UserError(f"seed {seed}: {lines[-1]}")
+    return json.loads((workdir / "summary.json").read_text())
+
+
 def print_accuracy(result: dict) -> None:
     """Medians with their range over the seeds that reached the target, and how many did."""
     print(f"{result['reached']} of {result['seeds']} seeds reached {result['target_accuracy']}")
     for name, label in COLUMNS.items():
-        found = [value for value in result["to_target"][name] if value is not None]
-        if found:
-            print(f"{label:22} {statistics.median(found):12,.1f} ({min(found):,.1f} to {max(found):,.1f})")
+        costs = [cost for cost in result["to_target"][name] if cost is not None]
+        if costs:
+            print(f"{label:22} {statistics.median(costs):12,.1f} ({min(costs):,.1f} to {max(costs):,.1f})")
     final = result["final_val_accuracy"]
     spread = f" ± {statistics.stdev(final):.4f}" if len(final) > 1 else ""
     print(f"{'final accuracy':22} {statistics.mean(final):12.4f}{spread} (n = {len(final)})")

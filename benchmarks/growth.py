@@ -4,21 +4,26 @@ No device is touched. docs/growth.md has the assumptions, the table and what it 
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import model as models
+import model
 from benchmarks.peers import serve
 from largebatch.training.costs import training_costs
 
 IMAGES = 172_800
+PARAMS_BYTES = 4 * 422_602  # float32
+FEATURES = (32, 64, 128, 256)  # of the network's convolutions
 BATCH_SIZES = (512, 4096, 32768, IMAGES)
 DEVICE_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
-class Core(NamedTuple):
-    """One TPU v3 core; two of them are a chip. Jouppi et al., "A domain-specific supercomputer for training
-    deep neural networks", CACM 2020: 123 TFLOP/s bfloat16 and 900 GB/s of memory a chip, four links of 656
-    Gbit/s to its neighbours on a 2-D torus."""
+@dataclass(frozen=True)
+class Core:
+    """One TPU v3 core; two of them are a chip.
+
+    Jouppi et al., "A domain-specific supercomputer for training deep neural networks", CACM 2020: 123 TFLOP/s
+    bfloat16 and 900 GB/s of memory a chip, four links of 656 Gbit/s to its neighbours on a 2-D torus.
+    """
 
     flops: float = 61.5e12
     memory_bytes_per_sec: float = 450e9
@@ -28,42 +33,50 @@ class Core(NamedTuple):
     overhead_sec: float = 20e-6
 
 
-def memory_bytes_per_image(features=(32, 64, 128, 256), image_shape=serve.IMAGE_SHAPE) -> int:
-    """Bytes that an image's gradient moves through memory in bfloat16, where each product reads its
-    operands and writes its result once and everything else is fused into a neighbour.
+TPU_V3 = Core()
 
-    An output is written, read by its activation's gradient, and its gradient is written, read, written
-    once more behind the activation and read by two products: 6 times. An input is read twice, its gradient
-    written once.
+
+def memory_bytes_per_image() -> int:
+    """Bytes that an image's gradient moves through memory in bfloat16.
+
+    Each product reads its operands and writes its result once; everything else is fused into a neighbour. An output
+    is written, read by its activation's gradient, and its gradient is written, read, written once more behind the
+    activation and read by two products: 6 times. An input is read twice, its gradient written once; the
+    image itself needs no gradient.
     """
-    side, channels, _ = image_shape[0], image_shape[2], None
-    total = 0
-    for index, out_channels in enumerate(features):
-        inputs, side = side * side * channels, side // 2
-        outputs, channels = side * side * out_channels, out_channels
-        total += 6 * outputs + (3 if index else 2) * inputs
-    return 2 * total
+    side, _, channels = serve.IMAGE_SHAPE
+    numbers = 0
+    for layer, features in enumerate(FEATURES):
+        inputs = side * side * channels
+        side, channels = side // 2, features
+        outputs = side * side * channels
+        numbers += 6 * outputs + (2 if layer == 0 else 3) * inputs
+    return 2 * numbers
 
 
-def step_time(num_devices: int, images: int = IMAGES, core: Core | None = None) -> dict[str, float]:
+def step_time(num_devices: int, images: int = IMAGES, core: Core = TPU_V3) -> dict[str, float]:
     """Seconds of the parts of one update on `num_devices` cores.
 
     Compute and memory traffic overlap; the all-reduce waits for both and the optimizer for it. The
     all-reduce goes along both axes of the torus, in both directions, over chips.
     """
-    core = core or Core()
-    network = models.create_model("convnet", serve.NUM_CLASSES, "bfloat16", "lax")
+    network = model.create_model("convnet", serve.NUM_CLASSES, "bfloat16", "lax")
     share = math.ceil(images / num_devices)
-    flops = share * training_costs(network, serve.IMAGE_SHAPE).flops / core.flops
+    arithmetic = share * training_costs(network, serve.IMAGE_SHAPE).flops / core.flops
     memory = share * memory_bytes_per_image() / core.memory_bytes_per_sec
-    params_bytes = 4 * 422_602
     chips = max(1, num_devices // 2)
-    side = math.sqrt(chips)
-    reduce = 2 * (chips - 1) / chips * params_bytes / (4 * core.link_bytes_per_sec) + 4 * (side - 1) * core.hop_sec
+    hops = 4 * (math.sqrt(chips) - 1)
+    sent = 2 * (chips - 1) / chips * PARAMS_BYTES
+    all_reduce = sent / (4 * core.link_bytes_per_sec) + hops * core.hop_sec
     # LAMB reads parameters, gradients and two moments, writes three of them, and reads once more for its norms.
-    optimizer = 9 * params_bytes / core.memory_bytes_per_sec
-    total = max(flops, memory) + reduce + optimizer + core.overhead_sec
-    return {"flops": flops, "memory": memory, "all_reduce": reduce, "optimizer": optimizer, "total": total}
+    optimizer = 9 * PARAMS_BYTES / core.memory_bytes_per_sec
+    return {
+        "flops": arithmetic,
+        "memory": memory,
+        "all_reduce": all_reduce,
+        "optimizer": optimizer,
+        "total": max(arithmetic, memory) + all_reduce + optimizer + core.overhead_sec,
+    }
 
 
 def efficiency(num_devices: int, images: int) -> float:
@@ -76,8 +89,8 @@ def bench_growth() -> dict:
     rows = []
     for count in DEVICE_COUNTS:
         parts = step_time(count)
-        row = {"devices": count, "images_per_sec": IMAGES / parts["total"], "efficiency": efficiency(count, IMAGES)}
-        rows.append(row | parts)
+        rate, share = IMAGES / parts["total"], efficiency(count, IMAGES)
+        rows.append({"devices": count, "images_per_sec": rate, "efficiency": share, **parts})
     limits = []
     for batch_size in BATCH_SIZES:
         count = max(2**n for n in range(12) if efficiency(2**n, batch_size) >= 0.5)

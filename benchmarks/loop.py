@@ -9,25 +9,30 @@ from largebatch.errors import UserError
 
 
 def bench_loop(path: str) -> dict:
-    """The share of each outer loop but the first that was neither training nor evaluation, from the wall
-    clock of a run's metrics."""
+    """The share of each outer loop but the first that was neither training nor evaluation.
+
+    Raises:
+      UserError: the run folder `path` has no readable metrics, or too few.
+    """
     try:
         rows = [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
         walls = [after["wall_sec"] - before["wall_sec"] for before, after in itertools.pairwise(rows)]
         busy = [row["train_sec"] + row["eval_sec"] for row in rows[1:]]
+        evaluation = sum(row["eval_sec"] for row in rows[1:])
+        rates = [row["images_per_sec"] for row in rows]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--path: {path} holds no readable metrics.jsonl ({error})") from error
     if not walls:
         raise UserError(f"--path: {path} has {len(rows)} outer loops; at least 2 are needed")
-    shares = [1 - device / wall for device, wall in zip(busy, walls, strict=True)]
+    shares = [1 - on_devices / wall for on_devices, wall in zip(busy, walls, strict=True)]
     return {
         "command": "loop",
         "run": path,
         "outer_loops": len(shares),
         "overhead_median": statistics.median(shares),
         "overhead_max": max(shares),
-        "evaluation_share": sum(row["eval_sec"] for row in rows[1:]) / sum(walls),
-        "images_per_sec": statistics.median(row["images_per_sec"] for row in rows),
+        "evaluation_share": evaluation / sum(walls),
+        "images_per_sec": statistics.median(rates),
     }
 
 

@@ -2,61 +2,55 @@
 
 import jax
 
-import model as models
-from benchmarks.ours import OurStep
+from benchmarks.ours import OurStep, StepOptions, auto_conv
 from benchmarks.peers import serve
+from benchmarks.timing import about_machine
 from experiment import bytes_beside_images
 from largebatch.hosts.start import start_jax
-from largebatch.runs.provenance import git_commit, versions
 
 BATCH_SIZE = 4096
+DTYPES = ("bfloat16", "float32")
 
 
 def bench_memory(micro_batch_sizes: list[int] | None = None) -> dict:
-    """Compiles the step for each micro-batch size, in both dtypes, and runs one update of it
-    where the device tells what it allocates.
+    """Measures the step for each micro-batch size, in both dtypes.
 
     "compiled" is what the compiler says the program allocates on one device: images, state and work space.
     "peak" is what the device's allocator saw, where it tells; it only ever grows, so sizes ascend.
     """
     start_jax()
-    conv = models.resolve_conv("auto", jax.default_backend())
-    first = 16 if jax.default_backend() == "cpu" else 256
-    rows = []
-    for size in micro_batch_sizes or [first * 2**n for n in range(6)]:
-        for dtype in ("bfloat16", "float32"):
-            options = {"batch_size": BATCH_SIZE, "micro_batch_size": size, "dtype": dtype, "conv": conv}
-            ours = OurStep(options)
-            parts = bytes_beside_images(ours.network, ours.one_state(), serve.IMAGE_SHAPE, size)
-            parts = {"images": ours.shard_bytes()} | parts
-            analysis = ours.compiled().memory_analysis()
-            stats = jax.local_devices()[0].memory_stats()
-            if stats:
-                ours.run(1)
-                stats = jax.local_devices()[0].memory_stats()
-            compiled = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
-            compiled += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-            rows.append(
-                {
-                    "micro_batch_size": size,
-                    "dtype": dtype,
-                    "estimate": sum(parts.values()),
-                    "estimate_parts": parts,
-                    "compiled": compiled,
-                    "work_space": analysis.temp_size_in_bytes,
-                    "peak": stats and stats["peak_bytes_in_use"],
-                }
-            )
+    smallest = 16 if jax.default_backend() == "cpu" else 256
+    sizes = micro_batch_sizes or [smallest * 2**n for n in range(6)]
     return {
         "command": "memory",
         "batch_size": BATCH_SIZE,
-        "conv": conv,
-        "rows": rows,
+        "conv": auto_conv(),
+        "rows": [measure(size, dtype) for size in sizes for dtype in DTYPES],
         "devices": jax.device_count(),
-        "platform": jax.default_backend(),
-        "device_kind": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **about_machine(),
+    }
+
+
+def measure(micro_batch_size: int, dtype: str) -> dict:
+    """Compiles the step, and runs one update of it where the device tells what it allocates."""
+    step = OurStep(StepOptions(BATCH_SIZE, micro_batch_size, dtype, auto_conv()))
+    parts = {"images": step.data_bytes()}
+    parts.update(bytes_beside_images(step.network, step.state_shapes(), serve.IMAGE_SHAPE, micro_batch_size))
+    analysis = step.compiled().memory_analysis()
+    compiled = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    compiled += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    peak = None
+    if jax.local_devices()[0].memory_stats():
+        step.run(1)
+        peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
+    return {
+        "micro_batch_size": micro_batch_size,
+        "dtype": dtype,
+        "estimate": sum(parts.values()),
+        "estimate_parts": parts,
+        "compiled": compiled,
+        "work_space": analysis.temp_size_in_bytes,
+        "peak": peak,
     }
 
 

@@ -1,17 +1,19 @@
-"""Our inner loop as a contender, and the ceilings of the machine that it is held against."""
+"""Our inner loop as a contender, on random images that lie on the devices."""
 
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import augment
-import model as models
+import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
+from experiment import resolve_micro_batch_size
 from largebatch.data import batching
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
@@ -20,116 +22,179 @@ from largebatch.training.loss import make_loss_fn
 from largebatch.training.state import count_params, create_state
 from largebatch.training.step import Batch, Plan, Step, make_inner_loop
 
-MATMUL_SIZE = 2048
-COPY_BYTES = 2**28
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 
 
-class OurStep:
-    """The compiled inner loop on random images that lie on the devices, beside the peers' options.
+@dataclass(frozen=True)
+class StepOptions:
+    """What our step is built with; micro_batch_size is per device, conv a key of CONVS."""
 
-    Options: batch_size (may be changed by hand afterwards), micro_batch_size, dtype, conv, storage, noise_decay.
-    """
+    batch_size: int
+    micro_batch_size: int
+    dtype: str
+    conv: str
+    storage: str = "expanded"
+    measure_noise: bool = True
+
+
+def auto_conv() -> str:
+    """The convolution that train.py takes by itself."""
+    return model.resolve_conv("auto", jax.default_backend())
+
+
+def auto_options(batch_size: int, dtype: str, *, num_devices: int) -> StepOptions:
+    """What train.py takes by itself for a batch that is shared by so many devices."""
+    share = -(-batch_size // num_devices)
+    return StepOptions(batch_size, min(share, resolve_micro_batch_size("auto")), dtype, auto_conv())
+
+
+def make_network(dtype: str, conv: str):
+    """The network of every contender."""
+    return model.create_model("convnet", serve.NUM_CLASSES, dtype, conv)
+
+
+def make_loss(network) -> Callable:
+    """The loss on the images of every contender."""
+    return make_loss_fn(network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
+
+
+class OurStep(serve.Step):
+    """The compiled inner loop. Its `batch_size` may be changed between runs: it is not compiled in."""
 
     packed = False
 
-    def __init__(self, options: dict):
-        self.batch_size, self.updates = options["batch_size"], 0
-        self.network = models.create_model("convnet", serve.NUM_CLASSES, options["dtype"], options["conv"])
-        optimizer = create_optimizer("adam")
-        params, model_state = models.init_variables(self.network, serve.IMAGE_SHAPE, 0)
-        storage = options.get("storage", "expanded")
+    def __init__(self, options: StepOptions):
+        self.batch_size = options.batch_size
+        self._next_update = 0
+        self.network = make_network(options.dtype, options.conv)
         originals = -(-max(self.batch_size, serve.NUM_IMAGES) // augment.NUM_VIEWS)
-        self.deal = batching.Deal(originals, 1 if self.packed else jax.device_count(), augment.NUM_VIEWS)
-        self.shards = _random_shards(self.deal, storage)
+        self._deal = batching.Deal(originals, 1 if self.packed else jax.device_count(), augment.NUM_VIEWS)
+        self._data = _random_data(self._deal, options.storage)
+        optimizer = create_optimizer("adam")
+        noise = {} if options.measure_noise else {"noise_decay": None}
         step = Step(
-            make_loss_fn(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3),
+            make_loss(self.network),
             optimizer,
-            augment.make_read(storage, serve.IMAGE_SHAPE),
-            self.deal,
-            options["micro_batch_size"],
-            noise_decay=options.get("noise_decay", Step._field_defaults["noise_decay"]),
+            augment.make_read(options.storage, serve.IMAGE_SHAPE),
+            self._deal,
+            options.micro_batch_size,
             packed=self.packed,
+            **noise,
         )
-        self.inner_loop = make_inner_loop(step)
-        self.state = replicas.replicate(create_state(params, optimizer, 0, model_state))
+        self._inner_loop = make_inner_loop(step)
+        params, model_state = model.init_variables(self.network, serve.IMAGE_SHAPE, 0)
+        self._state = replicas.replicate(create_state(params, optimizer, 0, model_state))
 
-    def plan(self) -> Plan:
+    def _inputs(self) -> Plan:
         """Inputs of the next updates."""
-        steps = np.arange(self.updates, self.updates + MAX_ROUNDS, dtype=np.int64) * self.batch_size
+        updates = np.arange(self._next_update, self._next_update + MAX_ROUNDS, dtype=np.int64)
         return Plan(
-            *batching.epoch_and_offset(self.deal, steps),
+            *batching.epoch_and_offset(self._deal, updates * self.batch_size),
             np.full(MAX_ROUNDS, self.batch_size, np.int32),
             np.full(MAX_ROUNDS, serve.LEARNING_RATE, np.float32),
         )
 
-    def run(self, rounds: int) -> None:
-        """Does `rounds` updates in one call and waits for them."""
-        self.state, values = self.inner_loop(self.state, self.shards, self.plan(), np.int32(rounds))
-        jax.block_until_ready((self.state, values))
-        self.updates += rounds
+    def _count(self, updates: int):
+        """How many updates a call does, as the inner loop takes it."""
+        return np.int32(updates)
 
-    def step(self) -> serve.Step:
-        """As the peers have it."""
-        return serve.Step(
-            self.run,
-            lambda: int(replicas.first_replica(self.state.step)),
-            lambda: jax.tree.leaves(replicas.first_replica(self.state.params)),
-            lambda: {
-                "collectives": collectives(self.compiled().as_text()),
-                "params": count_params(self.one_state().params),
-            },
-        )
+    def run(self, updates: int) -> None:
+        """Does so many updates in one call and waits for them."""
+        self._state, values = self._inner_loop(self._state, self._data, self._inputs(), self._count(updates))
+        jax.block_until_ready((self._state, values))
+        self._next_update += updates
 
-    def one_state(self):
+    def updates(self) -> int:
+        """See `serve.Step`."""
+        return int(replicas.first_replica(self._state.step))
+
+    def params(self) -> list[np.ndarray]:
+        """See `serve.Step`."""
+        return jax.tree.leaves(replicas.first_replica(self._state.params))
+
+    def facts(self) -> dict:
+        """The collectives of the compiled program, and the number of parameters."""
+        return {
+            "collectives": collectives(self.compiled().as_text()),
+            "params": count_params(self.state_shapes().params),
+        }
+
+    def state_shapes(self):
         """Shapes and dtypes of one replica's state."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.state)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._state)
 
-    def shard_bytes(self) -> int:
+    def data_bytes(self) -> int:
         """Images and labels on one device."""
-        return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(self.shards))
+        return _bytes_per_device(self._data)
 
     def bytes_per_device(self) -> int:
         """Images, parameters and optimizer state on one device."""
-        return self.shard_bytes() + sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(self.state))
+        return _bytes_per_device(self._data) + _bytes_per_device(self._state)
 
     def compiled(self):
         """The compiled inner loop, for its text and memory; of one host."""
-        return self.inner_loop.lower(self.state, self.shards, self.plan(), np.int32(0)).compile()
+        return self._inner_loop.lower(self._state, self._data, self._inputs(), self._count(0)).compile()
 
 
-def collectives(text: str) -> list[dict]:
-    """Every collective of a compiled program: its kind and the bytes that one device puts in."""
-    found = []
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
-    for shapes, kind in re.findall(rf"= (\(.*?\)|\S+) ({kinds})(?:-start)?\(", text):
-        sizes = [
-            int(bits) // 8 * math.prod(map(int, filter(None, dims.split(","))))
-            for bits, dims in re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", shapes)
-        ]
-        found.append({"kind": kind, "bytes": sum(sizes)})
-    return found
+class PackedStep(OurStep):
+    """As many trials as devices, each on all images and on a device of its own."""
+
+    packed = True
+
+    def _inputs(self) -> Plan:
+        """Inputs of the next updates of each trial."""
+        return jax.tree.map(lambda x: np.stack([x] * jax.local_device_count()), super()._inputs())
+
+    def _count(self, updates: int):
+        return np.full(jax.local_device_count(), updates, np.int32)
 
 
-def _random_shards(deal: batching.Deal, storage: str):
+def _random_data(deal: batching.Deal, storage: str):
     views = augment.NUM_VIEWS if storage == "expanded" else 1
-    rows, image = deal.max_originals * views, int(np.prod(serve.IMAGE_SHAPE))
+    rows, image_size = deal.max_originals * views, math.prod(serve.IMAGE_SHAPE)
     shards = []
     for index, device in enumerate(jax.local_devices()):
         rng = np.random.default_rng(index)
         shard = {
-            "images": rng.integers(0, 256, (1, rows, image), np.uint8),
+            "images": rng.integers(0, 256, (1, rows, image_size), np.uint8),
             "labels": rng.integers(0, serve.NUM_CLASSES, (1, deal.max_originals), np.int32),
         }
         shards.append(jax.device_put(shard, device))
     return replicas.stack(shards)
 
 
-def our_step(name: str, options: dict) -> Contender:
+def _bytes_per_device(tree) -> int:
+    return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(tree))
+
+
+def our_step(name: str, options: StepOptions) -> Contender:
     """`OurStep` as a contender."""
-    ours = OurStep(options)
-    step = ours.step()
-    size = ours.bytes_per_device()
-    return Contender(name, step.run, lambda: serve.digest(step), options["batch_size"], bytes_per_device=size)
+    step = OurStep(options)
+    return Contender(name, step, options.batch_size, bytes_per_device=step.bytes_per_device())
+
+
+# ---- what XLA says -----------------------------------------------------------------------------------
+
+
+def collectives(text: str) -> list[dict]:
+    """Every collective of a compiled program: its kind and the bytes that one device puts in."""
+    operations = re.findall(rf"= (\(.*?\)|\S+) ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
+    return [{"kind": kind, "bytes": _bytes_of_shapes(shapes)} for shapes, kind in operations]
+
+
+def _bytes_of_shapes(text: str) -> int:
+    """Bytes of all arrays in a text such as "(f32[10,2]{1,0}, bf16[4]{0})"."""
+    total = 0
+    for bits, dims in re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", text):
+        total += int(bits) // 8 * math.prod(int(size) for size in dims.split(",") if size)
+    return total
 
 
 def count_by_xla(dtype: str, conv: str, micro_batch_size: int) -> dict[str, float]:
@@ -138,64 +203,31 @@ def count_by_xla(dtype: str, conv: str, micro_batch_size: int) -> dict[str, floa
     Of a loop XLA counts one turn, so the gradient is compiled by itself. On CPU it knows nothing of what
     goes on in library calls: the counts are then too low.
     """
-    network = models.create_model("convnet", serve.NUM_CLASSES, dtype, conv)
-    params, model_state = models.init_variables(network, serve.IMAGE_SHAPE, 0)
-    loss_fn = make_loss_fn(network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
-    size, image = micro_batch_size, int(np.prod(serve.IMAGE_SHAPE))
+    network = make_network(dtype, conv)
+    params, model_state = model.init_variables(network, serve.IMAGE_SHAPE, 0)
     batch = Batch(
-        jax.ShapeDtypeStruct((size, image), jnp.uint8),
-        jax.ShapeDtypeStruct((size,), jnp.int32),
-        jax.ShapeDtypeStruct((size,), jnp.float32),
+        jax.ShapeDtypeStruct((micro_batch_size, math.prod(serve.IMAGE_SHAPE)), jnp.uint8),
+        jax.ShapeDtypeStruct((micro_batch_size,), jnp.int32),
+        jax.ShapeDtypeStruct((micro_batch_size,), jnp.float32),
     )
-    gradient = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    gradient = jax.jit(jax.value_and_grad(make_loss(network), has_aux=True))
     costs = gradient.lower(params, model_state, batch).compile().cost_analysis()
-    return {"flops": costs.get("flops", 0.0) / size, "bytes": costs.get("bytes accessed", 0.0) / size}
+    return {
+        "flops": costs.get("flops", 0.0) / micro_batch_size,
+        "bytes": costs.get("bytes accessed", 0.0) / micro_batch_size,
+    }
 
 
-def matmul_ceiling(dtype: str) -> Contender:
-    """A large matrix product on every device at once, x <- x @ a; its rate is the arithmetic ceiling."""
-    count, size = jax.local_device_count(), MATMUL_SIZE
-    rng = np.random.default_rng(0)
-    start = rng.standard_normal((count, size, size), np.float32)
-    # Scaled so that the product neither grows nor fades; x is float32 outside the product.
-    factor = rng.standard_normal((count, size, size), np.float32) / np.sqrt(size)
+# ---- as a child --------------------------------------------------------------------------------------
 
-    def product(x, a):
-        return jax.lax.dot(x.astype(dtype), a.astype(dtype), preferred_element_type=jnp.float32)
-
-    return _ceiling(f"matrix product, {dtype}", product, start, factor, flops=2.0 * size**3 * count)
+DEFAULTS = {"batch_size": 512, "micro_batch_size": 16, "dtype": "bfloat16"}
 
 
-def copy_ceiling() -> Contender:
-    """Reads and writes a large array on every device at once, x <- x + a; its rate is the memory ceiling."""
-    count, size = jax.local_device_count(), COPY_BYTES // 4
-    start = np.zeros((count, size // count), np.float32)
-    return _ceiling("memory copy", jnp.add, start, np.ones((count, 1), np.float32), moved=2.0 * start.nbytes)
-
-
-def _ceiling(name, function: Callable, start, other, flops=0.0, moved=0.0) -> Contender:
-    advance = jax.pmap(function, replicas.AXIS, donate_argnums=0)
-    held = {"x": jax.pmap(lambda x: x)(start), "rounds": 0}
-    other = jax.pmap(lambda x: x)(other)
-
-    def run(rounds):
-        for _ in range(rounds):
-            held["x"] = jax.block_until_ready(advance(held["x"], other))
-            held["rounds"] += 1
-
-    def look():
-        some = np.asarray(held["x"].addressable_shards[0].data).ravel()[:4096]
-        return {"updates": held["rounds"], "sums": [[float(some.sum()), float(np.abs(some).sum())]]}
-
-    return Contender(name, run, look, flops=flops, bytes=moved)
-
-
-def build(options: dict) -> serve.Step:
-    """`OurStep` in a child process, with the automatic convolution."""
+def build(options: dict) -> OurStep:
+    """`OurStep` with options as in DEFAULTS and the automatic convolution."""
     start_jax()
-    options = options | {"conv": models.resolve_conv("auto", jax.default_backend())}
-    return OurStep(options).step()
+    return OurStep(StepOptions(**options, conv=auto_conv()))
 
 
 if __name__ == "__main__":
-    serve.main(build, {"batch_size": 512, "micro_batch_size": 16, "dtype": "bfloat16"})
+    serve.main(build, DEFAULTS)

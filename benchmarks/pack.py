@@ -1,39 +1,19 @@
 """bench.py pack: trials one per device at once, beside the same trials one after the other on all devices."""
 
+import dataclasses
 import os
 import statistics
 
 import jax
-import numpy as np
 
-import model as models
-from benchmarks.ours import OurStep
-from benchmarks.peers import serve
-from benchmarks.timing import MAX_ROUNDS, Contender, about_machine, interleave, ratio
-from experiment import resolve_micro_batch_size
+from benchmarks.ours import OurStep, PackedStep, auto_options
+from benchmarks.peers.serve import Progress
+from benchmarks.timing import Contender, about_machine, interleave, ratio
 from largebatch.hosts.start import start_jax
-from largebatch.training.step import Plan
 
 BATCH_SIZES = (16, 64, 256, 1024)
 NUM_CPU_DEVICES = 8
 DTYPE = "bfloat16"
-
-
-class PackedStep(OurStep):
-    """As many trials as devices, each on all images and on a device of its own."""
-
-    packed = True
-
-    def plan(self) -> Plan:
-        """Inputs of the next updates of each trial."""
-        return jax.tree.map(lambda x: np.stack([x] * jax.local_device_count()), super().plan())
-
-    def run(self, rounds: int) -> None:
-        """Does `rounds` updates of each trial in one call and waits for them."""
-        updates = np.full(jax.local_device_count(), rounds, np.int32)
-        self.state, values = self.inner_loop(self.state, self.shards, self.plan(), updates)
-        jax.block_until_ready((self.state, values))
-        self.updates += rounds
 
 
 def bench_pack(repeats: int, batch_sizes=BATCH_SIZES) -> dict:
@@ -41,43 +21,44 @@ def bench_pack(repeats: int, batch_sizes=BATCH_SIZES) -> dict:
     if "JAX_NUM_CPU_DEVICES" not in os.environ and "device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     start_jax()
-    platform, count = jax.default_backend(), jax.local_device_count()
-    rows = []
-    for batch_size in batch_sizes:
-        options = {
-            "batch_size": batch_size,
-            "micro_batch_size": min(batch_size, resolve_micro_batch_size("auto")),
-            "dtype": DTYPE,
-            "conv": models.resolve_conv("auto", platform),
-        }
-        packed = _contender("packed", PackedStep(options), count, 1)
-        share = min(options["micro_batch_size"], -(-batch_size // count))
-        in_turn = _contender("in turn", OurStep(options | {"micro_batch_size": share}), count, count)
-        times = interleave([packed, in_turn], repeats)
-        rates = {c.name: c.images / statistics.median(times[c.name]) for c in (packed, in_turn)}
-        rows.append({"batch_size": batch_size, "images_per_sec": rates, "gain": ratio(packed, in_turn, times)})
+    trials = jax.local_device_count()
     return {
         "command": "pack",
-        "trials": count,
+        "trials": trials,
         "dtype": DTYPE,
         "repeats": repeats,
-        "rows": rows,
-    } | about_machine()
+        "rows": [compare(batch_size, trials, repeats) for batch_size in batch_sizes],
+        **about_machine(),
+    }
 
 
-def _contender(name: str, ours: OurStep, trials: int, calls: int) -> Contender:
-    """A round is an update of each of `trials` trials, by `calls` calls of the step."""
-    step = ours.step()
+def compare(batch_size: int, trials: int, repeats: int) -> dict:
+    """Images/s of all trials packed and in turn, and the first over the second."""
+    packed_step = PackedStep(auto_options(batch_size, DTYPE, num_devices=1))
+    one_trial = OurStep(auto_options(batch_size, DTYPE, num_devices=trials))
+    packed = Contender("packed", RoundOfTrials(packed_step, 1), batch_size * trials)
+    # As many updates of one trial, which take as long as one of each.
+    in_turn = Contender("in turn", RoundOfTrials(one_trial, trials), batch_size * trials)
+    times = interleave([packed, in_turn], repeats)
+    rates = {c.name: c.images / statistics.median(times[c.name]) for c in (packed, in_turn)}
+    return {"batch_size": batch_size, "images_per_sec": rates, "gain": ratio(packed, in_turn, times)}
 
-    def run(rounds):
-        for _ in range(min(rounds, MAX_ROUNDS // calls)):
-            ours.run(calls)
 
-    def look():
-        seen = serve.digest(step)
-        return seen | {"updates": seen["updates"] // calls}
+class RoundOfTrials:
+    """A round is one call of a step, of so many updates."""
 
-    return Contender(name, run, look, ours.batch_size * trials)
+    def __init__(self, step: OurStep, updates: int):
+        self._step, self._updates = step, updates
+
+    def run(self, rounds: int) -> None:
+        """See `timing.Work`."""
+        for _ in range(rounds):
+            self._step.run(self._updates)
+
+    def progress(self) -> Progress:
+        """See `timing.Work`."""
+        progress = self._step.progress()
+        return dataclasses.replace(progress, updates=progress.updates // self._updates)
 
 
 def print_pack(result: dict) -> None:

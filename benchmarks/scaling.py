@@ -4,6 +4,7 @@ More devices than cores are simulated: together they have the same cores, so a c
 there is, and what a rate loses is what the devices cost.
 """
 
+import dataclasses
 import json
 import os
 import statistics
@@ -15,11 +16,9 @@ from pathlib import Path
 
 import jax
 
-import model as models
-from benchmarks.ours import OurStep
-from benchmarks.peers import serve
+from benchmarks.ours import OurStep, auto_options
+from benchmarks.peers.serve import Progress
 from benchmarks.timing import ROOT, Child, Contender, interleave
-from experiment import resolve_micro_batch_size
 from largebatch.errors import UserError
 from largebatch.hosts.start import start_jax
 from largebatch.runs.provenance import git_commit, versions
@@ -28,6 +27,7 @@ BATCH_SIZES = (64, 512, 4096, 32768, 172800)
 DEVICE_COUNTS = (1, 2, 4, 8, 16, 32)
 HOSTS_AND_DEVICES = ((1, 8), (2, 4), (4, 2))
 STRONG_BATCH, WEAK_BATCH_PER_DEVICE = 2048, 64
+MICRO_BATCH_SIZE = 16  # of simulated devices
 DTYPE = "bfloat16"
 
 
@@ -51,97 +51,134 @@ def bench_scaling(
     }
 
 
-def _rates(contenders: list[Contender], repeats: int) -> list[dict]:
+def measure_rates(contenders: list[Contender], repeats: int) -> list[dict]:
+    """Images per second of each contender: median, least and most."""
+    times = interleave(contenders, repeats)
     rows = []
-    for contender, times in zip(contenders, interleave(contenders, repeats).values(), strict=True):
-        rates = sorted(contender.images / seconds for seconds in times)
-        rows.append({"images_per_sec": statistics.median(rates), "range": [rates[0], rates[-1]]})
+    for contender in contenders:
+        rates = [contender.images / seconds for seconds in times[contender.name]]
+        rows.append({"images_per_sec": statistics.median(rates), "range": [min(rates), max(rates)]})
     return rows
 
 
-def over_batch_sizes(sizes, repeats: int) -> list[dict]:
+# ---- batch sizes -------------------------------------------------------------------------------------
+
+
+def over_batch_sizes(batch_sizes, repeats: int) -> list[dict]:
     """One compiled program, given each batch size in turn."""
-    platform = jax.default_backend()
-    options = {
-        "batch_size": max(sizes),
-        "micro_batch_size": resolve_micro_batch_size("auto"),
-        "dtype": DTYPE,
-        "conv": models.resolve_conv("auto", platform),
-    }
-    ours = OurStep(options)
-    rows = _rates([_of_batch_size(ours, size) for size in sizes], repeats)
-    return [{"batch_size": size} | row for size, row in zip(sizes, rows, strict=True)]
+    step = OurStep(auto_options(max(batch_sizes), DTYPE, num_devices=jax.device_count()))
+    contenders = [Contender(f"batch {size}", AtBatchSize(step, size), size) for size in batch_sizes]
+    rates = measure_rates(contenders, repeats)
+    return [{"batch_size": size, **rate} for size, rate in zip(batch_sizes, rates, strict=True)]
 
 
-def _of_batch_size(ours: OurStep, batch_size: int) -> Contender:
-    step, done = ours.step(), [0]
+class AtBatchSize:
+    """A step at one of several batch sizes; it counts the updates that were done at this one."""
 
-    def run(rounds):
-        before, ours.batch_size = step.updates(), batch_size
-        ours.run(rounds)
-        done[0] += step.updates() - before
+    def __init__(self, step: OurStep, batch_size: int):
+        self._step, self._batch_size, self._updates = step, batch_size, 0
 
-    return Contender(f"batch {batch_size}", run, lambda: serve.digest(step) | {"updates": done[0]}, batch_size)
+    def run(self, rounds: int) -> None:
+        """See `timing.Work`."""
+        before = self._step.updates()
+        self._step.batch_size = self._batch_size
+        self._step.run(rounds)
+        self._updates += self._step.updates() - before
+
+    def progress(self) -> Progress:
+        """See `timing.Work`."""
+        return dataclasses.replace(self._step.progress(), updates=self._updates)
+
+
+# ---- devices -----------------------------------------------------------------------------------------
 
 
 def over_devices(counts, repeats: int) -> list[dict]:
-    """Weak (the batch grows with the devices) and strong scaling, and the collectives of the programs."""
+    """Strong and weak scaling (the batch grows with the devices), and the collectives of the programs."""
     with ExitStack() as stack:
         children = [stack.enter_context(_child(count)) for count in counts]
-        rows = []
-        for kind in ("strong", "weak"):
-            contenders = []
-            for count, child in zip(counts, children, strict=True):
-                batch_size = STRONG_BATCH if kind == "strong" else WEAK_BATCH_PER_DEVICE * count
-                options = {"batch_size": batch_size, "micro_batch_size": 16, "dtype": DTYPE}
-                contenders.append(child.contender(f"{count} devices", options))
-            rows.append(_rates(contenders, repeats))
-        facts = [
-            child.ask(facts=True, name=f"{count} devices") for count, child in zip(counts, children, strict=True)
-        ]
-    return [
-        {"devices": count, "strong": strong, "weak": weak, "weak_batch": WEAK_BATCH_PER_DEVICE * count}
-        | traffic(fact["collectives"], fact["params"], count)
-        for count, strong, weak, fact in zip(counts, *rows, facts, strict=True)
-    ]
+        strong = _contenders(children, counts, [STRONG_BATCH for _ in counts])
+        strong_rates = measure_rates(strong, repeats)
+        weak = _contenders(children, counts, [WEAK_BATCH_PER_DEVICE * count for count in counts])
+        weak_rates = measure_rates(weak, repeats)
+        facts = [contender.work.facts() for contender in weak]
+    rows = []
+    for index, count in enumerate(counts):
+        rows.append(
+            {
+                "devices": count,
+                "strong": strong_rates[index],
+                "weak": weak_rates[index],
+                "weak_batch": WEAK_BATCH_PER_DEVICE * count,
+                **traffic(facts[index]["collectives"], facts[index]["params"], count),
+            }
+        )
+    return rows
 
 
-def traffic(collectives: list[dict], params: int, count: int) -> dict:
+def _child(num_devices: int) -> Child:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
+    return Child("benchmarks.ours", env=environment)
+
+
+def _contenders(children: list[Child], counts, batch_sizes: list[int]) -> list[Contender]:
+    """A step in each child, in place of the one before."""
+    contenders = []
+    for child, count, batch_size in zip(children, counts, batch_sizes, strict=True):
+        options = {"batch_size": batch_size, "micro_batch_size": MICRO_BATCH_SIZE, "dtype": DTYPE}
+        contenders.append(child.contender(f"{count} devices", options))
+    return contenders
+
+
+def traffic(collectives: list[dict], params: int, num_devices: int) -> dict:
     """What one device sends per update, if each all-reduce is a ring, beside 2 (D - 1) / D x float32 gradients."""
-    ring = 2 * (count - 1) / count
+    ring = 2 * (num_devices - 1) / num_devices
+    reduced = [one["bytes"] for one in collectives if one["kind"] == "all-reduce"]
     return {
-        "collectives": [found["kind"] for found in collectives],
-        "bytes_per_update": sum(ring * found["bytes"] for found in collectives if found["kind"] == "all-reduce"),
+        "collectives": [one["kind"] for one in collectives],
+        "bytes_per_update": sum(ring * size for size in reduced),
         "ring_formula": ring * 4 * params,
     }
 
 
-def _child(count: int) -> Child:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
-    return Child("benchmarks.ours", env=environment)
+# ---- hosts -------------------------------------------------------------------------------------------
 
 
 def over_hosts(pods) -> list[dict]:
     """The same eight devices on one, two and four hosts: whole runs of train.py under largebatch.pod."""
-    rows = []
-    for hosts, per_host in pods:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "largebatch.pod", f"--hosts={hosts}", f"--devices={per_host}", "--"]
-            command += [
-                sys.executable,
-                "train.py",
-                f"--config.model.dtype={DTYPE}",
-                f"--config.batch.size={STRONG_BATCH}",
-            ]
-            command += ["--config.train.inner_steps=5", "--config.train.outer_steps=4"]
-            command += [f"--config.augment.cache_dir={folder}", f"--workdir={folder}/run"]
-            environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-            if done.returncode:
-                raise UserError(f"{hosts} hosts ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
-            summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
-        rows.append({"hosts": hosts, "devices_per_host": per_host, "images_per_sec": summary["images_per_sec"]})
-    return rows
+    return [
+        {
+            "hosts": hosts,
+            "devices_per_host": devices_per_host,
+            "images_per_sec": train_on_pod(hosts, devices_per_host)["images_per_sec"],
+        }
+        for hosts, devices_per_host in pods
+    ]
+
+
+def train_on_pod(hosts: int, devices_per_host: int) -> dict:
+    """The summary of a short run of train.py on simulated hosts.
+
+    Raises:
+      UserError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pod = [sys.executable, "-m", "largebatch.pod", f"--hosts={hosts}", f"--devices={devices_per_host}", "--"]
+        train = [
+            sys.executable,
+            "train.py",
+            f"--config.model.dtype={DTYPE}",
+            f"--config.batch.size={STRONG_BATCH}",
+            "--config.train.inner_steps=5",
+            "--config.train.outer_steps=4",
+            f"--config.augment.cache_dir={folder}",
+            f"--workdir={folder}/run",
+        ]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        done = subprocess.run([*pod, *train], cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{hosts} hosts ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
+        return json.loads((Path(folder) / "run" / "summary.json").read_text())
 
 
 def print_scaling(result: dict) -> None:
@@ -162,4 +199,5 @@ def print_scaling(result: dict) -> None:
 
 
 def _span(row: dict) -> str:
-    return f"{row['range'][0]:,.0f}-{row['range'][1]:,.0f}"
+    low, high = row["range"]
+    return f"{low:,.0f}-{high:,.0f}"

@@ -1,23 +1,108 @@
 """bench.py step: our training step beside the peers and the ceilings of the machine, in one interleaved run."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import statistics
 
 import jax
 
-import model as models
-from benchmarks import ours
-from benchmarks.peers import flax_loop, seed_loop, serve
-from benchmarks.timing import Child, Contender, best_of, in_process, interleave, ratio
-from experiment import resolve_micro_batch_size
+from benchmarks import ceilings, ours
+from benchmarks.peers import serve
+from benchmarks.peers.flax_loop import FlaxLoop
+from benchmarks.peers.seed_loop import SeedLoop
+from benchmarks.timing import (
+    Child,
+    Contender,
+    Tried,
+    about_machine,
+    fastest,
+    in_process,
+    interleave,
+    ratio,
+    try_each,
+)
 from largebatch.hosts.start import start_jax
 from largebatch.nn import convolution
-from largebatch.runs.provenance import git_commit, versions
 from largebatch.training.costs import training_costs
 
+DTYPES = ("float32", "bfloat16")
 SLOW_CONV_BATCH = 64
+MAX_MICRO_BATCH_SIZES = 6  # of ours
+JAX_PEERS = {"seed's loop": SeedLoop, "flax-style loop": FlaxLoop}
+TORCH = "PyTorch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finalists:
+    """A peer as it runs best here, and what was tried to find that."""
+
+    contenders: list[Contender]
+    tried: list[Tried]
+
+
+def bench_step(batch_size: int, repeats: int, peers: bool = True) -> dict:
+    """Finds the best configuration of each peer, then times all of them, ours and the ceilings in turn."""
+    start_jax()
+    contenders, tried, notes = our_contenders(batch_size), {}, []
+    with contextlib.ExitStack() as stack:
+        finalists = {}
+        if peers:
+            for label, build in JAX_PEERS.items():
+                finalists[label] = jax_finalists(label, build, batch_size)
+            if importlib.util.find_spec("torch"):
+                child = stack.enter_context(Child("benchmarks.peers.torch_step"))
+                finalists[TORCH] = torch_finalists(child, batch_size)
+            else:
+                notes.append("PyTorch is not installed: pip install -r benchmarks/peers/torch_requirements.txt")
+        for label, of_peer in finalists.items():
+            contenders += of_peer.contenders
+            tried[label] = {json.dumps(one.options): one.images_per_sec for one in of_peer.tried}
+        limits = [ceilings.matmul_ceiling("float32"), ceilings.matmul_ceiling("bfloat16"), ceilings.copy_ceiling()]
+        times = interleave([*contenders, *limits], repeats)
+    costs = training_costs(ours.make_network("float32", "dot"), serve.IMAGE_SHAPE)
+    peak_flops_per_sec = limits[0].flops / statistics.median(times[limits[0].name])
+    return {
+        "command": "step",
+        "batch_size": batch_size,
+        "repeats": repeats,
+        "flops_per_image": costs.flops,
+        "counted_by_xla": {dtype: _count_by_xla(batch_size, dtype) for dtype in DTYPES},
+        "devices": jax.device_count(),
+        **about_machine(),
+        "peers_tried": tried,
+        "notes": notes,
+        "rows": [_row(c, times[c.name], costs.flops, peak_flops_per_sec) for c in (*contenders, *limits)],
+        "ratios": _ratios(contenders, times),
+    }
+
+
+# ---- ours --------------------------------------------------------------------------------------------
+
+
+def our_contenders(batch_size: int) -> list[Contender]:
+    """Ours with every dtype and micro-batch size, and what was not chosen: the other storage and convolutions."""
+    platform, num_devices = jax.default_backend(), jax.device_count()
+    auto = {dtype: ours.auto_options(batch_size, dtype, num_devices=num_devices) for dtype in DTYPES}
+    contenders = []
+    for dtype, options in auto.items():
+        sizes = micro_batch_sizes(-(-batch_size // num_devices), platform)[:MAX_MICRO_BATCH_SIZES]
+        for size in sorted({*sizes, options.micro_batch_size}):
+            name = f"ours, {dtype}, micro-batch {size}"
+            if size == options.micro_batch_size:
+                name += " (auto)"
+            contenders.append(ours.our_step(name, dataclasses.replace(options, micro_batch_size=size)))
+    on_device = dataclasses.replace(auto["bfloat16"], storage="on_device")
+    contenders.append(ours.our_step("ours, bfloat16, on_device views", on_device))
+    if platform == "cpu":  # minutes on the whole batch; and bfloat16 `lax.conv` has no fast path there
+        other_convs, dtype, batch_size = ["lax"], "float32", min(batch_size, SLOW_CONV_BATCH)
+    else:
+        other_convs, dtype = sorted(convolution.CONVS.keys() - {auto["bfloat16"].conv}), "bfloat16"
+    for conv in other_convs:
+        options = dataclasses.replace(auto["bfloat16"], conv=conv, dtype=dtype, batch_size=batch_size)
+        contenders.append(ours.our_step(f"ours, {dtype}, {conv} convolution, batch {batch_size}", options))
+    return contenders
 
 
 def micro_batch_sizes(share: int, platform: str) -> list[int]:
@@ -29,148 +114,97 @@ def micro_batch_sizes(share: int, platform: str) -> list[int]:
     return sizes or [share]
 
 
-def bench_step(batch_size: int, repeats: int, peers: bool = True) -> dict:
-    """Finds the best configuration of each peer, then times all of them, ours and the ceilings in turn."""
-    start_jax()
-    platform, count = jax.default_backend(), jax.device_count()
-    share = -(-batch_size // count)
-    tried, notes = {}, []
-    with contextlib.ExitStack() as stack:
-        contenders = our_contenders(batch_size, share, platform)
-        if peers:
-            for module, label in ((seed_loop, "seed's loop"), (flax_loop, "flax-style loop")):
-                contenders += _jax_peer(module, label, batch_size, platform, tried)
-            if importlib.util.find_spec("torch"):
-                child = stack.enter_context(Child("benchmarks.peers.torch_step"))
-                contenders += _torch_peer(child, batch_size, platform, tried)
-            else:
-                notes.append("PyTorch is not installed: pip install -r benchmarks/peers/torch_requirements.txt")
-        ceilings = [ours.matmul_ceiling("float32"), ours.matmul_ceiling("bfloat16"), ours.copy_ceiling()]
-        times = interleave([*contenders, *ceilings], repeats)
-    flops = training_costs(models.create_model("convnet", serve.NUM_CLASSES, "float32", "dot"), serve.IMAGE_SHAPE)
-    ours_by_dtype = {dtype: _auto_ours(contenders, dtype) for dtype in ("float32", "bfloat16")}
-    return {
-        "command": "step",
-        "batch_size": batch_size,
-        "repeats": repeats,
-        "flops_per_image": flops.flops,
-        "counted_by_xla": {d: ours.count_by_xla(d, *_auto(share, platform)) for d in ("float32", "bfloat16")},
-        "devices": count,
-        "platform": platform,
-        "device_kind": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "git_commit": git_commit(),
-        "peers_tried": tried,
-        "notes": notes,
-        "rows": [_row(c, times, flops.flops, ceilings) for c in (*contenders, *ceilings)],
-        "ratios": {
-            contender.name: {dtype: ratio(mine, contender, times) for dtype, mine in ours_by_dtype.items()}
-            for contender in contenders
-            if not contender.name.startswith("ours")
-        },
-    }
+def _count_by_xla(batch_size: int, dtype: str) -> dict[str, float]:
+    auto = ours.auto_options(batch_size, dtype, num_devices=jax.device_count())
+    return ours.count_by_xla(dtype, auto.conv, auto.micro_batch_size)
 
 
-def _auto(share: int, platform: str) -> tuple[str, int]:
-    """Convolution and micro-batch size that train.py takes by itself."""
-    return models.resolve_conv("auto", platform), min(share, resolve_micro_batch_size("auto"))
+# ---- peers -------------------------------------------------------------------------------------------
 
 
-def our_contenders(batch_size: int, share: int, platform: str) -> list[Contender]:
-    """Ours with every dtype and micro-batch size, and what was not chosen: the other storage and convolutions."""
-    conv, auto = _auto(share, platform)
-    sizes = sorted({*micro_batch_sizes(share, platform)[:6], auto})
-    made = []
-    for dtype in ("float32", "bfloat16"):
-        for size in sizes:
-            name = f"ours, {dtype}, micro-batch {size}" + (" (auto)" if size == auto else "")
-            options = {"batch_size": batch_size, "micro_batch_size": size, "dtype": dtype, "conv": conv}
-            made.append(ours.our_step(name, options))
-    options = {"batch_size": batch_size, "micro_batch_size": auto, "dtype": "bfloat16", "conv": conv}
-    made.append(ours.our_step("ours, bfloat16, on_device views", options | {"storage": "on_device"}))
-    for other in ("lax",) if platform == "cpu" else sorted(convolution.CONVS.keys() - {conv}):
-        few = min(batch_size, SLOW_CONV_BATCH) if platform == "cpu" else batch_size  # minutes on the whole batch
-        options |= {"conv": other, "dtype": "float32" if platform == "cpu" else "bfloat16", "batch_size": few}
-        made.append(ours.our_step(f"ours, {options['dtype']}, {other} convolution, batch {few}", options))
-    return made
-
-
-def _auto_ours(contenders: list[Contender], dtype: str) -> Contender:
-    """Ours as train.py runs it: with the automatic micro-batch size."""
-    return next(c for c in contenders if c.name.startswith(f"ours, {dtype}") and c.name.endswith("(auto)"))
-
-
-def _jax_peer(module, label: str, batch_size: int, platform: str, tried: dict) -> list[Contender]:
-    """The peer as it is written, and at its best: devices, micro-batch size and dtype."""
-    count = jax.local_device_count()
-    options = []
-    for used in sorted({1, count}):
-        for size in (0, *micro_batch_sizes(batch_size // used, platform)):
-            # bfloat16 `lax.conv` has no fast path on CPU.
-            for dtype in ("float32",) if platform == "cpu" else ("float32", "bfloat16"):
-                options.append(
-                    {"batch_size": batch_size, "micro_batch_size": size, "devices": used, "dtype": dtype}
-                )
-    best, rates = best_of(options, lambda choice: in_process(label, module.build, choice))
-    tried[label] = rates
+def jax_finalists(label: str, build, batch_size: int) -> Finalists:
+    """A JAX peer as it is written, and at its best: devices, micro-batch size and dtype."""
+    platform, num_devices = jax.default_backend(), jax.local_device_count()
+    dtypes = ("float32",) if platform == "cpu" else DTYPES  # bfloat16 `lax.conv` has no fast path on CPU
+    choices = []
+    for devices in sorted({1, num_devices}):
+        for size in (0, *micro_batch_sizes(batch_size // devices, platform)):
+            for dtype in dtypes:
+                choice = {"batch_size": batch_size, "micro_batch_size": size, "devices": devices, "dtype": dtype}
+                choices.append(choice)
+    tried = try_each(choices, lambda options: in_process(label, build, options))
     # As the peer is written, where that works at all: on a GPU a whole share may not fit.
-    works = [choice for choice in options if not choice["micro_batch_size"] and rates[json.dumps(choice)]]
-    whole = [max(works, key=lambda choice: rates[json.dumps(choice)])] if works else []
-    names = {f"{label}, {_say(choice)}": choice for choice in (*whole, best)}
-    return [in_process(name, module.build, choice) for name, choice in names.items()]
+    working = fastest(tried)
+    whole = [options for options in working if not options["micro_batch_size"]]
+    named = {f"{label}, {describe(options)}": options for options in (*whole[:1], working[0])}
+    return Finalists([in_process(name, build, options) for name, options in named.items()], tried)
 
 
-def _torch_peer(child: Child, batch_size: int, platform: str, tried: dict) -> list[Contender]:
+def torch_finalists(child: Child, batch_size: int) -> Finalists:
     """PyTorch at its best of memory layout x autocast x compiler, with its two best micro-batch sizes."""
 
-    def build(choice):
-        return child.contender("PyTorch", choice)
+    def build(options):
+        return child.contender(TORCH, options)
 
+    platform = jax.default_backend()
     sizes = [0, *micro_batch_sizes(batch_size, platform)]
     middle = min(128, batch_size) if platform == "cpu" else sizes[len(sizes) // 2]
-    switches = [
-        {"batch_size": batch_size, "micro_batch_size": middle}
-        | {"channels_last": layout, "autocast": autocast, "compile": compiled}
-        for layout in (False, True)
-        for autocast in (False, True)
-        for compiled in (False, True)
-    ]
-    best, tried["PyTorch"] = best_of(switches, build)
-    _, rates = best_of([best | {"micro_batch_size": size} for size in sizes], build)
-    tried["PyTorch"] |= rates
+    choices = []
+    for channels_last in (False, True):
+        for autocast in (False, True):
+            for compiled in (False, True):
+                choice = {"batch_size": batch_size, "micro_batch_size": middle, "channels_last": channels_last}
+                choices.append({**choice, "autocast": autocast, "compile": compiled})
+    by_switches = try_each(choices, build)
+    best = fastest(by_switches)[0]
+    by_size = try_each([{**best, "micro_batch_size": size} for size in sizes], build)
     # Neighbouring sizes are within noise of each other: the two best of the trial race in earnest.
-    order = sorted((choice for choice in rates if rates[choice]), key=rates.get, reverse=True)
-    finalists = [json.loads(choice) for choice in order[:2]]
-    return [child.contender(f"PyTorch, {_say(choice)}", choice) for choice in finalists]
+    finalists = fastest(by_size)[:2]
+    contenders = [child.contender(f"{TORCH}, {describe(options)}", options) for options in finalists]
+    return Finalists(contenders, [*by_switches, *by_size])
 
 
-def _say(options: dict) -> str:
-    """Options as a reader wants them."""
-    parts = [f"micro-batch {options['micro_batch_size']}" if options["micro_batch_size"] else "whole share at once"]
-    if "devices" in options:
-        parts.append(f"{options['devices']} device{'s' * (options['devices'] > 1)}")
+def describe(options: dict) -> str:
+    """Options of a peer as a reader wants them."""
+    size, devices = options["micro_batch_size"], options.get("devices")
+    parts = [f"micro-batch {size}" if size else "whole share at once"]
+    if devices is not None:
+        parts.append("1 device" if devices == 1 else f"{devices} devices")
     if options.get("dtype", "float32") != "float32":
         parts.append(options["dtype"])
     parts += [name for name in ("channels_last", "autocast", "compile") if options.get(name)]
     return ", ".join(parts)
 
 
-def _row(contender: Contender, times: dict, flops_per_image: float, ceilings: list[Contender]) -> dict:
-    seconds = sorted(times[contender.name])
+# ---- the result --------------------------------------------------------------------------------------
+
+
+def _row(contender: Contender, seconds: list[float], flops_per_image: float, peak_flops_per_sec: float) -> dict:
     median = statistics.median(seconds)
-    flops = contender.images * flops_per_image or contender.flops
-    peak = ceilings[0].flops / statistics.median(times[ceilings[0].name])
-    row = {"name": contender.name, "seconds": times[contender.name], "bytes_per_device": contender.bytes_per_device}
+    row = {"name": contender.name, "seconds": seconds, "bytes_per_device": contender.bytes_per_device}
     if contender.images:
-        row |= {
-            "images_per_sec": contender.images / median,
-            "images_per_sec_range": [contender.images / seconds[-1], contender.images / seconds[0]],
-        }
+        row["images_per_sec"] = contender.images / median
+        row["images_per_sec_range"] = [contender.images / max(seconds), contender.images / min(seconds)]
+    flops = contender.images * flops_per_image or contender.flops
     if flops:
-        row |= {"gflops": flops / median / 1e9, "share_of_ceiling": flops / median / peak}
+        row["gflops"] = flops / median / 1e9
+        row["share_of_ceiling"] = flops / median / peak_flops_per_sec
     if contender.bytes:
-        row |= {"gb_per_sec": contender.bytes / median / 1e9}
+        row["gb_per_sec"] = contender.bytes / median / 1e9
     return row
+
+
+def _ratios(contenders: list[Contender], times: dict[str, list[float]]) -> dict:
+    """Our images/s over those of each peer, by our dtype, with the automatic micro-batch size."""
+    auto = {}
+    for dtype in DTYPES:
+        names = (c for c in contenders if c.name.startswith(f"ours, {dtype}") and c.name.endswith("(auto)"))
+        auto[dtype] = next(names)
+    return {
+        peer.name: {dtype: ratio(mine, peer, times) for dtype, mine in auto.items()}
+        for peer in contenders
+        if not peer.name.startswith("ours")
+    }
 
 
 def print_step(result: dict) -> None:
@@ -180,12 +214,15 @@ def print_step(result: dict) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE)
-    for column in ("", "images/s", "range", "GFLOP/s", "of ceiling", "MB/device"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for column in ("images/s", "range", "GFLOP/s", "of ceiling", "MB/device"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in result["rows"]:
-        span = row.get("images_per_sec_range")
+        name, span = row["name"], row.get("images_per_sec_range")
+        if "gb_per_sec" in row:
+            name += f": {row['gb_per_sec']:,.1f} GB/s"
         table.add_row(
-            row["name"] + (f": {row['gb_per_sec']:,.1f} GB/s" if "gb_per_sec" in row else ""),
+            name,
             f"{row['images_per_sec']:,.0f}" if span else "",
             f"{span[0]:,.0f}-{span[1]:,.0f}" if span else "",
             f"{row['gflops']:,.0f}" if "gflops" in row else "",

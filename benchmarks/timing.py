@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Protocol
 
 import jax
 
 from benchmarks.peers import serve
+from benchmarks.peers.serve import Progress
 from largebatch.errors import UserError
 from largebatch.runs.provenance import git_commit, versions
 
@@ -22,40 +24,29 @@ MAX_ROUNDS = 4096
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class Contender(NamedTuple):
-    """Something to time.
+class Work(Protocol):
+    """What can be timed, such as a `serve.Step`."""
 
-    `run(n)` does n rounds and waits for them; `look()` gives {"updates": rounds done so far, as the work
-    itself counts them, "sums": numbers per array that the work changes}; `images` are those of a round.
-    """
+    def run(self, rounds: int) -> None:
+        """Does so many rounds and waits for them."""
+
+    def progress(self) -> Progress:
+        """What has been done so far; an update is a round."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Work under a name. A round of it handles `images`, and does `flops` or moves `bytes` where that is known."""
 
     name: str
-    run: Callable[[int], None]
-    look: Callable[[], dict]
+    work: Work
     images: int = 0
     flops: float = 0.0
     bytes: float = 0.0
     bytes_per_device: int | None = None
 
 
-def check_happened(name: str, before: dict, after: dict, rounds: int) -> None:
-    """Every array must have moved to finite numbers, and the update count by `rounds`.
-
-    Raises:
-      UserError: it did not; then nothing of it was timed.
-    """
-    if after["updates"] - before["updates"] != rounds:
-        raise UserError(f"{name}: {after['updates'] - before['updates']} updates happened, {rounds} were timed")
-    for old, new in zip(before["sums"], after["sums"], strict=True):
-        if old == new or not all(map(math.isfinite, new)):
-            raise UserError(f"{name}: parameters did not change to finite numbers; nothing was timed")
-
-
-def seconds_per_round(contender: Contender, rounds: int) -> float:
-    """Seconds of one round, over `rounds` rounds in one go."""
-    begin = time.perf_counter()
-    contender.run(rounds)
-    return (time.perf_counter() - begin) / rounds
+# ---- the clock ---------------------------------------------------------------------------------------
 
 
 def interleave(contenders: list[Contender], repeats: int) -> dict[str, list[float]]:
@@ -64,44 +55,83 @@ def interleave(contenders: list[Contender], repeats: int) -> dict[str, list[floa
     Raises:
       UserError: the work of one of them did not happen.
     """
-    rounds, times = {}, {contender.name: [] for contender in contenders}
+    rounds = {}
     for contender in contenders:
-        contender.run(1)
+        contender.work.run(1)
         fitting = int(MIN_TIMED_SEC / seconds_per_round(contender, 1))
         rounds[contender.name] = min(max(1, fitting), MAX_ROUNDS)
-    before = {contender.name: contender.look() for contender in contenders}
+    before = {contender.name: contender.work.progress() for contender in contenders}
+    times = {contender.name: [] for contender in contenders}
     for _ in range(repeats):
         for contender in contenders:
             times[contender.name].append(seconds_per_round(contender, rounds[contender.name]))
     for contender in contenders:
-        done = repeats * rounds[contender.name]
-        check_happened(contender.name, before[contender.name], contender.look(), done)
+        timed = repeats * rounds[contender.name]
+        check_happened(contender.name, before[contender.name], contender.work.progress(), timed)
     return times
 
 
-def best_of(
-    options: list[dict], build: Callable[[dict], Contender], repeats: int = 3
-) -> tuple[dict, dict[str, float]]:
-    """The options with which `build` gives the most images per second, each tried by itself.
+def seconds_per_round(contender: Contender, rounds: int) -> float:
+    """Seconds of one round, over `rounds` rounds in one go."""
+    begin = time.perf_counter()
+    contender.work.run(rounds)
+    return (time.perf_counter() - begin) / rounds
 
-    Returns:
-      The best options, and images/s by options; what does not work here has None.
+
+def check_happened(name: str, before: Progress, after: Progress, rounds: int) -> None:
+    """Every array must have moved to finite numbers, and the update count by `rounds`.
+
+    Raises:
+      UserError: it did not; then nothing of it was timed.
+    """
+    if after.updates - before.updates != rounds:
+        raise UserError(f"{name}: {after.updates - before.updates} updates happened, {rounds} were timed")
+    for old, new in zip(before.sums, after.sums, strict=True):
+        if old == new or not all(map(math.isfinite, new)):
+            raise UserError(f"{name}: parameters did not change to finite numbers; nothing was timed")
+
+
+def ratio(ours: Contender, other: Contender, times: dict[str, list[float]]) -> dict[str, float]:
+    """(images/s of ours) / (images/s of the other), repeat by repeat: median, least and most."""
+    scale = ours.images / other.images
+    pairs = zip(times[ours.name], times[other.name], strict=True)
+    ratios = [scale * theirs / mine for mine, theirs in pairs]
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Options and the images/s that they gave; None where they do not work here."""
+
+    options: dict
+    images_per_sec: float | None
+
+
+def try_each(choices: list[dict], build: Callable[[dict], Contender], repeats: int = 3) -> list[Tried]:
+    """Times what `build` makes of each choice, one by itself after the other.
+
     Raises:
       UserError: nothing works.
     """
-    rates, errors = {}, {}
-    for index, choice in enumerate(options):
+    tried, errors = [], []
+    for options in choices:
         try:
-            contender = build(choice)
+            contender = build(options)
             times = interleave([contender], repeats)[contender.name]
         except (UserError, ValueError, RuntimeError) as error:  # JAX out of memory is a RuntimeError
-            errors[index] = error
+            errors.append(error)
+            tried.append(Tried(options, None))
             continue
-        rates[index] = contender.images / statistics.median(times)
-    if not rates:
+        tried.append(Tried(options, contender.images / statistics.median(times)))
+    if len(errors) == len(choices):
         raise UserError(f"no configuration works: {errors[0]}")
-    best = max(rates, key=rates.get)
-    return options[best], {json.dumps(choice): rates.get(index) for index, choice in enumerate(options)}
+    return tried
+
+
+def fastest(tried: list[Tried]) -> list[dict]:
+    """The options that work, fastest first."""
+    working = [one for one in tried if one.images_per_sec is not None]
+    return [one.options for one in sorted(working, key=lambda one: -one.images_per_sec)]
 
 
 def about_machine() -> dict:
@@ -114,20 +144,21 @@ def about_machine() -> dict:
     }
 
 
-def ratio(ours: Contender, other: Contender, times: dict[str, list[float]]) -> dict[str, float]:
-    """(images/s of ours) / (images/s of the other), repeat by repeat: median, least and most."""
-    scale = ours.images / other.images
-    found = [scale * b / a for a, b in zip(times[ours.name], times[other.name], strict=True)]
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+# ---- peers -------------------------------------------------------------------------------------------
+
+
+def in_process(name: str, build: Callable[[dict], serve.Step], options: dict) -> Contender:
+    """A peer that shares this process and its devices."""
+    return Contender(name, build(options), options["batch_size"])
 
 
 class Child:
     """A peer in its own process, driven over lines of JSON (peers/serve.py); a context manager."""
 
-    def __init__(self, *command: str, env: dict[str, str] | None = None):
-        self._name = command[0]
+    def __init__(self, module: str, env: dict[str, str] | None = None):
+        self._module = module
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--serve"],
+            [sys.executable, "-m", module, "--serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -148,20 +179,16 @@ class Child:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise UserError(f"{self._name}: ended with status {self._process.wait()}")
+            raise UserError(f"{self._module}: ended with status {self._process.wait()}")
         answer = json.loads(line)
         if "error" in answer:
-            raise UserError(f"{self._name}: {answer['error']}")
+            raise UserError(f"{self._module}: {answer['error']}")
         return answer
 
     def contender(self, name: str, options: dict) -> Contender:
         """Builds what `options` say, in place of what was built under this name before."""
         self.ask(build=options, name=name)
-
-        def run(rounds):
-            self.ask(run=rounds, name=name)
-
-        return Contender(name, run, lambda: self.ask(digest=True, name=name), options["batch_size"])
+        return Contender(name, ChildStep(self, name), options["batch_size"])
 
     def __enter__(self):
         return self
@@ -177,7 +204,20 @@ class Child:
         self._process.stdout.close()
 
 
-def in_process(name: str, build: Callable[[dict], serve.Step], options: dict) -> Contender:
-    """The same of a peer that shares this process and its devices."""
-    step = build(options)
-    return Contender(name, step.run, lambda: serve.digest(step), options["batch_size"])
+class ChildStep:
+    """A step that a child has built."""
+
+    def __init__(self, child: Child, name: str):
+        self._child, self._name = child, name
+
+    def run(self, rounds: int) -> None:
+        """See `Work`."""
+        self._child.ask(run=rounds, name=self._name)
+
+    def progress(self) -> Progress:
+        """See `Work`."""
+        return Progress(**self._child.ask(progress=True, name=self._name))
+
+    def facts(self) -> dict:
+        """See `serve.Step`."""
+        return self._child.ask(facts=True, name=self._name)

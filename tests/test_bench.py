@@ -8,13 +8,28 @@ import numpy as np
 import pytest
 from conftest import ROOT, assert_one_line_error, make_folder, run_script
 
-import model as models
-from benchmarks import accuracy, growth, loop, memory, ours, plot, scaling, step, timing
-from benchmarks import input as inputs
-from benchmarks.peers import flax_loop, seed_loop, serve
+import model
+from benchmarks import (
+    accuracy,
+    ceilings,
+    growth,
+    inputs,
+    loop,
+    memory,
+    noise,
+    ours,
+    pack,
+    plot,
+    scaling,
+    step,
+    timing,
+)
+from benchmarks.peers import serve
+from benchmarks.peers.flax_loop import FlaxLoop
+from benchmarks.peers.seed_loop import SeedLoop
 from largebatch.errors import UserError
 
-OPTIONS = {"batch_size": 64, "micro_batch_size": 4, "dtype": "float32", "conv": "dot"}
+OPTIONS = ours.StepOptions(batch_size=64, micro_batch_size=4, dtype="float32", conv="dot")
 PEER = {"batch_size": 64, "micro_batch_size": 0, "devices": 2, "dtype": "float32"}
 
 
@@ -24,18 +39,27 @@ def small(monkeypatch):
     monkeypatch.setattr(serve, "IMAGE_SHAPE", (16, 16, 3))
     monkeypatch.setattr(serve, "NUM_IMAGES", 256)
     monkeypatch.setattr(timing, "MIN_TIMED_SEC", 0.0)
-    monkeypatch.setattr(ours, "MATMUL_SIZE", 64)
-    monkeypatch.setattr(ours, "COPY_BYTES", 2**16)
+    monkeypatch.setattr(ceilings, "MATMUL_SIZE", 64)
+    monkeypatch.setattr(ceilings, "COPY_BYTES", 2**16)
 
 
-def fake(name, images=10, moves=True, counts=True, value=1.0):
-    state = {"x": 0.0, "updates": 0}
+class FakeWork:
+    """Adds `value` to a number in each round; broken, it does not move it or does not count."""
 
-    def run(rounds):
-        state["updates"] += rounds if counts else 1
-        state["x"] += value * rounds if moves else 0.0
+    def __init__(self, *, moves=True, counts=True, value=1.0):
+        self.moves, self.counts, self.value = moves, counts, value
+        self.number, self.updates = 0.0, 0
 
-    return timing.Contender(name, run, lambda: {"updates": state["updates"], "sums": [[state["x"]]]}, images)
+    def run(self, rounds):
+        self.updates += rounds if self.counts else 1
+        self.number += self.value * rounds if self.moves else 0.0
+
+    def progress(self):
+        return serve.Progress(self.updates, [[self.number]])
+
+
+def fake(name, images=10, **broken):
+    return timing.Contender(name, FakeWork(**broken), images)
 
 
 # ---- the clock --------------------------------------------------------------------------------------------
@@ -57,19 +81,28 @@ def test_work_that_did_not_happen_is_not_timed(broken, complaint):
 def test_contenders_take_turns(monkeypatch):
     monkeypatch.setattr(timing, "MIN_TIMED_SEC", 0.0)
     turns = []
-    contenders = [
-        made._replace(run=lambda rounds, made=made: (turns.append(made.name), made.run(rounds)))
-        for made in (fake("a"), fake("b"))
-    ]
-    times = timing.interleave(contenders, repeats=3)
+
+    class Noted(FakeWork):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def run(self, rounds):
+            turns.append(self.name)
+            super().run(rounds)
+
+    times = timing.interleave([timing.Contender(name, Noted(name)) for name in "ab"], repeats=3)
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
     assert turns == ["a", "a", "b", "b"] + ["a", "b"] * 3  # a warm-up and a measure of the length each
 
 
 def test_ratio_pairs_the_repeats():
     times = {"ours": [1.0, 2.0, 4.0], "plain": [2.0, 2.0, 2.0]}
-    found = timing.ratio(fake("ours", images=20), fake("plain", images=10), times)
-    assert found == {"median": 2.0, "min": 1.0, "max": 4.0}
+    assert timing.ratio(fake("ours", images=20), fake("plain", images=10), times) == {
+        "median": 2.0,
+        "min": 1.0,
+        "max": 4.0,
+    }
 
 
 def test_the_best_configuration_is_found_and_what_fails_is_told(monkeypatch):
@@ -80,12 +113,13 @@ def test_the_best_configuration_is_found_and_what_fails_is_told(monkeypatch):
             raise ValueError("does not work")
         return fake("x", images=10 ** choice["n"])
 
-    best, rates = timing.best_of([{"n": 1}, {"n": 6}, {"n": 3}], build)
-    assert best == {"n": 6}
-    assert rates['{"n": 3}'] is None
-    assert rates['{"n": 6}'] > rates['{"n": 1}'] > 0
+    tried = timing.try_each([{"n": 1}, {"n": 6}, {"n": 3}], build)
+    assert timing.fastest(tried) == [{"n": 6}, {"n": 1}]
+    rates = {one.options["n"]: one.images_per_sec for one in tried}
+    assert rates[3] is None
+    assert rates[6] > rates[1] > 0
     with pytest.raises(UserError, match="no configuration works: does not work"):
-        timing.best_of([{"n": 3}], build)
+        timing.try_each([{"n": 3}], build)
 
 
 # ---- the peers --------------------------------------------------------------------------------------------
@@ -97,27 +131,28 @@ def share_of_equal(one, other):
     return sum(e.sum() for e in equal) / sum(e.size for e in equal)
 
 
-@pytest.mark.parametrize("peer", [seed_loop, flax_loop])
+@pytest.mark.parametrize("peer", [SeedLoop, FlaxLoop])
 def test_accumulating_peers_do_the_same_update(small, peer):
-    before = peer.build(PEER).params()
-    found = []
+    before = peer(PEER).params()
+    after = []
     for change in ({}, {"micro_batch_size": 8}, {"devices": 1, "micro_batch_size": 16}):
-        ready = peer.build(PEER | change)
+        ready = peer(PEER | change)
         ready.run(1)
         assert ready.updates() == 1
-        found.append(ready.params())
-    assert share_of_equal(before, found[0]) < 0.5  # images of 16 x 16 leave one pixel to the last layer
-    assert share_of_equal(found[0], found[1]) > 0.98
-    assert share_of_equal(found[0], found[2]) > 0.98
+        after.append(ready.params())
+    whole, accumulated, on_one_device = after
+    assert share_of_equal(before, whole) < 0.5  # images of 16 x 16 leave one pixel to the last layer
+    assert share_of_equal(whole, accumulated) > 0.98
+    assert share_of_equal(whole, on_one_device) > 0.98
     with pytest.raises(ValueError, match="64 images are not whole micro-batches of 5"):
-        peer.build(PEER | {"micro_batch_size": 5})
+        peer(PEER | {"micro_batch_size": 5})
 
 
 def test_torch_has_the_same_network_and_accumulates(small):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: benchmarks/peers/torch_requirements.txt")
     from benchmarks.peers import torch_step
 
-    network = models.create_model("convnet", serve.NUM_CLASSES, "float32", "lax")
+    network = model.create_model("convnet", serve.NUM_CLASSES, "float32", "lax")
     images = np.random.default_rng(0).standard_normal((4, *serve.IMAGE_SHAPE)).astype(np.float32)
     theirs = torch_step.make_network()
     arrays = [p.detach().numpy() for p in theirs.parameters()]
@@ -130,15 +165,15 @@ def test_torch_has_the_same_network_and_accumulates(small):
     mirrored = torch.from_numpy(images[:, ::-1, ::-1].transpose(0, 3, 1, 2).copy())
     np.testing.assert_allclose(theirs(mirrored).detach().numpy(), expected, atol=1e-5)
 
-    found = []
+    after = []
     for size in (0, 16):
-        ready = torch_step.build(
+        ready = torch_step.TorchStep(
             {"batch_size": 64, "micro_batch_size": size, "channels_last": True, "autocast": False, "compile": False}
         )
         ready.run(1)
         assert ready.updates() == 1
-        found.append(ready.params())
-    assert share_of_equal(*found) > 0.98
+        after.append(ready.params())
+    assert share_of_equal(*after) > 0.98
 
 
 def test_a_child_answers_and_its_failures_are_one_line():
@@ -146,9 +181,9 @@ def test_a_child_answers_and_its_failures_are_one_line():
         contender = child.contender(
             "seed", {"batch_size": 8, "micro_batch_size": 4, "devices": 1, "dtype": "float32"}
         )
-        before = contender.look()
-        contender.run(3)
-        timing.check_happened("seed", before, contender.look(), 3)
+        before = contender.work.progress()
+        contender.work.run(3)
+        timing.check_happened("seed", before, contender.work.progress(), 3)
         with pytest.raises(
             UserError, match=r"benchmarks.peers.seed_loop: ValueError: 8 images are not whole micro-batches of 5"
         ):
@@ -179,17 +214,17 @@ def test_our_step_does_its_work(small):
 
 
 def test_ceilings_compute_what_they_claim(small):
-    product = ours.matmul_ceiling("float32")
+    product = ceilings.matmul_ceiling("float32")
     assert product.flops == 8 * 2 * 64**3
     rng = np.random.default_rng(0)
     start, factor = rng.standard_normal((8, 64, 64), np.float32), rng.standard_normal((8, 64, 64), np.float32) / 8
-    product.run(2)
+    product.work.run(2)
     expected = (start[0] @ factor[0] @ factor[0]).ravel()
-    np.testing.assert_allclose(product.look()["sums"][0], [expected.sum(), np.abs(expected).sum()], rtol=1e-4)
-    copy = ours.copy_ceiling()
-    copy.run(3)
+    np.testing.assert_allclose(product.work.progress().sums[0], [expected.sum(), np.abs(expected).sum()], rtol=1e-4)
+    copy = ceilings.copy_ceiling()
+    copy.work.run(3)
     assert copy.bytes == 2 * 2**16
-    assert copy.look() == {"updates": 3, "sums": [[3.0 * 2**16 / 4 / 8] * 2]}
+    assert copy.work.progress() == serve.Progress(3, [[3.0 * 2**16 / 4 / 8] * 2])
 
 
 def test_xla_counts_no_less_than_the_products_of_the_lax_network():
@@ -200,12 +235,11 @@ def test_xla_counts_no_less_than_the_products_of_the_lax_network():
 
 
 def test_one_all_reduce_is_all_that_crosses_devices(small):
-    facts = ours.OurStep(OPTIONS).step().facts()
-    count = jax.device_count()
-    found = scaling.traffic(facts["collectives"], facts["params"], count)
-    assert found["collectives"] == ["all-reduce"]
-    assert found["ring_formula"] == 2 * 7 / 8 * 4 * 422_602
-    assert found["bytes_per_update"] == pytest.approx(found["ring_formula"], rel=0.001)
+    facts = ours.OurStep(OPTIONS).facts()
+    sent = scaling.traffic(facts["collectives"], facts["params"], jax.device_count())
+    assert sent["collectives"] == ["all-reduce"]
+    assert sent["ring_formula"] == 2 * 7 / 8 * 4 * 422_602
+    assert sent["bytes_per_update"] == pytest.approx(sent["ring_formula"], rel=0.001)
 
 
 def test_collectives_are_read_from_the_text():
@@ -221,14 +255,9 @@ def test_collectives_are_read_from_the_text():
 
 
 def test_step_reports_every_contender(small, monkeypatch, tmp_path, capsys):
-    made = iter(range(1000))
-
-    def contender(name, *options):
-        return fake(name, images=options[-1]["batch_size"] + next(made))
-
-    monkeypatch.setattr(ours, "our_step", contender)
-    monkeypatch.setattr(step, "in_process", contender)
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(ours, "our_step", lambda name, options: fake(name, images=options.batch_size))
+    monkeypatch.setattr(step, "in_process", lambda name, _, options: fake(name, images=options["batch_size"]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     result = step.bench_step(512, 2)
     names = [row["name"] for row in result["rows"]]
     assert "ours, float32, micro-batch 16 (auto)" in names
@@ -272,6 +301,23 @@ def test_the_memory_estimate_is_near_what_the_compiler_says(capsys):
     assert capsys.readouterr().out.count("estimated") == 2
 
 
+def test_packed_trials_take_turns_with_the_same_trials_on_all_devices(small, capsys):
+    result = pack.bench_pack(1, batch_sizes=(16,))
+    (row,) = result["rows"]
+    assert min(row["images_per_sec"].values()) > 0
+    assert row["gain"]["min"] == row["gain"]["max"] > 0
+    pack.print_pack(result)
+    assert "8 trials packed" in capsys.readouterr().out
+
+
+def test_noise_is_measured_or_not(small, capsys):
+    result = noise.bench_noise(64, 1)
+    assert [row["dtype"] for row in result["rows"]] == ["float32", "bfloat16"]
+    assert result["micro_batch_size"] == 8
+    noise.print_noise(result)
+    assert "8 devices, batch 64" in capsys.readouterr().out
+
+
 def test_growth_is_near_the_one_pod_that_was_measured():
     # The seed system: 100 updates of all images in 1.5 s on a v3-32.
     assert growth.step_time(32)["total"] == pytest.approx(0.015, rel=0.15)
@@ -303,7 +349,7 @@ def test_accuracy_trains_each_seed_once(tmp_path, session_cache):
 
 
 def test_input_measures_every_part(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(inputs, "PLACES", 1)
+    monkeypatch.setattr(inputs, "PLACINGS", 1)
     folder = make_folder(tmp_path / "images", {"a": 50, "b": 50})
     result = inputs.bench_input(str(folder))
     assert result["images"] == 100

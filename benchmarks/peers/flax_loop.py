@@ -7,6 +7,9 @@ they work on the step before; a pmapped train_step on a flax TrainState does the
 --micro_batch_size gradients are accumulated over several dispatches, as users add to that example.
 """
 
+import functools
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,75 +17,85 @@ import optax
 from flax.training import train_state
 from jax import lax
 
-import model as models
+import model
 from benchmarks.peers import pmapped, serve
 
 
-def build(options: dict) -> serve.Step:
-    """A step; micro_batch_size (per device) 0 is the whole share, devices 0 is all."""
-    devices, count, micro_batch_size = pmapped.split(options)
-    network = models.create_model("convnet", serve.NUM_CLASSES, options["dtype"], "lax")
+class FlaxLoop(serve.Step):
+    """The loop of flax's example; options as in `pmapped.DEFAULTS`."""
 
-    def grads_of(params, batch):
+    def __init__(self, options: dict):
+        self._split = pmapped.split_batch(options)
+        self._network = model.create_model("convnet", serve.NUM_CLASSES, options["dtype"], "lax")
+
+        pmap = functools.partial(jax.pmap, axis_name="batch", devices=self._split.devices)
+        self._train_step = pmap(self._train_step_fn, donate_argnums=0)
+        self._accumulate = pmap(self._accumulate_fn, donate_argnums=1)
+        self._finish = pmap(self._finish_fn, donate_argnums=(0, 1))
+
+        params = self._network.init(jax.random.key(0), jnp.zeros((1, *serve.IMAGE_SHAPE)))["params"]
+        adam = optax.adam(serve.LEARNING_RATE)
+        state = train_state.TrainState.create(apply_fn=None, params=params, tx=adam)
+        self._state = pmapped.replicate(state, self._split.devices)
+        self._grads = pmapped.replicate(jax.tree.map(np.zeros_like, params), self._split.devices)
+        self._batches = self._make_batches(options["batch_size"])
+
+    # ---- on the devices ----
+
+    def _gradients(self, params, batch):
         def loss_fn(params):
-            logits = network.apply({"params": params}, batch["image"])
+            logits = self._network.apply({"params": params}, batch["image"])
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
         return jax.grad(loss_fn)(params)
 
-    def train_step(state, batch):
-        return state.apply_gradients(grads=lax.pmean(grads_of(state.params, batch), "batch"))
+    def _train_step_fn(self, state, batch):
+        return state.apply_gradients(grads=lax.pmean(self._gradients(state.params, batch), "batch"))
 
-    def accumulate(state, total, batch):
-        return jax.tree.map(jnp.add, total, grads_of(state.params, batch))
+    def _accumulate_fn(self, state, grads, batch):
+        return jax.tree.map(jnp.add, grads, self._gradients(state.params, batch))
 
-    def finish(state, total):
-        grads = jax.tree.map(lambda x: x / count, lax.pmean(total, "batch"))
-        return state.apply_gradients(grads=grads), jax.tree.map(jnp.zeros_like, total)
+    def _finish_fn(self, state, grads):
+        mean = jax.tree.map(lambda x: x / self._split.num_micro_batches, lax.pmean(grads, "batch"))
+        return state.apply_gradients(grads=mean), jax.tree.map(jnp.zeros_like, grads)
 
-    def on_devices(function, **keywords):
-        return jax.pmap(function, "batch", devices=devices, **keywords)
+    # ---- on the host ----
 
-    step, add = on_devices(train_step, donate_argnums=0), on_devices(accumulate, donate_argnums=1)
-    end = on_devices(finish, donate_argnums=(0, 1))
+    def _make_batches(self, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+        """Endless micro-batches of all devices, each [devices, micro-batch size, ...]."""
+        split, (images, labels) = self._split, serve.random_images()
+        for batch in serve.batches(batch_size):
+            for part in batch.reshape(split.num_micro_batches, len(split.devices), split.micro_batch_size):
+                yield {"image": serve.normalise(images[part]), "label": labels[part]}
 
-    def pipeline():
-        images, labels = serve.random_images()
-        for chosen in serve.batches(options["batch_size"]):
-            for part in chosen.reshape(count, len(devices), micro_batch_size):
-                normalised = (images[part].astype(np.float32) - serve.MEAN) / serve.STD
-                yield {"image": normalised, "label": labels[part]}
+    def run(self, updates: int) -> None:
+        """See `serve.Step`."""
+        last_result = None
+        for _ in range(updates):
+            for index in range(self._split.num_micro_batches):
+                batch = next(self._batches)  # made while the devices work on the step before
+                jax.block_until_ready(last_result)
+                last_result = self._dispatch(batch, ends_update=index == self._split.num_micro_batches - 1)
+        jax.block_until_ready((self._state, self._grads))
 
-    params = network.init(jax.random.key(0), jnp.zeros((1, *serve.IMAGE_SHAPE)))["params"]
-    state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(serve.LEARNING_RATE))
-    state = pmapped.replicate(state, devices)
-    total = pmapped.replicate(jax.tree.map(np.zeros_like, params), devices)
-    batches = pipeline()
+    def _dispatch(self, batch: dict, *, ends_update: bool):
+        """Starts the work on a micro-batch; returns what it will give."""
+        if self._split.num_micro_batches == 1:
+            self._state = self._train_step(self._state, batch)
+            return self._state
+        self._grads = self._accumulate(self._state, self._grads, batch)
+        if ends_update:
+            self._state, self._grads = self._finish(self._state, self._grads)
+        return self._state, self._grads
 
-    def run(rounds):
-        nonlocal state, total
-        before = None
-        for _ in range(rounds * count):
-            batch = next(batches)  # made while the devices work on the step before
-            jax.block_until_ready(before)
-            if count == 1:
-                before = state = step(state, batch)
-            else:
-                before = total = add(state, total, batch)
-                run.done += 1
-                if run.done % count == 0:
-                    state, total = end(state, total)
-                    before = (state, total)
-        jax.block_until_ready((state, total))
+    def updates(self) -> int:
+        """See `serve.Step`."""
+        return int(pmapped.first_replica(self._state.step))
 
-    run.done = 0
-
-    return serve.Step(
-        run,
-        lambda: int(pmapped.replica(state.step)),
-        lambda: [pmapped.replica(x) for x in jax.tree.leaves(state.params)],
-    )
+    def params(self) -> list[np.ndarray]:
+        """See `serve.Step`."""
+        return [pmapped.first_replica(x) for x in jax.tree.leaves(self._state.params)]
 
 
 if __name__ == "__main__":
-    serve.main(build, pmapped.DEFAULTS)
+    serve.main(FlaxLoop, pmapped.DEFAULTS)

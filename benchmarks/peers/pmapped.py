@@ -1,16 +1,28 @@
-"""What the two JAX peers share: how a batch is split, and replicas."""
+"""What the two JAX peers share: their options, how a batch is split, and replicas."""
+
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
+# micro_batch_size is per device, 0 the whole share; devices 0 is all.
 DEFAULTS = {"batch_size": 512, "micro_batch_size": 0, "devices": 0, "dtype": "float32"}
 
 
-def split(options: dict) -> tuple[list[jax.Device], int, int]:
-    """Devices (0: all), micro-batches per device and their size (0: the whole share).
+@dataclass(frozen=True)
+class BatchSplit:
+    """A batch over some devices, in micro-batches on each."""
+
+    devices: list[jax.Device]
+    num_micro_batches: int  # of a device
+    micro_batch_size: int
+
+
+def split_batch(options: dict) -> BatchSplit:
+    """How the batch of `options`, which are those of DEFAULTS, is split.
 
     Raises:
-      ValueError: the batch is not a whole number of them.
+      ValueError: the batch is not a whole number of micro-batches.
     """
     devices = jax.local_devices()[: options["devices"] or None]
     size = options["micro_batch_size"] or options["batch_size"] // len(devices)
@@ -19,7 +31,7 @@ def split(options: dict) -> tuple[list[jax.Device], int, int]:
         raise ValueError(
             f"{options['batch_size']} images are not whole micro-batches of {size} on {len(devices)} devices"
         )
-    return devices, count, size
+    return BatchSplit(devices, count, size)
 
 
 def replicate(tree, devices: list[jax.Device]):
@@ -28,6 +40,6 @@ def replicate(tree, devices: list[jax.Device]):
     return jax.pmap(lambda x: x, devices=devices)(stacked)
 
 
-def replica(x: jax.Array) -> np.ndarray:
+def first_replica(x: jax.Array) -> np.ndarray:
     """What the first device holds."""
     return np.asarray(x.addressable_shards[0].data)[0]

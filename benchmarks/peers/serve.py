@@ -3,30 +3,66 @@
 python -m benchmarks.peers.torch_step --batch_size 512 --micro_batch_size 128 --autocast --compile
 """
 
+import abc
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 IMAGE_SHAPE, NUM_CLASSES, NUM_IMAGES = (64, 64, 3), 10, 4096
 MEAN, STD = 127.5, 64.0
 LEARNING_RATE = 1e-3
+REPEATS = 5  # when a peer times itself
 
 
-class Step(NamedTuple):
-    """A training step that is ready: `run(n)` does n updates and waits for them; `updates` is the
-    optimizer's own count; `params` are all parameters as NumPy arrays; `facts` is whatever else can be
-    said of it as JSON."""
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What shows that work happened.
 
-    run: Callable[[int], None]
-    updates: Callable[[], int]
-    params: Callable[[], list[np.ndarray]]
-    facts: Callable[[], dict] = dict
+    Attributes:
+      updates: done so far, as the work itself counts them.
+      sums: a few sums of each array that every update changes.
+    """
+
+    updates: int
+    sums: list[list[float]]
+
+
+class Step(abc.ABC):
+    """A training step that is ready to be timed."""
+
+    @abc.abstractmethod
+    def run(self, updates: int) -> None:
+        """Does so many updates and waits for them."""
+
+    @abc.abstractmethod
+    def updates(self) -> int:
+        """Updates so far, as the optimizer counts them."""
+
+    @abc.abstractmethod
+    def params(self) -> list[np.ndarray]:
+        """All parameters."""
+
+    def facts(self) -> dict:
+        """Whatever else can be said of it, as JSON."""
+        return {}
+
+    def progress(self) -> Progress:
+        """Two sums of each parameter array: enough to see whether each of them moved."""
+        sums = []
+        for array in self.params():
+            total = np.sum(array, dtype=np.float64)
+            squares = np.sum(np.square(array, dtype=np.float64))
+            sums.append([float(total), float(squares)])
+        return Progress(self.updates(), sums)
+
+
+# ---- the images of every peer ------------------------------------------------------------------------
 
 
 def random_images(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -36,7 +72,12 @@ def random_images(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return images, rng.integers(0, NUM_CLASSES, NUM_IMAGES, np.int32)
 
 
-def batches(batch_size: int, seed: int = 0):
+def normalise(images: np.ndarray) -> np.ndarray:
+    """uint8 images as float32, on the host."""
+    return (images.astype(np.float32) - MEAN) / STD
+
+
+def batches(batch_size: int, seed: int = 0) -> Iterator[np.ndarray]:
     """Endless index arrays [batch_size], each image once per pass (several passes where a batch needs them)."""
     rng, left = np.random.default_rng(seed), np.empty(0, np.int64)
     while True:
@@ -46,55 +87,63 @@ def batches(batch_size: int, seed: int = 0):
         left = left[batch_size:]
 
 
-def digest(step: Step) -> dict:
-    """The update count, and two sums of each parameter array: enough to see whether each of them moved."""
-    sums = [
-        [float(np.sum(p, dtype=np.float64)), float(np.sum(np.square(p, dtype=np.float64)))] for p in step.params()
-    ]
-    return {"updates": step.updates(), "sums": sums}
-
-
-def _answer(build, request: dict, held: dict[str, Step]) -> dict:
-    """One request of a parent: {"build": options} | {"run": n} | {"digest": true} | {"facts": true}, of the
-    step called "name"; building under a name that is taken drops what it named."""
-    name = request.get("name", "")
-    if "build" in request:
-        held.pop(name, None)
-        held[name] = build(request["build"])
-    elif "run" in request:
-        held[name].run(request["run"])
-    elif "digest" in request:
-        return digest(held[name])
-    elif "facts" in request:
-        return held[name].facts()
-    else:
-        raise ValueError(f"unknown request {request}")
-    return {}
+# ---- the command of a peer ---------------------------------------------------------------------------
 
 
 def main(build: Callable[[dict], Step], defaults: dict) -> None:
     """The command of a peer: an option per entry of `defaults`; --serve answers lines of JSON instead."""
     parser = argparse.ArgumentParser()
     for name, value in defaults.items():
-        kind = {"action": "store_true"} if isinstance(value, bool) else {"type": type(value), "default": value}
-        parser.add_argument(f"--{name}", **kind)
+        if isinstance(value, bool):
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--serve", action="store_true")
     options = vars(parser.parse_args())
     if options.pop("serve"):
-        held, out = {}, sys.stdout
-        sys.stdout = sys.stderr  # whatever a library prints is not an answer
-        for line in sys.stdin:
-            try:
-                answer = _answer(build, json.loads(line), held)
-            except Exception as error:  # an option that does not work here is the parent's to report
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), file=out, flush=True)
-        return
-    step = build(options)
+        serve(build)
+    else:
+        time_by_hand(build(options), options["batch_size"])
+
+
+def time_by_hand(step: Step, batch_size: int) -> None:
+    """Prints the median rate of a few updates."""
     step.run(2)
     seconds = []
-    for _ in range(5):
+    for _ in range(REPEATS):
         begin = time.perf_counter()
         step.run(1)
         seconds.append(time.perf_counter() - begin)
-    print(f"{options['batch_size'] / statistics.median(seconds):,.0f} images/s")
+    print(f"{batch_size / statistics.median(seconds):,.0f} images/s")
+
+
+def serve(build: Callable[[dict], Step]) -> None:
+    """Answers the requests on stdin, a line each, on stdout until stdin ends; see `answer`."""
+    steps, out = {}, sys.stdout
+    sys.stdout = sys.stderr  # whatever a library prints is not an answer
+    for line in sys.stdin:
+        try:
+            reply = answer(build, json.loads(line), steps)
+        except Exception as error:  # an option that does not work here is the parent's to report
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=out, flush=True)
+
+
+def answer(build: Callable[[dict], Step], request: dict, steps: dict[str, Step]) -> dict:
+    """One request of a parent: {"build": options} | {"run": n} | {"progress": true} | {"facts": true}.
+
+    Each is of the step called request["name"]. A step that is built under a name that is taken replaces the other.
+    """
+    name = request.get("name", "")
+    if "build" in request:
+        steps.pop(name, None)  # first, so that there is memory for the new one
+        steps[name] = build(request["build"])
+    elif "run" in request:
+        steps[name].run(request["run"])
+    elif "progress" in request:
+        return dataclasses.asdict(steps[name].progress())
+    elif "facts" in request:
+        return steps[name].facts()
+    else:
+        raise ValueError(f"unknown request {request}")
+    return {}

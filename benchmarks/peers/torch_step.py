@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from benchmarks.peers import serve
 
+# micro_batch_size 0 is the whole batch; autocast computes in bfloat16.
 DEFAULTS = {"batch_size": 512, "micro_batch_size": 0, "channels_last": False, "autocast": False, "compile": False}
 
 
@@ -24,44 +25,54 @@ def make_network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *head)
 
 
-def build(options: dict) -> serve.Step:
-    """A step on the GPU if there is one; `autocast` computes in bfloat16."""
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.backends.cudnn.benchmark = True
-    layout = torch.channels_last if options["channels_last"] else torch.contiguous_format
-    images, labels = (torch.from_numpy(array).to(device) for array in serve.random_images())
-    images, labels = images.permute(0, 3, 1, 2).contiguous(memory_format=layout), labels.long()
-    network = make_network().to(device, memory_format=layout)
-    optimizer = torch.optim.Adam(network.parameters(), serve.LEARNING_RATE, fused=True)
-    batch_size = options["batch_size"]
-    size = options["micro_batch_size"] or batch_size
-    chosen = serve.batches(batch_size)
+class TorchStep(serve.Step):
+    """A step on the GPU if there is one; options as in DEFAULTS."""
 
-    def loss_fn(index):
-        normalised = (images[index].float() - serve.MEAN) * (1 / serve.STD)
-        with torch.autocast(device, torch.bfloat16, enabled=options["autocast"]):
-            logits = network(normalised)
-        return functional.cross_entropy(logits.float(), labels[index], reduction="sum") / batch_size
+    def __init__(self, options: dict):
+        torch.manual_seed(0)
+        torch.backends.cudnn.benchmark = True
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._autocast = options["autocast"]
+        self._batch_size = options["batch_size"]
+        self._micro_batch_size = options["micro_batch_size"] or self._batch_size
+        self._batches = serve.batches(self._batch_size)
 
-    if options["compile"]:
-        loss_fn = torch.compile(loss_fn)
+        layout = torch.channels_last if options["channels_last"] else torch.contiguous_format
+        images, labels = (torch.from_numpy(array).to(self._device) for array in serve.random_images())
+        self._images = images.permute(0, 3, 1, 2).contiguous(memory_format=layout)
+        self._labels = labels.long()
+        self._network = make_network().to(self._device, memory_format=layout)
+        self._optimizer = torch.optim.Adam(self._network.parameters(), serve.LEARNING_RATE, fused=True)
+        self._loss_fn = torch.compile(self._loss) if options["compile"] else self._loss
 
-    def run(rounds):
-        for _ in range(rounds):
-            batch = torch.from_numpy(next(chosen)).to(device)
-            optimizer.zero_grad()
-            for index in batch.split(size):
-                loss_fn(index).backward()
-            optimizer.step()
-        if device == "cuda":
+    def _loss(self, index):
+        """The share of the images `index` in the loss of the batch."""
+        normalised = (self._images[index].float() - serve.MEAN) * (1 / serve.STD)
+        with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
+            logits = self._network(normalised)
+        losses = functional.cross_entropy(logits.float(), self._labels[index], reduction="sum")
+        return losses / self._batch_size
+
+    def run(self, updates: int) -> None:
+        """See `serve.Step`."""
+        for _ in range(updates):
+            batch = torch.from_numpy(next(self._batches)).to(self._device)
+            self._optimizer.zero_grad()
+            for index in batch.split(self._micro_batch_size):
+                self._loss_fn(index).backward()
+            self._optimizer.step()
+        if self._device == "cuda":
             torch.cuda.synchronize()
 
-    def updates():
-        return int(next(iter(optimizer.state.values()))["step"]) if optimizer.state else 0
+    def updates(self) -> int:
+        """See `serve.Step`."""
+        states = iter(self._optimizer.state.values())
+        return int(next(states)["step"]) if self._optimizer.state else 0
 
-    return serve.Step(run, updates, lambda: [np.asarray(p.detach().float().cpu()) for p in network.parameters()])
+    def params(self) -> list[np.ndarray]:
+        """See `serve.Step`."""
+        return [np.asarray(p.detach().float().cpu()) for p in self._network.parameters()]
 
 
 if __name__ == "__main__":
-    serve.main(build, DEFAULTS)
+    serve.main(TorchStep, DEFAULTS)

@@ -1,0 +1,150 @@
+"""bench.py input: seconds of each part of bringing images onto the devices, and from start to first update."""
+
+import concurrent.futures
+import json
+import math
+import multiprocessing
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+import augment
+from benchmarks.timing import ROOT
+from configs import eurosat
+from largebatch.data import sources
+from largebatch.errors import UserError
+from largebatch.hosts.clock import Clock
+from largebatch.hosts.start import start_jax
+from largebatch.runs.provenance import git_commit, versions
+
+PLACINGS = 3
+STARTS = ("cold", "warm")  # by what is in the cache of compiled programs
+PARTS = ("data", "compile", "train", "evaluation")  # of a run's seconds
+
+
+def bench_input(path: str) -> dict:
+    """Decodes, expands, caches and places the zip or folder `path`, in a fresh cache."""
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as cache_dir:
+        config = make_config(path, cache_dir)
+        with clock.measure("decode"):
+            dataset = sources.find_source(config.dataset.name, path=path).load()
+        num_images, num_bytes = len(dataset.labels), dataset.images.nbytes
+        del dataset
+        with clock.measure("decode, expand and cache"):
+            cache = augment.prepare_cache(config)
+        with clock.measure("open a sound cache"):
+            augment.prepare_cache(config)
+        # Each in a process of its own, so that no page or buffer of an earlier one helps or hinders.
+        placings = [in_new_process(place, path, cache_dir) for _ in range(PLACINGS)]
+        starts = {name: start(path, cache_dir) for name in STARTS}
+    seconds = dict(clock.seconds)
+    seconds["expand and cache"] = seconds["decode, expand and cache"] - seconds["decode"]
+    seconds["read, verify and place"] = statistics.median(placing.seconds for placing in placings)
+    return {
+        "command": "input",
+        "images": num_images,
+        "decoded_bytes": num_bytes,
+        "seconds": seconds,
+        "place_seconds": [placing.seconds for placing in placings],
+        "place_gb_per_sec": placings[0].all_bytes / seconds["read, verify and place"] / 1e9,
+        "training_image_bytes_on_devices": placings[0].training_bytes,
+        "expected_training_image_bytes": cache.count("train") * augment.NUM_VIEWS * math.prod(cache.image_shape),
+        "peak_resident_bytes": max(placing.peak_resident_bytes for placing in placings),
+        "start": starts,
+        "devices": jax.device_count(),
+        "platform": jax.default_backend(),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def make_config(path: str, cache_dir: str):
+    """The config of EuroSAT with other images and another cache."""
+    config = eurosat.get_config()
+    config.dataset.path, config.augment.cache_dir = path, cache_dir
+    return config
+
+
+def in_new_process(function, *arguments):
+    """What `function` returns in a new process."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+@dataclass(frozen=True)
+class Placing:
+    """What it took to bring a cache onto the devices; bytes are of images."""
+
+    seconds: float
+    all_bytes: int
+    training_bytes: int
+    peak_resident_bytes: int
+
+
+def place(path: str, cache_dir: str) -> Placing:
+    """Reads, verifies and places a cache that is there."""
+    start_jax()
+    config = make_config(path, cache_dir)
+    cache = augment.prepare_cache(config)
+    begin = time.perf_counter()
+    placed = augment.place(cache, config.dataset.split_seed)
+    jax.block_until_ready((placed.train, placed.val_images))
+    seconds = time.perf_counter() - begin
+    training_bytes = placed.train["images"].nbytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Placing(seconds, training_bytes + placed.val_images.nbytes, training_bytes, peak)
+
+
+def start(path: str, cache_dir: str) -> dict:
+    """A whole run of one update: seconds of its parts, and from the start of the process to its first update.
+
+    The first line of metrics.jsonl is written when the first update is validated.
+
+    Raises:
+      UserError: the run failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        command = [
+            sys.executable,
+            "train.py",
+            "--config=configs/eurosat.py",
+            f"--config.dataset.path={path}",
+            f"--config.augment.cache_dir={cache_dir}",
+            f"--workdir={run}",
+            "--config.train.inner_steps=1",
+            "--config.train.outer_steps=1",
+        ]
+        environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+        begin = time.time()
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        to_exit = time.time() - begin
+        if done.returncode:
+            raise UserError(f"train.py ended with status {done.returncode}: {done.stderr.strip()}")
+        seconds = json.loads((run / "summary.json").read_text())["seconds"]
+        to_validated = (run / "metrics.jsonl").stat().st_mtime - begin
+    parts = {name: seconds[name] for name in PARTS}
+    return {"to_first_update": to_validated - seconds["evaluation"], "to_exit": to_exit, **parts}
+
+
+def print_input(result: dict) -> None:
+    """The result of `bench_input`, a line each."""
+    for name, value in result["seconds"].items():
+        print(f"{name:28} {value:8.2f} s")
+    print(f"{'place':28} {result['place_gb_per_sec']:8.2f} GB/s")
+    for cache, seconds in result["start"].items():
+        parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in PARTS)
+        name = f"to first update, {cache}"
+        print(f"{name:28} {seconds['to_first_update']:8.2f} s, of {seconds['to_exit']:.2f} to exit ({parts})")
+    for name in ("training_image_bytes_on_devices", "expected_training_image_bytes", "peak_resident_bytes"):
+        print(f"{name.replace('_', ' '):36} {result[name] / 1e9:.4f} GB")
