@@ -102,7 +102,8 @@ def test_noise_scale_near_the_size_of_the_set(num_devices, part, views):
 def test_noise_scale_on_a_pod():
     """4 hosts x 8 devices."""
     command = [sys.executable, ROOT / "tests" / "optim" / "test_noise_scale.py"]
-    result = run_script("-m", "largebatch.pod", "--hosts", 4, "--devices", 8, "--", *command)
+    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    result = run_script("-m", "largebatch.pod", "--hosts", 4, "--devices", 8, "--", *command, env=paths)
     assert result.returncode == 0, result.stderr
     line = next(line for line in result.stdout.splitlines() if "noise_scale" in line)
     found = json.loads(line[line.index("{") :])

@@ -209,11 +209,11 @@ def test_devices_without_an_example_take_the_others_moments_and_counters():
 def test_local_sgd_and_its_outer_step_against_numpy(rate, momentum):
     problem, every, sizes = make_problem(4), 3, [48, 13, 6]
     state, metrics = run_local(problem, sizes, sync_of(every, 0, rate, momentum), updates=8)
-    replicas, anchor = [Replica() for _ in range(4)], Replica().params
+    in_numpy, anchor = [Replica() for _ in range(4)], Replica().params
     outer = {name: np.zeros_like(value) for name, value in anchor.items()}
     plan, weights, drifts = make_plan(problem.deal, sizes), np.zeros(4), []
     for update in range(8):
-        for device, replica in enumerate(replicas):
+        for device, replica in enumerate(in_numpy):
             rows = rows_of(problem.deal, device, plan.epoch[update], plan.offset[update], plan.batch_size[update])
             if len(rows):
                 replica.update(rows)
@@ -221,29 +221,29 @@ def test_local_sgd_and_its_outer_step_against_numpy(rate, momentum):
         if (update + 1) % every == 0:
             means = {}
             for name in anchor:
-                moved = np.stack([replica.params[name] - anchor[name] for replica in replicas])
+                moved = np.stack([replica.params[name] - anchor[name] for replica in in_numpy])
                 means[name] = np.average(moved, axis=0, weights=weights)
                 outer[name] = momentum * outer[name] + means[name]
-            flat = [np.append(r.params["w"] - anchor["w"], r.params["b"] - anchor["b"]) for r in replicas]
+            flat = [np.append(r.params["w"] - anchor["w"], r.params["b"] - anchor["b"]) for r in in_numpy]
             center = np.append(means["w"], means["b"])
             spread = np.average([np.square(f - center).sum() for f in flat], weights=weights)
             velocity = {
-                name: np.average([replica.velocity[name] for replica in replicas], axis=0, weights=weights)
+                name: np.average([replica.velocity[name] for replica in in_numpy], axis=0, weights=weights)
                 for name in anchor
             }
             anchor = {n: anchor[n] + rate * (means[n] + momentum * outer[n]) for n in anchor}
             drifts.append(np.sqrt(spread) / np.linalg.norm(np.append(anchor["w"], anchor["b"])))
-            for replica in replicas:
+            for replica in in_numpy:
                 replica.params, replica.velocity = dict(anchor), dict(velocity)
             weights[:] = 0
-    for device, replica in enumerate(replicas):  # two updates after the last synchronisation, so that they differ
+    for device, replica in enumerate(in_numpy):  # two updates after the last synchronisation, so that they differ
         assert_close({name: leaf[device] for name, leaf in params_of(state).items()}, replica.params, 1e-4)
     assert np.flatnonzero(np.asarray(metrics["synced"])).tolist() == [2, 5]
     np.testing.assert_allclose(np.asarray(metrics["drift"])[[2, 5]], drifts, rtol=1e-3)
     found = replicas.all_replicas(local_sgd.make_average((), "average")(state))
-    expected = {n: np.average([r.params[n] for r in replicas], axis=0, weights=weights) for n in anchor}
+    expected = {n: np.average([r.params[n] for r in in_numpy], axis=0, weights=weights) for n in anchor}
     assert_close({name: leaf[0] for name, leaf in found.params.items()}, expected, 1e-4)
-    velocity = np.average([replica.velocity["w"] for replica in replicas], axis=0, weights=weights)
+    velocity = np.average([replica.velocity["w"] for replica in in_numpy], axis=0, weights=weights)
     np.testing.assert_allclose(momentum_buffers(found), np.tile(velocity, (4, 1)), rtol=1e-4)
 
 
