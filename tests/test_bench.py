@@ -276,6 +276,7 @@ def test_step_reports_every_contender(small, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_scaling_over_batches_and_devices(small, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(scaling, "STRONG_BATCH", 32)
     monkeypatch.setattr(scaling, "WEAK_BATCH_PER_DEVICE", 16)
@@ -333,6 +334,7 @@ def test_growth_is_near_the_one_pod_that_was_measured():
         assert growth.efficiency(limit["devices"], limit["batch_size"]) >= 0.5
 
 
+@pytest.mark.full
 def test_accuracy_trains_each_seed_once(tmp_path, session_cache):
     arguments = [f"--config.augment.cache_dir={session_cache}", "--config.dataset.num_examples=100"]
     arguments += ["--config.dataset.image_size=16", "--config.train.inner_steps=15", "--config.train.outer_steps=1"]
@@ -348,6 +350,7 @@ def test_accuracy_trains_each_seed_once(tmp_path, session_cache):
         accuracy.bench_accuracy([*arguments, "--config.batch.size=0"], 1, 0.01, str(tmp_path / "other"))
 
 
+@pytest.mark.full
 def test_input_measures_every_part(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inputs, "PLACINGS", 1)
     folder = make_folder(tmp_path / "images", {"a": 50, "b": 50})

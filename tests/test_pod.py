@@ -52,6 +52,7 @@ def host_of(pid: int) -> str | None:
     return variables.get(b"LARGEBATCH_HOST_INDEX", b"").decode() or None
 
 
+@pytest.mark.full
 def test_4x8_hosts_give_the_parameters_of_one_device(tmp_path):
     found = {}
     for name, make in (("pod", lambda c: pod_command(c, 4, 8)), ("one", lambda c: c[1:])):
@@ -79,6 +80,7 @@ def test_4x8_hosts_give_the_parameters_of_one_device(tmp_path):
     assert losses[0] - losses[-1] > 100 * 1e-5 * losses[0]  # a wrong gradient would show
 
 
+@pytest.mark.full
 def test_a_dead_host_is_named_and_takes_the_others_along(tmp_path):
     command = train_command(tmp_path, "run", **{"train.outer_steps": 100_000})
     arguments = pod_command(command, 2, 2)
@@ -105,6 +107,7 @@ def test_a_dead_host_is_named_and_takes_the_others_along(tmp_path):
     assert not processes_with(str(tmp_path / "run"))
 
 
+@pytest.mark.full
 def test_one_host_signalled_saves_and_stops_all_and_a_start_goes_on_bitwise(tmp_path):
     fields = {"train.inner_steps": 4, "train.outer_steps": 4, "batch.size": 150, "dataset.num_examples": 400}
     fields |= {"model.norm": "batch", "model.stem": "whitened"}
@@ -143,6 +146,7 @@ def test_hosts_that_disagree_about_the_config_stop(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_evaluation_on_two_hosts_is_that_of_one(tmp_path):
     """Each host has a folder and a data cache of its own; the run lies on host 0, host 1's cache is damaged."""
     hosts = [tmp_path / "0", tmp_path / "1"]

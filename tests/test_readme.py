@@ -20,6 +20,7 @@ from largebatch.data import sources
 from largebatch.data.split import split_indices
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_make_train_on_a_fresh_clone_learns_what_colour_does_not_tell(tmp_path):
     clone, environment_made = tmp_path / "clone", tmp_path / "venv" / ".run"

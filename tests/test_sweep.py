@@ -448,6 +448,7 @@ def test_two_processes_share_a_study(command):
     assert all("rank" in out for out, _ in shown)
 
 
+@pytest.mark.full
 def test_every_host_of_a_pod_joins_the_same_trial(command):
     result = run_script(
         *("-m", "largebatch.pod", "--hosts", "2", "--devices", "2", "--", sys.executable, "sweep.py", "--trials=2"),

@@ -21,7 +21,8 @@ def made(tmp_path_factory):
     config = default.get_config()
     config.augment.cache_dir = str(tmp_path_factory.mktemp("cache"))
     config.dataset.num_examples, config.dataset.image_size = 100, 16
-    config.train.inner_steps = config.train.outer_steps = 2
+    config.train.inner_steps = 3  # the program of most other tests
+    config.train.outer_steps = 2
     run = tmp_path_factory.mktemp("run")
     train.train_and_evaluate(config, str(run))
     (cache,) = (path for path in Path(config.augment.cache_dir).glob("synthetic-*"))

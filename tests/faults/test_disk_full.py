@@ -124,6 +124,7 @@ def fill_up(disk: Path, tmp_path: Path, amounts: list[tuple[int, int | None]]) -
     return found
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_disk_that_is_full_at_a_checkpoint(disk, tmp_path):
     found = fill_up(disk, tmp_path, [(4 << 20, None)])
@@ -140,6 +141,7 @@ def test_a_disk_that_fills_up_anywhere(disk, tmp_path):
     assert len(found) >= 4, found
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_disk_that_is_full_at_the_cache(disk, tmp_path):
     ballast = fill(disk, 100_000)

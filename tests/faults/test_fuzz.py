@@ -362,6 +362,7 @@ def fuzz(numbers: range, seed: int, tmp_path: Path, cache: Path) -> None:
     assert not failed, "\n\n".join(failed)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_some_malformed_input(tmp_path, cache):
     fuzz(range(10), 0, tmp_path, cache)

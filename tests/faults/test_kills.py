@@ -192,6 +192,7 @@ class Job:
         return figures
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_few_kills(tmp_path):
     layout = Layout(1, 2, LOCAL, 120)  # which has the most to lose

@@ -44,6 +44,7 @@ def test_hosts_wait_for_a_build_outside_of_collectives(tmp_path, seconds):
         assert host["compiled by 20 gathers"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["save", "_write"])  # _write works in the background
 def test_all_hosts_learn_that_one_cannot_save(tmp_path, method):
     done = run_script(*pod_arguments(tmp_path, 0, method), env=PATHS)

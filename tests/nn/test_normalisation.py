@@ -68,8 +68,8 @@ def test_gelu_is_in_the_dtype_of_the_convolution(norm):
     """Not in bfloat16 behind "dot", which gives float32: on a CPU that is slow."""
     for conv, dtype in (("dot", "f32"), ("lax", "bf16")):
         network = models.create_model("resconvnet", 10, "bfloat16", conv, norm=norm)
-        params, model_state = models.init_variables(network, (16, 16, 3), 0)
-        variables, images = {"params": params, **model_state}, jnp.zeros((2, 16, 16, 3))
+        images = jnp.zeros((2, 16, 16, 3))
+        variables = jax.eval_shape(network.init, jax.random.key(0), images)
         found = re.findall(r":(\w+)\[[\d,]+\] = tanh", str(jax.make_jaxpr(network.apply)(variables, images)))
         assert found == [dtype] * 6
 
@@ -169,7 +169,7 @@ def test_padding_counts_in_no_statistic(images_and_labels):
     deal, state, network, params, model_state = one_update(images, labels, 1, 20)
     rows = visited_examples(deal, 0, 0, 20)
     expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
-    loss_fn = make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
+    loss_fn = jax.jit(make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
     halves = [
         loss_fn(params, model_state, Batch(expanded[part], labels[np.array(part) // 8], jnp.ones(10)))
         for part in (rows[:10], rows[10:])
@@ -293,7 +293,8 @@ def test_a_zero_head_gives_every_class_the_same_chance():
     network = make_network(zero_head=True)
     params, _ = models.init_variables(network, (SIZE, SIZE, 3), 0)
     images = np.random.default_rng(0).standard_normal((2, SIZE, SIZE, 3)).astype(np.float32)
-    np.testing.assert_array_equal(network.apply({"params": params}, images), np.zeros((2, NUM_CLASSES)))
+    logits = jax.jit(network.apply)({"params": params}, images)
+    np.testing.assert_array_equal(logits, np.zeros((2, NUM_CLASSES)))
 
 
 def test_label_smoothing_by_hand():
@@ -301,8 +302,9 @@ def test_label_smoothing_by_hand():
     params, _ = models.init_variables(network, (SIZE, SIZE, 3), 0)
     images = np.random.default_rng(0).integers(0, 256, (3, SIZE * SIZE * 3), np.uint8)
     labels, weights = jnp.array([0, 2, 1]), jnp.array([1.0, 1.0, 0.0])
-    loss, _ = make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, 0.2)(params, {}, Batch(images, labels, weights))
-    logits = make_logits_fn(network, (SIZE, SIZE, 3), *SCALE)({"params": params}, images)
+    loss_fn = jax.jit(make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, 0.2))
+    loss, _ = loss_fn(params, {}, Batch(images, labels, weights))
+    logits = jax.jit(make_logits_fn(network, (SIZE, SIZE, 3), *SCALE))({"params": params}, images)
     log_p = np.asarray(jax.nn.log_softmax(logits))
     targets = np.full((3, NUM_CLASSES), 0.05) + 0.8 * np.eye(NUM_CLASSES)[np.asarray(labels)]
     assert float(loss) == pytest.approx(-(targets * log_p).sum(axis=1)[:2].sum(), rel=1e-5)

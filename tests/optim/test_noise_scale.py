@@ -99,6 +99,7 @@ def test_noise_scale_near_the_size_of_the_set(num_devices, part, views):
         assert noise_scale.noise_scale(noise) == pytest.approx(expected, rel=0.1), sizes[0]
 
 
+@pytest.mark.full
 def test_noise_scale_on_a_pod():
     """4 hosts x 8 devices."""
     command = [sys.executable, ROOT / "tests" / "optim" / "test_noise_scale.py"]

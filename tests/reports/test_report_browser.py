@@ -9,6 +9,8 @@ import pytest
 from report_pages import EVIL, make, panel_ids, small_study, write_predictions
 from test_analysis import write_study
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def study(tmp_path) -> Path:

@@ -115,21 +115,20 @@ LOCAL_STEPS = {  # from update 3 on, averages after updates 6, 9 and 12
     "sync.outer_learning_rate": 0.7,
     "sync.outer_momentum": 0.9,
     "sync.optimizer_state": "keep",
-    "model.norm": "batch",
-    "train.ema_decay": 0.9,
 }
+LOCAL_STEPS_AND_AVERAGES = {**LOCAL_STEPS, "model.norm": "batch", "train.ema_decay": 0.9}
 
 
 @pytest.mark.parametrize(
     ("fields", "steps"),
     [
-        ({}, [4, 8, 12]),
-        ({"batch.size": "full"}, [4, 8, 12]),
-        (ALL_STATE, [4, 8, 9]),
-        (ADASCALE, None),  # its gains say when it ends
-        (LOCAL_STEPS, [4, 8, 12]),
+        pytest.param({}, [4, 8, 12], id="mini-batch"),
+        pytest.param({"batch.size": "full"}, [4, 8, 12], id="full batch"),
+        pytest.param(ALL_STATE, [4, 8, 9], id="all state", marks=pytest.mark.full),
+        pytest.param(ADASCALE, None, id="AdaScale on a trace"),  # its gains say when it ends
+        pytest.param(LOCAL_STEPS, [4, 8, 12], id="local steps"),
+        pytest.param(LOCAL_STEPS_AND_AVERAGES, [4, 8, 12], id="local steps with averages", marks=pytest.mark.full),
     ],
-    ids=["mini-batch", "full batch", "all state", "AdaScale on a trace", "local steps"],
 )
 def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, stop_at, fields, steps):
     config.update_from_flattened_dict(fields)
@@ -358,7 +357,7 @@ def test_init_from_starts_with_the_best_parameters(config, tmp_path):
     name = "state.ema.model_state.batch_stats.BatchNorm_0.variance"
     assert np.abs(after[name] - arrays[name]).max() < 0.2 * np.abs(arrays[name]).max()
     assert second["best_val_accuracy"] == first["best_val_accuracy"]
-    config.model.norm = "none"
+    config.model.norm, config.train.ema_decay = "none", None
     missing = r"model_state.batch_stats.BatchNorm_0.mean is float32\[32\] there, missing here"
     with pytest.raises(UserError, match=f"train.init_from: .*first: {missing}"):
         train.train_and_evaluate(config, str(tmp_path / "third"))
@@ -400,10 +399,14 @@ def poisoned(config, monkeypatch):
 
 
 TOGETHER, LOCAL = {}, {"sync.mode": "local", "sync.every": 3}
-BOTH = pytest.mark.parametrize("sync", [TOGETHER, LOCAL], ids=["together", "local steps"])
+BOTH = pytest.mark.parametrize(
+    "sync",
+    [pytest.param(TOGETHER, id="together"), pytest.param(LOCAL, id="local steps", marks=pytest.mark.full)],
+)
 
 
-@pytest.mark.parametrize("norm", ["none", "group"])  # the latter has layers within layers
+# The latter has layers within layers.
+@pytest.mark.parametrize("norm", ["none", pytest.param("group", marks=pytest.mark.full)])
 def test_stop_names_update_layer_and_rate(poisoned, tmp_path, norm):
     poisoned.model.norm = norm
     message = r"loss of update \d is nan \(learning rate 0.01\); first in the gradient of head\.(bias|kernel)$"
@@ -432,7 +435,7 @@ def test_skip_gives_up_after_so_many_in_a_row(poisoned, tmp_path):
     poisoned.train.on_nonfinite, poisoned.train.max_nonfinite, poisoned.batch.size = "skip", 2, "full"
     with pytest.raises(train.Diverged, match="loss of update 3 is nan"):
         train.train_and_evaluate(poisoned, str(tmp_path / "few"))
-    poisoned.train.max_nonfinite, poisoned.train.outer_steps = 8, 1
+    poisoned.train.max_nonfinite, poisoned.train.outer_steps = 5, 1
     train.train_and_evaluate(poisoned, str(tmp_path / "many"))
     (row,) = rows_of(tmp_path / "many")
     assert (row["skipped_updates"], row["train_loss"]) == (4, None)

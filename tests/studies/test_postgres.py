@@ -108,6 +108,7 @@ def opened(server: Server):
         storage.engine.dispose()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_two_processes_share_a_study_and_wait_for_a_database_that_went_away(server, tmp_path, session_cache):
     both = [start_sweep(server, tmp_path, session_cache) for _ in range(2)]
