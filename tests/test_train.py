@@ -72,7 +72,7 @@ def small_flags(session_cache, **fields):
         "augment.cache_dir": session_cache,
         "dataset.num_examples": 100,
         "dataset.image_size": 16,
-        "train.inner_steps": 2,
+        "train.inner_steps": 3,  # one program with the commands of other tests
         "train.outer_steps": 1,
     } | fields
     return [f"--config.{name}={value}" for name, value in fields.items()]
@@ -110,7 +110,7 @@ def test_runs_are_repeatable_and_depend_on_the_seed(small_config, tmp_path):
 
 
 def test_the_length_of_a_call_changes_nothing(small_config, tmp_path, monkeypatch):
-    small_config.train.inner_steps = 7
+    small_config.train.inner_steps = 4
     small_config.batch.size = 100
     digests = []
     for name, seconds in (("short", 0.0), ("long", 1e9)):
@@ -248,7 +248,7 @@ def test_a_workdir_that_cannot_be_written(tmp_path, session_cache):
 
 
 def test_profile_writes_a_trace(tmp_path, session_cache):
-    flags = small_flags(session_cache, **{"train.inner_steps": 6})
+    flags = small_flags(session_cache, **{"train.inner_steps": 4})
     result = run_script("train.py", *flags, "--workdir", tmp_path / "run", "--profile")
     assert result.returncode == 0, result.stderr
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
@@ -275,7 +275,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_runs_started_in_the_same_second_have_folders_of_their_own(tmp_path, session_cache):
     command = [sys.executable, "-c", STARTED_IN_ONE_SECOND, *small_flags(session_cache)]
     both = [
-        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, cwd=tmp_path, env=on_devices(2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     shown = [process.communicate(timeout=120) for process in both]
@@ -291,7 +293,9 @@ def test_runs_started_in_the_same_second_have_folders_of_their_own(tmp_path, ses
 def test_nobody_reading_the_output_is_no_reason_to_stop(tmp_path, session_cache):
     flags = small_flags(session_cache, **{"train.outer_steps": 6})
     command = [sys.executable, "train.py", *flags, "--workdir", str(tmp_path / "run")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=on_devices(2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     process.stdout.close()
     stderr = process.stderr.read()
     process.stderr.close()
@@ -303,7 +307,7 @@ def test_nobody_reading_the_output_is_no_reason_to_stop(tmp_path, session_cache)
 def test_a_progress_bar_on_a_terminal(tmp_path, session_cache):
     parent, child = pty.openpty()
     command = [sys.executable, "train.py", *small_flags(session_cache), "--workdir", str(tmp_path / "run")]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "150"}
+    environment = on_devices(2) | {"TERM": "xterm", "COLUMNS": "150"}
     process = subprocess.Popen(command, cwd=ROOT, stdout=child, stderr=child, stdin=child, env=environment)
     os.close(child)
     shown = b""
@@ -314,7 +318,7 @@ def test_a_progress_bar_on_a_terminal(tmp_path, session_cache):
         pass  # what Linux answers when the other side has closed
     os.close(parent)
     assert process.wait() == 0, shown
-    assert b"2/2 updates" in shown
+    assert b"3/3 updates" in shown
     assert b"outer    1/1" in shown
     assert b"best val accuracy" in shown
 

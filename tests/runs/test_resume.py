@@ -103,7 +103,7 @@ ALL_STATE = {  # whatever has a state, and a batch that grows, so that the last 
 ADASCALE = {  # on a trace, so that gains differ; ends when its scale-invariant steps are done
     "optimizer.name": "sgd",
     "schedule.scaling": "adascale",
-    "schedule.reference_batch_size": 60,
+    "schedule.reference_batch_size": 80,
     "schedule.name": "linear",
     "batch.trace": (60, 200, 7, 90, 150),
     "batch.hold_last": True,
@@ -344,7 +344,7 @@ def test_other_code_and_libraries_are_named_when_a_run_goes_on(config, tmp_path,
 
 
 def test_init_from_starts_with_the_best_parameters(config, tmp_path):
-    config.model.norm, config.train.ema_decay = "batch", 0.9
+    config.model.norm, config.train.ema_decay = "batch", 0.5
     config.train.inner_steps = 1
     first = train.train_and_evaluate(config, str(tmp_path / "first"))
     arrays, _ = best_checkpoint(tmp_path / "first")
