@@ -431,6 +431,7 @@ def test_another_study_in_the_folder_is_refused(command):
     assert (folder / "study.json").read_bytes() == before
 
 
+@pytest.mark.full
 def test_two_processes_share_a_study(command):
     arguments = [f"--study={command.folder / 'both'}", f"--space={command.folder / 'space.py'}", *command.config]
     start = [sys.executable, "sweep.py", *arguments]

@@ -128,6 +128,7 @@ def test_a_faster_micro_batch_size_is_recommended():
     assert (finding.status, finding.advice) == ("fail", "set batch.micro_batch_size 8")
 
 
+@pytest.mark.full
 def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
     """On three devices, of which two hold 27 of the 80 originals and one 26: less than a micro-batch."""
     fields = {"augment.cache_dir": session_cache, "dataset.num_examples": 100, "dataset.image_size": 8}
