@@ -4,13 +4,16 @@ BIN := $(VENV)/bin
 ARGS ?=
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: train test test-postgres lint bench faults
+.PHONY: train test test-full test-postgres lint bench faults
 
 train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosat.py ..." for anything else
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/.dev  ## the whole suite, with a short part of the fault harness
+test: $(VENV)/.dev  ## for every change: each module, with real processes and real data; minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-full: $(VENV)/.dev  ## what `test` leaves out: pods, a fresh clone, PostgreSQL, a browser, long resumes, short faults
+	$(BIN)/python -m pytest -n 2 -m full $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -21,7 +24,7 @@ bench: $(VENV)/.run  ## throughput beside the plain way and the hardware limit
 
 test-postgres: $(VENV)/.dev  ## studies in PostgreSQL; installs the server on Debian and Ubuntu
 	test -n "$$(ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null || command -v initdb)" || $(SUDO) apt-get install -y --no-install-recommends postgresql
-	$(BIN)/python -m pytest tests/test_postgres.py $(ARGS)
+	$(BIN)/python -m pytest -m full tests/studies/test_postgres.py $(ARGS)
 
 faults: $(VENV)/.dev  ## the long part of the fault harness, hours on 2 cores; figures in faults.jsonl
 	rm -f faults.jsonl

@@ -131,7 +131,7 @@ def share_of_equal(one, other):
     return sum(e.sum() for e in equal) / sum(e.size for e in equal)
 
 
-@pytest.mark.parametrize("peer", [SeedLoop, FlaxLoop])
+@pytest.mark.parametrize("peer", [pytest.param(SeedLoop, marks=pytest.mark.full), FlaxLoop])
 def test_accumulating_peers_do_the_same_update(small, peer):
     before = peer(PEER).params()
     after = []

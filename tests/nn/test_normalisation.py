@@ -128,7 +128,7 @@ def one_update(images, labels, num_devices, batch_size, micro=MICRO, stem="conv"
     return deal, replicas.first_replica(state), network, params, model_state
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full), 8])
 def test_running_statistics_are_those_of_the_same_micro_batches_on_any_devices(images_and_labels, num_devices):
     """48 originals by 8 devices hold 48 examples each: whole epochs of 384 = 8 micro-batches of 48."""
     images, labels = images_and_labels

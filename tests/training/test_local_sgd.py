@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import flatten_util, lax
+from test_step import examples_of
 
 from benchmarks.ours import collectives
 from configs import default
@@ -80,8 +81,7 @@ def make_plan(deal, sizes, first=0, rate=RATE):
 
 def rows_of(deal, device, epoch, offset, batch_size):
     """Global indices of what a device trains on in one update."""
-    share = batching.device_share(deal, device, int(epoch), int(offset), int(batch_size))
-    examples, _, weights = batching.micro_batch(deal, device, share, 0, 1, EXAMPLES, 0)
+    examples, weights = examples_of(deal, device, epoch, offset, np.int32(batch_size))
     return deal.originals_of(device, seed=0)[np.asarray(examples)[np.asarray(weights) == 1]]
 
 

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +22,23 @@ LENGTH = 4
 SCALE = (120.0,) * 3, (70.0,) * 3
 
 
-@pytest.fixture(scope="module")
-def problem():
+def make_problem(network):
+    """Images, labels, parameters and a loss function."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (NUM_ORIGINALS, SIZE, SIZE, 3), np.uint8)
     labels = rng.integers(0, NUM_CLASSES, NUM_ORIGINALS, np.int32)
-    network = models.create_model("convnet", NUM_CLASSES, "float32", "dot")
     params, _ = models.init_variables(network, (SIZE, SIZE, 3), 0)
     return images, labels, params, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
+
+
+def small_network(dtype="float32"):
+    """Two convolutions, which show what four would."""
+    return models.ConvNet(NUM_CLASSES, dtype=dtype, conv="dot", features=(8, 16), blocks=(0, 0), hidden=None)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem(small_network())
 
 
 def place(images, labels, num_devices, storage="expanded"):
@@ -76,19 +87,26 @@ def assert_trees_close(one, other, tolerance):
         np.testing.assert_allclose(a, b, atol=tolerance * scale, rtol=0)
 
 
+@partial(jax.jit, static_argnums=0)
+def examples_of(deal, device, epoch, offset, batch_size):
+    """Local indices and 0/1 weights of a device's share, in one micro-batch."""
+    share = batching.device_share(deal, device, epoch, offset, batch_size)
+    examples, _, weights = batching.micro_batch(deal, device, share, 0, 1, deal.num_examples, 0)
+    return examples, weights
+
+
 def visited_examples(deal, epoch, offset, batch_size):
     """Global expanded indices of a batch, from the functions that the device uses."""
     found = []
     for device in range(deal.num_devices):
-        share = batching.device_share(deal, device, epoch, offset, batch_size)
-        examples, _, weights = batching.micro_batch(deal, device, share, 0, 1, deal.num_examples, 0)
+        examples, weights = examples_of(deal, device, epoch, offset, batch_size)
         local = np.asarray(examples)[np.asarray(weights) == 1]
         originals = deal.originals_of(device, seed=0)
         found += (originals[local // 8] * 8 + local % 8).tolist()
     return found
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full), 8])
 def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(problem, num_devices):
     images, labels, params, loss_fn = problem
     traces = []
@@ -194,9 +212,10 @@ def test_learning_rate_is_data(problem):
     assert_trees_close(jax.tree.map(lambda x: 2 * x, moves[0]), moves[1], 1e-6)
 
 
-def test_golden_first_step(problem):
+def test_golden_first_step():
     """Recorded once; a doubled rate, a sum in place of a mean or another normalisation all miss it."""
-    images, labels, params, loss_fn = problem
+    network = models.create_model("convnet", NUM_CLASSES, "float32", "dot")
+    images, labels, params, loss_fn = make_problem(network)
     deal, shards = place(images, labels, 2)
     optimizer = optimizers.create_optimizer("lamb")
     read = augment.make_read("expanded", (SIZE, SIZE, 3))
@@ -215,11 +234,7 @@ def test_golden_first_step(problem):
 
 
 def test_bfloat16_keeps_float32_parameters(problem):
-    images, labels, _, _ = problem
-    network = models.create_model("convnet", NUM_CLASSES, "bfloat16", "dot")
-    params, _ = models.init_variables(network, (SIZE, SIZE, 3), 0)
-    loss_fn = make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
-    deal, shards, loop, fresh = sgd_loop((images, labels, params, loss_fn), 1)
+    deal, shards, loop, fresh = sgd_loop(make_problem(small_network(jnp.bfloat16)), 1)
     state, metrics = loop(fresh(), shards, plan(deal, [400]), np.int32(1))
     deal, shards, exact, fresh = sgd_loop(problem, 1)
     _, reference = exact(fresh(), shards, plan(deal, [400]), np.int32(1))
