@@ -131,7 +131,8 @@ def share_of_equal(one, other):
     return sum(e.sum() for e in equal) / sum(e.size for e in equal)
 
 
-@pytest.mark.parametrize("peer", [pytest.param(SeedLoop, marks=pytest.mark.full), FlaxLoop])
+@pytest.mark.full
+@pytest.mark.parametrize("peer", [SeedLoop, FlaxLoop])
 def test_accumulating_peers_do_the_same_update(small, peer):
     before = peer(PEER).params()
     after = []
@@ -293,6 +294,7 @@ def test_scaling_over_batches_and_devices(small, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_the_memory_estimate_is_near_what_the_compiler_says(capsys):
     result = memory.bench_memory([64])
     for row in result["rows"]:

@@ -147,6 +147,7 @@ def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeyp
     assert len(cache._programs) == 1  # the second's
 
 
+@pytest.mark.full
 def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
     space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"]), "optimizer.learning_rate": RATES}
     cache = Shared(packed=True)

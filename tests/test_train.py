@@ -111,7 +111,7 @@ def test_runs_are_repeatable_and_depend_on_the_seed(small_config, tmp_path):
 
 def test_the_length_of_a_call_changes_nothing(small_config, tmp_path, monkeypatch):
     small_config.train.inner_steps = 4
-    small_config.batch.size = 100
+    small_config.batch.size = 128
     digests = []
     for name, seconds in (("short", 0.0), ("long", 1e9)):
         monkeypatch.setattr(trainer, "SECONDS_PER_CALL", seconds)
@@ -357,7 +357,9 @@ def test_help():
     assert "--workdir" in result.stdout
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.full), (signal.SIGTERM, 143)]
+)
 def test_a_signal_saves_and_a_start_goes_on(number, code, tmp_path, session_cache):
     flags = small_flags(session_cache, **{"train.outer_steps": 100_000})
     command = [sys.executable, "train.py", *flags, "--workdir", str(tmp_path / "run")]
@@ -383,6 +385,7 @@ def test_a_signal_saves_and_a_start_goes_on(number, code, tmp_path, session_cach
         reached = len(rows)
 
 
+@pytest.mark.full
 def test_a_second_signal_leaves_at_once(tmp_path, session_cache):
     # One update takes a minute, so nothing but the watching thread can answer.
     flags = small_flags(session_cache, **{"dataset.num_examples": 2000, "dataset.image_size": 96})

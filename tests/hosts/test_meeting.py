@@ -27,6 +27,7 @@ def results(folder) -> dict[str, dict]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.faults)])
 def test_hosts_wait_for_a_build_outside_of_collectives(tmp_path, seconds):
     """And then train; meetings leave nothing behind, and gathers of one shape compile once."""

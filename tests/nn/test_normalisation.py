@@ -154,27 +154,27 @@ def test_one_all_reduce_with_batch_norm(images_and_labels):
     network = make_network(norm="batch")
     params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
     deal, shards = place(*images_and_labels, 8)
-    optimizer = optimizers.create_optimizer("sgd")
+    optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
     loss_fn = make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
     read = augment.make_read("expanded", (SIZE, SIZE, 3))
-    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, MICRO))
+    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, 48))
     state = replicas.replicate(create_state(params, optimizer, 0, model_state))
     text = loop.lower(state, shards, plan(deal, [64]), np.int32(1)).compile().as_text()
     assert sum("all-reduce(" in line or "all-reduce-start(" in line for line in text.splitlines()) == 1
 
 
 def test_padding_counts_in_no_statistic(images_and_labels):
-    """A batch of 20 in micro-batches of 16 is 10 and 10, with 6 places of padding each."""
+    """A batch of 60 in micro-batches of 48 is 30 and 30, with 18 places of padding each."""
     images, labels = images_and_labels
-    deal, state, network, params, model_state = one_update(images, labels, 1, 20)
-    rows = visited_examples(deal, 0, 0, 20)
+    deal, state, network, params, model_state = one_update(images, labels, 1, 60, micro=48)
+    rows = visited_examples(deal, 0, 0, 60)
     expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
     loss_fn = jax.jit(make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
     halves = [
-        loss_fn(params, model_state, Batch(expanded[part], labels[np.array(part) // 8], jnp.ones(10)))
-        for part in (rows[:10], rows[10:])
+        loss_fn(params, model_state, Batch(expanded[part], labels[np.array(part) // 8], jnp.ones(30)))
+        for part in (rows[:30], rows[30:])
     ]
-    expected = jax.tree.map(lambda a, b: (a + b) / 20, *(half[1][1][STATISTICS] for half in halves))
+    expected = jax.tree.map(lambda a, b: (a + b) / 60, *(half[1][1][STATISTICS] for half in halves))
     for a, b in zip(jax.tree.leaves(state.model_state[STATISTICS]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 

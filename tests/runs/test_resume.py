@@ -357,7 +357,7 @@ def test_init_from_starts_with_the_best_parameters(config, tmp_path):
     name = "state.ema.model_state.batch_stats.BatchNorm_0.variance"
     assert np.abs(after[name] - arrays[name]).max() < 0.2 * np.abs(arrays[name]).max()
     assert second["best_val_accuracy"] == first["best_val_accuracy"]
-    config.model.norm, config.train.ema_decay = "none", None
+    config.model.norm, config.train.ema_decay, config.train.inner_steps = "none", None, 4
     missing = r"model_state.batch_stats.BatchNorm_0.mean is float32\[32\] there, missing here"
     with pytest.raises(UserError, match=f"train.init_from: .*first: {missing}"):
         train.train_and_evaluate(config, str(tmp_path / "third"))

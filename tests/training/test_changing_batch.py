@@ -190,7 +190,7 @@ LOCAL = {"sync__mode": "local", "sync__every": 3, "sync__optimizer_state": "keep
 
 
 def test_post_local_is_bitwise_synchronous_until_it_starts(small_config, tmp_path):
-    small_config.batch.size = 100
+    small_config.batch.size = 128
     together, _ = run(small_config, tmp_path / "together")
     fields = {"sync__mode": "post_local", "sync__start_step": 3, "sync__every": 2, "train__inner_steps": 3}
     local, summary = run(small_config, tmp_path / "local", **LOCAL | fields)
@@ -214,10 +214,11 @@ def test_bytes_sent_fall_by_the_interval(small_config, tmp_path):
 @pytest.mark.parametrize("mode", ["every_step", pytest.param("local", marks=pytest.mark.full)])
 def test_bytes_are_those_of_the_compiled_all_reduce(small_config, mode):
     small_config.model.norm, small_config.sync.mode = "batch", mode
+    small_config.train.ema_decay, small_config.train.inner_steps = 0.5, 1  # a program that other tests compile
     shared = train.Shared()
     made, (cache, placed) = shared.programs(small_config), shared.data(small_config)
     state = replicas.replicate(made.init(np.uint32(0), optimizer_numbers(small_config), None))
-    plan = make_plan(placed.deal, make_schedule(small_config, cache.count("train")), 4, 0)
+    plan = make_plan(placed.deal, make_schedule(small_config, cache.count("train")), 1, 0)
     loop, more = (made.inner_loop, ()) if mode == "every_step" else (made.local_loop, (make_sync(small_config),))
     text = loop.lower(state, placed.train, plan, np.int32(1), *more).compile().as_text()
     assert made.bytes_put_in[mode == "local"] in [one["bytes"] for one in collectives(text)]
@@ -242,7 +243,7 @@ def test_the_terminal_says_how_the_batch_stands_to_the_noise(small_config, tmp_p
 
 def test_how_often_one_evaluates_changes_nothing(small_config, tmp_path):
     """Twelve updates with a synchronisation after every fourth: validated after every third or every fourth."""
-    fields = LOCAL | {"sync__every": 4, "batch__size": 100}
+    fields = LOCAL | {"sync__every": 4, "batch__size": 128}
     shas = set()
     for inner, outer in ((3, 4), (4, 3)):
         times = {"train__inner_steps": inner, "train__outer_steps": outer}
@@ -284,6 +285,7 @@ def test_what_does_not_go_with_devices_apart(small_config):
         assert words in str(found.value)
 
 
+@pytest.mark.full
 def test_another_number_of_replicas_starts_from_their_mean(small_config, tmp_path, monkeypatch):
     monkeypatch.setattr("largebatch.training.trainer.SECONDS_PER_CALL", 0.0)
     agreed = iter([0, 15])
