@@ -113,7 +113,7 @@ def test_the_bfloat16_convolution_rounds_its_operands_alone(stride, channels):
     np.testing.assert_allclose(x_grad.astype(jnp.float32), x_exact, rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["convnet", "resnet8"])
+@pytest.mark.parametrize("name", ["convnet", pytest.param("resnet8", marks=pytest.mark.full)])
 def test_networks_are_equal_under_both_convolutions(name):
     image_shape, num_classes, _ = COUNTS[name]
     images = np.random.default_rng(0).standard_normal((2, *image_shape)).astype(np.float32)
