@@ -1,20 +1,26 @@
 """Eight CPU devices in one process, and own cache folders, before JAX is imported."""
 
+import contextlib
 import os
 import shutil
 import tempfile
+import time
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # JAX heeds this before XLA_FLAGS, which are the caller's and reach every process that a test starts.
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # Most of the suite's time would be compiling: all of its processes share what one has compiled.
 if "PYTEST_XDIST_WORKER" not in os.environ:
+    for folder in Path(tempfile.gettempdir()).glob("largebatch-*"):
+        with contextlib.suppress(OSError):  # another run removes it too
+            if time.time() - folder.stat().st_mtime > 24 * 3600:  # its tests were killed
+                shutil.rmtree(folder)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="largebatch-compiled-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
