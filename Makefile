@@ -32,7 +32,7 @@ faults: $(VENV)/.dev  ## the long part of the fault harness, hours on 2 cores; f
 	cat faults.jsonl
 
 $(VENV)/.run: requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or later is needed, this is " + sys.version.split()[0] + "; give another by PYTHON=")'
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else "Python 3.11, 3.12 or 3.13 is needed, this is " + sys.version.split()[0] + "; give another by PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
