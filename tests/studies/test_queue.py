@@ -175,7 +175,7 @@ def take_on_a_machine_whose_clock_is_off(queue, hours: int) -> optuna.Trial:
     start = datetime.datetime.now() + datetime.timedelta(hours=hours)
     with queue._storage.engine.begin() as connection:
         change = "UPDATE trials SET datetime_start = :start WHERE trial_id = :trial"
-        connection.execute(sqlalchemy.text(change), {"start": start, "trial": trial._trial_id})
+        connection.execute(sqlalchemy.text(change), {"start": str(start), "trial": trial._trial_id})
     return trial
 
 
