@@ -26,19 +26,21 @@ from ml_collections import config_dict
 import augment
 import model
 from configs import default
-from experiment import make_network, resolve_micro_batch_size
+from experiment import make_network
 from largebatch import cli, terminal
 from largebatch.config.validate import validate
 from largebatch.data import recorded, sources
 from largebatch.data.images import Dataset
+from largebatch.data.placement import rows_of_device
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.runs import checkpoints, reader
 from largebatch.runs.best import BestCheckpoint, arrays_of, best_checkpoint
 from largebatch.runs.predictions import print_results, write_csv
-from largebatch.training.evaluation import in_split_order, make_predict, rows_of_device, score
+from largebatch.training.evaluation import in_split_order, make_predict, score
 from largebatch.training.loss import make_logits_fn
+from largebatch.training.setup import resolve_micro_batch_size
 
 log = logging.getLogger("largebatch")
 
@@ -137,7 +139,7 @@ def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> Train
     # The user's own limit: a run may come from someone else.
     config.dataset.max_image_pixels = default.get_config().dataset.max_image_pixels
     config.update_from_flattened_dict(overrides or {})
-    validate(config, model.OPTIONS)
+    validate(config, model.MODELS)
     return TrainedRun(path, config, description["data"], description["step"], best.arrays)
 
 
@@ -195,13 +197,11 @@ def read_split(run: TrainedRun, split: str, overrides: dict[str, str | int]) -> 
     if config.dataset.path and "dataset.path" not in overrides:
         name_foreign(run.path, "dataset.path", config.dataset.path)
 
-    def read(cache):
-        dataset = recorded.read_split(cache, split)
-        if cache.identity()["ids"] != run.data["ids"]:
-            raise UserError(f"dataset: the examples of {cache.manifest['source']} are not those of the run")
-        return dataset
-
-    _, dataset = augment.with_cache(config, read)
+    for attempt in augment.cache_attempts(config):
+        with attempt as cache:
+            dataset = recorded.read_split(cache, split)
+    if cache.identity()["ids"] != run.data["ids"]:
+        raise UserError(f"dataset: the examples of {cache.manifest['source']} are not those of the run")
     return dataset
 
 

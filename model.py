@@ -147,20 +147,32 @@ class ResNet(nn.Module):
         return make_head(self.num_classes, self.dtype, self.zero_head)(x).astype(jnp.float32)
 
 
-MODELS = {
-    "convnet": ConvNet,
-    "resconvnet": functools.partial(ConvNet, features=(32, 64, 96, 128), blocks=(0, 0, 1, 1), hidden=None),
-    "resconvnet7": functools.partial(ConvNet, features=(32, 64, 96, 112), blocks=(0, 1, 1, 1), hidden=None),
-    "resnet8": functools.partial(ResNet, stage_sizes=(1, 1, 1), width=16, block=BasicBlock, imagenet_stem=False),
-    "resnet50": functools.partial(
-        ResNet, stage_sizes=(3, 4, 6, 3), width=64, block=BottleneckBlock, imagenet_stem=True
-    ),
-}
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A network that a config can name."""
 
-# What each network can be told, by its name: "norm", "zero_head", "stem", ...
-OPTIONS: dict[str, frozenset[str]] = {
-    name: frozenset(field.name for field in dataclasses.fields(getattr(network, "func", network)))
-    for name, network in MODELS.items()
+    module: Callable[..., nn.Module]  # takes num_classes, dtype, conv, and `options` by name
+    options: frozenset[str]  # which further fields of a config's `model` it takes
+
+
+_CONVNET_OPTIONS = frozenset({"norm", "zero_head", "stem"})
+_RESNET_OPTIONS = frozenset({"norm", "zero_head"})
+MODELS = {
+    "convnet": Architecture(ConvNet, _CONVNET_OPTIONS),
+    "resconvnet": Architecture(
+        functools.partial(ConvNet, features=(32, 64, 96, 128), blocks=(0, 0, 1, 1), hidden=None), _CONVNET_OPTIONS
+    ),
+    "resconvnet7": Architecture(
+        functools.partial(ConvNet, features=(32, 64, 96, 112), blocks=(0, 1, 1, 1), hidden=None), _CONVNET_OPTIONS
+    ),
+    "resnet8": Architecture(
+        functools.partial(ResNet, stage_sizes=(1, 1, 1), width=16, block=BasicBlock, imagenet_stem=False),
+        _RESNET_OPTIONS,
+    ),
+    "resnet50": Architecture(
+        functools.partial(ResNet, stage_sizes=(3, 4, 6, 3), width=64, block=BottleneckBlock, imagenet_stem=True),
+        _RESNET_OPTIONS,
+    ),
 }
 
 
@@ -168,9 +180,9 @@ def create_model(name: str, num_classes: int, dtype: str, conv: str, **options) 
     """The network called `name` (a key of MODELS), computing in `dtype`, convolving by CONVS[conv].
 
     Args:
-      options: of OPTIONS[name]: norm (a key of NORMS), zero_head, stem ("conv" or "whitened").
+      options: of its Architecture: norm (a key of NORMS), zero_head, stem ("conv" or "whitened").
     """
-    return MODELS[name](num_classes=num_classes, dtype=jnp.dtype(dtype), conv=conv, **options)
+    return MODELS[name].module(num_classes=num_classes, dtype=jnp.dtype(dtype), conv=conv, **options)
 
 
 def init_variables(network, image_shape, seed) -> tuple[dict, dict]:
@@ -196,4 +208,4 @@ def with_whitening(model_state: dict, kernel: np.ndarray | None) -> dict:
     """`model_state` with the kernel in its place; as it is where there is no such place."""
     if FROZEN not in model_state:
         return model_state
-    return model_state | {FROZEN: jax.tree.map(lambda _: kernel, model_state[FROZEN])}
+    return {**model_state, FROZEN: jax.tree.map(lambda _: kernel, model_state[FROZEN])}

@@ -24,7 +24,7 @@ from ml_collections import config_dict
 import augment
 import model as models
 import train
-from experiment import Shared, make_plan, make_schedule, optimizer_numbers, plan_length
+from experiment import ProgramCache
 from largebatch import cli, terminal
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption
@@ -71,7 +71,7 @@ def read_study(config: config_dict.ConfigDict) -> Study:
         read_options(recorded),
         recorded,
         space_given=FLAGS["space"].present,
-        networks=models.OPTIONS,
+        models=models.MODELS,
     )
     if recorded and not FLAGS["storage"].present and not is_sqlite_file_in(study.storage, path):
         log.warning("uses the storage %s, which %s names", without_password(study.storage), path)
@@ -98,7 +98,7 @@ def read_options(recorded: dict) -> StudyOptions:
 class PackedExperiments:
     """What packing has to know of `experiment`; see `packing.Packer`."""
 
-    def __init__(self, cache: Shared):
+    def __init__(self, cache: ProgramCache):
         self._cache = cache
         self.num_devices = len(cache.local_devices)
 
@@ -108,25 +108,24 @@ class PackedExperiments:
         Raises:
           BadSetting: the run cannot be packed.
         """
-        return self._cache.key(config)
+        return self._cache.load(config).setup.program
 
     def programs(self, config: config_dict.ConfigDict) -> PackedPrograms:
         """What the runs of the group of `config` share."""
-        cache, placed = self._cache.data(config)
-        programs = self._cache.programs(config)
-        schedule = make_schedule(config, cache.count("train"))
-        kernel = self._cache.whitening_kernel(config)
+        placed = self._cache.load(config)
+        setup, programs = placed.setup, self._cache.programs(placed.setup)
+        kernel = self._cache.whitening_kernel(setup)
         return PackedPrograms(
             inner_loop=programs.inner_loop,
             predictions={name: getattr(programs, name) for name in PREDICTIONS},
-            train=placed.train,
-            val_images=placed.val_images,
-            idle_state=programs.init(np.uint32(0), optimizer_numbers(config), kernel),
-            idle_inputs=make_plan(placed.deal, schedule, plan_length(config), first_update=0),
+            train=placed.data.train,
+            val_images=placed.data.val_images,
+            idle_state=programs.parts.init(np.uint32(0), setup.hyperparams, kernel),
+            idle_inputs=setup.schedule.inputs(0, setup.program.inputs_length),
         )
 
 
-def make_worker(study: Study, queue: TrialQueue | None, table: SweepTable, cache: Shared) -> Worker:
+def make_worker(study: Study, queue: TrialQueue | None, table: SweepTable, cache: ProgramCache) -> Worker:
     """What trains this process's trials by train.py; on one device each, if `cache` is a packed one."""
     packer = PackedExperiments(cache) if cache.packed else None
     return Worker(study, queue, table, train=train.train_and_evaluate, cache=cache, packer=packer)
@@ -141,7 +140,7 @@ def main(config: config_dict.ConfigDict) -> int:
         raise UserError("--study: missing; allowed: the study's folder, runs/studies/NAME")
     cli.use_compilation_cache(config.augment.cache_dir)  # before a study.json may name another
     study = read_study(config)
-    cli.start(study.config, models.OPTIONS)
+    cli.start(study.config, models.MODELS)
     if FLAGS.pack and jax.process_count() > 1:
         raise UserError(
             f"--pack: {jax.process_count()} hosts; allowed: one, for each trial of a pack is one device's"
@@ -152,7 +151,7 @@ def main(config: config_dict.ConfigDict) -> int:
     with open_queue(study) if collectives.is_primary() else contextlib.nullcontext() as queue:
         counts = (lambda: queue.counts) if queue else Counts
         table = SweepTable(study.path.name, counts, enabled=collectives.is_primary())
-        worker = make_worker(study, queue, table, Shared(packed=FLAGS.pack))
+        worker = make_worker(study, queue, table, ProgramCache(packed=FLAGS.pack))
         try:
             with table, collectives.named_collective_errors():
                 worker.run()
@@ -192,4 +191,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("storage", None, "Database URL; default is SQLite in the study folder.")
     flags.DEFINE_integer("heartbeat_sec", 20, "A trial without a sign for 3 times as long is taken for dead.", 1)
     flags.DEFINE_bool("pack", False, "As many trials at once as devices, each on one device.")
-    cli.run_script(main, models.OPTIONS)
+    cli.run_script(main, models.MODELS)

@@ -1,6 +1,6 @@
 """bench.py growth: step time of full-batch training on TPU v3 slices, from FLOPs, bytes and link speeds.
 
-No device is touched. docs/growth.md has the assumptions, the table and what it says.
+No device is touched. docs/batches.md has the assumptions, the table and what it says.
 """
 
 import math

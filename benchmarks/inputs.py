@@ -19,7 +19,8 @@ import jax
 import augment
 from benchmarks.timing import ROOT
 from configs import eurosat
-from largebatch.data import sources
+from largebatch.data import placement, sources
+from largebatch.data.batching import DataSharding
 from largebatch.errors import UserError
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.start import start_jax
@@ -97,12 +98,13 @@ def place(path: str, cache_dir: str) -> Placing:
     config = make_config(path, cache_dir)
     cache = augment.prepare_cache(config)
     begin = time.perf_counter()
-    placed = augment.place(cache, config.dataset.split_seed)
-    jax.block_until_ready((placed.train, placed.val_images))
+    sharding = DataSharding(cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
+    data = placement.place(cache, sharding, config.dataset.split_seed)
+    jax.block_until_ready((data.train, data.val_images))
     seconds = time.perf_counter() - begin
-    training_bytes = placed.train["images"].nbytes
+    training_bytes = data.train["images"].nbytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Placing(seconds, training_bytes + placed.val_images.nbytes, training_bytes, peak)
+    return Placing(seconds, training_bytes + data.val_images.nbytes, training_bytes, peak)
 
 
 def start(path: str, cache_dir: str) -> dict:

@@ -5,8 +5,8 @@ import jax
 from benchmarks.ours import OurStep, StepOptions, auto_conv
 from benchmarks.peers import serve
 from benchmarks.timing import about_machine
-from experiment import bytes_beside_images
 from largebatch.hosts.start import start_jax
+from largebatch.training.costs import bytes_beside_images
 
 BATCH_SIZE = 4096
 DTYPES = ("bfloat16", "float32")

@@ -1,5 +1,6 @@
 """Our inner loop as a contender, on random images that lie on the devices."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -13,14 +14,17 @@ import augment
 import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
-from experiment import resolve_micro_batch_size
-from largebatch.data import batching
+from configs import default
+from experiment import DataFacts, make_parts, resolve_setup
+from largebatch.data.batching import DataSharding
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
-from largebatch.optim.optimizers import create_optimizer
-from largebatch.training.loss import make_loss_fn
-from largebatch.training.state import count_params, create_state
-from largebatch.training.step import Batch, Plan, Step, make_inner_loop
+from largebatch.optim.piecewise import PiecewiseConstant
+from largebatch.optim.schedules import UpdateInputs
+from largebatch.training.loss import Batch, make_loss_fn
+from largebatch.training.setup import Setup, resolve_micro_batch_size
+from largebatch.training.state import count_params
+from largebatch.training.step import make_inner_loop
 
 COLLECTIVES = (
     "all-reduce",
@@ -73,33 +77,20 @@ class OurStep(serve.Step):
     def __init__(self, options: StepOptions):
         self.batch_size = options.batch_size
         self._next_update = 0
-        self.network = make_network(options.dtype, options.conv)
-        originals = -(-max(self.batch_size, serve.NUM_IMAGES) // augment.NUM_VIEWS)
-        self._deal = batching.Deal(originals, 1 if self.packed else jax.device_count(), augment.NUM_VIEWS)
-        self._data = _random_data(self._deal, options.storage)
-        optimizer = create_optimizer("adam")
-        noise = {} if options.measure_noise else {"noise_decay": None}
-        step = Step(
-            make_loss(self.network),
-            optimizer,
-            augment.make_read(options.storage, serve.IMAGE_SHAPE),
-            self._deal,
-            options.micro_batch_size,
-            packed=self.packed,
-            **noise,
-        )
+        self._setup = _resolve_setup(options, packed=self.packed)
+        parts = make_parts(self._setup.program)
+        step = parts.step
+        if not options.measure_noise:
+            step = dataclasses.replace(step, noise_decay=None)
+        self.network = parts.network
+        self._data = _random_data(self._setup.program.sharding, options.storage)
         self._inner_loop = make_inner_loop(step)
-        params, model_state = model.init_variables(self.network, serve.IMAGE_SHAPE, 0)
-        self._state = replicas.replicate(create_state(params, optimizer, 0, model_state))
+        self._state = replicas.replicate(parts.init(np.uint32(0), self._setup.hyperparams, None))
 
-    def _inputs(self) -> Plan:
+    def _inputs(self) -> UpdateInputs:
         """Inputs of the next updates."""
-        updates = np.arange(self._next_update, self._next_update + MAX_ROUNDS, dtype=np.int64)
-        return Plan(
-            *batching.epoch_and_offset(self._deal, updates * self.batch_size),
-            np.full(MAX_ROUNDS, self.batch_size, np.int32),
-            np.full(MAX_ROUNDS, serve.LEARNING_RATE, np.float32),
-        )
+        schedule = self._setup.with_batch_sizes(PiecewiseConstant.constant(self.batch_size)).schedule
+        return schedule.inputs(self._next_update, MAX_ROUNDS)
 
     def _count(self, updates: int):
         """How many updates a call does, as the inner loop takes it."""
@@ -148,7 +139,7 @@ class PackedStep(OurStep):
 
     packed = True
 
-    def _inputs(self) -> Plan:
+    def _inputs(self) -> UpdateInputs:
         """Inputs of the next updates of each trial."""
         return jax.tree.map(lambda x: np.stack([x] * jax.local_device_count()), super()._inputs())
 
@@ -156,15 +147,32 @@ class PackedStep(OurStep):
         return np.full(jax.local_device_count(), updates, np.int32)
 
 
-def _random_data(deal: batching.Deal, storage: str):
+def _resolve_setup(options: StepOptions, *, packed: bool) -> Setup:
+    """What train.py makes of a config with these options, on images of the shape that all contenders have."""
+    config = default.get_config()
+    config.batch.size, config.batch.micro_batch_size = options.batch_size, options.micro_batch_size
+    config.model.name, config.model.dtype, config.model.conv = "convnet", options.dtype, options.conv
+    config.optimizer.name, config.optimizer.learning_rate = "adam", serve.LEARNING_RATE
+    config.augment.storage = options.storage
+    data = DataFacts(
+        num_originals=-(-max(options.batch_size, serve.NUM_IMAGES) // augment.NUM_VIEWS),
+        image_shape=serve.IMAGE_SHAPE,
+        num_classes=serve.NUM_CLASSES,
+        mean=(serve.MEAN,) * 3,
+        std=(serve.STD,) * 3,
+    )
+    return resolve_setup(config, data, 1 if packed else jax.device_count(), packed=packed)
+
+
+def _random_data(sharding: DataSharding, storage: str):
     views = augment.NUM_VIEWS if storage == "expanded" else 1
-    rows, image_size = deal.max_originals * views, math.prod(serve.IMAGE_SHAPE)
+    rows, image_size = sharding.max_originals * views, math.prod(serve.IMAGE_SHAPE)
     shards = []
     for index, device in enumerate(jax.local_devices()):
         rng = np.random.default_rng(index)
         shard = {
             "images": rng.integers(0, 256, (1, rows, image_size), np.uint8),
-            "labels": rng.integers(0, serve.NUM_CLASSES, (1, deal.max_originals), np.int32),
+            "labels": rng.integers(0, serve.NUM_CLASSES, (1, sharding.max_originals), np.int32),
         }
         shards.append(jax.device_put(shard, device))
     return replicas.stack(shards)

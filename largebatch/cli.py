@@ -17,7 +17,7 @@ from ml_collections import config_dict, config_flags
 
 from largebatch import terminal
 from largebatch.config.fields import differences
-from largebatch.config.rules import RULES, Networks, nearest_field
+from largebatch.config.rules import RULES, Models, nearest_field
 from largebatch.config.validate import validate
 from largebatch.errors import UserError, printable
 from largebatch.hosts import collectives
@@ -41,7 +41,7 @@ def use_compilation_cache(cache_dir: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def start(config: config_dict.ConfigDict, models: Networks) -> dict:
+def start(config: config_dict.ConfigDict, models: Models) -> dict:
     """Starts JAX on a config that all hosts agree on.
 
     Args:
@@ -66,7 +66,7 @@ def start(config: config_dict.ConfigDict, models: Networks) -> dict:
 # ---- scripts ----------------------------------------------------------------------------------------
 
 
-def run_script(main: Callable[[config_dict.ConfigDict], int | None], models: Networks) -> NoReturn:
+def run_script(main: Callable[[config_dict.ConfigDict], int | None], models: Models) -> NoReturn:
     """Parses --config and its overrides, validates the config, runs `main` and exits; see `exit_after`.
 
     Args:

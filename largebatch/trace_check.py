@@ -4,6 +4,7 @@ python -m largebatch.trace_check TRACE.csv --dataset-size 172800 --devices 8
 """
 
 import argparse
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -14,9 +15,8 @@ from largebatch import terminal
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import traces
 from largebatch.optim.piecewise import PiecewiseConstant
-from largebatch.optim.schedules import format_range, peak_rates
-
-# ---- the command: what a run makes of a trace -----------------------------------------------------------
+from largebatch.optim.schedule_text import format_range
+from largebatch.optim.schedules import SCALING
 
 RULES = ("none", "linear", "sqrt")  # whose rates follow from the batch sizes alone
 SHOWN = 24  # rows of a table
@@ -71,26 +71,29 @@ def check_trace(options: argparse.Namespace) -> None:
             f"batch.trace: {trace.text}, ends with update {trace.length - 1:,}; allowed: up to {updates - 1:,}, "
             "or --hold-last"
         )
-    stages = trace.batch_sizes.cut(updates)
-    total = int(stages.sum_before(np.int64(updates)))
+    batch_sizes = trace.batch_sizes.first(updates)
+    total = int(batch_sizes.total_before(np.int64(updates)))
     print(
-        f"{trace.text}: {updates:,} updates, batch {format_range(stages.values)}, {total:,} examples, "
+        f"{trace.text}: {updates:,} updates, batch {format_range(batch_sizes.values)}, {total:,} examples, "
         f"{total / options.dataset_size:,.2f} epochs"
     )
-    chosen = _spread(stages.starts)
+    chosen = _spread(batch_sizes.starts)
     header = ["update", "batch", "micro-batches a device", *(f"rate, {rule}" for rule in RULES), "examples before"]
-    terminal.print_table([*header, "epoch"], [_row(stages, int(update), options) for update in chosen])
-    if len(chosen) < len(stages.starts):
-        print(f"{len(chosen)} of the {len(stages.starts):,} updates at which the batch changes")
-    ends = _epoch_ends(stages, updates, options.dataset_size)
+    terminal.print_table([*header, "epoch"], [_row(batch_sizes, int(update), options) for update in chosen])
+    if len(chosen) < len(batch_sizes.starts):
+        print(f"{len(chosen)} of the {len(batch_sizes.starts):,} updates at which the batch changes")
+    ends = _epoch_ends(batch_sizes, updates, options.dataset_size)
     if not ends:
         print("no epoch ends in the run")
         return
-    before = [0, *(end for end, _ in ends)]
-    rows = [
-        [f"{number}", f"{end - first:,}", f"{end - 1:,}", f"{rest:,}" if rest else "none"]
-        for number, (first, (end, rest)) in enumerate(zip(before, ends, strict=False))
-    ]
+    rows, first = [], 0
+    for number, end in enumerate(ends):
+        num_updates, of_next = (
+            end.updates_before - first,
+            f"{end.examples_of_next:,}" if end.examples_of_next else "none",
+        )
+        rows.append([f"{number}", f"{num_updates:,}", f"{end.updates_before - 1:,}", of_next])
+        first = end.updates_before
     terminal.print_table(
         ["epoch", "updates", "ends in update", "examples of it in the next epoch"],
         [rows[k] for k in _spread(range(len(rows)))],
@@ -103,8 +106,8 @@ def _spread(values) -> np.ndarray:
     return np.asarray(values)[places]
 
 
-def _row(stages: PiecewiseConstant, update: int, options) -> list[str]:
-    size, before = int(stages.at(np.int64(update))), int(stages.sum_before(np.int64(update)))
+def _row(batch_sizes: PiecewiseConstant, update: int, options) -> list[str]:
+    size, before = int(batch_sizes.value_at(np.int64(update))), int(batch_sizes.total_before(np.int64(update)))
     shares = {size // options.devices, -(-size // options.devices)}
     counts = sorted({-(-share // options.micro_batch_size) for share in shares})
     rates = [f"{_rates(rule, np.float64(size), options):.4g}" for rule in RULES]
@@ -113,15 +116,23 @@ def _row(stages: PiecewiseConstant, update: int, options) -> list[str]:
 
 
 def _rates(rule: str, batch_sizes: np.ndarray, options) -> np.ndarray:
-    fields = {"scaling": rule, "reference_batch_size": options.reference_batch_size}
-    return peak_rates(fields, options.learning_rate, batch_sizes)
+    return options.learning_rate * SCALING[rule](batch_sizes / options.reference_batch_size)
 
 
-def _epoch_ends(stages: PiecewiseConstant, updates: int, dataset_size: int) -> list[tuple[int, int]]:
-    """Of every epoch that ends: the updates until then, and how many examples of the last belong to the next."""
-    sums = np.arange(1, int(stages.sum_before(np.int64(updates))) // dataset_size + 1) * dataset_size
-    ends = stages.updates_to(sums)
-    return list(zip(ends.tolist(), (stages.sum_before(ends) - sums).tolist(), strict=True))
+@dataclasses.dataclass(frozen=True)
+class _EpochEnd:
+    """Where an epoch ends within a run."""
+
+    updates_before: int  # of the run, the one that ends the epoch among them
+    examples_of_next: int  # that this last update takes from the next epoch
+
+
+def _epoch_ends(batch_sizes: PiecewiseConstant, updates: int, dataset_size: int) -> list[_EpochEnd]:
+    examples = int(batch_sizes.total_before(np.int64(updates)))
+    multiples = np.arange(1, examples // dataset_size + 1) * dataset_size
+    ends = batch_sizes.updates_to(multiples)
+    of_next = batch_sizes.total_before(ends) - multiples
+    return [_EpochEnd(*end) for end in zip(ends.tolist(), of_next.tolist(), strict=True)]
 
 
 def plot_trace(options: argparse.Namespace) -> None:
@@ -133,14 +144,16 @@ def plot_trace(options: argparse.Namespace) -> None:
 
     trace = traces.read(options.trace, options.per_device_batch_size, options.time_per_update)
     updates = options.updates or trace.length
-    stages = trace.batch_sizes.cut(updates)
-    edges = np.append(stages.starts, updates)
+    batch_sizes = trace.batch_sizes.first(updates)
+    edges = np.append(batch_sizes.starts, updates)
     figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 5), layout="constrained", dpi=150)
-    above.stairs(stages.values, edges, color="#0072b2", lw=1.4)
+    above.stairs(batch_sizes.values, edges, color="#0072b2", lw=1.4)
     above.set_ylabel("batch size")
     above.set_ylim(bottom=0)
     for rule, colour in zip(RULES, ("#6b6f76", "#d55e00", "#009e73"), strict=True):
-        below.stairs(_rates(rule, stages.values.astype(float), options), edges, label=rule, color=colour, lw=1.4)
+        below.stairs(
+            _rates(rule, batch_sizes.values.astype(float), options), edges, label=rule, color=colour, lw=1.4
+        )
     below.set_ylabel("learning rate")
     below.set_xlabel("update")
     below.set_ylim(bottom=0)

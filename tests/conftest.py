@@ -43,7 +43,7 @@ def session_cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-_shared = []  # a programs.Shared at most
+_program_caches = []  # one at most
 
 
 @pytest.fixture(autouse=True)
@@ -53,23 +53,23 @@ def compiled_once(monkeypatch):
     Each takes 800 memory maps; at Linux' limit of 65,530 the process dies.
     """
 
-    def shared():
-        if not _shared:
-            _shared.append(sys.modules["experiment"].Shared())
-        return _shared[0]
+    def shared_program_cache():
+        if not _program_caches:
+            _program_caches.append(sys.modules["experiment"].ProgramCache())
+        return _program_caches[0]
 
     if "train" in sys.modules:
-        monkeypatch.setattr("train.Shared", shared)
+        monkeypatch.setattr("train.ProgramCache", shared_program_cache)
     yield
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
-        _shared.clear()
+        _program_caches.clear()
         sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(autouse=True)
 def databases_closed(monkeypatch):
-    """Closes what a test opened by Optuna: Python 3.13 warns of connections that are left to the garbage collector."""
+    """Closes what a test opened by Optuna: Python 3.13 warns of connections left to the garbage collector."""
     if "optuna" not in sys.modules:
         yield
         return

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import json
 import types
@@ -5,17 +6,16 @@ import types
 import jax
 import numpy as np
 import pytest
+from absl import flags
 from conftest import assert_one_line_error, run_script
 from PIL import Image
 
 import augment
 import train
-from largebatch.data import batching
-from largebatch.data import cache as caches
+from experiment import ProgramCache
 from largebatch.data.cache import DamagedCache, cache_key, channel_statistics
 from largebatch.data.images import Source
-from largebatch.data.split import SPLITS, split_indices
-from largebatch.data.synthetic import synthetic
+from largebatch.data.split import SPLITS
 from largebatch.errors import UserError
 from largebatch.hosts import memory
 
@@ -61,41 +61,10 @@ def test_a_shift_as_large_as_the_image_is_refused(small_config, tmp_path):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-@pytest.mark.parametrize("storage", ["expanded", "on_device"])
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
-    small_config, storage, num_devices, monkeypatch
-):
-    small_config.augment.storage = storage
-    found = jax.local_devices()[:num_devices]
-    monkeypatch.setattr(jax, "local_devices", lambda: found)
-    monkeypatch.setattr(jax, "device_count", lambda: num_devices)
-    monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
-    cache, placed = augment.load_onto_devices(small_config)
-    dataset = synthetic(100, 16, 0)
-    train = split_indices(dataset.example_ids, 0)["train"]
-    expected = {}
-    for original in train:
-        for view, image in enumerate(augment.expand(dataset.images[original][None])[0]):
-            expected[image.tobytes(), int(dataset.labels[original])] = original, view
-    read, seen = augment.make_read(storage, (16, 16, 3)), []
-    for index in range(num_devices):
-        shard = jax.tree.map(lambda x, i=index: np.asarray(x)[i], placed.train)
-        held = int(placed.deal.num_originals_of(index)) * 8
-        examples = jax.numpy.arange(held)
-        found, labels = read(jax.tree.map(jax.numpy.asarray, shard), examples, examples.astype(np.uint32))
-        seen += [expected[i.tobytes(), int(n)] for i, n in zip(np.asarray(found), np.asarray(labels), strict=True)]
-    assert sorted(seen) == sorted(expected.values())
-    assert len(seen) == 640
-    assert cache.count("val") == len(placed.val_labels) == 10
-    sizes = augment.bytes_per_device(cache, num_devices)
-    assert placed.train["images"].nbytes == sizes["training images"] * num_devices
-
-
 def test_a_set_that_does_not_fit_is_refused_with_the_numbers(small_config, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 50_000)
     with pytest.raises(UserError, match=r"training images .* MB .* MB needed, 0\.1 MB free.*on_device"):
-        augment.load_onto_devices(small_config)
+        ProgramCache().load(small_config)
 
 
 def test_channel_statistics_are_those_of_numpy():
@@ -106,9 +75,9 @@ def test_channel_statistics_are_those_of_numpy():
 
 
 @pytest.fixture
-def own_cache(small_config, tmp_path):
+def fresh_cache(small_config, tmp_path):
     """A fresh cache of the small config, with its config."""
-    small_config.augment.cache_dir = str(tmp_path / "own")
+    small_config.augment.cache_dir = str(tmp_path / "caches")
     return small_config, augment.prepare_cache(small_config).folder
 
 
@@ -132,9 +101,9 @@ NOT_READ_BY_TRAINING = ("test_", "train_ids")
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["flip first", "flip last", "truncate", "remove"])
-def test_a_damaged_cache_is_named_and_rebuilt(own_cache, name, damage, caplog, monkeypatch):
-    config, folder = own_cache
-    monkeypatch.setattr(augment.flags, "FLAGS", types.SimpleNamespace(preview=None))
+def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog, monkeypatch):
+    config, folder = fresh_cache
+    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(preview=None))
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}
     path = folder / name
     if damage == "truncate":
@@ -147,7 +116,7 @@ def test_a_damaged_cache_is_named_and_rebuilt(own_cache, name, damage, caplog, m
     if name.startswith(NOT_READ_BY_TRAINING):
         augment.main(config)
     else:
-        augment.load_onto_devices(config)
+        ProgramCache().load(config)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert name in warnings[0]
@@ -156,40 +125,45 @@ def test_a_damaged_cache_is_named_and_rebuilt(own_cache, name, damage, caplog, m
     assert again == sound
 
 
-def test_a_cache_that_is_damaged_again_is_an_error(own_cache, caplog):
-    config, folder = own_cache
-    calls = []
+def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
+    config, folder = fresh_cache
+    caches = []
 
-    def use(cache):
-        calls.append(cache)
-        raise DamagedCache(f"{folder} is bad {len(calls)}")
+    def find_damage():
+        for attempt in augment.cache_attempts(config):
+            with attempt as cache:
+                caches.append(cache)
+                raise DamagedCache(f"{folder} is bad {len(caches)}")
 
     with pytest.raises(UserError, match=r"damaged again right after it was built: .* is bad 2"):
-        augment.with_cache(config, use)
-    assert len(calls) == 2
+        find_damage()
+    assert len(caches) == 2
     assert caplog.text.count("is bad 1; building it again") == 1
 
 
-def test_a_cache_of_another_version_is_rebuilt(own_cache, caplog, monkeypatch):
-    config, _ = own_cache
-    monkeypatch.setattr(caches, "CACHE_VERSION", 2)
+def test_a_cache_of_another_version_is_rebuilt(fresh_cache, caplog, monkeypatch):
+    config, _ = fresh_cache
+    monkeypatch.setattr("largebatch.data.cache.CACHE_VERSION", 2)
     assert augment.prepare_cache(config).manifest["cache_version"] == 2
     assert "is of cache version 1, this is 2" in caplog.text
 
 
-def test_a_sound_cache_is_used_as_it_is(own_cache, caplog, monkeypatch):
-    config, folder = own_cache
-    monkeypatch.setattr(Source, "load", property(lambda self: pytest.fail("loaded again")))
+def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
+    config, folder = fresh_cache
+    load = property(lambda self: pytest.fail("loaded again"), lambda self, function: None)
+    monkeypatch.setattr(Source, "load", load, raising=False)
     assert augment.prepare_cache(config).folder == folder
-    assert augment.load_onto_devices(config)[0].folder == folder
+    assert ProgramCache().load(config).cache.folder == folder
 
 
 def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_path, monkeypatch):
-    small_config.augment.cache_dir = str(tmp_path / "own")
-    monkeypatch.setattr(caches, "channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    small_config.augment.cache_dir = str(tmp_path / "caches")
+    monkeypatch.setattr(
+        "largebatch.data.cache.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         augment.prepare_cache(small_config)
-    assert list((tmp_path / "own").iterdir()) == []
+    assert list((tmp_path / "caches").iterdir()) == []
 
 
 def test_what_shapes_the_cache_changes_its_key():
@@ -198,10 +172,10 @@ def test_what_shapes_the_cache_changes_its_key():
         cache_key(source, 0, "expanded"),
         cache_key(source, 1, "expanded"),
         cache_key(source, 0, "on_device"),
-        cache_key(source._replace(fingerprint="files abd None"), 0, "expanded"),
+        cache_key(dataclasses.replace(source, fingerprint="files abd None"), 0, "expanded"),
     }
     assert len(keys) == 4
-    assert cache_key(source._replace(description="moved"), 0, "expanded") in keys
+    assert cache_key(dataclasses.replace(source, description="moved"), 0, "expanded") in keys
 
 
 def test_command_builds_the_cache_and_draws_the_views(tmp_path):
@@ -227,13 +201,8 @@ def test_cache_folder_that_cannot_be_written(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_originals_of_a_device_follow_the_deal():
-    deal = batching.Deal(21_600, 32, 8)
-    assert {len(deal.originals_of(d, 0)) for d in range(32)} == {675}
-
-
 def test_no_space_leaves_no_cache(small_config, tmp_path, monkeypatch):
-    small_config.augment.cache_dir = str(tmp_path / "own")
+    small_config.augment.cache_dir = str(tmp_path / "caches")
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -241,7 +210,7 @@ def test_no_space_leaves_no_cache(small_config, tmp_path, monkeypatch):
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
         augment.prepare_cache(small_config)
-    assert list((tmp_path / "own").iterdir()) == []
+    assert list((tmp_path / "caches").iterdir()) == []
 
 
 def test_a_preview_that_cannot_be_written(tmp_path):
@@ -251,20 +220,6 @@ def test_a_preview_that_cannot_be_written(tmp_path):
         assert result.returncode == 1
         assert f"--preview: cannot write {path}" in result.stderr.splitlines()[-1]
         assert word in result.stderr.splitlines()[-1]
-
-
-def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(own_cache, monkeypatch):
-    config, _ = own_cache
-    made, make = [], memory.aligned_empty
-
-    def remember(*arguments):
-        made.append(make(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(memory, "aligned_empty", remember)
-    _, placed = augment.load_onto_devices(config)
-    shards = [shard.data.unsafe_buffer_pointer() for shard in placed.train["images"].addressable_shards]
-    assert set(shards) <= {array.ctypes.data for array in made}  # no second copy
 
 
 def test_bad_flags_of_the_command():

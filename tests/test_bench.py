@@ -304,6 +304,7 @@ def test_the_memory_estimate_is_near_what_the_compiler_says(capsys):
     assert capsys.readouterr().out.count("estimated") == 2
 
 
+@pytest.mark.full
 def test_packed_trials_take_turns_with_the_same_trials_on_all_devices(small, capsys):
     result = pack.bench_pack(1, batch_sizes=(16,))
     (row,) = result["rows"]
@@ -313,6 +314,7 @@ def test_packed_trials_take_turns_with_the_same_trials_on_all_devices(small, cap
     assert "8 trials packed" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_noise_is_measured_or_not(small, capsys):
     result = noise.bench_noise(64, 1)
     assert [row["dtype"] for row in result["rows"]] == ["float32", "bfloat16"]

@@ -64,8 +64,8 @@ def test_validation_gives_the_accuracy_and_logits_of_the_run(run, tmp_path, caps
         assert [row["label"] for row in rows] == [names[i] for i in stored["labels"]]
 
 
-# The other stem is a program of its own to compile.
-@pytest.mark.parametrize("stem", ["conv", pytest.param("whitened", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("stem", ["conv", "whitened"])
 def test_views_and_moving_average_give_the_accuracies_of_the_run(small_config, tmp_path, capsys, stem):
     config = small_config
     config.model.norm, config.model.stem, config.train.ema_decay = "batch", stem, 0.5

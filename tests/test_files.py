@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from etils import epath
 
-import evaluate
 import report
 from largebatch import files
 from largebatch.data import images, sources
 from largebatch.runs.folder import InUse, RunFolder
+from largebatch.runs.predictions import write_csv
 
 HEX = "0123456789abcdef" * 2
 
@@ -28,7 +28,7 @@ def write_page(folder):
 
 def write_predictions(folder):
     dataset = images.Dataset(np.zeros((2, 1, 1, 3), np.uint8), np.array([0, 1]), ["a", "b"], ["1", "2"])
-    evaluate.write_csv(str(folder / "x.csv"), dataset, np.eye(2))
+    write_csv(str(folder / "x.csv"), dataset, np.eye(2))
 
 
 def download(folder):

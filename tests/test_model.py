@@ -41,16 +41,15 @@ def test_parameter_counts(name):
 
 
 def test_networks_say_what_they_take():
-    assert set(models.OPTIONS) == set(COUNTS)
-    assert {name for name, options in models.OPTIONS.items() if "stem" in options} == {
-        "convnet",
-        "resconvnet",
-        "resconvnet7",
-    }
-    for name, options in models.OPTIONS.items():
-        assert {"norm", "zero_head"} <= options
-        given = {"stem": "whitened"} if "stem" in options else {}
-        network = models.create_model(name, 10, "float32", "lax", norm="batch", zero_head=True, **given)
+    assert set(models.MODELS) == set(COUNTS)
+    with_stem = {name for name, architecture in models.MODELS.items() if "stem" in architecture.options}
+    assert with_stem == {"convnet", "resconvnet", "resconvnet7"}
+    for name, architecture in models.MODELS.items():
+        options = {"norm": "batch", "zero_head": True}
+        assert options.keys() <= architecture.options
+        if name in with_stem:
+            options["stem"] = "whitened"
+        network = models.create_model(name, 10, "float32", "lax", **options)
         assert network.zero_head
 
 

@@ -54,23 +54,23 @@ def host_of(pid: int) -> str | None:
 
 @pytest.mark.full
 def test_4x8_hosts_give_the_parameters_of_one_device(tmp_path):
-    found = {}
+    summaries, predictions = {}, {}
     for name, make in (("pod", lambda c: pod_command(c, 4, 8)), ("one", lambda c: c[1:])):
         variables = {"JAX_NUM_CPU_DEVICES": "1"}  # the pod must not mind
         result = run_script(*make(train_command(tmp_path, name)), env=variables)
         assert result.returncode == 0, result.stderr + result.stdout
-        summary = json.loads((tmp_path / name / "summary.json").read_text())
-        with np.load(tmp_path / name / "predictions.npz", allow_pickle=False) as predictions:
-            found[name] = summary, dict(predictions)
+        summary = summaries[name] = json.loads((tmp_path / name / "summary.json").read_text())
+        with np.load(tmp_path / name / "predictions.npz", allow_pickle=False) as arrays:
+            predictions[name] = dict(arrays)
         assert (summary["steps"], summary["examples_seen"]) == (3, 3 * 640)
-    assert [(s["hosts"], s["devices"]) for s, _ in found.values()] == [(4, 32), (1, 1)]
-    np.testing.assert_array_equal(found["pod"][1]["ids"], found["one"][1]["ids"])
+    assert [(s["hosts"], s["devices"]) for s in summaries.values()] == [(4, 32), (1, 1)]
+    np.testing.assert_array_equal(predictions["pod"]["ids"], predictions["one"]["ids"])
     # Both take the full batch, summed in another order: 640 float32 terms agree to about 1e-6, and three
     # plain SGD updates do not amplify that (LAMB would: it divides by near-zero second moments).
-    np.testing.assert_allclose(found["pod"][1]["logits"], found["one"][1]["logits"], atol=2e-5)
+    np.testing.assert_allclose(predictions["pod"]["logits"], predictions["one"]["logits"], atol=2e-5)
     rows = {
         name: [json.loads(x) for x in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in found
+        for name in summaries
     }
     for pod, one in zip(rows["pod"], rows["one"], strict=True):
         assert [pod[k] for k in ("train_loss", "grad_norm", "val_loss")] == pytest.approx(

@@ -9,16 +9,17 @@ import pytest
 from conftest import ROOT, assert_one_line_error, on_devices, run_script
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
-import experiment as programs
+import experiment
 import model as models
 import sweep
 import train
-from experiment import Shared
+from experiment import ProgramCache
 from largebatch import terminal
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption
+from largebatch.runs.best import arrays_of, best_checkpoint
 from largebatch.runs.folder import RunFolder
-from largebatch.runs.progress import arrays_of, best_checkpoint
+from largebatch.runs.progress import RunProgress
 from largebatch.studies.database import open_storage
 from largebatch.studies.display import SweepTable
 from largebatch.studies.queue import ClaimedTrial, Counts, TrialQueue, TrialSpec
@@ -66,7 +67,7 @@ def make_study(
         objective="best_val_accuracy",
         heartbeat_sec=20,
         derive=derive,
-        networks=models.OPTIONS,
+        models=models.MODELS,
         description=description,
     )
 
@@ -88,7 +89,7 @@ def run_study(study: Study, packed=False, cache=None) -> dict[str, dict]:
     queue = queue_of(study)
     table = SweepTable("s", lambda: queue.counts, enabled=True)
     with queue, table:
-        sweep.make_worker(study, queue, table, cache or Shared(packed=packed)).run()
+        sweep.make_worker(study, queue, table, cache or ProgramCache(packed=packed)).run()
     assert queue.enqueue_missing().left == 0
     return summaries_of(study.path)
 
@@ -99,12 +100,12 @@ def summaries_of(path) -> dict[str, dict]:
 
 
 def test_a_trial_is_the_run_that_train_would_do(config, tmp_path):
-    found = run_study(make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, seeds=2))
-    assert list(found) == ["0000-0", "0000-1", "0001-0", "0001-1", "0002-0", "0002-1"]
+    summaries = run_study(make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, seeds=2))
+    assert list(summaries) == ["0000-0", "0000-1", "0001-0", "0001-1", "0002-0", "0002-1"]
     config.optimizer.learning_rate, config.seed = 0.01, 1
     alone = train.train_and_evaluate(config, str(tmp_path / "alone"))
-    assert found["0001-1"]["params_sha256"] == alone["params_sha256"]
-    assert len({summary["params_sha256"] for summary in found.values()}) == 6
+    assert summaries["0001-1"]["params_sha256"] == alone["params_sha256"]
+    assert len({summary["params_sha256"] for summary in summaries.values()}) == 6
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def compilations():
 
 
 def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilations):
-    cache = Shared()
+    cache = ProgramCache()
     first = {"optimizer.learning_rate": CategoricalDistribution([0.01])}
     run_study(make_study(config, tmp_path / "first", first), cache=cache)
     assert len(compilations) > 2  # at least the inner loop, the predictions and the initial state
@@ -134,23 +135,23 @@ def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilation
         "batch.size": CategoricalDistribution([200, 640]),
         "train.inner_steps": CategoricalDistribution([4]),  # 3 before; both are done by a program for 4
     }
-    found = run_study(make_study(config, tmp_path / "others", others, seeds=2), cache=cache)
-    assert len(found) == 8
+    summaries = run_study(make_study(config, tmp_path / "others", others, seeds=2), cache=cache)
+    assert len(summaries) == 8
     assert compilations == []
 
 
 def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "MAX_PROGRAMS", 1)
-    space, cache = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"])}, Shared()
-    found = run_study(make_study(config, tmp_path, space), cache=cache)
-    assert [summary["status"] for summary in found.values()] == ["done"] * 2
+    monkeypatch.setattr(experiment, "MAX_PROGRAMS", 1)
+    space, cache = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"])}, ProgramCache()
+    summaries = run_study(make_study(config, tmp_path, space), cache=cache)
+    assert [summary["status"] for summary in summaries.values()] == ["done"] * 2
     assert len(cache._programs) == 1  # the second's
 
 
 @pytest.mark.full
 def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
     space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"]), "optimizer.learning_rate": RATES}
-    cache = Shared(packed=True)
+    cache = ProgramCache(packed=True)
     packed = run_study(make_study(config, tmp_path / "packed", space), cache=cache)
     for name, (optimizer, rate) in {"0001-0": ("lamb", 0.01), "0005-0": ("sgd", 0.03)}.items():
         alone = {
@@ -166,10 +167,11 @@ def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
     arguments = [f"--config.{field}={value}" for field, value in changed_fields(config).items()]
     result = run_script("train.py", *arguments, f"--workdir={tmp_path / 'one'}", env={"JAX_NUM_CPU_DEVICES": "1"})
     assert result.returncode == 0, result.stderr
-    theirs = arrays_of(["params"], best_checkpoint(tmp_path / "one")[0])
-    ours = arrays_of(["params"], best_checkpoint(tmp_path / "packed" / "trials" / "0005-0")[0])
-    for name, array in theirs.items():
-        np.testing.assert_allclose(ours[name], array, atol=1e-5)
+    params_alone = arrays_of(["params"], best_checkpoint(tmp_path / "one").arrays)
+    params_packed = arrays_of(["params"], best_checkpoint(tmp_path / "packed" / "trials" / "0005-0").arrays)
+    assert params_alone
+    for name, array in params_alone.items():
+        np.testing.assert_allclose(params_packed[name], array, atol=1e-5)
 
 
 def changed_fields(config) -> dict:
@@ -185,12 +187,12 @@ def test_packed_trials_of_other_lengths_and_batch_sizes(config, tmp_path):
         config.train.outer_steps = 1 if config.batch.size == 64 else 4
 
     space = {"batch.size": CategoricalDistribution([64, 100, 640])}
-    found = run_study(make_study(config, tmp_path, space, derive), packed=True)
-    assert [summary["steps"] for summary in found.values()] == [3, 12, 12]
-    assert [summary["examples_seen"] for summary in found.values()] == [3 * 64, 12 * 100, 12 * 640]
+    summaries = run_study(make_study(config, tmp_path, space, derive), packed=True)
+    assert [summary["steps"] for summary in summaries.values()] == [3, 12, 12]
+    assert [summary["examples_seen"] for summary in summaries.values()] == [3 * 64, 12 * 100, 12 * 640]
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_path, packed, capsys):
     # 10,000 examples are more than there are; a rate of 1e38 does not stay finite.
     rates = CategoricalDistribution([0.01, 1e38])
@@ -200,7 +202,7 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     queue = queue_of(study)
     table = SweepTable("s", lambda: queue.counts, enabled=True)
     with queue, table:
-        sweep.make_worker(study, queue, table, Shared(packed=packed)).run()
+        sweep.make_worker(study, queue, table, ProgramCache(packed=packed)).run()
     shown = capsys.readouterr().out
     assert "4 of 4 trials ended" in shown
     assert shown.count("  failed  ") == 2
@@ -223,9 +225,9 @@ def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monke
     other.lock()
     monkeypatch.setattr("largebatch.studies.worker.time.sleep", lambda seconds: other.close())
     with caplog.at_level("INFO", "largebatch"):
-        found = run_study(study)
+        summaries = run_study(study)
     assert "it comes again later" in caplog.text
-    assert found["0000-0"]["status"] == "done"
+    assert summaries["0000-0"]["status"] == "done"
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -233,12 +235,16 @@ def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(
     config, tmp_path, monkeypatch, packed
 ):
     space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"])}
-    study, write = make_study(config, tmp_path, space), train.write_row
-    monkeypatch.setattr(train, "write_row", lambda *_: (_ for _ in ()).throw(UserError("disk full")))
+    study, record = make_study(config, tmp_path, space), RunProgress.record
+
+    def find_the_disk_full(*_):
+        raise UserError("disk full")
+
+    monkeypatch.setattr(RunProgress, "record", find_the_disk_full)
     with pytest.raises(UserError, match="disk full"):
         run_study(study, packed=packed)
     assert queue_of(study).enqueue_missing() == Counts(2, 0, 0)
-    monkeypatch.setattr(train, "write_row", write)
+    monkeypatch.setattr(RunProgress, "record", record)
     assert [summary["status"] for summary in run_study(study).values()] == ["done", "done"]
 
 
@@ -333,9 +339,10 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
 
 def test_tpe_searches_and_all_its_trials_are_kept(config, tmp_path):
     space = {"optimizer.learning_rate": FloatDistribution(1e-4, 0.1, log=True)}
-    found = run_study(make_study(config, tmp_path, space, sampler="tpe", settings=3))
-    assert list(found) == ["0000-0", "0001-0", "0002-0"]
-    settings = [json.loads((tmp_path / "trials" / name / "trial.json").read_text())["setting"] for name in found]
+    summaries = run_study(make_study(config, tmp_path, space, sampler="tpe", settings=3))
+    assert list(summaries) == ["0000-0", "0001-0", "0002-0"]
+    trials = [json.loads((tmp_path / "trials" / name / "trial.json").read_text()) for name in summaries]
+    settings = [trial["setting"] for trial in trials]
     assert len({setting["optimizer.learning_rate"] for setting in settings}) == 3
 
 
@@ -456,8 +463,8 @@ def test_every_host_of_a_pod_joins_the_same_trial(command):
     )
     assert result.returncode == 0, result.stderr + result.stdout
     assert "2 of 2 trials ended" in result.stdout
-    found = summaries_of(command.folder / "pod")
-    assert [(summary["hosts"], summary["devices"], summary["status"]) for summary in found.values()] == [
+    summaries = summaries_of(command.folder / "pod").values()
+    assert [(summary["hosts"], summary["devices"], summary["status"]) for summary in summaries] == [
         (2, 4, "done"),
         (2, 4, "done"),
     ]

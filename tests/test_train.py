@@ -12,9 +12,10 @@ import pytest
 from conftest import ROOT, assert_one_line_error, make_folder, on_devices, run_script
 
 import train
-from experiment import Shared
+from experiment import ProgramCache
 from largebatch.config import fields
 from largebatch.hosts import replicas
+from largebatch.runs.ending import Diverged
 from largebatch.runs.folder import jsonable
 from largebatch.training import trainer
 from largebatch.training.evaluation import score
@@ -67,15 +68,16 @@ def rows_of(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def small_flags(session_cache, **fields):
-    fields = {
+def small_flags(session_cache, **changed_fields):
+    values = {
         "augment.cache_dir": session_cache,
         "dataset.num_examples": 100,
         "dataset.image_size": 16,
         "train.inner_steps": 3,  # one program with the commands of other tests
         "train.outer_steps": 1,
-    } | fields
-    return [f"--config.{name}={value}" for name, value in fields.items()]
+        **changed_fields,
+    }
+    return [f"--config.{name}={value}" for name, value in values.items()]
 
 
 def test_a_run_writes_the_folder_that_design_promises(small_config, tmp_path):
@@ -136,7 +138,7 @@ def test_one_compilation_serves_every_call(small_config, tmp_path, monkeypatch):
         calls.append(len(compiled) - before)
 
     monkeypatch.setattr(Trainer, "_call", call)
-    train.train_and_evaluate(small_config, str(tmp_path), shared=Shared())
+    train.train_and_evaluate(small_config, str(tmp_path), programs=ProgramCache())
     jax.monitoring.clear_event_listeners()
     assert len(compiled) > 0
     assert calls == [0] * 6
@@ -157,7 +159,7 @@ def test_damage_by_the_last_update_is_seen_in_validation(small_config, tmp_path)
     small_config.optimizer.name = "sgd"
     small_config.optimizer.learning_rate = 1e30
     small_config.train.inner_steps = small_config.train.outer_steps = 1
-    with pytest.raises(train.Diverged, match="the validation loss after update 1 is"):
+    with pytest.raises(Diverged, match="the validation loss after update 1 is"):
         train.train_and_evaluate(small_config, str(tmp_path))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["best_step"]) == ("diverged", None)
@@ -167,10 +169,10 @@ def test_a_loss_that_is_no_number_ends_the_run_as_diverged(small_config, tmp_pat
     small_config.optimizer.name = "sgd"
     small_config.optimizer.learning_rate = 1e30
     message = r"loss of update 2 is (nan|inf) \(learning rate 1e\+30\); first in the output of layer Conv_[1-3]$"
-    with pytest.raises(train.Diverged, match=message):
+    with pytest.raises(Diverged, match=message):
         train.train_and_evaluate(small_config, str(tmp_path))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "diverged"
-    with pytest.raises(train.Diverged, match="that diverged; change the config and give a new folder"):
+    with pytest.raises(Diverged, match="that diverged; change the config and give a new folder"):
         train.train_and_evaluate(small_config, str(tmp_path))
 
 
@@ -247,6 +249,7 @@ def test_a_workdir_that_cannot_be_written(tmp_path, session_cache):
     assert_one_line_error(result, "--workdir: cannot write", "Not a directory")
 
 
+@pytest.mark.full
 def test_profile_writes_a_trace(tmp_path, session_cache):
     flags = small_flags(session_cache, **{"train.inner_steps": 4})
     result = run_script("train.py", *flags, "--workdir", tmp_path / "run", "--profile")

@@ -13,7 +13,7 @@ def flatten(config: dict, prefix: str = "") -> dict[str, object]:
     flat = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
+            flat.update(flatten(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
     return flat

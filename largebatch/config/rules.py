@@ -3,7 +3,8 @@
 import difflib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -13,19 +14,22 @@ from largebatch.optim.optimizers import OPTIMIZERS
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
-# The options that each network takes ("norm", "stem", ...), by the network's name.
-Networks = Mapping[str, Collection[str]]
+
+class Architecture(Protocol):
+    """A network that a config can name: an entry of model.MODELS."""
+
+    options: Collection[str]  # which further fields of a config's `model` it takes: "norm", "stem", ...
 
 
-class Rule(NamedTuple):
-    """Which values a field may have.
+Models = Mapping[str, Architecture]  # by the name that a config's model.name has
 
-    allows: whether a value is allowed.
-    text: what is allowed, for messages.
-    """
+
+@dataclass(frozen=True)
+class Rule:
+    """Which values a field may have."""
 
     allows: Callable[[object], bool]
-    text: str
+    text: str  # what is allowed, for messages
 
 
 def _integer(low: int, high: int | None = None) -> Rule:
@@ -170,6 +174,6 @@ def nearest_field(field: str) -> str:
     return f" (did you mean {full_names[close[0]]!r}?)" if close else nearest(field, RULES)
 
 
-def rules(models: Networks) -> dict[str, Rule]:
+def rules(models: Models) -> dict[str, Rule]:
     """The rule of every field, where these are the networks."""
     return {**RULES, "model.name": _one_of(*models)}

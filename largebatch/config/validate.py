@@ -5,10 +5,11 @@ import re
 from ml_collections import config_dict
 
 from largebatch.config.fields import flatten
-from largebatch.config.rules import RULES, Networks, nearest, nearest_field, rules
+from largebatch.config.rules import RULES, Models, nearest, nearest_field, rules
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import schedules, traces
 from largebatch.optim.batch_sizes import read_trace
+from largebatch.optim.schedules import ScheduleOptions
 
 # Beyond it a float32, as the training state counts them in, no longer grows by 1.
 MOST_SCALE_INVARIANT_STEPS = 2**24
@@ -16,11 +17,11 @@ MOST_SCALE_INVARIANT_STEPS = 2**24
 CLUSTER_FIELDS = ("devices.coordinator_address", "devices.num_hosts", "devices.host_index")
 
 
-def validate(config: config_dict.ConfigDict, models: Networks) -> None:
+def validate(config: config_dict.ConfigDict, models: Models) -> None:
     """Checks every field by itself, and if all are allowed, how they go together.
 
     Args:
-      models: the networks that model.name may be, each with the options it takes ("norm", "stem", ...).
+      models: the networks that model.name may be, as model.MODELS.
     Raises:
       UserError: lists every problem, each with the field, the value given and what is allowed.
     """
@@ -30,7 +31,7 @@ def validate(config: config_dict.ConfigDict, models: Networks) -> None:
         num_updates = config.train.inner_steps * config.train.outer_steps
         problems = [
             *_length_problems(config, num_updates),
-            *schedules.problems(config.schedule.to_dict(), num_updates),
+            *schedules.problems(ScheduleOptions.from_config(config.schedule), num_updates),
             *_adascale_problems(config),
             *_batch_problems(config),
             *_trace_problems(config, num_updates),
@@ -41,7 +42,7 @@ def validate(config: config_dict.ConfigDict, models: Networks) -> None:
         raise UserError("; ".join(sorted(problems)))
 
 
-def _field_problems(values: dict[str, object], models: Networks) -> list[str]:
+def _field_problems(values: dict[str, object], models: Models) -> list[str]:
     """Fields that are unknown, missing or hold what they may not."""
     problems = [f"{field}: unknown field{nearest_field(field)}" for field in values.keys() - RULES.keys()]
     for field, rule in rules(models).items():
@@ -155,9 +156,9 @@ def _sync_problems(config, num_updates: int) -> list[str]:
     return problems
 
 
-def _model_problems(config, models: Networks) -> list[str]:
+def _model_problems(config, models: Models) -> list[str]:
     """Options that the network does not take."""
     model = config.model
-    if model.stem != "conv" and "stem" not in models[model.name]:
+    if model.stem != "conv" and "stem" not in models[model.name].options:
         return [f"model.stem: {model.stem!r}; allowed: 'conv' with model {model.name!r}"]
     return []

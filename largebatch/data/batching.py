@@ -1,19 +1,33 @@
 """Which examples of which device belong to which update, in closed form.
 
-Originals are dealt to devices once, by a seeded permutation; every device holds all views of its
-originals. Each epoch every device passes over its own originals as often as there are views, each pass in
-a new order and each time with another view of each, and a batch takes the next positions of the epoch
-round-robin over devices. Where devices hold unequal numbers, the last round of every pass goes to those that
-hold one original more. So each example is visited once per epoch, each original once per pass, no data
-moves between devices, a batch may be of any size, and the place of any update follows from
-(seed, epoch, offset) alone: resuming replays nothing.
+An *original* is a training image as it was read; an *example* is one of its views. Originals are dealt to devices
+once, by a seeded permutation, and a device holds all views of its originals. An epoch visits every example once. It
+has as many *passes* as there are views: in each pass a device visits all its originals, in a new order and each in
+another view. Batches take the next positions of the epoch, round-robin over devices. Where devices hold unequal
+numbers of originals, the last round of every pass goes to those that hold one more.
+
+So each example is visited once per epoch and each original once per pass, no data move between devices, and a batch
+may be of any size. The place of any update follows from (seed, epoch, offset) alone: resuming replays nothing.
+
+Example: 5 originals with 2 views on 2 devices. Device 0 holds 3 originals, device 1 holds 2. An epoch has 10
+positions in two passes of 5, which belong to the devices
+
+    pass        0              1
+    position    0 1 2 3 4      5 6 7 8 9
+    device      0 1 0 1 0      0 1 0 1 0
+
+A batch of 4 at offset 3 has the positions 3 to 6. Device 0 gets positions 4 and 5: its third visit in pass 0 and
+its first in pass 1. Device 1 gets positions 3 and 6: its second visit in pass 0 and its first in pass 1. Counted on
+device 0 alone, 4 and 5 are its positions 2 and 3 in the epoch, so `DeviceBatch.start` is 2. As device 0 holds 3
+originals, these are position 2 of pass 0 and position 0 of pass 1.
 """
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 # Which examples form an update. A run is resumed only by code of the same version. 1: 8 Feistel rounds, and all
 # short rounds at the end of the epoch.
@@ -22,8 +36,9 @@ ORDER_VERSION = 2
 _FEISTEL_ROUNDS, _FEISTEL_ROUNDS_OF_FEW_BITS, _FEW_BITS = 12, 24, 3
 
 
-class Deal(NamedTuple):
-    """How `num_originals * views` examples are spread over `num_devices` devices."""
+@dataclasses.dataclass(frozen=True)
+class DataSharding:
+    """How `num_originals * views` examples are dealt to `num_devices` devices."""
 
     num_originals: int
     num_devices: int
@@ -70,62 +85,87 @@ class Deal(NamedTuple):
         return int(shares.min()), int(shares.max())
 
 
-def epoch_and_offset(deal: Deal, examples_before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Epoch and position in it, int32, of updates that start after `examples_before` (int64) examples.
+@struct.dataclass
+class DeviceBatch:
+    """The part of one batch that falls to one device; all int32 scalars, which may be traced."""
 
-    Done on the host: the number of examples of a run does not fit 32 bits, an epoch does.
-    """
-    epoch, offset = np.divmod(np.asarray(examples_before, np.int64), deal.num_examples)
-    return epoch.astype(np.int32), offset.astype(np.int32)
+    device: jax.Array  # index of the device, over all hosts
+    epoch: jax.Array  # in which the batch begins
+    start: jax.Array  # the device's own position in that epoch, of the first example
+    num_in_epoch: jax.Array  # examples that are still of that epoch; the rest begin the next one
+    count: jax.Array  # examples in all; 0 is possible
 
-
-class Share(NamedTuple):
-    """What one device does of one update: `first` examples end its epoch, the rest start the next."""
-
-    epoch: jax.Array
-    start: jax.Array
-    first: jax.Array
-    count: jax.Array
+    def num_micro_batches(self, micro_batch_size: int):
+        """The fewest micro-batches that hold the examples."""
+        return -(-self.count // micro_batch_size)
 
 
-def device_share(deal: Deal, device, epoch, offset, batch_size) -> Share:
-    """The part of a batch that falls to `device`; all arguments but `deal` may be traced.
+@struct.dataclass
+class MicroBatchIndices:
+    """Which examples of a device form one micro-batch of M."""
+
+    examples: jax.Array  # int32 [M], original * views + view, by the device's own numbering; padding is a valid one
+    visit_keys: jax.Array  # uint32 [M], for what is random about a visit; the same on any number of devices
+    weights: jax.Array  # float32 [M], 1, and 0 for padding
+
+
+def device_batch(sharding: DataSharding, device, epoch, offset, batch_size) -> DeviceBatch:
+    """The part of a batch that falls to `device`; all arguments but `sharding` may be traced.
 
     The batch is the positions [offset, offset + batch_size) of `epoch`, running on into the next
-    epoch where it passes the end. Needs 1 <= batch_size <= deal.num_examples, 0 <= offset < num_examples.
+    epoch where it passes the end. Needs 1 <= batch_size <= num_examples, 0 <= offset < num_examples.
     """
     end = offset + batch_size
-    start = deal.count_before(offset, device)
-    first = deal.count_before(jnp.minimum(end, deal.num_examples), device) - start
-    rest = deal.count_before(jnp.maximum(end - deal.num_examples, 0), device)
-    return Share(epoch, start, first, first + rest)
+    start = sharding.count_before(offset, device)
+    in_this_epoch = sharding.count_before(jnp.minimum(end, sharding.num_examples), device) - start
+    in_the_next = sharding.count_before(jnp.maximum(end - sharding.num_examples, 0), device)
+    return DeviceBatch(device, epoch, start, in_this_epoch, in_this_epoch + in_the_next)
 
 
-def micro_batch(deal: Deal, device, share: Share, index, num_micro_batches, size: int, seed):
-    """Device-local example indices, visits and 0/1 weights of one micro-batch.
+def micro_batch(sharding: DataSharding, batch: DeviceBatch, index, num_micro_batches, size: int, seed):
+    """Number `index` of the `num_micro_batches` parts of a device's batch, padded to `size` examples.
 
-    A share is split evenly, so that no micro-batch is left with a few examples: sizes differ by one
-    at most. Returns int32 [size] indices (padding points at a valid example), uint32 [size] keys of the visits, for
-    what is random about them, and float32 [size] weights. A visit has the same key on any number of devices.
+    A batch is split evenly, so that no micro-batch is left with a few examples: sizes differ by one at most.
+
+    Args:
+      index, num_micro_batches, seed: integers, which may be traced.
+    Returns:
+      MicroBatchIndices.
     """
-    # floor((i + 1) * count / k) - floor(i * count / k), written so that int32 cannot overflow.
-    base, extra = share.count // num_micro_batches, share.count % num_micro_batches
-    begin = index * base + jnp.minimum(index, extra)
-    length = base + (index < extra)
-    lane = jnp.arange(size, dtype=jnp.int32)
-    weights = (lane < length).astype(jnp.float32)
-    nth = jnp.where(lane < length, begin + lane, 0)
+    # Of `count` examples, part i has those from floor(i * count / k) on; written so that int32 cannot overflow.
+    examples_each, one_more = batch.count // num_micro_batches, batch.count % num_micro_batches
+    begin = index * examples_each + jnp.minimum(index, one_more)
+    length = examples_each + (index < one_more)
 
-    in_first = nth < share.first
-    position = jnp.where(in_first, share.start + nth, nth - share.first)
-    epoch = jnp.where(in_first, share.epoch, share.epoch + 1)
-    held = jnp.maximum(deal.num_originals_of(device), 1)
-    turn, nth = jnp.divmod(jnp.minimum(position, held * deal.views - 1), held)
-    original = shuffled(nth, held, deal.max_originals, shuffle_key(seed, epoch, device, turn))
-    view = shuffled(turn, deal.views, deal.views, shuffle_key(seed, epoch, device, deal.views + original))
-    # Devices hold every num_devices-th of one permutation, whose places are the same for any number of them.
-    place = original * deal.num_devices + device
-    return original * deal.views + view, shuffle_key(seed, epoch, place, view), weights
+    slot = jnp.arange(size, dtype=jnp.int32)
+    is_example = slot < length
+    position_in_batch = jnp.where(is_example, begin + slot, 0)
+
+    # From the position in the batch to the device's position in its epoch.
+    in_first_epoch = position_in_batch < batch.num_in_epoch
+    epoch = jnp.where(in_first_epoch, batch.epoch, batch.epoch + 1)
+    position_in_epoch = jnp.where(
+        in_first_epoch, batch.start + position_in_batch, position_in_batch - batch.num_in_epoch
+    )
+
+    # From there to a pass over the device's originals, and the position in that pass.
+    num_originals = jnp.maximum(sharding.num_originals_of(batch.device), 1)
+    last_position = num_originals * sharding.views - 1
+    pass_index, position_in_pass = jnp.divmod(jnp.minimum(position_in_epoch, last_position), num_originals)
+
+    # Each pass has its own order of originals, each original its own order of views over the passes.
+    pass_key = shuffle_key(seed, epoch, batch.device, pass_index)
+    original = shuffled(position_in_pass, num_originals, sharding.max_originals, pass_key)
+    views_key = shuffle_key(seed, epoch, batch.device, sharding.views + original)
+    view = shuffled(pass_index, sharding.views, sharding.views, views_key)
+
+    # Devices hold every num_devices-th original of one permutation, which is the same for any number of devices.
+    place_in_permutation = original * sharding.num_devices + batch.device
+    return MicroBatchIndices(
+        examples=original * sharding.views + view,
+        visit_keys=shuffle_key(seed, epoch, place_in_permutation, view),
+        weights=is_example.astype(jnp.float32),
+    )
 
 
 def shuffle_key(*parts) -> jax.Array:

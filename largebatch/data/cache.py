@@ -17,7 +17,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from etils import epath
@@ -48,15 +48,13 @@ class DamagedCache(Exception):
     """The cache does not hold what its manifest says; the text names the file."""
 
 
-class Cache(NamedTuple):
-    """A checked cache folder. `manifest` has source, counts, class_names, mean, std and array digests.
-
-    `manifest_bytes` is the file as it was read, which tells this build of the cache from every other.
-    """
+@dataclass(frozen=True)
+class Cache:
+    """A checked cache folder."""
 
     folder: epath.Path
-    manifest: dict
-    manifest_bytes: bytes
+    manifest: dict  # source, counts, class names, mean, std, digests of the arrays
+    manifest_bytes: bytes  # the file as it was read, which tells this build of the cache from every other
 
     @property
     def class_names(self) -> list[str]:
@@ -109,10 +107,10 @@ class Cache(NamedTuple):
         header = _npy_header((len(digests) * num_views, *self.image_shape))
         try:
             with untrusted.open_any(path) as file:
-                found = file.read(len(header))
+                start_of_file = file.read(len(header))
         except OSError as error:
             raise DamagedCache(f"{path} cannot be read ({error.strerror or error})") from error
-        if found != header:
+        if start_of_file != header:
             raise DamagedCache(f"{path} does not start as an array of {len(digests)} x {num_views} images")
 
         def read_range(first: int, last: int) -> None:
@@ -216,13 +214,9 @@ def build_cache(folder: epath.Path, source: Source, split_seed: int, storage: st
     try:
         temporary.mkdir(parents=True)
         manifest = _write_arrays(temporary, dataset, splits, expand)
-        manifest |= {
-            "source": source.description,
-            "split_seed": split_seed,
-            "storage": storage,
-            "cache_version": CACHE_VERSION,
-            "build": uuid.uuid4().hex,  # so that no two builds have the same manifest; see `discard_cache`
-        }
+        manifest["source"], manifest["split_seed"] = source.description, split_seed
+        manifest["storage"], manifest["cache_version"] = storage, CACHE_VERSION
+        manifest["build"] = uuid.uuid4().hex  # so that no two builds have the same manifest; see `discard_cache`
         manifest["manifest_sha256"] = _seal(manifest)
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
         try:

@@ -1,11 +1,11 @@
-"""Labelled images in memory: decoding, the synthetic set, and the split that every source shares."""
+"""Labelled images in memory, and how they are decoded."""
 
 import contextlib
 import io
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
@@ -27,25 +27,28 @@ PngImagePlugin.MAX_TEXT_MEMORY = 8 * PngImagePlugin.MAX_TEXT_CHUNK  # unpacked t
 warnings.filterwarnings("ignore", module=r"PIL\.")  # what is wrong with a picture is said in a line of ours
 
 
-class Dataset(NamedTuple):
-    """images uint8 [N, H, W, 3], labels int32 [N]; `example_ids` are `Class/file` where there are files."""
+@dataclass(frozen=True)
+class Dataset:
+    """Decoded images in memory."""
 
-    images: np.ndarray
-    labels: np.ndarray
+    images: np.ndarray  # uint8 [N, H, W, 3]
+    labels: np.ndarray  # int32 [N]; -1 where the class is not known
     class_names: list[str]
-    example_ids: list[str]
+    example_ids: list[str]  # "Class/file" where there are files
 
 
-class Source(NamedTuple):
-    """A data set that can be loaded; `fingerprint` changes when what `load` returns would."""
+@dataclass(frozen=True)
+class Source:
+    """A data set that can be loaded."""
 
     description: str
-    fingerprint: str
+    fingerprint: str  # changes when what `load` returns would
     load: Callable[[], Dataset]
 
 
-class ImageFile(NamedTuple):
-    """One image still encoded: its id, its class, how many bytes it has and how to read them."""
+@dataclass(frozen=True)
+class ImageFile:
+    """One image that is still encoded."""
 
     example_id: str
     label: int
@@ -85,10 +88,10 @@ class Limits:
 
     def error(self, file: ImageFile, what: str, allowed: int) -> UserError:
         """`file` has too much of something."""
-        return UserError(
-            f"{file.example_id}: {what}; allowed: up to {allowed:,}, or a larger dataset.max_image_pixels"
-            + f" than {self.max_pixels:,}" * (allowed != self.max_pixels)
-        )
+        text = f"{file.example_id}: {what}; allowed: up to {allowed:,}, or a larger dataset.max_image_pixels"
+        if allowed != self.max_pixels:
+            text += f" than {self.max_pixels:,}"
+        return UserError(text)
 
 
 class _OverRead(Exception):
@@ -111,22 +114,38 @@ class _Encoded(io.BytesIO):
 def decode_dataset(
     files: list[ImageFile], class_names: list[str], image_size: int | None, max_pixels: int
 ) -> Dataset:
-    """Decodes all files; raises UserError as `decode_all`."""
-    images = decode_all(files, image_size, max_pixels)
-    labels = np.array([file.label for file in files], np.int32)
-    return Dataset(images, labels, class_names, [file.example_id for file in files])
-
-
-def decode_all(files: list[ImageFile], image_size: int | None, max_pixels: int) -> np.ndarray:
-    """Decodes to uint8 [N, H, W, 3] on all cores, into one array.
+    """Decodes all files on all cores, into one array.
 
     Args:
+      image_size: side in pixels to resize to; None keeps the size, which then is the same for all.
       max_pixels: of one image, and of all that are decoded at once.
     Raises:
       UserError: an image is damaged, too large, not 8 bits deep, or of another size than the first; it is named.
     """
+    limits = Limits(max_pixels)
     with pillow_limited_to(max_pixels):
-        return _decode_all(files, image_size, Limits(max_pixels))
+        first = decode(files[0], image_size, limits)
+        try:
+            images = np.empty((len(files), *first.shape), np.uint8)
+        except MemoryError as error:
+            size = f"{first.shape[1]}x{first.shape[0]} pixels, as {files[0].example_id},"
+            raise UserError(
+                f"dataset.image_size: {len(files)} images of {size} do not fit into memory; set a smaller size"
+            ) from error
+
+        def decode_range(begin: int, end: int) -> None:
+            for i in range(begin, end):
+                image = decode(files[i], image_size, limits)
+                if image.shape != first.shape:
+                    raise UserError(
+                        f"dataset.image_size: {files[i].example_id} is {image.shape[1]}x{image.shape[0]} pixels, "
+                        f"{files[0].example_id} is {first.shape[1]}x{first.shape[0]}; set a size to resize to"
+                    )
+                images[i] = image
+
+        run_ranges(decode_range, len(files))
+    labels = np.array([file.label for file in files], np.int32)
+    return Dataset(images, labels, class_names, [file.example_id for file in files])
 
 
 @contextlib.contextmanager
@@ -141,30 +160,6 @@ def pillow_limited_to(max_pixels: int) -> Iterator[None]:
         yield
     finally:
         Image.MAX_IMAGE_PIXELS = before
-
-
-def _decode_all(files: list[ImageFile], image_size: int | None, limits: Limits) -> np.ndarray:
-    first = decode(files[0], image_size, limits)
-    try:
-        images = np.empty((len(files), *first.shape), np.uint8)
-    except MemoryError as error:
-        size = f"{first.shape[1]}x{first.shape[0]} pixels, as {files[0].example_id},"
-        raise UserError(
-            f"dataset.image_size: {len(files)} images of {size} do not fit into memory; set a smaller size"
-        ) from error
-
-    def decode_range(begin: int, end: int) -> None:
-        for i in range(begin, end):
-            image = decode(files[i], image_size, limits)
-            if image.shape != first.shape:
-                raise UserError(
-                    f"dataset.image_size: {files[i].example_id} is {image.shape[1]}x{image.shape[0]} pixels, "
-                    f"{files[0].example_id} is {first.shape[1]}x{first.shape[0]}; set a size to resize to"
-                )
-            images[i] = image
-
-    run_ranges(decode_range, len(files))
-    return images
 
 
 def decode(file: ImageFile, image_size: int | None, limits: Limits) -> np.ndarray:
@@ -211,8 +206,3 @@ def _decode_bytes(file: ImageFile, image_size: int | None, limits: Limits) -> np
                 size = (image_size, image_size)
                 converted = converted.resize(size, Image.Resampling.BILINEAR, reducing_gap=None)
             return np.asarray(converted)
-
-
-# ---- synthetic --------------------------------------------------------------------------------------
-
-SYNTHETIC_CLASSES = ("checks", "disks", "noise", "rings", "stripes")

@@ -88,7 +88,9 @@ def find_source(
     root = epath.Path(path).expanduser()
     if not root.exists():
         raise UserError(f"dataset.path: {path} does not exist")
-    return (_zip_source if source == "zip" else _folder_source)(root, image_size, max_image_pixels)
+    if source == "zip":
+        return _zip_source(root, image_size, max_image_pixels)
+    return _folder_source(root, image_size, max_image_pixels)
 
 
 def _guess_source(name: str, path: str | None) -> str:
@@ -148,11 +150,15 @@ def _tfds_source(
         raise UserError(f"dataset.name: TFDS set {name!r} is not prepared in {where}; {prepare}")
     info = builder.info
     if not _is_readable(builder):
-        found = info.file_format and info.file_format.value
-        raise UserError(f"dataset.name: TFDS set {name!r} is prepared as {found}, not array_record; {prepare}")
+        file_format = info.file_format and info.file_format.value
+        raise UserError(
+            f"dataset.name: TFDS set {name!r} is prepared as {file_format}, not array_record; {prepare}"
+        )
     if not {"image", "label"} <= info.features.keys():
-        found = ", ".join(info.features)
-        raise UserError(f"dataset.name: TFDS set {name!r} has features {found}; allowed: sets with image and label")
+        features = ", ".join(info.features)
+        raise UserError(
+            f"dataset.name: TFDS set {name!r} has features {features}; allowed: sets with image and label"
+        )
     try:
         rows = builder.as_data_source(split=split, decoders={"image": tfds.decode.SkipDecoding()})
     except ValueError as error:
@@ -276,8 +282,8 @@ def _labels_of(names: list[str], where: str) -> tuple[dict[str, int], list[str]]
     if not paths or PurePosixPath(".") in parents:
         raise UserError(f"dataset.path: {where} has no class folders; expected Class/image.jpg")
     if len(outers) > 1:
-        found = ", ".join(sorted(str(outer) for outer in outers)[:4])
-        raise UserError(f"dataset.path: {where} has class folders at several places ({found}); give one of them")
+        places = ", ".join(sorted(str(outer) for outer in outers)[:4])
+        raise UserError(f"dataset.path: {where} has class folders at several places ({places}); give one of them")
     for folder in sorted(folders - parents):
         if folder.parent in outers and folder not in outers:
             raise UserError(f"dataset.path: {where}: class {folder.name!r} has no images")
@@ -357,13 +363,13 @@ def _download_from_a_mirror(part: epath.Path) -> None:
     problems = []
     for url, sha256 in EUROSAT_MIRRORS:
         try:
-            found = _download(url, part)
+            sha256_of_file = _download(url, part)
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             problems.append(f"{url} cannot be fetched ({getattr(error, 'reason', error)})")
             continue
-        if found == sha256:
+        if sha256_of_file == sha256:
             return
-        problems.append(f"{url} has SHA-256 {found}, expected {sha256}")
+        problems.append(f"{url} has SHA-256 {sha256_of_file}, expected {sha256}")
     raise UserError(
         f"dataset.path: not given, and EuroSAT could not be downloaded: {'; '.join(problems)}. "
         "Give the path of EuroSAT.zip or of its unpacked folder"

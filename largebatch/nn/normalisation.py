@@ -115,10 +115,10 @@ def whitening_kernel(images: np.ndarray, size: int, stride: int, epsilon: float)
     border = -(-(size - 1) // stride)  # within it a patch holds padding
     total, count = 0.0, 0
     for begin in range(0, len(images), 128):
-        found = np.asarray(extract_patches(jnp.asarray(images[begin : begin + 128]), size, size, stride))
-        found = found[:, border:-border, border:-border].reshape(-1, found.shape[-1])
-        found = np.concatenate([found, np.ones_like(found[:, :1])], axis=1).astype(np.float64)
-        total, count = total + found.T @ found, count + len(found)
+        patches = np.asarray(extract_patches(jnp.asarray(images[begin : begin + 128]), size, size, stride))
+        patches = patches[:, border:-border, border:-border].reshape(-1, patches.shape[-1])
+        patches = np.concatenate([patches, np.ones_like(patches[:, :1])], axis=1).astype(np.float64)
+        total, count = total + patches.T @ patches, count + len(patches)
     moments = total / count  # with the means in the last column
     values, vectors = np.linalg.eigh(moments[:-1, :-1] - np.outer(moments[:-1, -1], moments[:-1, -1]))
     order = np.argsort(-values)

@@ -1,9 +1,10 @@
-"""The batch size of every update, as a piecewise constant function of the update."""
+"""The batch size of every update: one size, a trace, or sizes that grow while training."""
 
 from ml_collections import config_dict
 
 from largebatch.errors import BadSetting
 from largebatch.optim import traces
+from largebatch.optim.piecewise import PiecewiseConstant
 
 
 def read_trace(fields: config_dict.ConfigDict, largest: int = traces.LARGEST) -> traces.Trace:
@@ -26,3 +27,16 @@ def resolve_batch_size(size, num_examples: int, field: str = "batch.size") -> in
             f"{field}: {size}; allowed: an integer from 1 to {num_examples} (the training images x 8), or 'full'"
         )
     return size
+
+
+def planned_batch_sizes(fields: config_dict.ConfigDict, num_examples: int) -> PiecewiseConstant:
+    """The batch sizes that a config's `batch` asks for, before the schedule or training changes them.
+
+    Args:
+      num_examples: of an epoch, which no batch exceeds.
+    Raises:
+      BadSetting: a size is too large, or the trace is bad.
+    """
+    if fields.trace is not None:
+        return read_trace(fields, num_examples).batch_sizes
+    return PiecewiseConstant.constant(resolve_batch_size(fields.size, num_examples))

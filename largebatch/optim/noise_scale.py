@@ -21,11 +21,10 @@ where the views of an original count as one example: their gradients differ less
 (LOG.md). A scale that took the set for endless would be too large by 1 / (1 - scale / N).
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
 
 from largebatch.optim.averaging import smooth
@@ -34,27 +33,30 @@ from largebatch.optim.averaging import smooth
 LEAST_FREEDOM = 0.01
 
 
-class Noise(NamedTuple):
-    """Moving averages over `count` (int32) updates, float32."""
+@struct.dataclass
+class Noise:
+    """Moving averages of both estimates over updates."""
 
-    variance: jax.Array
-    signal: jax.Array
-    count: jax.Array
-
-
-class Measured(NamedTuple):
-    """One update's estimates, float32: tr S (`variance`), |g|^2 (`signal`), and whether groups told them."""
-
-    variance: jax.Array
-    signal: jax.Array
-    valid: jax.Array
+    variance: jax.Array  # float32, tr S
+    signal: jax.Array  # float32, |g|^2
+    count: jax.Array  # int32, updates that the averages hold
 
 
-class Sampling(NamedTuple):
-    """How a batch was drawn: `passes` is B / N, `correction` is tr S's share that is left in B Var(G)."""
+@struct.dataclass
+class Measured:
+    """The estimates of one update."""
 
-    passes: jax.Array | float
-    correction: jax.Array | float
+    variance: jax.Array  # float32, tr S
+    signal: jax.Array  # float32, |g|^2
+    valid: jax.Array  # bool, whether the groups told anything
+
+
+@struct.dataclass
+class Sampling:
+    """How a batch was drawn."""
+
+    passes: jax.Array | float  # B / N
+    correction: jax.Array | float  # the share of tr S that is left in B Var(G)
 
 
 ENDLESS = Sampling(0.0, 1.0)
@@ -107,8 +109,9 @@ def measure(group_terms, num_groups, mean_gradient_norm, batch_size, drawn: Samp
 
 def add(noise: Noise, measured: Measured, decay: float) -> Noise:
     """The moving averages with one more update, as the paper smooths them: each by itself, not their quotient."""
-    new = smooth((noise.variance, noise.signal), (measured.variance, measured.signal), decay, noise.count)
-    new = Noise(*new, noise.count + 1)
+    variance = smooth(noise.variance, measured.variance, decay, noise.count)
+    signal = smooth(noise.signal, measured.signal, decay, noise.count)
+    new = Noise(variance, signal, noise.count + 1)
     return jax.tree.map(lambda a, b: jnp.where(measured.valid, a, b), new, noise)
 
 

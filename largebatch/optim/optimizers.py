@@ -4,13 +4,15 @@
 holds none of them and serves every setting; `with_learning_rate` sets the rate of the next update.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import struct
 from jax import tree_util
 
 from largebatch.optim.soap import scale_by_soap
@@ -20,35 +22,43 @@ LARS_TRUST = 0.001  # the paper's trust coefficient; a factor of the learning ra
 HEAD = "head"  # the name of a network's last layer
 
 
-class Numbers(NamedTuple):
-    """The hyper-parameters that are data: any value serves the same compiled program.
+@struct.dataclass
+class Hyperparams:
+    """The hyper-parameters that are data: any value serves the same compiled program. All are float32 scalars."""
 
-    `momentum` is b1 of the Adam family, `b2` its second decay; `clip_norm` is infinite where nothing is clipped;
-    `bias_multiplier` multiplies the rate of biases and norms (Page 2018, "How to train your ResNet", part 7),
-    `adamw_multiplier` that of Muon's AdamW part, whose weight decay stays that of the rest.
-    """
+    momentum: jax.Array | float = 0.9  # b1 of the Adam family
+    b2: jax.Array | float = 0.999  # decay of the Adam family's second moment
+    weight_decay: jax.Array | float = 0.0
+    clip_norm: jax.Array | float = jnp.inf  # of the gradient's global norm; infinite where nothing is clipped
+    # Multiplies the rate of biases and norms: Page 2018, "How to train your ResNet", part 7.
+    bias_multiplier: jax.Array | float = 1.0
+    # Multiplies the rate of Muon's AdamW part, whose weight decay stays that of the rest.
+    adamw_multiplier: jax.Array | float = 1.0
 
-    momentum: float = 0.9
-    b2: float = 0.999
-    weight_decay: float = 0.0
-    clip_norm: float = jnp.inf
-    bias_multiplier: float = 1.0
-    adamw_multiplier: float = 1.0
+    @classmethod
+    def from_config(cls, fields) -> "Hyperparams":
+        """From a config's `optimizer`, whose clip_norm is None where nothing is clipped."""
+        values = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
+        if values["clip_norm"] is None:
+            values["clip_norm"] = np.inf
+        return cls(**values)
 
 
-class Switches(NamedTuple):
-    """The options that are code.
-
-    `momentum_correction` keeps the rate out of the momentum buffer of SGD and LARS: Goyal et al. 2017, section 3.
-    `exclude_biases` keeps weight decay, trust ratios and preconditioning off biases and norms.
-    """
+@dataclasses.dataclass(frozen=True)
+class OptimizerOptions:
+    """The options that are code: another value is another compiled program."""
 
     nesterov: bool = False
-    momentum_correction: bool = True
-    exclude_biases: bool = True
+    momentum_correction: bool = True  # keeps the rate out of SGD's and LARS' momentum: Goyal et al. 2017, section 3
+    exclude_biases: bool = True  # keeps weight decay, trust ratios and preconditioning off biases and norms
+
+    @classmethod
+    def from_config(cls, fields) -> "OptimizerOptions":
+        """From a config's `optimizer`."""
+        return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
 
 
-DEFAULT_NUMBERS, DEFAULT_SWITCHES = Numbers(), Switches()
+DEFAULT_HYPERPARAMS, DEFAULT_OPTIONS = Hyperparams(), OptimizerOptions()
 
 
 def _kernels(params):
@@ -60,53 +70,64 @@ def _biases(params):
     return jax.tree.map(lambda p: p.ndim <= 1, params)
 
 
-def _with_momentum(direction, learning_rate, numbers: Numbers, switches: Switches):
+def _all(params):
+    return jax.tree.map(lambda p: True, params)
+
+
+def _with_momentum(direction, learning_rate, hyperparams: Hyperparams, options: OptimizerOptions):
     # Goyal et al., eq. 9: u <- m u + g, w <- w - rate u. Eq. 10 has the rate inside, v <- m v + rate g, and after a
     # change of the rate needs v scaled by it, which makes it eq. 9 again.
-    momentum = optax.trace(numbers.momentum, nesterov=switches.nesterov)
+    momentum = optax.trace(hyperparams.momentum, nesterov=options.nesterov)
     rate = optax.scale_by_learning_rate(learning_rate)
-    return optax.chain(direction, *((momentum, rate) if switches.momentum_correction else (rate, momentum)))
+    if options.momentum_correction:
+        return optax.chain(direction, momentum, rate)
+    return optax.chain(direction, rate, momentum)
 
 
-def _sgd(learning_rate, numbers, switches, mask):
+def _sgd(learning_rate, hyperparams, options, mask):
     # Decay is added to the gradient of the mean loss: no scaling of the loss scales it (Goyal et al., section 3).
-    decay = optax.add_decayed_weights(numbers.weight_decay, mask=mask)
-    return _with_momentum(decay, learning_rate, numbers, switches)
+    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
+    return _with_momentum(decay, learning_rate, hyperparams, options)
 
 
-def _lars(learning_rate, numbers, switches, mask):
+def _lars(learning_rate, hyperparams, options, mask):
     # You et al. 2017, "Large Batch Training of Convolutional Networks"; with the norm of the decayed gradient in
     # place of the sum of both norms, as optax.lars, which is eq. 10 above. What has no norm moves as if it had 1.
-    decay = optax.add_decayed_weights(numbers.weight_decay, mask=mask)
+    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
     # The coefficient for itself: beside a zero norm optax would drop it with the ratio.
     trust = optax.masked(optax.chain(optax.scale_by_trust_ratio(), optax.scale(LARS_TRUST)), mask)
-    return _with_momentum(optax.chain(decay, trust), learning_rate, numbers, switches)
+    return _with_momentum(optax.chain(decay, trust), learning_rate, hyperparams, options)
 
 
-def _adam(learning_rate, numbers, switches, mask):
+def _adam(learning_rate, hyperparams, options, mask):
     # Kingma and Ba 2015, with L2 regularisation in the gradient.
-    decay = optax.add_decayed_weights(numbers.weight_decay, mask=mask)
-    return optax.chain(decay, optax.adam(learning_rate, b1=numbers.momentum, b2=numbers.b2))
+    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
+    return optax.chain(decay, optax.adam(learning_rate, b1=hyperparams.momentum, b2=hyperparams.b2))
 
 
-def _adamw(learning_rate, numbers, switches, mask, *, nesterov=False):
+def _adamw(learning_rate, hyperparams, options, mask, *, nesterov=False):
     # Loshchilov and Hutter 2019; with Nesterov's momentum Dozat 2016.
     return optax.adamw(
-        learning_rate, numbers.momentum, numbers.b2, weight_decay=numbers.weight_decay, mask=mask, nesterov=nesterov
+        learning_rate,
+        hyperparams.momentum,
+        hyperparams.b2,
+        weight_decay=hyperparams.weight_decay,
+        mask=mask,
+        nesterov=nesterov,
     )
 
 
-def _lamb(learning_rate, numbers, switches, mask):
+def _lamb(learning_rate, hyperparams, options, mask):
     # You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2.
     return optax.chain(
-        optax.scale_by_adam(b1=numbers.momentum, b2=numbers.b2, eps=LAMB_EPSILON),
-        optax.add_decayed_weights(numbers.weight_decay, mask=mask),
+        optax.scale_by_adam(b1=hyperparams.momentum, b2=hyperparams.b2, eps=LAMB_EPSILON),
+        optax.add_decayed_weights(hyperparams.weight_decay, mask=mask),
         optax.masked(optax.scale_by_trust_ratio(), mask),
         optax.scale_by_learning_rate(learning_rate),
     )
 
 
-def _muon(learning_rate, numbers, switches, mask):
+def _muon(learning_rate, hyperparams, options, mask):
     # Jordan et al. 2024, "Muon": momentum, orthogonalised by Newton-Schulz. A convolution is the matrix of its
     # output channels; the head, biases and norms are AdamW's.
     def dimensions(params):
@@ -119,21 +140,21 @@ def _muon(learning_rate, numbers, switches, mask):
 
     direction = optax.contrib.muon(
         1.0,
-        beta=numbers.momentum,
-        nesterov=switches.nesterov,
-        adam_b1=numbers.momentum,
-        adam_b2=numbers.b2,
-        adam_learning_rate=numbers.adamw_multiplier,
+        beta=hyperparams.momentum,
+        nesterov=options.nesterov,
+        adam_b1=hyperparams.momentum,
+        adam_b2=hyperparams.b2,
+        adam_learning_rate=hyperparams.adamw_multiplier,
         muon_weight_dimension_numbers=dimensions,
     )
-    decay = optax.add_decayed_weights(-numbers.weight_decay, mask=mask)  # the direction is downhill already
+    decay = optax.add_decayed_weights(-hyperparams.weight_decay, mask=mask)  # the direction is downhill already
     return optax.chain(direction, decay, optax.scale(learning_rate))
 
 
-def _soap(learning_rate, numbers, switches, mask):
+def _soap(learning_rate, hyperparams, options, mask):
     return optax.chain(
-        scale_by_soap(numbers.momentum, numbers.b2),
-        optax.add_decayed_weights(numbers.weight_decay, mask=mask),
+        scale_by_soap(hyperparams.momentum, hyperparams.b2),
+        optax.add_decayed_weights(hyperparams.weight_decay, mask=mask),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -151,28 +172,35 @@ OPTIMIZERS: dict[str, Callable] = {
 
 
 def create_optimizer(
-    name: str, numbers: Numbers = DEFAULT_NUMBERS, switches: Switches = DEFAULT_SWITCHES
+    name: str, hyperparams: Hyperparams = DEFAULT_HYPERPARAMS, options: OptimizerOptions = DEFAULT_OPTIONS
 ) -> optax.GradientTransformation:
     """The optimizer called `name`, a key of OPTIMIZERS.
 
     The gradient is clipped to the global norm `clip_norm` first. Weight decay is part of the gradient for SGD, LARS
-    and Adam, and beside it for the others; only kernels have it, unless `switches` say otherwise.
+    and Adam, and beside it for the others; only kernels have it, unless `options` say otherwise.
 
     Returns:
       A transformation whose state has `hyperparams["learning_rate"]`, zero until set.
     """
 
     # `inject_hyperparams` wants them one by one.
-    def make(learning_rate, momentum, b2, weight_decay, clip_norm, bias_multiplier, adamw_multiplier):
-        numbers = Numbers(momentum, b2, weight_decay, clip_norm, bias_multiplier, adamw_multiplier)
-        mask = _kernels if switches.exclude_biases else lambda params: jax.tree.map(lambda p: True, params)
+    def make(*, learning_rate, momentum, b2, weight_decay, clip_norm, bias_multiplier, adamw_multiplier):
+        hyperparams = Hyperparams(
+            momentum=momentum,
+            b2=b2,
+            weight_decay=weight_decay,
+            clip_norm=clip_norm,
+            bias_multiplier=bias_multiplier,
+            adamw_multiplier=adamw_multiplier,
+        )
         return optax.chain(
-            optax.clip_by_global_norm(numbers.clip_norm),
-            OPTIMIZERS[name](learning_rate, numbers, switches, mask),
-            optax.masked(optax.scale(numbers.bias_multiplier), _biases),
+            optax.clip_by_global_norm(clip_norm),
+            OPTIMIZERS[name](learning_rate, hyperparams, options, _kernels if options.exclude_biases else _all),
+            optax.masked(optax.scale(bias_multiplier), _biases),
         )
 
-    return optax.inject_hyperparams(make)(learning_rate=0.0, **numbers._asdict())
+    values = {field.name: getattr(hyperparams, field.name) for field in dataclasses.fields(hyperparams)}
+    return optax.inject_hyperparams(make)(learning_rate=0.0, **values)
 
 
 def with_learning_rate(opt_state, learning_rate):

@@ -3,13 +3,15 @@
 Everything counts updates, never micro-batches. Update `t` is the one after `t` others, so the first is 0.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
+from flax import struct
 
 from largebatch.errors import BadSetting
+from largebatch.optim.batch_sizes import planned_batch_sizes
 from largebatch.optim.piecewise import PiecewiseConstant
 
 # How the rate follows the batch size, of which `ratio` is that to the reference batch size. linear: Goyal et
@@ -21,76 +23,220 @@ SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "sqrt": np.sqrt,
     "adascale": np.ones_like,
 }
-NAMES = ("constant", "linear", "cosine", "step")
 WARMUPS = ("warmup_updates", "warmup_epochs", "warmup_examples")
-MOST_EXAMPLES = 2**62
+MOST_EXAMPLES = 2**62  # what does not fit 64 bits is longer than any run
 
 
-class Schedule(NamedTuple):
-    """A run's updates: how many, how large, at which rate.
+# ---- the shape of the rate after warm-up ------------------------------------------------------------
 
-    `rates` maps int64 updates to float64 learning rates; `text` explains them to the user. With AdaScale, that is
-    `scale_invariant`, `rates` is over scale-invariant steps, of which there are `num_updates`.
+
+def constant(done: np.ndarray, final_fraction: float) -> np.ndarray:
+    """The peak, to the end."""
+    return np.ones(done.shape)
+
+
+def linear(done: np.ndarray, final_fraction: float) -> np.ndarray:
+    """A line from the peak to `final_fraction` of it."""
+    return 1 - (1 - final_fraction) * done
+
+
+def cosine(done: np.ndarray, final_fraction: float) -> np.ndarray:
+    """Half a cosine from the peak to `final_fraction` of it: Loshchilov and Hutter 2017, "SGDR"."""
+    return final_fraction + (1 - final_fraction) * (1 + np.cos(np.pi * done)) / 2
+
+
+# (part of the updates after warm-up that are done, final fraction) -> part of the peak rate. "step" is not among
+# them: it counts the decay steps.
+SHAPES = {"constant": constant, "linear": linear, "cosine": cosine}
+NAMES = ("constant", "linear", "cosine", "step")
+
+
+# ---- what a config says ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleOptions:
+    """A config's `schedule`; configs/default.py explains the fields."""
+
+    name: str
+    scaling: str
+    reference_batch_size: int
+    warmup_updates: int | None
+    warmup_epochs: float | None
+    warmup_examples: int | None
+    final_fraction: float
+    decay_steps: tuple[int, ...]
+    decay_factor: float
+    decay_by: str
+
+    @classmethod
+    def from_config(cls, fields) -> "ScheduleOptions":
+        """From a config's `schedule`, as a ConfigDict or a dict."""
+        return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
+
+
+def problems(options: ScheduleOptions, num_updates: int) -> list[str]:
+    """What is contradictory in the fields of a config's `schedule`, each of which is allowed by itself."""
+    messages, name, steps = [], options.name, options.decay_steps
+    given = [f"schedule.{field}" for field in WARMUPS if getattr(options, field) is not None]
+    if len(given) > 1:
+        messages.append(f"{' and '.join(given)}: both given; allowed: one of them")
+    updates = options.warmup_updates
+    if updates is not None and updates >= num_updates:
+        messages.append(f"schedule.warmup_updates: {updates}; allowed: fewer than the run's {num_updates} updates")
+    if name == "step" and not steps:
+        messages.append(
+            "schedule.decay_steps: (); allowed: with schedule.name 'step', the updates at which to decay"
+        )
+    if name != "step" and steps:
+        messages.append(f"schedule.decay_steps: {steps}; allowed: () with schedule.name {name!r}")
+    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+        messages.append(f"schedule.decay_steps: {steps}; allowed: ascending")
+    elif steps and not 0 < steps[0] <= steps[-1] < num_updates:
+        messages.append(f"schedule.decay_steps: {steps}; allowed: within the run's {num_updates} updates")
+    elif steps and updates is not None and updates > steps[0]:
+        messages.append(f"schedule.warmup_updates: {updates}; allowed: up to the first decay, at {steps[0]}")
+    if options.decay_by == "batch" and name != "step":
+        messages.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with schedule.name {name!r}")
+    if options.decay_by == "batch" and options.scaling == "adascale":
+        messages.append("schedule.decay_by: 'batch'; allowed: 'rate' with schedule.scaling 'adascale'")
+    return messages
+
+
+# ---- the schedule --------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class UpdateInputs:
+    """What the compiled loop is told of each update, as NumPy arrays [updates]; one update's are scalars."""
+
+    epoch: np.ndarray  # int32, in which its batch begins
+    offset: np.ndarray  # int32, examples of that epoch before its batch
+    batch_size: np.ndarray  # int32, examples over all devices
+    # float32. With AdaScale it is a table of the whole run by scale-invariant step, below 0 beyond its end.
+    learning_rate: np.ndarray
+
+
+def epoch_and_offset(examples_before: np.ndarray, examples_per_epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Epoch and position in it, int32, of updates that start after `examples_before` (int64) examples.
+
+    Done on the host: the number of examples of a run does not fit 32 bits, an epoch does.
+    """
+    epoch, offset = np.divmod(np.asarray(examples_before, np.int64), examples_per_epoch)
+    return epoch.astype(np.int32), offset.astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A run's updates: how many, how large, at which rate. Made by `create_schedule`.
+
+    With AdaScale, that is `scale_invariant`, rates go by scale-invariant step, of which there are `num_updates`.
     """
 
+    options: ScheduleOptions
+    base_learning_rate: float  # of the reference batch size
     num_updates: int
+    examples_per_epoch: int
     batch_sizes: PiecewiseConstant
-    rates: Callable[[np.ndarray], np.ndarray]
-    text: str
-    scale_invariant: bool
+    rate_batch_sizes: PiecewiseConstant  # by which the scaling rule sets the peak rate; see decay_by "batch"
+    decay_factors: PiecewiseConstant | None  # of the peak rate, with name "step"
+    warmup_updates: int
+    # The rate from which warm-up goes to the peak. More than one stage where the batch grows within it.
+    warmup_starts: PiecewiseConstant
 
-    def examples_before(self, update: int) -> int:
-        """Examples visited by the updates before `update`."""
-        return int(self.batch_sizes.sum_before(np.int64(update)))
+    @property
+    def scale_invariant(self) -> bool:
+        """Whether rates go by AdaScale's scale-invariant steps, not by updates."""
+        return self.options.scaling == "adascale"
 
     @property
     def max_batch_size(self) -> int:
         """The largest batch of the run."""
-        return int(self.batch_sizes.cut(self.num_updates).values.max())
+        return int(self.batch_sizes.first(self.num_updates).values.max())
+
+    def batch_size_at(self, update: int) -> int:
+        """Examples of one update."""
+        return int(self.batch_sizes.value_at(np.int64(update)))
+
+    def examples_before(self, update: int) -> int:
+        """Examples visited by the updates before `update`."""
+        return int(self.batch_sizes.total_before(np.int64(update)))
+
+    def learning_rates(self, updates: np.ndarray) -> np.ndarray:
+        """float64 rates of int64 `updates` (scale-invariant steps with AdaScale)."""
+        updates = np.asarray(updates, np.int64)
+        peak = peak_rates(self.options, self.base_learning_rate, self.rate_batch_sizes.value_at(updates))
+
+        start = np.minimum(self.warmup_starts.value_at(updates), peak)  # the peak is lower below the reference
+        first = self.warmup_starts.start_of(updates)
+        warmup = start + (peak - start) * (updates + 1 - first) / np.maximum(self.warmup_updates - first, 1)
+
+        if self.decay_factors is not None:
+            after_warmup = peak * self.decay_factors.value_at(updates)
+        else:
+            done = (updates - self.warmup_updates) / (self.num_updates - self.warmup_updates)
+            after_warmup = peak * SHAPES[self.options.name](np.clip(done, 0, 1), self.options.final_fraction)
+        return np.where(updates < self.warmup_updates, warmup, after_warmup)
+
+    def learning_rate_at(self, update: int) -> float:
+        """The rate of one update (scale-invariant step with AdaScale)."""
+        return float(self.learning_rates(np.int64(update)))
+
+    def inputs(self, first_update: int, length: int) -> UpdateInputs:
+        """What the compiled loop is told of `length` updates from `first_update` on."""
+        updates = np.arange(first_update, first_update + length, dtype=np.int64)
+        epoch, offset = epoch_and_offset(self.batch_sizes.total_before(updates), self.examples_per_epoch)
+        if self.scale_invariant:
+            learning_rate = self._table_of_rates()
+        else:
+            learning_rate = self.learning_rates(updates).astype(np.float32)
+        batch_size = self.batch_sizes.value_at(updates).astype(np.int32)
+        return UpdateInputs(epoch, offset, batch_size, learning_rate)
+
+    def _table_of_rates(self) -> np.ndarray:
+        """Rates of all scale-invariant steps; a power of two long, so that runs of other lengths share programs."""
+        table = np.full(1 << self.num_updates.bit_length(), -1, np.float32)
+        table[: self.num_updates] = self.learning_rates(np.arange(self.num_updates))
+        return table
 
 
-def problems(fields: dict, num_updates: int) -> list[str]:
-    """What is contradictory in the fields of a config's `schedule`, each of which is allowed by itself."""
-    found, name, steps = [], fields["name"], fields["decay_steps"]
-    given = [f"schedule.{field}" for field in WARMUPS if fields[field] is not None]
-    if len(given) > 1:
-        found.append(f"{' and '.join(given)}: both given; allowed: one of them")
-    updates = fields["warmup_updates"]
-    if updates is not None and updates >= num_updates:
-        found.append(f"schedule.warmup_updates: {updates}; allowed: fewer than the run's {num_updates} updates")
-    if name == "step" and not steps:
-        found.append("schedule.decay_steps: (); allowed: with schedule.name 'step', the updates at which to decay")
-    if name != "step" and steps:
-        found.append(f"schedule.decay_steps: {steps}; allowed: () with schedule.name {name!r}")
-    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
-        found.append(f"schedule.decay_steps: {steps}; allowed: ascending")
-    elif steps and not 0 < steps[0] <= steps[-1] < num_updates:
-        found.append(f"schedule.decay_steps: {steps}; allowed: within the run's {num_updates} updates")
-    elif steps and updates is not None and updates > steps[0]:
-        found.append(f"schedule.warmup_updates: {updates}; allowed: up to the first decay, at {steps[0]}")
-    if fields["decay_by"] == "batch" and name != "step":
-        found.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with schedule.name {name!r}")
-    if fields["decay_by"] == "batch" and fields["scaling"] == "adascale":
-        found.append("schedule.decay_by: 'batch'; allowed: 'rate' with schedule.scaling 'adascale'")
-    return found
+def make_schedule(config, num_examples: int, batch_sizes: PiecewiseConstant | None = None) -> Schedule:
+    """Batch sizes and rates of a run.
+
+    Args:
+      num_examples: in an epoch.
+      batch_sizes: those so far, where the run finds them itself (batch.auto).
+    Raises:
+      BadSetting: the batch sizes or the warm-up do not go with the training set, or local steps would begin after
+        the last update.
+    """
+    schedule = create_schedule(
+        ScheduleOptions.from_config(config.schedule),
+        config.optimizer.learning_rate,
+        config.train.inner_steps * config.train.outer_steps,
+        batch_sizes or planned_batch_sizes(config.batch, num_examples),
+        num_examples,
+        grows=config.batch.auto,
+    )
+    if config.sync.start_step >= schedule.num_updates:  # growing batches leave fewer updates
+        raise BadSetting(f"sync.start_step: {config.sync.start_step}; allowed: up to {schedule.num_updates - 1}")
+    return schedule
 
 
-def create(
-    fields: dict,
+def create_schedule(
+    options: ScheduleOptions,
     learning_rate: float,
     num_updates: int,
     batch_sizes: PiecewiseConstant,
-    epoch_size: int,
+    examples_per_epoch: int,
     *,
     grows: bool = False,
 ) -> Schedule:
     """The schedule that a config's `schedule` asks for.
 
     Warm-up (Goyal et al. 2017, section 2.2) raises the rate linearly to its peak, which its last update has; it
-    starts from the unscaled rate where the scaling rule raises that of any batch, else from zero. Then, with `p`
-    the part of the remaining updates that are done and `f` the final fraction, the rate is the peak times 1
-    (constant), 1 - (1 - f) p (linear), f + (1 - f) (1 + cos(pi p)) / 2 (cosine: Loshchilov and Hutter 2017), or
-    decay_factor to the number of decay steps reached (step).
+    starts from the unscaled rate where the scaling rule raises that of any batch, else from zero. After warm-up the
+    rate follows one of SHAPES, or is the peak times decay_factor to the number of decay steps reached (step).
 
     With decay_by "batch" a step that would have cut the rate grows the batch by as much, with the same examples
     between two steps and so fewer updates (Smith et al. 2018, "Don't Decay the Learning Rate, Increase the
@@ -104,59 +250,76 @@ def create(
     linearly to the peak of the new batch, which it reaches with the last update of the warm-up.
 
     Args:
-      fields: of `schedule`, without `problems`.
+      options: without `problems`.
       learning_rate: at the reference batch size.
       num_updates: of the run; with decay_by "batch", of one that keeps its first batch size, as decay steps are.
       batch_sizes: one stage only, with decay_by "batch"; those so far, with `grows`.
-      epoch_size: examples in an epoch, which no batch exceeds.
+      examples_per_epoch: which no batch exceeds.
     Raises:
       BadSetting: the warm-up is as long as training.
     """
-    known = PiecewiseConstant.constant(batch_sizes.values[0]) if grows else batch_sizes
-    if fields["scaling"] == "adascale":
-        known = PiecewiseConstant.constant(fields["reference_batch_size"])
-    warmup = _warmup_updates(fields, known, epoch_size)
-    limit = fields["decay_steps"][0] if fields["decay_steps"] else num_updates - 1
+    warmup = _warmup_updates(options, _warmup_batch_sizes(options, batch_sizes, grows), examples_per_epoch)
+    _refuse_long_warmup(options, warmup, num_updates)
+    plan = _StepPlan(num_updates, batch_sizes, rate_batch_sizes=batch_sizes, decay_factors=None)
+    if options.name == "step":
+        plan = _plan_steps(options, num_updates, batch_sizes, examples_per_epoch)
+    peaks = peak_rates(options, learning_rate, plan.rate_batch_sizes.first(plan.num_updates).values)
+    highest_known_peak = peaks[0] if grows else peaks.max()
+    start = learning_rate if highest_known_peak > learning_rate else 0.0
+    warmup_starts = PiecewiseConstant.constant(start)
+    if grows:
+        warmup_starts = _warmup_starts_of_growing_batch(start, warmup, peaks, batch_sizes.starts)
+    return Schedule(
+        options=options,
+        base_learning_rate=learning_rate,
+        num_updates=plan.num_updates,
+        examples_per_epoch=examples_per_epoch,
+        batch_sizes=plan.batch_sizes,
+        rate_batch_sizes=plan.rate_batch_sizes,
+        decay_factors=plan.decay_factors,
+        warmup_updates=warmup,
+        warmup_starts=warmup_starts,
+    )
+
+
+def peak_rates(options: ScheduleOptions, learning_rate: float, batch_sizes: np.ndarray) -> np.ndarray:
+    """The rates of batch sizes once warm-up is over."""
+    return learning_rate * SCALING[options.scaling](batch_sizes / options.reference_batch_size)
+
+
+def _warmup_batch_sizes(options: ScheduleOptions, batch_sizes: PiecewiseConstant, grows: bool) -> PiecewiseConstant:
+    """The batch sizes by which a warm-up that is given in examples or epochs is counted."""
+    if options.scaling == "adascale":
+        return PiecewiseConstant.constant(options.reference_batch_size)
+    if grows:
+        return PiecewiseConstant.constant(batch_sizes.values[0])
+    return batch_sizes
+
+
+def _warmup_updates(options: ScheduleOptions, batch_sizes: PiecewiseConstant, examples_per_epoch: int) -> int:
+    if options.warmup_updates is not None:
+        return options.warmup_updates
+    if options.warmup_epochs is not None:
+        examples = options.warmup_epochs * examples_per_epoch
+    else:
+        examples = options.warmup_examples or 0
+    return int(batch_sizes.updates_to(min(examples, MOST_EXAMPLES))) if examples else 0
+
+
+def _refuse_long_warmup(options: ScheduleOptions, warmup: int, num_updates: int) -> None:
+    limit, end = num_updates - 1, "the last update"
+    if options.decay_steps:
+        limit, end = options.decay_steps[0], "the first decay"
     if warmup > limit:
-        field = next(field for field in WARMUPS if fields[field] is not None)
-        until = "the first decay" if fields["decay_steps"] else "the last update"
+        field = next(field for field in WARMUPS if getattr(options, field) is not None)
         raise BadSetting(
-            f"schedule.{field}: {fields[field]} is {warmup} updates; allowed: up to {limit}, before {until}"
+            f"schedule.{field}: {getattr(options, field)} is {warmup} updates; allowed: up to {limit}, before {end}"
         )
-    scaled, cuts = batch_sizes, None
-    if fields["name"] == "step":
-        batch_sizes, cuts, num_updates = _steps(fields, num_updates, batch_sizes, epoch_size)
-        scaled = scaled if fields["decay_by"] == "rate" else PiecewiseConstant.constant(scaled.values[0])
-
-    peaks = peak_rates(fields, learning_rate, scaled.cut(num_updates).values)
-    start = learning_rate if (peaks[0] if grows else peaks.max()) > learning_rate else 0.0
-    ramps = _ramps(start, warmup, peaks, scaled.starts) if grows else PiecewiseConstant.constant(start)
-
-    def rates(updates):
-        updates = np.asarray(updates, np.int64)
-        peak = peak_rates(fields, learning_rate, scaled.at(updates))
-        low = np.minimum(ramps.at(updates), peak)  # of a batch below the reference
-        first = ramps.start_of(updates)
-        warming = low + (peak - low) * (updates + 1 - first) / np.maximum(warmup - first, 1)
-        part = np.clip((updates - warmup) / (num_updates - warmup), 0, 1)
-        final = fields["final_fraction"]
-        shape = {
-            "constant": lambda: np.ones(updates.shape),
-            "linear": lambda: 1 - (1 - final) * part,
-            "cosine": lambda: final + (1 - final) * (1 + np.cos(np.pi * part)) / 2,
-            "step": lambda: cuts.at(updates),
-        }[fields["name"]]()
-        return np.where(updates < warmup, warming, peak * shape)
-
-    text = _explain(fields, learning_rate, scaled.cut(num_updates).values, start, warmup, num_updates)
-    if fields["decay_by"] == "batch":
-        grown = zip(batch_sizes.starts, batch_sizes.values, peaks[0] * cuts.values, strict=True)
-        changes = [f"{size:,} from update {first:,} at {rate:g}" for first, size, rate in grown]
-        text += f": batch {', '.join(changes)}"
-    return Schedule(num_updates, batch_sizes, rates, text, fields["scaling"] == "adascale")
 
 
-def _ramps(start: float, warmup: int, peaks: np.ndarray, grown_at: np.ndarray) -> PiecewiseConstant:
+def _warmup_starts_of_growing_batch(
+    start: float, warmup: int, peaks: np.ndarray, grown_at: np.ndarray
+) -> PiecewiseConstant:
     """From which rate the warm-up goes to the peak of each batch size, of those that begin within it.
 
     Args:
@@ -171,75 +334,32 @@ def _ramps(start: float, warmup: int, peaks: np.ndarray, grown_at: np.ndarray) -
     return PiecewiseConstant(np.array(starts, np.int64), np.array(rates))
 
 
-def peak_rates(fields: dict, learning_rate: float, batch_sizes: np.ndarray) -> np.ndarray:
-    """The rates of batch sizes once warm-up is over."""
-    return learning_rate * SCALING[fields["scaling"]](batch_sizes / fields["reference_batch_size"])
+@dataclasses.dataclass(frozen=True)
+class _StepPlan:
+    """The part of a Schedule that decay steps shape."""
+
+    num_updates: int
+    batch_sizes: PiecewiseConstant
+    rate_batch_sizes: PiecewiseConstant
+    decay_factors: PiecewiseConstant | None
 
 
-def _warmup_updates(fields: dict, batch_sizes: PiecewiseConstant, epoch_size: int) -> int:
-    if fields["warmup_updates"] is not None:
-        return fields["warmup_updates"]
-    if fields["warmup_epochs"] is not None:
-        examples = fields["warmup_epochs"] * epoch_size
-    else:
-        examples = fields["warmup_examples"] or 0
-    # What does not fit 64 bits is longer than any run.
-    return int(batch_sizes.updates_to(min(examples, MOST_EXAMPLES))) if examples else 0
-
-
-def _steps(
-    fields: dict, num_updates: int, batch_sizes: PiecewiseConstant, epoch_size: int
-) -> tuple[PiecewiseConstant, PiecewiseConstant, int]:
-    """Batch sizes and rate factors by stage, and the number of updates."""
-    bounds = np.array([0, *fields["decay_steps"], num_updates], np.int64)
+def _plan_steps(
+    options: ScheduleOptions, num_updates: int, batch_sizes: PiecewiseConstant, examples_per_epoch: int
+) -> _StepPlan:
+    bounds = np.array([0, *options.decay_steps, num_updates], np.int64)
     # Python's power: NumPy's last digit is another on another CPU.
-    wanted = np.array([fields["decay_factor"] ** step for step in range(len(bounds) - 1)])
-    if fields["decay_by"] == "rate":
-        starts = bounds[:-1]
-        return batch_sizes, PiecewiseConstant(starts, wanted), num_updates
+    factors = np.array([options.decay_factor**step for step in range(len(bounds) - 1)])
+    if options.decay_by == "rate":
+        return _StepPlan(num_updates, batch_sizes, batch_sizes, PiecewiseConstant(bounds[:-1], factors))
     batch_size = int(batch_sizes.values[0])
-    sizes = np.minimum(np.rint(batch_size / wanted), epoch_size).astype(np.int64)
+    sizes = np.minimum(np.rint(batch_size / factors), examples_per_epoch).astype(np.int64)
     lengths = np.ceil(np.diff(bounds) * batch_size / sizes).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    # rate / batch, which Smith et al. keep, has to fall by `wanted`.
-    return (
-        PiecewiseConstant(starts[:-1], sizes),
-        PiecewiseConstant(starts[:-1], wanted * sizes / batch_size),
-        int(starts[-1]),
+    # Smith et al. keep rate / batch, so that ratio has to fall by `factors`.
+    return _StepPlan(
+        num_updates=int(starts[-1]),
+        batch_sizes=PiecewiseConstant(starts[:-1], sizes),
+        rate_batch_sizes=PiecewiseConstant.constant(batch_sizes.values[0]),
+        decay_factors=PiecewiseConstant(starts[:-1], factors * sizes / batch_size),
     )
-
-
-def _explain(fields, learning_rate, batch_sizes, start, warmup, num_updates) -> str:
-    rule, reference = fields["scaling"], fields["reference_batch_size"]
-    peaks = peak_rates(fields, learning_rate, batch_sizes)
-    text = f"learning rate {format_range(peaks)}"
-    if rule == "adascale":
-        text += f" at batch {reference:,}, times the measured gain of a larger batch (AdaScale)"
-    elif rule != "none":
-        ratio = (
-            f"{'the root of ' if rule == 'sqrt' else ''}batch {format_range(batch_sizes)} / reference {reference:,}"
-        )
-        text += f" = {learning_rate:g} x {format_range(peaks / learning_rate, '.4g')} ({rule}: {ratio})"
-    unit = "scale-invariant steps" if rule == "adascale" else "updates"
-    if warmup:
-        text += f", reached from {format_range(np.minimum(start, peaks))} in {warmup:,} {unit}"
-    final = format_range(peaks * fields["final_fraction"])
-    after = {
-        "constant": f"constant over {num_updates:,} {unit}",
-        "linear": f"linear to {final} at {unit[:-1]} {num_updates:,}",
-        "cosine": f"cosine to {final} at {unit[:-1]} {num_updates:,}",
-        "step": f"{num_updates:,} {unit}"
-        + (
-            f" with a growing batch for a decay of x {fields['decay_factor']:g}"
-            if fields["decay_by"] == "batch"
-            else f", x {fields['decay_factor']:g} at {', '.join(map(str, fields['decay_steps']))}"
-        ),
-    }[fields["name"]]
-    return f"{text}, {'then ' if warmup else ''}{after}"
-
-
-def format_range(values: np.ndarray, form: str | None = None) -> str:
-    """One value, or the lowest and the highest."""
-    form = form or ("," if values.dtype.kind == "i" else "g")
-    low, high = values.min(), values.max()
-    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"

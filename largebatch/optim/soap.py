@@ -1,11 +1,11 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
 
-from functools import partial
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from jax import lax
 
 SOAP_EVERY = 10  # updates between two refreshes of the eigenbases, the paper's own choice
@@ -13,29 +13,39 @@ SOAP_EVERY = 10  # updates between two refreshes of the eigenbases, the paper's 
 SOAP_MAX_SIDE = 1024
 
 
-# ---- SOAP -------------------------------------------------------------------------------------------
+@struct.dataclass
+class Side:
+    """The rows or the columns of a matrix, of which there are n."""
+
+    covariance: jax.Array  # float32 [n, n], moving average of the gradients' G G^T (of columns: G^T G)
+    basis: jax.Array  # float32 [n, n], an orthonormal basis of it; vectors are columns
 
 
-class Side(NamedTuple):
-    """One side of a matrix: the average of its gradients' G G^T (or G^T G), and an orthonormal basis of it."""
+@struct.dataclass
+class Moments:
+    """What is kept of one parameter, as a matrix [inputs, outputs]."""
 
-    covariance: jax.Array
-    basis: jax.Array
-
-
-class Soap(NamedTuple):
-    """Of one parameter: both moments, and a Side (None where it is too large) for rows and columns."""
-
-    first: jax.Array
-    second: jax.Array
-    sides: tuple[Side | None, ...]
+    first: jax.Array  # float32 [inputs, outputs], in the parameter's own basis
+    second: jax.Array  # float32 [inputs, outputs], in the bases of `sides`
+    sides: tuple[Side | None, Side | None]  # rows, columns; None where it is too large
 
 
-class SoapState(NamedTuple):
-    """`count` updates so far; `moments` is a tuple of Soap, leaf by leaf."""
+@struct.dataclass
+class SoapState:
+    """Of all parameters."""
 
-    count: jax.Array
-    moments: tuple[Soap, ...]
+    count: jax.Array  # int32, updates done
+    moments: tuple[Moments, ...]  # leaf by leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class _Soap:
+    """The numbers of algorithm 3; both decays may be traced."""
+
+    b1: jax.Array | float  # decay of first moments
+    b2: jax.Array | float  # decay of second moments and covariances
+    eps: float
+    every: int  # updates between two refreshes of the bases
 
 
 def scale_by_soap(
@@ -54,6 +64,7 @@ def scale_by_soap(
       b1, b2: may be traced.
       max_side: sides above it, and those of parameters with one dimension, keep the basis they have.
     """
+    soap = _Soap(b1, b2, eps, every)
 
     def init_leaf(p):
         def side(size):
@@ -61,7 +72,7 @@ def scale_by_soap(
 
         shape = _matrix(p).shape
         sides = tuple(map(side, shape)) if p.ndim > 1 else (None, None)
-        return Soap(jnp.zeros(shape), jnp.zeros(shape), sides)
+        return Moments(jnp.zeros(shape), jnp.zeros(shape), sides)
 
     def init(params):
         return SoapState(jnp.zeros((), jnp.int32), tuple(map(init_leaf, jax.tree.leaves(params))))
@@ -70,12 +81,12 @@ def scale_by_soap(
         del params
         count = state.count + 1
         leaves, structure = jax.tree.flatten(grads)
-        done = [
-            _soap_leaf(_matrix(g), moments, count, b1, b2, eps, every)
-            for g, moments in zip(leaves, state.moments, strict=True)
-        ]
-        updates = [move.reshape(g.shape) for (move, _), g in zip(done, leaves, strict=True)]
-        return structure.unflatten(updates), SoapState(count, tuple(moments for _, moments in done))
+        directions, all_moments = [], []
+        for grad, moments in zip(leaves, state.moments, strict=True):
+            direction, moments = _update_leaf(soap, _matrix(grad), moments, count)
+            directions.append(direction.reshape(grad.shape))
+            all_moments.append(moments)
+        return structure.unflatten(directions), SoapState(count, tuple(all_moments))
 
     return optax.GradientTransformation(init, update)
 
@@ -85,49 +96,57 @@ def _matrix(p):
     return p.reshape(-1, p.shape[-1]) if p.ndim else p.reshape(1, 1)
 
 
-def _soap_leaf(grad, moments: Soap, count, b1, b2, eps, every):
-    covariance_of = (lambda: _product(grad, grad.T), lambda: _product(grad.T, grad))
-    sides = tuple(
-        side and side._replace(covariance=b2 * side.covariance + (1 - b2) * of())
-        for side, of in zip(moments.sides, covariance_of, strict=True)
-    )
-    if sides == (None, None):
-        direction, first, second = _adam_in(sides, grad, moments, count, b1, b2, eps)
-        return direction, Soap(first, second, sides)
+def _update_leaf(soap: _Soap, grad, moments: Moments, count) -> tuple[jax.Array, Moments]:
+    """The direction of one parameter and its moments after update number `count`, from 1."""
+    moments = moments.replace(sides=_add_to_covariances(soap, grad, moments.sides))
+    if moments.sides == (None, None):
+        return _adam(soap, grad, moments, count)
 
-    def stay():
-        return jnp.zeros_like(grad), moments.first, moments.second
+    def only_look():
+        return jnp.zeros_like(grad), moments
 
-    move = partial(_adam_in, sides, grad, moments, count - 1, b1, b2, eps)
-    direction, first, second = lax.cond(count == 1, stay, move)
-    due = jnp.where(count == 1, 1, jnp.where(count % every == 0, 2, 0))
-    sides, second = lax.switch(due, (_keep_bases, _start_bases, _refresh_bases), sides, second)
-    return direction, Soap(first, second, sides)
+    def move():
+        return _adam(soap, grad, moments, count - 1)
+
+    direction, moments = lax.cond(count == 1, only_look, move)
+    is_due = jnp.where(count == 1, 1, jnp.where(count % soap.every == 0, 2, 0))
+    return direction, lax.switch(is_due, (_keep_bases, _start_bases, _refresh_bases), moments)
 
 
-def _keep_bases(sides, second):
-    return sides, second
+def _add_to_covariances(soap: _Soap, grad, sides):
+    rows, columns = sides
+    if rows is not None:
+        rows = rows.replace(covariance=soap.b2 * rows.covariance + (1 - soap.b2) * _product(grad, grad.T))
+    if columns is not None:
+        columns = columns.replace(covariance=soap.b2 * columns.covariance + (1 - soap.b2) * _product(grad.T, grad))
+    return rows, columns
 
 
-def _start_bases(sides, second):
-    bases = (side and jnp.linalg.eigh(side.covariance)[1] for side in sides)
-    return tuple(side and side._replace(basis=basis) for side, basis in zip(sides, bases, strict=True)), second
+def _keep_bases(moments: Moments) -> Moments:
+    return moments
 
 
-def _refresh_bases(sides, second):
+def _start_bases(moments: Moments) -> Moments:
+    def start(side):
+        return side and side.replace(basis=jnp.linalg.eigh(side.covariance)[1])
+
+    return moments.replace(sides=tuple(map(start, moments.sides)))
+
+
+def _refresh_bases(moments: Moments) -> Moments:
     """One step of power iteration from the columns in falling order, along which the second moments go.
 
     QR turns power iteration's columns towards that order; from any other they would wander.
     """
-    new = []
-    for axis, side in enumerate(sides):
+    second, sides = moments.second, []
+    for axis, side in enumerate(moments.sides):
         if side is not None:
             turned = _product(side.covariance, side.basis)
             order = jnp.argsort(-jnp.sum(side.basis * turned, axis=0))
             second = jnp.take(second, order, axis=axis)
-            side = side._replace(basis=jnp.linalg.qr(turned[:, order])[0])
-        new.append(side)
-    return tuple(new), second
+            side = side.replace(basis=jnp.linalg.qr(turned[:, order])[0])
+        sides.append(side)
+    return moments.replace(second=second, sides=tuple(sides))
 
 
 def _product(one, other):
@@ -135,17 +154,29 @@ def _product(one, other):
     return jnp.matmul(one, other, precision=lax.Precision.HIGHEST)
 
 
-def _adam_in(sides, grad, moments: Soap, count, b1, b2, eps):
-    """Adam's direction, with its second moment in the bases of `sides`, and both moments."""
+def _adam(soap: _Soap, grad, moments: Moments, count) -> tuple[jax.Array, Moments]:
+    """Adam's direction, with its second moment in the bases of the sides, and the moments after it."""
     count = count.astype(jnp.float32)
-    first = b1 * moments.first + (1 - b1) * grad
-    second = b2 * moments.second + (1 - b2) * jnp.square(_rotate(grad, sides))
-    direction = _rotate(first, sides) / (1 - b1**count) / (jnp.sqrt(second / (1 - b2**count)) + eps)
-    return _rotate(direction, sides, back=True), first, second
+    first = soap.b1 * moments.first + (1 - soap.b1) * grad
+    second = soap.b2 * moments.second + (1 - soap.b2) * jnp.square(_into_bases(grad, moments.sides))
+    of_first = _into_bases(first, moments.sides) / (1 - soap.b1**count)
+    direction = of_first / (jnp.sqrt(second / (1 - soap.b2**count)) + soap.eps)
+    return _out_of_bases(direction, moments.sides), moments.replace(first=first, second=second)
 
 
-def _rotate(matrix, sides, *, back: bool = False):
-    """`matrix` in the bases of its sides, or back."""
-    rows, columns = (side and (side.basis if back else side.basis.T) for side in sides)
-    matrix = matrix if rows is None else _product(rows, matrix)
-    return matrix if columns is None else _product(matrix, columns.T)
+def _into_bases(matrix, sides):
+    rows, columns = sides
+    if rows is not None:
+        matrix = _product(rows.basis.T, matrix)
+    if columns is not None:
+        matrix = _product(matrix, columns.basis)
+    return matrix
+
+
+def _out_of_bases(matrix, sides):
+    rows, columns = sides
+    if rows is not None:
+        matrix = _product(rows.basis, matrix)
+    if columns is not None:
+        matrix = _product(matrix, columns.basis.T)
+    return matrix

@@ -12,8 +12,8 @@ import hashlib
 import io
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,12 +30,13 @@ LARGEST = 2**31 - 1
 DEVICE_WORDS = ("gpu", "tpu", "core", "device", "worker", "node", "instance", "machine")
 
 
-class Trace(NamedTuple):
-    """Batch sizes of the updates before `length`; `text` says where they come from."""
+@dataclass(frozen=True)
+class Trace:
+    """Batch sizes that were given beforehand."""
 
     batch_sizes: PiecewiseConstant
-    length: int
-    text: str
+    length: int  # updates that have one
+    text: str  # where they come from
 
 
 def from_list(sizes, largest: int = LARGEST) -> Trace:
@@ -135,12 +136,13 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-class _Table(NamedTuple):
-    """Lines of a file with their numbers, below its header."""
+@dataclass(frozen=True)
+class _Table:
+    """A CSV file."""
 
     path: str
     header: list[str]
-    lines: list[tuple[int, list[str]]]
+    lines: list[tuple[int, list[str]]]  # each with its number in the file, without the header
 
     def column(self, index: int, low: int, high: int = LARGEST) -> np.ndarray:
         """A column of integers from `low` to `high`."""
@@ -160,9 +162,9 @@ class _Table(NamedTuple):
             raise self.error(number, f"{self.header[index].strip()} {line[index].strip()} {word}", "ascending rows")
         return values
 
-    def error(self, number: int, found: str, allowed: str) -> BadSetting:
+    def error(self, number: int, problem: str, allowed: str) -> BadSetting:
         """What is wrong in a line of the file."""
-        return BadSetting(f"batch.trace: {self.path}, line {number}: {found}; allowed: {allowed}")
+        return BadSetting(f"batch.trace: {self.path}, line {number}: {problem}; allowed: {allowed}")
 
     def _cell(self, number: int, line: list[str], index: int) -> str:
         if len(line) != len(self.header):
@@ -249,9 +251,9 @@ def _availability_trace(
     when, available = table.ascending(table.times(column), column), table.column(counts[0], 0)
     if int(available.max()) * per_device_batch_size > largest:
         row = int(np.argmax(available > largest // per_device_batch_size))
-        found = f"{counted} {available[row]} x {per_device_batch_size} is a batch of"
-        found += f" {int(available[row]) * per_device_batch_size}"
-        raise table.error(table.lines[row][0], found, f"up to {largest}")
+        batch_size = int(available[row]) * per_device_batch_size
+        problem = f"{counted} {available[row]} x {per_device_batch_size} is a batch of {batch_size}"
+        raise table.error(table.lines[row][0], problem, f"up to {largest}")
     if not available.any():
         raise BadSetting(f"batch.trace: {table.path} has no row with any {counted}")
     there = available > 0

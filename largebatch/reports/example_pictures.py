@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from largebatch import untrusted
 from largebatch.data import images
+from largebatch.errors import UserError
 from largebatch.runs.reader import Run, lies_in
 
 MAX_SIDE = 96  # pixels of a picture, on its longer side
@@ -180,12 +181,15 @@ def read_picture(source: ImageFolder | ImageZip, example_id: str) -> str | None:
 
     try:
         content = source.read(example_id)
-        with images.pillow_limited_to(MAX_DECODED):
-            file = images.ImageFile("", 0, len(content), lambda: content)
-            image = Image.fromarray(images.decode(file, None, images.Limits(MAX_DECODED)))
-        image.thumbnail((MAX_SIDE, MAX_SIDE))
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG", optimize=True)
-    except Exception:  # Pillow and zipfile raise a dozen kinds; a page without this picture is still a page
+    except Exception:  # zipfile raises a dozen kinds; a page without this picture is still a page
         return None
+    file = images.ImageFile(example_id, 0, len(content), lambda: content)
+    try:
+        with images.pillow_limited_to(MAX_DECODED):
+            image = Image.fromarray(images.decode(file, None, images.Limits(MAX_DECODED)))
+    except UserError:
+        return None
+    image.thumbnail((MAX_SIDE, MAX_SIDE))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

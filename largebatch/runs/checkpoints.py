@@ -34,7 +34,12 @@ REPLICAS = "replicas"  # the part of a checkpoint whose leading axes count devic
 
 # Names of arrays are a file format. An array, or all arrays below a name, that an earlier version called otherwise:
 # {"state.old": "state.new", "replicas.old": "replicas.new"}.
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "state.averaged": "state.num_averaged",
+    "replicas.averaged": "replicas.num_averaged",
+    "state.progress": "state.scale_invariant_steps",
+    "replicas.progress": "replicas.scale_invariant_steps",
+}
 
 # What is damage; any other OSError is a disk or a network in trouble, and the file may well be sound.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -77,13 +82,13 @@ def _hush_orbax() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     in_thread, unraisable = threading.excepthook, sys.unraisablehook
 
-    def of_thread(found):
-        if not type(found.thread).__module__.startswith("orbax"):
-            in_thread(found)
+    def of_thread(arguments):
+        if not type(arguments.thread).__module__.startswith("orbax"):
+            in_thread(arguments)
 
-    def of_callback(found):
-        if "Event loop is closed" not in str(found.exc_value):
-            unraisable(found)
+    def of_callback(arguments):
+        if "Event loop is closed" not in str(arguments.exc_value):
+            unraisable(arguments)
 
     threading.excepthook, sys.unraisablehook = of_thread, of_callback
 
@@ -161,8 +166,9 @@ class Checkpoints:
             temporary.mkdir(parents=True)
             ocp, checkpointer = _orbax()
             checkpointer.save(temporary / ARRAYS, args=ocp.args.PyTreeSave(arrays))
-            description = {"step": step, "arrays": {name: _array_digest(array) for name, array in arrays.items()}}
-            (temporary / DESCRIPTION).write_text(json.dumps(description | json.loads(text), indent=1))
+            digests = {name: _array_digest(array) for name, array in arrays.items()}
+            whole_description = {"step": step, "arrays": digests, **json.loads(text)}
+            (temporary / DESCRIPTION).write_text(json.dumps(whole_description, indent=1))
             (temporary / SUMS).write_text(_sums_of(temporary))
             for path in (temporary / DESCRIPTION, temporary / SUMS, temporary):
                 _sync(path)
@@ -215,13 +221,13 @@ class Checkpoints:
         damages: dict[int, DamagedCheckpoint] = {}
         for step in reversed(self.steps()):
             try:
-                found = restore(self.path(step), like)
+                newest_sound = restore(self.path(step), like)
             except DamagedCheckpoint as damage:
                 damages[step] = damage
                 continue
             for damaged, damage in damages.items():
                 self._set_aside(damaged, damage)
-            return found
+            return newest_sound
         if damages:
             newest = damages[max(damages)]
             raise UserError(f"--workdir: no checkpoint is sound: {newest}; start in a new folder")
@@ -263,7 +269,7 @@ def check(folder: Path) -> dict:
     try:
         lines = (folder / SUMS).read_bytes().decode().splitlines(keepends=True)
         expected = {line[66:-1]: line[:64] for line in lines}
-        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {SUMS}
+        present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {SUMS}
     except (*MISSING, UnicodeDecodeError) as error:
         raise DamagedCheckpoint(f"{folder / SUMS} cannot be read ({error})") from error
     except OSError as error:
@@ -272,11 +278,11 @@ def check(folder: Path) -> dict:
         raise DamagedCheckpoint(f"{folder / SUMS} is not a list of digests")
     if DESCRIPTION not in expected:
         raise DamagedCheckpoint(f"{folder / SUMS} does not list {DESCRIPTION}")
-    for name in sorted(expected.keys() | found):
+    for name in sorted(expected.keys() | present):
         if name not in expected:
             raise DamagedCheckpoint(f"{folder / SUMS} does not list {name}")
         of_array = f" (array {name.split('/')[1]})" if name.count("/") > 1 else ""
-        if name not in found:  # or is no file of this folder, as "../../dev/zero"
+        if name not in present:  # or is no file of this folder, as "../../dev/zero"
             raise DamagedCheckpoint(f"{folder / name} cannot be read (no such file){of_array}")
         try:
             digest = _sha256((folder / name).read_bytes())
@@ -331,12 +337,13 @@ def fill(like, arrays: dict[str, np.ndarray], where: str):
         return f"{leaf.dtype}{shape}"
 
     expected = {name: kind(name, leaf) for name, leaf in named_leaves(like).items()}
-    found = {name: kind(name, leaf) for name, leaf in arrays.items()}
+    stored = {name: kind(name, leaf) for name, leaf in arrays.items()}
     wrong = [
-        f"{name} is {found.get(name, 'missing')} there, {expected.get(name, 'missing')} here"
-        for name in sorted(expected.keys() | found.keys())
-        if expected.get(name) != found.get(name)
+        f"{name} is {stored.get(name, 'missing')} there, {expected.get(name, 'missing')} here"
+        for name in sorted(expected.keys() | stored.keys())
+        if expected.get(name) != stored.get(name)
     ]
     if wrong:
-        raise UserError(f"{where}: {'; '.join(wrong[:4])}{' ...' if len(wrong) > 4 else ''}")
+        more = " ..." if len(wrong) > 4 else ""
+        raise UserError(f"{where}: {'; '.join(wrong[:4])}{more}")
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in expected])

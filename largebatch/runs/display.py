@@ -88,8 +88,8 @@ class Reporter:
 def _others(row: dict) -> str:
     """The validation accuracies beside the plain one, as " (views 0.9500, ema 0.9400)"."""
     prefix = "val_accuracy_"
-    found = [f"{name.removeprefix(prefix)} {row[name]:.4f}" for name in row if name.startswith(prefix)]
-    return f" ({', '.join(found)})" if found else ""
+    accuracies = [f"{name.removeprefix(prefix)} {row[name]:.4f}" for name in row if name.startswith(prefix)]
+    return f" ({', '.join(accuracies)})" if accuracies else ""
 
 
 def _noise(row: dict) -> str:

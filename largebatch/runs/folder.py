@@ -135,7 +135,7 @@ class RunFolder:
         """Adds a line to events.jsonl, which tells what happened to the run: starts, stops, rollbacks."""
         path = self.path / "events.jsonl"
         process = {"pid": os.getpid(), "node": os.uname().nodename}
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event} | fields | process
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, **fields, **process}
         with writing(path), path.open("ab+") as file:
             # A line that a killed process left without its end stays apart from the next.
             file.seek(max(file.tell() - 1, 0))

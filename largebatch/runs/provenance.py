@@ -1,4 +1,4 @@
-"""By which code and libraries a run was made."""
+"""What a run was made by: code, libraries, devices and data, and what of it a resumed run finds changed."""
 
 import hashlib
 import subprocess
@@ -6,11 +6,14 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from largebatch.errors import UserError
+
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
 
 def versions() -> dict[str, str]:
     """Versions of what shapes the numbers."""
-    names = ("jax", "jaxlib", "flax", "optax", "numpy")
-    return {"python": sys.version.split()[0]} | {name: metadata.version(name) for name in names}
+    return {"python": sys.version.split()[0], **{name: metadata.version(name) for name in LIBRARIES}}
 
 
 def code_sha256() -> str:
@@ -33,3 +36,63 @@ def git_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def code_of(summary: dict) -> dict:
+    """What a summary was written by: files, commit and libraries."""
+    files = (summary.get("code_sha256") or "not recorded")[:12]
+    return {"files": files, "commit": summary["git_commit"], **summary["versions"]}
+
+
+def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> None:
+    """Refuses to go on with other examples than those of the checkpoint.
+
+    Args:
+      theirs, ours: the data as the checkpoint and this process describe them.
+      folder: of the run.
+      trace: the config's batch.trace.
+    Raises:
+      UserError: ids, labels, the trace or the order of examples changed.
+    """
+    for name in ("ids", "labels"):
+        if theirs[name] != ours[name]:
+            raise UserError(f"dataset: its {name} changed since the checkpoint was saved ({theirs[name][:8]} then)")
+    if theirs.get("trace") != ours.get("trace"):
+        raise UserError(f"batch.trace: {trace} changed since the checkpoint was saved")
+    version_then, version_now = theirs.get("order_version", 1), ours["order_version"]
+    if version_then != version_now:
+        raise UserError(
+            f"--workdir: {folder} takes its examples in order version {version_then}, this code in version "
+            f"{version_now}: the run cannot go on; allowed: evaluate.py, report.py, or train.init_from in a new run"
+        )
+
+
+def warnings_on_resuming(description: dict, layout: dict, data: dict, summary: dict) -> list[str]:
+    """Why a resumed run may differ from one that was never stopped; a line each.
+
+    Args:
+      description: of the checkpoint.
+      layout, data, summary: of this process: devices, hosts and platform; the data; the run.
+    """
+    warnings = []
+    theirs = {**description["layout"], "decoded images": description["data"]["images"][:8]}
+    ours = {**layout, "decoded images": data["images"][:8]}
+    if changed := _changes(theirs, ours):
+        text = (
+            f"resuming with {changed}: results will not be bitwise those of an uninterrupted run, since sums are "
+            "rounded in another order"
+        )
+        if theirs["devices"] != ours["devices"]:
+            text += (
+                "; mini-batches hold other examples from here on, since each device takes its part of a batch from "
+                "those it holds, and until this epoch ends some come twice and others not"
+            )
+        warnings.append(text)
+    if changed := _changes(code_of(description["summary"]), code_of(summary)):
+        warnings.append(f"resuming with other code: {changed}: results may differ")
+    return warnings
+
+
+def _changes(then: dict, now: dict) -> str:
+    """What of `now` is not as it was, in one line; empty where all is."""
+    return "; ".join(f"{name} {now[name]}, was {then.get(name)}" for name in now if now[name] != then.get(name))

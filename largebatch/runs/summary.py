@@ -32,7 +32,8 @@ def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
 
     `updates` and `examples` are those of the outer loop.
     """
-    train_sec, eval_sec = (clock.seconds[name] - before.get(name, 0.0) for name in ("train", "evaluation"))
+    train_sec = clock.seconds["train"] - before.get("train", 0.0)
+    eval_sec = clock.seconds["evaluation"] - before.get("evaluation", 0.0)
     return {
         "images_per_sec": examples / train_sec,
         "step_time_ms": 1e3 * train_sec / updates,
@@ -45,16 +46,20 @@ def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
 
 def add_to_summary(summary: dict, row: dict) -> bool:
     """Brings the summary up to a new row; returns whether its validation accuracy is the best so far."""
-    accuracy, target = row["val_accuracy"], summary["target_accuracy"]
-    summary |= {"steps": row["step"], "examples_seen": row["examples_seen"], "final_val_accuracy": accuracy}
+    accuracy = row["val_accuracy"]
+    summary["steps"], summary["examples_seen"] = row["step"], row["examples_seen"]
+    summary["final_val_accuracy"] = accuracy
     summary["final_others"] = {name: value for name, value in row.items() if name.startswith("val_accuracy_")}
     summary["images_per_sec_by_outer"].append(row["images_per_sec"])
     summary["images_per_sec"] = float(np.median(summary["images_per_sec_by_outer"]))
     summary["train_sec"] += row["train_sec"]
-    improved = summary["best_step"] is None or accuracy > summary["best_val_accuracy"]
-    if improved:
-        summary |= {"best_val_accuracy": accuracy, "best_step": row["step"]}
+
+    is_best = summary["best_step"] is None or accuracy > summary["best_val_accuracy"]
+    if is_best:
+        summary["best_val_accuracy"], summary["best_step"] = accuracy, row["step"]
+
+    target = summary["target_accuracy"]
     if target is not None and accuracy >= target and summary["steps_to_target"] is None:
-        summary |= {"steps_to_target": row["step"], "examples_to_target": row["examples_seen"]}
+        summary["steps_to_target"], summary["examples_to_target"] = row["step"], row["examples_seen"]
         summary["sec_to_target"] = summary["train_sec"]
-    return improved
+    return is_best

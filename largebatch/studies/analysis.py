@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,17 +23,15 @@ BROKEN = frozenset({"diverged", "failed"})
 # ---- statistics over seeds ---------------------------------------------------------------------------
 
 
-class Estimate(NamedTuple):
-    """Mean over `count` seeds, sample standard deviation, and the two ends of the 95 % interval of the mean.
-
-    Without values the mean is None; with one, so are the deviation and the interval.
-    """
+@dataclass(frozen=True)
+class Estimate:
+    """What values of several seeds say. Without values the mean is None; with one, so is all below it."""
 
     mean: float | None
-    std: float | None
-    low: float | None
+    std: float | None  # of the sample
+    low: float | None  # the ends of the 95 % interval of the mean
     high: float | None
-    count: int
+    count: int  # of values
 
 
 def estimate(values: Iterable[float | None]) -> Estimate:

@@ -4,6 +4,7 @@ A run does all it does alone: its own folder, checkpoints, clock. Only its compi
 one waits for the other runs, and one pmapped program then does it for all of them. Nothing in it crosses devices.
 """
 
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Pack:
         return errors
 
     def inner_loop(self, run: int, state, train, inputs, updates):
-        """The inner loop of one run, as `Programs.inner_loop`; the data are the pack's own."""
+        """The inner loop of one run, as `CompiledPrograms.inner_loop`; the data are the pack's own."""
         return self._call(run, INNER_LOOP, (state, inputs, updates))
 
     def predict(self, run: int, name: str, variables, images):
@@ -186,22 +187,25 @@ class PackedProgramCache:
         self._cache, self._pack, self._run = cache, pack, run
         self.local_devices = [cache.local_devices[run]]
 
-    def data(self, config):
-        """The cache, and what of the data is on this device."""
-        cache, placed = self._cache.data(config)
-        train = replicas.shards_of(placed.train)[self._run]
-        val_images = replicas.shards_of(placed.val_images)[self._run]
-        return cache, placed._replace(train=train, val_images=val_images)
+    def load(self, config):
+        """The Setup of `config`, and what of the data is on this device."""
+        placed = self._cache.load(config)
+        data = dataclasses.replace(
+            placed.data,
+            train=replicas.shards_of(placed.data.train)[self._run],
+            val_images=replicas.shards_of(placed.data.val_images)[self._run],
+        )
+        return dataclasses.replace(placed, data=data)
 
-    def programs(self, config):
-        """The programs of `config`; those that need the devices wait for the other runs of the pack."""
-        programs = self._cache.programs(config)
-        packed = {"inner_loop": partial(self._pack.inner_loop, self._run)}
+    def programs(self, setup):
+        """The programs of a Setup; those that need the devices wait for the other runs of the pack."""
+        programs = self._cache.programs(setup)
+        packed = {INNER_LOOP: partial(self._pack.inner_loop, self._run)}
         for name in PREDICTIONS:
             if getattr(programs, name) is not None:
                 packed[name] = partial(self._pack.predict, self._run, name)
-        return programs._replace(**packed)
+        return dataclasses.replace(programs, **packed)
 
-    def whitening_kernel(self, config):
+    def whitening_kernel(self, setup):
         """The kernel of the network's frozen stem, if it has one."""
-        return self._cache.whitening_kernel(config)
+        return self._cache.whitening_kernel(setup)

@@ -131,8 +131,8 @@ def _problems(field: str, distribution: object, rules: Mapping[str, Rule]) -> li
         return [
             f"{field}: {distribution!r}; allowed: a FloatDistribution, IntDistribution or CategoricalDistribution"
         ]
-    is_allowed, allowed = rules[field]
-    problems = [f"{field}: {value!r}; allowed: {allowed}" for value in tried if not is_allowed(value)]
+    rule = rules[field]
+    problems = [f"{field}: {value!r}; allowed: {rule.text}" for value in tried if not rule.allows(value)]
     if problems:
         return problems
     if isinstance(distribution, CategoricalDistribution):

@@ -10,7 +10,7 @@ from pathlib import Path
 from ml_collections import config_dict
 
 from largebatch.config import fields
-from largebatch.config.rules import Networks, rules
+from largebatch.config.rules import Models, rules
 from largebatch.config.validate import validate
 from largebatch.data.batching import ORDER_VERSION
 from largebatch.errors import BadSetting, UserError
@@ -76,7 +76,7 @@ class Study:
       config: what all runs start from.
       storage: URL of the database.
       derive: sets the config fields that follow from the searched ones.
-      networks: see `config.validate`.
+      models: see `config.validate`.
       description: the content of study.json.
     """
 
@@ -88,7 +88,7 @@ class Study:
     objective: str
     heartbeat_sec: int
     derive: Callable[[config_dict.ConfigDict], None]
-    networks: Networks
+    models: Models
     description: dict
 
     def config_of(self, values: dict, seed: int) -> config_dict.ConfigDict:
@@ -104,7 +104,7 @@ class Study:
                     _set_field(config, field, value)
                 config.seed = self.config.seed + seed
                 self.derive(config)
-            validate(config, self.networks)
+            validate(config, self.models)
         except Exception as error:  # `derive` is a user's
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             raise BadSetting(f"--space: {values}: {kind}{' '.join(str(error).split())}") from error
@@ -131,20 +131,20 @@ def define_study(
     recorded: dict,
     *,
     space_given: bool,
-    networks: Networks,
+    models: Models,
 ) -> Study:
     """The study in folder `path` that `config` and `options` ask for.
 
     Args:
       recorded: the study.json that the folder already has, or {}.
       space_given: whether the user named the space file; else only `recorded` does.
-      networks: see `config.validate`.
+      models: see `config.validate`.
     Raises:
       UserError: an option, the space or a point of it is not allowed; or `recorded` is another study.
     """
     shown_storage = without_password(options.storage) if options.storage else options.storage
     options = options.with_objective(config)
-    space_file = read_space_file(path, Path(options.space), recorded, networks, given=space_given)
+    space_file = read_space_file(path, Path(options.space), recorded, models, given=space_given)
     if space_file.includes and options.sampler != "grid":
         raise UserError(f"--sampler: {options.sampler}; allowed with a space that has includes(): grid")
     search = SearchOptions(
@@ -166,7 +166,7 @@ def define_study(
         objective=options.objective,
         heartbeat_sec=options.heartbeat_sec,
         derive=space_file.derive,
-        networks=networks,
+        models=models,
         description=_describe(options, space_file, config, shown_storage),
     )
     for values in fixed_settings(search):
@@ -213,7 +213,7 @@ def adopt_recorded_config(config: config_dict.ConfigDict, recorded: dict, path: 
             log.warning("uses %s %s, which %s names", field, value, path)
 
 
-def read_space_file(path: Path, file: Path, recorded: dict, networks: Networks, *, given: bool) -> SpaceFile:
+def read_space_file(path: Path, file: Path, recorded: dict, models: Models, *, given: bool) -> SpaceFile:
     """Runs the space file of the study in folder `path`.
 
     A space file is a program, and the study folder may come from someone else. So a file that only the study.json
@@ -223,7 +223,7 @@ def read_space_file(path: Path, file: Path, recorded: dict, networks: Networks, 
       UserError: it is not run, or see `read_space`.
     """
     if given:
-        return read_space(file, rules(networks))
+        return read_space(file, rules(models))
     if not any(lies_in(file, folder) for folder in (ROOT, Path.cwd())):
         reason = "lies outside this project and the current folder"
     elif lies_in(file, path):
@@ -232,7 +232,7 @@ def read_space_file(path: Path, file: Path, recorded: dict, networks: Networks, 
         reason = "was recorded without a SHA-256"
     else:
         log.warning("runs the space file %s, which %s names", file, path)
-        return read_space(file, rules(networks), recorded["space_sha256"])
+        return read_space(file, rules(models), recorded["space_sha256"])
     raise UserError(f"--study: {path} names the space file {file}, which {reason}; give --space FILE to run it")
 
 

@@ -1,32 +1,51 @@
 """What training costs: FLOPs, memory, bytes between devices."""
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.extend.core
 import numpy as np
 
+from largebatch.training.state import count_params
 
-def bytes_sent(num_devices: int, put_in: tuple[int, int], values: dict[str, np.ndarray]) -> float:
+
+def bytes_sent_per_update(
+    num_devices: int, allreduce_bytes: int, sync_bytes: int, metrics: dict[str, np.ndarray]
+) -> float:
     """What each device sends per update, by a ring: 2 (D - 1) / D of the bytes that it puts into all-reduces.
 
     Args:
-      put_in: by a synchronous update, and by a synchronisation after local steps.
-      values: metrics of every update; "local" is 1 for local steps, "synced" where a synchronisation followed.
+      allreduce_bytes: put in by a synchronous update.
+      sync_bytes: put in by a synchronisation after local steps.
+      metrics: of every update; "local" is 1 for local steps, "synced" where a synchronisation followed.
     """
-    updates, (update, sync) = len(values["loss"]), put_in
-    local, synced = (values[name].sum() if name in values else 0 for name in ("local", "synced"))
-    return float(2 * (num_devices - 1) / num_devices * (update * (updates - local) + sync * synced) / updates)
+    num_updates = len(metrics["loss"])
+    num_local = metrics["local"].sum() if "local" in metrics else 0
+    num_syncs = metrics["synced"].sum() if "synced" in metrics else 0
+    put_in = allreduce_bytes * (num_updates - num_local) + sync_bytes * num_syncs
+    return float(2 * (num_devices - 1) / num_devices * put_in / num_updates)
 
 
-class Costs(NamedTuple):
-    """Of one training image: FLOPs of all matrix products, and bytes kept for the backward pass."""
+def bytes_beside_images(network, state, image_shape, micro_batch_size: int) -> dict[str, int]:
+    """Estimate of what a step needs on a device beside the images, in bytes by part; `state` may be shapes."""
+    costs = training_costs(network, image_shape)
+    return {
+        "parameters and optimizer": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        "gradients": 3 * 4 * count_params(state.params),  # one micro-batch's, their sum, the flat vector
+        f"activations of {micro_batch_size} images": micro_batch_size * costs.activation_bytes,
+    }
 
-    flops: float
-    activation_bytes: int
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Of one training image."""
+
+    flops: float  # of all matrix products, forward and backward
+    activation_bytes: int  # kept for the backward pass
 
 
 @functools.cache  # tracing takes half a second
@@ -45,30 +64,39 @@ def training_costs(network: nn.Module, image_shape: tuple[int, int, int]) -> Cos
     def total(params, rest, images):
         return as_dot.apply({"params": params, **rest}, images).sum()
 
-    kept = 0
-    for _, operand, out in _products(jax.make_jaxpr(total)(params, rest, images).jaxpr):
+    activation_bytes = 0
+    for product in _products(jax.make_jaxpr(total)(params, rest, images).jaxpr):
         if network.conv == "dot":
-            kept += 2 * out.size * 4 + operand.size * network.dtype.itemsize
+            activation_bytes += 2 * product.output.size * 4 + product.operand.size * network.dtype.itemsize
         else:
-            kept += 2 * out.size * network.dtype.itemsize
-    both = _products(jax.make_jaxpr(jax.value_and_grad(total))(params, rest, images).jaxpr)
-    return Costs(float(sum(flops for flops, _, _ in both)), kept)
+            activation_bytes += 2 * product.output.size * network.dtype.itemsize
+    forward_and_backward = _products(jax.make_jaxpr(jax.value_and_grad(total))(params, rest, images).jaxpr)
+    return Costs(float(sum(product.flops for product in forward_and_backward)), activation_bytes)
 
 
-def _products(jaxpr):
-    """(FLOPs, left operand, output) of every matrix product that a jaxpr's outputs need, inner jaxprs' too."""
-    needed, found = set(jaxpr.outvars), []
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A matrix product of a traced program."""
+
+    flops: int
+    operand: Any  # abstract value of the left one
+    output: Any
+
+
+def _products(jaxpr) -> list[_Product]:
+    """Every matrix product that a jaxpr's outputs need, inner jaxprs' too."""
+    needed, products = set(jaxpr.outvars), []
     for equation in reversed(jaxpr.eqns):
         if not needed.intersection(equation.outvars):
             continue  # the gradient of the images, which XLA drops too
         needed.update(v for v in equation.invars if not isinstance(v, jax.extend.core.Literal))
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            operand, out = equation.invars[0].aval, equation.outvars[0].aval
-            flops = 2 * out.size * math.prod(operand.shape[axis] for axis in contracted)
-            found.append((flops, operand, out))
+            operand, output = equation.invars[0].aval, equation.outvars[0].aval
+            flops = 2 * output.size * math.prod(operand.shape[axis] for axis in contracted)
+            products.append(_Product(flops, operand, output))
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                found += _products(inner)
-    return found
+                products += _products(inner)
+    return products

@@ -1,21 +1,21 @@
 """Predictions, loss and accuracy over ALL examples of a split, across all hosts."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from largebatch.hosts.replicas import AXIS
+from largebatch.hosts.replicas import AXIS, pmap
 
 
-class Scores(NamedTuple):
-    """Loss is the mean cross-entropy in nats; both are over `num_examples` examples."""
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Over `num_examples` examples."""
 
-    loss: float
-    accuracy: float
+    loss: float  # mean cross-entropy, in nats
+    accuracy: float  # 0..1
     num_examples: int
 
 
@@ -45,17 +45,7 @@ def make_predict(logits_fn: Callable, micro_batch_size: int, *, packed: bool = F
         logits = logits.reshape(-1, logits.shape[-1])
         return logits if packed else lax.all_gather(logits, AXIS)
 
-    return jax.pmap(predict, AXIS, in_axes=(0, 0), out_axes=0 if packed else None)
-
-
-def rows_of_device(num_examples: int, num_devices: int, device: int) -> np.ndarray:
-    """Rows of a split that `device` holds: dealt round-robin, so shares differ by one at most.
-
-    Short shares are filled by repeating row 0, so that all devices hold equally many; `in_split_order`
-    drops the fillers.
-    """
-    rows = np.arange(device, num_examples, num_devices)
-    return np.pad(rows, (0, -(-num_examples // num_devices) - len(rows)))
+    return pmap(predict, in_axes=(0, 0), out_axes=0 if packed else None)
 
 
 def in_split_order(gathered: np.ndarray, num_examples: int) -> np.ndarray:

@@ -1,53 +1,74 @@
-"""Devices that take local steps, each on its own share of every batch, and average what they have now and then.
+"""Devices that take local steps, each on its own part of every batch, and average what they have now and then.
 
 Local SGD: Stich 2019, "Local SGD Converges Fast and Communicates Little"; after a synchronous start, post-local
-SGD: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD". Each device's part of the average is the number
-of examples that it has trained on since the last one, so that averaging after every update of plain or momentum SGD
-is synchronous training. The average may be moved on by an outer optimizer: Douillard et al. 2023, "DiLoCo".
+SGD: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD". Each device's weight in the average is the
+number of examples that it has trained on since the last one, so that averaging after every update of plain or
+momentum SGD is synchronous training. The average may be moved on by an outer optimizer: Douillard et al. 2023,
+"DiLoCo".
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import struct
 from jax import lax
 
 from largebatch.data import batching
-from largebatch.hosts.replicas import AXIS
+from largebatch.hosts.replicas import AXIS, pmap
+from largebatch.optim.schedules import UpdateInputs
 from largebatch.training.state import LocalState, TrainState
-from largebatch.training.step import Step, empty_metrics, sum_over_devices, write_at
+from largebatch.training.step import (
+    GradientSums,
+    TrainStep,
+    empty_metrics,
+    mean_gradient,
+    sum_over_devices,
+    write_metrics,
+)
 
 
-class Sync(NamedTuple):
-    """When devices synchronise and what they do then; numbers that any value serves the same compiled program.
+@struct.dataclass
+class Sync:
+    """When devices synchronise and what they do then. As data: any value serves the same compiled program.
 
-    They do every `every` updates, counted from update `start_step` on. The average's distance from the parameters
-    at the last synchronisation goes through SGD with this rate and Nesterov momentum; 1 and 0 take the average as
-    it is.
+    The average's distance from the parameters at the last synchronisation goes through SGD with the outer rate and
+    Nesterov momentum; a rate of 1 and a momentum of 0 take the average as it is.
     """
 
-    every: int
-    start_step: int
-    outer_learning_rate: float
-    outer_momentum: float
+    every: jax.Array  # int32, updates from one synchronisation to the next
+    start_step: jax.Array  # int32, the update from which they are counted
+    outer_learning_rate: jax.Array  # float32
+    outer_momentum: jax.Array  # float32
+
+    @classmethod
+    def from_config(cls, fields) -> "Sync":
+        """From a config's `sync`."""
+        return cls(
+            every=np.int32(fields.every),
+            start_step=np.int32(fields.start_step),
+            outer_learning_rate=np.float32(fields.outer_learning_rate),
+            outer_momentum=np.float32(fields.outer_momentum),
+        )
 
 
-class Means(NamedTuple):
-    """What devices average, all float32; `squares` is |moved|^2.
+@struct.dataclass
+class Averaged:
+    """What devices average, all as float32. Counters are rounded again afterwards: they differ where a batch left
+    some devices without an example."""
 
-    Counters are rounded again. They differ where a batch left some devices without an example.
-    """
-
-    squares: jax.Array
-    moved: Any
-    statistics: Any
+    squared_distance: jax.Array  # |distance|^2
+    distance: Any  # of the parameters from the anchor
+    statistics: Any  # of the network's layers
     ema: Any
-    averaged: jax.Array
-    opt_state: Any
+    num_averaged: jax.Array
+    opt_state: Any  # None where devices keep their own
 
 
-def _squares(tree) -> jax.Array:
+def _squared_norm(tree) -> jax.Array:
     return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree))
 
 
@@ -55,51 +76,57 @@ def _scaled(tree, factor):
     return jax.tree.map(lambda x: x * factor, tree)
 
 
-def _like(means, own):
-    """The means in the types of what they are of."""
+def _cast_like(means, originals):
+    """The float32 `means` in the dtypes of what they are means of; counters are rounded."""
 
-    def like(mean, own):
-        counts = jnp.issubdtype(own.dtype, jnp.integer)
-        return (jnp.rint(mean) if counts else mean).astype(own.dtype)
+    def cast(mean, original):
+        is_count = jnp.issubdtype(original.dtype, jnp.integer)
+        return (jnp.rint(mean) if is_count else mean).astype(original.dtype)
 
-    return jax.tree.map(like, means, own)
+    return jax.tree.map(cast, means, originals)
 
 
-def _own(state: TrainState, statistics: tuple[str, ...], policy: str) -> Means:
+def _to_average(state: TrainState, statistics: tuple[str, ...], policy: str) -> Averaged:
+    """This device's part of the average."""
     # Distances from the anchor, not parameters: less is rounded, and little lost when squares are taken away.
-    moved = jax.tree.map(jnp.subtract, state.params, state.local.anchor)
-    smoothed = {name: state.model_state[name] for name in statistics}
-    inner = state.opt_state.inner_state if policy == "average" else None
-    own = Means(_squares(moved), moved, smoothed, state.ema, state.averaged, inner)
-    return jax.tree.map(lambda x: x.astype(jnp.float32), own)
+    distance = jax.tree.map(jnp.subtract, state.params, state.local.anchor)
+    of_device = Averaged(
+        squared_distance=_squared_norm(distance),
+        distance=distance,
+        statistics={name: state.model_state[name] for name in statistics},
+        ema=state.ema,
+        num_averaged=state.num_averaged,
+        opt_state=state.opt_state.inner_state if policy == "average" else None,
+    )
+    return jax.tree.map(lambda x: x.astype(jnp.float32), of_device)
 
 
-def _mean_over_devices(own: Means, examples, reduce) -> tuple[Means, jax.Array]:
-    """By ONE all-reduce: the means by examples, and how many those were."""
-    sums, examples = reduce((_scaled(own, examples), examples))
+def _mean_over_devices(of_device: Averaged, examples, reduce) -> tuple[Averaged, jax.Array]:
+    """The mean weighted by examples, and how many those were; by ONE all-reduce."""
+    sums, examples = reduce((_scaled(of_device, examples), examples))
     return _scaled(sums, 1 / jnp.maximum(examples, 1)), examples
 
 
-def _with_means(state: TrainState, mean: Means, params) -> TrainState:
+def _with_means(state: TrainState, mean: Averaged, params) -> TrainState:
     """`state` with these parameters and the means of what goes with them."""
     ema = mean.ema
     if ema is not None:  # a frozen stem is the same everywhere, but for rounding in its mean
         frozen = {name: part for name, part in state.ema["model_state"].items() if name not in mean.statistics}
         ema = {**ema, "model_state": {**ema["model_state"], **frozen}}
-    averaged, opt_state = _like(mean.averaged, state.averaged), state.opt_state
+    opt_state = state.opt_state
     if mean.opt_state is not None:
-        opt_state = opt_state._replace(inner_state=_like(mean.opt_state, opt_state.inner_state))
-    return state._replace(
+        opt_state = opt_state._replace(inner_state=_cast_like(mean.opt_state, opt_state.inner_state))
+    return state.replace(
         params=params,
         model_state={**state.model_state, **mean.statistics},
         ema=ema,
-        averaged=averaged,
+        num_averaged=_cast_like(mean.num_averaged, state.num_averaged),
         opt_state=opt_state,
     )
 
 
-def _where(condition, one, other):
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+def _select(condition, if_true, if_false):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 
 
 def make_average(statistics: tuple[str, ...], policy: str, reduce=sum_over_devices):
@@ -109,120 +136,138 @@ def make_average(statistics: tuple[str, ...], policy: str, reduce=sum_over_devic
     """
 
     def average(state):
-        mean, examples = _mean_over_devices(_own(state, statistics, policy), state.local.examples, reduce)
-        params = jax.tree.map(jnp.add, state.local.anchor, mean.moved)
-        return _where(examples > 0, _with_means(state, mean, params), state)
+        of_device = _to_average(state, statistics, policy)
+        mean, examples = _mean_over_devices(of_device, state.local.examples, reduce)
+        params = jax.tree.map(jnp.add, state.local.anchor, mean.distance)
+        return _select(examples > 0, _with_means(state, mean, params), state)
 
-    return jax.pmap(average, AXIS)
+    return pmap(average)
 
 
-class LocalStep(NamedTuple):
-    """Local steps, and the synchronisation after some of them.
+@dataclasses.dataclass(frozen=True)
+class LocalStep:
+    """Local steps, and the synchronisation after some of them."""
 
-    step: without AdaScale, which needs all devices at every update.
-    policy: of the optimizer's state when devices synchronise: each takes the "average" of all, does "keep" its
-      own, or starts anew ("reset").
-    statistics: collections of the model state that `step.loss_fn` has sums for.
-    """
-
-    step: Step
+    step: TrainStep  # without AdaScale, which needs all devices at every update
+    # Of the optimizer's state when devices synchronise: each takes the "average" of all, does "keep" its own, or
+    # starts anew ("reset").
     policy: str
-    statistics: tuple[str, ...]
+    statistics: tuple[str, ...]  # collections of the model state that `step.loss_fn` has sums for
 
-    def update(self, state, data, device, extras, epoch, offset, batch_size, learning_rate):
-        """One update of this device by its share; its metrics, weighted so that their sum is the batch's mean."""
-        share = batching.device_share(self.step.deal, device, epoch, offset, batch_size)
-        sums = self.step.sum_over_share(state, data, device, share, extras)
-        count = share.count.astype(jnp.float32)
-        grads, loss, (averages, smoothed) = jax.tree.map(lambda x: x / jnp.maximum(count, 1), sums[:3])
-        grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        takes = finite & (share.count > 0)
-        state = lax.cond(takes, lambda s: self.step.move(s, grads, smoothed, learning_rate), lambda s: s, state)
-        examples = state.local.examples + jnp.where(takes, count, 0)
-        local = state.local._replace(examples=examples, updates=state.local.updates + 1)
-        metrics = _scaled({"loss": loss, "grad_norm": grad_norm, **averages}, count / batch_size)
-        return state._replace(step=state.step + 1, local=local), metrics | {"nonfinite": 1.0 - finite}
+    def local_step(self, state: TrainState, data, device, update: UpdateInputs, zeros: GradientSums):
+        """One update of this device by its part of the batch.
 
-    def synchronize(self, state, sync: Sync):
+        Returns:
+          The state after it, and its metrics, weighted so that their sum over devices is the mean of the batch.
+        """
+        sharding = self.step.reader.sharding
+        batch = batching.device_batch(sharding, device, update.epoch, update.offset, update.batch_size)
+        sums = self.step.sum_gradients(state, data, batch, zeros)
+        count = batch.count.astype(jnp.float32)
+        mean = mean_gradient(sums, jnp.maximum(count, 1))
+        is_applied = mean.finite & (batch.count > 0)
+        state = lax.cond(
+            is_applied,
+            lambda state: self.step.apply_gradients(state, mean, update.learning_rate),
+            lambda state: state,
+            state,
+        )
+        examples = state.local.examples + jnp.where(is_applied, count, 0)
+        local = state.local.replace(examples=examples, updates=state.local.updates + 1)
+        metrics = {"loss": mean.loss, "grad_norm": mean.grad_norm, **mean.metrics}
+        metrics = _scaled(metrics, count / update.batch_size)
+        metrics["nonfinite"] = 1.0 - mean.finite
+        return state.replace(step=state.step + 1, local=local), metrics
+
+    def synchronize(self, state: TrainState, sync: Sync) -> TrainState:
         """The state of every device after a synchronisation."""
-        own = _own(state, self.statistics, self.policy)
-        mean, examples = _mean_over_devices(own, state.local.examples, self.step.reduce)
-        velocity = jax.tree.map(lambda v, m: sync.outer_momentum * v + m, state.local.velocity, mean.moved)
-        ahead = jax.tree.map(lambda v, m: m + sync.outer_momentum * v, velocity, mean.moved)
-        params = jax.tree.map(lambda p, a: p + sync.outer_learning_rate * a, state.local.anchor, ahead)
-        spread = jnp.maximum(mean.squares - _squares(mean.moved), 0)
+        of_device = _to_average(state, self.statistics, self.policy)
+        mean, examples = _mean_over_devices(of_device, state.local.examples, self.step.reduce)
+        anchor, momentum = state.local.anchor, sync.outer_momentum
+        velocity = jax.tree.map(lambda v, d: momentum * v + d, state.local.velocity, mean.distance)
+        direction = jax.tree.map(lambda v, d: d + momentum * v, velocity, mean.distance)
+        params = jax.tree.map(lambda a, d: a + sync.outer_learning_rate * d, anchor, direction)
+        # The mean of squared distances less the square of the mean distance.
+        variance = jnp.maximum(mean.squared_distance - _squared_norm(mean.distance), 0)
         synced = _with_means(state, mean, params)
         if self.policy == "reset":
-            inner = self.step.optimizer.init(params).inner_state
-            synced = synced._replace(opt_state=state.opt_state._replace(inner_state=inner))
-        synced = _where(examples > 0, synced, state)  # else no device had a share that is finite: nothing has moved
+            inner_state = self.step.optimizer.init(params).inner_state
+            synced = synced.replace(opt_state=state.opt_state._replace(inner_state=inner_state))
+        # Without an example no device had a finite gradient, and nothing has moved.
+        synced = _select(examples > 0, synced, state)
         local = LocalState(
             anchor=synced.params,
-            velocity=_where(examples > 0, velocity, state.local.velocity),
+            velocity=_select(examples > 0, velocity, state.local.velocity),
             examples=jnp.zeros(()),
             updates=jnp.zeros((), jnp.int32),
-            drift=jnp.sqrt(spread) / optax.tree.norm(synced.params),
+            drift=jnp.sqrt(variance) / optax.tree.norm(synced.params),
         )
-        return synced._replace(local=local)
+        return synced.replace(local=local)
 
 
 def _with_anchor(state: TrainState) -> TrainState:
     """Before the first local step devices hold the same parameters, which later ones are measured from."""
     anchor = lax.cond(state.local.updates > 0, lambda: state.local.anchor, lambda: state.params)
-    return state._replace(local=state.local._replace(anchor=anchor))
+    return state.replace(local=state.local.replace(anchor=anchor))
 
 
 def _count_in_a_row(before, bad, reached):
-    """How many of the latest updates were bad, after each of them that was reached; and after the last."""
+    """How many of the latest updates were bad: after the last one, and after each that was reached."""
 
-    def count(before, here):
-        bad, reached = here
+    def count(before, update):
+        bad, reached = update
         now = jnp.where(reached > 0, jnp.where(bad > 0, before + 1, 0), before)
         return now, now * reached
 
     return lax.scan(count, before.astype(jnp.float32), (bad, reached))
 
 
-def _rolled(metrics, by):
-    return jax.tree.map(lambda x: jnp.roll(x, by), metrics)
+def _sum_in_place_of_update(metrics, first_update, reduce):
+    """The sum over devices of metrics [max_updates], in an order of additions that no restart changes.
+
+    An all-reduce over hosts may add the elements of a vector in an order that depends on where in the vector they
+    lie. A run that was stopped and resumed begins a call at another update. So each update's metrics are rolled to
+    the place of its number, summed there, and rolled back.
+    """
+    in_place = jax.tree.map(lambda x: jnp.roll(x, first_update), metrics)
+    return jax.tree.map(lambda x: jnp.roll(x, -first_update), reduce(in_place))
 
 
 def make_local_loop(local: LocalStep):
     """The inner loop of local steps, pmapped over all devices.
 
     Returns:
-      (state, data, plan, num_updates, sync: Sync) -> (state, metrics), as `step.make_inner_loop`. Every device has
-      a state of its own. Metrics are those of all devices: "grad_norm" is the mean norm of their gradients,
+      (state, data, inputs, num_updates, sync: Sync) -> (state, metrics), as `step.make_inner_loop`. Every device
+      has a state of its own. Metrics are those of all devices: "grad_norm" is the mean norm of their gradients,
       "nonfinite" counts the latest updates in a row that some device passed over, "local" is 1, and "drift" and
       "synced" are zero for updates without a synchronisation. Metrics cross devices once, at the end of a call.
     """
 
-    def local_loop(state, data, plan, num_updates, sync):
+    def local_loop(state, data, inputs, num_updates, sync):
         device = lax.axis_index(AXIS)
-        extras, first = local.step.extras_of(state, data), state.step
+        zeros, first_update = local.step.zero_sums(state, data), state.step
 
         def body(index, carry):
-            state, metrics, common = carry
-            state, new = local.update(_with_anchor(state), data, device, extras, *(field[index] for field in plan))
-            due = (state.step - sync.start_step) % sync.every == 0
-            state = lax.cond(due, lambda s: local.synchronize(s, sync), lambda s: s, state)
-            drift = jnp.where(due, state.local.drift, 0)
-            same = {"drift": drift, "synced": due.astype(jnp.float32), "local": jnp.float32(1)}
-            return state, write_at(metrics, index, new), write_at(common, index, same)
+            state, of_devices, of_all = carry
+            update = local.step.inputs_at(inputs, index, state)
+            state, metrics = local.local_step(_with_anchor(state), data, device, update, zeros)
+            is_due = (state.step - sync.start_step) % sync.every == 0
+            state = lax.cond(is_due, lambda s: local.synchronize(s, sync), lambda s: s, state)
+            drift = jnp.where(is_due, state.local.drift, 0)
+            same = {"drift": drift, "synced": is_due.astype(jnp.float32), "local": jnp.float32(1)}
+            return state, write_metrics(of_devices, index, metrics), write_metrics(of_all, index, same)
 
-        empty = empty_metrics(plan, ("loss", "grad_norm", "nonfinite", *extras[0]))
-        common = empty_metrics(plan, ("drift", "synced", "local"))
-        state, metrics, common = lax.fori_loop(0, num_updates, body, (state, empty, common))
-        # To where the update stands in any call: in which order hosts add may depend on it.
-        metrics = _rolled(local.step.reduce(_rolled(metrics, first)), -first)
-        latest, metrics["nonfinite"] = _count_in_a_row(state.nonfinite, metrics["nonfinite"], common["local"])
-        return state._replace(nonfinite=latest.astype(jnp.int32)), metrics | common
+        of_devices = empty_metrics(inputs, local.step.metric_names(zeros))  # differ from device to device
+        of_all = empty_metrics(inputs, ("drift", "synced", "local"))  # the same on all
+        state, of_devices, of_all = lax.fori_loop(0, num_updates, body, (state, of_devices, of_all))
+        metrics = _sum_in_place_of_update(of_devices, first_update, local.step.reduce)
+        latest, metrics["nonfinite"] = _count_in_a_row(state.nonfinite, metrics["nonfinite"], of_all["local"])
+        return state.replace(nonfinite=latest.astype(jnp.int32)), {**metrics, **of_all}
 
-    return jax.pmap(local_loop, AXIS, in_axes=(0, 0, None, None, None), out_axes=(0, None), donate_argnums=(0,))
+    return pmap(local_loop, in_axes=(0, 0, None, None, None), out_axes=(0, None), donate_argnums=(0,))
 
 
 def bytes_of_sync(state: TrainState, statistics: tuple[str, ...], policy: str) -> int:
     """What one device puts into the all-reduce of a synchronisation; `state` is one device's, or its shapes."""
-    own = jax.eval_shape(lambda state: _own(state, statistics, policy), state)
-    return 4 * (1 + sum(leaf.size for leaf in jax.tree.leaves(own)))
+    of_device = jax.eval_shape(lambda state: _to_average(state, statistics, policy), state)
+    return 4 * (1 + sum(leaf.size for leaf in jax.tree.leaves(of_device)))

@@ -1,14 +1,33 @@
 """From uint8 images to logits and the loss."""
 
+from typing import Any
+
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 
 from largebatch.nn.normalisation import STATISTICS
 
-# ---- from uint8 images to the loss -----------------------------------------------------------------
+
+@struct.dataclass
+class Batch:
+    """One micro-batch of M examples."""
+
+    images: jax.Array  # uint8 [M, H, W, C], or flat rows [M, H * W * C]
+    labels: jax.Array  # int32 [M]
+    weights: jax.Array  # float32 [M], 1, and 0 for padding
+
+
+@struct.dataclass
+class BatchSums:
+    """What a loss adds up over a micro-batch beside the loss itself."""
+
+    metrics: dict[str, jax.Array]  # scalars by name, to be averaged over the batch
+    statistics: (
+        Any  # of the network's layers times the sum of weights, as the collections that they are smoothed into
+    )
 
 
 def make_normalise(network, image_shape, mean, std):
@@ -25,10 +44,14 @@ def make_normalise(network, image_shape, mean, std):
 def make_logits_fn(network, image_shape, mean, std):
     """(variables, uint8 images [M, H * W * C]) -> float32 logits, as for evaluation.
 
-    Variables are {"params": ..., and the collections of `init_variables`}.
+    Variables are {"params": ..., and the collections that `model.init_variables` gives}.
     """
     normalise = make_normalise(network, image_shape, mean, std)
-    return lambda variables, images: network.apply(variables, normalise(images))
+
+    def logits_fn(variables, images):
+        return network.apply(variables, normalise(images))
+
+    return logits_fn
 
 
 def make_loss_fn(network, image_shape, mean, std, label_smoothing: float = 0.0):
@@ -37,8 +60,8 @@ def make_loss_fn(network, image_shape, mean, std, label_smoothing: float = 0.0):
     Args:
       label_smoothing: the share of a label that is spread evenly over all classes.
     Returns:
-      (params, model state, batch) -> sum over the micro-batch of weight * loss; such sums of hits by the name
-      "accuracy", and the micro-batch's statistics times its sum of weights.
+      (params, model state, batch) -> sum over the micro-batch of weight * loss, and BatchSums with hits as the
+      metric "accuracy".
     """
     normalise = make_normalise(network, image_shape, mean, std)
 
@@ -53,6 +76,7 @@ def make_loss_fn(network, image_shape, mean, std, label_smoothing: float = 0.0):
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
         hits = jnp.argmax(logits, axis=-1) == batch.labels
         statistics = jax.tree.map(lambda x: x * batch.weights.sum(), statistics)
-        return jnp.sum(losses * batch.weights), ({"accuracy": jnp.sum(hits * batch.weights)}, statistics)
+        sums = BatchSums({"accuracy": jnp.sum(hits * batch.weights)}, statistics)
+        return jnp.sum(losses * batch.weights), sums
 
     return loss_fn

@@ -1,28 +1,97 @@
 """Where an update stops being finite."""
 
-from flax import traverse_util
+import dataclasses
+from collections.abc import Callable
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct, traverse_util
+from jax import lax
+
+from largebatch.data import batching
+from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.nn.normalisation import STATISTICS
-from largebatch.training.loss import make_normalise
+from largebatch.optim.schedules import UpdateInputs
+from largebatch.runs import checkpoints
+from largebatch.training.loss import Batch
+from largebatch.training.state import TrainState
+from largebatch.training.step import TrainStep
 
 
-def make_layer_outputs(network, image_shape, mean, std):
-    """(params, model state, batch) -> {"000 Conv_0": output, ...} of every layer, numbered from input to output."""
-    normalise = make_normalise(network, image_shape, mean, std)
+@struct.dataclass
+class NonFiniteCounts:
+    """How many values of an update are not finite, int32, over the whole batch."""
 
-    def layer_outputs(params, model_state, batch):
-        _, kept = network.apply(
+    outputs: list[jax.Array]  # of each layer, from input to output
+    gradients: dict  # like the parameters
+
+
+@dataclasses.dataclass
+class _LayerOutputs:
+    """The outputs of a network's layers. Tracing it notes their names."""
+
+    network: nn.Module
+    normalise: Callable  # see loss.make_normalise
+    names: list[str] = dataclasses.field(default_factory=list)
+
+    def __call__(self, params, model_state, batch: Batch) -> list[jax.Array]:
+        _, kept = self.network.apply(
             {"params": params, **model_state},
-            normalise(batch.images),
+            self.normalise(batch.images),
             batch.weights,
             capture_intermediates=True,
             mutable=["intermediates", STATISTICS],
         )
-        flat = traverse_util.flatten_dict(kept["intermediates"])
-        names = ["/".join(path[:-1]) or "logits" for path in flat]
-        return {
-            f"{i:03d} {name}": outputs[0]
-            for i, (name, outputs) in enumerate(zip(names, flat.values(), strict=True))
-        }
+        by_path = traverse_util.flatten_dict(kept["intermediates"])
+        self.names = ["/".join(path[:-1]) or "logits" for path in by_path]
+        return [outputs[0] for outputs in by_path.values()]
 
-    return layer_outputs
+
+def locate_nonfinite(
+    network: nn.Module, normalise: Callable, step: TrainStep, state: TrainState, data, update: UpdateInputs
+) -> str:
+    """The first layer, from input to output, that is not finite in an update; in words.
+
+    Args:
+      normalise: see loss.make_normalise.
+      step: by which the update was done.
+      state: before the update, and `data` of each device; with a leading local-device axis.
+    """
+    layer_outputs = _LayerOutputs(network, normalise)
+    counts = count_nonfinite(layer_outputs, step, state, data, update)
+    for name, count in zip(layer_outputs.names, counts.outputs, strict=True):
+        if count:
+            return f"first in the output of layer {name}"
+    # Gradients run from output to input.
+    names = [name for name, count in checkpoints.named_leaves(counts.gradients).items() if count]
+    if not names:
+        return "no single layer's output or gradient is"
+    last = max(names, key=lambda name: layer_outputs.names.index(name.rpartition(".")[0].replace(".", "/")))
+    return f"first in the gradient of {last}"
+
+
+def count_nonfinite(
+    layer_outputs: Callable, step: TrainStep, state: TrainState, data, update: UpdateInputs
+) -> NonFiniteCounts:
+    """Counts on all devices.
+
+    Args:
+      layer_outputs: (params, model state, batch) -> the outputs of the network's layers.
+      step, state, data, update: see `locate_nonfinite`.
+    """
+    reader = step.reader
+
+    def count(state, data, update):
+        def counts_of(batch):
+            grads, _ = jax.grad(step.loss_fn, has_aux=True)(state.params, state.model_state, batch)
+            values = NonFiniteCounts(layer_outputs(state.params, state.model_state, batch), grads)
+            return jax.tree.map(lambda x: jnp.sum(~jnp.isfinite(x), dtype=jnp.int32), values)
+
+        shapes = jax.eval_shape(counts_of, reader.example_batch(data))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        device = lax.axis_index(AXIS)
+        batch = batching.device_batch(reader.sharding, device, update.epoch, update.offset, update.batch_size)
+        return lax.psum(reader.sum_over(counts_of, zeros, data, batch, state.seed), AXIS)
+
+    return pmap(count, in_axes=(0, 0, None), out_axes=None)(state, data, update)

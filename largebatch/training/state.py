@@ -1,57 +1,44 @@
 """The training state: whatever must survive a restart is in this one pytree."""
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 
 from largebatch.optim.noise_scale import Noise
 
 
-class LocalState(NamedTuple):
-    """What a device that takes local steps remembers since the last synchronisation; see local_sgd.py.
+@struct.dataclass
+class LocalState:
+    """What a device that takes local steps remembers since the last synchronisation; see local_sgd.py."""
 
-    `anchor` are the parameters then, the same on every device, and `velocity` is the outer momentum. `examples`
-    (float32) is what this device has trained on since, in `updates` (int32) of all devices. `drift` (float32) is
-    the replicas' distance from their mean then.
-    """
-
-    anchor: Any
-    velocity: Any
-    examples: jax.Array
-    updates: jax.Array
-    drift: jax.Array
+    anchor: Any  # like the parameters: what they were then, the same on every device
+    velocity: Any  # like the parameters: the outer momentum
+    examples: jax.Array  # float32, that this device has trained on since
+    updates: jax.Array  # int32, of all devices since
+    drift: jax.Array  # float32, the distance of the replicas from their mean then, as a part of the mean's norm
 
 
-class TrainState(NamedTuple):
-    """Replicated over devices; devices that take local steps have one each.
+@struct.dataclass
+class TrainState:
+    """Replicated over devices; devices that take local steps have one each."""
 
-    `model_state` holds what the network has beside parameters: smoothed statistics of batch normalisation, and a
-    frozen stem. `ema` is a moving average of both, {"params": ..., "model_state": ...}, or None.
-
-    `step` (int32) counts updates, never micro-batches; `seed` (uint32) orders the examples, and is data
-    so that runs that differ by seed share one compiled program. `nonfinite` (int32) counts the latest
-    updates in a row that were not applied since their loss or gradient was not finite, and
-    `learning_rate_scale` (float32) is what rollbacks left of the planned rate. `averaged` (int32) counts the
-    updates that the moving averages hold. `noise` is the gradient's; `progress` (float32) counts AdaScale's
-    scale-invariant steps; `local` is None where every update is synchronous.
-    """
-
-    step: jax.Array
-    seed: jax.Array
-    params: Any
-    model_state: Any
-    ema: Any
-    opt_state: Any
-    nonfinite: jax.Array
-    learning_rate_scale: jax.Array
-    averaged: jax.Array
-    noise: Noise
-    progress: jax.Array
-    local: LocalState | None
+    step: jax.Array  # int32, updates done; never micro-batches
+    seed: jax.Array  # uint32, orders the examples; as data, so that seeds share one compiled program
+    params: Any  # pytree of float32
+    model_state: Any  # what the network has beside parameters: statistics of batch normalisation, a frozen stem
+    ema: Any  # moving average {"params": ..., "model_state": ...}, or None
+    opt_state: Any  # of optax
+    nonfinite: jax.Array  # int32, the latest updates in a row that were not applied, since they were not finite
+    learning_rate_scale: jax.Array  # float32, what rollbacks left of the planned rate
+    num_averaged: jax.Array  # int32, updates that the moving averages of `model_state` and `ema` hold
+    noise: Noise  # of the gradient
+    scale_invariant_steps: jax.Array  # float32, sum of AdaScale's gains; without AdaScale the updates applied
+    local: LocalState | None  # None where every update is synchronous
 
     @property
     def variables(self) -> dict:
@@ -64,7 +51,7 @@ class TrainState(NamedTuple):
         return {"params": self.ema["params"], **self.ema["model_state"]}
 
 
-def create_state(
+def create_train_state(
     params,
     optimizer: optax.GradientTransformation,
     seed: int,
@@ -73,9 +60,14 @@ def create_state(
     ema: bool = False,
     local: bool = False,
 ) -> TrainState:
-    """The state before the first update; `ema`: keeps a moving average; `local`: devices will take local steps."""
+    """The state before the first update.
+
+    Args:
+      ema: whether to keep a moving average of parameters and model state.
+      local: whether devices will take local steps.
+    """
     count, number, model_state = jnp.zeros((), jnp.int32), jnp.zeros(()), model_state or {}
-    still = jax.tree.map(jnp.zeros_like, params)
+    velocity = jax.tree.map(jnp.zeros_like, params)
     return TrainState(
         step=count,
         seed=jnp.uint32(seed),
@@ -85,10 +77,10 @@ def create_state(
         opt_state=optimizer.init(params),
         nonfinite=count,
         learning_rate_scale=jnp.float32(1),
-        averaged=count,
+        num_averaged=count,
         noise=Noise(number, number, count),
-        progress=number,
-        local=LocalState(params, still, number, count, number) if local else None,
+        scale_invariant_steps=number,
+        local=LocalState(params, velocity, number, count, number) if local else None,
     )
 
 

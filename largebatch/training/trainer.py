@@ -1,18 +1,21 @@
 """Runs the compiled inner loop in calls of a few seconds, which is where a run can be looked at and stopped."""
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
-from largebatch.hosts import collectives, preemption, replicas
+from largebatch.hosts import preemption, replicas
 from largebatch.hosts.clock import Clock
-from largebatch.optim.schedules import Schedule
+from largebatch.hosts.collectives import is_primary
+from largebatch.optim.schedules import Schedule, UpdateInputs
+from largebatch.training.local_sgd import Sync
+from largebatch.training.programs import CompiledPrograms
 from largebatch.training.state import TrainState
-from largebatch.training.step import Plan
 
 # A call is as many updates as fit in about this long, so that progress is seen and signals are answered.
 SECONDS_PER_CALL = 2.0
@@ -20,194 +23,240 @@ PROFILED_UPDATES = 3
 
 
 class NonFinite(Exception):
-    """A loss or gradient is not finite, more often than is put up with.
+    """A loss or gradient is not finite, more often than is put up with."""
 
-    `step` is the number of the update, which was not applied; `place` its epoch, offset and batch size.
-    """
-
-    def __init__(self, what: str, step: int, place: tuple, learning_rate: float):
+    def __init__(self, what: str, step: int, update: UpdateInputs, learning_rate: float):
         super().__init__(f"{what} (learning rate {learning_rate:g})")
-        self.step, self.place = int(step), place
+        self.step = int(step)  # number of the update, which was not applied
+        self.update = update  # its inputs
 
 
-class Loops(NamedTuple):
-    """The compiled loops of a run.
+@dataclasses.dataclass(frozen=True)
+class TrainerOptions:
+    """What does not change while a run trains."""
 
-    `inner_loop` does the updates before `start_step`, `local_loop` the local steps from there on; `average`
-    gives the mean state of all devices.
-    """
+    inner_steps: int  # updates between two validations; the last outer loop may be shorter than the others
+    max_nonfinite: int  # as the loops were made with
+    inputs_length: int  # updates that a call can do, as the loops were compiled for
+    first_local_step: int | None  # the update from which devices take local steps; None where they never do
+    sync: Sync
+    profile_dir: str | None = None  # where to write a profile of the call after the first, if anywhere
 
-    inner_loop: Callable | None
-    local_loop: Callable | None
-    average: Callable | None
-    start_step: float
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """The counters of a training state, as Python numbers on every host."""
+
+    step: int
+    scale_invariant_steps: float
+    learning_rate_scale: float
+
+    @classmethod
+    def of(cls, state: TrainState) -> "Counters":
+        """Reads them from the devices."""
+        step, steps, scale = replicas.first_replica(
+            (state.step, state.scale_invariant_steps, state.learning_rate_scale)
+        )
+        return cls(int(step), float(steps), float(scale))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of the compiled loop, as the loop around it sees it."""
+
+    updates: int
+    examples: int
+    seconds: float
 
 
 class Trainer:
-    """The state on the devices, the update count, and the metrics of the running outer loop's updates.
+    """The state on the devices, and the metrics of the running outer loop's updates.
 
-    `snapshot` and `restore` carry all of it through a checkpoint.
-
-    Args:
-      loops: `inner_loop` from `step.make_inner_loop`, the others from `local_sgd`.
-      metric_names: of what the loops return beside the state.
-      data: their second argument.
-      schedule: of the whole run; whoever changes it for the updates to come also restores it.
-      plan_of: (schedule, first update, counted from 0) -> Plan of the next updates.
-      inner_steps: updates between two validations; the last outer loop may be shorter than the others.
-      max_nonfinite: as the loops were made with.
-      profile_dir: where to write a profile of the call after the first, if anywhere.
+    `snapshot` and `restore` carry all of it through a checkpoint. Whoever changes `schedule`, for the updates to
+    come, also restores it.
     """
 
     def __init__(
         self,
         state: TrainState,
-        loops: Loops,
-        metric_names: tuple[str, ...],
+        programs: CompiledPrograms,
         data: Any,
         schedule: Schedule,
-        plan_of: Callable[[Schedule, int], Plan],
         clock: Clock,
-        *,
-        inner_steps: int,
-        max_nonfinite: int,
-        profile_dir: str | None = None,
+        options: TrainerOptions,
     ):
-        self._loops, self._data, self._clock = loops, data, clock
-        self._make_plan, self._inner_steps = plan_of, inner_steps
-        self._max_nonfinite, self._profile_dir = max_nonfinite, profile_dir
-        self._calls, self._next_count = 0, 1
-        self.state, self.schedule, self.step, self.signal = state, schedule, 0, 0
-        self.values = {name: np.zeros(inner_steps, np.float32) for name in metric_names}
-        self.learning_rate_scale, self._progress = 1.0, 0.0
+        self.state, self.schedule = state, schedule
+        self._programs, self._data, self._clock, self._options = programs, data, clock, options
+        self._counters = Counters.of(state)
+        # Of each update of the running outer loop, float32 [inner_steps] by name.
+        self._metrics = {name: np.zeros(options.inner_steps, np.float32) for name in programs.metric_names}
+        self._profile_dir = options.profile_dir
+        self._calls, self._updates_of_next_call, self._signal = 0, 1, 0
+
+    # ---- where training stands --------------------------------------------------------------------
 
     @property
-    def position(self) -> float:
+    def step(self) -> int:
+        """Updates done."""
+        return self._counters.step
+
+    @property
+    def learning_rate_scale(self) -> float:
+        """What rollbacks left of the planned rate."""
+        return self._counters.learning_rate_scale
+
+    @property
+    def schedule_step(self) -> float:
         """How much of the schedule's `num_updates` is done: updates, with AdaScale scale-invariant steps."""
-        return self._progress if self.schedule.scale_invariant else self.step
+        return self._counters.scale_invariant_steps if self.schedule.scale_invariant else self.step
 
     @property
     def done(self) -> bool:
         """Whether the run's last update is done."""
-        return self.position >= self.schedule.num_updates
+        return self.schedule_step >= self.schedule.num_updates
 
     @property
-    def at_boundary(self) -> bool:
+    def at_validation(self) -> bool:
         """Whether an outer loop has ended, or none has begun."""
-        return self.step % self._inner_steps == 0 or self.done
-
-    def outer_values(self) -> dict[str, np.ndarray]:
-        """The metrics of each update of the outer loop that has just ended."""
-        return {name: values[: (self.step - 1) % self._inner_steps + 1] for name, values in self.values.items()}
+        return self.step % self._options.inner_steps == 0 or self.done
 
     @property
-    def _is_local(self) -> bool:
-        return self.step > self._loops.start_step
+    def _takes_local_steps(self) -> bool:
+        """Whether the devices' states may differ now."""
+        first = self._options.first_local_step
+        return first is not None and self.step > first
+
+    @property
+    def updates_in_outer(self) -> int:
+        """Updates of the outer loop that has just ended; the last one may be shorter than the others."""
+        return (self.step - 1) % self._options.inner_steps + 1
+
+    def metrics_of_outer_loop(self) -> dict[str, np.ndarray]:
+        """The metrics of each update of the outer loop that has just ended."""
+        return {name: values[: self.updates_in_outer] for name, values in self._metrics.items()}
 
     def mean_state(self) -> TrainState:
         """The state, or a copy in which devices that take local steps have the mean; on every host together."""
-        return self._loops.average(self.state) if self._is_local else self.state
+        return self._programs.average(self.state) if self._takes_local_steps else self.state
+
+    # ---- checkpoints --------------------------------------------------------------------------------
 
     def snapshot(self) -> dict:
         """All that must survive a restart, as a pytree of NumPy arrays; the same on every host, called on all.
 
         Of devices that may take local steps it has every replica, beside their mean, which is what others read.
         """
-        snapshot = {"state": replicas.first_replica(self.mean_state()), "updates": self.values}
-        if self._loops.local_loop:
+        snapshot = {"state": replicas.first_replica(self.mean_state()), "updates": self._metrics}
+        if self._programs.local_loop:
             snapshot["replicas"] = replicas.all_replicas(self.state)
         return snapshot
 
     def restore(self, snapshot: dict) -> None:
         """Goes on from a `snapshot`."""
-        on, state = replicas.local_devices_of(self.state), snapshot["state"]
+        on = replicas.local_devices_of(self.state)
         if "replicas" in snapshot:
             self.state = replicas.spread(snapshot["replicas"], on)
         else:
-            self.state = replicas.replicate(state, on)
-        self.values = {name: np.array(values) for name, values in snapshot["updates"].items()}
-        self.step, self._progress = int(state.step), float(state.progress)
-        self.learning_rate_scale = float(state.learning_rate_scale)
+            self.state = replicas.replicate(snapshot["state"], on)
+        self._metrics = {name: np.array(values) for name, values in snapshot["updates"].items()}
+        self._counters = Counters.of(self.state)
 
-    def finish_outer_loop(self) -> Iterator[tuple[int, float]]:
-        """Does the updates that are left of the running outer loop; yields (updates, seconds) of each call.
+    # ---- training -------------------------------------------------------------------------------------
 
-        Afterwards `outer_values` has the metrics of all its updates.
+    def finish_outer_loop(self) -> Iterator[Call]:
+        """Does the updates that are left of the running outer loop, call by call.
+
+        Afterwards `metrics_of_outer_loop` has the metrics of all its updates.
 
         Raises:
           NonFinite: see there; the updates before it are done.
           preemption.Stopped: between two calls, on all hosts together.
         """
-        last = (self.step // self._inner_steps + 1) * self._inner_steps
+        end = (self.step // self._options.inner_steps + 1) * self._options.inner_steps
         if not self.schedule.scale_invariant:
-            last = min(last, self.schedule.num_updates)
-        while self.step < last and not self.done:
-            before = self.step
-            begin = time.perf_counter()
-            self._call(min(self._next_count, self._until_local_steps(last) - before))
+            end = min(end, self.schedule.num_updates)
+        while self.step < end and not self.done:
+            first, begin = self.step, time.perf_counter()
+            self._call(min(self._updates_of_next_call, self._end_of_mode(end) - first))
             seconds = time.perf_counter() - begin
-            updates = self.step - before
-            fitting = self._updates_in(SECONDS_PER_CALL * self._examples(before, updates) / seconds)
-            self.signal, self._next_count = preemption.agree(PROFILED_UPDATES if self._profile_dir else fitting)
-            yield updates, seconds
-            if not self.at_boundary:  # else once the row of the outer loop is written
+            examples = self.schedule.examples_before(self.step) - self.schedule.examples_before(first)
+            updates = PROFILED_UPDATES
+            if not self._profile_dir:
+                updates = self._updates_with(SECONDS_PER_CALL * examples / seconds)
+            self._signal, self._updates_of_next_call = preemption.agree(updates)
+            yield Call(self.step - first, examples, seconds)
+            if not self.at_validation:  # else once the row of the outer loop is written
                 self.stop_if_asked()
-
-    def _until_local_steps(self, last: int) -> int:
-        start = self._loops.start_step
-        return int(start) if self.step < start < last else last
-
-    def plan_of(self, first: int) -> Plan:
-        """Inputs of the updates from `first` on."""
-        return self._make_plan(self.schedule, first)
-
-    def _examples(self, first: int, count: int) -> int:
-        return int(self.plan_of(first).batch_size[:count].sum(dtype=np.int64))
-
-    def _updates_in(self, examples: float) -> int:
-        """How many of the next updates see so many examples together; at least one, at most an outer loop."""
-        sizes = self.plan_of(self.step).batch_size[: self._inner_steps]
-        return max(1, int(np.searchsorted(np.cumsum(sizes, dtype=np.int64), examples, side="right")))
 
     def stop_if_asked(self) -> None:
         """Raises preemption.Stopped if the hosts agreed after the last call that one of them got a signal."""
-        if self.signal:
-            raise preemption.Stopped(self.signal)
+        if self._signal:
+            raise preemption.Stopped(self._signal)
 
-    def _call(self, count: int) -> None:
-        plan, first = self.plan_of(self.step), self.step % self._inner_steps
-        loop = self._loops.inner_loop if self.step < self._loops.start_step else self._loops.local_loop
+    def _end_of_mode(self, end: int) -> int:
+        """Where a call has to end: no call does both synchronous updates and local steps."""
+        first = self._options.first_local_step
+        return first if first is not None and self.step < first < end else end
+
+    def _updates_with(self, examples: float) -> int:
+        """How many of the next updates see so many examples together; at least one, at most an outer loop."""
+        next_updates = np.arange(self.step, self.step + self._options.inner_steps)
+        seen = np.cumsum(self.schedule.batch_sizes.value_at(next_updates))
+        return max(1, int(np.searchsorted(seen, examples, side="right")))
+
+    def _run_loop(self, inputs: UpdateInputs, num_updates: int):
+        """Calls the compiled loop of this part of the run: (state, metrics)."""
+        first_local_step = self._options.first_local_step
+        if first_local_step is None or self.step < first_local_step:
+            return self._programs.inner_loop(self.state, self._data, inputs, np.int32(num_updates))
+        return self._programs.local_loop(self.state, self._data, inputs, np.int32(num_updates), self._options.sync)
+
+    def _call(self, num_updates: int) -> None:
+        first = self.step
+        inputs = self.schedule.inputs(first, self._options.inputs_length)
         with self._maybe_profile(), self._clock.measure("train"):
-            self.state, values = loop(self.state, self._data, plan, np.int32(count))
-            jax.block_until_ready((self.state, values))
+            self.state, metrics = self._run_loop(inputs, num_updates)
+            jax.block_until_ready((self.state, metrics))
+        counters = Counters.of(self.state)
         if self.schedule.scale_invariant:  # which may have come to its end before
-            state = replicas.first_replica((self.state.step, self.state.progress))
-            count, self._progress = int(state[0]) - self.step, float(state[1])
-        values = {name: np.asarray(value) for name, value in values.items()}
-        too_many = np.flatnonzero(values["nonfinite"][:count] > self._max_nonfinite)
-        if len(too_many):
-            index, step = too_many[0], self.step + too_many[0] + 1
-            name = "loss" if not np.isfinite(values["loss"][index]) else "grad_norm"
-            rate = values["rate"][index] if self.schedule.scale_invariant else plan.learning_rate[index]
-            raise self._nonfinite(f"{name} of update {step} is {values[name][index]}", step, plan, index, rate)
-        for name, all_ in self.values.items():
-            all_[first : first + count] = values[name][:count] if name in values else 0
-        self.step += count
+            num_updates = counters.step - first
+        metrics = {name: np.asarray(values) for name, values in metrics.items()}
+        self._refuse_nonfinite(inputs, metrics, num_updates)
+        place = slice(first % self._options.inner_steps, first % self._options.inner_steps + num_updates)
+        for name, values in self._metrics.items():
+            values[place] = metrics[name][:num_updates] if name in metrics else 0
+        self._counters = counters
         self._calls += 1
+
+    # ---- trouble ----------------------------------------------------------------------------------------
+
+    def _refuse_nonfinite(self, inputs: UpdateInputs, metrics: dict[str, np.ndarray], num_updates: int) -> None:
+        too_many = np.flatnonzero(metrics["nonfinite"][:num_updates] > self._options.max_nonfinite)
+        if not len(too_many):
+            return
+        index, step = too_many[0], self.step + too_many[0] + 1
+        name = "grad_norm" if np.isfinite(metrics["loss"][index]) else "loss"
+        rates = metrics["rate"] if self.schedule.scale_invariant else inputs.learning_rate
+        raise self._nonfinite(
+            f"{name} of update {step} is {metrics[name][index]}", step, inputs, index, rates[index]
+        )
 
     def nonfinite_validation(self, loss: float) -> NonFinite:
         """What to raise when the loss of a validation is not finite; its place is the next update's."""
+        last_update = self.schedule.num_updates - 1
+        rate = self.schedule.learning_rate_at(min(int(self.schedule_step), last_update))
+        inputs = self.schedule.inputs(self.step, 1)
         what = f"the validation loss after update {self.step} is {loss}"
-        rate = self.schedule.rates(min(int(self.position), self.schedule.num_updates - 1))
-        return self._nonfinite(what, self.step, self.plan_of(self.step), 0, float(rate))
+        return self._nonfinite(what, self.step, inputs, 0, rate)
 
-    def _nonfinite(self, what: str, step: int, plan: Plan, index: int, learning_rate: float) -> NonFinite:
-        place = plan.epoch[index], plan.offset[index], plan.batch_size[index]
-        return NonFinite(what, step, place, learning_rate * self.learning_rate_scale)
+    def _nonfinite(self, what: str, step: int, inputs: UpdateInputs, index: int, rate: float) -> NonFinite:
+        rate = rate * self.learning_rate_scale
+        update = UpdateInputs(inputs.epoch[index], inputs.offset[index], inputs.batch_size[index], rate)
+        return NonFinite(what, step, update, rate)
 
     def _maybe_profile(self):
         """Host 0 traces the call after the first; the others do as many updates in it."""
         if not self._profile_dir or not self._calls:
             return contextlib.nullcontext()
         folder, self._profile_dir = self._profile_dir, None
-        return jax.profiler.trace(folder) if collectives.is_primary() else contextlib.nullcontext()
+        return jax.profiler.trace(folder) if is_primary() else contextlib.nullcontext()

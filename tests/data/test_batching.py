@@ -1,3 +1,4 @@
+import dataclasses
 from functools import partial
 
 import jax
@@ -7,7 +8,8 @@ import pytest
 from scipy import stats
 
 from largebatch.data import batching
-from largebatch.data.batching import Deal
+from largebatch.data.batching import DataSharding
+from largebatch.optim.schedules import epoch_and_offset
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 65, 1000])
@@ -50,78 +52,101 @@ def test_neighbours_are_no_closer_than_chance():
     ("originals", "num_devices", "views"), [(5, 1, 8), (5, 8, 8), (13, 4, 8), (16, 8, 2), (3, 2, 1)]
 )
 def test_count_before_is_a_round_robin_that_uses_every_example(originals, num_devices, views):
-    deal = Deal(originals, num_devices, views)
+    sharding = DataSharding(originals, num_devices, views)
     counts = np.array(
-        [[int(deal.count_before(p, d)) for d in range(num_devices)] for p in range(deal.num_examples + 1)]
+        [[int(sharding.count_before(p, d)) for d in range(num_devices)] for p in range(sharding.num_examples + 1)]
     )
-    assert (counts.sum(axis=1) == np.arange(deal.num_examples + 1)).all()
+    assert (counts.sum(axis=1) == np.arange(sharding.num_examples + 1)).all()
     assert (np.diff(counts, axis=0) >= 0).all()
-    assert counts[-1].tolist() == [int(deal.num_originals_of(d)) * views for d in range(num_devices)]
-    held = np.concatenate([deal.originals_of(d, seed=3) for d in range(num_devices)])
-    assert sorted(held) == list(range(originals))
+    assert counts[-1].tolist() == [int(sharding.num_originals_of(d)) * views for d in range(num_devices)]
+    dealt = np.concatenate([sharding.originals_of(d, seed=3) for d in range(num_devices)])
+    assert sorted(dealt) == list(range(originals))
+
+
+SEED = 5
+
+
+@partial(jax.jit, static_argnums=0)
+def device_batch_of(sharding: DataSharding, device, epoch, offset, batch_size):
+    return batching.device_batch(sharding, device, epoch, offset, batch_size)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def one_micro_batch(deal: Deal, micro_batch_size: int, batch_size, device, epoch, offset, index):
-    """A device's share of a batch, the micro-batches in it, and the examples and weights of one of them."""
-    share = batching.device_share(deal, device, epoch, offset, batch_size)
-    count = -(-share.count // micro_batch_size)
-    examples, _, weights = batching.micro_batch(deal, device, share, index, count, micro_batch_size, 5)
-    return share, count, examples, weights
+def micro_batch_of(sharding: DataSharding, micro_batch_size: int, batch: batching.DeviceBatch, index):
+    num_micro_batches = batch.num_micro_batches(micro_batch_size)
+    return batching.micro_batch(sharding, batch, index, num_micro_batches, micro_batch_size, SEED)
 
 
-def visited(deal: Deal, batch_size: int, num_updates: int, micro_batch_size: int):
-    """(epoch, device, example) of every visit of every update, with each device's micro-batch sizes."""
-    visits, sizes = [], []
-    one = partial(one_micro_batch, deal, micro_batch_size, batch_size)
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """Of one example, by its device's numbering."""
+
+    epoch: int
+    device: int
+    example: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatchLength:
+    """Examples in one of the micro-batches that a device has in an update."""
+
+    update: int
+    device: int
+    length: int
+
+
+def replay(sharding: DataSharding, batch_size: int, num_updates: int, micro_batch_size: int):
+    """Every visit of every update, in order, and the length of every micro-batch."""
+    visits, lengths = [], []
     for update in range(num_updates):
-        epoch, offset = batching.epoch_and_offset(deal, np.array(update * batch_size))
-        for device in range(deal.num_devices):
-            share, count, _, _ = one(device, epoch, offset, 0)
-            seen = 0
-            for index in range(int(count)):
-                _, _, examples, weights = one(device, epoch, offset, index)
-                kept = np.asarray(examples)[np.asarray(weights) == 1]
-                sizes.append((update, device, len(kept)))
-                for example in kept:
-                    visits.append((int(epoch) + (seen >= int(share.first)), device, int(example)))
-                    seen += 1
-            assert seen == int(share.count)
-    return visits, sizes
+        epoch, offset = epoch_and_offset(update * batch_size, sharding.num_examples)
+        for device in range(sharding.num_devices):
+            batch = device_batch_of(sharding, device, epoch, offset, batch_size)
+            num_seen = 0
+            for index in range(int(batch.num_micro_batches(micro_batch_size))):
+                chosen = micro_batch_of(sharding, micro_batch_size, batch, index)
+                examples = np.asarray(chosen.examples)[np.asarray(chosen.weights) == 1]
+                lengths.append(MicroBatchLength(update, device, len(examples)))
+                for example in examples:
+                    is_next_epoch = num_seen >= int(batch.num_in_epoch)
+                    visits.append(Visit(int(epoch) + is_next_epoch, device, int(example)))
+                    num_seen += 1
+            assert num_seen == int(batch.count)
+    return visits, lengths
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 40, 50, 104])
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_an_epoch_visits_every_example_once_for_any_batch_size(batch_size, num_devices):
-    deal = Deal(13, num_devices, 8)
-    num_updates = -(-2 * deal.num_examples // batch_size)
-    visits, sizes = visited(deal, batch_size, num_updates, micro_batch_size=16)
-    for epoch in (0, 1):
-        seen = [(device, example) for e, device, example in visits if e == epoch]
-        assert len(seen) == len(set(seen)) == deal.num_examples
+    sharding = DataSharding(13, num_devices, 8)
+    num_updates = -(-2 * sharding.num_examples // batch_size)
+    visits, lengths = replay(sharding, batch_size, num_updates, micro_batch_size=16)
+    orders = [[visit for visit in visits if visit.epoch == epoch] for epoch in (0, 1)]
+    for order in orders:
+        assert len(order) == len(set(order)) == sharding.num_examples
         for device in range(num_devices):  # each pass over the originals, each time with another view
-            own = [example // 8 for d, example in seen if d == device]
-            held = len(own) // 8
-            passes = [own[turn * held : (turn + 1) * held] for turn in range(8)]
-            assert all(sorted(one) == list(range(held)) for one in passes)
-            assert held < 4 or len(set(map(tuple, passes))) > 1
-    orders = [[x for e, *x in visits if e == epoch] for epoch in (0, 1)]
-    assert orders[0] != orders[1]
-    views = [[example % 8 for _, example in order[: deal.num_originals]] for order in orders]
-    assert len(set(views[0])) > 1  # a pass mixes the views
-    for key in {(update, device) for update, device, _ in sizes}:
-        parts = [size for update, device, size in sizes if (update, device) == key]
-        assert max(parts) - min(parts) <= 1
+            originals = [visit.example // 8 for visit in order if visit.device == device]
+            num_originals = len(originals) // 8
+            passes = np.reshape(originals, (8, num_originals))
+            assert (np.sort(passes) == np.arange(num_originals)).all()
+            assert num_originals < 4 or len(np.unique(passes, axis=0)) > 1
+        first_pass = order[: sharding.num_originals]
+        assert len({visit.example % 8 for visit in first_pass}) > 1  # a pass mixes the views
+    without_epochs = [[(visit.device, visit.example) for visit in order] for order in orders]
+    assert without_epochs[0] != without_epochs[1]
+    for batch in {(one.update, one.device) for one in lengths}:
+        in_batch = [one.length for one in lengths if (one.update, one.device) == batch]
+        assert max(in_batch) - min(in_batch) <= 1
 
 
-def shares_of(deal, offset, batch_size) -> np.ndarray:
-    return np.asarray(batching.device_share(deal, np.arange(deal.num_devices), 0, offset, batch_size).count)
+def shares_of(sharding: DataSharding, offset, batch_size) -> np.ndarray:
+    return np.asarray(batching.device_batch(sharding, np.arange(sharding.num_devices), 0, offset, batch_size).count)
 
 
 def test_a_devices_share_differs_from_the_others_by_one_at_most_within_a_pass():
-    deal = Deal(13, 4, 8)
+    sharding = DataSharding(13, 4, 8)
     for offset in range(13 * 8 - 6):
-        shares = shares_of(deal, offset, 6)
+        shares = shares_of(sharding, offset, 6)
         assert shares.sum() == 6
         if offset % 13 + 6 <= 13:
             assert shares.max() - shares.min() <= 1
@@ -129,50 +154,45 @@ def test_a_devices_share_differs_from_the_others_by_one_at_most_within_a_pass():
 
 @pytest.mark.parametrize(("originals", "num_devices"), [(13, 4), (12, 4), (29, 5), (3, 8), (31, 1)])
 def test_a_batch_of_all_originals_is_one_view_of_each(originals, num_devices):
-    deal = Deal(originals, num_devices, 8)
-    for turn in range(8):
-        shares = shares_of(deal, turn * originals, originals)
-        assert shares.tolist() == [int(deal.num_originals_of(device)) for device in range(num_devices)]
+    sharding = DataSharding(originals, num_devices, 8)
+    for pass_index in range(8):
+        shares = shares_of(sharding, pass_index * originals, originals)
+        assert shares.tolist() == [int(sharding.num_originals_of(device)) for device in range(num_devices)]
 
 
 @pytest.mark.parametrize(
     ("originals", "num_devices"), [(384, 5), (13, 4), (12, 4), (29, 5), (30, 7), (50, 9), (3, 8), (31, 1)]
 )
 def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_devices):
-    deal = Deal(originals, num_devices, 8)
+    sharding = DataSharding(originals, num_devices, 8)
     sizes = {1, 2, 6, 20, 2 * originals, 3 * originals + 5, originals, originals - 1, originals + 1}
-    devices, offsets = np.arange(num_devices)[None], np.arange(deal.num_examples)[:, None]
-    counts = jax.jit(lambda size: batching.device_share(deal, devices, 0, offsets, size).count)
+    devices, offsets = np.arange(num_devices)[None], np.arange(sharding.num_examples)[:, None]
+    counts = jax.jit(lambda size: batching.device_batch(sharding, devices, 0, offsets, size).count)
     for batch_size in sizes:
         shares = counts(batch_size)
-        fewest, most = deal.share_bounds(batch_size)
+        fewest, most = sharding.share_bounds(batch_size)
         assert (fewest, most) == (int(shares.min()), int(shares.max()))
 
 
-def test_epoch_and_offset_do_not_overflow():
-    deal = Deal(21_600, 32, 8)
-    epoch, offset = batching.epoch_and_offset(deal, np.array([10**12 + 17]))
-    assert epoch.dtype == offset.dtype == np.int32
-    assert int(epoch[0]) * deal.num_examples + int(offset[0]) == 10**12 + 17
+def test_devices_hold_equally_many_originals_where_they_divide_evenly():
+    sharding = DataSharding(21_600, 32, 8)
+    assert {len(sharding.originals_of(device, 0)) for device in range(32)} == {675}
 
 
 def test_a_visit_has_one_key_on_any_number_of_devices_and_another_in_every_epoch():
-    found = []
+    keys_by_num_devices = {}
     for num_devices in (1, 4):
-        deal, keys = Deal(13, num_devices, 8), {}
-
-        @jax.jit
-        def whole_epoch(device, epoch, deal=deal):
-            share = batching.device_share(deal, device, epoch, 0, deal.num_examples)
-            return batching.micro_batch(deal, device, share, 0, 1, deal.num_examples, 5)
-
+        sharding, keys = DataSharding(13, num_devices, 8), {}
         for epoch in (0, 1):
             for device in range(num_devices):
-                examples, visits, weights = whole_epoch(device, epoch)
-                held = deal.originals_of(device, seed=5)
-                for example, visit, weight in zip(*map(np.asarray, (examples, visits, weights)), strict=True):
-                    if weight:
-                        keys[epoch, held[example // 8], example % 8] = visit
-        found.append(keys)
-    assert found[0] == found[1]
-    assert len(set(found[0].values())) == 2 * 13 * 8
+                batch = device_batch_of(sharding, device, epoch, 0, sharding.num_examples)
+                chosen = micro_batch_of(sharding, sharding.num_examples, batch, 0)
+                is_example = np.asarray(chosen.weights) == 1
+                examples = np.asarray(chosen.examples)[is_example]
+                originals = sharding.originals_of(device, SEED)[examples // 8]
+                visit_keys = np.asarray(chosen.visit_keys)[is_example]
+                for original, view, key in zip(originals, examples % 8, visit_keys, strict=True):
+                    keys[epoch, original, view] = key
+        keys_by_num_devices[num_devices] = keys
+    assert keys_by_num_devices[1] == keys_by_num_devices[4]
+    assert len(set(keys_by_num_devices[1].values())) == 2 * 13 * 8

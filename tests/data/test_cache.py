@@ -2,21 +2,19 @@
 
 import json
 import os
+import pkgutil
 import time
 
 import pytest
 from etils import epath
 
 import augment
-from largebatch.data import cache as caches
 from largebatch.data import images
 from largebatch.data.cache import (
-    Cache,
     DamagedCache,
     _seal,
     _write_arrays,
     build_cache,
-    files,
     one_view,
     open_cache,
     open_or_build,
@@ -109,7 +107,7 @@ def test_two_containers_of_one_host_name_and_pid_build_the_same_cache(folder, mo
             build(folder)  # the other container's, in the middle of this one's
         return write(*arguments)
 
-    monkeypatch.setattr(caches, "_write_arrays", write_with_company)
+    monkeypatch.setattr("largebatch.data.cache._write_arrays", write_with_company)
     build(folder)
     open_cache(folder).verify()
     assert list(folder.parent.iterdir()) == [folder]
@@ -140,46 +138,55 @@ class Mending:
 
     def mend(self, *_):
         """What augment.py does."""
-        augment.with_cache(self.config, Cache.verify)
+        for attempt in augment.cache_attempts(self.config):
+            with attempt as cache:
+                cache.verify()
 
 
-def once_before(monkeypatch, module, name: str, act) -> None:
-    """Runs `act` at the first call of a function of a module, before it."""
-    function, calls = getattr(module, name), []
+def once_before(monkeypatch, names: list[str], act) -> list:
+    """Runs `act` before the first call of a function. Returns a list that has one entry per call.
+
+    Args:
+      names: "module.function", under which the function is called.
+    """
+    function, calls = pkgutil.resolve_name(names[0]), []
 
     def late(*arguments):
-        calls.append(name)
+        calls.append(arguments)
         if len(calls) == 1:
             act()
         return function(*arguments)
 
-    monkeypatch.setattr(module, name, late)
+    for name in names:
+        assert pkgutil.resolve_name(name) is function
+        monkeypatch.setattr(name, late)
+    return calls
 
 
 @pytest.fixture
 def mending(small_config, tmp_path, monkeypatch):
     """A sound cache; `builds` counts those that follow."""
-    small_config.augment.cache_dir = str(tmp_path / "own")
+    small_config.augment.cache_dir = str(tmp_path / "caches")
     mending, build = Mending(small_config), build_cache
 
     def counted(*arguments):
         mending.builds += 1
         build(*arguments)
 
-    monkeypatch.setattr(caches, "build_cache", counted)
+    monkeypatch.setattr("largebatch.data.cache.build_cache", counted)
     return mending
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
-    ("module", "name", "renamings"),
-    [(caches, "discard_cache", 2), (files, "beside", 4)],
+    ("names", "renamings"),
+    [(["largebatch.data.cache.discard_cache", "augment.discard_cache"], 2), (["largebatch.files.beside"], 4)],
     ids=["before it is looked at again", "between that and the renaming"],
 )
-def test_a_cache_that_another_process_mended_stays(mending, monkeypatch, damage, module, name, renamings):
+def test_a_cache_that_another_process_mended_stays(mending, monkeypatch, damage, names, renamings):
     """Both found the damage before either did anything; the other renames twice, what is taken goes back."""
     DAMAGES[damage](mending.folder)
-    once_before(monkeypatch, module, name, mending.mend)
+    calls = once_before(monkeypatch, names, mending.mend)
     rename, renamed = type(mending.folder).rename, []
 
     def counted(path, target):
@@ -188,6 +195,7 @@ def test_a_cache_that_another_process_mended_stays(mending, monkeypatch, damage,
 
     monkeypatch.setattr(type(mending.folder), "rename", counted)
     mending.mend()
+    assert calls
     assert mending.builds == 1
     assert len(renamed) == renamings
     assert list(mending.folder.parent.iterdir()) == [mending.folder]

@@ -1,21 +1,36 @@
 """Single flipped bits and cut files: every one is found, in checkpoints, caches and manifests."""
 
+import dataclasses
 import random
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from etils import epath
 from figures import record
+from ml_collections import config_dict
 
 import augment
 import train
+from largebatch.data.batching import DataSharding
 from largebatch.data.cache import DamagedCache, open_cache
+from largebatch.data.placement import place
 from largebatch.runs import checkpoints
 
 
+@dataclasses.dataclass(frozen=True)
+class FinishedRun:
+    """A run's folder, that of its data cache, and its config."""
+
+    folder: Path
+    cache_folder: epath.Path
+    config: config_dict.ConfigDict
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A run folder with checkpoints, and its cache."""
+def run(tmp_path_factory):
+    """A run with checkpoints."""
     from configs import default
 
     config = default.get_config()
@@ -23,10 +38,10 @@ def made(tmp_path_factory):
     config.dataset.num_examples, config.dataset.image_size = 100, 16
     config.train.inner_steps = 3  # the program of most other tests
     config.train.outer_steps = 2
-    run = tmp_path_factory.mktemp("run")
-    train.train_and_evaluate(config, str(run))
-    (cache,) = (path for path in Path(config.augment.cache_dir).glob("synthetic-*"))
-    return run, cache, config
+    folder = tmp_path_factory.mktemp("run")
+    train.train_and_evaluate(config, str(folder))
+    (cache_folder,) = epath.Path(config.augment.cache_dir).glob("synthetic-*")
+    return FinishedRun(folder, cache_folder, config)
 
 
 def damage(path: Path, rng: random.Random) -> str:
@@ -49,13 +64,12 @@ def trouble_of(read, *arguments) -> str:
     return ""
 
 
-def damage_checkpoints(made, count: int, rng: random.Random) -> dict:
+def damage_checkpoints(run: FinishedRun, count: int, rng: random.Random) -> dict:
     """Damages a file, reads the checkpoint as a resuming run does, and mends the file, `count` times."""
-    run, _, _ = made
-    newest = max((run / "checkpoints").iterdir())
+    newest = max((run.folder / "checkpoints").iterdir())
     sound, description = checkpoints.read_arrays(newest)
     files = sorted(path for path in newest.rglob("*") if path.is_file())
-    found = {"flipped": 0, "cut": 0, "restored silently": 0}
+    outcomes = {"flipped": 0, "cut": 0, "restored silently": 0}
     # Half of the damage to the arrays, where nearly all bytes are, half to any file.
     chunks = [path for path in files if path.parent.parent.name == "arrays" and not path.name.startswith(".")]
     for number in range(count):
@@ -63,7 +77,7 @@ def damage_checkpoints(made, count: int, rng: random.Random) -> dict:
         before = path.read_bytes()
         kind = damage(path, rng)
         trouble = trouble_of(checkpoints.read_arrays, newest)
-        found[kind if trouble else "restored silently"] += 1
+        outcomes[kind if trouble else "restored silently"] += 1
         # A damaged list of digests says of another file that it does not match.
         assert not trouble or path.name == "SHA256SUMS" or str(path) in trouble, (path, trouble)
         assert not trouble or path not in chunks or f"(array {path.parent.name})" in trouble, (path, trouble)
@@ -71,47 +85,47 @@ def damage_checkpoints(made, count: int, rng: random.Random) -> dict:
     arrays, again = checkpoints.read_arrays(newest)
     assert again == description
     assert all(np.array_equal(arrays[name], sound[name]) for name in sound)
-    record("damage", {"of": "checkpoint files"} | found)
-    return found
+    record("damage", {"of": "checkpoint files"} | outcomes)
+    return outcomes
 
 
-def damage_caches(made, count: int, rng: random.Random) -> dict:
+def damage_caches(run: FinishedRun, count: int, rng: random.Random) -> dict:
     """The same for a data cache and its manifest, read as training and as augment.py do."""
-    _, folder, config = made
-    files = sorted(path for path in folder.iterdir())
-    found = {"flipped": 0, "cut": 0, "restored silently": 0}
+    files = sorted(run.cache_folder.iterdir())
+    outcomes = {"flipped": 0, "cut": 0, "restored silently": 0}
     for number in range(count):
-        path = folder / "manifest.json" if number % 3 == 0 else rng.choice(files)
+        path = run.cache_folder / "manifest.json" if number % 3 == 0 else rng.choice(files)
         before = path.read_bytes()
         kind = damage(path, rng)
 
         def read(path=path):
-            cache = open_cache(augment.epath.Path(folder))
+            cache = open_cache(run.cache_folder)
             if path.name.startswith("test_") or path.name == "train_ids.npy":  # which training does not read
                 cache.verify()
             else:
-                augment.place(cache, config.dataset.split_seed)
+                sharding = DataSharding(cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
+                place(cache, sharding, run.config.dataset.split_seed)
 
         trouble = trouble_of(read)
-        found[kind if trouble else "restored silently"] += 1
+        outcomes[kind if trouble else "restored silently"] += 1
         split = path.name.split("_")[0]  # damaged digests say of an image that it does not match
         assert not trouble or path.name in trouble or f"{split}_" in trouble, (path, trouble)
         path.write_bytes(before)
-    open_cache(augment.epath.Path(folder)).verify()
-    record("damage", {"of": "cache and manifest files"} | found)
-    return found
+    open_cache(run.cache_folder).verify()
+    record("damage", {"of": "cache and manifest files"} | outcomes)
+    return outcomes
 
 
-def test_some_damage_to_checkpoints(made):
-    assert damage_checkpoints(made, 40, random.Random(0))["restored silently"] == 0
+def test_some_damage_to_checkpoints(run):
+    assert damage_checkpoints(run, 40, random.Random(0))["restored silently"] == 0
 
 
-def test_some_damage_to_caches(made):
-    assert damage_caches(made, 30, random.Random(0))["restored silently"] == 0
+def test_some_damage_to_caches(run):
+    assert damage_caches(run, 30, random.Random(0))["restored silently"] == 0
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-def test_much_damage(made):
-    assert damage_checkpoints(made, 400, random.Random(1))["restored silently"] == 0
-    assert damage_caches(made, 300, random.Random(1))["restored silently"] == 0
+def test_much_damage(run):
+    assert damage_checkpoints(run, 400, random.Random(1))["restored silently"] == 0
+    assert damage_caches(run, 300, random.Random(1))["restored silently"] == 0

@@ -82,7 +82,7 @@ def is_malformed(field: str, text: str) -> bool:
         value = READ[(config[group] if group else config).get_type(name)](text)
     except ValueError:
         return True
-    return not RULES[field][0](value)
+    return not RULES[field].allows(value)
 
 
 def config_case(folder: Path, rng: random.Random) -> Case:

@@ -6,23 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_step import MICRO, NUM_CLASSES, SCALE, SIZE, place, plan, visited_examples
+from test_step import NUM_CLASSES, SCALE, SIZE, Problem, sgd_trainer, visited_examples
 
 import augment
 import model as models
 import train
-from experiment import micro_batch_size
+from experiment import DataFacts, resolve_setup
 from largebatch.config.validate import validate
-from largebatch.data.batching import Deal
+from largebatch.data import batching
+from largebatch.data.batching import DataSharding
 from largebatch.errors import UserError
 from largebatch.hosts import replicas
 from largebatch.nn import normalisation
-from largebatch.optim import optimizers
 from largebatch.optim.averaging import smooth
-from largebatch.optim.optimizers import Numbers
-from largebatch.training.loss import make_logits_fn, make_loss_fn
-from largebatch.training.state import create_state
-from largebatch.training.step import Batch, Step, batching, make_inner_loop
+from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn
 
 STATISTICS = normalisation.STATISTICS
 
@@ -70,8 +67,8 @@ def test_gelu_is_in_the_dtype_of_the_convolution(norm):
         network = models.create_model("resconvnet", 10, "bfloat16", conv, norm=norm)
         images = jnp.zeros((2, 16, 16, 3))
         variables = jax.eval_shape(network.init, jax.random.key(0), images)
-        found = re.findall(r":(\w+)\[[\d,]+\] = tanh", str(jax.make_jaxpr(network.apply)(variables, images)))
-        assert found == [dtype] * 6
+        dtypes = re.findall(r":(\w+)\[[\d,]+\] = tanh", str(jax.make_jaxpr(network.apply)(variables, images)))
+        assert dtypes == [dtype] * 6
 
 
 def test_group_norm_knows_no_other_image():
@@ -110,81 +107,76 @@ def test_the_smallest_images_can_be_whitened():
 # ---- in the step ------------------------------------------------------------------------------------
 
 
-def one_update(images, labels, num_devices, batch_size, micro=MICRO, stem="conv", **options):
+def batch_norm_problem(images, labels, stem="conv") -> Problem:
     network = make_network(norm="batch", stem=stem)
     params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
     if stem == "whitened":
         model_state = models.with_whitening(model_state, models.whitening_kernel(images, *SCALE))
-    deal, shards = place(images, labels, num_devices)
-    optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
-    loss_fn, read = (
-        make_loss_fn(network, (SIZE, SIZE, 3), *SCALE),
-        augment.make_read("expanded", (SIZE, SIZE, 3)),
-    )
-    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, micro, **options))
-    state = create_state(params, optimizer, 0, model_state, ema="ema_decay" in options)
-    state = replicas.replicate(state, jax.local_devices()[:num_devices])
-    state, _ = loop(state, shards, plan(deal, [batch_size], 0.1), np.int32(1))
-    return deal, replicas.first_replica(state), network, params, model_state
+    return Problem(images, labels, params, model_state, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full), 8])
+def model_state_after_one_update(trainer, batch_size):
+    state, _ = trainer.run([batch_size], learning_rate=0.1)
+    return replicas.first_replica(state).model_state
+
+
+@pytest.mark.parametrize("num_devices", [*(pytest.param(count, marks=pytest.mark.full) for count in (1, 2)), 8])
 def test_running_statistics_are_those_of_the_same_micro_batches_on_any_devices(images_and_labels, num_devices):
     """48 originals by 8 devices hold 48 examples each: whole epochs of 384 = 8 micro-batches of 48."""
     images, labels = images_and_labels
-    deal, state, network, params, model_state = one_update(images, labels, num_devices, 384, micro=48)
+    problem = batch_norm_problem(images, labels)
+    trainer = sgd_trainer(problem, num_devices, micro_batch_size=48)
+    model_state = model_state_after_one_update(trainer, 384)
     expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
-    loss_fn = jax.jit(make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
-    found = []
+    loss_fn = jax.jit(problem.loss_fn)
+    statistics = []
     for device in range(num_devices):
-        share = batching.device_share(deal, device, 0, 0, 384)
-        parts = 8 // num_devices
-        for index in range(parts):
-            examples, _, weights = batching.micro_batch(deal, device, share, index, parts, 48, 0)
-            originals = deal.originals_of(device, seed=0)[np.asarray(examples) // 8]
-            rows = originals * 8 + np.asarray(examples) % 8
-            batch = Batch(expanded[rows], labels[originals], weights)
-            found.append(loss_fn(params, model_state, batch)[1][1][STATISTICS])
-    expected = jax.tree.map(lambda *parts: sum(parts) / 384, *found)  # in plain Python, one by one
-    for a, b in zip(jax.tree.leaves(state.model_state[STATISTICS]), jax.tree.leaves(expected), strict=True):
+        of_device = batching.device_batch(trainer.sharding, device, 0, 0, 384)
+        num_micro_batches = 8 // num_devices
+        for index in range(num_micro_batches):
+            chosen = batching.micro_batch(trainer.sharding, of_device, index, num_micro_batches, 48, 0)
+            examples = np.asarray(chosen.examples)
+            originals = trainer.sharding.originals_of(device, seed=0)[examples // 8]
+            batch = Batch(expanded[originals * 8 + examples % 8], labels[originals], chosen.weights)
+            _, sums = loss_fn(problem.params, problem.model_state, batch)
+            statistics.append(sums.statistics[STATISTICS])
+    expected = jax.tree.map(lambda *parts: sum(parts) / 384, *statistics)  # in plain Python, one by one
+    for a, b in zip(jax.tree.leaves(model_state[STATISTICS]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
 def test_one_all_reduce_with_batch_norm(images_and_labels):
-    network = make_network(norm="batch")
-    params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
-    deal, shards = place(*images_and_labels, 8)
-    optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
-    loss_fn = make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
-    read = augment.make_read("expanded", (SIZE, SIZE, 3))
-    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, 48))
-    state = replicas.replicate(create_state(params, optimizer, 0, model_state))
-    text = loop.lower(state, shards, plan(deal, [64]), np.int32(1)).compile().as_text()
+    text = sgd_trainer(batch_norm_problem(*images_and_labels), 8, micro_batch_size=48).compiled_text()
     assert sum("all-reduce(" in line or "all-reduce-start(" in line for line in text.splitlines()) == 1
 
 
 def test_padding_counts_in_no_statistic(images_and_labels):
     """A batch of 60 in micro-batches of 48 is 30 and 30, with 18 places of padding each."""
     images, labels = images_and_labels
-    deal, state, network, params, model_state = one_update(images, labels, 1, 60, micro=48)
-    rows = visited_examples(deal, 0, 0, 60)
+    problem = batch_norm_problem(images, labels)
+    trainer = sgd_trainer(problem, 1, micro_batch_size=48)
+    model_state = model_state_after_one_update(trainer, 60)
+    rows = np.array(visited_examples(trainer.sharding, 0, 0, 60))
     expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
-    loss_fn = jax.jit(make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
-    halves = [
-        loss_fn(params, model_state, Batch(expanded[part], labels[np.array(part) // 8], jnp.ones(30)))
-        for part in (rows[:30], rows[30:])
-    ]
-    expected = jax.tree.map(lambda a, b: (a + b) / 60, *(half[1][1][STATISTICS] for half in halves))
-    for a, b in zip(jax.tree.leaves(state.model_state[STATISTICS]), jax.tree.leaves(expected), strict=True):
+    loss_fn = jax.jit(problem.loss_fn)
+
+    def statistics_of(half):
+        batch = Batch(expanded[half], labels[half // 8], jnp.ones(30))
+        _, sums = loss_fn(problem.params, problem.model_state, batch)
+        return sums.statistics[STATISTICS]
+
+    expected = jax.tree.map(lambda a, b: (a + b) / 60, statistics_of(rows[:30]), statistics_of(rows[30:]))
+    for a, b in zip(jax.tree.leaves(model_state[STATISTICS]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
 def test_the_stem_stays_as_it_is(images_and_labels):
-    _, state, _, params, model_state = one_update(*images_and_labels, 2, 96, stem="whitened", ema_decay=0.5)
-    frozen = model_state["frozen"]["WhitenedPatches_0"]["kernel"]
+    problem = batch_norm_problem(*images_and_labels, stem="whitened")
+    model_state = model_state_after_one_update(sgd_trainer(problem, 2, ema_decay=0.5), 96)
+    frozen = problem.model_state["frozen"]["WhitenedPatches_0"]["kernel"]
     assert np.abs(frozen).max() > 0
-    np.testing.assert_array_equal(state.model_state["frozen"]["WhitenedPatches_0"]["kernel"], frozen)
-    assert "WhitenedPatches_0" not in params
+    np.testing.assert_array_equal(model_state["frozen"]["WhitenedPatches_0"]["kernel"], frozen)
+    assert "WhitenedPatches_0" not in problem.params
 
 
 def test_smoothing_is_a_mean_at_first_and_then_forgets():
@@ -198,6 +190,7 @@ def test_smoothing_is_a_mean_at_first_and_then_forgets():
 # ---- in a run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_moving_average_of_the_parameters_is_that_of_the_updates(small_config, tmp_path):
     """Checked against the parameters of each update, which runs of 1, 2 and 3 updates end with."""
     small_config.train.ema_decay, small_config.batch.size = 0.5, 128
@@ -262,26 +255,31 @@ def test_batch_norm_of_single_images_is_refused(small_config, tmp_path, fields, 
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+def micro_batch_size_on_5_devices(config, num_originals):
+    data = DataFacts(num_originals, image_shape=(16, 16, 3), num_classes=5, mean=(0.0,) * 3, std=(1.0,) * 3)
+    return resolve_setup(config, data, num_devices=5).micro_batch_size
+
+
 def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
     """384 originals on 5 devices, of which 4 hold 77 and one 76."""
     small_config.model.norm, small_config.batch.micro_batch_size = "batch", 16
     small_config.batch.size = 20
-    assert micro_batch_size(small_config, 384, num_devices=5) == 5
-    deal = Deal(384, 5, 8)
-    offsets = np.arange(0, deal.num_examples, 4)[:, None]  # 20 and an epoch have 4 in common
-    shares = batching.device_share(deal, np.arange(5)[None], 0, offsets, 20).count
+    assert micro_batch_size_on_5_devices(small_config, 384) == 5
+    sharding = DataSharding(384, 5, 8)
+    offsets = np.arange(0, sharding.num_examples, 4)[:, None]  # 20 and an epoch have 4 in common
+    shares = batching.device_batch(sharding, np.arange(5)[None], 0, offsets, 20).count
     assert int(shares.min()) >= 2
     small_config.batch.size = 13  # of which a device gets one where a pass ends
     with pytest.raises(UserError, match="batches of 13"):
-        micro_batch_size(small_config, 384, num_devices=5)
+        micro_batch_size_on_5_devices(small_config, 384)
     small_config.batch.size = 10
-    assert micro_batch_size(small_config, 385, num_devices=5) == 2
+    assert micro_batch_size_on_5_devices(small_config, 385) == 2
 
 
 @pytest.mark.parametrize("name", ["convnet", "resconvnet", "resconvnet7"])
 def test_every_network_with_a_stem_may_have_it_whitened(small_config, name):
     small_config.model.stem, small_config.model.name = "whitened", name
-    validate(small_config, models.OPTIONS)
+    validate(small_config, models.MODELS)
 
 
 def test_a_whitened_stem_wants_a_network_with_a_stem(small_config, tmp_path):

@@ -1,23 +1,28 @@
 """The noise scale where it is known, AdaScale's gain, and what both do to a run."""
 
+import dataclasses
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import ROOT, run_script
 
-from largebatch.data import batching
-from largebatch.data.batching import Deal
+from largebatch.data.batching import DataSharding
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim import noise_scale, optimizers
 from largebatch.optim.noise_scale import Noise
-from largebatch.optim.optimizers import Numbers
-from largebatch.training.state import create_state
-from largebatch.training.step import Plan, Step, make_inner_loop
+from largebatch.optim.optimizers import Hyperparams
+from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
+from largebatch.training.loss import BatchSums
+from largebatch.training.state import create_train_state
+from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 
 DIMENSIONS, EXAMPLES, UPDATES = 12, 20_000, 512
 
@@ -35,44 +40,60 @@ def linear_problem(count=EXAMPLES, noise_scale_of_set=None):
 
 
 def loss_fn(params, model_state, batch):
-    return jnp.sum(batch.weights * (batch.images @ params["w"])), ({}, {})
+    return jnp.sum(batch.weights * (batch.images @ params["w"])), BatchSums({}, {})
 
 
-def make_loop(num_devices, micro_batch_size=16, views=1, points=None, **options):
-    """Loop, data and a maker of states, on all hosts; views of an example are the example."""
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """An inner loop with the data that it runs on, on all hosts."""
+
+    loop: Callable
+    data: Any
+    num_examples: int
+    optimizer: optax.GradientTransformation
+
+    def first_state(self):
+        """Before the first update; a new one for every call, since the loop takes its memory."""
+        state = create_train_state({"w": jnp.zeros(DIMENSIONS)}, self.optimizer, 0)
+        return replicas.replicate(state, replicas.local_devices_of(self.data))
+
+    def inputs(self, sizes, rates) -> UpdateInputs:
+        """Of updates with these batch sizes; `rates` is a rate for all, or what UpdateInputs has."""
+        starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
+        epoch, offset = epoch_and_offset(starts, self.num_examples)
+        rates = np.full(len(sizes), rates, np.float32) if np.ndim(rates) == 0 else np.float32(rates)
+        return UpdateInputs(epoch, offset, np.int32(sizes), rates)
+
+    def run(self, inputs: UpdateInputs, num_updates, state=None):
+        return self.loop(state or self.first_state(), self.data, inputs, np.int32(num_updates))
+
+
+def make_trainer(num_devices, micro_batch_size=16, views=1, points=None, **options) -> Trainer:
+    """A trainer whose TrainStep has these `options`; views of an example are the example."""
     points = linear_problem()[0] if points is None else points
-    deal = Deal(len(points), num_devices, views)
+    sharding = DataSharding(len(points), num_devices, views)
     shards = []
     for index, device in zip(replicas.local_indices(), jax.local_devices(), strict=True):
         if index < num_devices:
-            held = points[deal.originals_of(index, seed=0)]
-            held = np.pad(held, ((0, deal.max_originals - len(held)), (0, 0)))
-            shards.append(jax.device_put({"points": held[None]}, device))
-    optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
+            rows = points[sharding.originals_of(index, seed=0)]
+            rows = np.pad(rows, ((0, sharding.max_originals - len(rows)), (0, 0)))
+            shards.append(jax.device_put({"points": rows[None]}, device))
+    optimizer = optimizers.create_optimizer("sgd", Hyperparams(momentum=0.0))
 
-    def read(data, examples, visits):
+    def read(data, examples, visit_keys):
         return data["points"][examples // views], jnp.zeros(examples.shape, jnp.int32)
 
-    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, micro_batch_size, **options))
-
-    def fresh():
-        state = create_state({"w": jnp.zeros(DIMENSIONS)}, optimizer, 0)
-        return replicas.replicate(state, jax.local_devices()[:num_devices])
-
-    return deal, loop, replicas.stack(shards), fresh
+    loop = make_inner_loop(
+        TrainStep(loss_fn, optimizer, MicroBatchReader(read, sharding, micro_batch_size), **options)
+    )
+    return Trainer(loop, replicas.stack(shards), sharding.num_examples, optimizer)
 
 
-def make_plan(deal, sizes, rates=0.0):
-    starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
-    rates = np.broadcast_to(np.float32(rates), len(sizes)) if np.ndim(rates) == 0 else np.float32(rates)
-    return Plan(*batching.epoch_and_offset(deal, starts), np.int32(sizes), rates)
-
-
-def measured(num_devices, sizes, length=None, **options):
-    """The noise after updates of these sizes; plans of one `length` share a program."""
-    deal, loop, data, fresh = make_loop(num_devices, noise_decay=0.9999, **options)
-    plan = make_plan(deal, np.resize(sizes, length or len(sizes)))
-    state, _ = loop(fresh(), data, plan, np.int32(len(sizes)))
+def measured(num_devices, sizes, length=None, **options) -> Noise:
+    """The noise after updates of these sizes; inputs of one `length` share a program."""
+    trainer = make_trainer(num_devices, noise_decay=0.9999, **options)
+    inputs = trainer.inputs(np.resize(sizes, length or len(sizes)), rates=0.0)
+    state, _ = trainer.run(inputs, len(sizes))
     return replicas.first_replica(state.noise)
 
 
@@ -111,10 +132,10 @@ def test_noise_scale_on_a_pod():
     result = run_script("-m", "largebatch.pod", "--hosts", 4, "--devices", 8, "--", *command, env=paths)
     assert result.returncode == 0, result.stderr
     line = next(line for line in result.stdout.splitlines() if "noise_scale" in line)
-    found = json.loads(line[line.index("{") :])
+    result = json.loads(line[line.index("{") :])
     _, expected = linear_problem()
-    assert found["devices"] == 32
-    assert found["noise_scale"] == pytest.approx(expected, rel=0.1)
+    assert result["devices"] == 32
+    assert result["noise_scale"] == pytest.approx(expected, rel=0.1)
 
 
 def test_estimates_are_unbiased_for_uneven_groups():
@@ -122,14 +143,15 @@ def test_estimates_are_unbiased_for_uneven_groups():
     rng = np.random.default_rng(1)
     groups, mean, deviation = [1, 5, 2, 0, 8], np.array([0.5, -1.0]), np.array([1.0, 3.0])
     group_term, measure = jax.jit(noise_scale.group_term), jax.jit(noise_scale.measure)
-    found = []
+    estimates = []
     for _ in range(4000):
         sums = [(mean + deviation * rng.standard_normal((n, 2))).sum(0) for n in groups]
         terms = sum(float(group_term({"w": s}, n)) for s, n in zip(sums, groups, strict=True))
         batch = sum(groups)
         norm = np.linalg.norm(sum(sums) / batch)
-        found.append(np.array(measure(terms, 4, norm, batch)[:2]))
-    np.testing.assert_allclose(np.mean(found, 0), [10.0, 1.25], rtol=0.06)
+        estimate = measure(terms, 4, norm, batch)
+        estimates.append([estimate.variance, estimate.signal])
+    np.testing.assert_allclose(np.mean(estimates, 0), [10.0, 1.25], rtol=0.06)
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
@@ -152,15 +174,18 @@ def test_the_noise_scale_has_no_end_where_the_signal_is_lost():
 
 
 def test_measuring_adds_no_collective_and_changes_no_update():
-    deal, plain, data, fresh = make_loop(8, noise_decay=None)
-    _, measuring, _, _ = make_loop(8, noise_decay=0.9)
-    plan = make_plan(deal, [64, 50], 0.1)
-    texts = [loop.lower(fresh(), data, plan, np.int32(2)).compile().as_text() for loop in (plain, measuring)]
-    assert [text.count(" all-reduce(") + text.count(" all-reduce-start(") for text in texts] == [1, 1]
-    results = [loop(fresh(), data, plan, np.int32(2))[0] for loop in (plain, measuring)]
-    one, other = (np.asarray(state.params["w"]) for state in results)
+    plain, measuring = make_trainer(8, noise_decay=None), make_trainer(8, noise_decay=0.9)
+    inputs = plain.inputs([64, 50], 0.1)
+
+    def count_all_reduces(trainer):
+        compiled = trainer.loop.lower(trainer.first_state(), trainer.data, inputs, np.int32(2)).compile()
+        return compiled.as_text().count(" all-reduce(") + compiled.as_text().count(" all-reduce-start(")
+
+    assert [count_all_reduces(trainer) for trainer in (plain, measuring)] == [1, 1]
+    states = [trainer.run(inputs, 2)[0] for trainer in (plain, measuring)]
+    one, other = (np.asarray(state.params["w"]) for state in states)
     np.testing.assert_array_equal(one, other)
-    assert [int(replicas.first_replica(state.noise.count)) for state in results] == [0, 2]
+    assert [int(replicas.first_replica(state.noise.count)) for state in states] == [0, 2]
 
 
 # ---- AdaScale -------------------------------------------------------------------------------------------
@@ -185,48 +210,43 @@ def noise_of(variance, signal):
     ],
 )
 def test_gain(variance, signal, batch_size, expected):
-    found = noise_scale.gain(noise_of(variance, signal), batch_size, 128)
-    assert float(found) == pytest.approx(expected, rel=1e-5)
+    gain = noise_scale.gain(noise_of(variance, signal), batch_size, 128)
+    assert float(gain) == pytest.approx(expected, rel=1e-5)
 
 
 def test_adascale_at_scale_one_is_plain_sgd():
     """Bitwise: every gain is 1, every update a step of the schedule."""
     rates = np.float32([0.1, 0.2, 0.3, 0.4])
-    deal, plain, data, fresh = make_loop(8)
-    _, scaled, _, _ = make_loop(8, adascale_reference=64)
-    table = np.pad(rates, (0, 4), constant_values=-1)
+    plain, scaled = make_trainer(8), make_trainer(8, adascale_reference=64)
     sizes = [64] * 8
-    one, _ = plain(fresh(), data, make_plan(deal, sizes, np.pad(rates, (0, 4))), np.int32(4))
-    other, metrics = scaled(fresh(), data, make_plan(deal, sizes, table), np.int32(8))
+    one, _ = plain.run(plain.inputs(sizes, np.pad(rates, (0, 4))), 4)
+    other, metrics = scaled.run(scaled.inputs(sizes, np.pad(rates, (0, 4), constant_values=-1)), 8)
     np.testing.assert_array_equal(np.asarray(one.params["w"]), np.asarray(other.params["w"]))
     state = replicas.first_replica(other)
-    assert (int(state.step), float(state.progress)) == (4, 4.0)  # and the run has come to its end
+    assert int(state.step) == 4  # and the run has come to its end
+    assert float(state.scale_invariant_steps) == 4.0
     assert np.asarray(metrics["gain"]).tolist() == [1] * 4 + [0] * 4
 
 
 def test_adascale_stretches_the_schedule_by_its_gain():
-    """A replay in NumPy: rate of the floor of the progress, times the gain; however the loop is cut."""
+    """A replay in NumPy: rate of the floor of the steps done, times the gain; however the loop is cut."""
     schedule = np.float32(0.5 * (1 - np.arange(40) / 40))
-    deal, loop, data, fresh = make_loop(4, adascale_reference=32, noise_decay=0.9)
+    trainer = make_trainer(4, adascale_reference=32, noise_decay=0.9)
     table = np.pad(schedule, (0, 24), constant_values=-1)
     sizes = np.resize([256, 96, 512], 64)
-    plan = make_plan(deal, sizes, table)
-    whole, metrics = loop(fresh(), data, plan, np.int32(64))
-    gains, rates = np.asarray(metrics["gain"]), np.asarray(metrics["rate"])
-    done = int(replicas.first_replica(whole.step))
-    assert 8 < done < 40
-    progress = np.concatenate([[0], np.cumsum(gains[:done], dtype=np.float32)])
-    np.testing.assert_allclose(
-        rates[:done], schedule[np.floor(progress[:-1]).astype(int)] * gains[:done], rtol=1e-6
-    )
-    assert progress[-2] < 40 <= progress[-1]
-    assert (gains[:done] >= 1).all()
-    assert (gains[:done] <= sizes[:done] / 32 + 1e-5).all()
-    state = fresh()
-    for first, count in ((0, 3), (3, done - 3)):
-        part = make_plan(deal, sizes, table)
-        part = Plan(*(np.roll(field, -first) for field in part[:3]), table)
-        state, _ = loop(state, data, part, np.int32(count))
+    inputs = trainer.inputs(sizes, table)
+    whole, metrics = trainer.run(inputs, 64)
+    updates = int(replicas.first_replica(whole.step))
+    assert 8 < updates < 40
+    gains, rates = (np.asarray(metrics[name])[:updates] for name in ("gain", "rate"))
+    steps_done = np.concatenate([[0], np.cumsum(gains, dtype=np.float32)])
+    np.testing.assert_allclose(rates, schedule[np.floor(steps_done[:-1]).astype(int)] * gains, rtol=1e-6)
+    assert steps_done[-2] < 40 <= steps_done[-1]
+    assert (gains >= 1).all()
+    assert (gains <= sizes[:updates] / 32 + 1e-5).all()
+    state, _ = trainer.run(inputs, 3)
+    from_the_fourth = jax.tree.map(lambda x: np.roll(x, -3), inputs).replace(learning_rate=table)
+    state, _ = trainer.run(from_the_fourth, updates - 3, state)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from largebatch.optim import optimizers, soap
-from largebatch.optim.optimizers import Numbers, Switches
+from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
 
 BETA, B2, DECAY = 0.9, 0.99, 0.01
 RATES = (0.1, 0.1, 0.03, 0.03)  # the rate changes on the way
@@ -26,8 +26,10 @@ def gradients(params, count=4):
     return [jax.tree.map(lambda p: rng.standard_normal(p.shape).astype(np.float32), params) for _ in range(count)]
 
 
-def run(name, params, grads, rates=RATES, numbers=Numbers(), switches=Switches()):  # noqa: B008
-    optimizer = optimizers.create_optimizer(name, numbers, switches)
+def run(
+    name, params, grads, rates=RATES, hyperparams=optimizers.DEFAULT_HYPERPARAMS, options=optimizers.DEFAULT_OPTIONS
+):
+    optimizer = optimizers.create_optimizer(name, hyperparams, options)
     state = jax.jit(optimizer.init)(params)
 
     @jax.jit
@@ -42,8 +44,8 @@ def run(name, params, grads, rates=RATES, numbers=Numbers(), switches=Switches()
 
 def assert_follows(ours, params, grads, reference, rates=RATES, rtol=2e-5):
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        own = [_at(grad, path).astype(np.float64) for grad in grads]
-        expected = reference(path, leaf.astype(np.float64), own, rates)
+        grads_of_leaf = [_at(grad, path).astype(np.float64) for grad in grads]
+        expected = reference(path, leaf.astype(np.float64), grads_of_leaf, rates)
         np.testing.assert_allclose(_at(ours, path), expected, rtol=rtol, atol=1e-6, err_msg=str(path))
 
 
@@ -146,9 +148,9 @@ def orthogonal(matrix):
 
 def muon(path, p, grads, rates):
     """Jordan 2024, with the momentum as a corrected average, as optax has it; 0.5 x AdamW for the rest."""
-    own = p.ndim > 1 and path[0].key != "head"
+    is_orthogonalised = p.ndim > 1 and path[0].key != "head"
     for (_, _, _, m_hat, v_hat), rate in zip(_moments(grads), rates, strict=True):
-        if own:
+        if is_orthogonalised:
             matrix = m_hat.reshape(-1, p.shape[-1])
             scale = np.sqrt(max(1, matrix.shape[1] / matrix.shape[0]))
             move = (scale * orthogonal(matrix)).reshape(p.shape)
@@ -196,7 +198,7 @@ REFERENCES = {
     "muon": muon,
 }
 ALL = [*REFERENCES, "soap"]
-NUMBERS = Numbers(BETA, B2, DECAY, adamw_multiplier=0.5)
+HYPERPARAMS = Hyperparams(momentum=BETA, b2=B2, weight_decay=DECAY, adamw_multiplier=0.5)
 
 
 def test_there_is_a_reference_for_every_optimizer():
@@ -207,7 +209,9 @@ def test_there_is_a_reference_for_every_optimizer():
 def test_optimizers_follow_their_papers(name, params):
     grads = gradients(params)
     tolerance = 2e-4 if name == "muon" else 2e-5  # five steps of Newton-Schulz in float32
-    assert_follows(run(name, params, grads, numbers=NUMBERS), params, grads, REFERENCES[name], rtol=tolerance)
+    assert_follows(
+        run(name, params, grads, hyperparams=HYPERPARAMS), params, grads, REFERENCES[name], rtol=tolerance
+    )
 
 
 def test_soap_follows_its_paper_over_a_refresh_of_its_bases():
@@ -220,8 +224,8 @@ def test_soap_follows_its_paper_over_a_refresh_of_its_bases():
         for _ in range(14)
     ]
     rates = [0.01] * 14
-    assert_follows(run("soap", params, grads, rates, NUMBERS), params, grads, soap_reference, rates, rtol=2e-3)
-    stale = run("soap", params, grads, rates, NUMBERS)["kernel"] - soap_reference(
+    assert_follows(run("soap", params, grads, rates, HYPERPARAMS), params, grads, soap_reference, rates, rtol=2e-3)
+    stale = run("soap", params, grads, rates, HYPERPARAMS)["kernel"] - soap_reference(
         None, params["kernel"].astype(np.float64), [g["kernel"].astype(np.float64) for g in grads], rates, every=99
     )
     assert np.abs(stale).max() > 1e-3  # the refresh at update 10 counts
@@ -286,21 +290,22 @@ def test_muon_moves_by_nearly_orthogonal_matrices(params):
 
 def test_a_change_of_the_rate_corrects_the_momentum(params):
     grads = gradients(params)
-    corrected = run("sgd", params, grads, numbers=NUMBERS)
+    corrected = run("sgd", params, grads, hyperparams=HYPERPARAMS)
     assert_follows(corrected, params, grads, sgd_corrected)
-    plain = run("sgd", params, grads, numbers=NUMBERS, switches=Switches(momentum_correction=False))
+    plain = run("sgd", params, grads, hyperparams=HYPERPARAMS, options=OptimizerOptions(momentum_correction=False))
     assert_follows(plain, params, grads, sgd_uncorrected)
     assert np.abs(corrected["conv"]["kernel"] - plain["conv"]["kernel"]).max() > 0.01
     constant = [0.1] * len(grads)  # without a change both are the same
     one, other = (
-        run("sgd", params, grads, constant, NUMBERS, Switches(momentum_correction=on)) for on in (True, False)
+        run("sgd", params, grads, constant, HYPERPARAMS, OptimizerOptions(momentum_correction=corrected))
+        for corrected in (True, False)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
 
 
 def test_nesterov(params):
     grads = gradients(params)
-    ours = run("sgd", params, grads, numbers=NUMBERS, switches=Switches(nesterov=True))
+    ours = run("sgd", params, grads, hyperparams=HYPERPARAMS, options=OptimizerOptions(nesterov=True))
     assert_follows(ours, params, grads, lambda *arguments: sgd(*arguments, nesterov=True))
 
 
@@ -314,7 +319,7 @@ def test_lars_without_momentum_correction_is_that_of_optax(params):
     for grad, rate in zip(grads, RATES, strict=True):
         updates, state = theirs.update(grad, optimizers.with_learning_rate(state, rate), expected)
         expected = optax.apply_updates(expected, updates)
-    ours = run("lars", params, grads, numbers=NUMBERS, switches=Switches(momentum_correction=False))
+    ours = run("lars", params, grads, hyperparams=HYPERPARAMS, options=OptimizerOptions(momentum_correction=False))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, expected)
 
 
@@ -324,7 +329,7 @@ def test_lars_without_momentum_correction_is_that_of_optax(params):
 @pytest.mark.parametrize("name", ALL)
 def test_without_a_gradient_only_kernels_decay(name, params):
     zero = [jax.tree.map(np.zeros_like, params)]
-    moved = run(name, params, zero, [0.1], Numbers(weight_decay=0.5))
+    moved = run(name, params, zero, [0.1], Hyperparams(weight_decay=0.5))
     for layer, leaves in params.items():
         np.testing.assert_array_equal(moved[layer]["bias"], leaves["bias"])
         assert not np.array_equal(moved[layer]["kernel"], leaves["kernel"])
@@ -353,10 +358,13 @@ def test_one_compiled_program_serves_all_numbers(name, params):
         made.append(name)
         return optimizers.create_optimizer(name).update(grad, state, params)
 
-    for numbers in (Numbers(), Numbers(0.5, 0.9, 0.1, 1.0, 4.0, 0.1)):
+    others = Hyperparams(
+        momentum=0.5, b2=0.9, weight_decay=0.1, clip_norm=1.0, bias_multiplier=4.0, adamw_multiplier=0.1
+    )
+    for hyperparams in (Hyperparams(), others):
+        state = optimizers.create_optimizer(name, hyperparams).init(params)
         for rate in (0.0, 0.1, 3.0):
-            state = optimizers.with_learning_rate(optimizers.create_optimizer(name, numbers).init(params), rate)
-            step(params, state, gradients(params, 1)[0])
+            step(params, optimizers.with_learning_rate(state, rate), gradients(params, 1)[0])
     assert made == [name]
 
 
@@ -364,7 +372,8 @@ def test_the_whole_gradient_is_clipped(params):
     (grad,) = gradients(params, 1)
     norm = float(optax.tree.norm(grad))
     clipped, whole = (
-        run("sgd", params, [grad], [1.0], Numbers(momentum=0.0, clip_norm=limit)) for limit in (norm / 4, norm * 2)
+        run("sgd", params, [grad], [1.0], Hyperparams(momentum=0.0, clip_norm=limit))
+        for limit in (norm / 4, norm * 2)
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(grad):
         np.testing.assert_allclose(_at(params, path) - _at(whole, path), leaf, atol=1e-6)
@@ -373,7 +382,9 @@ def test_the_whole_gradient_is_clipped(params):
 
 def test_biases_have_a_rate_of_their_own(params):
     grads = gradients(params)
-    plain, times = (run("sgd", params, grads, numbers=Numbers(bias_multiplier=factor)) for factor in (1.0, 4.0))
+    plain, times = (
+        run("sgd", params, grads, hyperparams=Hyperparams(bias_multiplier=factor)) for factor in (1.0, 4.0)
+    )
     np.testing.assert_array_equal(plain["conv"]["kernel"], times["conv"]["kernel"])
     moves = [moved["conv"]["bias"] - params["conv"]["bias"] for moved in (plain, times)]
     np.testing.assert_allclose(4 * moves[0], moves[1], rtol=1e-4)
@@ -381,7 +392,7 @@ def test_biases_have_a_rate_of_their_own(params):
 
 def test_biases_may_be_treated_as_kernels(params):
     grads = gradients(params)
-    ours = run("lamb", params, grads, numbers=NUMBERS, switches=Switches(exclude_biases=False))
+    ours = run("lamb", params, grads, hyperparams=HYPERPARAMS, options=OptimizerOptions(exclude_biases=False))
     theirs = optax.inject_hyperparams(
         lambda learning_rate: optax.lamb(learning_rate, BETA, B2, weight_decay=DECAY)
     )(learning_rate=0.0)
@@ -399,13 +410,13 @@ def test_trust_ratios_are_those_of_numpy_and_of_the_first_update():
     grads = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     grads["tiny"] *= np.float32(1e-6)  # where epsilon counts
     grads["dead"] *= np.float32(0)
-    optimizer = optimizers.create_optimizer("lamb", Numbers(weight_decay=0.3))
+    optimizer = optimizers.create_optimizer("lamb", Hyperparams(weight_decay=0.3))
     state = optimizers.with_learning_rate(optimizer.init(params), 1.0)
     updates, _ = optimizer.update(grads, state, params)
-    found = optimizers.trust_ratios(grads, params, 0.3)
-    assert found.keys() == params.keys()
-    assert found.pop("dead") == np.inf
-    for name, ratio in found.items():
+    ratios = optimizers.trust_ratios(grads, params, 0.3)
+    assert ratios.keys() == params.keys()
+    assert ratios.pop("dead") == np.inf
+    for name, ratio in ratios.items():
         g, p = grads[name].astype(np.float64), params[name].astype(np.float64)
         move = g / (np.abs(g) + 1e-6) + (0.3 * p if name != "bias" else 0.0)
         np.testing.assert_allclose(ratio, np.linalg.norm(p) / np.linalg.norm(move), rtol=1e-4)

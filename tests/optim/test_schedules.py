@@ -5,25 +5,30 @@ import pytest
 
 import model as models
 from configs import default
-from experiment import make_plan
 from largebatch.config.validate import validate
-from largebatch.data import batching
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import schedules
 from largebatch.optim.piecewise import PiecewiseConstant
+from largebatch.optim.schedule_text import describe
+from largebatch.optim.schedules import ScheduleOptions, create_schedule, epoch_and_offset
 
 EPOCH = 172_800
 
 
-def create(rate=0.1, num_updates=100, batch_size=512, epoch_size=EPOCH, **fields):
-    all_fields = default.get_config().schedule.to_dict() | fields
-    assert schedules.problems(all_fields, num_updates) == []
-    sizes = batch_size if isinstance(batch_size, PiecewiseConstant) else PiecewiseConstant.constant(batch_size)
-    return schedules.create(all_fields, rate, num_updates, sizes, epoch_size)
+def options_of(**fields) -> ScheduleOptions:
+    """The default options but for these fields."""
+    return ScheduleOptions.from_config({**default.get_config().schedule.to_dict(), **fields})
+
+
+def create(num_updates=100, batch_size=512, epoch_size=EPOCH, **fields):
+    """The schedule of a base rate of 0.1 and one batch size."""
+    options = options_of(**fields)
+    assert schedules.problems(options, num_updates) == []
+    return create_schedule(options, 0.1, num_updates, PiecewiseConstant.constant(batch_size), epoch_size)
 
 
 def rates(schedule, *updates):
-    return schedule.rates(np.array(updates)).tolist()
+    return schedule.learning_rates(np.array(updates)).tolist()
 
 
 # ---- rates ----------------------------------------------------------------------------------------
@@ -34,30 +39,33 @@ def test_constant():
 
 
 def test_warm_up_ends_at_the_peak_and_wastes_no_update():
-    found = rates(create(warmup_updates=10), 0, 4, 9, 10, 99)
-    np.testing.assert_allclose(found, [0.01, 0.05, 0.1, 0.1, 0.1])
+    np.testing.assert_allclose(rates(create(warmup_updates=10), 0, 4, 9, 10, 99), [0.01, 0.05, 0.1, 0.1, 0.1])
 
 
 def test_linear():
     # 90 updates after the warm-up: the first has the peak, the last a 90th of it.
-    found = rates(create(name="linear", warmup_updates=10), 9, 10, 55, 99)
-    np.testing.assert_allclose(found, [0.1, 0.1, 0.05, 0.1 / 90])
-    found = rates(create(name="linear", final_fraction=0.2), 0, 50, 99)
-    np.testing.assert_allclose(found, [0.1, 0.1 * (1 - 0.8 * 0.5), 0.1 * (1 - 0.8 * 0.99)])
+    np.testing.assert_allclose(
+        rates(create(name="linear", warmup_updates=10), 9, 10, 55, 99), [0.1, 0.1, 0.05, 0.1 / 90]
+    )
+    np.testing.assert_allclose(
+        rates(create(name="linear", final_fraction=0.2), 0, 50, 99),
+        [0.1, 0.1 * (1 - 0.8 * 0.5), 0.1 * (1 - 0.8 * 0.99)],
+    )
 
 
 def test_cosine():
-    found = rates(create(name="cosine", warmup_updates=20), 19, 20, 40, 60, 80, 99)
+    by_update = rates(create(name="cosine", warmup_updates=20), 19, 20, 40, 60, 80, 99)
     expected = [0.1, 0.1, *(0.05 * (1 + np.cos(np.pi * p)) for p in (0.25, 0.5, 0.75, 79 / 80))]
-    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(by_update, expected)
     assert rates(create(name="cosine", final_fraction=0.1), 50)[0] == pytest.approx(0.01 + 0.09 / 2)
 
 
 def test_step_changes_at_its_updates():
     schedule = create(name="step", decay_steps=(30, 60), decay_factor=0.5, warmup_updates=5)
-    found = rates(schedule, 0, 4, 29, 30, 59, 60, 99)
-    np.testing.assert_allclose(found, [0.02, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025])
-    assert schedule.batch_sizes.at(np.arange(100)).tolist() == [512] * 100
+    np.testing.assert_allclose(
+        rates(schedule, 0, 4, 29, 30, 59, 60, 99), [0.02, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
+    )
+    assert schedule.batch_sizes.value_at(np.arange(100)).tolist() == [512] * 100
 
 
 # ---- scaling with the batch size --------------------------------------------------------------------
@@ -74,10 +82,12 @@ def test_goyals_rule_for_8192_images():
         warmup_epochs=5,
     )
     warmup = 782  # 5 x 1,281,167 / 8,192 = 781.96
-    found = rates(schedule, 0, warmup // 2 - 1, warmup - 1, warmup, 13_999)
-    np.testing.assert_allclose(found, [0.1 + 3.1 / 782, 0.1 + 3.1 / 2, 3.2, 3.2, 3.2])
+    np.testing.assert_allclose(
+        rates(schedule, 0, warmup // 2 - 1, warmup - 1, warmup, 13_999),
+        [0.1 + 3.1 / 782, 0.1 + 3.1 / 2, 3.2, 3.2, 3.2],
+    )
     expected = "learning rate 3.2 = 0.1 x 32 (linear: batch 8,192 / reference 256), reached from 0.1 in 782 updates"
-    assert expected in schedule.text
+    assert expected in describe(schedule)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +102,14 @@ def test_scaling_rules(scaling, batch_size, factor):
 
 
 def test_a_warm_up_has_no_jump_where_a_changing_batch_crosses_the_reference():
-    fields = {"scaling": "linear", "reference_batch_size": 512, "warmup_updates": 50}
+    options = options_of(scaling="linear", reference_batch_size=512, warmup_updates=50)
     trace = PiecewiseConstant(np.arange(100), np.resize([512, 513, 256, 1024], 100))
-    schedule = schedules.create(default.get_config().schedule.to_dict() | fields, 0.1, 100, trace, 4096)
-    found = schedule.rates(np.arange(100))
+    schedule = create_schedule(options, 0.1, 100, trace, 4096)
+    by_update = schedule.learning_rates(np.arange(100))
     # Peaks are 0.1 and about that, 0.05 and 0.2. All start from 0.1, but for what has a lower peak.
-    np.testing.assert_allclose(found[:4], [0.1, 0.1 + 0.1 / 512 * 2 / 50, 0.05, 0.1 + 0.1 * 4 / 50], rtol=1e-12)
-    np.testing.assert_allclose(found[48:52], [0.1, 0.1 * 513 / 512, 0.05, 0.2], rtol=1e-12)
-    assert "reached from 0.05 to 0.1 in 50 updates" in schedule.text
+    np.testing.assert_allclose(by_update[:4], [0.1, 0.1 + 0.1 / 512 * 2 / 50, 0.05, 0.1 + 0.1 * 4 / 50], rtol=1e-12)
+    np.testing.assert_allclose(by_update[48:52], [0.1, 0.1 * 513 / 512, 0.05, 0.2], rtol=1e-12)
+    assert "reached from 0.05 to 0.1 in 50 updates" in describe(schedule)
 
 
 @pytest.mark.parametrize("scaling", ["linear", "sqrt"])
@@ -110,8 +120,7 @@ def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, 
 
     An epoch has 128,000 examples, so all three warm-ups are 100 updates of 128; of 512 the last two are 25.
     """
-    fields = default.get_config().schedule.to_dict() | warmup
-    fields |= {"scaling": scaling, "reference_batch_size": 128}
+    options = options_of(scaling=scaling, reference_batch_size=128, **warmup)
     length = 100 if first_size == 128 or "warmup_updates" in warmup else 25
     sizes = first_size * np.array([1, 2, 4, 8])
     starts = np.array([0, length // 5, length // 2, 2 * length])
@@ -122,15 +131,15 @@ def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, 
         peak = 0.1 * (ratio if scaling == "linear" else ratio**0.5)
         rate = peak if update >= length else rate + (peak - rate) / (length - update)
         expected.append(rate)
-    found = []
+    actual = []
     for update in range(3 * length):  # as a run asks: by what has grown until then
         so_far = PiecewiseConstant(starts[starts <= update], sizes[: (starts <= update).sum()])
-        schedule = schedules.create(fields, 0.1, 3 * length, so_far, 128_000, grows=True)
-        found.append(float(schedule.rates(update)))
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
-    within = np.diff([base, *found[:length]])
+        schedule = create_schedule(options, 0.1, 3 * length, so_far, 128_000, grows=True)
+        actual.append(schedule.learning_rate_at(update))
+    np.testing.assert_allclose(actual, expected, rtol=1e-9)
+    within = np.diff([base, *actual[:length]])
     assert within.max() < 0.1 * sizes[2] / 128 / (length / 2)  # the steepest ramp there may be
-    assert schedule.rates(np.arange(3 * length)).tolist() == pytest.approx(expected)  # what was done stays
+    assert schedule.learning_rates(np.arange(3 * length)).tolist() == pytest.approx(expected)  # what was done stays
 
 
 def test_a_warm_up_beyond_all_numbers_is_refused():
@@ -156,31 +165,36 @@ def test_growth_visits_as_many_examples_as_decay_in_fewer_updates():
     decay, growth = create(**fields), create(decay_by="batch", **fields)
     assert (decay.num_updates, growth.num_updates) == (100, 50 + 5 + 1)
     updates = np.arange(growth.num_updates)
-    assert growth.batch_sizes.at(updates).tolist() == [512] * 50 + [2560] * 5 + [12_800]
-    np.testing.assert_allclose(growth.rates(updates), [0.1] * 56)
+    assert growth.batch_sizes.value_at(updates).tolist() == [512] * 50 + [2560] * 5 + [12_800]
+    np.testing.assert_allclose(growth.learning_rates(updates), [0.1] * 56)
     assert decay.examples_before(75) == growth.examples_before(55) == 75 * 512
     assert growth.max_batch_size == 12_800
-    assert (
-        "batch 512 from update 0 at 0.1, 2,560 from update 50 at 0.1, 12,800 from update 55 at 0.1" in growth.text
-    )
+    stages = "batch 512 from update 0 at 0.1, 2,560 from update 50 at 0.1, 12,800 from update 55 at 0.1"
+    assert stages in describe(growth)
 
 
 def test_growth_beyond_the_data_set_cuts_the_rate_by_the_rest():
     fields = {"name": "step", "decay_steps": (50, 75), "decay_factor": 0.2, "decay_by": "batch"}
     schedule = create(batch_size=512, epoch_size=5120, **fields)
-    sizes, found = schedule.batch_sizes.values.tolist(), rates(schedule, 0, 50, 55, schedule.num_updates - 1)
-    assert sizes == [512, 2560, 5120]  # in place of 12,800
-    np.testing.assert_allclose(found, [0.1, 0.1, 0.1 * 5120 / 12_800, 0.1 * 5120 / 12_800])
+    assert schedule.batch_sizes.values.tolist() == [512, 2560, 5120]  # in place of 12,800
+    at_starts_and_end = rates(schedule, 0, 50, 55, schedule.num_updates - 1)
+    np.testing.assert_allclose(at_starts_and_end, [0.1, 0.1, 0.1 * 5120 / 12_800, 0.1 * 5120 / 12_800])
     assert schedule.num_updates == 50 + 5 + 3  # 25 x 512 examples by 5,120, rounded up
 
 
 def test_examples_before_is_the_sum_of_the_batches():
     stages = PiecewiseConstant(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
-    sizes = stages.at(np.arange(20))
+    sizes = stages.value_at(np.arange(20))
     assert sizes.tolist() == [64] * 3 + [7] + [1024] * 5 + [50] * 11
-    np.testing.assert_array_equal(stages.sum_before(np.arange(21)), np.concatenate([[0], np.cumsum(sizes)]))
+    np.testing.assert_array_equal(stages.total_before(np.arange(21)), np.concatenate([[0], np.cumsum(sizes)]))
     many = PiecewiseConstant(np.array([0]), np.array([EPOCH]))
-    assert many.sum_before(np.int64(10**9)) == 10**9 * EPOCH  # beyond 32 bits
+    assert many.total_before(np.int64(10**9)) == 10**9 * EPOCH  # beyond 32 bits
+
+
+def test_epoch_and_offset_do_not_overflow():
+    epoch, offset = epoch_and_offset(np.array([10**12 + 17]), EPOCH)
+    assert epoch.dtype == offset.dtype == np.int32
+    assert int(epoch[0]) * EPOCH + int(offset[0]) == 10**12 + 17
 
 
 def test_a_call_in_the_middle_of_a_run_gets_its_own_rates_sizes_and_places():
@@ -191,13 +205,13 @@ def test_a_call_in_the_middle_of_a_run_gets_its_own_rates_sizes_and_places():
         "decay_by": "batch",
         "warmup_updates": 20,
     }
-    schedule, deal = create(epoch_size=4800, **fields), batching.Deal(600, 2, 8)
-    plan = make_plan(deal, schedule, 8, first_update=48)
-    assert plan.batch_size.tolist() == [512, 512, 2560, 2560, 2560, 2560, 2560, 4800]
-    np.testing.assert_allclose(plan.learning_rate, [0.1] * 7 + [0.1 * 4800 / 12_800], rtol=1e-6)
-    before = 48 * 512 + np.concatenate([[0], np.cumsum(plan.batch_size[:-1])])
-    np.testing.assert_array_equal(plan.epoch * 4800 + plan.offset, before)
-    assert make_plan(deal, schedule, 4, first_update=2).learning_rate[0] == np.float32(0.1 * 3 / 20)
+    schedule = create(epoch_size=4800, **fields)
+    inputs = schedule.inputs(48, 8)
+    assert inputs.batch_size.tolist() == [512, 512, 2560, 2560, 2560, 2560, 2560, 4800]
+    np.testing.assert_allclose(inputs.learning_rate, [0.1] * 7 + [0.1 * 4800 / 12_800], rtol=1e-6)
+    before = 48 * 512 + np.concatenate([[0], np.cumsum(inputs.batch_size[:-1])])
+    np.testing.assert_array_equal(inputs.epoch * 4800 + inputs.offset, before)
+    assert schedule.inputs(2, 4).learning_rate[0] == np.float32(0.1 * 3 / 20)
 
 
 # ---- contradictions ---------------------------------------------------------------------------------
@@ -234,7 +248,7 @@ def test_contradictory_schedules_are_refused(fields, message):
     with config.ignore_type():
         config.schedule.update(fields)
     with pytest.raises(UserError, match=message):
-        validate(config, models.OPTIONS)
+        validate(config, models.MODELS)
 
 
 @pytest.mark.parametrize(

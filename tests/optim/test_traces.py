@@ -36,17 +36,17 @@ def test_stages_against_plain_sums():
     stages = traces.from_list(sizes.tolist()).batch_sizes
     assert len(stages.starts) < 200
     before = np.concatenate([[0], np.cumsum(sizes)])
-    np.testing.assert_array_equal(stages.at(np.arange(200)), sizes)
-    np.testing.assert_array_equal(stages.sum_before(np.arange(201)), before)
+    np.testing.assert_array_equal(stages.value_at(np.arange(200)), sizes)
+    np.testing.assert_array_equal(stages.total_before(np.arange(201)), before)
     totals = np.arange(1, before[-1] + 1, 13)
     np.testing.assert_array_equal(stages.updates_to(totals), np.searchsorted(before, totals))
-    np.testing.assert_array_equal(stages.cut(50).at(np.arange(50)), sizes[:50])
-    assert stages.cut(50).starts[-1] < 50
+    np.testing.assert_array_equal(stages.first(50).value_at(np.arange(50)), sizes[:50])
+    assert stages.first(50).starts[-1] < 50
 
 
 def test_the_last_value_of_stages_holds():
     stages = PiecewiseConstant(np.array([0, 3]), np.array([10, 20]))
-    assert stages.at(np.int64(1000)) == 20
+    assert stages.value_at(np.int64(1000)) == 20
     assert stages.updates_to(30 + 20 * 7 - 5) == 3 + 7
 
 
@@ -56,18 +56,18 @@ def test_the_last_value_of_stages_holds():
 def test_the_seed_s_own_format(write):
     trace = traces.read(write(SEED_TRACE))
     assert trace.length == 3
-    assert trace.batch_sizes.at(np.arange(3)).tolist() == [1024, 1024, 2048]
+    assert trace.batch_sizes.value_at(np.arange(3)).tolist() == [1024, 1024, 2048]
 
 
 def test_steps_that_a_trace_leaves_out_keep_the_last_value(write):
     trace = traces.read(write("step,batchsize\n0,32\n5,64\n9,8\n\n"))
     assert trace.length == 10
-    assert trace.batch_sizes.at(np.arange(10)).tolist() == [32] * 5 + [64] * 4 + [8]
+    assert trace.batch_sizes.value_at(np.arange(10)).tolist() == [32] * 5 + [64] * 4 + [8]
 
 
 def test_columns_may_be_called_and_placed_otherwise(write):
     trace = traces.read(write("\ufeffBatch_Size, note, Step\n16, a, 0\n+32, b, 2\n"))
-    assert trace.batch_sizes.at(np.arange(3)).tolist() == [16, 16, 32]
+    assert trace.batch_sizes.value_at(np.arange(3)).tolist() == [16, 16, 32]
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_columns_may_be_called_and_placed_otherwise(write):
     ],
 )
 def test_bad_traces_are_refused_by_line(write, text, message):
-    with pytest.raises(BadSetting, match=r"^batch\.trace: ") as found:
+    with pytest.raises(BadSetting, match=r"^batch\.trace: ") as error:
         traces.read(write(text), largest=100)
-    assert message in str(found.value)
+    assert message in str(error.value)
 
 
 def test_updates_beyond_32_bits_are_refused_by_line(write):
@@ -123,7 +123,7 @@ def test_updates_beyond_32_bits_are_refused_by_line(write):
     ):
         traces.read(write("step,batchsize\n0,900000000000000000\n"), largest=10**18)
     longest = traces.read(write(f"step,batchsize\n0,{2**31 - 1}\n{2**31 - 1},1\n"))
-    assert int(longest.batch_sizes.sum_before(np.int64(2**31))) == (2**31 - 1) ** 2 + 1
+    assert int(longest.batch_sizes.total_before(np.int64(2**31))) == (2**31 - 1) ** 2 + 1
 
 
 def test_a_step_that_begins_again_at_0_goes_on(write):
@@ -132,14 +132,14 @@ def test_a_step_that_begins_again_at_0_goes_on(write):
     path = write("step,batchsize\n" + rows)
     trace = traces.read(path)
     assert trace.length == 30
-    assert trace.batch_sizes.at(np.arange(30)).tolist() == [32] * 10 + [64] * 10 + [96] * 10
+    assert trace.batch_sizes.value_at(np.arange(30)).tolist() == [32] * 10 + [64] * 10 + [96] * 10
     assert trace.text == f"{path}, 30 rows, steps begin again at 0 2 times, first in line 12: updates go on"
     result = run_script("-m", "largebatch.trace_check", path, "--dataset-size=480", "--devices=2")
     assert result.returncode == 0, result.stderr
     assert "begin again at 0 2 times, first in line 12: updates go on: 30 updates" in result.stdout
     sparse = traces.read(write("step,batchsize\n0,8\n5,9\n0,10\n2,11\n"))
     assert sparse.length == 9
-    assert sparse.batch_sizes.at(np.arange(9)).tolist() == [8] * 5 + [9, 10, 10, 11]
+    assert sparse.batch_sizes.value_at(np.arange(9)).tolist() == [8] * 5 + [9, 10, 10, 11]
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -156,7 +156,7 @@ def test_a_long_trace(write):
     path = write("step,batchsize\n" + "".join(f"{step},{size}\n" for step, size in enumerate(sizes)))
     trace = traces.read(path)
     assert trace.length == 100_000
-    assert int(trace.batch_sizes.sum_before(np.int64(100_000))) == sum(sizes)
+    assert int(trace.batch_sizes.total_before(np.int64(100_000))) == sum(sizes)
 
 
 # ---- availability ---------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_long_trace(write):
 
 def test_devices_over_an_index(write):
     trace = traces.read(write("index,GPUs\n0,4\n1,4\n2,8\n"), per_device_batch_size=32)
-    assert trace.batch_sizes.at(np.arange(3)).tolist() == [128, 128, 256]
+    assert trace.batch_sizes.value_at(np.arange(3)).tolist() == [128, 128, 256]
 
 
 def test_devices_over_time(write):
@@ -172,7 +172,7 @@ def test_devices_over_time(write):
     text = "time,TPU_cores\n100.0,8\n130.5,16\n131,32\n150,8\n"
     trace = traces.read(write(text), per_device_batch_size=2, time_per_update=10)
     # Updates start at 100, 110, 120, 130, 140, 150.
-    assert trace.batch_sizes.at(np.arange(6)).tolist() == [16, 16, 16, 16, 64, 16]
+    assert trace.batch_sizes.value_at(np.arange(6)).tolist() == [16, 16, 16, 16, 64, 16]
     assert trace.length == 6
 
 
@@ -186,12 +186,12 @@ def test_a_batch_trace_has_no_devices(write):
 def test_times_count_where_there_is_an_index_too(write):
     text = ",Time,TPU_cores\n0,1651064158,88\n1,1651064188,88\n2,1651064218,112\n"
     trace = traces.read(write(text), per_device_batch_size=1, time_per_update=15)
-    assert trace.batch_sizes.at(np.arange(5)).tolist() == [88, 88, 88, 88, 112]
+    assert trace.batch_sizes.value_at(np.arange(5)).tolist() == [88, 88, 88, 88, 112]
 
 
 def test_time_without_devices_is_left_out(write):
     trace = traces.read(write("time,GPUs\n0,0\n10,2\n30,0\n90,4\n100,1\n"), 1, time_per_update=10)
-    assert trace.batch_sizes.at(np.arange(4)).tolist() == [2, 2, 4, 1]
+    assert trace.batch_sizes.value_at(np.arange(4)).tolist() == [2, 2, 4, 1]
 
 
 def test_a_trace_that_ends_without_devices_lasts_until_then(write):
@@ -203,7 +203,7 @@ def test_usual_column_names(write):
     for header in ("Unnamed: 0,num_gpus", "datetime,node_id,TPU_cores", "Time (s),available_workers"):
         columns = header.count(",") + 1
         row = ["0", *["7"] * (columns - 2), "3"]
-        assert traces.read(write(f"{header}\n{','.join(row)}\n"), 2).batch_sizes.at(np.int64(0)) == 6
+        assert traces.read(write(f"{header}\n{','.join(row)}\n"), 2).batch_sizes.value_at(np.int64(0)) == 6
 
 
 def test_a_single_device_can_take_more_than_the_set(write):
@@ -214,7 +214,7 @@ def test_a_single_device_can_take_more_than_the_set(write):
 def test_timestamps(write):
     text = "timestamp,available GPUs\n2021-05-01 00:00:00,1\n2021-05-01 00:02:00,3\n2021-05-01 00:03:00,2\n"
     trace = traces.read(write(text), per_device_batch_size=8, time_per_update=60)
-    assert trace.batch_sizes.at(np.arange(4)).tolist() == [8, 8, 24, 16]
+    assert trace.batch_sizes.value_at(np.arange(4)).tolist() == [8, 8, 24, 16]
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_timestamps(write):
     ],
 )
 def test_bad_availability_traces(write, text, message):
-    with pytest.raises(BadSetting) as found:
+    with pytest.raises(BadSetting) as error:
         traces.read(write(text), per_device_batch_size=4, largest=100)
-    assert message in str(found.value)
+    assert message in str(error.value)
 
 
 # ---- in a config ----------------------------------------------------------------------------------------
@@ -256,9 +256,9 @@ def test_contradictory_batch_sizes_are_refused_before_the_start(batch, message):
     config = default.get_config()
     with config.ignore_type():
         config.batch.update(batch)
-    with pytest.raises(UserError) as found:
-        validate(config, models.OPTIONS)
-    assert message in str(found.value)
+    with pytest.raises(UserError) as error:
+        validate(config, models.MODELS)
+    assert message in str(error.value)
 
 
 def test_growth_in_place_of_decay_does_not_go_with_a_trace():
@@ -266,7 +266,7 @@ def test_growth_in_place_of_decay_does_not_go_with_a_trace():
     config.batch.trace, config.batch.hold_last = (4,), True
     config.schedule.update({"name": "step", "decay_steps": (5,), "decay_by": "batch"})
     with pytest.raises(UserError, match=r"decay_by: 'batch'; allowed: 'rate' with batch\.trace"):
-        validate(config, models.OPTIONS)
+        validate(config, models.MODELS)
 
 
 # ---- the command ----------------------------------------------------------------------------------------
@@ -315,9 +315,9 @@ def test_adascale_needs_a_trace_that_holds():
     config = default.get_config()
     config.batch.trace, config.schedule.scaling, config.optimizer.name = (4,) * 50, "adascale", "sgd"
     with pytest.raises(UserError, match=r"batch\.hold_last: False; allowed: True with AdaScale"):
-        validate(config, models.OPTIONS)
+        validate(config, models.MODELS)
     config.batch.hold_last = True
-    validate(config, models.OPTIONS)
+    validate(config, models.MODELS)
 
 
 def test_the_check_refuses_a_trace_that_is_too_short(write, capsys):

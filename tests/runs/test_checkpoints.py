@@ -26,10 +26,10 @@ def tree():
 
 @pytest.fixture
 def saved(tmp_path, tree):
-    found = checkpoints.Checkpoints(tmp_path / "checkpoints", keep=2)
-    found.save(5, tree, {"note": "é"})
-    found.wait()
-    return found
+    checkpoints_of_run = checkpoints.Checkpoints(tmp_path / "checkpoints", keep=2)
+    checkpoints_of_run.save(5, tree, {"note": "é"})
+    checkpoints_of_run.wait()
+    return checkpoints_of_run
 
 
 def bits(array) -> bytes:
@@ -112,12 +112,13 @@ def test_arrays_of_earlier_names_come_back_under_those_of_today(saved, tree, mon
 
 
 def test_a_save_does_not_see_later_changes(tmp_path):
-    found = checkpoints.Checkpoints(tmp_path, keep=3)
+    checkpoints_of_run = checkpoints.Checkpoints(tmp_path, keep=3)
     array = np.zeros(1_000_000, np.float32)
-    found.save(1, {"a": array}, {})
+    checkpoints_of_run.save(1, {"a": array}, {})
     array[:] = 1
-    found.wait()
-    assert checkpoints.read_arrays(found.path(1))[0]["a"].sum() == 0
+    checkpoints_of_run.wait()
+    arrays, _ = checkpoints.read_arrays(checkpoints_of_run.path(1))
+    assert arrays["a"].sum() == 0
 
 
 def test_the_last_and_the_protected_are_kept(saved, tree):

@@ -75,9 +75,9 @@ def test_the_clock_goes_on_after_a_restart():
     clock = Clock()
     with clock.measure("train"):
         pass
-    own = clock.seconds["train"]
+    seconds_here = clock.seconds["train"]
     clock.add({"seconds": {"train": 10.0, "evaluation": 2.0}, "total": 15.0})
-    assert clock.seconds == {"train": 10.0 + own, "evaluation": 2.0}
+    assert clock.seconds == {"train": 10.0 + seconds_here, "evaluation": 2.0}
     assert 15 < clock.total() < 16
     again = Clock()
     again.add(clock.saved())

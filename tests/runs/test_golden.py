@@ -36,8 +36,8 @@ ROUNDED |= {"scale_invariant_steps", "replica_drift"}
 def narrow_network(monkeypatch):
     """The network of the golden runs."""
     network = functools.partial(model.ConvNet, features=(4, 8), blocks=(0, 0), hidden=None)
-    monkeypatch.setitem(model.MODELS, "narrow", network)
-    monkeypatch.setitem(model.OPTIONS, "narrow", model.OPTIONS["convnet"])
+    options = model.MODELS["convnet"].options
+    monkeypatch.setitem(model.MODELS, "narrow", model.Architecture(network, options))
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def rows_of(run: Path) -> list[dict]:
 def test_an_old_run_evaluates_to_the_accuracy_it_recorded(name, unpack):
     run = unpack(name)
     row = max(rows_of(run), key=lambda row: row["val_accuracy"])
-    assert evaluate.evaluate(run, "val", None, None) == pytest.approx(row["val_accuracy"])
+    assert evaluate.evaluate(run, "val") == pytest.approx(row["val_accuracy"])
     if "val_accuracy_ema" in row:
-        assert evaluate.evaluate(run, "val", None, None, ema=True) == pytest.approx(row["val_accuracy_ema"])
+        assert evaluate.evaluate(run, "val", ema=True) == pytest.approx(row["val_accuracy_ema"])
 
 
 def test_a_report_shows_old_runs(unpack, tmp_path):
@@ -80,7 +80,9 @@ def test_a_report_shows_old_runs(unpack, tmp_path):
     assert all(name in text for name in RUNS)
 
 
-@pytest.mark.parametrize(("name", "stopped_at"), [("growing", 45), ("local", 13)])
+@pytest.mark.parametrize(
+    ("name", "stopped_at"), [("growing", 45), pytest.param("local", 13, marks=pytest.mark.full)]
+)
 def test_an_old_unfinished_run_resumes_and_ends_as_if_nothing_had_stopped_it(name, stopped_at, unpack, caplog):
     run = unpack(name)
     expected = json.loads((GOLDEN / "rows.json").read_text())[name]

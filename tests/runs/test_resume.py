@@ -1,5 +1,6 @@
 """A run that is stopped anywhere ends with the numbers of one that was not."""
 
+import dataclasses
 import hashlib
 import json
 import signal
@@ -11,7 +12,7 @@ from conftest import run_script
 
 import augment
 import train
-from experiment import Shared
+from experiment import Experiment, ProgramCache
 from largebatch.config import fields
 from largebatch.data import sources
 from largebatch.data.cache import Cache
@@ -19,8 +20,10 @@ from largebatch.data.split import split_indices
 from largebatch.errors import UserError
 from largebatch.hosts import preemption
 from largebatch.runs import checkpoints
+from largebatch.runs.best import best_checkpoint
+from largebatch.runs.ending import Diverged
 from largebatch.runs.folder import RunFolder
-from largebatch.runs.progress import Progress, best_checkpoint
+from largebatch.runs.progress import RunProgress
 from largebatch.runs.provenance import code_sha256, git_commit, versions
 from largebatch.training import trainer
 from largebatch.training.loss import make_loss_fn
@@ -125,8 +128,9 @@ LOCAL_STEPS_AND_AVERAGES = {**LOCAL_STEPS, "model.norm": "batch", "train.ema_dec
         pytest.param({}, [4, 8, 12], id="mini-batch"),
         pytest.param({"batch.size": "full"}, [4, 8, 12], id="full batch"),
         pytest.param(ALL_STATE, [4, 8, 9], id="all state", marks=pytest.mark.full),
-        pytest.param(ADASCALE, None, id="AdaScale on a trace"),  # its gains say when it ends
-        pytest.param(LOCAL_STEPS, [4, 8, 12], id="local steps"),
+        # Its gains say when it ends.
+        pytest.param(ADASCALE, None, id="AdaScale on a trace", marks=pytest.mark.full),
+        pytest.param(LOCAL_STEPS, [4, 8, 12], id="local steps", marks=pytest.mark.full),
         pytest.param(LOCAL_STEPS_AND_AVERAGES, [4, 8, 12], id="local steps with averages", marks=pytest.mark.full),
     ],
 )
@@ -150,25 +154,20 @@ def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, st
 
 def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, monkeypatch):
     whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
-    save = Progress.save
+    record = RunProgress.record
 
-    def save_all_but_8(self, **keywords):
-        if self._trainer.step != 8:
-            save(self, **keywords)
-
-    monkeypatch.setattr(Progress, "save", save_all_but_8)
-    monkeypatch.setattr(Progress, "_end", lambda self, reason: None)  # a killed process writes no end
-    row = train.write_row
-
-    def die(job, config, trainer, *rest):
-        row(job, config, trainer, *rest)
-        if trainer.step == 8:
+    def record_and_die(self, row, predictions):
+        improved = record(self, row, predictions)
+        if row["step"] == 8:
             raise KeyboardInterrupt
+        return improved
 
-    monkeypatch.setattr(train, "write_row", die)
+    monkeypatch.setattr(RunProgress, "record", record_and_die)
+    monkeypatch.setattr(RunProgress, "write_end", lambda self, reason: None)  # a killed process writes no end
     with pytest.raises(KeyboardInterrupt):
         train.train_and_evaluate(config, str(tmp_path / "cut"))
     assert [row["step"] for row in rows_of(tmp_path / "cut")] == [4, 8]
+    assert not (tmp_path / "cut" / "checkpoints" / "00000008").exists()
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 12, "torn')
     monkeypatch.undo()
@@ -215,11 +214,11 @@ def test_a_checkpoint_half_replaced_by_a_killed_process_is_found(config, tmp_pat
     folder = tmp_path / "cut" / "checkpoints"
     (folder / "00000006").rename(folder / ".00000006.old.tmp")
     (folder / ".00000006.tmp").mkdir()
-    found = checkpoints.Checkpoints(folder, keep=3)
+    run_checkpoints = checkpoints.Checkpoints(folder, keep=3)
     stop_at(0)
     assert train.train_and_evaluate(config, str(tmp_path / "cut"))["params_sha256"] == whole["params_sha256"]
     assert not list(folder.glob(".*"))
-    assert found.steps()[-3:] == [6, 8, 12]
+    assert run_checkpoints.steps()[-3:] == [6, 8, 12]
 
 
 def test_other_examples_are_refused(config, tmp_path, stop_at, monkeypatch):
@@ -253,13 +252,14 @@ def test_another_process_in_the_folder_is_refused(config, tmp_path):
 
 def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
     accuracies = iter([0.1, 0.9, 0.3, 0.4, 0.5, 0.6])
-    validate = train.validate_model
+    validate = Experiment.validate
 
-    def pretend(*arguments):
-        found = validate(*arguments)
-        return found._replace(scores=found.scores._replace(accuracy=next(accuracies)))
+    def pretend(self, state):
+        validation = validate(self, state)
+        scores = dataclasses.replace(validation.scores, accuracy=next(accuracies))
+        return dataclasses.replace(validation, scores=scores)
 
-    monkeypatch.setattr(train, "validate_model", pretend)
+    monkeypatch.setattr(Experiment, "validate", pretend)
     config.train.outer_steps, config.checkpoint.keep = 6, 2
     train.train_and_evaluate(config, str(tmp_path))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
@@ -267,10 +267,11 @@ def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
         "00000020",
         "00000024",
     ]
-    arrays, description = best_checkpoint(tmp_path)
-    assert (description["step"], int(arrays["state.step"])) == (8, 8)
+    best = best_checkpoint(tmp_path)
+    assert (best.description["step"], int(best.arrays["state.step"])) == (8, 8)
 
 
+@pytest.mark.full
 def test_another_number_of_devices_resumes_and_says_what_differs(config, tmp_path, stop_at):
     stop_at(6)
     with pytest.raises(preemption.Stopped):
@@ -343,19 +344,20 @@ def test_other_code_and_libraries_are_named_when_a_run_goes_on(config, tmp_path,
     assert starts == [{"files": files, "commit": commit, **versions()}] * 2
 
 
+@pytest.mark.full
 def test_init_from_starts_with_the_best_parameters(config, tmp_path):
     config.model.norm, config.train.ema_decay = "batch", 0.5
     config.train.inner_steps = 1
     first = train.train_and_evaluate(config, str(tmp_path / "first"))
-    arrays, _ = best_checkpoint(tmp_path / "first")
+    before = best_checkpoint(tmp_path / "first").arrays
     config.train.init_from, config.optimizer.learning_rate = str(tmp_path / "first"), 1e-30
     config.train.outer_steps = 1
     second = train.train_and_evaluate(config, str(tmp_path / "second"))
-    after, _ = best_checkpoint(tmp_path / "second")
-    np.testing.assert_array_equal(after["state.params.Conv_0.kernel"], arrays["state.params.Conv_0.kernel"])
+    after = best_checkpoint(tmp_path / "second").arrays
+    np.testing.assert_array_equal(after["state.params.Conv_0.kernel"], before["state.params.Conv_0.kernel"])
     # Of the averages that came along one update changes little.
     name = "state.ema.model_state.batch_stats.BatchNorm_0.variance"
-    assert np.abs(after[name] - arrays[name]).max() < 0.2 * np.abs(arrays[name]).max()
+    assert np.abs(after[name] - before[name]).max() < 0.2 * np.abs(before[name]).max()
     assert second["best_val_accuracy"] == first["best_val_accuracy"]
     config.model.norm, config.train.ema_decay, config.train.inner_steps = "none", None, 4
     missing = r"model_state.batch_stats.BatchNorm_0.mean is float32\[32\] there, missing here"
@@ -393,8 +395,8 @@ def poisoned(config, monkeypatch):
     poison = sums[5]
     assert np.count_nonzero(sums == poison) == 1
     monkeypatch.setattr("experiment.make_loss_fn", make_poisoned)
-    shared = Shared()  # not for other tests
-    monkeypatch.setattr(train, "Shared", lambda: shared)
+    program_cache = ProgramCache()  # not for other tests
+    monkeypatch.setattr(train, "ProgramCache", lambda: program_cache)
     return config
 
 
@@ -410,7 +412,7 @@ BOTH = pytest.mark.parametrize(
 def test_stop_names_update_layer_and_rate(poisoned, tmp_path, norm):
     poisoned.model.norm = norm
     message = r"loss of update \d is nan \(learning rate 0.01\); first in the gradient of head\.(bias|kernel)$"
-    with pytest.raises(train.Diverged, match=message):
+    with pytest.raises(Diverged, match=message):
         train.train_and_evaluate(poisoned, str(tmp_path))
     assert summary_of(tmp_path)["status"] == "diverged"
 
@@ -431,9 +433,10 @@ def test_skip_passes_over_bad_updates_and_resumes_bitwise(poisoned, tmp_path, st
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_skip_gives_up_after_so_many_in_a_row(poisoned, tmp_path):
     poisoned.train.on_nonfinite, poisoned.train.max_nonfinite, poisoned.batch.size = "skip", 2, "full"
-    with pytest.raises(train.Diverged, match="loss of update 3 is nan"):
+    with pytest.raises(Diverged, match="loss of update 3 is nan"):
         train.train_and_evaluate(poisoned, str(tmp_path / "few"))
     poisoned.train.max_nonfinite, poisoned.train.outer_steps = 5, 1
     train.train_and_evaluate(poisoned, str(tmp_path / "many"))
@@ -474,6 +477,6 @@ def test_rollback_cuts_the_rate_and_resumes_bitwise(explosive, tmp_path, stop_at
 
 def test_rollback_gives_up_after_so_many(explosive, tmp_path):
     explosive.train.rollback_factor, explosive.train.max_nonfinite = 0.9, 2
-    with pytest.raises(train.Diverged, match=r"rolled back 2 times before \(train.max_nonfinite\)"):
+    with pytest.raises(Diverged, match=r"rolled back 2 times before \(train.max_nonfinite\)"):
         train.train_and_evaluate(explosive, str(tmp_path))
     assert len(summary_of(tmp_path)["rollbacks"]) == 2

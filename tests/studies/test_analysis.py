@@ -173,14 +173,14 @@ def test_trials_come_by_index_and_a_broken_description_is_named(tmp_path):
     study = write_study(tmp_path / "study", [{"rate": 0.1 * k} for k in range(1, 12)])
     (study / "trials" / "0003").rename(study / "trials" / "moved")
     (study / "trials" / "half").mkdir()
-    found = reader.read(study)
-    assert [run.path.name for run in found.runs][3:] == ["moved", *[f"{k:04d}" for k in range(4, 11)], "half"]
-    assert found.problems == []
+    trials = reader.read(study)
+    assert [run.path.name for run in trials.runs][3:] == ["moved", *[f"{k:04d}" for k in range(4, 11)], "half"]
+    assert trials.problems == []
     (study / "study.json").write_text('{"space": [1], "objective": "luck"}')
-    found = reader.read(study)
-    assert len(found.problems) == 2
-    assert found.objective == "best_val_accuracy"
-    assert len(analysis.leaderboard(found)) == 12  # each trial.json still tells its setting
+    trials = reader.read(study)
+    assert len(trials.problems) == 2
+    assert trials.objective == "best_val_accuracy"
+    assert len(analysis.leaderboard(trials)) == 12  # each trial.json still tells its setting
 
 
 # ---- statistics --------------------------------------------------------------------------------------
@@ -188,11 +188,11 @@ def test_trials_come_by_index_and_a_broken_description_is_named(tmp_path):
 
 def test_interval_is_students_t():
     values = [0.91, 0.93, 0.905, 0.94]
-    found = analysis.estimate([*values, None])
+    estimate = analysis.estimate([*values, None])
     low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
     expected = (np.mean(values), np.std(values, ddof=1), low, high)
-    np.testing.assert_allclose((found.mean, found.std, found.low, found.high), expected, rtol=1e-12)
-    assert found.count == 4
+    np.testing.assert_allclose((estimate.mean, estimate.std, estimate.low, estimate.high), expected, rtol=1e-12)
+    assert estimate.count == 4
     assert analysis.estimate([0.5]) == analysis.Estimate(0.5, None, None, None, 1)
     assert analysis.estimate([None]) == analysis.Estimate(None, None, None, None, 0)
 
@@ -213,14 +213,14 @@ def test_leaderboard_by_accuracy(tmp_path):
         {"rate": 0.06, "error": "no memory"},
     ]
     study = reader.read(write_study(tmp_path / "study", trials))
-    found = analysis.leaderboard(study)
+    leaderboard = analysis.leaderboard(study)
     # Whole settings first, then those of which a seed diverged, then what was pruned, then what never ended well.
-    assert rates(found) == [0.02, 0.01, 0.04, 0.05, 0.03, 0.06]
-    assert found[1].objective.mean == pytest.approx(0.75)
-    assert found[1].objective.std == pytest.approx(np.std([0.8, 0.7], ddof=1))
-    assert found[1].statuses == {"done": 2}
-    assert found[2].statuses == {"done": 1, "diverged": 1}
-    assert found[2].accuracy == analysis.Estimate(0.95, None, None, None, 1)
+    assert rates(leaderboard) == [0.02, 0.01, 0.04, 0.05, 0.03, 0.06]
+    assert leaderboard[1].objective.mean == pytest.approx(0.75)
+    assert leaderboard[1].objective.std == pytest.approx(np.std([0.8, 0.7], ddof=1))
+    assert leaderboard[1].statuses == {"done": 2}
+    assert leaderboard[2].statuses == {"done": 1, "diverged": 1}
+    assert leaderboard[2].accuracy == analysis.Estimate(0.95, None, None, None, 1)
     header, rows = analysis.leaderboard_rows(study)
     assert all(len(row) == len(header) for row in rows)
     first = dict(zip(header, rows[0], strict=True))
@@ -241,9 +241,9 @@ def test_leaderboard_by_updates_to_target(tmp_path):
     ]
     trials = [trial | {"target": 0.8} for trial in trials]
     study = reader.read(write_study(tmp_path / "study", trials, "steps_to_target"))
-    found = analysis.leaderboard(study)
-    assert rates(found) == [0.02, 0.01, 0.04, 0.05, 0.03, 0.06]
-    assert found[0].objective.mean == 20
+    leaderboard = analysis.leaderboard(study)
+    assert rates(leaderboard) == [0.02, 0.01, 0.04, 0.05, 0.03, 0.06]
+    assert leaderboard[0].objective.mean == 20
     header, rows = analysis.leaderboard_rows(study)
     assert [row[header.index("reached")] for row in rows[:4]] == ["1/1", "1/1", "0/1", "1/2"]
 

@@ -28,8 +28,8 @@ def get_space():
 
 def find_program(name: str) -> str | None:
     """On PATH, or where Debian puts it."""
-    found = sorted(str(path) for path in Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
-    return shutil.which(name) or (found[-1] if found else None)
+    of_debian = sorted(str(path) for path in Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    return shutil.which(name) or (of_debian[-1] if of_debian else None)
 
 
 class Server:

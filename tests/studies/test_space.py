@@ -105,7 +105,7 @@ def test_the_spaces_that_come_along_are_sound(path):
         config = importlib.import_module(config_path.replace("/", ".")).get_config()
         config.update_from_flattened_dict(values)
         space_file.derive(config)
-        validate(config, models.OPTIONS)
+        validate(config, models.MODELS)
 
 
 def test_includes_is_a_function(tmp_path):

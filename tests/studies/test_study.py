@@ -33,19 +33,19 @@ def here(tmp_path, monkeypatch):
 
 def recorded_by(file) -> dict:
     """What a study.json says of the space file with which its study was started."""
-    return {"space_sha256": read_space_file(ROOT, file, {}, models.OPTIONS, given=True).sha256}
+    return {"space_sha256": read_space_file(ROOT, file, {}, models.MODELS, given=True).sha256}
 
 
 def test_a_recorded_space_file_of_ones_own_is_run_as_it_was(here, tmp_path, caplog):
     there = recorded_by(here / "space.py")
     (tmp_path / "ran").unlink()
-    assert list(read_space_file(here / "study", here / "space.py", there, models.OPTIONS, given=False).space) == [
+    assert list(read_space_file(here / "study", here / "space.py", there, models.MODELS, given=False).space) == [
         "optimizer.name"
     ]
     assert (tmp_path / "ran").exists()
     assert caplog.messages == [f"runs the space file {here / 'space.py'}, which {here / 'study'} names"]
     ours = ROOT / "configs" / "sweeps" / "optimizers.py"
-    read_space_file(here / "study", ours, recorded_by(ours), models.OPTIONS, given=False)
+    read_space_file(here / "study", ours, recorded_by(ours), models.MODELS, given=False)
 
 
 @pytest.mark.parametrize("case", ["elsewhere", "link", "in the study", "changed", "no digest", "no text"])
@@ -66,9 +66,9 @@ def test_a_recorded_space_file_that_may_be_someone_elses_is_run_only_when_it_is_
     else:
         there, words = {} if case == "no digest" else {"space_sha256": None}, "recorded without a SHA-256"
     with pytest.raises(UserError, match=rf"space.*{words}.*; give --space FILE to run it"):
-        read_space_file(here / "study", file, there, models.OPTIONS, given=False)
+        read_space_file(here / "study", file, there, models.MODELS, given=False)
     assert not (tmp_path / "ran").exists()
-    read_space_file(here / "study", file, there, models.OPTIONS, given=True)
+    read_space_file(here / "study", file, there, models.MODELS, given=True)
     assert (tmp_path / "ran").exists()
 
 

@@ -9,26 +9,21 @@ import pytest
 from conftest import assert_one_line_error, run_script
 from test_resume import rows_of, summary_of
 
+import augment
 import evaluate
 import model as models
 import train
 from benchmarks.ours import collectives
-from experiment import (
-    make_plan,
-    make_schedule,
-    make_sync,
-    micro_batch_size,
-    optimizer_numbers,
-    possible_batch_sizes,
-)
+from experiment import DataFacts, resolve_setup
 from largebatch.config.fields import flatten
 from largebatch.config.validate import validate
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import preemption, replicas
 from largebatch.optim import noise_scale
 from largebatch.optim.optimizers import create_optimizer
-from largebatch.runs.progress import Progress
-from largebatch.training.state import create_state
+from largebatch.optim.schedules import make_schedule
+from largebatch.runs.progress import RunProgress
+from largebatch.training.state import create_train_state
 
 
 def run(config, workdir, **fields):
@@ -66,13 +61,13 @@ def test_a_list_is_the_same_run_as_its_file(small_config, tmp_path):
     assert by_file == by_list
 
 
+@pytest.mark.full
 def test_a_run_is_evaluated_without_its_trace(small_config, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("step,batchsize\n0,64\n5,128\n")
     rows, _ = run(small_config, tmp_path / "run", batch__trace=str(path), **LOCAL | {"train__inner_steps": 3})
     path.unlink()
-    config, *_ = evaluate.load_run(tmp_path / "run")
-    assert config.batch.trace is None
+    assert evaluate.load_run(tmp_path / "run").config.batch.trace is None
     result = run_script("evaluate.py", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     assert f"{max(row['val_accuracy'] for row in rows):.4f}" in result.stdout
@@ -165,22 +160,28 @@ def test_a_batch_that_grew_is_resumed_bitwise(small_config, tmp_path, monkeypatc
     assert again["params_sha256"] == summary["params_sha256"]
 
 
-def test_noise_needs_two_groups(small_config, monkeypatch):
+def micro_batch_size(config, num_devices: int) -> int:
+    """Of a run of `config` on 80 training images."""
+    data = DataFacts(num_originals=80, image_shape=(16, 16, 3), num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3)
+    return resolve_setup(config, data, num_devices).micro_batch_size
+
+
+def test_noise_needs_two_groups(small_config):
     small_config.batch.auto, small_config.batch.size = True, 16
-    assert micro_batch_size(small_config, 80, num_devices=2) == 16
+    assert micro_batch_size(small_config, num_devices=2) == 16
     with pytest.raises(BadSetting, match=r"micro_batch_size: 16 for batches from 16 on; allowed: at least two"):
-        micro_batch_size(small_config, 80, num_devices=1)
+        micro_batch_size(small_config, num_devices=1)
     small_config.batch.micro_batch_size = "auto"
-    assert micro_batch_size(small_config, 80, num_devices=1) == 8
+    assert micro_batch_size(small_config, num_devices=1) == 8
     small_config.batch.size = 8
-    assert micro_batch_size(small_config, 80, num_devices=8) == 16  # one each are groups enough
+    assert micro_batch_size(small_config, num_devices=8) == 16  # one each are groups enough
     small_config.batch.size = 1
     with pytest.raises(BadSetting, match="at least two"):
-        micro_batch_size(small_config, 80, num_devices=8)
+        micro_batch_size(small_config, num_devices=8)
     small_config.batch.size = 16
     small_config.batch.max_size = 8
     with pytest.raises(BadSetting, match=r"batch\.max_size: 8; allowed: at least batch\.size, 16"):
-        possible_batch_sizes(small_config, 80)
+        micro_batch_size(small_config, num_devices=8)
 
 
 # ---- local steps --------------------------------------------------------------------------------------------
@@ -189,6 +190,7 @@ def test_noise_needs_two_groups(small_config, monkeypatch):
 LOCAL = {"sync__mode": "local", "sync__every": 3, "sync__optimizer_state": "keep", "train__inner_steps": 4}
 
 
+@pytest.mark.full
 def test_post_local_is_bitwise_synchronous_until_it_starts(small_config, tmp_path):
     small_config.batch.size = 128
     together, _ = run(small_config, tmp_path / "together")
@@ -202,6 +204,7 @@ def test_post_local_is_bitwise_synchronous_until_it_starts(small_config, tmp_pat
     assert summary["steps"] == 6
 
 
+@pytest.mark.full
 def test_bytes_sent_fall_by_the_interval(small_config, tmp_path):
     together, _ = run(small_config, tmp_path / "together", train__inner_steps=4)
     local, _ = run(small_config, tmp_path / "local", **LOCAL | {"sync__every": 4})
@@ -215,13 +218,18 @@ def test_bytes_sent_fall_by_the_interval(small_config, tmp_path):
 def test_bytes_are_those_of_the_compiled_all_reduce(small_config, mode):
     small_config.model.norm, small_config.sync.mode = "batch", mode
     small_config.train.ema_decay, small_config.train.inner_steps = 0.5, 1  # a program that other tests compile
-    shared = train.Shared()
-    made, (cache, placed) = shared.programs(small_config), shared.data(small_config)
-    state = replicas.replicate(made.init(np.uint32(0), optimizer_numbers(small_config), None))
-    plan = make_plan(placed.deal, make_schedule(small_config, cache.count("train")), 1, 0)
-    loop, more = (made.inner_loop, ()) if mode == "every_step" else (made.local_loop, (make_sync(small_config),))
-    text = loop.lower(state, placed.train, plan, np.int32(1), *more).compile().as_text()
-    assert made.bytes_put_in[mode == "local"] in [one["bytes"] for one in collectives(text)]
+    program_cache = train.ProgramCache()
+    placed = program_cache.load(small_config)
+    setup, programs = placed.setup, program_cache.programs(placed.setup)
+    state = replicas.replicate(programs.parts.init(np.uint32(0), setup.hyperparams, None))
+    arguments = [state, placed.data.train, setup.schedule.inputs(0, length=1), np.int32(1)]
+    if mode == "every_step":
+        loop, expected_bytes = programs.inner_loop, programs.allreduce_bytes
+    else:
+        loop, expected_bytes = programs.local_loop, programs.sync_bytes
+        arguments.append(setup.sync)
+    text = loop.lower(*arguments).compile().as_text()
+    assert expected_bytes in [collective["bytes"] for collective in collectives(text)]
 
 
 @pytest.mark.parametrize(
@@ -266,23 +274,23 @@ def test_how_often_one_evaluates_changes_nothing(small_config, tmp_path):
 )
 def test_contradictory_settings_of_devices_apart(small_config, fields, message):
     small_config.sync.update(fields)
-    with pytest.raises(UserError) as found:
-        validate(small_config, models.OPTIONS)
-    assert message in str(found.value)
+    with pytest.raises(UserError) as error:
+        validate(small_config, models.MODELS)
+    assert message in str(error.value)
 
 
 def test_what_does_not_go_with_devices_apart(small_config):
     small_config.sync.mode, small_config.optimizer.name = "local", "soap"
     small_config.batch.auto, small_config.schedule.scaling = True, "adascale"
-    with pytest.raises(UserError) as found:
-        validate(small_config, models.OPTIONS)
+    with pytest.raises(UserError) as error:
+        validate(small_config, models.MODELS)
     for words in (
         "keep | reset with soap",
         "'adascale', whose gain is sgd's; allowed: none | linear | sqrt with soap",
         "'adascale'; allowed: none | linear | sqrt with sync.mode 'local'",
         "batch.auto: True; allowed",
     ):
-        assert words in str(found.value)
+        assert words in str(error.value)
 
 
 @pytest.mark.full
@@ -303,20 +311,20 @@ def test_another_number_of_replicas_starts_from_their_mean(small_config, tmp_pat
 
 
 def test_other_replicas_take_the_mean_of_all_that_has_one():
-    def replicas(count):
-        state = create_state({"w": np.zeros(3)}, create_optimizer("adam"), 0, local=True)
-        return jax.tree.map(lambda leaf: np.stack([leaf] * count), state)
+    def replicas_on(num_devices):
+        state = create_train_state({"w": np.zeros(3)}, create_optimizer("adam"), 0, local=True)
+        return jax.tree.map(lambda leaf: np.stack([leaf] * num_devices), state)
 
-    mean = jax.tree.map(lambda leaf: np.full(leaf.shape[1:], 7, leaf.dtype), replicas(1))
-    progress = types.SimpleNamespace(_like={"replicas": replicas(5)})
-    snapshot = {"state": mean, "replicas": replicas(2)}
-    found = Progress._for_these_devices(progress, snapshot)["replicas"]
-    for name in ("params", "opt_state", "averaged"):
-        for leaf in jax.tree.leaves(getattr(found, name)):
+    mean = jax.tree.map(lambda leaf: np.full(leaf.shape[1:], 7, leaf.dtype), replicas_on(1))
+    progress = types.SimpleNamespace(_like={"replicas": replicas_on(5)})
+    snapshot = {"state": mean, "replicas": replicas_on(2)}
+    state = RunProgress._for_these_devices(progress, snapshot)["replicas"]
+    for name in ("params", "opt_state", "num_averaged"):
+        for leaf in jax.tree.leaves(getattr(state, name)):
             assert len(leaf) == 5
             np.testing.assert_array_equal(leaf, 7)
-    np.testing.assert_array_equal(found.local.anchor["w"], np.full((5, 3), 7))
-    np.testing.assert_array_equal(found.local.examples, np.zeros(5))
+    np.testing.assert_array_equal(state.local.anchor["w"], np.full((5, 3), 7))
+    np.testing.assert_array_equal(state.local.examples, np.zeros(5))
 
 
 def test_local_steps_after_the_last_update_are_refused(small_config):
@@ -325,7 +333,7 @@ def test_local_steps_after_the_last_update_are_refused(small_config):
     small_config.sync.update({"mode": "post_local", "start_step": 4, "every": 2})
     small_config.batch.size = 64
     with pytest.raises(BadSetting, match=r"sync\.start_step: 4; allowed: up to 3"):
-        make_schedule(small_config, 480)
+        make_schedule(small_config, 480 * augment.NUM_VIEWS)
 
 
 def test_init_from_reaches_every_device_apart(small_config, tmp_path):

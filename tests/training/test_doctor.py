@@ -1,4 +1,5 @@
-import types
+import dataclasses
+import time
 from types import SimpleNamespace
 
 import jax
@@ -7,17 +8,28 @@ import pytest
 from conftest import run_script
 
 import train
-from experiment import Shared, make_schedule
-from largebatch.data import batching
+from experiment import Experiment, ProgramCache, prepare
+from largebatch import doctor
+from largebatch.data.batching import DataSharding
 from largebatch.hosts import replicas
 from largebatch.hosts.clock import Clock
-from largebatch.training import doctor
+from largebatch.hosts.replicas import AXIS
 from largebatch.training.loss import make_loss_fn
-from largebatch.training.step import AXIS, make_inner_loop, sum_over_devices
+from largebatch.training.state import TrainState
+from largebatch.training.step import make_inner_loop, sum_over_devices
 
 
-def statuses(config) -> dict[str, doctor.Finding]:
-    return {finding.name: finding for finding in doctor.examine(config)}
+def prepare_examination(config, programs: ProgramCache | None = None) -> tuple[Experiment, TrainState]:
+    return prepare(doctor.config_to_examine(config), Clock(), programs or train.ProgramCache())
+
+
+def examine(config) -> list[doctor.Finding]:
+    experiment, state = prepare_examination(config)
+    return doctor.examine(experiment, state, config.sync, time.perf_counter())
+
+
+def findings_by_name(config) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in examine(config)}
 
 
 @pytest.fixture
@@ -28,25 +40,24 @@ def quick(small_config, monkeypatch):
 
 
 def test_a_sound_config_is_sound(quick, monkeypatch, capsys):
-    findings = doctor.examine(quick)
-    found = {finding.name: finding for finding in findings}
-    assert {finding.status for finding in found.values()} == {"ok"}, found
-    assert list(found) == [
+    findings = findings_by_name(quick)
+    assert {finding.status for finding in findings.values()} == {"ok"}, findings
+    assert list(findings) == [
         "gradient", "first update", "trust ratio", "micro-batch", "learning rate", "memory", "time", "traffic",
     ]  # fmt: skip
     # LAMB moves every layer by the learning rate times its norm.
-    assert found["first update"].found.startswith("0.01 (")
-    assert "reduced gradient is 1.000 x the mean over 8 devices" in found["gradient"].found
-    monkeypatch.setattr(doctor, "examine", lambda config: findings)
-    assert doctor.main(quick) == 0
+    assert findings["first update"].text.startswith("0.01 (")
+    assert "reduced gradient is 1.000 x the mean over 8 devices" in findings["gradient"].text
+    monkeypatch.setattr(doctor, "examine", lambda *arguments: list(findings.values()))
+    assert train.run_doctor(quick) == 0
     assert capsys.readouterr().out.count(" ok ") == 8
 
 
 def test_local_steps_are_looked_at_as_synchronous_ones(quick):
     quick.sync.mode, quick.sync.every = "local", 8
-    found = statuses(quick)
-    assert found["gradient"].status == "ok"
-    assert "from update 0 on, parameters and more every 8 updates instead" in found["traffic"].found
+    findings = findings_by_name(quick)
+    assert findings["gradient"].status == "ok"
+    assert "from update 0 on, parameters and more every 8 updates instead" in findings["traffic"].text
 
 
 @pytest.mark.parametrize(
@@ -59,23 +70,26 @@ def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
         first = jax.lax.axis_index(AXIS) > 0
         return sum_over_devices(jax.tree.map(lambda x: x * first, tree))
 
-    make = make_inner_loop
-    monkeypatch.setattr(doctor, "make_inner_loop", lambda step: make(step._replace(reduce=reduce)))
-    finding = statuses(quick)["gradient"]
+    monkeypatch.setattr(
+        doctor, "make_inner_loop", lambda step: make_inner_loop(dataclasses.replace(step, reduce=reduce))
+    )
+    finding = findings_by_name(quick)["gradient"]
     assert finding.status == "fail"
     if wrong == "times the devices":
-        assert "8.000 x the mean" in finding.found
+        assert "8.000 x the mean" in finding.text
 
 
 def test_devices_without_images_are_named():
-    placed = types.SimpleNamespace(deal=batching.Deal(5, 8, 8))
-    job = types.SimpleNamespace(placed=placed, micro_batch_size=16)
-    assert doctor.mean_gradient(job, {}) is None
-    finding = doctor.check_gradient(job, {}, None)
+    setup = SimpleNamespace(program=SimpleNamespace(sharding=DataSharding(5, 8, 8)), micro_batch_size=16)
+    programs = SimpleNamespace(parts=SimpleNamespace(step=None))
+    experiment = SimpleNamespace(setup=setup, programs=programs)
+    assert doctor.plain_gradient(experiment, {}) is None
+    finding = doctor.check_gradient(experiment, {}, None)
     assert finding.status == "warn"
-    assert finding.found == "not checked: 5 training images leave some of 8 devices idle"
+    assert finding.text == "not checked: 5 training images leave some of 8 devices idle"
 
 
+@pytest.mark.full
 def test_a_layer_without_a_gradient_is_named(quick, monkeypatch):
     quick.optimizer.weight_decay = 0.5  # by which it moves all the same
 
@@ -84,9 +98,9 @@ def test_a_layer_without_a_gradient_is_named(quick, monkeypatch):
         return lambda params, *rest: loss_fn(params | {"Conv_1": jax.lax.stop_gradient(params["Conv_1"])}, *rest)
 
     monkeypatch.setattr("experiment.make_loss_fn", without_one)
-    job, state = train.prepare(quick, Clock(), Shared())
+    experiment, state = prepare_examination(quick, ProgramCache())  # not for other tests
     start = replicas.first_replica(state)
-    gradient = doctor.mean_gradient(job, start)
+    gradient = doctor.plain_gradient(experiment, start)
     finding = doctor.check_trust_ratios(gradient, start.params, quick.optimizer.weight_decay)
     assert (finding.status, finding.advice) == ("warn", "no gradient reaches Conv_1.kernel")
 
@@ -95,38 +109,50 @@ def test_trust_ratios_out_of_range_are_named():
     params = {"low": np.full((2, 2), 1e-5, np.float32), "good": np.ones((2, 2), np.float32)}
     gradient = {"low": np.ones((2, 2), np.float32), "good": np.ones((2, 2), np.float32)}
     finding = doctor.check_trust_ratios(gradient, params, 0.0)
-    assert (finding.status, "1e-05 (low) to 1 (good)" in finding.found) == ("warn", True)
+    assert (finding.status, "1e-05 (low) to 1 (good)" in finding.text) == ("warn", True)
     params["low"] *= 1e4
     assert doctor.check_trust_ratios(gradient, params, 0.0).status == "ok"
     gradient["low"] = np.full((2, 2), 1e-9, np.float32)  # lost beside LAMB's epsilon
     finding = doctor.check_trust_ratios(gradient, params, 0.0)
-    assert (finding.status, "1e+02 (low)" in finding.found) == ("warn", True)
+    assert (finding.status, "1e+02 (low)" in finding.text) == ("warn", True)
 
 
+@pytest.mark.full
 def test_rates_out_of_range_are_named(quick):
     quick.optimizer.name = "adam"
-    job, state = train.prepare(quick, Clock(), Shared())
+    programs = train.ProgramCache()
+    experiment, state = prepare_examination(quick, programs)
 
-    def finding(learning_rate):
+    def finding_at(learning_rate):
         config = quick.copy_and_resolve_references()
         config.optimizer.learning_rate = learning_rate
-        schedule = make_schedule(config, job.cache.count("train"))
-        return doctor.check_update(job._replace(schedule=schedule), config, replicas.first_replica(state))
+        changed = dataclasses.replace(experiment, setup=programs.load(config).setup)
+        return doctor.check_update(changed, replicas.first_replica(state))
 
-    assert (finding(0.01).status, "is high: try" in finding(0.01).advice) == ("warn", True)
-    assert finding(1e3).status == "fail"
-    assert (finding(1e-9).status, "is low" in finding(1e-9).advice) == ("warn", True)
+    assert (finding_at(0.01).status, "is high: try" in finding_at(0.01).advice) == ("warn", True)
+    assert finding_at(1e3).status == "fail"
+    assert (finding_at(1e-9).status, "is low" in finding_at(1e-9).advice) == ("warn", True)
 
 
 def test_a_faster_micro_batch_size_is_recommended():
     network = SimpleNamespace(norm="none")
-    job = SimpleNamespace(micro_batch_size=16, programs=SimpleNamespace(network=network))
-    assert doctor.check_micro_batch(job, {16: 1e-3, 8: 2e-3, 32: 0.95e-3}).status == "ok"
-    finding = doctor.check_micro_batch(job, {16: 1e-3, 8: 2e-3, 32: 0.5e-3})
+    setup, programs = SimpleNamespace(micro_batch_size=16), SimpleNamespace(network=network)
+    experiment = SimpleNamespace(setup=setup, programs=programs)
+
+    def finding_after(seconds_by_size):
+        timings = {
+            size: doctor._SizeTiming(loop=None, state=None, seconds=seconds)
+            for size, seconds in seconds_by_size.items()
+        }
+        return doctor.check_micro_batch(experiment, timings)
+
+    assert finding_after({16: 1e-3, 8: 2e-3, 32: 0.95e-3}).status == "ok"
+    finding = finding_after({16: 1e-3, 8: 2e-3, 32: 0.5e-3})
     assert (finding.status, finding.advice) == ("warn", "set batch.micro_batch_size 32")
     network.norm = "batch"  # whose size is not only a matter of speed
-    assert doctor.check_micro_batch(job, {16: 1e-3, 32: 0.5e-3}).status == "ok"
-    finding = doctor.check_micro_batch(job, {16: "RESOURCE_EXHAUSTED: out of memory"})
+    assert finding_after({16: 1e-3, 32: 0.5e-3}).status == "ok"
+    out_of_memory = doctor._SizeTiming(loop=None, state=None, error="RESOURCE_EXHAUSTED: out of memory")
+    finding = doctor.check_micro_batch(experiment, {16: out_of_memory})
     assert (finding.status, finding.advice) == ("fail", "set batch.micro_batch_size 8")
 
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import scipy.special
 
+from largebatch.data.placement import rows_of_device
 from largebatch.hosts import replicas
-from largebatch.training.evaluation import in_split_order, make_predict, rows_of_device, score
+from largebatch.training.evaluation import in_split_order, make_predict, score
 
 
 def identity_logits(params, images):

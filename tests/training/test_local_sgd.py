@@ -1,6 +1,8 @@
 """Batches that change and local steps, against replays in NumPy of the same examples."""
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +13,30 @@ from test_step import examples_of
 
 from benchmarks.ours import collectives
 from configs import default
-from largebatch.data import batching
-from largebatch.data.batching import Deal
+from largebatch.data.batching import DataSharding
 from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS
 from largebatch.optim import optimizers, schedules, traces
-from largebatch.optim.optimizers import Numbers, Switches
+from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
+from largebatch.optim.schedules import ScheduleOptions, UpdateInputs, epoch_and_offset
 from largebatch.training import local_sgd
 from largebatch.training.local_sgd import LocalStep, Sync
-from largebatch.training.state import create_state
-from largebatch.training.step import Plan, Step, make_inner_loop
+from largebatch.training.loss import BatchSums
+from largebatch.training.state import TrainState, create_train_state
+from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 
 POLICIES = ("average", "keep", "reset")
 DIMENSIONS, EXAMPLES, RATE, MOMENTUM = 5, 1280, 0.05, 0.9
 RNG = np.random.default_rng(0)
 POINTS = RNG.standard_normal((EXAMPLES, DIMENSIONS)).astype(np.float32)
 TARGETS = (POINTS @ np.arange(DIMENSIONS) + RNG.standard_normal(EXAMPLES)).astype(np.float32)
-LENGTH = 16
+MAX_UPDATES = 16
 
 
 def loss_fn(params, model_state, batch):
     """Least squares; counts how often it is called."""
     error = batch.images[:, :-1] @ params["w"] + params["b"] - batch.images[:, -1]
-    return jnp.sum(batch.weights * error**2 / 2), ({"calls": jnp.float32(1)}, {})
+    return jnp.sum(batch.weights * error**2 / 2), BatchSums({"calls": jnp.float32(1)}, {})
 
 
 def gradient(params, rows):
@@ -42,56 +45,79 @@ def gradient(params, rows):
     return {"w": POINTS[rows].T.astype(np.float64) @ error / len(rows), "b": error.mean()}
 
 
-class Problem(NamedTuple):
-    deal: Deal
-    step: Step
-    data: object
-    fresh: object
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What updates are made of, the data that they see and a maker of states before the first."""
+
+    step: TrainStep
+    data: Any
+    first_state: Callable[[], TrainState]
+
+    @property
+    def sharding(self) -> DataSharding:
+        return self.step.reader.sharding
+
+    def with_step(self, **changes) -> "Problem":
+        return dataclasses.replace(self, step=dataclasses.replace(self.step, **changes))
 
 
-def make_problem(num_devices, name="sgd", micro_batch_size=16, momentum=MOMENTUM, **switches):
-    deal = Deal(EXAMPLES, num_devices, views=1)
+def make_problem(num_devices, name="sgd", micro_batch_size=16, momentum=MOMENTUM, **options) -> Problem:
+    sharding, devices = DataSharding(EXAMPLES, num_devices, views=1), jax.local_devices()[:num_devices]
     shards = []
-    for index, device in enumerate(jax.local_devices()[:num_devices]):
-        held = deal.originals_of(index, seed=0)
-        rows = np.concatenate([POINTS[held], TARGETS[held, None]], 1)
-        rows = np.pad(rows, ((0, deal.max_originals - len(held)), (0, 0)))
+    for index, device in enumerate(devices):
+        originals = sharding.originals_of(index, seed=0)
+        rows = np.concatenate([POINTS[originals], TARGETS[originals, None]], 1)
+        rows = np.pad(rows, ((0, sharding.max_originals - len(originals)), (0, 0)))
         shards.append(jax.device_put({"rows": rows[None]}, device))
 
-    def read(data, examples, visits):
+    def read(data, examples, visit_keys):
         return data["rows"][examples], jnp.zeros(examples.shape, jnp.int32)
 
-    optimizer = optimizers.create_optimizer(name, Numbers(momentum=momentum), Switches(**switches))
-    step = Step(loss_fn, optimizer, read, deal, micro_batch_size)
+    optimizer = optimizers.create_optimizer(name, Hyperparams(momentum=momentum), OptimizerOptions(**options))
+    step = TrainStep(loss_fn, optimizer, MicroBatchReader(read, sharding, micro_batch_size))
 
-    def fresh():
+    def first_state():
         params = {"w": jnp.zeros(DIMENSIONS), "b": jnp.zeros(())}
-        return replicas.replicate(create_state(params, optimizer, 0, local=True), jax.local_devices()[:num_devices])
+        return replicas.replicate(create_train_state(params, optimizer, 0, local=True), devices)
 
-    return Problem(deal, step, replicas.stack(shards), fresh)
+    return Problem(step, replicas.stack(shards), first_state)
 
 
-def make_plan(deal, sizes, first=0, rate=RATE):
-    sizes = np.resize(sizes, LENGTH + first)
+def inputs_of(sizes, first_update=0) -> UpdateInputs:
+    """Of MAX_UPDATES updates from `first_update` on, of a run whose batches have these sizes again and again."""
+    sizes = np.resize(sizes, first_update + MAX_UPDATES)
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
-    place = batching.epoch_and_offset(deal, starts)
-    plan = Plan(*place, sizes.astype(np.int32), np.full(len(sizes), rate, np.float32))
-    return Plan(*(field[first:] for field in plan))
+    epoch, offset = epoch_and_offset(starts[first_update:], EXAMPLES)
+    rates = np.full(MAX_UPDATES, RATE, np.float32)
+    return UpdateInputs(epoch, offset, sizes[first_update:].astype(np.int32), rates)
 
 
-def rows_of(deal, device, epoch, offset, batch_size):
+def run_synchronous(problem: Problem, sizes, updates=MAX_UPDATES):
+    loop = make_inner_loop(problem.step)
+    return loop(problem.first_state(), problem.data, inputs_of(sizes), np.int32(updates))
+
+
+def rows_of(sharding: DataSharding, device, update: UpdateInputs) -> np.ndarray:
     """Global indices of what a device trains on in one update."""
-    examples, weights = examples_of(deal, device, epoch, offset, np.int32(batch_size))
-    return deal.originals_of(device, seed=0)[np.asarray(examples)[np.asarray(weights) == 1]]
+    examples = examples_of(sharding, device, update.epoch, update.offset, np.int32(update.batch_size))
+    return sharding.originals_of(device, seed=0)[examples]
+
+
+def one_update(inputs: UpdateInputs, index: int) -> UpdateInputs:
+    return jax.tree.map(lambda x: x[index], inputs)
 
 
 def params_of(state):
     return {name: np.asarray(leaf) for name, leaf in state.params.items()}  # [devices, ...]
 
 
-def assert_close(found, expected, tolerance=2e-5):
+def params_of_device(state, device):
+    return {name: leaf[device] for name, leaf in params_of(state).items()}
+
+
+def assert_close(actual, expected, tolerance=2e-5):
     for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(actual[name], expected[name], rtol=tolerance, atol=tolerance)
 
 
 class Replica:
@@ -116,9 +142,10 @@ class Replica:
 def test_a_trace_is_the_replay_of_its_examples_with_one_compilation(corrected):
     """At rates that follow the batch. Sums of float32 gradients against float64: 2e-5."""
     sizes = [32, 64, 96, 7, 1024, 50, 1280, 1]
-    fields = default.get_config().schedule.to_dict() | {"scaling": "linear", "reference_batch_size": 64}
-    trace = traces.from_list(sizes * 2).batch_sizes
-    rates = schedules.create(fields, 0.005, LENGTH, trace, EXAMPLES).rates(np.arange(LENGTH))
+    fields = {**default.get_config().schedule.to_dict(), "scaling": "linear", "reference_batch_size": 64}
+    schedule = schedules.create_schedule(
+        ScheduleOptions.from_config(fields), 0.005, MAX_UPDATES, traces.from_list(sizes * 2).batch_sizes, EXAMPLES
+    )
     problem, replica = make_problem(8, momentum_correction=corrected), Replica(corrected)
     traced = []
 
@@ -126,21 +153,21 @@ def test_a_trace_is_the_replay_of_its_examples_with_one_compilation(corrected):
         traced.append(1)
         return loss_fn(*arguments)
 
-    loop = make_inner_loop(problem.step._replace(loss_fn=counted))
-    plan, state, made, seen = make_plan(problem.deal, sizes), problem.fresh(), 0, []
-    plan = plan._replace(learning_rate=rates.astype(np.float32))
-    for update, size in enumerate(sizes):
-        one = Plan(*(np.roll(field, -update) for field in plan))
-        state, _ = loop(state, problem.data, one, np.int32(1))
-        made = made or len(traced)
-        assert len(traced) == made
-        place = plan.epoch[update], plan.offset[update], size
-        rows = np.concatenate([rows_of(problem.deal, device, *place) for device in range(8)])
+    loop = make_inner_loop(problem.with_step(loss_fn=counted).step)
+    inputs, state, traced_at_first, seen = inputs_of(sizes), problem.first_state(), 0, []
+    inputs = inputs.replace(learning_rate=schedule.learning_rates(np.arange(MAX_UPDATES)).astype(np.float32))
+    for number, size in enumerate(sizes):
+        update = one_update(inputs, number)
+        from_here = jax.tree.map(lambda x, number=number: np.roll(x, -number), inputs)
+        state, _ = loop(state, problem.data, from_here, np.int32(1))
+        traced_at_first = traced_at_first or len(traced)
+        assert len(traced) == traced_at_first
+        rows = np.concatenate([rows_of(problem.sharding, device, update) for device in range(8)])
         assert len(rows) == size
         seen += rows.tolist()
-        replica.update(rows, rates[update])
+        replica.update(rows, schedule.learning_rate_at(number))
         for device in (0, 7):
-            assert_close({name: leaf[device] for name, leaf in params_of(state).items()}, replica.params)
+            assert_close(params_of_device(state, device), replica.params)
     # 2,554 visits, of which batch 1,280 crosses the end of the first epoch: all twice, but for 6 that come next.
     assert len(set(seen[:1273])) == 1273
     assert sorted(np.bincount(seen, minlength=EXAMPLES)) == [1] * 6 + [2] * (EXAMPLES - 6)
@@ -148,34 +175,34 @@ def test_a_trace_is_the_replay_of_its_examples_with_one_compilation(corrected):
 
 def test_the_seed_s_own_example_accumulates_as_it_says():
     """Local batch 32, trace 64, 96: accumulate, update, accumulate, accumulate, update."""
-    problem = make_problem(1, micro_batch_size=32)
-    state, metrics = make_inner_loop(problem.step)(
-        problem.fresh(), problem.data, make_plan(problem.deal, [64, 96]), np.int32(2)
-    )
+    state, metrics = run_synchronous(make_problem(1, micro_batch_size=32), [64, 96], updates=2)
     calls = np.asarray(metrics["calls"])[:2] * [64, 96]  # sums over the batch are divided by its size
     np.testing.assert_allclose(calls, [2, 3], rtol=1e-6)
     assert int(replicas.first_replica(state.step)) == 2
 
 
 def test_devices_may_accumulate_unequally():
-    problem = make_problem(8, micro_batch_size=4)
-    _, metrics = make_inner_loop(problem.step)(
-        problem.fresh(), problem.data, make_plan(problem.deal, [33]), np.int32(1)
-    )
+    _, metrics = run_synchronous(make_problem(8, micro_batch_size=4), [33], updates=1)
     np.testing.assert_allclose(np.asarray(metrics["calls"])[0] * 33, 7 * 1 + 2, rtol=1e-6)  # 7 of 4, one of 5
 
 
 # ---- local steps --------------------------------------------------------------------------------------------
 
 
-def run_local(problem, sizes, sync, policy="average", updates=LENGTH, state=None, first=0, **changes):
-    loop = local_sgd.make_local_loop(LocalStep(problem.step._replace(noise_decay=None, **changes), policy, ()))
-    plan = make_plan(problem.deal, sizes, first)
-    return loop(state or problem.fresh(), problem.data, plan, np.int32(updates), Sync(*map(np.asarray, sync)))
+def run_local(problem, sizes, sync: Sync, policy="average", updates=MAX_UPDATES, state=None, first_update=0):
+    step = dataclasses.replace(problem.step, noise_decay=None)
+    loop = local_sgd.make_local_loop(LocalStep(step, policy, ()))
+    inputs = inputs_of(sizes, first_update)
+    return loop(state or problem.first_state(), problem.data, inputs, np.int32(updates), sync)
 
 
-def sync_of(every, start=0, rate=1.0, momentum=0.0):
-    return Sync(np.int32(every), np.int32(start), np.float32(rate), np.float32(momentum))
+def sync_of(every, rate=1.0, momentum=0.0) -> Sync:
+    return Sync(
+        every=np.int32(every),
+        start_step=np.int32(0),
+        outer_learning_rate=np.float32(rate),
+        outer_momentum=np.float32(momentum),
+    )
 
 
 @pytest.mark.parametrize("sizes", [[64], [50, 37, 7, 200]])
@@ -183,9 +210,7 @@ def test_averaging_after_every_update_is_synchronous_training(sizes):
     """With momentum, and where devices have unequal shares or none."""
     problem = make_problem(8)
     local, metrics = run_local(problem, sizes, sync_of(1))
-    together, expected = make_inner_loop(problem.step)(
-        problem.fresh(), problem.data, make_plan(problem.deal, sizes), np.int32(LENGTH)
-    )
+    together, expected = run_synchronous(problem, sizes)
     assert_close(params_of(local), params_of(together))
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-4)
 
@@ -194,27 +219,24 @@ def test_devices_without_an_example_take_the_others_moments_and_counters():
     """Of a batch of one image a single device has an update; the mean by examples is that device's state."""
     problem = make_problem(8, "adam")
     local, _ = run_local(problem, [1], sync_of(1))
-    together, _ = make_inner_loop(problem.step)(
-        problem.fresh(), problem.data, make_plan(problem.deal, [1]), np.int32(LENGTH)
-    )
+    together, _ = run_synchronous(problem, [1])
     assert_close(params_of(local), params_of(together), 1e-6)
-    for a, b in zip(
-        *map(jax.tree.leaves, (local.opt_state.inner_state, together.opt_state.inner_state)), strict=True
-    ):
+    moments, expected = (jax.tree.leaves(state.opt_state.inner_state) for state in (local, together))
+    for a, b in zip(moments, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
-    np.testing.assert_array_equal(local.averaged, np.full(8, LENGTH))
+    np.testing.assert_array_equal(local.num_averaged, np.full(8, MAX_UPDATES))
 
 
 @pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
 def test_local_sgd_and_its_outer_step_against_numpy(rate, momentum):
     problem, every, sizes = make_problem(4), 3, [48, 13, 6]
-    state, metrics = run_local(problem, sizes, sync_of(every, 0, rate, momentum), updates=8)
+    state, metrics = run_local(problem, sizes, sync_of(every, rate, momentum), updates=8)
     in_numpy, anchor = [Replica() for _ in range(4)], Replica().params
     outer = {name: np.zeros_like(value) for name, value in anchor.items()}
-    plan, weights, drifts = make_plan(problem.deal, sizes), np.zeros(4), []
+    inputs, weights, drifts = inputs_of(sizes), np.zeros(4), []
     for update in range(8):
         for device, replica in enumerate(in_numpy):
-            rows = rows_of(problem.deal, device, plan.epoch[update], plan.offset[update], plan.batch_size[update])
+            rows = rows_of(problem.sharding, device, one_update(inputs, update))
             if len(rows):
                 replica.update(rows)
             weights[device] += len(rows)
@@ -237,14 +259,14 @@ def test_local_sgd_and_its_outer_step_against_numpy(rate, momentum):
                 replica.params, replica.velocity = dict(anchor), dict(velocity)
             weights[:] = 0
     for device, replica in enumerate(in_numpy):  # two updates after the last synchronisation, so that they differ
-        assert_close({name: leaf[device] for name, leaf in params_of(state).items()}, replica.params, 1e-4)
+        assert_close(params_of_device(state, device), replica.params, 1e-4)
     assert np.flatnonzero(np.asarray(metrics["synced"])).tolist() == [2, 5]
     np.testing.assert_allclose(np.asarray(metrics["drift"])[[2, 5]], drifts, rtol=1e-3)
-    found = replicas.all_replicas(local_sgd.make_average((), "average")(state))
+    average = replicas.all_replicas(local_sgd.make_average((), "average")(state))
     expected = {n: np.average([r.params[n] for r in in_numpy], axis=0, weights=weights) for n in anchor}
-    assert_close({name: leaf[0] for name, leaf in found.params.items()}, expected, 1e-4)
+    assert_close(params_of_device(average, 0), expected, 1e-4)
     velocity = np.average([replica.velocity["w"] for replica in in_numpy], axis=0, weights=weights)
-    np.testing.assert_allclose(momentum_buffers(found), np.tile(velocity, (4, 1)), rtol=1e-4)
+    np.testing.assert_allclose(momentum_buffers(average), np.tile(velocity, (4, 1)), rtol=1e-4)
 
 
 def momentum_buffers(state):
@@ -268,9 +290,8 @@ def test_what_becomes_of_the_optimizer_s_state_when_devices_meet():
 def test_synchronisation_keeps_the_numbers_of_the_optimizer(policy):
     """Hyper-parameters are part of its state, but nothing to average."""
     state, _ = run_local(make_problem(8, "adam", momentum=0.7), [50], sync_of(1), policy)
-    found = {name: np.asarray(value) for name, value in state.opt_state.hyperparams.items()}
-    for name, value in Numbers(momentum=0.7)._asdict().items():
-        assert (found[name] == np.float32(value)).all(), name
+    for name, value in vars(Hyperparams(momentum=0.7)).items():
+        assert (np.asarray(state.opt_state.hyperparams[name]) == np.float32(value)).all(), name
 
 
 def add_around_the_ring(tree):
@@ -282,18 +303,15 @@ def add_around_the_ring(tree):
 
 def test_results_do_not_depend_on_how_the_loop_is_cut():
     """Mid-window, and through a copy of all replicas on the host, as a checkpoint has them."""
-    problem = make_problem(4)
-    problem = problem._replace(step=problem.step._replace(reduce=add_around_the_ring))
-    whole, metrics = run_local(problem, [48, 13, 6], sync_of(4, 0, 0.7, 0.9), updates=11)
-    state, found = problem.fresh(), {"loss": [], "grad_norm": []}
+    problem, sizes, sync = make_problem(4).with_step(reduce=add_around_the_ring), [48, 13, 6], sync_of(4, 0.7, 0.9)
+    whole, metrics = run_local(problem, sizes, sync, updates=11)
+    state, in_parts = problem.first_state(), {"loss": [], "grad_norm": []}
     for first, count in ((0, 3), (3, 7), (10, 1)):
-        state, values = run_local(
-            problem, [48, 13, 6], sync_of(4, 0, 0.7, 0.9), updates=count, state=state, first=first
-        )
-        for name, all_ in found.items():
-            all_ += np.asarray(values[name])[:count].tolist()
+        state, metrics_of_part = run_local(problem, sizes, sync, updates=count, state=state, first_update=first)
+        for name, values in in_parts.items():
+            values += np.asarray(metrics_of_part[name])[:count].tolist()
         state = replicas.spread(replicas.all_replicas(state), replicas.local_devices_of(state))
-    assert found == {name: np.asarray(metrics[name])[:11].tolist() for name in found}
+    assert in_parts == {name: np.asarray(metrics[name])[:11].tolist() for name in in_parts}
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -309,14 +327,17 @@ def test_the_mean_of_devices_that_have_just_met_is_what_they_hold():
 def test_devices_cross_once_a_synchronisation_and_once_a_call():
     """All-reduces of the compiled program times how often they run, against one per update in step."""
     problem, every = make_problem(8, "adam"), 4
-    step = problem.step._replace(noise_decay=None)
+    step = dataclasses.replace(problem.step, noise_decay=None)
     loop = local_sgd.make_local_loop(LocalStep(step, "average", ()))
-    plan = make_plan(problem.deal, [64])
-    synchronous = make_inner_loop(step).lower(problem.fresh(), problem.data, plan, np.int32(LENGTH)).compile()
-    assert [one["kind"] for one in collectives(synchronous.as_text())] == ["all-reduce"]  # LENGTH times
-    text = loop.lower(problem.fresh(), problem.data, plan, np.int32(LENGTH), sync_of(every)).compile().as_text()
-    found = collectives(text)
-    assert [one["kind"] for one in found] == ["all-reduce"] * 2
+
+    def arguments():
+        return problem.first_state(), problem.data, inputs_of([64]), np.int32(MAX_UPDATES)
+
+    synchronous = make_inner_loop(step).lower(*arguments()).compile().as_text()
+    assert [one["kind"] for one in collectives(synchronous)] == ["all-reduce"]  # MAX_UPDATES times
+    text = loop.lower(*arguments(), sync_of(every)).compile().as_text()
+    reductions = collectives(text)
+    assert [one["kind"] for one in reductions] == ["all-reduce"] * 2
     # One stands in the branch of a conditional, the other outside every loop.
     computations = text.split("\n\n")
     conditional = next(part for part in computations if " conditional(" in part)
@@ -324,19 +345,19 @@ def test_devices_cross_once_a_synchronisation_and_once_a_call():
     branches = [part.split(" ", 1)[0] for part in inside if not part.startswith("ENTRY")]
     assert len(branches) == 1
     assert branches[0] in conditional
-    _, metrics = loop(problem.fresh(), problem.data, plan, np.int32(LENGTH), sync_of(every))
-    assert np.asarray(metrics["synced"]).sum() == LENGTH / every
-    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), problem.fresh())
-    assert local_sgd.bytes_of_sync(state, (), "average") in [one["bytes"] for one in found]
+    _, metrics = loop(*arguments(), sync_of(every))
+    assert np.asarray(metrics["synced"]).sum() == MAX_UPDATES / every
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), problem.first_state())
+    assert local_sgd.bytes_of_sync(state, (), "average") in [one["bytes"] for one in reductions]
 
 
 def test_a_device_passes_over_an_update_that_is_not_finite():
     """The others go on, and all learn of it when the call ends, however far the next synchronisation is."""
     problem = make_problem(4)
     rows = np.array(replicas.all_replicas(problem.data)["rows"])
-    example = rows_of(problem.deal, 2, 0, 3 * 48, 48)[0]  # of update 3
-    rows[2, problem.deal.originals_of(2, seed=0).tolist().index(example), 0] = np.nan
-    problem = problem._replace(data=replicas.spread({"rows": rows}, jax.local_devices()[:4]))
+    example = rows_of(problem.sharding, 2, one_update(inputs_of([48]), 3))[0]
+    rows[2, problem.sharding.originals_of(2, seed=0).tolist().index(example), 0] = np.nan
+    problem = dataclasses.replace(problem, data=replicas.spread({"rows": rows}, jax.local_devices()[:4]))
     for every in (3, 100):
         state, metrics = run_local(problem, [48], sync_of(every), updates=6)
         assert np.asarray(metrics["nonfinite"])[:7].tolist() == [0, 0, 0, 1, 0, 0, 0]

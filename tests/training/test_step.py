@@ -1,4 +1,7 @@
+import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,26 +12,37 @@ import pytest
 import augment
 import model as models
 from largebatch.data import batching
-from largebatch.data.batching import Deal
+from largebatch.data.batching import DataSharding
 from largebatch.hosts import replicas
 from largebatch.optim import optimizers
-from largebatch.optim.optimizers import Numbers
-from largebatch.training.loss import make_loss_fn
-from largebatch.training.state import create_state
-from largebatch.training.step import Batch, Plan, Step, make_inner_loop
+from largebatch.optim.optimizers import Hyperparams
+from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
+from largebatch.training.loss import Batch, make_loss_fn
+from largebatch.training.state import TrainState, create_train_state
+from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 
-NUM_ORIGINALS, SIZE, NUM_CLASSES, MICRO = 50, 16, 4, 16
-LENGTH = 4
+NUM_ORIGINALS, SIZE, NUM_CLASSES, MICRO_BATCH_SIZE = 50, 16, 4, 16
+MAX_UPDATES = 4
 SCALE = (120.0,) * 3, (70.0,) * 3
 
 
-def make_problem(network):
-    """Images, labels, parameters and a loss function."""
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A training set, the variables to start from and a loss function."""
+
+    images: np.ndarray
+    labels: np.ndarray
+    params: Any
+    model_state: dict
+    loss_fn: Callable
+
+
+def make_problem(network) -> Problem:
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (NUM_ORIGINALS, SIZE, SIZE, 3), np.uint8)
     labels = rng.integers(0, NUM_CLASSES, NUM_ORIGINALS, np.int32)
-    params, _ = models.init_variables(network, (SIZE, SIZE, 3), 0)
-    return images, labels, params, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE)
+    params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
+    return Problem(images, labels, params, model_state, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
 
 
 def small_network(dtype="float32"):
@@ -42,38 +56,80 @@ def problem():
 
 
 def place(images, labels, num_devices, storage="expanded"):
-    deal = Deal(len(images), num_devices, augment.NUM_VIEWS)
+    """A sharding of these images, and the data on the devices."""
+    sharding = DataSharding(len(images), num_devices, augment.NUM_VIEWS)
     shards = []
     for index, device in enumerate(jax.local_devices()[:num_devices]):
-        held = deal.originals_of(index, seed=0)
-        pad = deal.max_originals - len(held)
-        views = augment.expand(images[held]) if storage == "expanded" else images[held][:, None]
-        views = np.pad(views, ((0, pad), *((0, 0),) * 4)).reshape(1, -1, images[0].size)
-        shards.append(jax.device_put({"images": views, "labels": np.pad(labels[held], (0, pad))[None]}, device))
-    return deal, replicas.stack(shards)
+        originals = sharding.originals_of(index, seed=0)
+        padding = sharding.max_originals - len(originals)
+        views = augment.expand(images[originals]) if storage == "expanded" else images[originals][:, None]
+        views = np.pad(views, ((0, padding), *((0, 0),) * 4)).reshape(1, -1, images[0].size)
+        rows = {"images": views, "labels": np.pad(labels[originals], (0, padding))[None]}
+        shards.append(jax.device_put(rows, device))
+    return sharding, replicas.stack(shards)
 
 
-def plan(deal, batch_sizes, learning_rate=1.0, before=0):
-    starts = before + np.cumsum([0, *batch_sizes[:-1]])
-    pad = LENGTH - len(batch_sizes)
-    epoch, offset = batching.epoch_and_offset(deal, np.pad(starts, (0, pad)))
-    sizes = np.pad(np.int32(batch_sizes), (0, pad), constant_values=1)
+def inputs_of(sharding, batch_sizes, learning_rate=1.0, examples_before=0) -> UpdateInputs:
+    """The inputs of updates with these batch sizes, padded to MAX_UPDATES."""
+    starts = examples_before + np.cumsum([0, *batch_sizes[:-1]])
+    padding = (0, MAX_UPDATES - len(batch_sizes))
+    epoch, offset = epoch_and_offset(np.pad(starts, padding), sharding.num_examples)
     rates = np.broadcast_to(np.float32(learning_rate), len(batch_sizes))
-    return Plan(epoch, offset, sizes, np.pad(rates, (0, pad)))
-
-
-def sgd_loop(problem, num_devices, storage="expanded", shift=0, **kwargs):
-    images, labels, params, loss_fn = problem
-    deal, shards = place(images, labels, num_devices, storage)
-    optimizer = optimizers.create_optimizer("sgd", Numbers(momentum=0.0))
-    read = augment.make_read(storage, (SIZE, SIZE, 3), shift)
-    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, MICRO, **kwargs))
-    return (
-        deal,
-        shards,
-        loop,
-        lambda: replicas.replicate(create_state(params, optimizer, 0), jax.local_devices()[:num_devices]),
+    return UpdateInputs(
+        epoch=epoch,
+        offset=offset,
+        batch_size=np.pad(np.int32(batch_sizes), padding, constant_values=1),
+        learning_rate=np.pad(rates, padding),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """An inner loop with the data that it runs on."""
+
+    sharding: DataSharding
+    data: Any
+    loop: Callable
+    one_replica: TrainState  # before the first update
+
+    def first_state(self) -> TrainState:
+        """A new one at every call, since the loop takes its memory."""
+        return replicas.replicate(self.one_replica, replicas.local_devices_of(self.data))
+
+    def run(self, batch_sizes, learning_rate=1.0, examples_before=0, state=None):
+        """The state after updates with these batch sizes, and the metrics."""
+        inputs = inputs_of(self.sharding, batch_sizes, learning_rate, examples_before)
+        return self.loop(state or self.first_state(), self.data, inputs, np.int32(len(batch_sizes)))
+
+    def compiled_text(self) -> str:
+        """The compiled program."""
+        inputs = inputs_of(self.sharding, [64])
+        return self.loop.lower(self.first_state(), self.data, inputs, np.int32(1)).compile().as_text()
+
+
+def make_trainer(
+    problem: Problem,
+    optimizer,
+    num_devices,
+    *,
+    storage="expanded",
+    shift=0,
+    micro_batch_size=MICRO_BATCH_SIZE,
+    **options,
+) -> Trainer:
+    """A trainer whose TrainStep has these `options`."""
+    sharding, data = place(problem.images, problem.labels, num_devices, storage)
+    reader = MicroBatchReader(augment.make_read(storage, (SIZE, SIZE, 3), shift), sharding, micro_batch_size)
+    loop = make_inner_loop(TrainStep(problem.loss_fn, optimizer, reader, **options))
+    keeps_ema = "ema_decay" in options
+    state = create_train_state(problem.params, optimizer, 0, problem.model_state, ema=keeps_ema)
+    return Trainer(sharding, data, loop, state)
+
+
+def sgd_trainer(problem: Problem, num_devices, **options) -> Trainer:
+    """Plain SGD; options as of `make_trainer`."""
+    optimizer = optimizers.create_optimizer("sgd", Hyperparams(momentum=0.0))
+    return make_trainer(problem, optimizer, num_devices, **options)
 
 
 def gradient_of_one_update(params, state):
@@ -88,91 +144,95 @@ def assert_trees_close(one, other, tolerance):
 
 
 @partial(jax.jit, static_argnums=0)
-def examples_of(deal, device, epoch, offset, batch_size):
-    """Local indices and 0/1 weights of a device's share, in one micro-batch."""
-    share = batching.device_share(deal, device, epoch, offset, batch_size)
-    examples, _, weights = batching.micro_batch(deal, device, share, 0, 1, deal.num_examples, 0)
-    return examples, weights
+def whole_device_batch(sharding, device, epoch, offset, batch_size) -> batching.MicroBatchIndices:
+    """All that falls to a device, in one micro-batch."""
+    batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
+    return batching.micro_batch(sharding, batch, 0, 1, sharding.num_examples, 0)
 
 
-def visited_examples(deal, epoch, offset, batch_size):
+def examples_of(sharding, device, epoch, offset, batch_size) -> np.ndarray:
+    """The examples of a batch that fall to a device, by its own numbering."""
+    chosen = whole_device_batch(sharding, device, epoch, offset, batch_size)
+    return np.asarray(chosen.examples)[np.asarray(chosen.weights) == 1]
+
+
+def visited_examples(sharding, epoch, offset, batch_size) -> list[int]:
     """Global expanded indices of a batch, from the functions that the device uses."""
-    found = []
-    for device in range(deal.num_devices):
-        examples, weights = examples_of(deal, device, epoch, offset, batch_size)
-        local = np.asarray(examples)[np.asarray(weights) == 1]
-        originals = deal.originals_of(device, seed=0)
-        found += (originals[local // 8] * 8 + local % 8).tolist()
-    return found
+    visited = []
+    for device in range(sharding.num_devices):
+        examples = examples_of(sharding, device, epoch, offset, batch_size)
+        originals = sharding.originals_of(device, seed=0)
+        visited += (originals[examples // 8] * 8 + examples % 8).tolist()
+    return visited
 
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full), 8])
 def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(problem, num_devices):
-    images, labels, params, loss_fn = problem
     traces = []
 
     def counted(*arguments):
         traces.append(1)
-        return loss_fn(*arguments)
+        return problem.loss_fn(*arguments)
 
-    deal, shards, loop, fresh = sgd_loop((images, labels, params, counted), num_devices)
-    expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
-    made = 0
-    reference = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
-    for batch_size in (1, 7, 50, 256, deal.num_examples):
-        state, metrics = loop(fresh(), shards, plan(deal, [batch_size]), np.int32(1))
-        rows = visited_examples(deal, 0, 0, batch_size)
+    trainer = sgd_trainer(dataclasses.replace(problem, loss_fn=counted), num_devices)
+    num_examples = trainer.sharding.num_examples
+    expanded = augment.expand(problem.images).reshape(-1, SIZE, SIZE, 3)
+    traces_of_first_size = 0
+    reference = jax.jit(jax.value_and_grad(problem.loss_fn, has_aux=True))
+    for batch_size in (1, 7, 50, 256, num_examples):
+        state, metrics = trainer.run([batch_size])
+        rows = visited_examples(trainer.sharding, 0, 0, batch_size)
         assert len(set(rows)) == len(rows) == batch_size
-        weights = np.zeros(deal.num_examples, np.float32)
+        weights = np.zeros(num_examples, np.float32)
         weights[rows] = 1 / batch_size
-        batch = Batch(expanded, np.repeat(labels, 8), weights)
-        (loss, (sums, _)), grads = reference(params, {}, batch)
+        batch = Batch(expanded, np.repeat(problem.labels, 8), weights)
+        (loss, sums), grads = reference(problem.params, {}, batch)
         # Sums of up to 400 float32 gradients in another order: 1e-6 of the largest entry.
-        assert_trees_close(grads, gradient_of_one_update(params, state), 2e-6)
+        assert_trees_close(grads, gradient_of_one_update(problem.params, state), 2e-6)
         np.testing.assert_allclose(metrics["loss"][0], loss, rtol=2e-6)
-        np.testing.assert_allclose(metrics["accuracy"][0], sums["accuracy"], rtol=1e-5)
+        np.testing.assert_allclose(metrics["accuracy"][0], sums.metrics["accuracy"], rtol=1e-5)
         np.testing.assert_allclose(metrics["grad_norm"][0], optax.tree.norm(grads), rtol=1e-5)
-        made = made or len(traces)
-        assert len(traces) == made  # no size but the first traced, so none compiled, anything
+        traces_of_first_size = traces_of_first_size or len(traces)
+        assert len(traces) == traces_of_first_size  # no other size traced, so none compiled, anything
 
 
 def test_expanded_and_on_device_storage_give_the_same_gradients(problem):
-    _, _, params, _ = problem
-    found = []
+    gradients, losses = [], []
     for storage in ("expanded", "on_device"):
-        deal, shards, loop, fresh = sgd_loop(problem, 2, storage)
-        state, metrics = loop(fresh(), shards, plan(deal, [133]), np.int32(1))
-        found.append((gradient_of_one_update(params, state), float(metrics["loss"][0])))
-    assert_trees_close(found[0][0], found[1][0], 1e-7)
-    assert found[0][1] == found[1][1]
+        state, metrics = sgd_trainer(problem, 2, storage=storage).run([133])
+        gradients.append(gradient_of_one_update(problem.params, state))
+        losses.append(float(metrics["loss"][0]))
+    assert_trees_close(*gradients, 1e-7)
+    assert losses[0] == losses[1]
 
 
 def test_moved_images_give_the_same_gradients_on_any_devices(problem):
     """In another epoch they are moved by something else."""
-    _, _, params, _ = problem
-    found = []
-    for num_devices, shift, epoch in ((1, 0, 0), (1, 2, 0), (4, 2, 0), (4, 2, 1)):
-        deal, shards, loop, fresh = sgd_loop(problem, num_devices, shift=shift)
-        size = deal.num_examples
-        state, _ = loop(fresh(), shards, plan(deal, [size], before=epoch * size), np.int32(1))
-        found.append(gradient_of_one_update(params, state))
-    still, one, four, later = found
-    assert_trees_close(one, four, 2e-6)
-    for other in (still, later):
+
+    def gradient_of_an_epoch(num_devices, shift, epoch):
+        trainer = sgd_trainer(problem, num_devices, shift=shift)
+        size = trainer.sharding.num_examples
+        state, _ = trainer.run([size], examples_before=epoch * size)
+        return gradient_of_one_update(problem.params, state)
+
+    on_one_device = gradient_of_an_epoch(1, shift=2, epoch=0)
+    on_four_devices = gradient_of_an_epoch(4, shift=2, epoch=0)
+    not_moved = gradient_of_an_epoch(1, shift=0, epoch=0)
+    later = gradient_of_an_epoch(4, shift=2, epoch=1)
+    assert_trees_close(on_one_device, on_four_devices, 2e-6)
+    for other in (not_moved, later):
         with pytest.raises(AssertionError):
-            assert_trees_close(one, other, 1e-3)
+            assert_trees_close(on_one_device, other, 1e-3)
 
 
 def test_results_do_not_depend_on_how_the_loop_is_cut(problem):
-    deal, shards, loop, fresh = sgd_loop(problem, 2)
+    trainer = sgd_trainer(problem, 2)
     sizes, rates = [300, 7, 256, 90], [0.1, 0.3, 0.02, 0.2]  # crosses the end of the first epoch
-    whole, metrics = loop(fresh(), shards, plan(deal, sizes, rates), np.int32(4))
-    state, losses = fresh(), []
-    for first, count in ((0, 1), (1, 3)):
-        part = slice(first, first + count)
-        part = plan(deal, sizes[part], rates[part], before=sum(sizes[:first]))
-        state, values = loop(state, shards, part, np.int32(count))
-        losses += np.asarray(values["loss"])[:count].tolist()
+    whole, metrics = trainer.run(sizes, rates)
+    state, values = trainer.run(sizes[:1], rates[:1])
+    losses = np.asarray(values["loss"])[:1].tolist()
+    state, values = trainer.run(sizes[1:], rates[1:], examples_before=sizes[0], state=state)
+    losses += np.asarray(values["loss"])[:3].tolist()
     assert losses == np.asarray(metrics["loss"]).tolist()
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -180,8 +240,7 @@ def test_results_do_not_depend_on_how_the_loop_is_cut(problem):
 
 
 def test_one_all_reduce_and_no_other_collective(problem):
-    deal, shards, loop, fresh = sgd_loop(problem, 8)
-    text = loop.lower(fresh(), shards, plan(deal, [64]), np.int32(1)).compile().as_text()
+    text = sgd_trainer(problem, 8).compiled_text()
     calls = [line for line in text.splitlines() if "all-reduce(" in line or "all-reduce-start(" in line]
     assert len(calls) == 1, calls
     for other in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
@@ -189,55 +248,45 @@ def test_one_all_reduce_and_no_other_collective(problem):
 
 
 def test_everything_that_crosses_devices_goes_through_reduce(problem):
-    seen = []
+    reduced = []
 
-    def local_only(tree):
-        seen.append(jax.tree.structure(tree))
+    def stay_on_device(tree):
+        reduced.append(jax.tree.structure(tree))
         return tree
 
-    deal, shards, loop, fresh = sgd_loop(problem, 2, reduce=local_only)
-    state, _ = loop(fresh(), shards, plan(deal, [64]), np.int32(1))
+    state, _ = sgd_trainer(problem, 2, reduce=stay_on_device).run([64])
     one, other = (jax.tree.map(lambda x, d=d: np.asarray(x)[d], state.params) for d in (0, 1))
-    assert len(set(seen)) == 1  # the loss, the averages and the gradients, together
+    assert len(set(reduced)) == 1  # the loss, the averages and the gradients, together
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
 def test_learning_rate_is_data(problem):
-    _, _, params, _ = problem
-    deal, shards, loop, fresh = sgd_loop(problem, 1)
-    moves = []
-    for rate in (0.5, 1.0):
-        state, _ = loop(fresh(), shards, plan(deal, [64], rate), np.int32(1))
-        moves.append(gradient_of_one_update(params, state))
-    assert_trees_close(jax.tree.map(lambda x: 2 * x, moves[0]), moves[1], 1e-6)
+    trainer = sgd_trainer(problem, 1)
+    half, whole = (gradient_of_one_update(problem.params, trainer.run([64], rate)[0]) for rate in (0.5, 1.0))
+    assert_trees_close(jax.tree.map(lambda x: 2 * x, half), whole, 1e-6)
 
 
 def test_golden_first_step():
     """Recorded once; a doubled rate, a sum in place of a mean or another normalisation all miss it."""
-    network = models.create_model("convnet", NUM_CLASSES, "float32", "dot")
-    images, labels, params, loss_fn = make_problem(network)
-    deal, shards = place(images, labels, 2)
-    optimizer = optimizers.create_optimizer("lamb")
-    read = augment.make_read("expanded", (SIZE, SIZE, 3))
-    loop = make_inner_loop(Step(loss_fn, optimizer, read, deal, MICRO))
+    problem = make_problem(models.create_model("convnet", NUM_CLASSES, "float32", "dot"))
+    trainer = make_trainer(problem, optimizers.create_optimizer("lamb"), 2)
 
-    def moved(rate):
-        state = replicas.replicate(create_state(params, optimizer, 0), jax.local_devices()[:2])
-        state, metrics = loop(state, shards, plan(deal, [deal.num_examples], rate), np.int32(1))
-        new = jax.tree.map(lambda x: np.asarray(x)[0], state.params)
-        distance = optax.tree.norm(jax.tree.map(lambda a, b: a - b, new, params))
-        return float(metrics["loss"][0]), float(metrics["grad_norm"][0]), float(distance)
+    def first_step(rate):
+        state, metrics = trainer.run([trainer.sharding.num_examples], rate)
+        params = replicas.first_replica(state.params)
+        distance = optax.tree.norm(jax.tree.map(lambda a, b: a - b, params, problem.params))
+        return {"loss": metrics["loss"][0], "grad_norm": metrics["grad_norm"][0], "distance": distance}
 
-    golden = (1.3861731, 0.1939164, 0.3498806)
-    np.testing.assert_allclose(moved(0.01), golden, rtol=1e-4)
-    assert abs(moved(0.02)[2] / golden[2] - 2) < 0.01
+    golden = {"loss": 1.3861731, "grad_norm": 0.1939164, "distance": 0.3498806}
+    step = first_step(0.01)
+    for name, value in golden.items():
+        np.testing.assert_allclose(step[name], value, rtol=1e-4, err_msg=name)
+    assert abs(first_step(0.02)["distance"] / golden["distance"] - 2) < 0.01
 
 
 def test_bfloat16_keeps_float32_parameters(problem):
-    deal, shards, loop, fresh = sgd_loop(make_problem(small_network(jnp.bfloat16)), 1)
-    state, metrics = loop(fresh(), shards, plan(deal, [400]), np.int32(1))
-    deal, shards, exact, fresh = sgd_loop(problem, 1)
-    _, reference = exact(fresh(), shards, plan(deal, [400]), np.int32(1))
+    state, metrics = sgd_trainer(make_problem(small_network(jnp.bfloat16)), 1).run([400])
+    _, exact = sgd_trainer(problem, 1).run([400])
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(metrics["loss"][0], reference["loss"][0], rtol=2e-2)
-    assert float(metrics["loss"][0]) != float(reference["loss"][0])
+    np.testing.assert_allclose(metrics["loss"][0], exact["loss"][0], rtol=2e-2)
+    assert float(metrics["loss"][0]) != float(exact["loss"][0])

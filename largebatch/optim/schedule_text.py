@@ -1,0 +1,68 @@
+"""A schedule in words, for the headline of a run."""
+
+import numpy as np
+
+from largebatch.optim.schedules import Schedule, peak_rates
+
+
+def describe(schedule: Schedule) -> str:
+    """How the learning rate goes, and the batch where the schedule grows it; one line."""
+    options = schedule.options
+    sizes = schedule.rate_batch_sizes.first(schedule.num_updates).values
+    peaks = peak_rates(options, schedule.base_learning_rate, sizes)
+    text = f"learning rate {format_range(peaks)}{_how_it_is_scaled(schedule, sizes, peaks)}"
+    if schedule.warmup_updates:
+        starts = np.minimum(schedule.warmup_starts.values[0], peaks)
+        text += f", reached from {format_range(starts)} in {schedule.warmup_updates:,} {_unit(schedule)}, then"
+    else:
+        text += ","
+    text += f" {_after_warmup(schedule, peaks)}"
+    if options.decay_by == "batch":
+        text += f": batch {', '.join(_batch_stages(schedule))}"
+    return text
+
+
+def _unit(schedule: Schedule) -> str:
+    return "scale-invariant steps" if schedule.scale_invariant else "updates"
+
+
+def _how_it_is_scaled(schedule: Schedule, sizes: np.ndarray, peaks: np.ndarray) -> str:
+    rule, reference = schedule.options.scaling, schedule.options.reference_batch_size
+    if rule == "none":
+        return ""
+    if rule == "adascale":
+        return f" at batch {reference:,}, times the measured gain of a larger batch (AdaScale)"
+    base = schedule.base_learning_rate
+    root = "the root of " if rule == "sqrt" else ""
+    ratio = f"{root}batch {format_range(sizes)} / reference {reference:,}"
+    return f" = {base:g} x {format_range(peaks / base, '.4g')} ({rule}: {ratio})"
+
+
+def _after_warmup(schedule: Schedule, peaks: np.ndarray) -> str:
+    options, unit = schedule.options, _unit(schedule)
+    length = f"{schedule.num_updates:,} {unit}"
+    if options.name == "constant":
+        return f"constant over {length}"
+    if options.name == "step":
+        if options.decay_by == "batch":
+            return f"{length} with a growing batch for a decay of x {options.decay_factor:g}"
+        return f"{length}, x {options.decay_factor:g} at {', '.join(map(str, options.decay_steps))}"
+    final_rate = format_range(peaks * options.final_fraction)
+    return f"{options.name} to {final_rate} at {unit[:-1]} {schedule.num_updates:,}"
+
+
+def _batch_stages(schedule: Schedule) -> list[str]:
+    sizes = schedule.batch_sizes
+    first_peak = peak_rates(schedule.options, schedule.base_learning_rate, schedule.rate_batch_sizes.values)[0]
+    rates = first_peak * schedule.decay_factors.values
+    return [
+        f"{size:,} from update {first:,} at {rate:g}"
+        for first, size, rate in zip(sizes.starts, sizes.values, rates, strict=True)
+    ]
+
+
+def format_range(values: np.ndarray, form: str | None = None) -> str:
+    """One value, or the lowest and the highest."""
+    form = form or ("," if values.dtype.kind == "i" else "g")
+    low, high = values.min(), values.max()
+    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"

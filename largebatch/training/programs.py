@@ -1,0 +1,120 @@
+"""The compiled programs of a run: the loops that train, and the predictions that validate."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+
+from largebatch.data.placement import DeviceData
+from largebatch.hosts import replicas
+from largebatch.nn.normalisation import STATISTICS
+from largebatch.optim.optimizers import Hyperparams
+from largebatch.optim.schedules import UpdateInputs
+from largebatch.training import local_sgd
+from largebatch.training.evaluation import make_predict
+from largebatch.training.local_sgd import LocalStep, Sync
+from largebatch.training.state import TrainState, count_params
+from largebatch.training.step import TrainStep, make_inner_loop
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramParts:
+    """What programs are made of."""
+
+    network: nn.Module
+    step: TrainStep
+    # (seed, hyper-parameters, kernel of the frozen stem or None) -> one replica's state before the first update
+    init: Callable[..., TrainState]
+    logits_fn: Callable  # see evaluation.make_predict
+    logits_of_views_fn: Callable | None  # the mean over the views of an image; None where it is not asked for
+    prediction_micro_batch_size: int
+    sync_mode: str  # every_step | local | post_local
+    sync_policy: str  # see local_sgd.LocalStep
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledPrograms:
+    """The compiled part of a run, which serves every seed, batch size, schedule and hyper-parameter."""
+
+    parts: ProgramParts
+    inner_loop: Callable | None  # see step.make_inner_loop; None where all updates are local steps
+    local_loop: Callable | None  # see local_sgd.make_local_loop; None where all updates are synchronous
+    average: Callable | None  # see local_sgd.make_average; as local_loop
+    predict: Callable  # (variables, images) -> logits, see evaluation.make_predict
+    predict_views: Callable | None
+    metric_names: tuple[str, ...]  # of what the loops return beside the state
+    allreduce_bytes: int  # that a device puts into the all-reduce of a synchronous update
+    sync_bytes: int  # that it puts into that of a synchronisation after local steps
+
+    @property
+    def network(self) -> nn.Module:
+        """The network that is trained."""
+        return self.parts.network
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer, with the hyper-parameters in its state."""
+        return self.parts.step.optimizer
+
+
+def compile_programs(
+    parts: ProgramParts, data: DeviceData, inputs: UpdateInputs, sync: Sync, kernel: np.ndarray | None, on: list
+) -> CompiledPrograms:
+    """Compiles by running each program once; pmap's ahead-of-time way does not know several hosts.
+
+    Args:
+      inputs: of any updates; none is done.
+      kernel: of the frozen stem, if the network has one.
+      on: this host's devices.
+    """
+    one_replica = parts.init(np.uint32(0), Hyperparams(), kernel)
+    state = replicas.replicate(one_replica, on)
+    statistics = tuple(name for name in (STATISTICS,) if name in one_replica.model_state)
+    inner_loop = local_loop = average = None
+    no_updates = np.int32(0)
+    if parts.step.packed:
+        inputs, no_updates = jax.tree.map(lambda x: np.stack([x] * len(on)), (inputs, no_updates))
+
+    metric_names = set()
+    if parts.sync_mode != "local":
+        inner_loop = make_inner_loop(parts.step)
+        state, metrics = inner_loop(state, data.train, inputs, no_updates)
+        metric_names.update(metrics)
+    if parts.sync_mode != "every_step":
+        step = dataclasses.replace(parts.step, noise_decay=None)
+        local_loop = local_sgd.make_local_loop(LocalStep(step, parts.sync_policy, statistics))
+        average = local_sgd.make_average(statistics, parts.sync_policy)
+        state, metrics = local_loop(state, data.train, inputs, no_updates, sync)
+        state = average(state)
+        metric_names.update(metrics)
+
+    predict, predict_views = _compile_predictions(parts, state.variables, data.val_images)
+    return CompiledPrograms(
+        parts=parts,
+        inner_loop=inner_loop,
+        local_loop=local_loop,
+        average=average,
+        predict=predict,
+        predict_views=predict_views,
+        metric_names=tuple(sorted(metric_names)),
+        allreduce_bytes=_allreduce_bytes(one_replica, statistics),
+        sync_bytes=local_sgd.bytes_of_sync(one_replica, statistics, parts.sync_policy) if local_loop else 0,
+    )
+
+
+def _compile_predictions(parts: ProgramParts, variables, images) -> tuple[Callable, Callable | None]:
+    def compiled(logits_fn):
+        predict = make_predict(logits_fn, parts.prediction_micro_batch_size, packed=parts.step.packed)
+        jax.block_until_ready(predict(variables, images))
+        return predict
+
+    return compiled(parts.logits_fn), parts.logits_of_views_fn and compiled(parts.logits_of_views_fn)
+
+
+def _allreduce_bytes(state: TrainState, statistics: tuple[str, ...]) -> int:
+    """Of float32 gradients and statistics, and of loss, accuracy and noise, which are scalars."""
+    summed = state.params, [state.model_state[name] for name in statistics]
+    return 4 * (count_params(summed) + 3)

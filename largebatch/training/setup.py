@@ -1,0 +1,164 @@
+"""What a run is set up to do: all that follows from its config, resolved once."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+from largebatch.data.batching import DataSharding
+from largebatch.errors import BadSetting
+from largebatch.optim.batch_sizes import resolve_batch_size
+from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
+from largebatch.optim.piecewise import PiecewiseConstant
+from largebatch.optim.schedules import Schedule, make_schedule
+from largebatch.training.local_sgd import Sync
+
+# Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
+AUTO_SIZE_BY_PLATFORM = {"cpu": 16}
+AUTO_SIZE_ELSEWHERE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramOptions:
+    """All that shapes the compiled programs. Runs that agree in it share them."""
+
+    dataset: str  # see `dataset_key`
+    image_shape: tuple[int, int, int]
+    mean: tuple[float, ...]  # of the training images, by channel
+    std: tuple[float, ...]
+    storage: str
+    shift: int
+    sharding: DataSharding
+    packed: bool  # each device trains a run of its own, on all of the data
+    network: nn.Module
+    optimizer: str
+    optimizer_options: OptimizerOptions
+    label_smoothing: float
+    statistics_decay: float
+    ema_decay: float | None
+    noise_decay: float
+    adascale_reference: int | None
+    rate_table_length: int | None  # see schedules.UpdateInputs; None without AdaScale
+    sync_mode: str
+    sync_policy: str
+    max_nonfinite: int
+    view_average: bool
+    micro_batch_size: int
+    prediction_micro_batch_size: int
+    inputs_length: int  # updates that one call can do
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """All that follows from a config, the data set's size and the number of devices; resolved once."""
+
+    config: object  # the ConfigDict that it was made from
+    schedule: Schedule
+    program: ProgramOptions
+    hyperparams: Hyperparams
+    sync: Sync
+    first_local_step: int | None  # the update from which devices take local steps; None where they never do
+    batch_sizes: tuple[int, ...]  # all that the run may come to, ascending
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in an epoch: the views of all training images."""
+        return self.program.sharding.num_examples
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that share a batch."""
+        return self.program.sharding.num_devices
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Examples per gradient evaluation of one device."""
+        return self.program.micro_batch_size
+
+    def with_batch_sizes(self, batch_sizes: PiecewiseConstant) -> "Setup":
+        """The same run with the batch sizes that training has come to (batch.auto)."""
+        schedule = make_schedule(self.config, self.num_examples, batch_sizes)
+        return dataclasses.replace(self, schedule=schedule)
+
+
+# ---- the batch sizes and micro-batches of a run ------------------------------------------------------
+
+
+def possible_batch_sizes(fields, schedule: Schedule) -> np.ndarray:
+    """All batch sizes that a run may come to, int64, ascending.
+
+    Args:
+      fields: a config's `batch`.
+      schedule: as it is when the run starts.
+    Raises:
+      BadSetting: with batch.auto, the largest is below the smallest.
+    """
+    if not fields.auto:
+        sizes = schedule.batch_sizes
+        # With AdaScale a run may have more updates than its schedule has scale-invariant steps.
+        return np.unique(sizes.values if schedule.scale_invariant else sizes.first(schedule.num_updates).values)
+    smallest = schedule.max_batch_size
+    largest = resolve_batch_size(fields.max_size, schedule.examples_per_epoch, field="batch.max_size")
+    if largest < smallest:
+        raise BadSetting(f"batch.max_size: {largest}; allowed: at least batch.size, {smallest}")
+    doublings = smallest * 2 ** np.arange((largest // smallest).bit_length())
+    return np.unique([*doublings, largest])
+
+
+def resolve_micro_batch_size(size: int | str) -> int:
+    """Examples per gradient evaluation that batch.micro_batch_size means here, whatever the batch."""
+    if size == "auto":
+        return AUTO_SIZE_BY_PLATFORM.get(jax.default_backend(), AUTO_SIZE_ELSEWHERE)
+    return size
+
+
+def choose_micro_batch_size(config, batch_sizes: np.ndarray, sharding: DataSharding) -> int:
+    """Examples per gradient evaluation of one device in a run.
+
+    Args:
+      batch_sizes: all that the run may come to, ascending.
+    Raises:
+      BadSetting: batch normalisation would see single images, or the noise could not be measured.
+    """
+    wanted, measures_noise = config.batch.micro_batch_size, _measures_noise(config)
+    most_per_device = sharding.share_bounds(int(batch_sizes[-1]))[1]
+    if wanted == "auto" and sharding.num_devices == 1:
+        # At least two micro-batches, between which noise is measured; in the smallest batch too where it has to be.
+        batch_size = int(batch_sizes[0]) if measures_noise else int(batch_sizes[-1])
+        most_per_device = -(-batch_size // 2)
+    size = min(resolve_micro_batch_size(wanted), most_per_device)
+    if config.model.norm == "batch":
+        _refuse_single_images(batch_sizes, size, sharding)
+    if measures_noise:
+        _refuse_a_single_micro_batch(int(batch_sizes[0]), size, sharding)
+    return size
+
+
+def _measures_noise(config) -> bool:
+    """Whether training depends on the noise of the gradient."""
+    return config.batch.auto or config.schedule.scaling == "adascale"
+
+
+def _refuse_single_images(batch_sizes: np.ndarray, size: int, sharding: DataSharding) -> None:
+    for batch_size in batch_sizes:
+        if _smallest_micro_batch(*sharding.share_bounds(int(batch_size)), size) < 2:
+            raise BadSetting(
+                f"model.norm: 'batch' with batches of {batch_size} in micro-batches of up to {size} on "
+                f"{sharding.num_devices} devices; allowed: at least 2 images in each, or 'group' or 'none'"
+            )
+
+
+def _refuse_a_single_micro_batch(smallest_batch: int, size: int, sharding: DataSharding) -> None:
+    if smallest_batch == 1 or (sharding.num_devices == 1 and size >= smallest_batch):
+        raise BadSetting(
+            f"batch.micro_batch_size: {size} for batches from {smallest_batch} on; allowed: at least two "
+            "micro-batches with batch.auto or AdaScale, since noise is measured between them"
+        )
+
+
+def _smallest_micro_batch(fewest: int, most: int, size: int) -> int:
+    """Images in the smallest micro-batch of a device that has `fewest` to `most` of a batch, split evenly."""
+    if fewest == 0:
+        return 0
+    return min(count // -(-count // size) for count in range(fewest, most + 1))

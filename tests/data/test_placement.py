@@ -1,0 +1,58 @@
+"""What lies on the devices: every training image once, with its views and its label."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import augment
+from largebatch.data.batching import DataSharding
+from largebatch.data.placement import bytes_per_device, place
+from largebatch.data.split import split_indices
+from largebatch.data.synthetic import synthetic
+from largebatch.hosts import memory
+
+
+@pytest.mark.parametrize("storage", ["expanded", "on_device"])
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
+    small_config, storage, num_devices, monkeypatch
+):
+    small_config.augment.storage = storage
+    devices = jax.local_devices()[:num_devices]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
+    cache = augment.prepare_cache(small_config)
+    sharding = DataSharding(cache.count("train"), num_devices, augment.NUM_VIEWS)
+    data = place(cache, sharding, small_config.dataset.split_seed)
+    dataset = synthetic(100, 16, 0)
+    original_and_view = {}
+    for original in split_indices(dataset.example_ids, 0)["train"]:
+        for view, image in enumerate(augment.expand(dataset.images[original][None])[0]):
+            original_and_view[image.tobytes(), int(dataset.labels[original])] = original, view
+    read, seen = augment.make_read(storage, (16, 16, 3)), []
+    for device in range(num_devices):
+        shard = jax.tree.map(lambda x, device=device: jnp.asarray(np.asarray(x)[device]), data.train)
+        examples = jnp.arange(int(sharding.num_originals_of(device)) * augment.NUM_VIEWS)
+        images, labels = map(np.asarray, read(shard, examples, examples.astype(np.uint32)))
+        for image, label in zip(images, labels, strict=True):
+            seen.append(original_and_view[image.tobytes(), int(label)])
+    assert sorted(seen) == sorted(original_and_view.values())
+    assert len(seen) == 640
+    assert cache.count("val") == len(data.val_labels) == 10
+    assert data.train["images"].nbytes == bytes_per_device(cache, num_devices)["training images"] * num_devices
+
+
+def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config, monkeypatch):
+    made, make = [], memory.aligned_empty
+
+    def remember(*arguments):
+        made.append(make(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(memory, "aligned_empty", remember)
+    cache = augment.prepare_cache(small_config)
+    sharding = DataSharding(cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
+    data = place(cache, sharding, small_config.dataset.split_seed)
+    shards = [shard.data.unsafe_buffer_pointer() for shard in data.train["images"].addressable_shards]
+    assert set(shards) <= {array.ctypes.data for array in made}  # no second copy
