@@ -10,10 +10,10 @@ train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosa
 	$(BIN)/python train.py $(ARGS)
 
 test: $(VENV)/.dev  ## for every change: each module, with real processes and real data; minutes on 2 cores
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.dev  ## what `test` leaves out: pods, a fresh clone, PostgreSQL, a browser, long resumes, short faults
-	$(BIN)/python -m pytest -n 2 -m full $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m full $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
