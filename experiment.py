@@ -49,7 +49,7 @@ WHITENING_IMAGES = 2048  # training images whose patches whiten the stem
 
 @dataclasses.dataclass(frozen=True)
 class DataFacts:
-    """What of a data set shapes a run."""
+    """The properties of a data set on which a run's Setup depends."""
 
     num_originals: int  # training images, before they are expanded to their views
     image_shape: tuple[int, int, int]
@@ -59,7 +59,7 @@ class DataFacts:
 
     @classmethod
     def of(cls, cache: Cache) -> "DataFacts":
-        """Those of the data in `cache`."""
+        """The properties of the data set in `cache`."""
         mean, std = tuple(cache.manifest["mean"]), tuple(cache.manifest["std"])
         return cls(cache.count("train"), cache.image_shape, len(cache.class_names), mean, std)
 
@@ -114,7 +114,7 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
 
 
 def dataset_key(config) -> str:
-    """What the data on the devices follow from."""
+    """The config fields that decide which data are on the devices, as one string; equal keys mean equal data."""
     return json.dumps([config.dataset.to_dict(), config.augment.storage, config.augment.cache_dir])
 
 
@@ -133,7 +133,7 @@ def make_network(config, num_classes: int) -> nn.Module:
 
 
 def make_init(options: ProgramOptions):
-    """What makes the state before the first update: see `ProgramParts.init`."""
+    """The function that makes the state before the first update; see `ProgramParts.init`."""
 
     def init(seed, hyperparams, kernel):
         params, model_state = models.init_variables(options.network, options.image_shape, seed)
@@ -146,7 +146,11 @@ def make_init(options: ProgramOptions):
 
 
 def make_parts(options: ProgramOptions) -> ProgramParts:
-    """What the programs are made of."""
+    """The functions that the programs of `options` are compiled from.
+
+    Hyper-parameters are not among them, as they are in the optimizer's state: the step takes its optimizer with
+    default ones, and runs of other rates or decays share the programs.
+    """
     network, scale = options.network, (options.image_shape, options.mean, options.std)
     read = augment.make_read(options.storage, options.image_shape, options.shift)
     step = TrainStep(
@@ -240,8 +244,12 @@ class ProgramCache:
             self._kernel = collectives.from_primary(kernel)
         return self._kernel
 
-    def programs(self, setup: Setup) -> CompiledPrograms:
-        """Compiles by running once on the data that were loaded for `setup`, unless that was done."""
+    def compiled(self, setup: Setup) -> CompiledPrograms:
+        """The programs of `setup`, compiled if they are not there yet.
+
+        They are compiled by running them once, so the data that were loaded last must be those of `setup`.
+        """
+        assert setup.program.dataset == self._dataset, "another data set was loaded since"
         if setup.program not in self._programs:
             if len(self._programs) == MAX_PROGRAMS:
                 self._programs.clear()
@@ -326,16 +334,23 @@ class Experiment:
         return score(self._logits(predict, variables), self.data.val_labels).accuracy
 
 
-def prepare(config, clock: Clock, programs: ProgramCache) -> tuple[Experiment, TrainState]:
-    """Places the data, compiles the programs, makes the state; times both sections."""
+def prepare(config, clock: Clock, shared: ProgramCache) -> tuple[Experiment, TrainState]:
+    """Places the data, compiles the programs and makes the state before the first update.
+
+    Args:
+      clock: takes the seconds of the sections "data" and "compile".
+      shared: keeps data and programs for the next run of this process.
+    Raises:
+      BadSetting, UserError: see `ProgramCache.load`.
+    """
     with clock.measure("data"):
-        placed = programs.load(config)
+        placed = shared.load(config)
     setup = placed.setup
     with clock.measure("compile"):
-        compiled = programs.programs(setup)
-        kernel = programs.whitening_kernel(setup)
+        compiled = shared.compiled(setup)
+        kernel = shared.whitening_kernel(setup)
         one_replica = compiled.parts.init(np.uint32(config.seed), setup.hyperparams, kernel)
-        state = replicas.replicate(one_replica, programs.local_devices)
+        state = replicas.replicate(one_replica, shared.local_devices)
         replicas.check_replicas(state.params, "initial parameters")
     experiment = Experiment(
         setup=setup,

@@ -113,7 +113,7 @@ class PackedExperiments:
     def programs(self, config: config_dict.ConfigDict) -> PackedPrograms:
         """What the runs of the group of `config` share."""
         placed = self._cache.load(config)
-        setup, programs = placed.setup, self._cache.programs(placed.setup)
+        setup, programs = placed.setup, self._cache.compiled(placed.setup)
         kernel = self._cache.whitening_kernel(setup)
         return PackedPrograms(
             inner_loop=programs.inner_loop,

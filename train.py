@@ -16,7 +16,7 @@ from ml_collections import config_dict
 
 import model as models
 from experiment import Experiment, ProgramCache, Validation, prepare
-from largebatch import cli, doctor
+from largebatch import cli
 from largebatch.data import batching
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption, replicas
@@ -41,14 +41,14 @@ def train_and_evaluate(
     workdir: str,
     *,
     profile: bool = False,
-    programs: ProgramCache | None = None,
+    shared: ProgramCache | None = None,
     report: Reporter | None = None,
 ) -> dict:
     """Trains by `config` in the run folder `workdir`, goes on where a run there stopped, returns its summary.
 
     Args:
       profile: write a jax.profiler trace of a few updates to the run folder.
-      programs: data and programs, where several runs of this process share them.
+      shared: data and compiled programs, where several runs of this process share them.
       report: what is told of the run as it goes; may end it by raising ending.Pruned from `row`.
     Raises:
       UserError: bad input. Where it is found before the first update, no run is written.
@@ -66,7 +66,7 @@ def train_and_evaluate(
         return ended
     with run:
         with collectives.named_collective_errors():
-            experiment, state = prepare(config, clock, programs or ProgramCache())
+            experiment, state = prepare(config, clock, shared or ProgramCache())
             trainer = make_trainer(experiment, state, clock, str(run.path / "profile") if profile else None)
             del state  # donated at the first update
             progress = RunProgress(run, trainer, clock, describe_run(experiment, plain_config))
@@ -122,7 +122,7 @@ def run_outer_loops(
 
 
 def validate(experiment: Experiment, trainer: Trainer, clock: Clock) -> Validation:
-    """Validates after an outer loop.
+    """Scores the parameters as they are now on all validation examples.
 
     Raises:
       NonFinite: the validation loss is not finite.
@@ -135,10 +135,12 @@ def validate(experiment: Experiment, trainer: Trainer, clock: Clock) -> Validati
 
 
 def recover(experiment: Experiment, trainer: Trainer, progress: RunProgress, bad: NonFinite) -> None:
-    """Goes back to the last validation, if the config says so.
+    """Answers a loss or gradient that is not finite: the run ends, or with train.on_nonfinite = rollback goes back.
+
+    It goes back to the last validation that was saved, with a smaller learning rate.
 
     Raises:
-      Diverged: it does not, or not as often.
+      Diverged: the run ends, for the config does not say rollback, or it was rolled back train.max_nonfinite times.
     """
     reason = f"{bad}; {experiment.locate_nonfinite(trainer.state, bad.update)}"
     if experiment.setup.config.train.on_nonfinite != "rollback":
@@ -151,7 +153,12 @@ def recover(experiment: Experiment, trainer: Trainer, progress: RunProgress, bad
 
 
 def make_trainer(experiment: Experiment, state: TrainState, clock: Clock, profile_dir: str | None) -> Trainer:
-    """What runs the compiled loops; all hosts profile if host 0 does."""
+    """The trainer of an experiment.
+
+    Args:
+      state: before the first update; its buffers are donated to the first call.
+      profile_dir: where a profile of a few updates is written. All hosts profile if host 0 does.
+    """
     profiles = bool(collectives.from_primary(np.int32(bool(profile_dir))))
     setup = experiment.setup
     options = TrainerOptions(
@@ -166,7 +173,7 @@ def make_trainer(experiment: Experiment, state: TrainState, clock: Clock, profil
 
 
 def grow_batch(setup: Setup, trainer: Trainer) -> None:
-    """Between two outer loops: takes the next larger batch size while the noise scale is not below it.
+    """Between two outer loops: goes to the next larger batch size if the noise scale has reached it (batch.auto).
 
     This depends on nothing but the state, so a run that is resumed here grows as it would have without the stop.
     """
@@ -181,7 +188,10 @@ def grow_batch(setup: Setup, trainer: Trainer) -> None:
 
 
 def take_up_batch_sizes(setup: Setup, trainer: Trainer, progress: RunProgress) -> None:
-    """The batch sizes that training had come to at the checkpoint, where it finds them itself (batch.auto)."""
+    """Gives the trainer the batch sizes of the checkpoint that was taken up, where they are not in the config.
+
+    Only a run with batch.auto has such: it finds its batch sizes while it trains.
+    """
     if progress.batch_sizes is not None:
         trainer.schedule = setup.with_batch_sizes(progress.batch_sizes).schedule
 
@@ -195,11 +205,12 @@ def metrics_row(
     """The row of metrics.jsonl for the outer loop that has just ended.
 
     Args:
-      seconds_before: `clock.seconds` when it began.
+      seconds_before: `clock.seconds` when that outer loop began.
     """
     schedule, programs, metrics = trainer.schedule, experiment.programs, trainer.metrics_of_outer_loop()
     is_applied = metrics["nonfinite"] == 0
-    is_known = is_applied & np.isfinite(metrics["loss"])  # of local steps some may be without
+    # With local steps the device that reports may have had no example of an update, and then has no loss of it.
+    is_known = is_applied & np.isfinite(metrics["loss"])
 
     def mean(name: str) -> float | None:
         return metrics[name][is_known].mean() if is_known.any() else None
@@ -316,6 +327,8 @@ def new_workdir(config: config_dict.ConfigDict) -> str:
 
 def run_doctor(config: config_dict.ConfigDict) -> int:
     """Examines the config on this machine; returns the exit code."""
+    from largebatch import doctor  # few runs need it
+
     cli.start(config, models.MODELS)
     started = time.perf_counter()
     experiment, state = prepare(doctor.config_to_examine(config), Clock(), ProgramCache())
@@ -334,7 +347,7 @@ def main(config: config_dict.ConfigDict) -> int:
         log.error("%s", error)
         return cli.EXIT_DIVERGED
     except preemption.Stopped as stopped:
-        log.info("%s; start again with --workdir %s to go on", stopped, workdir)
+        log.info("%s; give the same command with --workdir %s to go on", stopped, workdir)
         return stopped.exit_code
     return 0
 

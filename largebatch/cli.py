@@ -25,6 +25,11 @@ from largebatch.hosts.start import start_jax
 
 ROOT = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED = 1, 2, 3, 130, 143
+CONFIG_HELP = """
+  --config: Config file; configs/default.py, where it is not given.
+  --config.FIELD: Another value for a field of it, as in --config.batch.size 1024;
+    configs/default.py has all fields.
+"""
 AGREED_EXITS = (EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # all hosts end with them together
 
 
@@ -120,6 +125,8 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
     Raises:
       UsageError: unknown or malformed flag, or a config file that cannot be run.
     """
+    if "--help" in argv:
+        show_help(CONFIG_HELP)
     argv = _join_values(argv)
     is_none = _fields_set_to_none(argv)
     argv = [arg for arg in argv if arg not in is_none]
@@ -129,7 +136,7 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
         config_flags.DEFINE_config_file("config", default, "Config file.", sys_argv=argv)
         rest = parse_plain_flags(argv)
         if not isinstance(flags.FLAGS.config, config_dict.ConfigDict):  # config_flags' stand-in for a missing file
-            raise UsageError(f"--config: {flags.FLAGS['config'].config_filename} cannot be loaded")
+            raise UsageError(f"--config: there is no file {flags.FLAGS['config'].config_filename}")
         flags.FLAGS.config.update_from_flattened_dict(dict.fromkeys(is_none.values()))
     except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
         names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
@@ -140,7 +147,7 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
     except Exception as error:  # whatever a user's config file raises when it is run
         raise UsageError(f"--config: the file cannot be run: {type(error).__name__}: {_one_line(error)}") from error
     if rest:
-        raise UsageError(f"unexpected argument {rest[0]!r}; values are given as --config.FIELD VALUE")
+        raise UsageError(f"unexpected argument {rest[0]!r}; allowed: --config FILE, --config.FIELD VALUE")
     return flags.FLAGS.config
 
 
@@ -151,12 +158,25 @@ def parse_plain_flags(argv: list[str]) -> list[str]:
       UsageError: unknown or malformed flag.
     """
     if "--help" in argv:
-        print(f"{sys.modules['__main__'].__doc__ or ''}\n{flags.FLAGS.main_module_help()}")
-        sys.exit(0)
+        show_help()
     try:
         return flags.FLAGS(argv)[1:]
     except flags.Error as error:
-        raise UsageError(_one_line(error)) from error
+        raise UsageError(_wrong_type(str(error)) or _one_line(error)) from error
+
+
+def show_help(more: str = "") -> NoReturn:
+    """Prints the script's docstring and its flags, and exits."""
+    print(f"{sys.modules['__main__'].__doc__ or ''}\n{flags.FLAGS.main_module_help()}{more}")
+    sys.exit(0)
+
+
+def _wrong_type(message: str) -> str | None:
+    """What absl's error says of a config field whose value has the wrong type, in the words of the field's rule."""
+    found = re.match(r"flag --config\.(?P<field>[\w.]+)=(?P<value>.*?): ", message)
+    if found is None or found["field"] not in RULES:
+        return None
+    return f"{found['field']}: {found['value']!r}; allowed: {RULES[found['field']].text}"
 
 
 def _join_values(argv: list[str]) -> list[str]:

@@ -140,6 +140,7 @@ def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilation
     assert compilations == []
 
 
+@pytest.mark.full
 def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "MAX_PROGRAMS", 1)
     space, cache = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"])}, ProgramCache()

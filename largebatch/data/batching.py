@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-# Which examples form an update. A run is resumed only by code of the same version. 1: 8 Feistel rounds, and all
-# short rounds at the end of the epoch.
+# Which examples form an update. A run is resumed only by code of the same version. Version 1 had 8 Feistel rounds,
+# and all short rounds at the end of the epoch.
 ORDER_VERSION = 2
 # Few bits mix slowly: over a million keys a chi-square test of pairs still finds 16 rounds of 3 bits (LOG.md).
 _FEISTEL_ROUNDS, _FEISTEL_ROUNDS_OF_FEW_BITS, _FEW_BITS = 12, 24, 3

@@ -143,7 +143,7 @@ def _tfds_source(
     prepare = (
         'to prepare it: pip install tensorflow importlib_resources, then python -c "import '
         f"tensorflow_datasets as tfds; tfds.builder('{name}', data_dir='{where}', "
-        "file_format='array_record').download_and_prepare()\""
+        "file_format='array_record').download_and_prepare()\"; or give your own images by dataset.path"
     )
     builder = _prepared_tfds(name, data_dir)
     if builder is None:

@@ -20,7 +20,7 @@ def split_indices(example_ids: list[str], seed: int) -> dict[str, np.ndarray]:
     """
     count = len(example_ids)
     if count < 10:
-        raise UserError(f"the data set has {count} examples; at least 10 are needed for an 80/10/10 split")
+        raise UserError(f"dataset: {count} images; allowed: at least 10, for an 80/10/10 split")
     by_id = np.argsort(np.array(example_ids))
     order = by_id[np.random.default_rng(seed).permutation(count)]
     tenth = count // 10

@@ -62,6 +62,7 @@ class RunFolder:
         self._tensorboard = tensorboard
         self._events = None
         self._lock = None
+        self._is_new = False  # whether `lock` made the folder
         self._rows_bytes, self._rows_sha256 = 0, hashlib.sha256()
 
     def read(self, name: str) -> dict | None:
@@ -85,6 +86,7 @@ class RunFolder:
           InUse: another process trains in it.
         """
         path, probe = self.path / "lock", self.path / "probe"
+        self._is_new = not self.path.exists()
         with writing(probe):  # a full or read-only disk is found before the work
             self.path.mkdir(parents=True, exist_ok=True)
             probe = files.beside(probe)
@@ -212,10 +214,13 @@ class RunFolder:
                 events.close()
 
     def close(self) -> None:
-        """Closes the event file and lets other processes in."""
+        """Closes the event file and lets other processes in; a new folder in which nothing was written goes."""
         self._close_events()
         if self._lock:
             (self.path / "lock").unlink(missing_ok=True)
+            if self._is_new:
+                with contextlib.suppress(OSError):  # not empty: the run began
+                    self.path.rmdir()
             self._lock.close()
             self._lock = None
 

@@ -197,9 +197,9 @@ class PackedProgramCache:
         )
         return dataclasses.replace(placed, data=data)
 
-    def programs(self, setup):
+    def compiled(self, setup):
         """The programs of a Setup; those that need the devices wait for the other runs of the pack."""
-        programs = self._cache.programs(setup)
+        programs = self._cache.compiled(setup)
         packed = {INNER_LOOP: partial(self._pack.inner_loop, self._run)}
         for name in PREDICTIONS:
             if getattr(programs, name) is not None:

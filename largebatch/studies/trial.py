@@ -118,7 +118,7 @@ def train_trial(study: Study, spec: TrialSpec, *, train: Callable, cache, report
         config = collectives.agreed(lambda: study.config_of(spec.values, spec.seed))
         collectives.agreed(lambda: folder.write_json("trial.json", record), collectives.is_primary())
         with contextlib.suppress(Diverged, Pruned):  # the summary says so
-            train(config, str(folder.path), programs=cache, report=reporter)
+            train(config, str(folder.path), shared=cache, report=reporter)
     except (BadSetting, jax.errors.JaxRuntimeError) as error:
         if not _is_due_to_setting(error):
             raise

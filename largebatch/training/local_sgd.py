@@ -223,7 +223,7 @@ def _count_in_a_row(before, bad, reached):
 
 
 def _sum_in_place_of_update(metrics, first_update, reduce):
-    """The sum over devices of metrics [max_updates], in an order of additions that no restart changes.
+    """The sum over devices of metrics [inputs_length], in an order of additions that no restart changes.
 
     An all-reduce over hosts may add the elements of a vector in an order that depends on where in the vector they
     lie. A run that was stopped and resumed begins a call at another update. So each update's metrics are rolled to

@@ -100,7 +100,7 @@ def compile_programs(
         predict=predict,
         predict_views=predict_views,
         metric_names=tuple(sorted(metric_names)),
-        allreduce_bytes=_allreduce_bytes(one_replica, statistics),
+        allreduce_bytes=_allreduce_bytes(parts.step, one_replica, data.train),
         sync_bytes=local_sgd.bytes_of_sync(one_replica, statistics, parts.sync_policy) if local_loop else 0,
     )
 
@@ -114,7 +114,7 @@ def _compile_predictions(parts: ProgramParts, variables, images) -> tuple[Callab
     return compiled(parts.logits_fn), parts.logits_of_views_fn and compiled(parts.logits_of_views_fn)
 
 
-def _allreduce_bytes(state: TrainState, statistics: tuple[str, ...]) -> int:
-    """Of float32 gradients and statistics, and of loss, accuracy and noise, which are scalars."""
-    summed = state.params, [state.model_state[name] for name in statistics]
-    return 4 * (count_params(summed) + 3)
+def _allreduce_bytes(step: TrainStep, state: TrainState, data) -> int:
+    """The size of what a device adds to the sums of a batch: gradients, statistics and scalars, all float32."""
+    data_of_device = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), data)
+    return 4 * count_params(jax.eval_shape(step.zero_sums, state, data_of_device))

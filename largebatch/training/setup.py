@@ -27,25 +27,25 @@ class ProgramOptions:
     image_shape: tuple[int, int, int]
     mean: tuple[float, ...]  # of the training images, by channel
     std: tuple[float, ...]
-    storage: str
-    shift: int
+    storage: str  # augment.storage
+    shift: int  # augment.shift, in pixels
     sharding: DataSharding
     packed: bool  # each device trains a run of its own, on all of the data
-    network: nn.Module
-    optimizer: str
+    network: nn.Module  # of the config's group `model`
+    optimizer: str  # optimizer.name
     optimizer_options: OptimizerOptions
-    label_smoothing: float
-    statistics_decay: float
-    ema_decay: float | None
-    noise_decay: float
-    adascale_reference: int | None
+    label_smoothing: float  # train.label_smoothing
+    statistics_decay: float  # model.norm_decay
+    ema_decay: float | None  # train.ema_decay
+    noise_decay: float  # schedule.noise_decay
+    adascale_reference: int | None  # schedule.reference_batch_size; None without AdaScale
     rate_table_length: int | None  # see schedules.UpdateInputs; None without AdaScale
-    sync_mode: str
-    sync_policy: str
-    max_nonfinite: int
-    view_average: bool
-    micro_batch_size: int
-    prediction_micro_batch_size: int
+    sync_mode: str  # sync.mode
+    sync_policy: str  # sync.optimizer_state
+    max_nonfinite: int  # train.max_nonfinite, 0 where the run does not skip updates
+    view_average: bool  # eval.view_average
+    micro_batch_size: int  # examples per gradient evaluation of one device
+    prediction_micro_batch_size: int  # images that one device predicts at once
     inputs_length: int  # updates that one call can do
 
 

@@ -95,7 +95,7 @@ def mean_gradient(sums: GradientSums, count) -> MeanGradient:
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """What updates are made of."""
+    """One update of the parameters, and what it is made of."""
 
     # (params, model state, batch) -> sum over the micro-batch of weight * loss, BatchSums
     loss_fn: Callable[[Any, Any, Batch], tuple[jax.Array, BatchSums]]
@@ -115,7 +115,10 @@ class TrainStep:
     packed: bool = False  # each device trains a run of its own, on data for one device; nothing crosses devices
 
     def zero_sums(self, state: TrainState, data) -> GradientSums:
-        """Sums over no example. What the loss sums is found by tracing it forward, which is quick."""
+        """The sums of an empty batch, all zero; to start adding from.
+
+        Which metrics and statistics the loss returns is found by tracing it, which is quick.
+        """
         example = self.reader.example_batch(data)
         shapes = jax.eval_shape(self.loss_fn, state.params, state.model_state, example)[1]
         others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -196,7 +199,7 @@ class TrainStep:
         return noise_scale.measure(sums.group_terms, num_groups, mean.grad_norm, update.batch_size, drawn)
 
     def inputs_at(self, inputs: UpdateInputs, index, state: TrainState) -> UpdateInputs:
-        """Those of update number `index` of a call."""
+        """The inputs of update number `index` of a call, taken from the arrays of the call."""
         rate_index = index
         if self.adascale_reference:  # a table by scale-invariant step
             last = inputs.learning_rate.shape[0] - 1
@@ -209,7 +212,7 @@ class TrainStep:
         )
 
     def metric_names(self, zeros: GradientSums) -> list[str]:
-        """Of the metrics that `train_step` returns."""
+        """The names of the metrics that `train_step` returns."""
         names = ["loss", "grad_norm", "nonfinite", *zeros.others.metrics]
         if self.adascale_reference:
             names += ["gain", "rate"]
@@ -220,11 +223,14 @@ def make_inner_loop(step: TrainStep):
     """The inner loop of training, pmapped over all devices.
 
     Returns:
-      (state, data, inputs, num_updates) -> (state, metrics). State and data have a leading local-device
-      axis, the UpdateInputs and the number of updates to do are the same on every device (unless `step` is packed:
-      they and the metrics have a leading device axis too), and the state is donated. Metrics are "loss",
-      "grad_norm", "nonfinite" (the state's counter after the update), with AdaScale "gain" and "rate", and the
-      metrics of `loss_fn`, each float32 [max_updates]; zero for updates that were not reached.
+      A function (state, data, inputs, num_updates) -> (state, metrics).
+      state: TrainState with a leading axis of this host's devices; donated.
+      data: as `MicroBatchReader.read` takes it, with the same leading axis.
+      inputs: UpdateInputs of the next updates, each [inputs_length], the same on every device.
+      num_updates: how many of them to do.
+      metrics: float32 [inputs_length] by name, zero for updates that were not reached: "loss", "grad_norm",
+        "nonfinite" (the state's counter after the update) and those of `loss_fn`; with AdaScale "gain" and "rate".
+      If `step` is packed, inputs, num_updates and metrics have the leading axis too.
     """
     if step.packed:
         step = dataclasses.replace(step, reduce=_leave_on_device)
@@ -252,10 +258,10 @@ def make_inner_loop(step: TrainStep):
 
 
 def empty_metrics(inputs: UpdateInputs, names) -> dict[str, jax.Array]:
-    """Zeros for every update of a call."""
+    """Zeros by metric, for all updates that a call can do."""
     return {name: jnp.zeros(inputs.epoch.shape) for name in names}
 
 
 def write_metrics(metrics: dict, index, of_update: dict) -> dict:
-    """`metrics` with those of update number `index`."""
+    """`metrics` with the values of update number `index` written at that index."""
     return jax.tree.map(lambda every, one: every.at[index].set(one), metrics, of_update)

@@ -158,7 +158,8 @@ def test_resolve_batch_size():
 USAGE = {
     "unknown field": (["--config.optimizer.nam", "sgd"], "--config.optimizer.nam: unknown field"),
     "unknown group": (["--config.optimiser.name=sgd"], "did you mean 'optimizer.name'?"),
-    "text for a number": (["--config.seed", "abc"], "--config.seed=abc"),
+    "text for a number": (["--config.seed", "abc"], "seed: 'abc'; allowed: an integer"),
+    "text for a rate": (["--config.optimizer.learning_rate=abc"], "optimizer.learning_rate: 'abc'; allowed"),
     "unknown flag": (["--workdri", "x"], "workdri"),
     "stray argument": (["sgd"], "unexpected argument 'sgd'"),
     "no such config": (["--config", "configs/nosuch.py"], "nosuch.py"),

@@ -228,7 +228,7 @@ def test_16_bit_images_are_refused(tmp_path):
 
 
 def test_fewer_than_ten_examples_are_refused():
-    with pytest.raises(UserError, match="has 9 examples; at least 10"):
+    with pytest.raises(UserError, match="dataset: 9 images; allowed: at least 10"):
         split_indices([str(i) for i in range(9)], 0)
 
 

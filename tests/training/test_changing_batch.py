@@ -220,7 +220,7 @@ def test_bytes_are_those_of_the_compiled_all_reduce(small_config, mode):
     small_config.train.ema_decay, small_config.train.inner_steps = 0.5, 1  # a program that other tests compile
     program_cache = train.ProgramCache()
     placed = program_cache.load(small_config)
-    setup, programs = placed.setup, program_cache.programs(placed.setup)
+    setup, programs = placed.setup, program_cache.compiled(placed.setup)
     state = replicas.replicate(programs.parts.init(np.uint32(0), setup.hyperparams, None))
     arguments = [state, placed.data.train, setup.schedule.inputs(0, length=1), np.int32(1)]
     if mode == "every_step":
