@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Two thirds of the tests' time would be compiling. test-full compiles as users do.
+QUICKLY := --xla_backend_optimization_level=0
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 .PHONY: train test test-full test-postgres lint bench faults
@@ -10,7 +12,7 @@ train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosa
 	$(BIN)/python train.py $(ARGS)
 
 test: $(VENV)/.dev  ## for every change: each module, with real processes and real data; minutes on 2 cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	XLA_FLAGS="$(XLA_FLAGS) $(QUICKLY)" $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.dev  ## what `test` leaves out: pods, a fresh clone, PostgreSQL, a browser, long resumes, short faults
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m full $(ARGS)

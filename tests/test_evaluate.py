@@ -126,6 +126,7 @@ def test_what_is_read_elsewhere_is_named_and_programs_are_the_users_own(run, hom
     assert not (cache_of(run) / "xla").exists()
 
 
+@pytest.mark.full
 def test_what_the_command_line_gives_takes_the_place_of_what_the_run_names(run, folder, tmp_path, home):
     moved = tmp_path / "moved"
     shutil.copytree(folder, moved)

@@ -183,6 +183,7 @@ def changed_fields(config) -> dict:
     return {field: value for field, value in ours.items() if value != theirs[field]}
 
 
+@pytest.mark.full
 def test_packed_trials_of_other_lengths_and_batch_sizes(config, tmp_path):
     def derive(config):
         config.train.outer_steps = 1 if config.batch.size == 64 else 4
@@ -214,6 +215,23 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     assert "batch.size: 10000" in trial["error"]
 
 
+def test_packed_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp_path, monkeypatch):
+    def compiled(self, setup):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(ProgramCache, "compiled", compiled)
+    rates = CategoricalDistribution([0.01, 0.02])
+    study = make_study(config, tmp_path, {"optimizer.learning_rate": rates})
+    queue = queue_of(study)
+    table = SweepTable("s", lambda: queue.counts, enabled=True)
+    with queue, table:
+        sweep.make_worker(study, queue, table, ProgramCache(packed=True)).run()
+    for name in ("0000-0", "0001-0"):
+        trial = json.loads((tmp_path / "trials" / name / "trial.json").read_text())
+        assert trial["error"] == "RESOURCE_EXHAUSTED: out of memory"
+    assert queue.enqueue_missing() == Counts(0, 0, 2)
+
+
 def test_several_failures_in_a_row_end_the_sweep(config, tmp_path):
     space = {"batch.size": CategoricalDistribution([1000, 2000, 3000, 4000])}
     with pytest.raises(UserError, match=r"3 trials in a row failed, the last one: batch\.size: 3000"):
@@ -231,7 +249,7 @@ def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monke
     assert summaries["0000-0"]["status"] == "done"
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(
     config, tmp_path, monkeypatch, packed
 ):
@@ -423,6 +441,7 @@ def test_bad_input_is_one_line(command, arguments, words):
     assert not {"x", "y", "none"} & {path.name for path in command.folder.iterdir()}
 
 
+@pytest.mark.full
 def test_another_study_in_the_folder_is_refused(command):
     (command.folder / "other.py").write_text(SPACE_FILE.replace("0.01", "0.02"))
     folder = command.folder / "kept"

@@ -275,6 +275,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.full
 def test_runs_started_in_the_same_second_have_folders_of_their_own(tmp_path, session_cache):
     command = [sys.executable, "-c", STARTED_IN_ONE_SECOND, *small_flags(session_cache)]
     both = [
@@ -293,6 +294,7 @@ def test_runs_started_in_the_same_second_have_folders_of_their_own(tmp_path, ses
         assert json.loads((folder / "summary.json").read_text())["status"] == "done"
 
 
+@pytest.mark.full
 def test_nobody_reading_the_output_is_no_reason_to_stop(tmp_path, session_cache):
     flags = small_flags(session_cache, **{"train.outer_steps": 6})
     command = [sys.executable, "train.py", *flags, "--workdir", str(tmp_path / "run")]
@@ -307,6 +309,7 @@ def test_nobody_reading_the_output_is_no_reason_to_stop(tmp_path, session_cache)
     assert len(rows_of(tmp_path / "run")) == 6
 
 
+@pytest.mark.full
 def test_a_progress_bar_on_a_terminal(tmp_path, session_cache):
     parent, child = pty.openpty()
     command = [sys.executable, "train.py", *small_flags(session_cache), "--workdir", str(tmp_path / "run")]
@@ -338,6 +341,7 @@ def test_another_cache_or_coordinator_is_still_the_same_run(small_config, tmp_pa
     assert fields.identity(small_config.to_dict()) == one
 
 
+@pytest.mark.full
 def test_one_host_given_by_config(tmp_path, session_cache):
     fields = {"devices.coordinator_address": "127.0.0.1:29517", "devices.num_hosts": 1, "devices.host_index": 0}
     result = run_script("train.py", *small_flags(session_cache, **fields), "--workdir", tmp_path / "run")

@@ -148,6 +148,21 @@ def test_a_cluster_is_given_whole_or_not_at_all():
         validate(c, models.MODELS)
 
 
+def test_a_coordinator_without_a_port_is_refused():
+    c = default.get_config()
+    c.devices.coordinator_address, c.devices.num_hosts, c.devices.host_index = "10.0.0.1", 2, 0
+    with pytest.raises(UserError, match=r"devices.coordinator_address: '10.0.0.1'; allowed: ADDRESS:PORT"):
+        validate(c, models.MODELS)
+
+
+def test_adascale_does_not_grow_the_batch_by_decay_steps():
+    c = default.get_config()
+    c.optimizer.name, c.schedule.scaling = "sgd", "adascale"
+    c.schedule.name, c.schedule.decay_steps, c.schedule.decay_by = "step", (2,), "batch"
+    with pytest.raises(UserError, match=r"decay_by: 'batch'; allowed: 'rate' with schedule.scaling 'adascale'"):
+        validate(c, models.MODELS)
+
+
 def test_resolve_batch_size():
     assert resolve_batch_size("full", 640) == 640
     assert resolve_batch_size(640, 640) == 640

@@ -1,5 +1,6 @@
 """Processes that share a folder of caches: what one builds, mends or leaves behind is safe from the others."""
 
+import dataclasses
 import json
 import os
 import pkgutil
@@ -224,3 +225,23 @@ def test_a_damaged_cache_that_cannot_be_removed_is_named(folder, monkeypatch):
     monkeypatch.setattr(type(folder), "rename", refuse)
     with pytest.raises(UserError, match=r"augment\.cache_dir: cannot remove .*small-0123 \(Permission denied\)"):
         open_or_build(folder, source(), 0, "on_device", one_view)
+
+
+# ---- data that make no cache ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: dataclasses.replace(d, images=d.images[:, :, :6]), "dataset.image_size: images are 6x8 pixels"),
+        (
+            lambda d: dataclasses.replace(d, class_names=[*d.class_names, "empty"]),
+            "dataset: no training image is left for class empty",
+        ),
+    ],
+)
+def test_images_that_cannot_be_trained_on_leave_no_cache(folder, change, message):
+    bad = images.Source("bad", "bad 1", lambda: change(synthetic(40, 8, 0)))
+    with pytest.raises(UserError, match=message):
+        build_cache(folder, bad, 0, "on_device", one_view)
+    assert not folder.exists()

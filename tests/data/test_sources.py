@@ -188,6 +188,15 @@ def test_bad_zips_are_refused(tmp_path, name):
         sources.find_source("x", path=str(path))
 
 
+def test_a_zip_with_the_same_name_twice_is_refused(tmp_path):
+    path = tmp_path / "set.zip"
+    write_zip(path, {"a/x.png": png(), "b/x.png": png()})
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("a/x.png", png())
+    with pytest.raises(UserError, match=r"holds 'a/x.png' twice"):
+        sources.find_source("x", path=str(path))
+
+
 def test_bad_folders_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"dataset.path: .*nowhere does not exist"):
         sources.find_source("x", "folder", str(tmp_path / "nowhere"))

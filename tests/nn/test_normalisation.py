@@ -120,7 +120,8 @@ def model_state_after_one_update(trainer, batch_size):
     return replicas.first_replica(state).model_state
 
 
-@pytest.mark.parametrize("num_devices", [*(pytest.param(count, marks=pytest.mark.full) for count in (1, 2)), 8])
+@pytest.mark.full
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_running_statistics_are_those_of_the_same_micro_batches_on_any_devices(images_and_labels, num_devices):
     """48 originals by 8 devices hold 48 examples each: whole epochs of 384 = 8 micro-batches of 48."""
     images, labels = images_and_labels

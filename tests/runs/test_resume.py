@@ -21,6 +21,7 @@ from largebatch.errors import UserError
 from largebatch.hosts import preemption
 from largebatch.runs import checkpoints
 from largebatch.runs.best import best_checkpoint
+from largebatch.runs.checkpoints import Checkpoints
 from largebatch.runs.ending import Diverged
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.progress import RunProgress
@@ -126,7 +127,7 @@ LOCAL_STEPS_AND_AVERAGES = {**LOCAL_STEPS, "model.norm": "batch", "train.ema_dec
     ("fields", "steps"),
     [
         pytest.param({}, [4, 8, 12], id="mini-batch"),
-        pytest.param({"batch.size": "full"}, [4, 8, 12], id="full batch"),
+        pytest.param({"batch.size": "full"}, [4, 8, 12], id="full batch", marks=pytest.mark.full),
         pytest.param(ALL_STATE, [4, 8, 9], id="all state", marks=pytest.mark.full),
         # Its gains say when it ends.
         pytest.param(ADASCALE, None, id="AdaScale on a trace", marks=pytest.mark.full),
@@ -248,6 +249,23 @@ def test_another_process_in_the_folder_is_refused(config, tmp_path):
     with pytest.raises(UserError, match="another process is training in"):
         train.train_and_evaluate(config, str(tmp_path))
     run.close()
+
+
+def test_rows_without_a_config_are_no_run_to_go_on(config, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"holds metrics.jsonl but no config.json; give a new folder"):
+        train.train_and_evaluate(config, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_save_in_the_background_that_failed_ends_the_run_at_the_next_call(config, tmp_path, monkeypatch):
+    def poll(self):
+        raise UserError("--workdir: cannot write checkpoints (no space)")
+
+    monkeypatch.setattr(Checkpoints, "poll", poll)
+    with pytest.raises(UserError, match="no space"):
+        train.train_and_evaluate(config, str(tmp_path))
+    assert summary_of(tmp_path)["status"] == "failed"
 
 
 def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
@@ -417,6 +435,7 @@ def test_stop_names_update_layer_and_rate(poisoned, tmp_path, norm):
     assert summary_of(tmp_path)["status"] == "diverged"
 
 
+@pytest.mark.full
 @BOTH
 def test_skip_passes_over_bad_updates_and_resumes_bitwise(poisoned, tmp_path, stop_at, sync):
     poisoned.update_from_flattened_dict(sync)
@@ -475,6 +494,7 @@ def test_rollback_cuts_the_rate_and_resumes_bitwise(explosive, tmp_path, stop_at
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_rollback_gives_up_after_so_many(explosive, tmp_path):
     explosive.train.rollback_factor, explosive.train.max_nonfinite = 0.9, 2
     with pytest.raises(Diverged, match=r"rolled back 2 times before \(train.max_nonfinite\)"):

@@ -249,6 +249,7 @@ def test_the_terminal_says_how_the_batch_stands_to_the_noise(small_config, tmp_p
     assert told in line
 
 
+@pytest.mark.full
 def test_how_often_one_evaluates_changes_nothing(small_config, tmp_path):
     """Twelve updates with a synchronisation after every fourth: validated after every third or every fourth."""
     fields = LOCAL | {"sync__every": 4, "batch__size": 128}
@@ -336,6 +337,7 @@ def test_local_steps_after_the_last_update_are_refused(small_config):
         make_schedule(small_config, 480 * augment.NUM_VIEWS)
 
 
+@pytest.mark.full
 def test_init_from_reaches_every_device_apart(small_config, tmp_path):
     first, _ = run(small_config, tmp_path / "first")
     best = max(first, key=lambda row: row["val_accuracy"])

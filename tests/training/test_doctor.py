@@ -11,7 +11,7 @@ import train
 from experiment import Experiment, ProgramCache, prepare
 from largebatch import doctor
 from largebatch.data.batching import DataSharding
-from largebatch.hosts import replicas
+from largebatch.hosts import memory, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.replicas import AXIS
 from largebatch.training.loss import make_loss_fn
@@ -173,3 +173,21 @@ def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
     assert "-> optimizer.learning_rate 1e+06 is far too high" in result.stdout
     assert result.stderr.splitlines()[-1] == "train.py: error: the doctor found what would fail; see above"
     assert not (tmp_path / "run").exists()
+
+
+def test_replicas_that_differ_and_a_full_device_are_named(quick, monkeypatch):
+    experiment, state = prepare_examination(quick)
+    start = replicas.first_replica(state)
+
+    def differ(tree, name):
+        raise RuntimeError(f"{name} differ on device 3")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replicas, "check_replicas", differ)
+        finding = doctor.check_gradient(experiment, start, doctor.plain_gradient(experiment, start))
+    assert (finding.status, finding.text) == ("fail", "states differ on device 3")
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1_000)
+    finding = doctor.check_memory(experiment, state)
+    assert (finding.status, "0 MB free now" in finding.text) == ("fail", True)
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    assert doctor.check_memory(experiment, state).status == "warn"
