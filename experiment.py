@@ -92,7 +92,7 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
         ema_decay=config.train.ema_decay,
         noise_decay=config.schedule.noise_decay,
         adascale_reference=config.schedule.reference_batch_size if schedule.scale_invariant else None,
-        rate_table_length=1 << schedule.num_updates.bit_length() if schedule.scale_invariant else None,
+        rate_table_length=len(schedule.rate_table) if schedule.scale_invariant else None,
         sync_mode=config.sync.mode,
         sync_policy=config.sync.optimizer_state,
         max_nonfinite=config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0,

@@ -4,6 +4,7 @@ Everything counts updates, never micro-batches. Update `t` is the one after `t` 
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -186,15 +187,16 @@ class Schedule:
         """What the compiled loop is told of `length` updates from `first_update` on."""
         updates = np.arange(first_update, first_update + length, dtype=np.int64)
         epoch, offset = epoch_and_offset(self.batch_sizes.total_before(updates), self.examples_per_epoch)
-        if self.scale_invariant:
-            learning_rate = self._table_of_rates()
-        else:
-            learning_rate = self.learning_rates(updates).astype(np.float32)
+        rates = self.rate_table if self.scale_invariant else self.learning_rates(updates).astype(np.float32)
         batch_size = self.batch_sizes.value_at(updates).astype(np.int32)
-        return UpdateInputs(epoch, offset, batch_size, learning_rate)
+        return UpdateInputs(epoch, offset, batch_size, learning_rate=rates)
 
-    def _table_of_rates(self) -> np.ndarray:
-        """Rates of all scale-invariant steps; a power of two long, so that runs of other lengths share programs."""
+    @functools.cached_property
+    def rate_table(self) -> np.ndarray:
+        """The float32 rates of all scale-invariant steps, and -1 beyond the last.
+
+        It is a power of two long, so that runs of other lengths share programs. Every call of the loop takes it.
+        """
         table = np.full(1 << self.num_updates.bit_length(), -1, np.float32)
         table[: self.num_updates] = self.learning_rates(np.arange(self.num_updates))
         return table
