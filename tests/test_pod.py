@@ -125,13 +125,27 @@ def test_one_host_signalled_saves_and_stops_all_and_a_start_goes_on_bitwise(tmp_
     _, stderr = pod.communicate(timeout=60)
     assert pod.returncode == 143, stderr
     assert "ending the others" not in stderr
-    stopped = json.loads(events.read_text().splitlines()[-1])
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    started, stopped = lines[0], lines[-1]
+    assert (started["devices"], started["hosts"]) == (4, 2)
     assert stopped["event"] == "interrupted"
     assert stopped["step"] < 16
     again = run_script(*arguments)
     assert again.returncode == 0, again.stderr
     assert f"resuming at update {stopped['step']}; the process before interrupted" in again.stderr
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_replicas_that_differ_between_hosts_are_found_before_the_first_update(devices):
+    code = (
+        "import jax; from largebatch.hosts import replicas, start; start.start_jax(); "
+        "replicas.check_replicas(replicas.replicate(float(jax.process_index())), 'parameters')"
+    )
+    result = run_script(*pod_command([sys.executable, "-c", code], 2, devices), env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 1
+    wrong = list(range(devices, 2 * devices))
+    assert f"parameters differ between replicas: devices {wrong} disagree with device 0" in result.stderr
 
 
 def test_hosts_that_disagree_about_the_config_stop(tmp_path):

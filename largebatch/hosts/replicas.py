@@ -83,8 +83,9 @@ def local_devices_of(tree) -> list:
 
 
 def count(tree) -> int:
-    """How many devices of all hosts hold `tree`."""
-    return len(jax.tree.leaves(tree)[0].sharding.device_set)
+    """How many devices of all hosts hold `tree`, which is on as many of every host."""
+    # Not the sharding's devices: of what was made here, and not by a pmap, those are this host's alone.
+    return len(jax.tree.leaves(tree)[0].addressable_shards) * jax.process_count()
 
 
 def first_replica(tree):
