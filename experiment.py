@@ -125,8 +125,10 @@ def make_network(config, num_classes: int) -> nn.Module:
         options["norm"] = fields.norm
     if fields.stem != "conv":
         options["stem"] = fields.stem
+    if fields.zero_head:
+        options["zero_head"] = True
     conv = models.resolve_conv(fields.conv, jax.default_backend())
-    return models.create_model(fields.name, num_classes, fields.dtype, conv, zero_head=fields.zero_head, **options)
+    return models.create_model(fields.name, num_classes, fields.dtype, conv, **options)
 
 
 # ---- Setup -> programs ------------------------------------------------------------------------------------

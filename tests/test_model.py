@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import model as models
+from configs import default
+from experiment import make_network
 from largebatch.nn import convolution, normalisation
 from largebatch.training.costs import training_costs
 from largebatch.training.state import count_params
@@ -148,3 +151,15 @@ def test_auto_convolution():
     assert models.resolve_conv("auto", "cpu") == "dot"
     assert models.resolve_conv("auto", "tpu") == "lax"
     assert models.resolve_conv("lax", "cpu") == "lax"
+
+
+def test_a_network_takes_no_option_that_it_does_not_name(monkeypatch):
+    class Plain(nn.Module):
+        num_classes: int
+        dtype: jnp.dtype
+        conv: str
+
+    monkeypatch.setitem(models.MODELS, "plain", models.Architecture(Plain, frozenset()))
+    config = default.get_config()
+    config.model.name = "plain"
+    assert make_network(config, 7) == Plain(7, jnp.dtype("float32"), models.resolve_conv("auto", "cpu"))
