@@ -19,8 +19,8 @@ class Ceiling:
     """x <- function(x, operand) on every device at once; arrays have a leading device axis."""
 
     def __init__(self, function: Callable, start: np.ndarray, operand: np.ndarray):
-        self._advance = jax.pmap(function, replicas.AXIS, donate_argnums=0)
-        to_devices = jax.pmap(lambda x: x)
+        self._advance = replicas.pmap(function, donate_argnums=(0,))
+        to_devices = replicas.pmap(lambda x: x)
         self._x, self._operand = to_devices(start), to_devices(operand)
         self._rounds = 0
 

@@ -72,7 +72,7 @@ def compile_programs(
     """
     one_replica = parts.init(np.uint32(0), Hyperparams(), kernel)
     state = replicas.replicate(one_replica, on)
-    statistics = tuple(name for name in (STATISTICS,) if name in one_replica.model_state)
+    statistics = (STATISTICS,) if STATISTICS in one_replica.model_state else ()
     inner_loop = local_loop = average = None
     no_updates = np.int32(0)
     if parts.step.packed:
@@ -111,7 +111,10 @@ def _compile_predictions(parts: ProgramParts, variables, images) -> tuple[Callab
         jax.block_until_ready(predict(variables, images))
         return predict
 
-    return compiled(parts.logits_fn), parts.logits_of_views_fn and compiled(parts.logits_of_views_fn)
+    predict_views = None
+    if parts.logits_of_views_fn is not None:
+        predict_views = compiled(parts.logits_of_views_fn)
+    return compiled(parts.logits_fn), predict_views
 
 
 def _allreduce_bytes(step: TrainStep, state: TrainState, data) -> int:
