@@ -15,6 +15,7 @@ from flax import linen as nn
 
 import augment
 import model as models
+from largebatch.config.rules import MODEL_OPTIONS
 from largebatch.data.batching import DataSharding
 from largebatch.data.cache import Cache
 from largebatch.data.placement import DeviceData, bytes_per_device, place, read_originals
@@ -120,13 +121,8 @@ def dataset_key(config) -> str:
 
 def make_network(config, num_classes: int) -> nn.Module:
     """The network of `config`."""
-    fields, options = config.model, {}
-    if fields.norm != "auto":
-        options["norm"] = fields.norm
-    if fields.stem != "conv":
-        options["stem"] = fields.stem
-    if fields.zero_head:
-        options["zero_head"] = True
+    fields = config.model
+    options = {name: fields[name] for name, unset in MODEL_OPTIONS.items() if fields[name] != unset}
     conv = models.resolve_conv(fields.conv, jax.default_backend())
     return models.create_model(fields.name, num_classes, fields.dtype, conv, **options)
 

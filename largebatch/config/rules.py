@@ -21,6 +21,8 @@ class Architecture(Protocol):
     options: Collection[str]  # which further fields of a config's `model` it takes: "norm", "stem", ...
 
 
+# Fields of a config's `model` that only some networks take, each with the value that asks for nothing.
+MODEL_OPTIONS = {"norm": "auto", "stem": "conv", "zero_head": False}
 Models = Mapping[str, Architecture]  # by the name that a config's model.name has
 
 

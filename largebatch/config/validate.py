@@ -5,7 +5,7 @@ import re
 from ml_collections import config_dict
 
 from largebatch.config.fields import flatten
-from largebatch.config.rules import RULES, Models, nearest, nearest_field, rules
+from largebatch.config.rules import MODEL_OPTIONS, RULES, Models, nearest, nearest_field, rules
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import schedules, traces
 from largebatch.optim.batch_sizes import read_trace
@@ -158,7 +158,9 @@ def _sync_problems(config, num_updates: int) -> list[str]:
 
 def _model_problems(config, models: Models) -> list[str]:
     """Options that the network does not take."""
-    model = config.model
-    if model.stem != "conv" and "stem" not in models[model.name].options:
-        return [f"model.stem: {model.stem!r}; allowed: 'conv' with model {model.name!r}"]
-    return []
+    model, taken = config.model, models[config.model.name].options
+    return [
+        f"model.{name}: {model[name]!r}; allowed: {unset!r} with model {model.name!r}"
+        for name, unset in MODEL_OPTIONS.items()
+        if model[name] != unset and name not in taken
+    ]
