@@ -16,7 +16,6 @@ from flax import linen as nn
 import augment
 import model as models
 from largebatch.config.rules import MODEL_OPTIONS
-from largebatch.data.batching import DataSharding
 from largebatch.data.cache import Cache
 from largebatch.data.placement import DeviceData, bytes_per_device, place, read_originals
 from largebatch.errors import BadSetting
@@ -34,6 +33,7 @@ from largebatch.training.setup import (
     ProgramOptions,
     Setup,
     choose_micro_batch_size,
+    choose_sharding,
     possible_batch_sizes,
     resolve_micro_batch_size,
 )
@@ -73,7 +73,7 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
     Raises:
       BadSetting: the config does not go with the data set or the devices.
     """
-    sharding = DataSharding(data.num_originals, num_devices, augment.NUM_VIEWS)
+    sharding = choose_sharding(config.batch.virtual_shards, data.num_originals, num_devices, augment.NUM_VIEWS)
     schedule = make_schedule(config, sharding.num_examples)
     batch_sizes = possible_batch_sizes(config.batch, schedule)
     program = ProgramOptions(
@@ -116,7 +116,8 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
 
 def dataset_key(config) -> str:
     """The config fields that decide which data are on the devices, as one string; equal keys mean equal data."""
-    return json.dumps([config.dataset.to_dict(), config.augment.storage, config.augment.cache_dir])
+    augmented = [config.augment.storage, config.augment.cache_dir]
+    return json.dumps([config.dataset.to_dict(), *augmented, config.batch.virtual_shards])
 
 
 def make_network(config, num_classes: int) -> nn.Module:
@@ -274,7 +275,7 @@ def needed_bytes(setup: Setup, cache: Cache) -> dict[str, int]:
     program = setup.program
     state = jax.eval_shape(make_init(program), np.uint32(0), setup.hyperparams, np.zeros(()))
     return {
-        **bytes_per_device(cache, setup.num_devices),
+        **bytes_per_device(cache, program.sharding),
         **bytes_beside_images(program.network, state, program.image_shape, program.micro_batch_size),
     }
 

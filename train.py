@@ -262,7 +262,11 @@ def describe_run(experiment: Experiment, plain_config: dict) -> RunDescription:
     Raises:
       UserError: hosts hold different traces.
     """
-    data = {**experiment.cache.identity(), "order_version": batching.ORDER_VERSION}
+    data = {
+        **experiment.cache.identity(),
+        "order_version": batching.ORDER_VERSION,
+        "virtual_shards": experiment.setup.program.sharding.num_shards,
+    }
     trace = plain_config["batch"]["trace"]
     if isinstance(trace, str):
         data["trace"] = traces.digest(trace)

@@ -20,11 +20,11 @@ import augment
 from benchmarks.timing import ROOT
 from configs import eurosat
 from largebatch.data import placement, sources
-from largebatch.data.batching import DataSharding
 from largebatch.errors import UserError
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.start import start_jax
 from largebatch.runs.provenance import git_commit, versions
+from largebatch.training.setup import choose_sharding
 
 PLACINGS = 3
 STARTS = ("cold", "warm")  # by what is in the cache of compiled programs
@@ -98,7 +98,7 @@ def place(path: str, cache_dir: str) -> Placing:
     config = make_config(path, cache_dir)
     cache = augment.prepare_cache(config)
     begin = time.perf_counter()
-    sharding = DataSharding(cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
+    sharding = choose_sharding(None, cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
     data = placement.place(cache, sharding, config.dataset.split_seed)
     jax.block_until_ready((data.train, data.val_images))
     seconds = time.perf_counter() - begin

@@ -22,7 +22,7 @@ from largebatch.hosts.start import start_jax
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.training.loss import Batch, make_loss_fn
-from largebatch.training.setup import Setup, resolve_micro_batch_size
+from largebatch.training.setup import Setup
 from largebatch.training.state import count_params
 from largebatch.training.step import make_inner_loop
 
@@ -41,7 +41,7 @@ class StepOptions:
     """What our step is built with; micro_batch_size is per device, conv a key of CONVS."""
 
     batch_size: int
-    micro_batch_size: int
+    micro_batch_size: int | str
     dtype: str
     conv: str
     storage: str = "expanded"
@@ -55,8 +55,8 @@ def auto_conv() -> str:
 
 def auto_options(batch_size: int, dtype: str, *, num_devices: int) -> StepOptions:
     """What train.py takes by itself for a batch that is shared by so many devices."""
-    share = -(-batch_size // num_devices)
-    return StepOptions(batch_size, min(share, resolve_micro_batch_size("auto")), dtype, auto_conv())
+    options = StepOptions(batch_size, "auto", dtype, auto_conv())
+    return dataclasses.replace(options, micro_batch_size=_resolve_setup(options, num_devices).micro_batch_size)
 
 
 def make_network(dtype: str, conv: str):
@@ -77,7 +77,7 @@ class OurStep(serve.Step):
     def __init__(self, options: StepOptions):
         self.batch_size = options.batch_size
         self._next_update = 0
-        self._setup = _resolve_setup(options, packed=self.packed)
+        self._setup = _resolve_setup(options, 1 if self.packed else jax.device_count(), packed=self.packed)
         parts = make_parts(self._setup.program)
         step = parts.step
         if not options.measure_noise:
@@ -147,7 +147,7 @@ class PackedStep(OurStep):
         return np.full(jax.local_device_count(), updates, np.int32)
 
 
-def _resolve_setup(options: StepOptions, *, packed: bool) -> Setup:
+def _resolve_setup(options: StepOptions, num_devices: int, *, packed: bool = False) -> Setup:
     """What train.py makes of a config with these options, on images of the shape that all contenders have."""
     config = default.get_config()
     config.batch.size, config.batch.micro_batch_size = options.batch_size, options.micro_batch_size
@@ -161,7 +161,7 @@ def _resolve_setup(options: StepOptions, *, packed: bool) -> Setup:
         mean=(serve.MEAN,) * 3,
         std=(serve.STD,) * 3,
     )
-    return resolve_setup(config, data, 1 if packed else jax.device_count(), packed=packed)
+    return resolve_setup(config, data, num_devices, packed=packed)
 
 
 def _random_data(sharding: DataSharding, storage: str):

@@ -48,6 +48,9 @@ def get_config() -> config_dict.ConfigDict:
     c.batch.size = config_dict.FieldReference("full", field_type=object)
     # Images per gradient evaluation on one device: an integer >= 1, or "auto".
     c.batch.micro_batch_size = config_dict.FieldReference("auto", field_type=object)
+    # Parts of the training set, from which a batch takes images in turn: at least as many as there will be devices.
+    # None chooses by the number of training images: 480 for EuroSAT.
+    c.batch.virtual_shards = config_dict.placeholder(int)
     # In place of batch.size: a tuple with the batch size of every update, a CSV file with the columns step and
     # batchsize, or a CSV file of available devices (a time or index, and GPUs, TPU_cores, ...). Updates that a file
     # leaves out keep the size before.

@@ -24,6 +24,7 @@ from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.runs import checkpoints
 from largebatch.training.costs import bytes_beside_images
 from largebatch.training.loss import Batch
+from largebatch.training.setup import Setup
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 
@@ -68,7 +69,7 @@ def examine(experiment, state: TrainState, sync, started: float) -> list[Finding
     start = replicas.first_replica(state)
     gradient = plain_gradient(experiment, start)
     findings = [check_gradient(experiment, start, gradient), check_update(experiment, start)]
-    if config.optimizer.name == "lamb" and gradient is not None:
+    if config.optimizer.name == "lamb":
         findings.append(check_trust_ratios(gradient, start.params, config.optimizer.weight_decay))
     timings = time_micro_batches(experiment, start, started)
     return [
@@ -93,34 +94,35 @@ def _inputs(experiment, batch_size: int, learning_rate: float = 0.0, length: int
     return UpdateInputs(epoch, offset, sizes, rates)
 
 
-def even_share(experiment) -> int:
-    """Examples that every device can take of an even batch, a micro-batch at most; 0 if one holds none.
+@dataclasses.dataclass(frozen=True)
+class CheckedBatch:
+    """The batch whose gradient is checked: the first of a run, in one micro-batch on each device."""
 
-    Batches are even for sure as far as the full rounds of the first pass go.
-    """
-    sharding = experiment.setup.program.sharding
-    return min(experiment.setup.micro_batch_size, sharding.num_originals // sharding.num_devices)
+    size: int  # examples over all devices
+    most_per_device: int
+
+    @classmethod
+    def of(cls, setup: Setup) -> "CheckedBatch":
+        """As large as a run's micro-batches allow."""
+        sharding = setup.program.sharding
+        size = min(setup.micro_batch_size * setup.num_devices, sharding.num_originals)
+        return cls(size, sharding.share_bounds(size)[1])
 
 
 def plain_gradient(experiment, start: TrainState):
-    """The gradient of `even_share` examples per device, the plain way: each device's mean, averaged over devices.
-
-    None where there are no such examples.
-    """
-    sharding, size = experiment.setup.program.sharding, even_share(experiment)
+    """The mean gradient over the examples of `CheckedBatch`, without the machinery of the step."""
+    checked, sharding = CheckedBatch.of(experiment.setup), experiment.setup.program.sharding
     step = experiment.programs.parts.step
-    if not size:
-        return None
 
     def gradient(state, data):
         device = lax.axis_index(AXIS)
-        batch = batching.device_batch(sharding, device, 0, 0, size * sharding.num_devices)
-        chosen = batching.micro_batch(sharding, batch, 0, 1, size, jnp.uint32(0))
+        batch = batching.device_batch(sharding, device, 0, 0, checked.size)
+        chosen = batching.micro_batch(sharding, batch, 0, 1, checked.most_per_device, jnp.uint32(0))
         images, labels = step.reader.read(data, chosen.examples, chosen.visit_keys)
         grads, _ = jax.grad(step.loss_fn, has_aux=True)(
-            state.params, state.model_state, Batch(images, labels, jnp.ones(size))
+            state.params, state.model_state, Batch(images, labels, chosen.weights)
         )
-        return lax.pmean(jax.tree.map(lambda g: g / size, grads), AXIS)
+        return jax.tree.map(lambda g: lax.psum(g, AXIS) / checked.size, grads)
 
     run = pmap(gradient, in_axes=(0, 0), out_axes=None)
     return jax.tree.map(np.asarray, run(replicas.replicate(start), experiment.data.train))
@@ -132,18 +134,14 @@ def _norm(tree) -> float:
 
 def check_gradient(experiment, start: TrainState, expected) -> Finding:
     """The step's gradient is `expected`, from `plain_gradient`, and not a sum of means; replicas stay equal."""
-    name, size, sharding = "gradient", even_share(experiment), experiment.setup.program.sharding
-    if expected is None:
-        images, devices = sharding.num_originals, sharding.num_devices
-        text = f"not checked: {images} training images leave some of {devices} devices idle"
-        return Finding(WARN, name, text, "use fewer devices, or more images")
+    name, checked, sharding = "gradient", CheckedBatch.of(experiment.setup), experiment.setup.program.sharding
     # Plain SGD at rate 1: the update is the gradient.
     optimizer = optimizers.create_optimizer("sgd", optimizers.Hyperparams(momentum=0.0))
     step = experiment.programs.parts.step
-    reader = MicroBatchReader(step.reader.read, sharding, size)
+    reader = MicroBatchReader(step.reader.read, sharding, checked.most_per_device)
     loop = make_inner_loop(TrainStep(step.loss_fn, optimizer, reader))
     state = replicas.replicate(create_train_state(start.params, optimizer, 0, start.model_state))
-    inputs = _inputs(experiment, size * sharding.num_devices, learning_rate=1.0, length=1)
+    inputs = _inputs(experiment, checked.size, learning_rate=1.0, length=1)
     state, _ = loop(state, experiment.data.train, inputs, np.int32(1))
     gradient = jax.tree.map(np.subtract, start.params, replicas.first_replica(state.params))
     ratio = _norm(gradient) / _norm(expected)
@@ -323,7 +321,7 @@ def check_memory(experiment, state: TrainState) -> Finding:
     """The estimate of what a device needs, beside what it has."""
     program = experiment.setup.program
     one_replica = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    of_images = bytes_per_device(experiment.cache, experiment.setup.num_devices)
+    of_images = bytes_per_device(experiment.cache, program.sharding)
     of_rest = bytes_beside_images(program.network, one_replica, program.image_shape, program.micro_batch_size)
     images, rest, free = sum(of_images.values()), sum(of_rest.values()), memory.available_bytes()
     text = f"{(images + rest) / 1e6:,.0f} MB a device, {images / 1e6:,.0f} MB of it images"

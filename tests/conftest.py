@@ -102,7 +102,7 @@ def small_config(session_cache) -> config_dict.ConfigDict:
     return c
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def eurosat_zip() -> Path:
     """The real data set, where it is at hand."""
     if not EUROSAT.exists():

@@ -394,6 +394,16 @@ def test_a_signal_saves_and_a_start_goes_on(number, code, tmp_path, session_cach
 
 
 @pytest.mark.full
+def test_runs_of_other_virtual_shards_share_no_data(small_config, tmp_path):
+    shared = ProgramCache()
+    train.train_and_evaluate(small_config, str(tmp_path / "before"), shared=shared)
+    small_config.batch.virtual_shards = 11  # which 8 devices hold unequally
+    alone = train.train_and_evaluate(small_config, str(tmp_path / "alone"), shared=ProgramCache())
+    after = train.train_and_evaluate(small_config, str(tmp_path / "after"), shared=shared)
+    assert after["params_sha256"] == alone["params_sha256"]
+
+
+@pytest.mark.full
 def test_a_second_signal_leaves_at_once(tmp_path, session_cache):
     # One update takes a minute, so nothing but the watching thread can answer.
     flags = small_flags(session_cache, **{"dataset.num_examples": 2000, "dataset.image_size": 96})

@@ -106,6 +106,7 @@ RULES: dict[str, Rule] = {
     "model.zero_head": _FLAG,
     "batch.size": _or(_COUNT, "full"),
     "batch.micro_batch_size": _or(_COUNT, "auto"),
+    "batch.virtual_shards": _or(_COUNT, None),
     "batch.trace": _TRACE,
     "batch.per_device_batch_size": _or(_COUNT, None),
     "batch.time_per_update": _POSITIVE,

@@ -1,25 +1,28 @@
-"""Which examples of which device belong to which update, in closed form.
+"""Which examples belong to which update, and on which device they are, in closed form.
 
-An *original* is a training image as it was read; an *example* is one of its views. Originals are dealt to devices
-once, by a seeded permutation, and a device holds all views of its originals. An epoch visits every example once. It
-has as many *passes* as there are views: in each pass a device visits all its originals, in a new order and each in
-another view. Batches take the next positions of the epoch, round-robin over devices. Where devices hold unequal
-numbers of originals, the last round of every pass goes to those that hold one more.
+An *original* is a training image as it was read; an *example* is one of its views. A seeded permutation deals the
+originals once to *virtual shards*, and these are dealt to the devices: a device holds all views of its originals.
+An epoch visits every example once. It has as many *passes* as there are views: in each pass every shard visits all
+its originals, in a new order and each in another view. Batches take the next positions of the epoch, round-robin
+over shards. Where shards hold unequal numbers of originals, the last round of every pass goes to those that hold
+one more.
 
 So each example is visited once per epoch and each original once per pass, no data move between devices, and a batch
-may be of any size. The place of any update follows from (seed, epoch, offset) alone: resuming replays nothing.
+may be of any size. Which examples form an update follows from the seed and the number of shards. It does not depend
+on the number of devices: they may come and go, and the batches stay the same. The place of any update follows from
+(seed, epoch, offset) alone: resuming replays nothing.
 
-Example: 5 originals with 2 views on 2 devices. Device 0 holds 3 originals, device 1 holds 2. An epoch has 10
-positions in two passes of 5, which belong to the devices
+Example: 5 originals with 2 views in 3 shards, on 2 devices. Shards 0 and 1 hold 2 originals, shard 2 holds 1.
+Device 0 has shards 0 and 2, device 1 has shard 1. An epoch has 10 positions in two passes of 5:
 
     pass        0              1
     position    0 1 2 3 4      5 6 7 8 9
-    device      0 1 0 1 0      0 1 0 1 0
+    shard       0 1 2 0 1      0 1 2 0 1
+    device      0 1 0 0 1      0 1 0 0 1
 
-A batch of 4 at offset 3 has the positions 3 to 6. Device 0 gets positions 4 and 5: its third visit in pass 0 and
-its first in pass 1. Device 1 gets positions 3 and 6: its second visit in pass 0 and its first in pass 1. Counted on
-device 0 alone, 4 and 5 are its positions 2 and 3 in the epoch, so `DeviceBatch.start` is 2. As device 0 holds 3
-originals, these are position 2 of pass 0 and position 0 of pass 1.
+A batch of 4 at offset 3 has the positions 3 to 6. Device 0 gets positions 3 and 5: the second visit of shard 0 in
+pass 0, and the first of shard 0 in pass 1. Counted on device 0 alone, these are its positions 2 and 3 in the epoch,
+so `DeviceBatch.start` is 2. As device 0 holds 3 originals, these are position 2 of pass 0 and position 0 of pass 1.
 """
 
 import dataclasses
@@ -30,17 +33,31 @@ import numpy as np
 from flax import struct
 
 # Which examples form an update. A run is resumed only by code of the same version. Version 1 had 8 Feistel rounds,
-# and all short rounds at the end of the epoch.
-ORDER_VERSION = 2
+# and all short rounds at the end of the epoch; version 2 dealt originals to devices, with no shards between.
+ORDER_VERSION = 3
+# Numbers of virtual shards to choose from: most numbers of devices get equal shares of them, or nearly. A shard
+# should hold enough originals to be shuffled; but a small pod should find enough shards in any data set.
+SHARD_COUNTS = (32, 96, 192, 480, 960, 1920, 3840)
+MIN_ORIGINALS_PER_SHARD = 32
 # Few bits mix slowly: over a million keys a chi-square test of pairs still finds 16 rounds of 3 bits (LOG.md).
 _FEISTEL_ROUNDS, _FEISTEL_ROUNDS_OF_FEW_BITS, _FEW_BITS = 12, 24, 3
 
 
+def choose_num_shards(num_originals: int) -> int:
+    """The number of virtual shards that a training set gets where the config does not say."""
+    fitting = [count for count in SHARD_COUNTS if count * MIN_ORIGINALS_PER_SHARD <= num_originals]
+    return max(fitting, default=SHARD_COUNTS[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class DataSharding:
-    """How `num_originals * views` examples are dealt to `num_devices` devices."""
+    """How `num_originals * views` examples are dealt to virtual shards, and these to devices.
+
+    Original i of the seeded permutation belongs to shard i % num_shards, and shard s to device s % num_devices.
+    """
 
     num_originals: int
+    num_shards: int
     num_devices: int
     views: int
 
@@ -52,25 +69,44 @@ class DataSharding:
     @property
     def max_originals(self) -> int:
         """Originals on the device that holds the most."""
-        return -(-self.num_originals // self.num_devices)
+        return self.num_originals_of(0)
+
+    @property
+    def max_originals_per_shard(self) -> int:
+        """Originals in the shard that holds the most."""
+        return -(-self.num_originals // self.num_shards)
 
     def originals_of(self, device: int, seed: int) -> np.ndarray:
         """Global indices of the originals that `device` holds, in the order it holds them."""
         order = np.random.default_rng(seed).permutation(self.num_originals)
-        return order[device :: self.num_devices]
+        shards = np.arange(self.num_originals) % self.num_shards
+        return order[shards % self.num_devices == device]
+
+    def num_originals_in_shard(self, shard):
+        """Originals in `shard`, which may be traced."""
+        return self.num_originals // self.num_shards + (shard < self.num_originals % self.num_shards)
 
     def num_originals_of(self, device):
         """Originals that `device` holds; `device` may be traced."""
-        return self.num_originals // self.num_devices + (device < self.num_originals % self.num_devices)
+        return self._count_in_a_pass(self.num_originals, device)
+
+    def num_shards_of(self, device):
+        """Virtual shards that `device` holds; `device` may be traced."""
+        return self._shards_below(self.num_shards, device)
+
+    def _shards_below(self, shard, device):
+        """How many of the shards before `shard` belong to `device`."""
+        return (shard + self.num_devices - 1 - device) // self.num_devices
+
+    def _count_in_a_pass(self, position, device):
+        """How many of a pass's first `position` positions belong to `device`."""
+        rounds, shard = divmod(position, self.num_shards)
+        return rounds * self.num_shards_of(device) + self._shards_below(shard, device)
 
     def count_before(self, position, device):
-        """How many of an epoch's first `position` positions belong to `device` (may be traced).
-
-        A pass is `num_originals` positions, dealt round-robin over devices from device 0 on.
-        """
-        passes, inside = divmod(position, self.num_originals)
-        in_this_pass = (inside + self.num_devices - 1 - device) // self.num_devices
-        return passes * self.num_originals_of(device) + in_this_pass
+        """How many of an epoch's first `position` positions belong to `device`; both may be traced."""
+        passes, position_in_pass = divmod(position, self.num_originals)
+        return passes * self.num_originals_of(device) + self._count_in_a_pass(position_in_pass, device)
 
     def share_bounds(self, batch_size: int) -> tuple[int, int]:
         """The fewest and the most examples of a batch that one device gets, wherever in the epoch it begins.
@@ -78,9 +114,8 @@ class DataSharding:
         A batch that begins a round later has the same shares, unless it then ends in another pass. So the first
         round of a pass, and the first from which batches end in another, stand for all.
         """
-        devices = np.arange(self.num_devices)
-        first_round, first_to_end_later = devices, -batch_size % self.num_originals + devices
-        begins = np.concatenate([first_round, first_to_end_later])[:, None] % self.num_originals
+        a_round, devices = np.arange(self.num_shards), np.arange(self.num_devices)
+        begins = np.concatenate([a_round, -batch_size % self.num_originals + a_round])[:, None] % self.num_originals
         shares = self.count_before(begins + batch_size, devices) - self.count_before(begins, devices)
         return int(shares.min()), int(shares.max())
 
@@ -153,16 +188,22 @@ def micro_batch(sharding: DataSharding, batch: DeviceBatch, index, num_micro_bat
     last_position = num_originals * sharding.views - 1
     pass_index, position_in_pass = jnp.divmod(jnp.minimum(position_in_epoch, last_position), num_originals)
 
-    # Each pass has its own order of originals, each original its own order of views over the passes.
-    pass_key = shuffle_key(seed, epoch, batch.device, pass_index)
-    original = shuffled(position_in_pass, num_originals, sharding.max_originals, pass_key)
-    views_key = shuffle_key(seed, epoch, batch.device, sharding.views + original)
+    # From there to one of the device's shards, which are every num_devices-th, and the position in a pass over it.
+    num_shards = jnp.maximum(sharding.num_shards_of(batch.device), 1)
+    position_in_shard, shard_on_device = jnp.divmod(position_in_pass, num_shards)
+    shard = batch.device + sharding.num_devices * shard_on_device
+
+    # Each pass over a shard has its own order of originals, each original its own order of views over the passes.
+    in_shard = jnp.maximum(sharding.num_originals_in_shard(shard), 1)
+    pass_key = shuffle_key(seed, epoch, shard, pass_index)
+    original = shuffled(position_in_shard, in_shard, sharding.max_originals_per_shard, pass_key)
+    views_key = shuffle_key(seed, epoch, shard, sharding.views + original)
     view = shuffled(pass_index, sharding.views, sharding.views, views_key)
 
-    # Devices hold every num_devices-th original of one permutation, which is the same for any number of devices.
-    place_in_permutation = original * sharding.num_devices + batch.device
+    place_on_device = original * num_shards + shard_on_device
+    place_in_permutation = original * sharding.num_shards + shard  # the same on any number of devices
     return MicroBatchIndices(
-        examples=original * sharding.views + view,
+        examples=place_on_device * sharding.views + view,
         visit_keys=shuffle_key(seed, epoch, place_in_permutation, view),
         weights=is_example.astype(jnp.float32),
     )

@@ -21,12 +21,12 @@ class DeviceData:
     val_ids: np.ndarray  # str [val examples]
 
 
-def bytes_per_device(cache: Cache, num_devices: int) -> dict[str, int]:
+def bytes_per_device(cache: Cache, sharding: DataSharding) -> dict[str, int]:
     """Bytes of images that `place` needs on the fullest device, by part."""
     image = int(np.prod(cache.image_shape))
     return {
-        "training images": -(-cache.count("train") // num_devices) * cache.num_views * image,
-        "validation images": -(-cache.count("val") // num_devices) * image,
+        "training images": sharding.max_originals * cache.num_views * image,
+        "validation images": -(-cache.count("val") // sharding.num_devices) * image,
     }
 
 

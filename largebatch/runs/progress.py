@@ -11,7 +11,7 @@ import numpy as np
 
 from largebatch.config import fields
 from largebatch.errors import UserError
-from largebatch.hosts import collectives, replicas
+from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.runs import best, checkpoints, provenance
@@ -129,11 +129,7 @@ class RunProgress:
         """Of replicas that were more or fewer, each of the new ones starts from their mean."""
         if "replicas" not in snapshot or len(snapshot["replicas"].step) == len(self._like["replicas"].step):
             return snapshot
-        mean = snapshot["state"]
-        at_start = jax.tree.map(np.zeros_like, mean.local)
-        mean = mean.replace(local=at_start.replace(anchor=mean.params, velocity=mean.local.velocity))
-        spread = jax.tree.map(lambda leaf, like: np.broadcast_to(leaf, like.shape), mean, self._like["replicas"])
-        return {**snapshot, "replicas": spread}
+        return {**snapshot, "replicas": replicas_from_mean(snapshot["state"], self._like["replicas"])}
 
     def _start_from(self, run: Path) -> None:
         """Takes the parameters, and what goes with them, of another run's best checkpoint."""
@@ -203,9 +199,9 @@ class RunProgress:
     def _layout(self) -> dict:
         """What must be the same for bitwise the same results, beside the code."""
         return {
-            "devices": replicas.count(self._trainer.state),
-            "hosts": jax.process_count(),
-            "platform": jax.devices()[0].device_kind,
+            "devices": self.summary["devices"],
+            "hosts": self.summary["hosts"],
+            "platform": self.summary["device_kind"],
         }
 
     # ---- rows -----------------------------------------------------------------------------------
@@ -341,3 +337,16 @@ class RunProgress:
                     write()
         finally:
             self._checkpoints.close()
+
+
+def replicas_from_mean(mean, like):
+    """As many replicas as `like` has, all of them `mean`, as if they had just synchronised.
+
+    Args:
+      mean: the TrainState of one device that takes local steps, of NumPy arrays.
+      like: TrainState of replicas, arrays [devices, ...].
+    """
+    synchronised = jax.tree.map(np.zeros_like, mean.local)
+    synchronised = synchronised.replace(anchor=mean.params, velocity=mean.local.velocity)
+    mean = mean.replace(local=synchronised)
+    return jax.tree.map(lambda leaf, of_all: np.broadcast_to(leaf, of_all.shape), mean, like)

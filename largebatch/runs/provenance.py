@@ -65,6 +65,11 @@ def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> 
             f"--workdir: {folder} takes its examples in order version {version_then}, this code in version "
             f"{version_now}: the run cannot go on; allowed: evaluate.py, report.py, or train.init_from in a new run"
         )
+    if theirs["virtual_shards"] != ours["virtual_shards"]:
+        raise UserError(
+            f"batch.virtual_shards: {ours['virtual_shards']} here, {theirs['virtual_shards']} in the checkpoint of "
+            f"{folder}: the run cannot go on; allowed: evaluate.py, report.py, or train.init_from in a new run"
+        )
 
 
 def warnings_on_resuming(description: dict, layout: dict, data: dict, summary: dict) -> list[str]:
@@ -78,16 +83,10 @@ def warnings_on_resuming(description: dict, layout: dict, data: dict, summary: d
     theirs = {**description["layout"], "decoded images": description["data"]["images"][:8]}
     ours = {**layout, "decoded images": data["images"][:8]}
     if changed := _changes(theirs, ours):
-        text = (
-            f"resuming with {changed}: results will not be bitwise those of an uninterrupted run, since sums are "
-            "rounded in another order"
+        warnings.append(
+            f"resuming with {changed}: the examples come in the same order as before, but results will not be "
+            "bitwise those of an uninterrupted run"
         )
-        if theirs["devices"] != ours["devices"]:
-            text += (
-                "; mini-batches hold other examples from here on, since each device takes its part of a batch from "
-                "those it holds, and until this epoch ends some come twice and others not"
-            )
-        warnings.append(text)
     if changed := _changes(code_of(description["summary"]), code_of(summary)):
         warnings.append(f"resuming with other code: {changed}: results may differ")
     return warnings

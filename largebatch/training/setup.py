@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
+from largebatch.data import batching
 from largebatch.data.batching import DataSharding
 from largebatch.errors import BadSetting
 from largebatch.optim.batch_sizes import resolve_batch_size
@@ -17,6 +18,7 @@ from largebatch.training.local_sgd import Sync
 # Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
 AUTO_SIZE_BY_PLATFORM = {"cpu": 16}
 AUTO_SIZE_ELSEWHERE = 1024
+MOST_SHARDS_PER_ORIGINAL = 4  # more would mostly be empty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +79,34 @@ class Setup:
         return self.program.micro_batch_size
 
     def with_batch_sizes(self, batch_sizes: PiecewiseConstant) -> "Setup":
-        """The same run with the batch sizes that training has come to (batch.auto)."""
+        """The same run with the batch sizes that training has come to."""
         schedule = make_schedule(self.config, self.num_examples, batch_sizes)
         return dataclasses.replace(self, schedule=schedule)
 
 
 # ---- the batch sizes and micro-batches of a run ------------------------------------------------------
+
+
+def choose_sharding(virtual_shards: int | None, num_originals: int, num_devices: int, views: int) -> DataSharding:
+    """How the training set is dealt to virtual shards and devices.
+
+    Args:
+      virtual_shards: a config's batch.virtual_shards; None chooses by `num_originals`.
+    Raises:
+      BadSetting: there are fewer shards than devices, or far more than originals.
+    """
+    num_shards = virtual_shards or batching.choose_num_shards(num_originals)
+    most = max(MOST_SHARDS_PER_ORIGINAL * num_originals, batching.SHARD_COUNTS[0])
+    found = f"{num_originals} training images on {num_devices} devices"
+    if num_devices > most:
+        raise BadSetting(f"dataset: {found}; allowed: up to {most} devices")
+    if not num_devices <= num_shards <= most:
+        chosen = "" if virtual_shards else " by itself"
+        raise BadSetting(
+            f"batch.virtual_shards: {num_shards}{chosen} for {found}; "
+            f"allowed: an integer from {num_devices} to {most}"
+        )
+    return DataSharding(num_originals, num_shards, num_devices, views)
 
 
 def possible_batch_sizes(fields, schedule: Schedule) -> np.ndarray:
@@ -128,11 +152,22 @@ def choose_micro_batch_size(config, batch_sizes: np.ndarray, sharding: DataShard
         batch_size = int(batch_sizes[0]) if measures_noise else int(batch_sizes[-1])
         most_per_device = -(-batch_size // 2)
     size = min(resolve_micro_batch_size(wanted), most_per_device)
+    if wanted == "auto":
+        size = _save_a_micro_batch(size, most_per_device)
     if config.model.norm == "batch":
         _refuse_single_images(batch_sizes, size, sharding)
     if measures_noise:
         _refuse_a_single_micro_batch(int(batch_sizes[0]), size, sharding)
     return size
+
+
+def _save_a_micro_batch(size: int, count: int) -> int:
+    """`size`, or up to a sixteenth more where `count` examples then need fewer micro-batches.
+
+    Devices hold unequal parts of a batch: of 1,024 examples on average, one has 1,025.
+    """
+    fewest = -(-count // (size + size // 16))
+    return size if fewest == -(-count // size) else -(-count // fewest)
 
 
 def _measures_noise(config) -> bool:

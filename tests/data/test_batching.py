@@ -1,15 +1,18 @@
-import dataclasses
+import itertools
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_order
 import pytest
 from scipy import stats
 
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding
+from largebatch.errors import BadSetting
 from largebatch.optim.schedules import epoch_and_offset
+from largebatch.training.setup import choose_sharding
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 65, 1000])
@@ -48,123 +51,140 @@ def test_neighbours_are_no_closer_than_chance():
     assert abs(np.abs(np.diff(orders, axis=1)).mean() - 17 / 3) < 0.1  # mean distance of two random places of 16
 
 
-@pytest.mark.parametrize(
-    ("originals", "num_devices", "views"), [(5, 1, 8), (5, 8, 8), (13, 4, 8), (16, 8, 2), (3, 2, 1)]
-)
-def test_count_before_is_a_round_robin_that_uses_every_example(originals, num_devices, views):
-    sharding = DataSharding(originals, num_devices, views)
-    counts = np.array(
-        [[int(sharding.count_before(p, d)) for d in range(num_devices)] for p in range(sharding.num_examples + 1)]
-    )
-    assert (counts.sum(axis=1) == np.arange(sharding.num_examples + 1)).all()
+# (originals, shards, devices): shards of one size and of two, more shards than originals, devices that share shards
+# evenly and not, devices without an original.
+LAYOUTS = [
+    (5, 3, 1),
+    (5, 8, 8),
+    (13, 4, 4),
+    (13, 32, 5),
+    (16, 8, 8),
+    (29, 7, 5),
+    (30, 7, 7),
+    (384, 32, 5),
+    (31, 4, 1),
+]
+
+
+@pytest.mark.parametrize(("originals", "num_shards", "num_devices"), LAYOUTS)
+def test_count_before_uses_every_example(originals, num_shards, num_devices):
+    sharding = DataSharding(originals, num_shards, num_devices, views=2)
+    positions, devices = np.arange(sharding.num_examples + 1)[:, None], np.arange(num_devices)
+    counts = sharding.count_before(positions, devices)
+    assert (counts.sum(axis=1) == positions[:, 0]).all()
     assert (np.diff(counts, axis=0) >= 0).all()
-    assert counts[-1].tolist() == [int(sharding.num_originals_of(d)) * views for d in range(num_devices)]
-    dealt = np.concatenate([sharding.originals_of(d, seed=3) for d in range(num_devices)])
-    assert sorted(dealt) == list(range(originals))
+    assert counts[-1].tolist() == [sharding.num_originals_of(d) * 2 for d in devices]
+    dealt = [sharding.originals_of(d, seed=3) for d in devices]
+    assert [len(originals) for originals in dealt] == [sharding.num_originals_of(d) for d in devices]
+    assert max(map(len, dealt)) == sharding.max_originals
+    assert sorted(np.concatenate(dealt)) == list(range(originals))
 
 
-SEED = 5
+# ---- the order, beside NumPy's ----------------------------------------------------------------------
 
-
-@partial(jax.jit, static_argnums=0)
-def device_batch_of(sharding: DataSharding, device, epoch, offset, batch_size):
-    return batching.device_batch(sharding, device, epoch, offset, batch_size)
+SEED, VIEWS = 5, 8
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def micro_batch_of(sharding: DataSharding, micro_batch_size: int, batch: batching.DeviceBatch, index):
-    num_micro_batches = batch.num_micro_batches(micro_batch_size)
-    return batching.micro_batch(sharding, batch, index, num_micro_batches, micro_batch_size, SEED)
+def examples_of_updates(sharding: DataSharding, share: int, epoch, offset, batch_size):
+    """What the compiled order gives for updates with such inputs: MicroBatchIndices [updates, devices, share]."""
+
+    def on_device(device, epoch, offset):
+        batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
+        return batching.micro_batch(sharding, batch, 0, 1, share, SEED)
+
+    devices = jnp.arange(sharding.num_devices)
+    on_all_devices = jax.vmap(on_device, in_axes=(0, None, None))
+    return jax.vmap(on_all_devices, in_axes=(None, 0, 0))(devices, epoch, offset)
 
 
-@dataclasses.dataclass(frozen=True)
-class Visit:
-    """Of one example, by its device's numbering."""
+def ids_of_updates(sharding: DataSharding, batch_size: int, num_updates: int) -> np.ndarray:
+    """The examples of every update [updates, batch_size], ascending, by place in the permutation that is dealt."""
+    epoch, offset = epoch_and_offset(np.arange(num_updates) * batch_size, sharding.num_examples)
+    share = sharding.share_bounds(batch_size)[1]
+    chosen = jax.tree.map(np.asarray, examples_of_updates(sharding, share, epoch, offset, batch_size))
+    place_of = np.argsort(np.random.default_rng(0).permutation(sharding.num_originals))
+    ids = np.full(chosen.examples.shape, sharding.num_examples)  # beyond all ids, so that padding comes last
+    for device in range(sharding.num_devices):
+        rows = np.append(place_of[sharding.originals_of(device, 0)], 0)
+        original, view = np.divmod(chosen.examples[:, device], sharding.views)
+        is_example = chosen.weights[:, device] == 1
+        ids[:, device][is_example] = (rows[original] * sharding.views + view)[is_example]
+    ids = np.sort(ids.reshape(num_updates, -1))
+    assert (ids[:, batch_size:] == sharding.num_examples).all()
+    return ids[:, :batch_size]
 
-    epoch: int
-    device: int
-    example: int
+
+COMBINATIONS = [
+    pytest.param(*both, marks=() if both == (480, 512) else pytest.mark.full)
+    for both in itertools.product([480, 64, 60], [1, 7, 100, 512, "full"])
+]
 
 
-@dataclasses.dataclass(frozen=True)
-class MicroBatchLength:
-    """Examples in one of the micro-batches that a device has in an update."""
+@pytest.mark.parametrize(("num_shards", "batch_size"), COMBINATIONS)
+def test_updates_have_the_examples_of_the_numpy_order_on_any_number_of_devices(num_shards, batch_size):
+    originals, epochs = 601, 3
+    expected = numpy_order.order(originals, num_shards, VIEWS, SEED, epochs)
+    batch_size = originals * VIEWS if batch_size == "full" else batch_size
+    num_updates = len(expected) // batch_size
+    expected = np.sort(expected[: num_updates * batch_size].reshape(num_updates, batch_size))
+    for num_devices in (1, 2, 3, 5, 8, 32):
+        sharding = DataSharding(originals, num_shards, num_devices, VIEWS)
+        np.testing.assert_array_equal(ids_of_updates(sharding, batch_size, num_updates), expected)
 
-    update: int
-    device: int
-    length: int
+
+@pytest.mark.parametrize(("originals", "num_shards"), [(5, 3), (13, 32), (64, 8), (601, 480)])
+def test_the_numpy_order_visits_each_example_once_an_epoch_and_each_original_once_a_pass(originals, num_shards):
+    epochs = [numpy_order.epoch_order(originals, num_shards, VIEWS, SEED, epoch) for epoch in (0, 1)]
+    for order in epochs:
+        assert (np.sort(order) == np.arange(originals * VIEWS)).all()
+        assert (np.sort((order // VIEWS).reshape(VIEWS, originals)) == np.arange(originals)).all()
+        assert len(set(order[:originals] % VIEWS)) > 1  # a pass mixes the views
+    assert (epochs[0] != epochs[1]).any()
 
 
-def replay(sharding: DataSharding, batch_size: int, num_updates: int, micro_batch_size: int):
-    """Every visit of every update, in order, and the length of every micro-batch."""
-    visits, lengths = [], []
-    for update in range(num_updates):
+@pytest.mark.parametrize("batch_size", [1, 40, 104])
+def test_micro_batches_are_the_batch_in_parts_of_one_size(batch_size):
+    sharding = DataSharding(13, 4, 3, VIEWS)
+    for update in range(3 * sharding.num_examples // batch_size):
         epoch, offset = epoch_and_offset(update * batch_size, sharding.num_examples)
-        for device in range(sharding.num_devices):
-            batch = device_batch_of(sharding, device, epoch, offset, batch_size)
-            num_seen = 0
-            for index in range(int(batch.num_micro_batches(micro_batch_size))):
-                chosen = micro_batch_of(sharding, micro_batch_size, batch, index)
-                examples = np.asarray(chosen.examples)[np.asarray(chosen.weights) == 1]
-                lengths.append(MicroBatchLength(update, device, len(examples)))
-                for example in examples:
-                    is_next_epoch = num_seen >= int(batch.num_in_epoch)
-                    visits.append(Visit(int(epoch) + is_next_epoch, device, int(example)))
-                    num_seen += 1
-            assert num_seen == int(batch.count)
-    return visits, lengths
+        whole = examples_of_updates(sharding, batch_size, epoch[None], offset[None], batch_size)
+        for device in range(3):
+            batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
+            parts = [part_of_batch(sharding, batch, index) for index in range(int(batch.num_micro_batches(16)))]
+            lengths = [int(part.weights.sum()) for part in parts]
+            assert sum(lengths) == int(batch.count)
+            assert not lengths or max(lengths) - min(lengths) <= 1
+            for name in ("examples", "visit_keys"):
+                together = [np.asarray(getattr(part, name))[np.asarray(part.weights) == 1] for part in parts]
+                expected = np.asarray(getattr(whole, name))[0, device, : sum(lengths)]
+                np.testing.assert_array_equal(np.concatenate([*together, []]), expected)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 40, 50, 104])
-@pytest.mark.parametrize("num_devices", [1, 4])
-def test_an_epoch_visits_every_example_once_for_any_batch_size(batch_size, num_devices):
-    sharding = DataSharding(13, num_devices, 8)
-    num_updates = -(-2 * sharding.num_examples // batch_size)
-    visits, lengths = replay(sharding, batch_size, num_updates, micro_batch_size=16)
-    orders = [[visit for visit in visits if visit.epoch == epoch] for epoch in (0, 1)]
-    for order in orders:
-        assert len(order) == len(set(order)) == sharding.num_examples
-        for device in range(num_devices):  # each pass over the originals, each time with another view
-            originals = [visit.example // 8 for visit in order if visit.device == device]
-            num_originals = len(originals) // 8
-            passes = np.reshape(originals, (8, num_originals))
-            assert (np.sort(passes) == np.arange(num_originals)).all()
-            assert num_originals < 4 or len(np.unique(passes, axis=0)) > 1
-        first_pass = order[: sharding.num_originals]
-        assert len({visit.example % 8 for visit in first_pass}) > 1  # a pass mixes the views
-    without_epochs = [[(visit.device, visit.example) for visit in order] for order in orders]
-    assert without_epochs[0] != without_epochs[1]
-    for batch in {(one.update, one.device) for one in lengths}:
-        in_batch = [one.length for one in lengths if (one.update, one.device) == batch]
-        assert max(in_batch) - min(in_batch) <= 1
+@partial(jax.jit, static_argnums=0)
+def part_of_batch(sharding: DataSharding, batch: batching.DeviceBatch, index):
+    """Micro-batch number `index` of 16."""
+    return batching.micro_batch(sharding, batch, index, batch.num_micro_batches(16), 16, SEED)
+
+
+# ---- shares of devices ------------------------------------------------------------------------------
 
 
 def shares_of(sharding: DataSharding, offset, batch_size) -> np.ndarray:
     return np.asarray(batching.device_batch(sharding, np.arange(sharding.num_devices), 0, offset, batch_size).count)
 
 
-def test_a_devices_share_differs_from_the_others_by_one_at_most_within_a_pass():
-    sharding = DataSharding(13, 4, 8)
-    for offset in range(13 * 8 - 6):
-        shares = shares_of(sharding, offset, 6)
-        assert shares.sum() == 6
-        if offset % 13 + 6 <= 13:
-            assert shares.max() - shares.min() <= 1
-
-
-@pytest.mark.parametrize(("originals", "num_devices"), [(13, 4), (12, 4), (29, 5), (3, 8), (31, 1)])
-def test_a_batch_of_all_originals_is_one_view_of_each(originals, num_devices):
-    sharding = DataSharding(originals, num_devices, 8)
+@pytest.mark.parametrize(("originals", "num_shards", "num_devices"), LAYOUTS)
+def test_a_batch_of_all_originals_is_one_view_of_each(originals, num_shards, num_devices):
+    sharding = DataSharding(originals, num_shards, num_devices, 8)
     for pass_index in range(8):
         shares = shares_of(sharding, pass_index * originals, originals)
-        assert shares.tolist() == [int(sharding.num_originals_of(device)) for device in range(num_devices)]
+        assert shares.tolist() == [sharding.num_originals_of(device) for device in range(num_devices)]
 
 
-@pytest.mark.parametrize(
-    ("originals", "num_devices"), [(384, 5), (13, 4), (12, 4), (29, 5), (30, 7), (50, 9), (3, 8), (31, 1)]
-)
-def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_devices):
-    sharding = DataSharding(originals, num_devices, 8)
+@pytest.mark.parametrize(("originals", "num_shards", "num_devices"), LAYOUTS)
+def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_shards, num_devices):
+    sharding = DataSharding(originals, num_shards, num_devices, 8)
     sizes = {1, 2, 6, 20, 2 * originals, 3 * originals + 5, originals, originals - 1, originals + 1}
     devices, offsets = np.arange(num_devices)[None], np.arange(sharding.num_examples)[:, None]
     counts = jax.jit(lambda size: batching.device_batch(sharding, devices, 0, offsets, size).count)
@@ -174,23 +194,48 @@ def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_devices):
         assert (fewest, most) == (int(shares.min()), int(shares.max()))
 
 
-def test_devices_hold_equally_many_originals_where_they_divide_evenly():
-    sharding = DataSharding(21_600, 32, 8)
-    assert {len(sharding.originals_of(device, 0)) for device in range(32)} == {675}
+@pytest.mark.parametrize("batch_size", [pytest.param(4096, marks=pytest.mark.full), 172_800])
+def test_devices_have_nearly_equal_shares_of_eurosat(batch_size):
+    assert batching.choose_num_shards(21_600) == 480
+    for num_devices in range(1, 33):
+        sharding = DataSharding(21_600, 480, num_devices, 8)
+        updates = np.arange(200, dtype=np.int64)[:, None]
+        _, offsets = epoch_and_offset(updates * batch_size, sharding.num_examples)
+        shares = shares_of(sharding, offsets, batch_size)
+        assert shares.max(axis=1).mean() <= 1.05 * batch_size / num_devices
+
+
+def test_the_number_of_shards_follows_from_the_originals_alone():
+    chosen = [batching.choose_num_shards(count) for count in (10, 3071, 3072, 21_600, 1_281_167)]
+    assert chosen == [32, 32, 96, 480, 3840]
+
+
+@pytest.mark.parametrize(("num_shards", "allowed"), [(7, "from 8 to 400"), (401, "from 8 to 400")])
+def test_a_number_of_shards_that_cannot_be_is_named(num_shards, allowed):
+    with pytest.raises(BadSetting, match=f"batch.virtual_shards: {num_shards} for 100 training images .*{allowed}"):
+        choose_sharding(num_shards, 100, 8, VIEWS)
+
+
+def test_too_few_images_for_the_devices_are_named():
+    with pytest.raises(BadSetting, match=r"batch.virtual_shards: 32 by itself .* an integer from 40 to 400"):
+        choose_sharding(None, 100, 40, VIEWS)
+    with pytest.raises(BadSetting, match="dataset: 5 training images on 64 devices; allowed: up to 32 devices"):
+        choose_sharding(None, 5, 64, VIEWS)
 
 
 def test_a_visit_has_one_key_on_any_number_of_devices_and_another_in_every_epoch():
     keys_by_num_devices = {}
     for num_devices in (1, 4):
-        sharding, keys = DataSharding(13, num_devices, 8), {}
+        sharding, keys = DataSharding(13, 4, num_devices, 8), {}
         for epoch in (0, 1):
+            of_epoch = examples_of_updates(
+                sharding, sharding.num_examples, np.int32([epoch]), np.int32([0]), sharding.num_examples
+            )
             for device in range(num_devices):
-                batch = device_batch_of(sharding, device, epoch, 0, sharding.num_examples)
-                chosen = micro_batch_of(sharding, sharding.num_examples, batch, 0)
-                is_example = np.asarray(chosen.weights) == 1
-                examples = np.asarray(chosen.examples)[is_example]
+                is_example = np.asarray(of_epoch.weights[0, device]) == 1
+                examples = np.asarray(of_epoch.examples[0, device])[is_example]
                 originals = sharding.originals_of(device, SEED)[examples // 8]
-                visit_keys = np.asarray(chosen.visit_keys)[is_example]
+                visit_keys = np.asarray(of_epoch.visit_keys[0, device])[is_example]
                 for original, view, key in zip(originals, examples % 8, visit_keys, strict=True):
                     keys[epoch, original, view] = key
         keys_by_num_devices[num_devices] = keys

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import augment
-from largebatch.data.batching import DataSharding
 from largebatch.data.placement import bytes_per_device, place
 from largebatch.data.split import split_indices
 from largebatch.data.synthetic import synthetic
 from largebatch.hosts import memory
+from largebatch.training.setup import choose_sharding
 
 
 @pytest.mark.parametrize("storage", ["expanded", "on_device"])
@@ -23,7 +23,7 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
     cache = augment.prepare_cache(small_config)
-    sharding = DataSharding(cache.count("train"), num_devices, augment.NUM_VIEWS)
+    sharding = choose_sharding(None, cache.count("train"), num_devices, augment.NUM_VIEWS)
     data = place(cache, sharding, small_config.dataset.split_seed)
     dataset = synthetic(100, 16, 0)
     original_and_view = {}
@@ -40,7 +40,7 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     assert sorted(seen) == sorted(original_and_view.values())
     assert len(seen) == 640
     assert cache.count("val") == len(data.val_labels) == 10
-    assert data.train["images"].nbytes == bytes_per_device(cache, num_devices)["training images"] * num_devices
+    assert data.train["images"].nbytes == bytes_per_device(cache, sharding)["training images"] * num_devices
 
 
 def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config, monkeypatch):
@@ -52,7 +52,7 @@ def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config
 
     monkeypatch.setattr(memory, "aligned_empty", remember)
     cache = augment.prepare_cache(small_config)
-    sharding = DataSharding(cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
+    sharding = choose_sharding(None, cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
     data = place(cache, sharding, small_config.dataset.split_seed)
     shards = [shard.data.unsafe_buffer_pointer() for shard in data.train["images"].addressable_shards]
     assert set(shards) <= {array.ctypes.data for array in made}  # no second copy

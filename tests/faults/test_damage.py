@@ -13,10 +13,10 @@ from ml_collections import config_dict
 
 import augment
 import train
-from largebatch.data.batching import DataSharding
 from largebatch.data.cache import DamagedCache, open_cache
 from largebatch.data.placement import place
 from largebatch.runs import checkpoints
+from largebatch.training.setup import choose_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def damage_caches(run: FinishedRun, count: int, rng: random.Random) -> dict:
             if path.name.startswith("test_") or path.name == "train_ids.npy":  # which training does not read
                 cache.verify()
             else:
-                sharding = DataSharding(cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
+                sharding = choose_sharding(None, cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
                 place(cache, sharding, run.config.dataset.split_seed)
 
         trouble = trouble_of(read)

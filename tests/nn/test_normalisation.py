@@ -262,19 +262,19 @@ def micro_batch_size_on_5_devices(config, num_originals):
 
 
 def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
-    """384 originals on 5 devices, of which 4 hold 77 and one 76."""
+    """384 originals in 32 shards of 12, of which two devices have 7 and three have 6."""
     small_config.model.norm, small_config.batch.micro_batch_size = "batch", 16
     small_config.batch.size = 20
     assert micro_batch_size_on_5_devices(small_config, 384) == 5
-    sharding = DataSharding(384, 5, 8)
+    sharding = DataSharding(384, 32, 5, 8)
     offsets = np.arange(0, sharding.num_examples, 4)[:, None]  # 20 and an epoch have 4 in common
     shares = batching.device_batch(sharding, np.arange(5)[None], 0, offsets, 20).count
     assert int(shares.min()) >= 2
-    small_config.batch.size = 13  # of which a device gets one where a pass ends
-    with pytest.raises(UserError, match="batches of 13"):
+    small_config.batch.size = 11  # of which a device gets one somewhere in an epoch
+    with pytest.raises(UserError, match="batches of 11"):
         micro_batch_size_on_5_devices(small_config, 384)
-    small_config.batch.size = 10
-    assert micro_batch_size_on_5_devices(small_config, 385) == 2
+    small_config.batch.size = 13
+    assert micro_batch_size_on_5_devices(small_config, 385) == 4
 
 
 @pytest.mark.parametrize("name", ["convnet", "resconvnet", "resconvnet7"])

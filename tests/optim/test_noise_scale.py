@@ -71,7 +71,7 @@ class Trainer:
 def make_trainer(num_devices, micro_batch_size=16, views=1, points=None, **options) -> Trainer:
     """A trainer whose TrainStep has these `options`; views of an example are the example."""
     points = linear_problem()[0] if points is None else points
-    sharding = DataSharding(len(points), num_devices, views)
+    sharding = DataSharding(len(points), 64, num_devices, views)
     shards = []
     for index, device in zip(replicas.local_indices(), jax.local_devices(), strict=True):
         if index < num_devices:

@@ -10,7 +10,6 @@ from conftest import run_script
 import train
 from experiment import Experiment, ProgramCache, prepare
 from largebatch import doctor
-from largebatch.data.batching import DataSharding
 from largebatch.hosts import memory, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.replicas import AXIS
@@ -77,16 +76,6 @@ def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
     assert finding.status == "fail"
     if wrong == "times the devices":
         assert "8.000 x the mean" in finding.text
-
-
-def test_devices_without_images_are_named():
-    setup = SimpleNamespace(program=SimpleNamespace(sharding=DataSharding(5, 8, 8)), micro_batch_size=16)
-    programs = SimpleNamespace(parts=SimpleNamespace(step=None))
-    experiment = SimpleNamespace(setup=setup, programs=programs)
-    assert doctor.plain_gradient(experiment, {}) is None
-    finding = doctor.check_gradient(experiment, {}, None)
-    assert finding.status == "warn"
-    assert finding.text == "not checked: 5 training images leave some of 8 devices idle"
 
 
 @pytest.mark.full

@@ -19,6 +19,7 @@ from largebatch.hosts.replicas import AXIS
 from largebatch.optim import optimizers, schedules, traces
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
 from largebatch.optim.schedules import ScheduleOptions, UpdateInputs, epoch_and_offset
+from largebatch.runs.progress import replicas_from_mean
 from largebatch.training import local_sgd
 from largebatch.training.local_sgd import LocalStep, Sync
 from largebatch.training.loss import BatchSums
@@ -62,7 +63,7 @@ class Problem:
 
 
 def make_problem(num_devices, name="sgd", micro_batch_size=16, momentum=MOMENTUM, **options) -> Problem:
-    sharding, devices = DataSharding(EXAMPLES, num_devices, views=1), jax.local_devices()[:num_devices]
+    sharding, devices = DataSharding(EXAMPLES, 64, num_devices, views=1), jax.local_devices()[:num_devices]
     shards = []
     for index, device in enumerate(devices):
         originals = sharding.originals_of(index, seed=0)
@@ -314,6 +315,30 @@ def test_results_do_not_depend_on_how_the_loop_is_cut():
     assert in_parts == {name: np.asarray(metrics[name])[:11].tolist() for name in in_parts}
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_on_another_number_of_devices_all_start_from_the_mean(num_devices):
+    before, after = make_problem(4), make_problem(num_devices)
+    state, _ = run_local(before, [48, 13], sync_of(4, 0.7, 0.9), updates=6)  # two after a synchronisation
+    mean = replicas.first_replica(local_sgd.make_average((), "average")(state))
+    moved = replicas_from_mean(mean, replicas.all_replicas(after.first_state()))
+    weights = replicas.all_replicas(state).local.examples
+    expected = {
+        name: np.average(of_all, axis=0, weights=weights)
+        for name, of_all in replicas.all_replicas(state).params.items()
+    }
+    for device in range(num_devices):
+        assert_close({name: of_all[device] for name, of_all in moved.params.items()}, expected)
+        assert_close({name: of_all[device] for name, of_all in moved.local.anchor.items()}, expected)
+    assert (moved.local.examples == 0).all()
+    assert (moved.step == 6).all()
+
+    placed = replicas.spread(moved, jax.local_devices()[:num_devices])
+    state, metrics = run_local(after, [48, 13], sync_of(4, 0.7, 0.9), updates=2, state=placed, first_update=6)
+    assert np.isfinite(np.asarray(metrics["loss"])[:2]).all()
+    of_all = replicas.all_replicas(state).params["w"]  # update 8 was a synchronisation
+    np.testing.assert_array_equal(of_all, np.broadcast_to(of_all[0], of_all.shape))
 
 
 def test_the_mean_of_devices_that_have_just_met_is_what_they_hold():

@@ -18,6 +18,7 @@ from largebatch.optim import optimizers
 from largebatch.optim.optimizers import Hyperparams
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.training.loss import Batch, make_loss_fn
+from largebatch.training.setup import choose_sharding
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 
@@ -57,7 +58,7 @@ def problem():
 
 def place(images, labels, num_devices, storage="expanded"):
     """A sharding of these images, and the data on the devices."""
-    sharding = DataSharding(len(images), num_devices, augment.NUM_VIEWS)
+    sharding = choose_sharding(None, len(images), num_devices, augment.NUM_VIEWS)
     shards = []
     for index, device in enumerate(jax.local_devices()[:num_devices]):
         originals = sharding.originals_of(index, seed=0)

@@ -1,0 +1,76 @@
+"""The order of examples once more, in plain NumPy: a list of all visits, position by position, without devices."""
+
+from functools import cache
+
+import numpy as np
+
+FEW_BITS = 3
+
+
+def mix(value):
+    """The finaliser of MurmurHash3, for 32 bits; `value` is uint32 in 64 bits."""
+    value = value ^ value >> 16
+    value = value * 0x85EBCA6B & 0xFFFFFFFF
+    value = value ^ value >> 13
+    value = value * 0xC2B2AE35 & 0xFFFFFFFF
+    return value ^ value >> 16
+
+
+def key_of(*parts):
+    """The keys that these integers, or arrays of them, make."""
+    key = np.uint64(0x9E3779B9)
+    for part in parts:
+        key = mix(key ^ mix(np.asarray(part, np.uint64) + 0x85EBCA6B & 0xFFFFFFFF))
+    return key
+
+
+def permutations(lengths: np.ndarray, max_length: int, keys: np.ndarray) -> np.ndarray:
+    """For each key a pseudo-random order of range(length): int [keys, max_length], of which `length` count.
+
+    A Feistel network over a power of two, whose values are put into it again until they are below the length.
+    """
+    bits = max(1, (max_length - 1).bit_length())
+    rounds = 24 if bits <= FEW_BITS else 12
+    low_bits, high_bits = bits - bits // 2, bits // 2
+    keys, lengths = keys[:, None], lengths[:, None]
+    high, low = np.divmod(np.arange(1 << bits, dtype=np.uint64)[None], 1 << low_bits)
+    for number in range(rounds):
+        round_key = keys + number * 0x9E3779B9 & 0xFFFFFFFF
+        if number % 2:
+            low = low ^ mix(high ^ round_key) & (1 << low_bits) - 1
+        else:
+            high = high ^ mix(low ^ round_key) & (1 << high_bits) - 1
+    encrypted = (high << low_bits | low).astype(np.int64)
+    values = encrypted[:, :max_length]
+    is_used = np.arange(max_length) < lengths
+    while (is_outside := is_used & (values >= lengths)).any():
+        values = np.where(is_outside, np.take_along_axis(encrypted, values, axis=1), values)
+    return values
+
+
+@cache
+def epoch_order(num_originals: int, num_shards: int, views: int, seed: int, epoch: int) -> np.ndarray:
+    """The examples of an epoch in their order: int64 [num_originals * views], original * views + view.
+
+    Originals are numbered by their place in the seeded permutation that deals them to shards.
+    """
+    shards, most = np.arange(num_shards), -(-num_originals // num_shards)
+    sizes = np.array([len(range(shard, num_originals, num_shards)) for shard in shards])
+    shard_and_place = np.array([(shard, place) for shard in shards for place in range(most)])
+    view_keys = key_of(seed, epoch, shard_and_place[:, 0], views + shard_and_place[:, 1])
+    view_orders = permutations(np.full(len(view_keys), views), views, view_keys).reshape(num_shards, most, views)
+    order = []
+    for pass_index in range(views):
+        places = permutations(sizes, most, key_of(seed, epoch, shards, pass_index))
+        for round_ in range(most):
+            for shard in shards:
+                if round_ < sizes[shard]:
+                    place = places[shard, round_]
+                    view = view_orders[shard, place, pass_index]
+                    order.append((place * num_shards + shard) * views + view)
+    return np.array(order)
+
+
+def order(num_originals: int, num_shards: int, views: int, seed: int, epochs: int) -> np.ndarray:
+    """The examples of so many epochs, one after the other."""
+    return np.concatenate([epoch_order(num_originals, num_shards, views, seed, epoch) for epoch in range(epochs)])
