@@ -148,6 +148,7 @@ def main(config: config_dict.ConfigDict) -> int:
     if not any(field.startswith("dataset.") for field in study.search.space):
         augment.prepare_cache(study.config)  # bad data are found before anything is written
     preemption.answer_signals()
+    preemption.training_begins()  # what a trial has done goes back to the queue, however little it is
     with open_queue(study) if collectives.is_primary() else contextlib.nullcontext() as queue:
         counts = (lambda: queue.counts) if queue else Counts
         table = SweepTable(study.path.name, counts, enabled=collectives.is_primary())

@@ -70,6 +70,7 @@ def train_and_evaluate(
             trainer = make_trainer(experiment, state, clock, str(run.path / "profile") if profile else None)
             del state  # donated at the first update
             progress = RunProgress(run, trainer, clock, describe_run(experiment, plain_config))
+            preemption.training_begins()
             progress.resume()
             take_up_batch_sizes(experiment.setup, trainer, progress)
         report = report or Reporter(enabled=collectives.is_primary())

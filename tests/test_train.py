@@ -403,6 +403,21 @@ def test_runs_of_other_virtual_shards_share_no_data(small_config, tmp_path):
     assert after["params_sha256"] == alone["params_sha256"]
 
 
+def test_a_signal_before_training_has_begun_leaves_at_once(tmp_path, session_cache):
+    flags = small_flags(session_cache)
+    run, output = tmp_path / "run", {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "train.py", *flags, "--workdir", str(run)]
+    process = subprocess.Popen(command, cwd=ROOT, **output)
+    while not (run / "lock").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=2)
+    assert process.returncode == 130
+    assert stderr.splitlines()[-1] == "SIGINT: leaving; training had not begun"
+    assert not (run / "events.jsonl").exists()
+
+
 @pytest.mark.full
 def test_a_second_signal_leaves_at_once(tmp_path, session_cache):
     # One update takes a minute, so nothing but the watching thread can answer.

@@ -2,7 +2,7 @@
 
 Schedulers send SIGTERM some seconds before they take a machine back. Python would act on a signal only after the
 running call, and would raise KeyboardInterrupt at any line. So a thread reads the signals as they come, and
-training asks for them where it can stop.
+training asks for them where it can stop. Before training there is nothing to save, and compiling may take minutes.
 """
 
 import os
@@ -17,6 +17,7 @@ from largebatch.hosts import collectives
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _first_signal = 0
+_has_begun = False  # whether there may be something to save
 
 
 class Stopped(Exception):
@@ -33,7 +34,7 @@ class Stopped(Exception):
 
 
 def answer_signals() -> None:
-    """From here on the first SIGTERM or SIGINT is only noted; a second one ends the process at once."""
+    """From here on a thread answers SIGTERM and SIGINT: until training begins, by ending the process at once."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     for number in SIGNALS:
@@ -42,18 +43,27 @@ def answer_signals() -> None:
     threading.Thread(target=_watch, args=(read,), daemon=True).start()
 
 
+def training_begins() -> None:
+    """From here on the first signal is only noted; a second one ends the process at once."""
+    global _has_begun
+    _has_begun = True
+
+
 def _watch(read: int) -> None:
     global _first_signal
     while True:
         number = os.read(read, 1)[0]
         if number not in SIGNALS:
             continue
+        name = signal.Signals(number).name
+        if not _has_begun:
+            os.write(2, f"{name}: leaving; training had not begun\n".encode())
+            os._exit(128 + number)
         if _first_signal:
             if sys.stderr.isatty():
                 os.write(2, b"\x1b[?25h\n")  # the cursor, which the progress bar hides
             os._exit(128 + number)
         _first_signal = number
-        name = signal.Signals(number).name
         os.write(2, f"{name}: saving after the running call; a second signal leaves at once\n".encode())
 
 
