@@ -100,6 +100,7 @@ def run_outer_loops(
         try:
             for call in trainer.finish_outer_loop():
                 report.at(trainer.schedule_step, call.examples / call.seconds)
+                progress.note_training()
                 if not trainer.at_validation:
                     progress.save_if_due()
             validation = validate(experiment, trainer, clock)

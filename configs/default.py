@@ -123,7 +123,9 @@ def get_config() -> config_dict.ConfigDict:
     c.checkpoint = config_dict.ConfigDict()
     c.checkpoint.keep = 3  # latest checkpoints kept, beside the best one
     c.checkpoint.every_outer = 1  # validations between two checkpoints; a new best is always saved
-    c.checkpoint.every_sec = 300.0  # >= 0; seconds until a checkpoint is written between two validations
+    # Seconds until a checkpoint is written between two validations: a number >= 0, or "auto" to lose the least time
+    # by what a save costs and how often the run has failed.
+    c.checkpoint.every_sec = config_dict.FieldReference("auto", field_type=object)
 
     c.log = config_dict.ConfigDict()
     c.log.tensorboard = True  # event files in WORKDIR/tensorboard

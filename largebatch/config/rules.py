@@ -153,7 +153,7 @@ RULES: dict[str, Rule] = {
     "eval.view_average": _FLAG,
     "checkpoint.keep": _integer(1, 1_000_000),
     "checkpoint.every_outer": _COUNT,
-    "checkpoint.every_sec": _number(0, math.inf, "a number >= 0"),
+    "checkpoint.every_sec": _or(_number(0, math.inf, "a number >= 0"), "auto"),
     "log.tensorboard": _FLAG,
     "devices.platform": _one_of("auto", "cpu", "gpu", "tpu"),
     "devices.coordinator_address": _or(_TEXT, None),

@@ -11,7 +11,7 @@ class Clock:
     """
 
     def __init__(self):
-        self._started = time.perf_counter()
+        self._made = self._started = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     def saved(self) -> dict:
@@ -36,6 +36,10 @@ class Clock:
     def total(self) -> float:
         """Seconds since the clock was made, and those of earlier processes."""
         return time.perf_counter() - self._started
+
+    def since_made(self) -> float:
+        """Seconds since the clock was made, by this process alone."""
+        return time.perf_counter() - self._made
 
     def _add_to(self, section: str, seconds: float) -> None:
         self.seconds[section] = self.seconds.get(section, 0.0) + seconds

@@ -151,7 +151,8 @@ def make_parts(report: GroupReport, key: str, accuracies: Sequence[float]) -> It
         yield Part("curves", "Curves", "Curves", join([element("div", cls="controls"), charts]))
     yield Part("runs", "Runs", "Runs", tables.run_table(group, report.described, key))
     if "time" in drawn:
-        yield Part("time", "Time", "Time", card(drawn["time"]))
+        devices = card(drawn["devices"]) if "devices" in drawn else None
+        yield Part("time", "Time", "Time", join([card(drawn["time"]), devices]))
     if report.confusions:
         cards = confusion_section.confusion_cards(group, report.confusions, key)
         yield Part("confusions", "Confusions", "Confusions", cards)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from largebatch.reports import study_panels
+from largebatch.reports.devices_panel import devices_panel
 from largebatch.reports.labels import RATE, plain, rounded, sort_key, value_label, values_label
 from largebatch.runs import reader
 from largebatch.runs.reader import Run, Study, number
@@ -81,7 +82,7 @@ def describe(group: Group) -> dict:
     if group.study:
         panels += [study_panels.rate_panel(group.study, legend), study_panels.steps_panel(group.study)]
     panels += curve_panels([[run.rows[i] for i in rows] for run, rows in zip(group.runs, shown_rows, strict=True)])
-    panels.append(time_panel(group))
+    panels += [time_panel(group), devices_panel(group.runs, group.labels)]
     return {
         "title": group.title,
         "runs": runs,

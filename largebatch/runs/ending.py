@@ -10,8 +10,6 @@ from largebatch.hosts import collectives, preemption
 
 log = logging.getLogger("largebatch")
 
-ENDS = ("done", "diverged", "pruned", "interrupted", "failed")  # of an event that ends a process's part of a run
-
 
 class Diverged(Exception):
     """A loss or gradient is not finite, and the run cannot go on."""

@@ -1,6 +1,7 @@
 """The run folder, its writers, and what a person sees while training."""
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import hashlib
@@ -137,21 +138,23 @@ class RunFolder:
         """Adds a line to events.jsonl, which tells what happened to the run: starts, stops, rollbacks."""
         path = self.path / "events.jsonl"
         process = {"pid": os.getpid(), "node": os.uname().nodename}
-        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, **fields, **process}
+        now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+        line = {"time": now, "event": event, **fields, **process}
         with writing(path), path.open("ab+") as file:
             # A line that a killed process left without its end stays apart from the next.
             file.seek(max(file.tell() - 1, 0))
             end = b"\n" if file.read(1) not in (b"", b"\n") else b""
             file.write(end + json.dumps(jsonable(line), allow_nan=False).encode() + b"\n")
 
-    def last_event(self) -> dict | None:
-        """The latest whole line of events.jsonl."""
-        path = self.path / "events.jsonl"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        for line in reversed(lines):
+    def events(self) -> list[dict]:
+        """The whole lines of events.jsonl."""
+        path, events = self.path / "events.jsonl", []
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError):
-                return json.loads(line)
-        return None
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    events.append(event)
+        return events
 
     def remove(self, name: str) -> None:
         """Removes a file, if it is there."""

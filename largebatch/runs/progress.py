@@ -15,8 +15,9 @@ from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.runs import best, checkpoints, provenance
-from largebatch.runs.ending import ENDS
+from largebatch.runs.cadence import Cadence
 from largebatch.runs.folder import RunFolder, jsonable
+from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
 from largebatch.runs.summary import add_to_summary, empty_summary
 
 log = logging.getLogger("largebatch")
@@ -80,7 +81,8 @@ class RunProgress:
         self.batch_sizes: PiecewiseConstant | None = None
         options = self.config["checkpoint"]
         self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", options["keep"])
-        self._every_sec = options["every_sec"]
+        self._cadence = Cadence(options["every_sec"])
+        self._is_training = False  # whether this process has told of its first update
         self._saved_step, self._saved_time = None, time.monotonic()
         self._like = trainer.snapshot()  # structure, shapes and types
 
@@ -109,6 +111,8 @@ class RunProgress:
             self.take_up(snapshot, description)
             self._saved_step = self._trainer.step
             self._clock.add(description["clock"])
+            if description.get("save_sec") is not None:
+                self._cadence.note_save(description["save_sec"])
         self._log_what_happened(description)
         collectives.agreed(self._write_start, collectives.is_primary())
         if description is None:
@@ -178,13 +182,16 @@ class RunProgress:
         self._run.write_json("config.json", self.config)
         self._run.remove("summary.json")  # of the start before
         code = provenance.code_of(self.summary)
-        self._run.log_event("start", step=self._trainer.step, **self._layout(), code=code)
+        counted = sum(self._clock.seconds.get(section, 0.0) for section in COUNTED_SECTIONS)
+        times = {"start_sec": self._clock.since_made(), "counted_sec": counted}
+        self._run.log_event("start", step=self._trainer.step, **self._layout(), code=code, **times)
 
     def _log_what_happened(self, description: dict | None) -> None:
-        last = self._run.last_event() if collectives.is_primary() else None
-        if last is None:
+        events = self._run.events() if collectives.is_primary() else []
+        if not events:
             return
-        if last.get("event") in ENDS:
+        last = events[-1]
+        if last.get("event") in ENDED:
             reason = f" ({last['reason']})" if last.get("reason") else ""
             end = f"the process before {last['event']}{reason}"
         else:
@@ -230,6 +237,12 @@ class RunProgress:
         self.seconds_before = dict(self._clock.seconds)
         return improved
 
+    def note_training(self) -> None:
+        """Notes, once, that this process has done its first updates: the end of its start."""
+        if not self._is_training:
+            self._is_training = True
+            self.note_event("training", step=self._trainer.step)
+
     def note_event(self, event: str, **details) -> None:
         """Adds a line to events.jsonl; a failure is raised on every host."""
         collectives.agreed(lambda: self._run.log_event(event, **details), collectives.is_primary())
@@ -247,9 +260,11 @@ class RunProgress:
         if after_validation:
             self.validated_step = self._trainer.step
         self._saved_step, self._saved_time = self._trainer.step, time.monotonic()
+        begin = time.perf_counter()
         with self._clock.measure("checkpoint"):
             snapshot = self._trainer.snapshot()  # replicas are averaged for it, on all hosts
             collectives.agreed(lambda: self._save(snapshot), collectives.is_primary())
+        self._cadence.note_save(time.perf_counter() - begin)
 
     def _save(self, snapshot: dict) -> None:
         batch_sizes = None
@@ -266,6 +281,7 @@ class RunProgress:
             "boundary": self.validated_step,
             "rows": self._run.rows_mark(),
             "batch_sizes": batch_sizes,
+            "save_sec": self._cadence.save_sec,
         }
         protect = {self.validated_step, self.summary["best_step"]} - {None}
         self._checkpoints.save(self._trainer.step, snapshot, description, protect)
@@ -276,8 +292,11 @@ class RunProgress:
         Raises:
           UserError: the save before failed; on every host.
         """
-        due, error = time.monotonic() - self._saved_time >= self._every_sec, None
+        due, error = False, None
         try:
+            if collectives.is_primary():
+                interval = self._cadence.interval(self._run.events, self._clock.total())
+                due = time.monotonic() - self._saved_time >= interval
             self._checkpoints.poll()
         except UserError as raised:
             error = raised

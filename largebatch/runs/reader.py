@@ -5,6 +5,7 @@ trial.json beside. A damaged or unfinished run raises nothing: what is wrong wit
 Folders may come from someone else; `lies_in` tells whether a path that one names leads outside of it.
 """
 
+import datetime
 import json
 import math
 from collections.abc import Iterable
@@ -13,9 +14,11 @@ from pathlib import Path
 
 from largebatch.errors import UserError
 
-ENDED = ("done", "diverged", "interrupted", "failed", "pruned")
+ENDED = ("done", "diverged", "interrupted", "failed", "pruned")  # how a process's part of a run ends
 OBJECTIVES = ("best_val_accuracy", "steps_to_target", "examples_to_target", "sec_to_target")
 BATCH = "batch.size"
+COUNTED_SECTIONS = ("train", "evaluation")  # of a run's clock: time that brought it on
+EARLIEST_YEAR, LONGEST_START_SEC = 2000, 1e6  # of an event; a file that tells others is damaged
 LARGEST = 1e40  # what float32 holds and some more; beyond it a file is damaged, and squares would overflow
 SCALAR = (str, int, float, bool, type(None))
 
@@ -128,6 +131,23 @@ def read_run(path) -> Run:
 def _numbers_only(row: dict) -> dict:
     """A metrics row with only what can be drawn: numbers and None."""
     return {name: number(value) for name, value in row.items() if value is None or number(value) is not None}
+
+
+def event_time(event: dict) -> datetime.datetime | None:
+    """When a line of events.jsonl was written; None where it does not say."""
+    try:
+        time = datetime.datetime.fromisoformat(str(event.get("time")))
+    except ValueError:
+        return None
+    if time.year < EARLIEST_YEAR:
+        return None
+    return time if time.tzinfo else time.replace(tzinfo=datetime.UTC)
+
+
+def process_begin(start: dict) -> datetime.datetime | None:
+    """When a process began the start that this "start" line ended; None where no time is told."""
+    time, seconds = event_time(start), number(start.get("start_sec")) or 0.0
+    return time and time - datetime.timedelta(seconds=min(max(seconds, 0.0), LONGEST_START_SEC))
 
 
 def setting_of(run: Run, fields: Iterable[str]) -> dict:

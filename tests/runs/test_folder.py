@@ -161,11 +161,11 @@ def test_rows_are_cut_back_to_a_mark(tmp_path):
 
 def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path):
     run = RunFolder(tmp_path)
-    assert run.last_event() is None
+    assert run.events() == []
     run.log_event("start", step=3)
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "sto')
-    assert run.last_event()["event"] == "start"
+    assert run.events()[-1]["event"] == "start"
     run.log_event("done")
-    assert run.last_event()["event"] == "done"
+    assert run.events()[-1]["event"] == "done"
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3

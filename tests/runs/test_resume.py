@@ -487,8 +487,8 @@ def test_rollback_cuts_the_rate_and_resumes_bitwise(explosive, tmp_path, stop_at
     assert rates == pytest.approx([1e5 * 1e-3 ** len(rollbacks)] * 3)
     assert np.isfinite([row["train_loss"] for row in rows_of(tmp_path / "whole")]).all()
     events = [json.loads(line) for line in (tmp_path / "whole" / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["start", *["rollback"] * len(rollbacks), "done"]
-    assert "first in the " in events[1]["reason"]
+    assert [event["event"] for event in events] == ["start", "training", *["rollback"] * len(rollbacks), "done"]
+    assert "first in the " in events[2]["reason"]
     for stops in range(1, 20):
         stop_at(2)
         try:
