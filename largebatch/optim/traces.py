@@ -55,7 +55,7 @@ def from_list(sizes, largest: int = LARGEST) -> Trace:
 
 def digest(path: str) -> str:
     """SHA-256 of a trace file, which must not change while a run is resumed."""
-    return hashlib.sha256(_read(path).encode()).hexdigest()
+    return hashlib.sha256(_read(path, "batch.trace").encode()).hexdigest()
 
 
 def read(
@@ -78,13 +78,8 @@ def read(
       BadSetting: names the file, the line and what is allowed.
     """
     largest = min(largest, LARGEST)
-    lines = [(number, line) for number, line in enumerate(_rows(path), 1) if any(map(str.strip, line))]
-    if not lines:
-        raise BadSetting(f"batch.trace: {path} is empty; allowed: a line of column names, and rows")
-    names = [_plain(name) for name in lines[0][1]]
-    if len(lines) == 1:
-        raise BadSetting(f"batch.trace: {path} has no rows below its column names")
-    table = _Table(path, lines[0][1], lines[1:])
+    table = _read_table(path, "batch.trace")
+    names = table.names
     if any(name in names for name in BATCH_COLUMNS):
         if per_device_batch_size is not None:
             raise BadSetting(
@@ -92,7 +87,28 @@ def read(
                 "sizes and counts no devices"
             )
         return _batch_trace(table, names, largest)
-    return _availability_trace(table, names, per_device_batch_size, time_per_update, largest)
+    return _availability_trace(table, per_device_batch_size, time_per_update, largest)
+
+
+@dataclass(frozen=True)
+class AvailableDevices:
+    """How many devices there were, from time to time."""
+
+    path: str
+    counted: str  # the name of the column that counts
+    times: np.ndarray  # float64 [rows], ascending; from which a count holds
+    counts: np.ndarray  # int64 [rows]
+
+
+def read_availability(path: str, setting: str) -> AvailableDevices:
+    """The availability trace in a CSV file.
+
+    Args:
+      setting: the config field or flag that names the file, for errors.
+    Raises:
+      BadSetting: names the file, the line and what is allowed.
+    """
+    return _available_devices(_read_table(path, setting))
 
 
 def read_once(path: str, *arguments) -> Trace:
@@ -110,26 +126,35 @@ def _read_version(version, path: str, *arguments) -> Trace:
     return read(path, *arguments)
 
 
+def _read_table(path: str, setting: str) -> "_Table":
+    lines = [(number, line) for number, line in enumerate(_rows(path, setting), 1) if any(map(str.strip, line))]
+    if not lines:
+        raise BadSetting(f"{setting}: {path} is empty; allowed: a line of column names, and rows")
+    if len(lines) == 1:
+        raise BadSetting(f"{setting}: {path} has no rows below its column names")
+    return _Table(setting, path, lines[0][1], lines[1:])
+
+
 def _integers(low: int, high: int) -> str:
     return f"an integer from {low} to {high}"
 
 
-def _read(path: str) -> str:
+def _read(path: str, setting: str) -> str:
     try:
         with io.TextIOWrapper(untrusted.open_regular(Path(path).expanduser()), encoding="utf-8-sig") as file:
             return file.read()
     except UnicodeDecodeError as error:
-        raise BadSetting(f"batch.trace: {path} cannot be read (it is no text)") from error
+        raise BadSetting(f"{setting}: {path} cannot be read (it is no text)") from error
     except (OSError, ValueError, RuntimeError) as error:  # the path itself may be none, or of nobody's home
         reason = getattr(error, "strerror", None) or error
-        raise BadSetting(f"batch.trace: {path} cannot be read ({reason})") from error
+        raise BadSetting(f"{setting}: {path} cannot be read ({reason})") from error
 
 
-def _rows(path: str) -> list[list[str]]:
+def _rows(path: str, setting: str) -> list[list[str]]:
     try:
-        return list(csv.reader(_read(path).splitlines(), skipinitialspace=True, strict=True))
+        return list(csv.reader(_read(path, setting).splitlines(), skipinitialspace=True, strict=True))
     except csv.Error as error:
-        raise BadSetting(f"batch.trace: {path} is no CSV file ({error})") from error
+        raise BadSetting(f"{setting}: {path} is no CSV file ({error})") from error
 
 
 def _plain(name: str) -> str:
@@ -140,9 +165,15 @@ def _plain(name: str) -> str:
 class _Table:
     """A CSV file."""
 
+    setting: str  # what names the file: a config field or a flag
     path: str
     header: list[str]
     lines: list[tuple[int, list[str]]]  # each with its number in the file, without the header
+
+    @property
+    def names(self) -> list[str]:
+        """The column names, without case, blanks and signs."""
+        return [_plain(name) for name in self.header]
 
     def column(self, index: int, low: int, high: int = LARGEST) -> np.ndarray:
         """A column of integers from `low` to `high`."""
@@ -164,7 +195,7 @@ class _Table:
 
     def error(self, number: int, problem: str, allowed: str) -> BadSetting:
         """What is wrong in a line of the file."""
-        return BadSetting(f"batch.trace: {self.path}, line {number}: {problem}; allowed: {allowed}")
+        return BadSetting(f"{self.setting}: {self.path}, line {number}: {problem}; allowed: {allowed}")
 
     def _cell(self, number: int, line: list[str], index: int) -> str:
         if len(line) != len(self.header):
@@ -223,9 +254,8 @@ def _refuse_late_updates(table: _Table, starts: np.ndarray) -> None:
         raise table.error(table.lines[late[0]][0], f"begins with update {update}", f"up to {LARGEST}")
 
 
-def _availability_trace(
-    table: _Table, names: list[str], per_device_batch_size: int | None, time_per_update: float, largest: int
-) -> Trace:
+def _available_devices(table: _Table) -> AvailableDevices:
+    names = table.names
     times = [i for i, name in enumerate(names) if name.startswith(TIME_WORDS)]
     indices = [i for i, name in enumerate(names) if not name or name.startswith(INDEX_WORDS)]
     counts = [
@@ -237,25 +267,34 @@ def _availability_trace(
     ]
     if not (times or indices) or len(counts) != 1:
         given = ", ".join(name.strip() for name in table.header)
+        other_kinds = "step and batchsize, or " if table.setting == "batch.trace" else ""
         raise BadSetting(
-            f"batch.trace: {table.path} has the columns {given}; allowed: step and batchsize, or a time or index "
+            f"{table.setting}: {table.path} has the columns {given}; allowed: {other_kinds}a time or index "
             "and one that counts devices, such as GPUs or TPU_cores"
         )
+    column = [*times, *indices][0]
+    when, available = table.ascending(table.times(column), column), table.column(counts[0], 0)
     counted = table.header[counts[0]].strip()
+    if not available.any():
+        raise BadSetting(f"{table.setting}: {table.path} has no row with any {counted}")
+    return AvailableDevices(table.path, counted, when, available)
+
+
+def _availability_trace(
+    table: _Table, per_device_batch_size: int | None, time_per_update: float, largest: int
+) -> Trace:
+    devices = _available_devices(table)
+    counted, when, available = devices.counted, devices.times, devices.counts
     if per_device_batch_size is None:
         raise BadSetting(
             f"batch.trace: {table.path} counts {counted}; allowed: with batch.per_device_batch_size, the examples "
             "that each takes"
         )
-    column = [*times, *indices][0]
-    when, available = table.ascending(table.times(column), column), table.column(counts[0], 0)
     if int(available.max()) * per_device_batch_size > largest:
         row = int(np.argmax(available > largest // per_device_batch_size))
         batch_size = int(available[row]) * per_device_batch_size
         problem = f"{counted} {available[row]} x {per_device_batch_size} is a batch of {batch_size}"
         raise table.error(table.lines[row][0], problem, f"up to {largest}")
-    if not available.any():
-        raise BadSetting(f"batch.trace: {table.path} has no row with any {counted}")
     there = available > 0
     # The first update that starts once the time with devices before the row is over.
     with np.errstate(over="ignore", invalid="ignore"):  # refused below

@@ -1,4 +1,4 @@
-"""The only tests that start several processes."""
+"""Pods that are started once."""
 
 import json
 import os
