@@ -21,7 +21,9 @@ from largebatch.data.placement import DeviceData, bytes_per_device, place, read_
 from largebatch.errors import BadSetting
 from largebatch.hosts import collectives, memory, replicas
 from largebatch.hosts.clock import Clock
+from largebatch.optim.batch_sizes import batch_size_of_devices, follows_devices
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_optimizer
+from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs, make_schedule
 from largebatch.training.costs import bytes_beside_images, training_costs
 from largebatch.training.evaluation import Scores, in_split_order, score
@@ -74,8 +76,12 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
       BadSetting: the config does not go with the data set or the devices.
     """
     sharding = choose_sharding(config.batch.virtual_shards, data.num_originals, num_devices, augment.NUM_VIEWS)
-    schedule = make_schedule(config, sharding.num_examples)
-    batch_sizes = possible_batch_sizes(config.batch, schedule)
+    batch_sizes = None
+    if follows_devices(config.batch):
+        batch_size = batch_size_of_devices(config.batch, num_devices, sharding.num_examples)
+        batch_sizes = PiecewiseConstant.constant(batch_size)
+    schedule = make_schedule(config, sharding.num_examples, batch_sizes)
+    possible = possible_batch_sizes(config.batch, schedule)
     program = ProgramOptions(
         dataset=dataset_key(config),
         image_shape=data.image_shape,
@@ -98,7 +104,7 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
         sync_policy=config.sync.optimizer_state,
         max_nonfinite=config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0,
         view_average=config.eval.view_average,
-        micro_batch_size=choose_micro_batch_size(config, batch_sizes, sharding),
+        micro_batch_size=choose_micro_batch_size(config, possible, sharding),
         prediction_micro_batch_size=resolve_micro_batch_size(config.batch.micro_batch_size),
         # A power of two, so that runs of other inner_steps share programs.
         inputs_length=1 << (config.train.inner_steps - 1).bit_length(),
@@ -110,7 +116,7 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
         hyperparams=Hyperparams.from_config(config.optimizer),
         sync=Sync.from_config(config.sync),
         first_local_step=None if config.sync.mode == "every_step" else config.sync.start_step,
-        batch_sizes=tuple(batch_sizes.tolist()),
+        batch_sizes=tuple(possible.tolist()),
     )
 
 

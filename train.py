@@ -22,7 +22,7 @@ from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.optim import noise_scale, schedule_text, traces
-from largebatch.optim.batch_sizes import read_trace
+from largebatch.optim.batch_sizes import follows_devices, read_trace
 from largebatch.runs.display import Reporter
 from largebatch.runs.ending import Diverged, recorded_end, roll_back
 from largebatch.runs.progress import RunDescription, RunProgress, open_run
@@ -190,12 +190,17 @@ def grow_batch(setup: Setup, trainer: Trainer) -> None:
 
 
 def take_up_batch_sizes(setup: Setup, trainer: Trainer, progress: RunProgress) -> None:
-    """Gives the trainer the batch sizes of the checkpoint that was taken up, where they are not in the config.
+    """Gives the trainer the batch sizes of the checkpoint that was taken up, where only training finds them.
 
-    Only a run with batch.auto has such: it finds its batch sizes while it trains.
+    With batch.auto they have grown up to there; with batch.per_device_batch_size the next one follows the devices.
     """
-    if progress.batch_sizes is not None:
-        trainer.schedule = setup.with_batch_sizes(progress.batch_sizes).schedule
+    batch_sizes = progress.batch_sizes
+    if batch_sizes is None:
+        return
+    batch_size = setup.schedule.batch_size_at(0)
+    if follows_devices(setup.config.batch) and batch_sizes.value_at(np.int64(trainer.step)) != batch_size:
+        batch_sizes = batch_sizes.changed_from(trainer.step, batch_size)
+    trainer.schedule = setup.with_batch_sizes(batch_sizes).schedule
 
 
 # ---- what is written and shown ----------------------------------------------------------------------
@@ -313,6 +318,8 @@ def how_batches_change(config) -> str:
     batch, sync, text = config.batch, config.sync, ""
     if batch.trace is not None:
         text += f", from {read_trace(batch).text}"
+    if follows_devices(batch):
+        text += ", following the devices"
     if batch.auto:
         text += f", growing with the noise scale up to {batch.max_size}"
     if sync.mode != "every_step":

@@ -55,7 +55,9 @@ def get_config() -> config_dict.ConfigDict:
     # batchsize, or a CSV file of available devices (a time or index, and GPUs, TPU_cores, ...). Updates that a file
     # leaves out keep the size before.
     c.batch.trace = config_dict.FieldReference(None, field_type=object)
-    c.batch.per_device_batch_size = config_dict.placeholder(int)  # >= 1; with a trace of available devices
+    # Images that every device takes, >= 1: of the devices in a trace; or, in place of batch.size, of those that are
+    # there at every start of the run.
+    c.batch.per_device_batch_size = config_dict.placeholder(int)
     c.batch.time_per_update = 1.0  # > 0, in the unit of such a trace's time; seconds where it has dates
     c.batch.hold_last = False  # the last size of a trace lasts until the end of the run
     # After a validation, the batch grows with the measured noise scale: from batch.size by powers of two.

@@ -101,11 +101,12 @@ def _batch_problems(config) -> list[str]:
     batch, problems = config.batch, []
     if batch.trace is not None and batch.auto:
         problems.append("batch.trace and batch.auto: both given; allowed: one of them")
-    for name in ("trace", "auto"):
+    for name in ("trace", "auto", "per_device_batch_size"):
         if batch[name] and config.schedule.decay_by == "batch":
             problems.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with batch.{name}")
-    if not isinstance(batch.trace, str) and batch.per_device_batch_size is not None:
-        problems.append("batch.per_device_batch_size: given; allowed: with batch.trace, the path of a CSV file")
+    if batch.per_device_batch_size is not None and (batch.auto or isinstance(batch.trace, list | tuple)):
+        given = "batch.auto" if batch.auto else "a list as batch.trace"
+        problems.append(f"batch.per_device_batch_size: {batch.per_device_batch_size}; allowed: None with {given}")
     if batch.hold_last and batch.trace is None:
         problems.append("batch.hold_last: True; allowed: with batch.trace")
     if batch.max_size != "full" and not batch.auto:

@@ -1,4 +1,6 @@
-"""The batch size of every update: one size, a trace, or sizes that grow while training."""
+"""The batch size of every update: one size, a trace, or sizes that only training finds."""
+
+from collections.abc import Mapping
 
 from ml_collections import config_dict
 
@@ -27,6 +29,31 @@ def resolve_batch_size(size, num_examples: int, field: str = "batch.size") -> in
             f"{field}: {size}; allowed: an integer from 1 to {num_examples} (the training images x 8), or 'full'"
         )
     return size
+
+
+def follows_devices(fields: Mapping) -> bool:
+    """Whether a config's `batch` gives every device so many examples, however many devices there are."""
+    return fields["trace"] is None and fields["per_device_batch_size"] is not None
+
+
+def are_found_in_training(fields: Mapping) -> bool:
+    """Whether batch sizes follow from the noise or from the devices that are there, and not from the config."""
+    return fields["auto"] or follows_devices(fields)
+
+
+def batch_size_of_devices(fields: config_dict.ConfigDict, num_devices: int, num_examples: int) -> int:
+    """The batch size where it `follows_devices`.
+
+    Raises:
+      BadSetting: it is larger than the training set.
+    """
+    batch_size = fields.per_device_batch_size * num_devices
+    if batch_size > num_examples:
+        raise BadSetting(
+            f"batch.per_device_batch_size: {fields.per_device_batch_size} on {num_devices} devices; allowed: "
+            f"{num_examples} examples in all (the training images x 8)"
+        )
+    return batch_size
 
 
 def planned_batch_sizes(fields: config_dict.ConfigDict, num_examples: int) -> PiecewiseConstant:

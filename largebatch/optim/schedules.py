@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 
 from largebatch.errors import BadSetting
-from largebatch.optim.batch_sizes import planned_batch_sizes
+from largebatch.optim.batch_sizes import are_found_in_training, planned_batch_sizes
 from largebatch.optim.piecewise import PiecewiseConstant
 
 # How the rate follows the batch size, of which `ratio` is that to the reference batch size. linear: Goyal et
@@ -207,7 +207,7 @@ def make_schedule(config, num_examples: int, batch_sizes: PiecewiseConstant | No
 
     Args:
       num_examples: in an epoch.
-      batch_sizes: those so far, where the run finds them itself (batch.auto).
+      batch_sizes: those so far, where only training finds them.
     Raises:
       BadSetting: the batch sizes or the warm-up do not go with the training set, or local steps would begin after
         the last update.
@@ -218,7 +218,7 @@ def make_schedule(config, num_examples: int, batch_sizes: PiecewiseConstant | No
         config.train.inner_steps * config.train.outer_steps,
         batch_sizes or planned_batch_sizes(config.batch, num_examples),
         num_examples,
-        grows=config.batch.auto,
+        change_in_training=are_found_in_training(config.batch),
     )
     if config.sync.start_step >= schedule.num_updates:  # growing batches leave fewer updates
         raise BadSetting(f"sync.start_step: {config.sync.start_step}; allowed: up to {schedule.num_updates - 1}")
@@ -232,7 +232,7 @@ def create_schedule(
     batch_sizes: PiecewiseConstant,
     examples_per_epoch: int,
     *,
-    grows: bool = False,
+    change_in_training: bool = False,
 ) -> Schedule:
     """The schedule that a config's `schedule` asks for.
 
@@ -247,30 +247,32 @@ def create_schedule(
     Where the batch changes otherwise, the scaling rule gives every update the peak of its own batch. With adascale
     all of this is in scale-invariant steps, each of which is worth an update of the reference batch.
 
-    A batch that training grows itself (`grows`) changes neither the length of the warm-up nor where it started:
-    both follow from the first batch. From the update with which the batch grows, the rate goes on from where it is,
-    linearly to the peak of the new batch, which it reaches with the last update of the warm-up.
+    Batch sizes that `change_in_training` change neither the length of the warm-up nor where it started: both follow
+    from the first batch. From the update with which the batch changes, the rate goes on from where it is, linearly
+    to the peak of the new batch, which it reaches with the last update of the warm-up; a peak below the rate is its
+    value at once.
 
     Args:
       options: without `problems`.
       learning_rate: at the reference batch size.
       num_updates: of the run; with decay_by "batch", of one that keeps its first batch size, as decay steps are.
-      batch_sizes: one stage only, with decay_by "batch"; those so far, with `grows`.
+      batch_sizes: one stage only, with decay_by "batch"; those so far, with `change_in_training`.
       examples_per_epoch: which no batch exceeds.
     Raises:
       BadSetting: the warm-up is as long as training.
     """
-    warmup = _warmup_updates(options, _warmup_batch_sizes(options, batch_sizes, grows), examples_per_epoch)
+    counted_by = _warmup_batch_sizes(options, batch_sizes, change_in_training)
+    warmup = _warmup_updates(options, counted_by, examples_per_epoch)
     _refuse_long_warmup(options, warmup, num_updates)
     plan = _StepPlan(num_updates, batch_sizes, rate_batch_sizes=batch_sizes, decay_factors=None)
     if options.name == "step":
         plan = _plan_steps(options, num_updates, batch_sizes, examples_per_epoch)
     peaks = peak_rates(options, learning_rate, plan.rate_batch_sizes.first(plan.num_updates).values)
-    highest_known_peak = peaks[0] if grows else peaks.max()
+    highest_known_peak = peaks[0] if change_in_training else peaks.max()
     start = learning_rate if highest_known_peak > learning_rate else 0.0
     warmup_starts = PiecewiseConstant.constant(start)
-    if grows:
-        warmup_starts = _warmup_starts_of_growing_batch(start, warmup, peaks, batch_sizes.starts)
+    if change_in_training:
+        warmup_starts = _warmup_starts_of_changing_batch(start, warmup, peaks, batch_sizes.starts)
     return Schedule(
         options=options,
         base_learning_rate=learning_rate,
@@ -289,11 +291,13 @@ def peak_rates(options: ScheduleOptions, learning_rate: float, batch_sizes: np.n
     return learning_rate * SCALING[options.scaling](batch_sizes / options.reference_batch_size)
 
 
-def _warmup_batch_sizes(options: ScheduleOptions, batch_sizes: PiecewiseConstant, grows: bool) -> PiecewiseConstant:
+def _warmup_batch_sizes(
+    options: ScheduleOptions, batch_sizes: PiecewiseConstant, change_in_training: bool
+) -> PiecewiseConstant:
     """The batch sizes by which a warm-up that is given in examples or epochs is counted."""
     if options.scaling == "adascale":
         return PiecewiseConstant.constant(options.reference_batch_size)
-    if grows:
+    if change_in_training:
         return PiecewiseConstant.constant(batch_sizes.values[0])
     return batch_sizes
 
@@ -319,19 +323,20 @@ def _refuse_long_warmup(options: ScheduleOptions, warmup: int, num_updates: int)
         )
 
 
-def _warmup_starts_of_growing_batch(
-    start: float, warmup: int, peaks: np.ndarray, grown_at: np.ndarray
+def _warmup_starts_of_changing_batch(
+    start: float, warmup: int, peaks: np.ndarray, changed_at: np.ndarray
 ) -> PiecewiseConstant:
     """From which rate the warm-up goes to the peak of each batch size, of those that begin within it.
 
     Args:
-      peaks: of each batch size, which is in use from update `grown_at` on.
+      peaks: of each batch size, which is in use from update `changed_at` on.
     """
     starts, rates = [0], [start]
-    for first, peak_before in zip(grown_at[1:].tolist(), peaks, strict=False):
+    for first, peak_before in zip(changed_at[1:].tolist(), peaks, strict=False):
         if first < warmup:
             done = (first - starts[-1]) / (warmup - starts[-1])
-            rates.append(rates[-1] + (peak_before - rates[-1]) * done)
+            rate_before = min(rates[-1], peak_before)
+            rates.append(rate_before + (peak_before - rate_before) * done)
             starts.append(first)
     return PiecewiseConstant(np.array(starts, np.int64), np.array(rates))
 

@@ -13,6 +13,7 @@ from largebatch.config import fields
 from largebatch.errors import UserError
 from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
+from largebatch.optim.batch_sizes import are_found_in_training
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.runs import best, checkpoints, provenance
 from largebatch.runs.cadence import Cadence
@@ -77,7 +78,7 @@ class RunProgress:
         self.config, self.summary = description.config, description.summary
         self.validated_step = 0  # of the last checkpoint after a validation, or of the first
         self.seconds_before: dict[str, float] = {}  # clock.seconds when the running outer loop began
-        # The batch sizes of the checkpoint that was taken up, where training finds them itself (batch.auto).
+        # The batch sizes of the checkpoint that was taken up, where only training finds them.
         self.batch_sizes: PiecewiseConstant | None = None
         options = self.config["checkpoint"]
         self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", options["keep"])
@@ -268,7 +269,7 @@ class RunProgress:
 
     def _save(self, snapshot: dict) -> None:
         batch_sizes = None
-        if self.config["batch"]["auto"]:
+        if are_found_in_training(self.config["batch"]):
             sizes = self._trainer.schedule.batch_sizes
             batch_sizes = [sizes.starts.tolist(), sizes.values.tolist()]
         description = {

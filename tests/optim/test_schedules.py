@@ -134,12 +134,25 @@ def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, 
     actual = []
     for update in range(3 * length):  # as a run asks: by what has grown until then
         so_far = PiecewiseConstant(starts[starts <= update], sizes[: (starts <= update).sum()])
-        schedule = create_schedule(options, 0.1, 3 * length, so_far, 128_000, grows=True)
+        schedule = create_schedule(options, 0.1, 3 * length, so_far, 128_000, change_in_training=True)
         actual.append(schedule.learning_rate_at(update))
     np.testing.assert_allclose(actual, expected, rtol=1e-9)
     within = np.diff([base, *actual[:length]])
     assert within.max() < 0.1 * sizes[2] / 128 / (length / 2)  # the steepest ramp there may be
     assert schedule.learning_rates(np.arange(3 * length)).tolist() == pytest.approx(expected)  # what was done stays
+
+
+def test_a_batch_that_shrinks_within_the_warm_up_and_grows_again_goes_on_from_the_lower_rate():
+    starts, sizes = np.array([0, 80, 90]), np.array([1024, 128, 1024])
+    options = options_of(scaling="linear", reference_batch_size=128, warmup_updates=100)
+    schedule = create_schedule(
+        options, 0.1, 200, PiecewiseConstant(starts, sizes), 128_000, change_in_training=True
+    )
+    actual = schedule.learning_rates(np.arange(101))
+    np.testing.assert_allclose(actual[:80], 0.1 + 0.7 * np.arange(1, 81) / 100)
+    np.testing.assert_allclose(actual[80:90], 0.1)  # the peak of the small batch
+    np.testing.assert_allclose(actual[90:100], 0.1 + 0.7 * np.arange(1, 11) / 10)
+    np.testing.assert_allclose(actual[100], 0.8)
 
 
 def test_a_warm_up_beyond_all_numbers_is_refused():

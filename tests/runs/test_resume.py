@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import shutil
 import signal
 
 import jax.numpy as jnp
@@ -310,6 +311,37 @@ def go_on_with_two_devices(config, workdir):
     result = run_script("train.py", *arguments, f"--workdir={workdir}")
     assert result.returncode == 0, result.stderr
     return result
+
+
+FOLLOWING = {  # 20 images for each of 8 devices, so a batch of 160 in place of 80
+    "batch.per_device_batch_size": 20,
+    "schedule.scaling": "linear",
+    "schedule.reference_batch_size": 80,
+    "schedule.warmup_updates": 8,
+}
+
+
+@pytest.mark.full
+def test_a_batch_that_follows_the_devices_and_its_rate(config, tmp_path, stop_at):
+    config.update_from_flattened_dict(FOLLOWING)
+    whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
+    assert "following the devices" in train.how_batches_change(config)
+    rate = config.optimizer.learning_rate
+    rates = [row["learning_rate"] for row in rows_of(tmp_path / "whole")]
+    assert rates == pytest.approx([1.5 * rate, 2 * rate, 2 * rate])  # from the unscaled rate to twice
+
+    stop_at(6)
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(tmp_path / "moved"))
+    shutil.copytree(tmp_path / "moved", tmp_path / "stayed")
+    stop_at(-1)
+    assert train.train_and_evaluate(config, str(tmp_path / "stayed"))["params_sha256"] == whole["params_sha256"]
+    assert_same_run(tmp_path / "whole", tmp_path / "stayed")
+
+    go_on_with_two_devices(config, tmp_path / "moved")  # from update 6 on, with a batch of 40
+    rows = rows_of(tmp_path / "moved")
+    assert [row["examples_seen"] for row in rows] == [640, 1040, 1200]
+    assert [row["learning_rate"] for row in rows] == pytest.approx([1.5 * rate, rate / 2, rate / 2])
 
 
 def rewrite_descriptions(run, change) -> None:
