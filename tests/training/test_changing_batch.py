@@ -307,7 +307,7 @@ def test_another_number_of_replicas_starts_from_their_mean(small_config, tmp_pat
     result = run_script("train.py", *given, f"--workdir={tmp_path}")  # on two devices
     assert result.returncode == 0, result.stderr
     assert "resuming at update 2" in result.stderr
-    assert "devices 2, was 8: results will not be bitwise" in result.stderr
+    assert "devices 2, was 8: the examples come in the same order" in result.stderr
     assert [row["step"] for row in rows_of(tmp_path)] == [4, 8]
 
 
