@@ -30,7 +30,7 @@ from experiment import make_network
 from largebatch import cli, terminal
 from largebatch.config.validate import validate
 from largebatch.data import recorded, sources
-from largebatch.data.images import Dataset
+from largebatch.data.images import Dataset, DecodeOptions
 from largebatch.data.placement import rows_of_device
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, replicas
@@ -217,9 +217,10 @@ def read_images(path: str, run: TrainedRun) -> Dataset:
     Raises:
       UserError: a host cannot read them, or not the same ones; on every host.
     """
-    class_names, size = run.data["class_names"], run.data["image_shape"][0]
-    max_pixels = run.config.dataset.max_image_pixels
-    dataset = collectives.agreed(lambda: sources.find_images(path, class_names, size, max_pixels))
+    height, width, channels = run.data["image_shape"]
+    options = DecodeOptions((height, width), run.config.dataset.resize, channels)
+    class_names, max_pixels = run.data["class_names"], run.config.dataset.max_image_pixels
+    dataset = collectives.agreed(lambda: sources.find_images(path, class_names, options, max_pixels))
     digest = hashlib.sha256(dataset.images)
     digest.update("\n".join(dataset.example_ids).encode())
     if len(set(collectives.gather_text(digest.hexdigest()))) > 1:

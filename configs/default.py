@@ -19,7 +19,11 @@ def get_config() -> config_dict.ConfigDict:
     c.dataset.source = "auto"  # tfds | zip | folder | synthetic | auto: by name and path
     c.dataset.path = config_dict.placeholder(str)  # zip, folder of class folders, or TFDS data directory
     c.dataset.split_seed = 0  # >= 0; of the random 80/10/10 split into training, validation and test images
-    c.dataset.image_size = config_dict.placeholder(int)  # pixels, 8..1024, to resize to; None keeps the size
+    # Pixels to resize to, 8..1024: a square, or (height, width); None keeps the size.
+    c.dataset.image_size = config_dict.placeholder(object)
+    c.dataset.resize = "stretch"  # stretch | crop (the central part) | pad (black bars): to another aspect ratio
+    # 1 makes grey of RGB, 3 makes RGB of grey, any other number is that of the files; None takes what is there.
+    c.dataset.channels = config_dict.placeholder(int)
     c.dataset.tfds_split = "train"  # TFDS split(s) to read, before our own split: "train+test"
     c.dataset.num_examples = 480  # synthetic images, >= 50
     # >= 1. Refused before decoding: an image of more pixels than this, a file of more than 4 bytes for each of

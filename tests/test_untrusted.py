@@ -11,6 +11,7 @@ import pytest
 from conftest import make_folder
 
 from largebatch.data import sources
+from largebatch.data.images import DecodeOptions
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import traces
 from largebatch.studies.space import read_space
@@ -35,7 +36,7 @@ def load(path):
 
 
 def find(path):
-    return sources.find_images(str(path), ["a", "b"], 16)
+    return sources.find_images(str(path), ["a", "b"], DecodeOptions((16, 16)))
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "socket", "device"])

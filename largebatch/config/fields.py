@@ -5,7 +5,11 @@ PATHS = ("dataset.path", "augment.cache_dir", "batch.trace", "train.init_from")
 
 # Fields that a config stored by an earlier version lacks, each with the value that means what that version did. A
 # new field needs a line here, or runs and studies from before it are those of another config.
-MISSING_FIELDS: dict[str, object] = {"batch.virtual_shards": None}
+MISSING_FIELDS: dict[str, object] = {
+    "batch.virtual_shards": None,
+    "dataset.channels": None,
+    "dataset.resize": "stretch",
+}
 
 
 def flatten(config: dict, prefix: str = "") -> dict[str, object]:

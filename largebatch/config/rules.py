@@ -71,6 +71,13 @@ def _is_tuple_of_updates(value) -> bool:
     return isinstance(value, tuple) and all(_COUNT.allows(update) for update in value)
 
 
+def _is_size(value) -> bool:
+    """One side, or two, which a stored config holds as a list."""
+    if isinstance(value, list | tuple):
+        return len(value) == 2 and all(_SIDE.allows(side) for side in value)
+    return value is None or _SIDE.allows(value)
+
+
 def _is_trace(value) -> bool:
     """The sizes in a tuple are checked with the trace; see `validate`."""
     return value is None or isinstance(value, list | tuple) or _TEXT.allows(value)
@@ -79,6 +86,7 @@ def _is_trace(value) -> bool:
 _TEXT = Rule(lambda value: isinstance(value, str) and bool(value.strip()), "a text")
 _FLAG = Rule(lambda value: isinstance(value, bool), "true | false")
 _COUNT = _integer(1)
+_SIDE = _integer(8, 1024)
 _POSITIVE = _number(0, math.inf, "a number > 0", open_low=True)
 _FRACTION = _number(0, 1, "a number from 0 to below 1", open_high=True)
 _CUT = _number(0, 1, "a number above 0 and below 1", open_low=True, open_high=True)
@@ -90,7 +98,9 @@ RULES: dict[str, Rule] = {
     "dataset.source": _one_of("auto", "tfds", "zip", "folder", "synthetic"),
     "dataset.path": _or(_TEXT, None),
     "dataset.split_seed": _integer(0, 2**32 - 1),
-    "dataset.image_size": _or(_integer(8, 1024), None),
+    "dataset.image_size": Rule(_is_size, "an integer from 8 to 1024, a tuple (height, width) of two, or None"),
+    "dataset.resize": _one_of("stretch", "crop", "pad"),
+    "dataset.channels": _or(_integer(1, 1024), None),
     "dataset.tfds_split": _TEXT,
     "dataset.num_examples": _integer(50, 10_000_000),
     "dataset.max_image_pixels": _COUNT,

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
+from largebatch.data import tiff
 from largebatch.data.threads import run_ranges
 from largebatch.errors import UserError
 
 MAX_IMAGE_PIXELS = 89_478_485  # Pillow's own limit for a decompression bomb
-BYTES_PER_PIXEL = 4  # a file may have so many for each pixel that is allowed; one that is not compressed has 3 or 4
+# A file may have so many for each pixel that is allowed, and so may what it becomes, where it has many bands.
+BYTES_PER_PIXEL = 4
 # For one byte of a header Pillow may take 200 of memory. One for so many of the pixels allowed, or 1 MiB, is read.
 PIXELS_PER_HEADER_BYTE = 32
 MIN_HEADER_BYTES = 2**20
@@ -22,6 +24,8 @@ MIN_HEADER_BYTES = 2**20
 # The kinds whose size Pillow knows before it decodes, and that run no other program. Web data sets hold any of
 # them under the name of a JPEG.
 FORMATS = ("JPEG", "PNG", "TIFF", "GIF", "BMP", "WEBP")
+PNG_DEPTH = 24  # where a PNG says how many bits a channel has
+GREY_MODES = ("1", "L", "LA", "La")
 
 PngImagePlugin.MAX_TEXT_MEMORY = 8 * PngImagePlugin.MAX_TEXT_CHUNK  # unpacked text, of which none is used
 warnings.filterwarnings("ignore", module=r"PIL\.")  # what is wrong with a picture is said in a line of ours
@@ -31,7 +35,7 @@ warnings.filterwarnings("ignore", module=r"PIL\.")  # what is wrong with a pictu
 class Dataset:
     """Decoded images in memory."""
 
-    images: np.ndarray  # uint8 [N, H, W, 3]
+    images: np.ndarray  # uint8 or uint16 [N, H, W, C]
     labels: np.ndarray  # int32 [N]; -1 where the class is not known
     class_names: list[str]
     example_ids: list[str]  # "Class/file" where there are files
@@ -44,6 +48,30 @@ class Source:
     description: str
     fingerprint: str  # changes when what `load` returns would
     load: Callable[[], Dataset]
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """What the pixels of a file become.
+
+    Attributes:
+      size: (height, width) in pixels to resize to; None keeps the size.
+      resize: "stretch" | "crop" | "pad": how a resized image gets the wanted aspect ratio.
+      channels: None takes the file's own. 3 makes RGB of grey, 1 makes grey of RGB; any other number must be the
+        file's own.
+    """
+
+    size: tuple[int, int] | None = None
+    resize: str = "stretch"
+    channels: int | None = None
+
+    @classmethod
+    def from_config(cls, fields) -> "DecodeOptions":
+        """`fields` is config.dataset; an `image_size` of one integer is a square."""
+        size = fields.image_size
+        if size is not None:
+            size = (size, size) if isinstance(size, int) else tuple(size)
+        return cls(size, fields.resize, fields.channels)
 
 
 @dataclass(frozen=True)
@@ -94,10 +122,6 @@ class Limits:
         return UserError(text)
 
 
-class _OverRead(Exception):
-    """Pillow wants more of a file than its pixels explain."""
-
-
 class _Encoded(io.BytesIO):
     """A file in memory of which only `left` bytes are given out: headers take far more memory than their bytes."""
 
@@ -107,26 +131,27 @@ class _Encoded(io.BytesIO):
         content = super().read(size)
         self.left -= len(content)
         if self.left < 0:
-            raise _OverRead
+            raise tiff.OverRead
         return content
 
 
 def decode_dataset(
-    files: list[ImageFile], class_names: list[str], image_size: int | None, max_pixels: int
+    files: list[ImageFile], class_names: list[str], options: DecodeOptions, max_pixels: int
 ) -> Dataset:
     """Decodes all files on all cores, into one array.
 
     Args:
-      image_size: side in pixels to resize to; None keeps the size, which then is the same for all.
+      options: without a size, that of the files must be the same for all.
       max_pixels: of one image, and of all that are decoded at once.
     Raises:
-      UserError: an image is damaged, too large, not 8 bits deep, or of another size than the first; it is named.
+      UserError: an image is damaged, too large, or of another size, depth or number of
+        channels than the first; it is named.
     """
     limits = Limits(max_pixels)
     with pillow_limited_to(max_pixels):
-        first = decode(files[0], image_size, limits)
+        first = decode(files[0], options, limits)
         try:
-            images = np.empty((len(files), *first.shape), np.uint8)
+            images = np.empty((len(files), *first.shape), first.dtype)
         except MemoryError as error:
             size = f"{first.shape[1]}x{first.shape[0]} pixels, as {files[0].example_id},"
             raise UserError(
@@ -135,7 +160,12 @@ def decode_dataset(
 
         def decode_range(begin: int, end: int) -> None:
             for i in range(begin, end):
-                image = decode(files[i], image_size, limits)
+                image = decode(files[i], options, limits)
+                if image.shape[2] != first.shape[2] or image.dtype != first.dtype:
+                    raise UserError(
+                        f"dataset.channels: {files[i].example_id} has {image.shape[2]} of {image.dtype}, "
+                        f"{files[0].example_id} has {first.shape[2]} of {first.dtype}; allowed: the same in all"
+                    )
                 if image.shape != first.shape:
                     raise UserError(
                         f"dataset.image_size: {files[i].example_id} is {image.shape[1]}x{image.shape[0]} pixels, "
@@ -162,18 +192,28 @@ def pillow_limited_to(max_pixels: int) -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS = before
 
 
-def decode(file: ImageFile, image_size: int | None, limits: Limits) -> np.ndarray:
-    """One image as uint8 [H, W, 3]; grey and palette images become RGB."""
+def decode(file: ImageFile, options: DecodeOptions, limits: Limits) -> np.ndarray:
+    """One image as uint8 or uint16 [H, W, C].
+
+    C is 1 for grey images, 3 for coloured ones (palette, CMYK and YCbCr become RGB), and for other TIFFs the number
+    of their bands. Transparency is dropped, but a TIFF keeps all of its bands.
+
+    Raises:
+      UserError: damaged, too large, or not of the wanted number of channels; the file is named.
+    """
     if file.num_bytes > limits.max_bytes:
         raise limits.error(file, f"{file.num_bytes:,} bytes", limits.max_bytes)
     with limits.bytes.taken(file.num_bytes):
         try:
-            return _decode_bytes(file, image_size, limits)
+            pixels = _decode_bytes(file.read(), file, options.channels, limits)
+            return resized(with_channels(pixels, options.channels), options.size, options.resize)
         except UserError:
             raise
+        except tiff.Refused as error:
+            raise UserError(f"{file.example_id}: {error}") from error
         except Image.DecompressionBombError as error:
             raise limits.error(file, f"over {2 * limits.max_pixels:,} pixels", limits.max_pixels) from error
-        except _OverRead as error:
+        except tiff.OverRead as error:
             what = f"over {limits.header_bytes:,} bytes of header and metadata"
             raise limits.error(file, what, limits.header_bytes) from error
         except UnidentifiedImageError as error:
@@ -186,23 +226,97 @@ def decode(file: ImageFile, image_size: int | None, limits: Limits) -> np.ndarra
             raise UserError(f"{file.example_id}: damaged image ({reason})") from error
 
 
-def _decode_bytes(file: ImageFile, image_size: int | None, limits: Limits) -> np.ndarray:
-    content = file.read()
+def _decode_bytes(content: bytes, file: ImageFile, channels: int | None, limits: Limits) -> np.ndarray:
+    """All pixels [H, W, C] of a file in the size that it has, after a look at what they will take."""
+    if content[:4] in tiff.SIGNATURES:
+        bands = tiff.open_bands(content, limits.header_bytes)
+        if bands is not None:
+            pixels = bands.height * bands.width
+            taken = max(pixels, -(-bands.num_bytes // BYTES_PER_PIXEL))
+            if taken > limits.max_pixels:
+                what = f"{pixels:,} pixels, which take as much as {taken:,} of {BYTES_PER_PIXEL} bytes"
+                raise limits.error(file, what, limits.max_pixels)
+            with limits.pixels.taken(taken):
+                decoded = bands.read()
+            return decoded[..., :3] if bands.is_rgb and channels in (1, 3) else decoded
     encoded = _Encoded(content)
     encoded.left = limits.header_bytes
     if content[8:12] == b"WEBP":  # whose header is read in C, with all that follows
         encoded.left += len(content)
     with Image.open(encoded, formats=FORMATS) as image:
         pixels = image.width * image.height
-        if pixels > limits.max_pixels:
-            raise limits.error(file, f"{pixels:,} pixels", limits.max_pixels)
-        if image.mode.startswith(("I", "F")):
-            raise UserError(f"{file.example_id}: pixels are of mode {image.mode}; allowed: 8 bits a channel")
-        encoded.left += 2 * BYTES_PER_PIXEL * pixels  # 16 bits a channel, as a PNG may have
-        with limits.pixels.taken(pixels):
+        # Of 16 bits a channel, of which Pillow would give 8.
+        is_deep = image.format == "PNG" and content[PNG_DEPTH] == 16
+        taken = 2 * pixels if is_deep else pixels
+        if taken > limits.max_pixels:
+            what = f"{pixels:,} pixels" + (", of 8 bytes" if is_deep else "")
+            raise limits.error(file, what, limits.max_pixels)
+        encoded.left += 2 * BYTES_PER_PIXEL * pixels
+        with limits.pixels.taken(taken):
+            if is_deep:
+                return tiff.read_deep_png(content)
             image.load()
-            converted = image if image.mode == "RGB" else image.convert("RGB")
-            if image_size and converted.size != (image_size, image_size):
-                size = (image_size, image_size)
-                converted = converted.resize(size, Image.Resampling.BILINEAR, reducing_gap=None)
-            return np.asarray(converted)
+            mode = "L" if image.mode in GREY_MODES else "RGB"
+            pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+            return pixels.reshape(image.height, image.width, -1)
+
+
+# ---- channels and sizes ------------------------------------------------------------------------------
+
+
+def with_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
+    """Pixels [H, W, C] with so many channels; see `DecodeOptions`.
+
+    Raises:
+      ValueError: there is no way to them.
+    """
+    found = pixels.shape[-1]
+    if channels is None or channels == found:
+        return pixels
+    if found == 1 and channels == 3:
+        return np.repeat(pixels, 3, axis=-1)
+    if found == 3 and channels == 1:
+        # Luminance by ITU-R 601-2 in the whole numbers that Pillow takes, so that 16 bits fit into 32 as well.
+        luminance = pixels.astype(np.uint32) @ np.array([19595, 38470, 7471], np.uint32)
+        return ((luminance + 2**15) >> 16).astype(pixels.dtype)[..., None]
+    raise tiff.Refused(f"{found} channels; allowed: {channels}, as dataset.channels says")
+
+
+def resized(pixels: np.ndarray, size: tuple[int, int] | None, how: str) -> np.ndarray:
+    """Pixels [H, W, C] in another size, by Pillow's bilinear filter with antialiasing.
+
+    Args:
+      size: (height, width); None leaves the pixels as they are.
+      how: "stretch" changes the aspect ratio, "crop" takes the largest central part that has the wanted one, "pad"
+        adds black bars at both sides.
+    """
+    if size is None or pixels.shape[:2] == size:
+        return pixels
+    (height, width), (new_height, new_width) = pixels.shape[:2], size
+    is_narrow = width * new_height <= height * new_width  # than what is wanted
+    if how == "crop":
+        part_width = width if is_narrow else height * new_width / new_height
+        part_height = width * new_height / new_width if is_narrow else height
+        left, upper = (width - part_width) / 2, (height - part_height) / 2
+        return _resized_box(pixels, size, (left, upper, left + part_width, upper + part_height))
+    if how == "pad":
+        inner_width = max(round(width * new_height / height), 1) if is_narrow else new_width
+        inner_height = new_height if is_narrow else max(round(height * new_width / width), 1)
+        inner = _resized_box(pixels, (inner_height, inner_width), (0, 0, width, height))
+        left, upper = (new_width - inner_width) // 2, (new_height - inner_height) // 2
+        padded = np.zeros((*size, pixels.shape[-1]), pixels.dtype)
+        padded[upper : upper + inner_height, left : left + inner_width] = inner
+        return padded
+    return _resized_box(pixels, size, (0, 0, width, height))
+
+
+def _resized_box(pixels: np.ndarray, size: tuple[int, int], box: tuple[float, ...]) -> np.ndarray:
+    """The part `box` (left, upper, right, lower) of the pixels, band by band; 16 bits fit into float32."""
+    out = np.empty((*size, pixels.shape[-1]), pixels.dtype)
+    for band in range(pixels.shape[-1]):
+        plane = np.ascontiguousarray(pixels[..., band])
+        if pixels.dtype == np.uint16:
+            plane = plane.astype(np.float32)
+        new = np.asarray(Image.fromarray(plane).resize(size[::-1], Image.Resampling.BILINEAR, box=box))
+        out[..., band] = new if pixels.dtype == np.uint8 else np.clip(np.rint(new), 0, 65_535)
+    return out

@@ -78,9 +78,10 @@ def find_source(
             f"synthetic-1 {num_examples} {size} {seed}",
             lambda: synthetic(num_examples, size, seed),
         )
+    options = images.DecodeOptions((image_size, image_size) if image_size else None)
     if source == "tfds":
         tfds_name = EUROSAT_TFDS_NAME if name == "eurosat" else name
-        return _tfds_source(tfds_name, path, tfds_split, image_size, max_image_pixels)
+        return _tfds_source(tfds_name, path, tfds_split, options, max_image_pixels)
     if path is None:
         if name != "eurosat":
             raise UserError(f"dataset.path: not given; dataset.source {source!r} of {name!r} needs one")
@@ -89,8 +90,8 @@ def find_source(
     if not root.exists():
         raise UserError(f"dataset.path: {path} does not exist")
     if source == "zip":
-        return _zip_source(root, image_size, max_image_pixels)
-    return _folder_source(root, image_size, max_image_pixels)
+        return _zip_source(root, options, max_image_pixels)
+    return _folder_source(root, options, max_image_pixels)
 
 
 def _guess_source(name: str, path: str | None) -> str:
@@ -135,7 +136,7 @@ def _is_readable(builder) -> bool:
 
 
 def _tfds_source(
-    name: str, data_dir: str | None, split: str, image_size: int | None, max_pixels: int
+    name: str, data_dir: str | None, split: str, options: images.DecodeOptions, max_pixels: int
 ) -> images.Source:
     import tensorflow_datasets as tfds
 
@@ -180,18 +181,18 @@ def _tfds_source(
                 example_id = file if "/" in file else f"{class_names[label]}/{file}"
                 image = row["image"]
                 encoded.append(images.ImageFile(example_id, label, len(image), lambda image=image: image))
-        return images.decode_dataset(encoded, class_names, image_size, max_pixels)
+        return images.decode_dataset(encoded, class_names, options, max_pixels)
 
     description = f"TFDS {info.full_name} [{split}]"
     return images.Source(
-        description, f"tfds {info.full_name} {builder.data_dir} {split} {len(rows)} {image_size}", load
+        description, f"tfds {info.full_name} {builder.data_dir} {split} {len(rows)} {options}", load
     )
 
 
 # ---- zip and folder ---------------------------------------------------------------------------------
 
 
-def _zip_source(path: epath.Path, image_size: int | None, max_pixels: int) -> images.Source:
+def _zip_source(path: epath.Path, options: images.DecodeOptions, max_pixels: int) -> images.Source:
     entries = untrusted.list_zip(path, "dataset.path")
     labels, class_names = _labels_of([entry.filename for entry in entries], str(path))
     entries = {entry.filename: entry for entry in entries if entry.filename in labels}
@@ -206,12 +207,12 @@ def _zip_source(path: epath.Path, image_size: int | None, max_pixels: int) -> im
                 _from_zip(archive, entries[name], _example_id(name, class_names[label]), label)
                 for name, label in labels.items()
             ]
-            return images.decode_dataset(encoded, class_names, image_size, max_pixels)
+            return images.decode_dataset(encoded, class_names, options, max_pixels)
 
-    return images.Source(str(path), _fingerprint(listing, image_size), load)
+    return images.Source(str(path), _fingerprint(listing, options), load)
 
 
-def _folder_source(path: epath.Path, image_size: int | None, max_pixels: int) -> images.Source:
+def _folder_source(path: epath.Path, options: images.DecodeOptions, max_pixels: int) -> images.Source:
     if not path.is_dir():
         raise UserError(f"dataset.path: {path} is not a folder; dataset.source 'folder' needs one")
     paths = untrusted.list_folder(pathlib.Path(path), "dataset.path")
@@ -224,9 +225,9 @@ def _folder_source(path: epath.Path, image_size: int | None, max_pixels: int) ->
             _from_folder(paths[name], stats[name].st_size, _example_id(name, class_names[label]), label)
             for name, label in labels.items()
         ]
-        return images.decode_dataset(encoded, class_names, image_size, max_pixels)
+        return images.decode_dataset(encoded, class_names, options, max_pixels)
 
-    return images.Source(str(path), _fingerprint(listing, image_size), load)
+    return images.Source(str(path), _fingerprint(listing, options), load)
 
 
 def _from_folder(path: pathlib.Path, num_bytes: int, example_id: str, label: int) -> images.ImageFile:
@@ -252,8 +253,8 @@ def _example_id(name: str, class_name: str) -> str:
     return f"{class_name}/{PurePosixPath(name).name}"
 
 
-def _fingerprint(listing: list[str], image_size: int | None) -> str:
-    return f"files {hashlib.sha256(chr(10).join(listing).encode()).hexdigest()} {image_size}"
+def _fingerprint(listing: list[str], options: images.DecodeOptions) -> str:
+    return f"files {hashlib.sha256(chr(10).join(listing).encode()).hexdigest()} {options}"
 
 
 def _labels_of(names: list[str], where: str) -> tuple[dict[str, int], list[str]]:
@@ -307,7 +308,10 @@ def _is_image(name: str, where: str) -> bool:
 
 
 def find_images(
-    path: str, class_names: list[str], image_size: int, max_image_pixels: int = images.MAX_IMAGE_PIXELS
+    path: str,
+    class_names: list[str],
+    options: images.DecodeOptions,
+    max_image_pixels: int = images.MAX_IMAGE_PIXELS,
 ) -> images.Dataset:
     """All images in a folder or zip, whatever its folders; label -1 where the folder is none of `class_names`.
 
@@ -336,7 +340,7 @@ def find_images(
             raise UserError(f"{where} holds no {'/'.join(IMAGE_SUFFIXES)} files")
         index = {name: label for label, name in enumerate(class_names)}
         encoded = [make[name](name, index.get(PurePosixPath(name).parent.name, -1)) for name in names]
-        return images.decode_dataset(encoded, class_names, image_size, max_image_pixels)
+        return images.decode_dataset(encoded, class_names, options, max_image_pixels)
 
 
 # ---- download ---------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ def write_zip(path: Path, content: bytes, *, times: int = 1, said: int | None = 
     return path
 
 
+SQUARE = images.DecodeOptions((16, 16))
 TEXT = b"\0\0" + zlib.compress(bytes(2**20), 9)
 BOMBS = {
     "entry of 1 GiB": (lambda: (bytes(2**20), {"times": 1024}), r"a/0.png: 1,073,741,824 bytes; allowed: up to"),
@@ -164,7 +165,7 @@ def test_the_cap_on_bytes_holds_in_both_directions(tmp_path):
         file.truncate(1025)
     for read in (
         lambda cap: sources.find_source("x", path=str(folder), max_image_pixels=cap).load(),
-        lambda cap: sources.find_images(str(folder), ["a", "b"], 16, cap),
+        lambda cap: sources.find_images(str(folder), ["a", "b"], SQUARE, cap),
     ):
         with pytest.raises(
             UserError, match=r"a/a_3.png: 1,025 bytes; allowed: up to 1,024, or a larger dataset.max_im"
@@ -223,7 +224,7 @@ def test_every_image_takes_its_room(monkeypatch):
     monkeypatch.setattr(images, "Room", Counted)
     content = black_png(64)
     files = [images.ImageFile(f"a/{i}.png", 0, len(content), lambda: content) for i in range(5)]
-    images.decode_dataset(files, [], 8, 4096)
+    images.decode_dataset(files, [], images.DecodeOptions((8, 8)), 4096)
     assert sorted(taken) == [len(content)] * 6 + [64 * 64] * 6  # the first one twice, for its shape
 
 
@@ -243,13 +244,13 @@ def test_images_that_no_memory_holds_are_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "empty", full)
     with pytest.raises(UserError, match=r"dataset.image_size: 3 images of 16x16 pixels.* do not fit"):
-        images.decode_dataset(files, [], None, 10_000)
+        images.decode_dataset(files, [], images.DecodeOptions(), 10_000)
 
 
 def test_what_is_no_picture_says_what_is():
     file = images.ImageFile("a/0.png", 0, 5, lambda: b"hello")
     with pytest.raises(UserError, match=r"a/0.png: damaged image \(no JPEG, PNG, TIFF, GIF, BMP or WebP\)"):
-        images.decode_dataset([file], [], None, 10_000)
+        images.decode_dataset([file], [], images.DecodeOptions(), 10_000)
 
 
 def test_other_kinds_of_picture_under_a_usual_name_are_read():
@@ -259,16 +260,18 @@ def test_other_kinds_of_picture_under_a_usual_name_are_read():
         buffer = io.BytesIO()
         pixels.save(buffer, kind)
         file = images.ImageFile("a/0.jpg", 0, len(buffer.getvalue()), buffer.getvalue)
-        assert images.decode_dataset([file], [], None, 1000).images.shape == (1, 16, 16, 3), json.dumps(kind)
+        assert images.decode_dataset([file], [], images.DecodeOptions(), 1000).images.shape == (1, 16, 16, 3), (
+            json.dumps(kind)
+        )
 
 
 def test_pillows_own_limit_is_put_back():
     before = Image.MAX_IMAGE_PIXELS
     files = [images.ImageFile("a/0.png", 0, len(black_png(8)), lambda: black_png(8))]
-    images.decode_dataset(files, [], None, 64)
+    images.decode_dataset(files, [], images.DecodeOptions(), 64)
     assert before == Image.MAX_IMAGE_PIXELS
     with pytest.raises(UserError):
-        images.decode_dataset(files, [], None, 63)
+        images.decode_dataset(files, [], images.DecodeOptions(), 63)
     assert before == Image.MAX_IMAGE_PIXELS
 
 
@@ -277,4 +280,4 @@ def test_a_script_under_an_images_name_is_not_run():
     script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\n"
     file = images.ImageFile("a/0.png", 0, len(script), lambda: script)
     with pytest.raises(UserError, match=r"a/0.png: damaged image \(no JPEG, PNG"):
-        images.decode_dataset([file], [], None, 10_000)
+        images.decode_dataset([file], [], images.DecodeOptions(), 10_000)
