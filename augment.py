@@ -9,6 +9,7 @@ as uint8 on the devices; "on_device" keeps the originals and makes the view when
 
 import functools
 import json
+import logging
 from collections.abc import Callable, Iterator
 
 import jax
@@ -17,13 +18,16 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from largebatch.data import sources
+from largebatch.data import images, known, sources
 from largebatch.data.batching import shuffle_key
-from largebatch.data.cache import Cache, DamagedCache, cache_key, discard_cache, one_view, open_or_build
-from largebatch.data.placement import read_originals
-from largebatch.data.split import SPLITS
+from largebatch.data.build import CachePlan, build_together
+from largebatch.data.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
+from largebatch.data.placement import read_rows
+from largebatch.data.split import SPLITS, refuse_untrained_classes, split_indices
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import collectives
+
+log = logging.getLogger("largebatch")
 
 NUM_VIEWS = 8
 
@@ -124,31 +128,77 @@ def average_over_views(logits_fn: Callable, image_shape: tuple[int, int, int]) -
 # ---- the cache ----------------------------------------------------------------------------------------
 
 
-def prepare_cache(config) -> Cache:
+def prepare_cache(config, *, look_at_source: bool = False) -> Cache:
     """The cache of `config`, built where it is missing or damaged; the same content on all hosts.
 
-    The primary host builds first; hosts that then see no cache (no shared file system) build their own.
-
+    Args:
+      look_at_source: list the source even where the cache of these settings is known, and see whether it changed.
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
-    is_primary = collectives.is_primary()
-    prepare = functools.partial(_prepare_cache_of_host, config)
-    of_primary = collectives.agreed(prepare, is_primary)
-    of_other = collectives.agreed(prepare, not is_primary)
-    cache = of_primary if is_primary else of_other
+    cache_dir = epath.Path(config.augment.cache_dir).expanduser()
+    request = known.request_of(config.dataset.to_dict())
+    cache = None
+    if not look_at_source:
+        cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request)))
+    if "none" in collectives.gather_text("none" if cache is None else "known"):
+        cache = _list_and_build(config, cache_dir, request)
     content = [cache.manifest[key] for key in ("sha256", "counts", "class_names")]
     if len(set(collectives.gather_text(json.dumps(content, sort_keys=True)))) > 1:
         raise UserError(f"dataset: hosts hold different data under {config.dataset.path or config.dataset.name!r}")
     return cache
 
 
+def _list_and_build(config, cache_dir: epath.Path, request: dict) -> Cache:
+    """Lists the source and opens its cache, which is built on the hosts where there is none."""
+    is_primary = collectives.is_primary()
+    find = functools.partial(_named_errors, config, functools.partial(_plan_cache, config, cache_dir))
+    of_primary = collectives.agreed(find, is_primary)  # first, for it may download the set
+    of_other = collectives.agreed(find, not is_primary)
+    plan = of_primary if is_primary else of_other
+    before = known.known_folder(cache_dir, request)
+    if before is not None and before != plan.folder:
+        log.warning("dataset: %s changed since %s was made", plan.source.description, before)
+    cache = collectives.agreed(lambda: open_sound_cache(plan.folder))
+    if "none" in collectives.gather_text("none" if cache is None else "whole"):
+        build_together(plan, needed=cache is None)
+        cache = cache or open_cache(plan.folder)
+    known.note(cache_dir, request, cache)
+    return cache
+
+
+def _named_errors(config, act: Callable):
+    try:
+        return act()
+    except ImportError as error:  # of a file system, as gs://
+        raise UserError(f"augment.cache_dir: {config.augment.cache_dir} needs a package ({error})") from error
+
+
+def _plan_cache(config, cache_dir: epath.Path) -> CachePlan:
+    fields = config.dataset
+    source = sources.find_source(
+        fields.name,
+        fields.source,
+        fields.path,
+        options=images.DecodeOptions.from_config(fields),
+        tfds_split=fields.tfds_split,
+        num_examples=fields.num_examples,
+        seed=fields.split_seed,
+        cache_dir=config.augment.cache_dir,
+        max_image_pixels=fields.max_image_pixels,
+    )
+    splits = split_indices(source.ids, fields.split_seed)
+    refuse_untrained_classes(source, splits)
+    name = "".join(c if c.isalnum() else "_" for c in fields.name)
+    return CachePlan(cache_dir / f"{name}-{cache_key(source, splits)}", source, splits)
+
+
 class CacheAttempt:
     """One try at reading the cache; see `cache_attempts`."""
 
-    def __init__(self, config, *, is_last: bool):
+    def __init__(self, config, *, is_last: bool, look_at_source: bool):
         self._is_last = is_last
-        self._cache = prepare_cache(config)
+        self._cache = prepare_cache(config, look_at_source=look_at_source)
         self.succeeded = False
 
     def __enter__(self) -> Cache:
@@ -167,7 +217,7 @@ class CacheAttempt:
         return True
 
 
-def cache_attempts(config) -> Iterator[CacheAttempt]:
+def cache_attempts(config, *, look_at_source: bool = False) -> Iterator[CacheAttempt]:
     """The cache of `config`, to be read within a `with`; built anew for one more try where it is damaged.
 
         for attempt in cache_attempts(config):
@@ -176,41 +226,16 @@ def cache_attempts(config) -> Iterator[CacheAttempt]:
 
     All hosts do this, and all try again if any of them finds damage.
 
+    Args:
+      look_at_source: see `prepare_cache`.
     Raises:
       UserError: on every host, if the fresh cache is damaged too; what `prepare_cache` raises.
     """
     for is_last in (False, True):
-        attempt = CacheAttempt(config, is_last=is_last)
+        attempt = CacheAttempt(config, is_last=is_last, look_at_source=look_at_source)
         yield attempt
         if attempt.succeeded:
             return
-
-
-def _prepare_cache_of_host(config) -> Cache:
-    try:
-        return _open_or_build(config)
-    except ImportError as error:  # of a file system, as gs://
-        raise UserError(f"augment.cache_dir: {config.augment.cache_dir} needs a package ({error})") from error
-
-
-def _open_or_build(config) -> Cache:
-    fields, storage = config.dataset, config.augment.storage
-    source = sources.find_source(
-        fields.name,
-        fields.source,
-        fields.path,
-        image_size=fields.image_size,
-        tfds_split=fields.tfds_split,
-        num_examples=fields.num_examples,
-        seed=fields.split_seed,
-        cache_dir=config.augment.cache_dir,
-        max_image_pixels=fields.max_image_pixels,
-    )
-    name = "".join(c if c.isalnum() else "_" for c in fields.name)
-    folder = f"{name}-{cache_key(source, fields.split_seed, storage)}"
-    folder = epath.Path(config.augment.cache_dir).expanduser() / folder
-    views = expand if storage == "expanded" else one_view
-    return open_or_build(folder, source, fields.split_seed, storage, views)
 
 
 # ---- the command ------------------------------------------------------------------------------------
@@ -223,7 +248,7 @@ def draw_preview(cache: Cache, path: str, num_images: int = 4, scale: int = 2) -
     size, labels = cache.image_shape[0], cache.small_array("train_labels")
     classes = np.unique(np.linspace(0, len(cache.class_names), num_images, endpoint=False).astype(int))
     rows = np.array([np.flatnonzero(labels == label)[0] for label in classes])
-    originals = read_originals(cache, rows)
+    originals = read_rows(cache, "train", rows).reshape(-1, *cache.image_shape)
     gap = 2
     sheet = np.full((len(rows) * (size + gap) - gap, NUM_VIEWS * (size + gap) - gap, 3), 255, np.uint8)
     for row, original in enumerate(originals):
@@ -239,7 +264,7 @@ def draw_preview(cache: Cache, path: str, num_images: int = 4, scale: int = 2) -
 
 def main(config) -> None:
     """Prepares the cache, verifies every byte of it, says what is in it and draws the preview."""
-    for attempt in cache_attempts(config):
+    for attempt in cache_attempts(config, look_at_source=True):
         with attempt as cache:
             cache.verify()
     counts = ", ".join(f"{cache.count(split)} {split}" for split in SPLITS)

@@ -29,7 +29,7 @@ from configs import default
 from experiment import make_network
 from largebatch import cli, terminal
 from largebatch.config.validate import validate
-from largebatch.data import recorded, sources
+from largebatch.data import file_sources, recorded
 from largebatch.data.images import Dataset, DecodeOptions
 from largebatch.data.placement import rows_of_device
 from largebatch.errors import UserError
@@ -212,7 +212,7 @@ def name_foreign(run_folder: Path, field: str, path: str) -> None:
 
 
 def read_images(path: str, run: TrainedRun) -> Dataset:
-    """All images in a folder or zip, in the size of the run's, on every host; see `sources.find_images`.
+    """All images in a folder or zip, in the size of the run's, on every host; see `file_sources.find_images`.
 
     Raises:
       UserError: a host cannot read them, or not the same ones; on every host.
@@ -220,7 +220,7 @@ def read_images(path: str, run: TrainedRun) -> Dataset:
     height, width, channels = run.data["image_shape"]
     options = DecodeOptions((height, width), run.config.dataset.resize, channels)
     class_names, max_pixels = run.data["class_names"], run.config.dataset.max_image_pixels
-    dataset = collectives.agreed(lambda: sources.find_images(path, class_names, options, max_pixels))
+    dataset = collectives.agreed(lambda: file_sources.find_images(path, class_names, options, max_pixels))
     digest = hashlib.sha256(dataset.images)
     digest.update("\n".join(dataset.example_ids).encode())
     if len(set(collectives.gather_text(digest.hexdigest()))) > 1:

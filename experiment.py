@@ -17,7 +17,7 @@ import augment
 import model as models
 from largebatch.config.rules import MODEL_OPTIONS
 from largebatch.data.cache import Cache
-from largebatch.data.placement import DeviceData, bytes_per_device, place, read_originals
+from largebatch.data.placement import DeviceData, bytes_per_device, place, read_rows
 from largebatch.errors import BadSetting
 from largebatch.hosts import collectives, memory, replicas
 from largebatch.hosts.clock import Clock
@@ -226,7 +226,9 @@ class ProgramCache:
             with attempt as cache:
                 setup = self._resolve(config, cache)
                 collectives.agreed(functools.partial(check_fits, setup, cache))
-                data = place(cache, setup.program.sharding, config.dataset.split_seed, packed=self.packed)
+                expand = augment.expand if setup.program.storage == "expanded" else None
+                seed = config.dataset.split_seed
+                data = place(cache, setup.program.sharding, seed, expand, packed=self.packed)
         jax.block_until_ready((data.train, data.val_images))
         self._dataset, self._cache, self._data = setup.program.dataset, cache, data
         return PlacedSetup(setup, cache, data)
@@ -244,7 +246,8 @@ class ProgramCache:
                 with attempt as cache:
                     kernel = np.zeros(models.whitening_shape(cache.image_shape), np.float32)
                     if collectives.is_primary():
-                        images = read_originals(cache, np.arange(min(WHITENING_IMAGES, cache.count("train"))))
+                        rows = np.arange(min(WHITENING_IMAGES, cache.count("train")))
+                        images = read_rows(cache, "train", rows).reshape(-1, *cache.image_shape)
                         kernel = models.whitening_kernel(images, cache.manifest["mean"], cache.manifest["std"])
             self._kernel = collectives.from_primary(kernel)
         return self._kernel
@@ -281,7 +284,7 @@ def needed_bytes(setup: Setup, cache: Cache) -> dict[str, int]:
     program = setup.program
     state = jax.eval_shape(make_init(program), np.uint32(0), setup.hyperparams, np.zeros(()))
     return {
-        **bytes_per_device(cache, program.sharding),
+        **bytes_per_device(cache, program.sharding, program.stored_views),
         **bytes_beside_images(program.network, state, program.image_shape, program.micro_batch_size),
     }
 

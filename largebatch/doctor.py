@@ -321,7 +321,7 @@ def check_memory(experiment, state: TrainState) -> Finding:
     """The estimate of what a device needs, beside what it has."""
     program = experiment.setup.program
     one_replica = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    of_images = bytes_per_device(experiment.cache, program.sharding)
+    of_images = bytes_per_device(experiment.cache, program.sharding, program.stored_views)
     of_rest = bytes_beside_images(program.network, one_replica, program.image_shape, program.micro_batch_size)
     images, rest, free = sum(of_images.values()), sum(of_rest.values()), memory.available_bytes()
     text = f"{(images + rest) / 1e6:,.0f} MB a device, {images / 1e6:,.0f} MB of it images"

@@ -1,60 +1,115 @@
-"""A data set on disk, ready for the devices: .npy arrays and a manifest, every byte under a SHA-256.
+"""A decoded data set on disk, ready for the devices: .npy arrays and a manifest, every byte under a SHA-256.
 
     FOLDER/manifest.json                    source, counts, class names, statistics, digests; seals itself
-    FOLDER/{train,val,test}_images.npy      uint8; of `train` all views of an original stand together
+    FOLDER/{train,val,test}_images-00000.npy, ...   uint8 or uint16 [rows, H, W, C], the originals
     FOLDER/{train,val,test}_labels.npy      int32, one per original
     FOLDER/{train,val,test}_ids.npy         text
-    FOLDER/{train,val,test}_digests.npy     SHA-256 of each original's bytes in the images file
+    FOLDER/{train,val,test}_digests.npy     SHA-256 of each original's bytes in the images files
 
-A folder is written under a temporary name and renamed, so under its own name it is whole.
+Rows are the originals of a split in its order, `rows_per_file` in every file but the last. Views of them are made
+where they are needed. `build.py` writes a cache; it appears under its own name when it is whole.
 """
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import io
 import json
 import logging
-import time
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import threading
 
 import numpy as np
 from etils import epath
 
 from largebatch import files, untrusted
-from largebatch.data.images import Dataset, Source
-from largebatch.data.split import SPLITS, split_indices
+from largebatch.data.source import Source
+from largebatch.data.split import SPLITS
 from largebatch.data.threads import iterate_batches, run_ranges
 from largebatch.errors import UserError
 
 log = logging.getLogger("largebatch")
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**24
-MANIFEST_FIELDS = {"class_names", "counts", "num_views", "image_shape", "mean", "std", "source", "sha256"}
-
-# Originals [n, H, W, C] -> all their views [n, views, H, W, C].
-Expand = Callable[[np.ndarray], np.ndarray]
-
-
-def one_view(images: np.ndarray) -> np.ndarray:
-    """The `Expand` that keeps the originals alone."""
-    return images[:, None]
+MANIFEST_FIELDS = {
+    "class_names",
+    "counts",
+    "image_shape",
+    "image_dtype",
+    "rows_per_file",
+    "mean",
+    "std",
+    "source",
+    "built",
+    "sha256",
+}
+ROWS_AT_ONCE = 1024  # rows that `verify` reads at once
 
 
 class DamagedCache(Exception):
     """The cache does not hold what its manifest says; the text names the file."""
 
 
-@dataclass(frozen=True)
-class Cache:
-    """A checked cache folder."""
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """In which file which rows of a split lie, and what a row is."""
 
-    folder: epath.Path
-    manifest: dict  # source, counts, class names, mean, std, digests of the arrays
-    manifest_bytes: bytes  # the file as it was read, which tells this build of the cache from every other
+    counts: dict[str, int]  # rows of each split
+    rows_per_file: int
+    image_shape: tuple[int, int, int]  # height, width, channels
+    dtype: np.dtype  # uint8 or uint16
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one original."""
+        return int(np.prod(self.image_shape)) * self.dtype.itemsize
+
+    def num_files(self, split: str) -> int:
+        """How many images files a split has."""
+        return -(-self.counts[split] // self.rows_per_file)
+
+    def rows_of_file(self, split: str, number: int) -> range:
+        """The rows of a split that lie in images file `number`."""
+        first = number * self.rows_per_file
+        return range(first, min(first + self.rows_per_file, self.counts[split]))
+
+    def header(self, split: str, number: int) -> bytes:
+        """What images file `number` starts with, as NumPy wants it."""
+        shape = (len(self.rows_of_file(split, number)), *self.image_shape)
+        buffer = io.BytesIO()
+        fields = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(buffer, fields)
+        return buffer.getvalue()
+
+
+def images_file(split: str, number: int) -> str:
+    """Name of an images file."""
+    return f"{split}_images-{number:05d}.npy"
+
+
+class Cache:
+    """A checked cache folder.
+
+    Attributes:
+      folder: where it is.
+      manifest: source, counts, class names, mean, std, digests of the arrays.
+      manifest_bytes: the file as it was read, which tells this build of the cache from every other.
+      layout: of the rows.
+    """
+
+    def __init__(self, folder: epath.Path, manifest: dict, manifest_bytes: bytes):
+        self.folder, self.manifest, self.manifest_bytes = folder, manifest, manifest_bytes
+        self.layout = RowLayout(
+            manifest["counts"],
+            manifest["rows_per_file"],
+            tuple(manifest["image_shape"]),
+            np.dtype(manifest["image_dtype"]),
+        )
+        self._open_file = functools.cache(self._open_file_once)
+        self._digests = functools.cache(lambda split: self.small_array(f"{split}_digests"))
 
     @property
     def class_names(self) -> list[str]:
@@ -63,22 +118,22 @@ class Cache:
 
     def count(self, split: str) -> int:
         """Original images in `split`."""
-        return self.manifest["counts"][split]
-
-    @property
-    def num_views(self) -> int:
-        """Views of each training original in the images file."""
-        return self.manifest["num_views"]
+        return self.layout.counts[split]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Height, width, channels."""
-        return tuple(self.manifest["image_shape"])
+        return self.layout.image_shape
+
+    @property
+    def image_dtype(self) -> np.dtype:
+        """Of the pixels: uint8 or uint16."""
+        return self.layout.dtype
 
     def identity(self) -> dict:
         """What someone needs to use a network trained on this elsewhere, and digests that tell data apart."""
-        kept = {name: self.manifest[name] for name in ("class_names", "image_shape", "mean", "std")}
-        for name, part in (("ids", "ids"), ("labels", "labels"), ("images", "digests")):
+        kept = {name: self.manifest[name] for name in ("class_names", "image_shape", "image_dtype", "mean", "std")}
+        for name, part in (("ids", "ids"), ("labels", "labels"), ("pixels", "digests")):
             digests = "".join(self.manifest["sha256"][f"{split}_{part}.npy"] for split in SPLITS)
             kept[name] = hashlib.sha256(digests.encode()).hexdigest()
         return kept
@@ -95,70 +150,96 @@ class Cache:
             raise DamagedCache(f"{path} does not match its SHA-256")
         return np.load(io.BytesIO(content), allow_pickle=False)
 
-    def read_images(self, split: str, examples: np.ndarray, out: np.ndarray) -> None:
-        """Reads originals `examples`, with their views, into out [n, bytes of one original's views].
+    def read_images(self, split: str, rows: np.ndarray, out: np.ndarray) -> None:
+        """Reads originals `rows` of a split into out, uint8 [n, bytes of an original].
 
         Each is verified against its SHA-256. Only these rows are read, so that each host of a pod touches
-        its own part of the file.
+        its own part of the files.
         """
-        path = self.folder / f"{split}_images.npy"
-        digests = self.small_array(f"{split}_digests")
-        num_views = out.shape[1] // int(np.prod(self.image_shape))
-        header = _npy_header((len(digests) * num_views, *self.image_shape))
-        try:
-            with untrusted.open_any(path) as file:
-                start_of_file = file.read(len(header))
-        except OSError as error:
-            raise DamagedCache(f"{path} cannot be read ({error.strerror or error})") from error
-        if start_of_file != header:
-            raise DamagedCache(f"{path} does not start as an array of {len(digests)} x {num_views} images")
+        digests = self._digests(split)
+        in_order = np.argsort(rows, kind="stable")  # so that a disk is read in one direction
 
-        def read_range(first: int, last: int) -> None:
-            with untrusted.open_any(path) as file:
-                for row in range(first, last):
-                    try:
-                        file.seek(len(header) + int(examples[row]) * out.shape[1])
-                        length = file.readinto(out[row].data)
-                    except OSError as error:
-                        raise DamagedCache(f"{path} cannot be read ({error.strerror or error})") from error
-                    if length != out.shape[1]:  # or the hash would be of what was in memory before
-                        raise DamagedCache(f"{path} ends within example {examples[row]}")
-                    if hashlib.sha256(out[row]).digest() != digests[examples[row]].tobytes():
-                        raise DamagedCache(f"{path}: example {examples[row]} does not match its SHA-256")
+        def read_range(begin: int, end: int) -> None:
+            for position in in_order[begin:end].tolist():
+                row = int(rows[position])
+                number, row_of_file = divmod(row, self.layout.rows_per_file)
+                file = self._open_file(split, number)
+                file.read_row(row_of_file, out[position].data)
+                if hashlib.sha256(out[position]).digest() != digests[row].tobytes():
+                    raise DamagedCache(f"{file.path}: example {row} does not match its SHA-256")
 
-        run_ranges(read_range, len(examples))
+        run_ranges(read_range, len(rows))
+
+    def _open_file_once(self, split: str, number: int) -> "_ImagesFile":
+        header = self.layout.header(split, number)
+        return _ImagesFile(self.folder / images_file(split, number), header, self.layout.row_bytes)
 
     def verify(self) -> None:
         """Reads every byte of every array; raises DamagedCache."""
-        image = int(np.prod(self.image_shape))
         for name in self.manifest["sha256"]:
             self.small_array(name.removesuffix(".npy"))
-        for split, count in self.manifest["counts"].items():
-            size = image * (self.num_views if split == "train" else 1)
-            for part in iterate_batches(count, 1024):
+        for split in SPLITS:
+            for part in iterate_batches(self.count(split), ROWS_AT_ONCE):
                 rows = np.arange(part.start, part.stop)
-                self.read_images(split, rows, np.empty((len(rows), size), np.uint8))
+                self.read_images(split, rows, np.empty((len(rows), self.layout.row_bytes), np.uint8))
 
 
-def _npy_header(shape: tuple[int, ...]) -> bytes:
-    """What a .npy file of uint8 `shape` starts with."""
-    buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
-    return buffer.getvalue()
+class _ImagesFile:
+    """An images file that stays open; several threads may read it.
+
+    Read by system calls, not mapped: a file that is cut short while it is mapped kills the process.
+    """
+
+    def __init__(self, path: epath.Path, header: bytes, row_bytes: int):
+        self.path, self._header_bytes, self._row_bytes = path, len(header), row_bytes
+        self._lock = threading.Lock()
+        start = bytearray(len(header))
+        self._is_local = "://" not in os.fspath(path)
+        try:
+            self._file = untrusted.open_any(path)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if self._read_at(0, memoryview(start)) != len(header) or start != header:
+            raise DamagedCache(f"{path} does not start as an array of the manifest's images")
+
+    def read_row(self, row: int, out: memoryview) -> None:
+        """Reads one row into `out`; raises DamagedCache."""
+        length = self._read_at(self._header_bytes + row * self._row_bytes, out)
+        if length != self._row_bytes:  # or the hash would be of what was in memory before
+            raise DamagedCache(f"{self.path} ends within its row {row}")
+
+    def _read_at(self, offset: int, out: memoryview) -> int:
+        try:
+            if self._is_local:
+                return os.preadv(self._file.fileno(), [out], offset)
+            with self._lock:
+                self._file.seek(offset)
+                return self._file.readinto(out)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> DamagedCache:
+        return DamagedCache(f"{self.path} cannot be read ({error.strerror or error})")
 
 
-def cache_key(source: Source, split_seed: int, storage: str) -> str:
+# ---- keys and manifests -----------------------------------------------------------------------------
+
+
+def cache_key(source: Source, splits: dict[str, np.ndarray]) -> str:
     """Hash of everything that shapes the cache, but the version of the code that writes it."""
-    text = f"{source.fingerprint} split {split_seed} {storage}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(source.fingerprint.encode())
+    for split in SPLITS:
+        digest.update(f" {split} {len(splits[split])} ".encode())
+        digest.update(np.ascontiguousarray(splits[split], np.int64))
+    return digest.hexdigest()[:16]
 
 
 def open_cache(folder: epath.Path) -> Cache:
     """Checks the manifest, which seals itself by a SHA-256 over its other fields."""
-    return _check(folder, _read_manifest(folder))
+    return check_manifest(folder, read_manifest(folder))
 
 
-def _read_manifest(folder: epath.Path) -> bytes | None:
+def read_manifest(folder: epath.Path) -> bytes | None:
     """The manifest's file as it is, or None where it cannot be read."""
     try:
         with untrusted.open_any(folder / MANIFEST) as file:
@@ -167,7 +248,8 @@ def _read_manifest(folder: epath.Path) -> bytes | None:
         return None
 
 
-def _check(folder: epath.Path, content: bytes | None) -> Cache:
+def check_manifest(folder: epath.Path, content: bytes | None) -> Cache:
+    """The cache whose manifest has this content; raises DamagedCache."""
     path = folder / MANIFEST
     if content is None:
         raise DamagedCache(f"{path} is missing or cannot be read")
@@ -176,7 +258,7 @@ def _check(folder: epath.Path, content: bytes | None) -> Cache:
         seal = manifest.pop("manifest_sha256")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCache(f"{path} cannot be read ({error!r})") from error
-    if seal != _seal(manifest):
+    if seal != seal_of(manifest):
         raise DamagedCache(f"{path} does not match its SHA-256")
     if manifest.get("cache_version") != CACHE_VERSION:
         raise DamagedCache(f"{path} is of cache version {manifest.get('cache_version')}, this is {CACHE_VERSION}")
@@ -185,121 +267,20 @@ def _check(folder: epath.Path, content: bytes | None) -> Cache:
     return Cache(folder, manifest, content)
 
 
-def _seal(manifest: dict) -> str:
+def seal_of(manifest: dict) -> str:
+    """SHA-256 over the fields of a manifest."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def build_cache(folder: epath.Path, source: Source, split_seed: int, storage: str, expand: Expand) -> None:
-    """Loads, splits, expands and writes the cache under a temporary name, then renames it to `folder`.
-
-    Raises:
-      UserError: bad images, images that are not square, a class without training images, a failing disk.
-    """
-    started = time.perf_counter()
-    log.info("loading %s", source.description)
-    dataset = source.load()
-    height, width, _ = dataset.images.shape[1:]
-    if height != width:
-        raise UserError(
-            f"dataset.image_size: images are {width}x{height} pixels; rotations need square ones: set a size"
-        )
-    loaded = time.perf_counter()
-    splits = split_indices(dataset.example_ids, split_seed)
-    missing = set(range(len(dataset.class_names))) - set(dataset.labels[splits["train"]].tolist())
-    if missing:
-        names = ", ".join(dataset.class_names[i] for i in sorted(missing))
-        raise UserError(f"dataset: no training image is left for class {names}; add images or change split_seed")
-    files.remove_stale(folder)
-    temporary = files.beside(folder)
-    try:
-        temporary.mkdir(parents=True)
-        manifest = _write_arrays(temporary, dataset, splits, expand)
-        manifest["source"], manifest["split_seed"] = source.description, split_seed
-        manifest["storage"], manifest["cache_version"] = storage, CACHE_VERSION
-        manifest["build"] = uuid.uuid4().hex  # so that no two builds have the same manifest; see `discard_cache`
-        manifest["manifest_sha256"] = _seal(manifest)
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another process was first, with the same content
-                raise
-    except OSError as error:
-        raise UserError(f"augment.cache_dir: cannot write {folder} ({error.strerror or error})") from error
-    finally:
-        with contextlib.suppress(OSError):  # the disk is in trouble: it is stale one day
-            files.remove(temporary)
-    done = time.perf_counter()
-    log.info("decoded in %.1f s, expanded and cached in %.1f s: %s", loaded - started, done - loaded, folder)
-
-
-def _write_arrays(folder: epath.Path, dataset: Dataset, splits: dict, expand: Expand) -> dict:
-    """Writes images, labels, ids and digests of every split; returns their part of the manifest."""
-    sha256, ids = {}, np.array(dataset.example_ids)
-    for split, rows in splits.items():
-        expand_split = expand if split == "train" else one_view
-        digests = _write_images(folder / f"{split}_images.npy", dataset.images, rows, expand_split)
-        small = {"labels": dataset.labels[rows], "ids": ids[rows], "digests": digests}
-        for name, array in small.items():
-            buffer = io.BytesIO()
-            np.save(buffer, array, allow_pickle=False)
-            path = folder / f"{split}_{name}.npy"
-            path.write_bytes(buffer.getvalue())
-            sha256[path.name] = hashlib.sha256(buffer.getvalue()).hexdigest()
-    mean, std = channel_statistics(dataset.images, splits["train"])
-    return {
-        "image_shape": list(dataset.images.shape[1:]),
-        "num_views": expand(dataset.images[:1]).shape[1],
-        "counts": {split: len(rows) for split, rows in splits.items()},
-        "class_names": dataset.class_names,
-        "mean": mean.tolist(),
-        "std": std.tolist(),
-        "sha256": sha256,
-    }
-
-
-def _write_images(path: epath.Path, images: np.ndarray, rows: np.ndarray, expand: Expand) -> np.ndarray:
-    """Writes all views of each of `rows`, 1,024 at a time; returns a SHA-256 per original, uint8 [n, 32]."""
-    digests = np.empty((len(rows), 32), np.uint8)
-    num_views = expand(images[:1]).shape[1]
-    with path.open("wb") as file:
-        file.write(_npy_header((len(rows) * num_views, *images.shape[1:])))
-        for part in iterate_batches(len(rows), 1024):
-            block = np.empty((part.stop - part.start, num_views, *images.shape[1:]), np.uint8)
-
-            def fill(begin: int, end: int, part=part, block=block) -> None:
-                block[begin:end] = expand(images[rows[part][begin:end]])
-                for i in range(begin, end):
-                    digests[part.start + i] = np.frombuffer(hashlib.sha256(block[i]).digest(), np.uint8)
-
-            run_ranges(fill, len(block))
-            file.write(block.data)
-    return digests
-
-
-def channel_statistics(images: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each channel over images[rows], on the scale 0..255; exact sums."""
-    counts = np.zeros((images.shape[-1], 256), np.int64)
-    for part in iterate_batches(len(rows), 1024):
-        block = images[rows[part]]
-        for channel in range(images.shape[-1]):
-            counts[channel] += np.bincount(block[..., channel].ravel(), minlength=256)
-    levels, total = np.arange(256), counts.sum(axis=1)
-    mean = counts @ levels / total
-    variance = counts @ levels**2 / total - mean**2
-    return mean, np.sqrt(np.maximum(variance, 1.0))
-
-
-def open_or_build(folder: epath.Path, source: Source, split_seed: int, storage: str, expand: Expand) -> Cache:
-    """The cache in `folder`, built where it is missing, damaged or of another version."""
+def open_sound_cache(folder: epath.Path) -> Cache | None:
+    """The cache in `folder`, or None where there is none; one that is damaged or of another version is removed."""
     while folder.exists():
-        looked_at = _read_manifest(folder)
+        looked_at = read_manifest(folder)
         try:
-            return _check(folder, looked_at)
+            return check_manifest(folder, looked_at)
         except DamagedCache as damage:
             discard_cache(folder, looked_at, damage)
-    build_cache(folder, source, split_seed, storage, expand)
-    return open_cache(folder)
+    return None
 
 
 def discard_cache(folder: epath.Path, looked_at: bytes | None, damage: DamagedCache) -> None:
@@ -312,12 +293,12 @@ def discard_cache(folder: epath.Path, looked_at: bytes | None, damage: DamagedCa
     Raises:
       UserError: it cannot be removed.
     """
-    if _read_manifest(folder) != looked_at:
+    if read_manifest(folder) != looked_at:
         return
     trash = files.beside(folder)
     try:
         folder.rename(trash)  # at once, for hosts that share the file system do this at the same time
-        if _read_manifest(trash) != looked_at:  # the new build came between the two lines above
+        if read_manifest(trash) != looked_at:  # the new build came between the two lines above
             with contextlib.suppress(OSError):  # yet another process has built: one is enough
                 trash.rename(folder)
                 return

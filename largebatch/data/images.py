@@ -42,15 +42,6 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A data set that can be loaded."""
-
-    description: str
-    fingerprint: str  # changes when what `load` returns would
-    load: Callable[[], Dataset]
-
-
-@dataclass(frozen=True)
 class DecodeOptions:
     """What the pixels of a file become.
 

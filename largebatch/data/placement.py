@@ -1,6 +1,7 @@
 """Puts a cache's examples on the devices."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -8,25 +9,37 @@ from flax import struct
 
 from largebatch.data.batching import DataSharding
 from largebatch.data.cache import Cache
+from largebatch.data.threads import iterate_batches, run_ranges
 from largebatch.hosts import memory, replicas
+
+# Originals [n, H, W, C] -> all their views [n, views, H, W, C].
+Expand = Callable[[np.ndarray], np.ndarray]
+ORIGINALS_AT_ONCE = 4096  # that are read before they are expanded
+ORIGINALS_PER_EXPANSION = 64  # by one thread: more would not stay in its cache
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceData:
-    """What is on the devices of this host, and the labels and ids of the validation split."""
+    """What is on the devices of this host, and the labels and ids of the validation split.
 
-    train: dict  # "images" uint8 [local devices, examples, H * W * C], "labels" int32 [local devices, originals]
-    val_images: jax.Array  # uint8 [local devices, examples, H * W * C]
+    Images are rows of uint8 or uint16, as in the cache.
+    """
+
+    train: dict  # "images" [local devices, examples, H * W * C], "labels" int32 [local devices, originals]
+    val_images: jax.Array  # [local devices, examples, H * W * C]
     val_labels: np.ndarray  # int32 [val examples], in the split's order
     val_ids: np.ndarray  # str [val examples]
 
 
-def bytes_per_device(cache: Cache, sharding: DataSharding) -> dict[str, int]:
-    """Bytes of images that `place` needs on the fullest device, by part."""
-    image = int(np.prod(cache.image_shape))
+def bytes_per_device(cache: Cache, sharding: DataSharding, views: int) -> dict[str, int]:
+    """Bytes of images that `place` needs on the fullest device, by part.
+
+    Args:
+      views: of each original that are kept.
+    """
     return {
-        "training images": sharding.max_originals * cache.num_views * image,
-        "validation images": -(-cache.count("val") // sharding.num_devices) * image,
+        "training images": sharding.max_originals * views * cache.layout.row_bytes,
+        "validation images": -(-cache.count("val") // sharding.num_devices) * cache.layout.row_bytes,
     }
 
 
@@ -40,12 +53,15 @@ def rows_of_device(num_examples: int, num_devices: int, device: int) -> np.ndarr
     return np.pad(rows, (0, -(-num_examples // num_devices) - len(rows)))
 
 
-def place(cache: Cache, sharding: DataSharding, seed: int, *, packed: bool = False) -> DeviceData:
+def place(
+    cache: Cache, sharding: DataSharding, seed: int, expand: Expand | None = None, *, packed: bool = False
+) -> DeviceData:
     """Reads this host's rows of the cache, device by device, so that no second copy is held.
 
     Args:
       sharding: the deal of training examples to devices.
       seed: of the deal. Not the run's, so that runs that differ by seed share what is placed.
+      expand: makes the views that are kept; None keeps the originals.
       packed: all of the set on each device, as if it were the only one.
     Raises:
       DamagedCache: what is read is not what was written.
@@ -53,10 +69,11 @@ def place(cache: Cache, sharding: DataSharding, seed: int, *, packed: bool = Fal
     local_devices = jax.local_devices()
     if packed:
         # CPU devices share one copy, which `aligned_empty` makes possible.
-        rows = _DeviceRows.read(cache, sharding, seed, device=0)
+        rows = _DeviceRows.read(cache, sharding, seed, 0, expand)
         rows_by_device = [rows] * len(local_devices)
     else:
-        rows_by_device = (_DeviceRows.read(cache, sharding, seed, index) for index in replicas.local_indices())
+        indices = replicas.local_indices()
+        rows_by_device = (_DeviceRows.read(cache, sharding, seed, index, expand) for index in indices)
     placed = [jax.device_put(rows, device) for rows, device in zip(rows_by_device, local_devices, strict=True)]
     return DeviceData(
         train=replicas.stack([rows.train for rows in placed]),
@@ -74,29 +91,47 @@ class _DeviceRows:
     val_images: np.ndarray
 
     @classmethod
-    def read(cls, cache: Cache, sharding: DataSharding, seed: int, device: int) -> "_DeviceRows":
+    def read(
+        cls, cache: Cache, sharding: DataSharding, seed: int, device: int, expand: Expand | None
+    ) -> "_DeviceRows":
         originals = sharding.originals_of(device, seed)
         padding = sharding.max_originals - len(originals)
         labels = cache.small_array("train_labels")[originals]
-        train = {
-            "images": _read_images(cache, "train", originals, padding, cache.num_views),
-            "labels": np.pad(labels, (0, padding))[None],
-        }
+        if expand is None:
+            images = read_rows(cache, "train", originals, padding)
+        else:
+            images = _read_expanded(cache, originals, padding, expand)
+        train = {"images": images[None], "labels": np.pad(labels, (0, padding))[None]}
         val_rows = rows_of_device(cache.count("val"), sharding.num_devices, device)
-        return cls(train, _read_images(cache, "val", val_rows, padding=0, views=1))
+        return cls(train, read_rows(cache, "val", val_rows)[None])
 
 
-def _read_images(cache: Cache, split: str, examples: np.ndarray, padding: int, views: int) -> np.ndarray:
-    """uint8 [1, (examples + padding) * views, H * W * C]; padding is zeros."""
-    image = int(np.prod(cache.image_shape))
-    out = memory.aligned_empty((len(examples) + padding, views * image), np.uint8)
-    cache.read_images(split, examples, out[: len(examples)])
-    out[len(examples) :] = 0
-    return out.reshape(1, -1, image)
+def read_rows(cache: Cache, split: str, rows: np.ndarray, padding: int = 0) -> np.ndarray:
+    """Originals as they are in the cache: [rows + padding, H * W * C]; padding is zeros.
+
+    Raises:
+      DamagedCache: they are not what was written.
+    """
+    out = memory.aligned_empty((len(rows) + padding, cache.layout.row_bytes), np.uint8)
+    cache.read_images(split, rows, out[: len(rows)])
+    out[len(rows) :] = 0
+    return out.view(cache.image_dtype)
 
 
-def read_originals(cache: Cache, rows: np.ndarray) -> np.ndarray:
-    """Training images as they were read, without their other views: uint8 [rows, H, W, C]."""
-    images = np.empty((len(rows), cache.num_views * int(np.prod(cache.image_shape))), np.uint8)
-    cache.read_images("train", rows, images)
-    return images.reshape(len(rows), cache.num_views, *cache.image_shape)[:, 0]
+def _read_expanded(cache: Cache, originals: np.ndarray, padding: int, expand: Expand) -> np.ndarray:
+    """All views of training originals: [(originals + padding) * views, H * W * C]; padding is zeros."""
+    views = expand(np.zeros((1, *cache.image_shape), cache.image_dtype)).shape[1]
+    shape = (len(originals) + padding, views, *cache.image_shape)
+    out = memory.aligned_empty(shape, cache.image_dtype)
+    for part in iterate_batches(len(originals), ORIGINALS_AT_ONCE):
+        images = read_rows(cache, "train", originals[part]).reshape(-1, *cache.image_shape)
+        out_of_part = out[part]
+
+        def fill(begin: int, end: int, images=images, out_of_part=out_of_part) -> None:
+            for some in iterate_batches(end - begin, ORIGINALS_PER_EXPANSION):
+                chosen = slice(begin + some.start, begin + some.stop)
+                out_of_part[chosen] = expand(images[chosen])
+
+        run_ranges(fill, len(images))
+    out[len(originals) :] = 0
+    return out.reshape(len(out) * views, -1)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from largebatch.data.source import Source
 from largebatch.errors import UserError
 
 SPLITS = ("train", "val", "test")
@@ -26,3 +27,11 @@ def split_indices(example_ids: list[str], seed: int) -> dict[str, np.ndarray]:
     tenth = count // 10
     train, val, test = np.split(order, [count - 2 * tenth, count - tenth])
     return {"train": train, "val": val, "test": test}
+
+
+def refuse_untrained_classes(source: Source, splits: dict[str, np.ndarray]) -> None:
+    """Raises UserError if a class has no training image."""
+    missing = set(range(len(source.class_names))) - set(source.labels[splits["train"]].tolist())
+    if missing:
+        names = ", ".join(source.class_names[label] for label in sorted(missing))
+        raise UserError(f"dataset: no training image is left for class {names}; add images or change split_seed")

@@ -2,25 +2,28 @@
 
 import numpy as np
 
-from largebatch.data.images import Dataset
-
 CLASSES = ("checks", "disks", "noise", "rings", "stripes")
 
 
-def synthetic(num_examples: int, size: int, seed: int) -> Dataset:
-    """Textures in random colours: the class is the pattern, which mean colour does not tell.
+def synthetic_labels(num_examples: int) -> np.ndarray:
+    """The classes in turn, int32 [N]."""
+    return np.arange(num_examples, dtype=np.int32) % len(CLASSES)
 
-    Every pattern looks alike under the 8 views, has random phase, scale and contrast, and carries noise.
+
+def synthetic(num_examples: int, size: int, seed: int) -> np.ndarray:
+    """Textures in random colours, uint8 [N, size, size, 3].
+
+    The class is the pattern, which mean colour does not tell. Every pattern looks alike under the 8 views, has
+    random phase, scale and contrast, and carries noise.
     """
     rng = np.random.default_rng(seed)
-    labels = np.arange(num_examples, dtype=np.int32) % len(CLASSES)
     images = np.empty((num_examples, size, size, 3), np.uint8)
-    for i, label in enumerate(labels):
+    for i, label in enumerate(synthetic_labels(num_examples)):
         pattern = _pattern(CLASSES[label], size, rng)
         mean, contrast = rng.uniform(90, 165, 3), rng.uniform(15, 50, 3) * rng.choice((-1, 1))
         pixels = mean + contrast * (pattern - pattern.mean())[..., None] + rng.normal(0, 12, (size, size, 3))
         images[i] = np.clip(pixels, 0, 255)
-    return Dataset(images, labels, list(CLASSES), [f"{i:06d}" for i in range(num_examples)])
+    return images
 
 
 def _pattern(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:

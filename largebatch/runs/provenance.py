@@ -80,8 +80,10 @@ def warnings_on_resuming(description: dict, layout: dict, data: dict, summary: d
       layout, data, summary: of this process: devices, hosts and platform; the data; the run.
     """
     warnings = []
-    theirs = {**description["layout"], "decoded images": description["data"]["images"][:8]}
-    ours = {**layout, "decoded images": data["images"][:8]}
+    theirs, ours = dict(description["layout"]), dict(layout)
+    if "pixels" in description["data"]:  # older code had another digest of the images
+        theirs["decoded images"] = description["data"]["pixels"][:8]
+        ours["decoded images"] = data["pixels"][:8]
     if changed := _changes(theirs, ours):
         warnings.append(
             f"resuming with {changed}: the examples come in the same order as before, but results will not be "

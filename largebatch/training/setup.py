@@ -50,6 +50,11 @@ class ProgramOptions:
     prediction_micro_batch_size: int  # images that one device predicts at once
     inputs_length: int  # updates that one call can do
 
+    @property
+    def stored_views(self) -> int:
+        """Views of an original that devices hold; the others are made when they are read."""
+        return self.sharding.views if self.storage == "expanded" else 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:

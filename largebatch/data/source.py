@@ -1,0 +1,46 @@
+"""A data set that is listed, but not decoded yet."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Decodes examples by their index: a list of arrays [H, W, C]. Several threads may call it at once.
+ReadPixels = Callable[[Sequence[int]], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which examples there are, and how to decode them.
+
+    Attributes:
+      description: where it is, for people.
+      fingerprint: changes when what `open` gives would.
+      ids: of the examples; "Class/file" where there are files.
+      labels: int32 [N].
+      class_names: by label.
+      splits: "train", "val" or "test" for each example, where the source has published splits; else None.
+      open: gives a `ReadPixels`, within a `with`. It may raise UserError for a damaged image, named by its id.
+    """
+
+    description: str
+    fingerprint: str
+    ids: list[str]
+    labels: np.ndarray
+    class_names: list[str]
+    open: Callable[[], contextlib.AbstractContextManager[ReadPixels]]
+    splits: list[str] | None = None
+
+
+def source_in_memory(
+    description: str, fingerprint: str, ids: list[str], labels: np.ndarray, class_names: list[str], pixels
+) -> Source:
+    """A source whose pixels [N, H, W, C] are there, or come from a function without arguments."""
+
+    @contextlib.contextmanager
+    def open_pixels():
+        decoded = pixels() if callable(pixels) else pixels
+        yield lambda indices: [decoded[index] for index in indices]
+
+    return Source(description, fingerprint, ids, labels, class_names, open_pixels)
