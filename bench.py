@@ -9,6 +9,7 @@
     python bench.py pack
     python bench.py noise [--batch_size 512] [--repeats 7]
     python bench.py growth
+    python bench.py build --images 400000 --path /tmp
 
 Every figure is of synchronised work, as a median over repeats with its spread; contenders take turns
 within a repeat, so that a noisy machine is noisy to all. A contender whose work did not happen (its
@@ -29,7 +30,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from absl import flags
 
-from benchmarks import accuracy, growth, inputs, loop, memory, noise, pack, scaling, step
+from benchmarks import accuracy, growth, inputs, large_set, loop, memory, noise, pack, scaling, step
 from largebatch.cli import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
 from largebatch.errors import UserError
 from largebatch.runs.folder import jsonable
@@ -74,6 +75,9 @@ COMMANDS = {
     "loop": Command(lambda given, _: loop.bench_loop(given.path), loop.print_loop, needs_path=True),
     "pack": Command(lambda given, _: pack.bench_pack(given.repeats), pack.print_pack),
     "noise": Command(lambda given, _: noise.bench_noise(given.batch_size, given.repeats), noise.print_noise),
+    "build": Command(
+        lambda given, _: large_set.bench_build(given.images, given.path, given.repeats), large_set.print_build
+    ),
     "growth": Command(lambda *_: growth.bench_growth(), growth.print_growth),
 }
 
@@ -81,12 +85,15 @@ COMMANDS = {
 def define_flags() -> None:
     """The flags of all commands."""
     flags.DEFINE_integer("batch_size", 512, "step, noise: examples per update over all devices.", lower_bound=1)
-    flags.DEFINE_integer("repeats", 7, "step, scaling, pack, noise: interleaved repeats.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 7, "step, scaling, pack, noise, build: repeats.", lower_bound=1)
     flags.DEFINE_bool("peers", True, "step: time the peers too.")
+    flags.DEFINE_integer("images", 50_000, "build: generated images.", lower_bound=100)
     flags.DEFINE_integer("seeds", 3, "accuracy: runs.", lower_bound=1)
     flags.DEFINE_float("target", 0.9, "accuracy: validation accuracy to reach.", lower_bound=0, upper_bound=1)
     flags.DEFINE_string(
-        "path", None, "input: EuroSAT.zip or its folder; loop: a run folder; accuracy: a new folder."
+        "path",
+        None,
+        "input: EuroSAT.zip or its folder; loop: a run folder; accuracy: a new folder; build: a folder with room.",
     )
     flags.DEFINE_string("json", None, "Write all figures to this file.")
     flags.DEFINE_string("plot", None, "step, scaling: draw the figures to this PNG.")

@@ -45,6 +45,7 @@ log = logging.getLogger("largebatch")
 MOST_FILES, MIN_FILE_BYTES = 128, 2**24
 BLOCK_BYTES = 2**22  # that one thread decodes before they are written
 PIXEL_TYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
+LINES_AT_ONCE = 256  # of which statistics are taken: 256 * 255**2 < 2**24
 SECONDS_BETWEEN_REPORTS = 10.0
 PARTS = "parts"  # folder of the part records
 
@@ -387,17 +388,18 @@ class _Progress:
 def channel_sums(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sums of the pixels [N, H, W, C] and of their squares by channel, exact: uint64 [C] each.
 
-    Whole lines of an image are added at once, which is quicker than channel by channel.
+    Whole lines of an image are added at once, which is quicker than channel by channel. Of uint8, so few lines at a
+    time that the sums of their squares are whole numbers below 2**24, which float32 holds exactly.
     """
     num_images, height, width, channels = pixels.shape
     lines = pixels.reshape(num_images * height, width * channels)
-    square_type, sum_type = (np.uint16, np.uint32) if pixels.dtype == np.uint8 else (np.uint64, np.uint64)
+    number_type = np.float32 if pixels.dtype == np.uint8 else np.uint64
     sums = np.zeros(width * channels, np.uint64)
     square_sums = np.zeros(width * channels, np.uint64)
-    for begin in range(0, len(lines), 2**15):  # of which squares of uint8 still add up in 32 bits
-        some = lines[begin : begin + 2**15]
-        sums += some.sum(axis=0, dtype=sum_type)
-        square_sums += np.multiply(some, some, dtype=square_type).sum(axis=0, dtype=sum_type)
+    for begin in range(0, len(lines), LINES_AT_ONCE):
+        some = lines[begin : begin + LINES_AT_ONCE].astype(number_type)
+        sums += some.sum(axis=0).astype(np.uint64)
+        square_sums += np.square(some, out=some).sum(axis=0).astype(np.uint64)
     by_channel = (width, channels)
     return sums.reshape(by_channel).sum(axis=0), square_sums.reshape(by_channel).sum(axis=0)
 

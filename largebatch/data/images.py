@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-from largebatch.data import tiff
+from largebatch.data import jpeg, tiff
 from largebatch.data.threads import run_ranges
 from largebatch.errors import UserError
 
@@ -219,6 +219,12 @@ def decode(file: ImageFile, options: DecodeOptions, limits: Limits) -> np.ndarra
 
 def _decode_bytes(content: bytes, file: ImageFile, channels: int | None, limits: Limits) -> np.ndarray:
     """All pixels [H, W, C] of a file in the size that it has, after a look at what they will take."""
+    header = jpeg.read_header(content) if len(content) <= limits.header_bytes else None
+    if header is not None and header.height * header.width <= limits.max_pixels:
+        with limits.pixels.taken(header.height * header.width):
+            decoded = jpeg.decode(content, header)
+        if decoded is not None:
+            return decoded
     if content[:4] in tiff.SIGNATURES:
         bands = tiff.open_bands(content, limits.header_bytes)
         if bands is not None:
