@@ -22,6 +22,7 @@ from largebatch.data import images, known, sources
 from largebatch.data.batching import shuffle_key
 from largebatch.data.build import CachePlan, build_together
 from largebatch.data.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
+from largebatch.data.estimate import BuildEstimate, estimate_build
 from largebatch.data.placement import read_rows
 from largebatch.data.split import SPLITS, refuse_untrained_classes, split_indices
 from largebatch.errors import BadSetting, UserError
@@ -151,11 +152,7 @@ def prepare_cache(config, *, look_at_source: bool = False) -> Cache:
 
 def _list_and_build(config, cache_dir: epath.Path, request: dict) -> Cache:
     """Lists the source and opens its cache, which is built on the hosts where there is none."""
-    is_primary = collectives.is_primary()
-    find = functools.partial(_named_errors, config, functools.partial(_plan_cache, config, cache_dir))
-    of_primary = collectives.agreed(find, is_primary)  # first, for it may download the set
-    of_other = collectives.agreed(find, not is_primary)
-    plan = of_primary if is_primary else of_other
+    plan = _find_plan(config, cache_dir)
     before = known.known_folder(cache_dir, request)
     if before is not None and before != plan.folder:
         log.warning("dataset: %s changed since %s was made", plan.source.description, before)
@@ -167,11 +164,35 @@ def _list_and_build(config, cache_dir: epath.Path, request: dict) -> Cache:
     return cache
 
 
+def estimate_cache(config) -> BuildEstimate | None:
+    """What building the cache of `config` will take, told by every host from a sample; None where all have it.
+
+    Raises:
+      UserError: on every host, if the data set is bad or missing on any of them.
+    """
+    cache_dir = epath.Path(config.augment.cache_dir).expanduser()
+    request = known.request_of(config.dataset.to_dict())
+    cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request)))
+    if "none" not in collectives.gather_text("none" if cache is None else "known"):
+        return None
+    plan = _find_plan(config, cache_dir)
+    return collectives.agreed(lambda: estimate_build(plan))
+
+
 def _named_errors(config, act: Callable):
     try:
         return act()
     except ImportError as error:  # of a file system, as gs://
         raise UserError(f"augment.cache_dir: {config.augment.cache_dir} needs a package ({error})") from error
+
+
+def _find_plan(config, cache_dir: epath.Path) -> CachePlan:
+    """Lists the source on every host."""
+    is_primary = collectives.is_primary()
+    find = functools.partial(_named_errors, config, functools.partial(_plan_cache, config, cache_dir))
+    of_primary = collectives.agreed(find, is_primary)  # first, for it may download the set
+    of_other = collectives.agreed(find, not is_primary)
+    return of_primary if is_primary else of_other
 
 
 def _plan_cache(config, cache_dir: epath.Path) -> CachePlan:

@@ -16,6 +16,7 @@ from flax import linen as nn
 import augment
 import model as models
 from largebatch.config.rules import MODEL_OPTIONS
+from largebatch.data.batching import DataSharding
 from largebatch.data.cache import Cache
 from largebatch.data.placement import DeviceData, bytes_per_device, place, read_rows
 from largebatch.errors import BadSetting
@@ -75,7 +76,7 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
     Raises:
       BadSetting: the config does not go with the data set or the devices.
     """
-    sharding = choose_sharding(config.batch.virtual_shards, data.num_originals, num_devices, augment.NUM_VIEWS)
+    sharding = sharding_of(config, data.num_originals, num_devices)
     batch_sizes = None
     if follows_devices(config.batch):
         batch_size = batch_size_of_devices(config.batch, num_devices, sharding.num_examples)
@@ -118,6 +119,11 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
         first_local_step=None if config.sync.mode == "every_step" else config.sync.start_step,
         batch_sizes=tuple(possible.tolist()),
     )
+
+
+def sharding_of(config, num_originals: int, num_devices: int) -> DataSharding:
+    """How the training images of `config` are dealt to devices; raises BadSetting as `choose_sharding`."""
+    return choose_sharding(config.batch.virtual_shards, num_originals, num_devices, augment.NUM_VIEWS)
 
 
 def dataset_key(config) -> str:

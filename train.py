@@ -14,8 +14,9 @@ import numpy as np
 from absl import flags
 from ml_collections import config_dict
 
+import augment
 import model as models
-from experiment import Experiment, ProgramCache, Validation, prepare
+from experiment import Experiment, ProgramCache, Validation, prepare, sharding_of
 from largebatch import cli
 from largebatch.data import batching
 from largebatch.errors import UserError
@@ -343,9 +344,14 @@ def run_doctor(config: config_dict.ConfigDict) -> int:
     from largebatch import doctor  # few runs need it
 
     cli.start(config, models.MODELS)
+    estimate = augment.estimate_cache(config)
+    if estimate is not None:
+        num_originals = estimate.layout.counts["train"]
+        doctor.show(doctor.examine_source(estimate, sharding_of(config, num_originals, jax.device_count())))
     started = time.perf_counter()
     experiment, state = prepare(doctor.config_to_examine(config), Clock(), ProgramCache())
-    return doctor.main(experiment, state, config.sync, started)
+    doctor.main(experiment, state, config.sync, started)
+    return 0
 
 
 def main(config: config_dict.ConfigDict) -> int:

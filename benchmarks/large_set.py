@@ -1,4 +1,4 @@
-"""Building the cache of a set that would not fit into memory: how fast beside plain decoding, and with how much memory.
+"""Building the cache of a set that would not fit into memory: how fast beside plain decoding, in how much memory.
 
 The images are made up, and removed at the end.
 """

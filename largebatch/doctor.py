@@ -15,6 +15,8 @@ from jax import lax
 from rich import box, console, table
 
 from largebatch.data import batching
+from largebatch.data.batching import DataSharding
+from largebatch.data.estimate import BuildEstimate
 from largebatch.data.placement import bytes_per_device
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, memory, replicas
@@ -233,6 +235,53 @@ def _bound(setup) -> str:
     return ""
 
 
+# ---- before the cache is built --------------------------------------------------------------------
+
+
+def examine_source(estimate: BuildEstimate, sharding: DataSharding) -> list[Finding]:
+    """What the cache of a data set will take, and its images on the devices.
+
+    Args:
+      sharding: how its training images will be dealt.
+    """
+    return [check_build(estimate), check_images(estimate, sharding)]
+
+
+def check_build(estimate: BuildEstimate) -> Finding:
+    """Disk and time that building the cache takes."""
+    height, width, channels = estimate.layout.image_shape
+    text = (
+        f"{estimate.num_images:,} images of {height}x{width}x{channels} {estimate.layout.dtype}: "
+        f"{estimate.disk_bytes / 1e9:,.2f} GB on disk, about {_duration(estimate.seconds)} to build, at "
+        f"{estimate.images_per_sec:,.0f} images/s on this host ({estimate.sampled:,} were decoded for this)"
+    )
+    free = estimate.free_disk_bytes
+    if free is None:
+        return Finding(WARN, "cache", text, "how much room the bucket of augment.cache_dir has is not known")
+    text += f"; {free / 1e9:,.2f} GB free"
+    if estimate.disk_bytes > free:
+        return Finding(
+            FAIL, "cache", text, "give augment.cache_dir on a larger disk, or a smaller dataset.image_size"
+        )
+    return Finding(OK, "cache", text)
+
+
+def check_images(estimate: BuildEstimate, sharding: DataSharding) -> Finding:
+    """Memory that the training images take on the fullest device, in each form."""
+    originals = sharding.max_originals * estimate.layout.row_bytes
+    free = memory.available_bytes()
+    text = (
+        f"training images on a device: {sharding.views * originals / 1e6:,.0f} MB as views, "
+        f"{originals / 1e6:,.0f} MB as originals"
+    )
+    if free is None:
+        return Finding(WARN, "images", text, "this platform does not tell how much memory there is")
+    text += f"; {free / 1e6:,.0f} MB free now"
+    if originals > free:
+        return Finding(WARN, "images", text, "they will be streamed, or need more devices")
+    return Finding(OK, "images", text)
+
+
 # ---- sizes ----------------------------------------------------------------------------------------
 
 
@@ -374,13 +423,12 @@ def count_bytes(experiment, sync) -> Finding:
 # ---- the command ----------------------------------------------------------------------------------
 
 
-def main(experiment, state: TrainState, sync, started: float) -> int:
-    """Prints the findings; returns the exit code.
+def show(findings: list[Finding], ending: str = "") -> None:
+    """Prints findings on the primary host, and a last line.
 
     Raises:
       UserError: one of them is a fail.
     """
-    findings = examine(experiment, state, sync, started)
     if collectives.is_primary():
         out = console.Console(highlight=False, width=None if console.Console().is_terminal else 200)
         rows = table.Table(box=box.SIMPLE, show_header=False)
@@ -389,7 +437,17 @@ def main(experiment, state: TrainState, sync, started: float) -> int:
             text = finding.text + (f"\n-> {finding.advice}" if finding.advice else "")
             rows.add_row(f"[{colours[finding.status]}]{finding.status}[/]", finding.name, text)
         out.print(rows)
-        out.print(f"examined in {time.perf_counter() - started:.0f} s; nothing was written to a run folder")
+        if ending:
+            out.print(ending)
     if any(finding.status == FAIL for finding in findings):
         raise UserError("the doctor found what would fail; see above")
-    return 0
+
+
+def main(experiment, state: TrainState, sync, started: float) -> None:
+    """Prints the findings about a prepared experiment.
+
+    Raises:
+      UserError: one of them is a fail.
+    """
+    findings = examine(experiment, state, sync, started)
+    show(findings, f"examined in {time.perf_counter() - started:.0f} s; nothing was written to a run folder")

@@ -249,6 +249,10 @@ class _BlockTask:
     rows: range
     ends_file: bool
 
+    def examples(self, plan: CachePlan) -> np.ndarray:
+        """Indices of the rows in the source."""
+        return plan.splits[self.file.split][self.rows.start : self.rows.stop]
+
 
 def _block_tasks(layout: RowLayout, tasks: list[FileTask]) -> Iterator[_BlockTask]:
     rows_per_block = max(1, BLOCK_BYTES // layout.row_bytes)
@@ -269,7 +273,7 @@ def _write_files(
     with concurrent.futures.ThreadPoolExecutor(num_workers) as pool, contextlib.closing(_Writer(plan)) as writer:
         try:
             for task in block_tasks:
-                waiting.append((task, pool.submit(_decode_block, plan, layout, task, read)))
+                waiting.append((task, pool.submit(decode_block, plan, layout, task.examples(plan), read)))
                 if len(waiting) > 2 * num_workers:
                     _write_next(waiting, layout, writer, progress)
             while waiting:
@@ -284,8 +288,12 @@ def _write_next(waiting: collections.deque, layout: RowLayout, writer: "_Writer"
     progress.add(len(task.rows))
 
 
-def _decode_block(plan: CachePlan, layout: RowLayout, task: _BlockTask, read: ReadPixels) -> Block:
-    examples = plan.splits[task.file.split][task.rows.start : task.rows.stop]
+def decode_block(plan: CachePlan, layout: RowLayout, examples: np.ndarray, read: ReadPixels) -> Block:
+    """Decodes examples of the source.
+
+    Raises:
+      UserError: one is damaged, or not like the first training image.
+    """
     decoded = read(examples.tolist())
     for example, image in zip(examples, decoded, strict=True):
         if image.shape != layout.image_shape or image.dtype != layout.dtype:
