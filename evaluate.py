@@ -78,6 +78,7 @@ def evaluate(
     images: str | None = None,
     out: str | None = None,
     views: bool = False,
+    shift: int = 0,
     ema: bool = False,
     overrides: dict[str, str | int] | None = None,
 ) -> float | None:
@@ -87,7 +88,8 @@ def evaluate(
       split: of the run's own data, "val" or "test".
       images: a folder or zip, evaluated instead of the split.
       out: CSV file for the predictions.
-      views: logits are the mean over the 8 views of an image.
+      views: logits are the mean over the run's views of an image.
+      shift: they are the mean over the image and copies moved by so many pixels; see `augment.average_over_copies`.
       ema: parameters are their moving average.
       overrides: {field: value} for fields of OVERRIDES.
     Raises:
@@ -97,18 +99,20 @@ def evaluate(
     # Never where the run says: programs are code.
     cli.use_compilation_cache(own_cache_dir(overrides))
     start_jax()
-    options = json.dumps([split, images, views, ema, overrides])
+    options = json.dumps([split, images, views, shift, ema, overrides])
     if len(set(collectives.gather_text(options))) > 1:
         raise UserError("hosts disagree about the options; allowed: the same on each")
 
     run = load_run(run_folder, overrides)
+    num_views = views_to_average(run) if views else 1
     dataset = read_images(images, run) if images else read_split(run, split, overrides)
-    logits = predict(run, dataset, views=views, ema=ema)
+    logits = predict(run, dataset, num_views=num_views, shift=shift, ema=ema)
 
     labelled = dataset.labels >= 0
     scores = score(logits[labelled], dataset.labels[labelled]) if labelled.any() else None
     heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
-    heading += ", mean over 8 views" if views else ""
+    heading += f", mean over {num_views} views" if views else ""
+    heading += f", mean over shifts of {shift} px" if shift else ""
     heading += ", moving average of the parameters" if ema else ""
 
     def show():
@@ -231,14 +235,28 @@ def read_images(path: str, run: TrainedRun) -> Dataset:
 # ---- the predictions ---------------------------------------------------------------------------------
 
 
-def predict(run: TrainedRun, dataset: Dataset, *, views: bool, ema: bool) -> np.ndarray:
-    """Logits [N, num_classes] of all images, computed on all devices of all hosts, on every host."""
+def views_to_average(run: TrainedRun) -> int:
+    """The number of views of the run; raises UserError where it is 1."""
+    num_views = augment.VIEW_COUNTS[run.config.augment.views]
+    if num_views == 1:
+        raise UserError(f"--views: {run.path} has augment.views 'none'; allowed: with more than one view")
+    return num_views
+
+
+def predict(run: TrainedRun, dataset: Dataset, *, num_views: int, shift: int, ema: bool) -> np.ndarray:
+    """Logits [N, num_classes] of all images, computed on all devices of all hosts, on every host.
+
+    Raises:
+      UserError: the shift is as large as an image; see `read_variables`.
+    """
     image_shape = dataset.images.shape[1:]
+    if shift >= min(image_shape[:2]):
+        raise UserError(f"--shift: {shift}; allowed: below {min(image_shape[:2])}, the size of an image")
     network = make_network(run.config, len(dataset.class_names))
     variables = read_variables(run, network, image_shape, ema=ema)
     logits_fn = make_logits_fn(network, image_shape, run.data["mean"], run.data["std"])
-    if views:
-        logits_fn = augment.average_over_views(logits_fn, image_shape)
+    if num_views > 1 or shift:
+        logits_fn = augment.average_over_copies(logits_fn, image_shape, num_views=num_views, shift=shift)
     predict_all = make_predict(logits_fn, resolve_micro_batch_size("auto"))
     logits = np.asarray(predict_all(replicas.replicate(variables), spread_images(dataset.images)))
     return in_split_order(logits, len(dataset.images))
@@ -265,7 +283,9 @@ def main() -> None:
     flags.DEFINE_enum("split", "val", ["val", "test"], "Which split of the run's own data.")
     flags.DEFINE_string("images", None, "A folder or zip of images instead of a split.")
     flags.DEFINE_string("out", None, "Write the predictions to this CSV file.")
-    flags.DEFINE_bool("views", False, "Average the logits over the 8 views of each image.")
+    flags.DEFINE_bool("views", False, "Average the logits over the run's views of each image.")
+    shift_help = "Average the logits over each image and copies moved by so many pixels."
+    flags.DEFINE_integer("shift", 0, shift_help, lower_bound=0)
     flags.DEFINE_bool("ema", False, "Take the moving average of the parameters.")
     for field, define in OVERRIDES.items():
         define(f"config.{field}", None, f"Instead of {field} in the run's config.")
@@ -282,6 +302,7 @@ def main() -> None:
         images=given.images,
         out=given.out,
         views=given.views,
+        shift=given.shift,
         ema=given.ema,
         overrides={field: value for field, value in overrides.items() if value is not None},
     )

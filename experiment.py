@@ -19,6 +19,7 @@ from largebatch.config.rules import MODEL_OPTIONS
 from largebatch.data.batching import DataSharding
 from largebatch.data.cache import Cache
 from largebatch.data.placement import DeviceData, bytes_per_device, place, read_rows
+from largebatch.data.random_augment import RandomAugment
 from largebatch.errors import BadSetting
 from largebatch.hosts import collectives, memory, replicas
 from largebatch.hosts.clock import Clock
@@ -76,6 +77,7 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
     Raises:
       BadSetting: the config does not go with the data set or the devices.
     """
+    augment.check_image_shape(config, data.image_shape)
     sharding = sharding_of(config, data.num_originals, num_devices)
     batch_sizes = None
     if follows_devices(config.batch):
@@ -89,7 +91,7 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
         mean=data.mean,
         std=data.std,
         storage=config.augment.storage,
-        shift=config.augment.shift,
+        random_augment=RandomAugment.from_config(config.augment, data.mean),
         sharding=sharding,
         packed=packed,
         network=make_network(config, data.num_classes),
@@ -105,6 +107,7 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
         sync_policy=config.sync.optimizer_state,
         max_nonfinite=config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0,
         view_average=config.eval.view_average,
+        shift_average=config.eval.shift_average,
         micro_batch_size=choose_micro_batch_size(config, possible, sharding),
         prediction_micro_batch_size=resolve_micro_batch_size(config.batch.micro_batch_size),
         # A power of two, so that runs of other inner_steps share programs.
@@ -123,12 +126,13 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
 
 def sharding_of(config, num_originals: int, num_devices: int) -> DataSharding:
     """How the training images of `config` are dealt to devices; raises BadSetting as `choose_sharding`."""
-    return choose_sharding(config.batch.virtual_shards, num_originals, num_devices, augment.NUM_VIEWS)
+    views = augment.VIEW_COUNTS[config.augment.views]
+    return choose_sharding(config.batch.virtual_shards, num_originals, num_devices, views)
 
 
 def dataset_key(config) -> str:
     """The config fields that decide which data are on the devices, as one string; equal keys mean equal data."""
-    augmented = [config.augment.storage, config.augment.cache_dir]
+    augmented = [config.augment.views, config.augment.storage, config.augment.cache_dir]
     return json.dumps([config.dataset.to_dict(), *augmented, config.batch.virtual_shards])
 
 
@@ -163,7 +167,8 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
     default ones, and runs of other rates or decays share the programs.
     """
     network, scale = options.network, (options.image_shape, options.mean, options.std)
-    read = augment.make_read(options.storage, options.image_shape, options.shift)
+    num_views = options.sharding.views
+    read = augment.make_read(options.storage, options.image_shape, num_views, options.random_augment)
     step = TrainStep(
         loss_fn=make_loss_fn(network, *scale, options.label_smoothing),
         optimizer=create_optimizer(options.optimizer, Hyperparams(), options.optimizer_options),
@@ -177,8 +182,13 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
     )
     logits_fn = make_logits_fn(network, *scale)
     logits_of_views_fn = None
-    if options.view_average:
-        logits_of_views_fn = augment.average_over_views(logits_fn, options.image_shape)
+    if options.view_average or options.shift_average:
+        logits_of_views_fn = augment.average_over_copies(
+            logits_fn,
+            options.image_shape,
+            num_views=num_views if options.view_average else 1,
+            shift=options.shift_average,
+        )
     return ProgramParts(
         network=network,
         step=step,
@@ -232,7 +242,10 @@ class ProgramCache:
             with attempt as cache:
                 setup = self._resolve(config, cache)
                 collectives.agreed(functools.partial(check_fits, setup, cache))
-                expand = augment.expand if setup.program.storage == "expanded" else None
+                views = setup.program.sharding.views
+                expand = functools.partial(augment.expand, num_views=views)
+                if setup.program.storage != "expanded":
+                    expand = None
                 seed = config.dataset.split_seed
                 data = place(cache, setup.program.sharding, seed, expand, packed=self.packed)
         jax.block_until_ready((data.train, data.val_images))
@@ -281,7 +294,8 @@ class ProgramCache:
 
 def check_fits(setup: Setup, cache: Cache) -> None:
     """Raises BadSetting if images, state and a step do not fit on a device."""
-    hint = "augment.storage = 'on_device' keeps an eighth of the images; or use more devices"
+    views = setup.program.sharding.views
+    hint = f"augment.storage = 'on_device' keeps 1 of {views} views of an image; or use more devices"
     memory.check_fits(needed_bytes(setup, cache), hint)
 
 
@@ -304,7 +318,7 @@ class Validation:
 
     scores: Scores
     logits: np.ndarray  # float32 [examples, num_classes], in the split's order
-    other_accuracies: dict[str, float]  # over views, of the moving average; by the name of their metric
+    other_accuracies: dict[str, float]  # over views and shifts, of the moving average; by the name of their metric
 
 
 @dataclasses.dataclass(frozen=True)

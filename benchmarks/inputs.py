@@ -47,7 +47,7 @@ def bench_input(path: str) -> dict:
         # Each in a process of its own, so that no page or buffer of an earlier one helps or hinders.
         placings = [in_new_process(place, path, cache_dir) for _ in range(PLACINGS)]
         starts = {name: start(path, cache_dir) for name in STARTS}
-    seconds = dict(clock.seconds)
+    seconds, num_views = dict(clock.seconds), augment.VIEW_COUNTS[config.augment.views]
     seconds["expand and cache"] = seconds["decode, expand and cache"] - seconds["decode"]
     seconds["read, verify and place"] = statistics.median(placing.seconds for placing in placings)
     return {
@@ -58,7 +58,7 @@ def bench_input(path: str) -> dict:
         "place_seconds": [placing.seconds for placing in placings],
         "place_gb_per_sec": placings[0].all_bytes / seconds["read, verify and place"] / 1e9,
         "training_image_bytes_on_devices": placings[0].training_bytes,
-        "expected_training_image_bytes": cache.count("train") * augment.NUM_VIEWS * math.prod(cache.image_shape),
+        "expected_training_image_bytes": cache.count("train") * num_views * math.prod(cache.image_shape),
         "peak_resident_bytes": max(placing.peak_resident_bytes for placing in placings),
         "start": starts,
         "devices": jax.device_count(),
@@ -98,7 +98,8 @@ def place(path: str, cache_dir: str) -> Placing:
     config = make_config(path, cache_dir)
     cache = augment.prepare_cache(config)
     begin = time.perf_counter()
-    sharding = choose_sharding(None, cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
+    views = augment.VIEW_COUNTS[config.augment.views]
+    sharding = choose_sharding(None, cache.count("train"), jax.device_count(), views)
     data = placement.place(cache, sharding, config.dataset.split_seed)
     jax.block_until_ready((data.train, data.val_images))
     seconds = time.perf_counter() - begin

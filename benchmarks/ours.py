@@ -155,7 +155,7 @@ def _resolve_setup(options: StepOptions, num_devices: int, *, packed: bool = Fal
     config.optimizer.name, config.optimizer.learning_rate = "adam", serve.LEARNING_RATE
     config.augment.storage = options.storage
     data = DataFacts(
-        num_originals=-(-max(options.batch_size, serve.NUM_IMAGES) // augment.NUM_VIEWS),
+        num_originals=-(-max(options.batch_size, serve.NUM_IMAGES) // augment.VIEW_COUNTS[config.augment.views]),
         image_shape=serve.IMAGE_SHAPE,
         num_classes=serve.NUM_CLASSES,
         mean=(serve.MEAN,) * 3,
@@ -165,7 +165,7 @@ def _resolve_setup(options: StepOptions, num_devices: int, *, packed: bool = Fal
 
 
 def _random_data(sharding: DataSharding, storage: str):
-    views = augment.NUM_VIEWS if storage == "expanded" else 1
+    views = sharding.views if storage == "expanded" else 1
     rows, image_size = sharding.max_originals * views, math.prod(serve.IMAGE_SHAPE)
     shards = []
     for index, device in enumerate(jax.local_devices()):

@@ -4,7 +4,7 @@
 
 Expected: half a minute on 2 CPU cores, validation accuracy above 0.95.
 
-An update is one update of the optimizer. The originals are the training images before they are expanded to 8 views.
+An update is one update of the optimizer. The originals are the training images before they are expanded to views.
 """
 
 from ml_collections import config_dict
@@ -32,8 +32,16 @@ def get_config() -> config_dict.ConfigDict:
     c.dataset.max_image_pixels = 89_478_485
 
     c.augment = config_dict.ConfigDict()
-    c.augment.storage = "expanded"  # expanded: all 8 views in device memory | on_device: originals, 1/8 of it
-    c.augment.shift = 0  # pixels; each training image is moved at random by up to this, edges reflected
+    # Views of each training image: all (8: four rotations, each with and without a flip; for square images) | flip
+    # (2: with and without a flip left/right) | none (1: as it is).
+    c.augment.views = "all"
+    c.augment.storage = "expanded"  # expanded: all views in device memory | on_device: originals alone
+    # Each visit of a training image changes it at random, by what is on of these, in this order.
+    c.augment.crop_scale = 1.0  # above 0, up to 1: off; smallest share of the area that a crop has; resized back
+    c.augment.shift = 0  # pixels; moves the image by up to this, edges reflected
+    c.augment.brightness = 0.0  # 0..1; multiplies pixels by 1 - this to 1 + this
+    c.augment.contrast = 0.0  # 0..1; multiplies their distance from the mean of the image's channel by the same
+    c.augment.cutout = 0  # pixels; side of a square that is set to the mean of the training images
     c.augment.cache_dir = "~/.cache/largebatch"  # data caches, downloads and compiled programs; gs:// works
 
     c.model = config_dict.ConfigDict()
@@ -48,7 +56,7 @@ def get_config() -> config_dict.ConfigDict:
     c.model.zero_head = False  # the last layer starts at zero
 
     c.batch = config_dict.ConfigDict()
-    # Images per update over all devices: an integer from 1 to 8 x originals, or "full" for all of them.
+    # Images per update over all devices: an integer from 1 to views x originals, or "full" for all of them.
     c.batch.size = config_dict.FieldReference("full", field_type=object)
     # Images per gradient evaluation on one device: an integer >= 1, or "auto".
     c.batch.micro_batch_size = config_dict.FieldReference("auto", field_type=object)
@@ -90,7 +98,7 @@ def get_config() -> config_dict.ConfigDict:
     c.schedule.reference_batch_size = 512  # >= 1; the batch for which optimizer.learning_rate is right
     # Linear warm-up: the last of these updates has the peak rate. Give one of the three, or none.
     c.schedule.warmup_updates = config_dict.placeholder(int)  # >= 1
-    c.schedule.warmup_epochs = config_dict.placeholder(float)  # > 0; an epoch is all 8 views of all originals
+    c.schedule.warmup_epochs = config_dict.placeholder(float)  # > 0; an epoch is all views of all originals
     c.schedule.warmup_examples = config_dict.placeholder(int)  # >= 1
     c.schedule.final_fraction = 0.0  # 0..1, of the peak rate at the end of linear and cosine
     c.schedule.decay_steps = ()  # of step: updates at which the rate decays
@@ -124,7 +132,10 @@ def get_config() -> config_dict.ConfigDict:
     c.train.rollback_factor = 0.5  # 0..1; the learning rate is multiplied by it at a rollback
 
     c.eval = config_dict.ConfigDict()
-    c.eval.view_average = False  # validate the mean over the 8 views of an image too, at 8 times the cost
+    # Validates the mean over copies of an image too, each at the cost of a validation: its views, and the image as
+    # it is (with half of the weight), moved up and left, and moved down and right by so many pixels (0: off).
+    c.eval.view_average = False
+    c.eval.shift_average = 0
 
     c.checkpoint = config_dict.ConfigDict()
     c.checkpoint.keep = 3  # latest checkpoints kept, beside the best one

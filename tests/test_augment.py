@@ -1,9 +1,11 @@
 import dataclasses
+import functools
 import itertools
 import json
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
@@ -12,11 +14,12 @@ from PIL import Image
 
 import augment
 import train
-from experiment import ProgramCache
+from experiment import DataFacts, ProgramCache, dataset_key, make_parts, resolve_setup
+from largebatch.data import random_augment
 from largebatch.data.cache import DamagedCache, cache_key, channel_statistics
 from largebatch.data.images import Source
 from largebatch.data.split import SPLITS
-from largebatch.errors import UserError
+from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import memory
 
 
@@ -32,20 +35,90 @@ def test_8_views_are_the_dihedral_group():
         assert (turned[:, :, ::-1] if flip else turned).tobytes() in views
 
 
-def test_select_views_equals_expand():
-    originals = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3), np.uint8)
-    expanded = augment.expand(originals)
-    for view in range(8):
+@pytest.mark.parametrize(("views", "width"), [("all", 8), ("flip", 5), ("none", 5)])
+def test_both_storages_hold_the_views(views, width):
+    num_views, shape = augment.VIEW_COUNTS[views], (8, width, 3)
+    originals = np.random.default_rng(0).integers(0, 256, (6, *shape), np.uint8)
+    expanded = augment.expand(originals, num_views)
+    for view in range(num_views):
         np.testing.assert_array_equal(expanded[:, view], augment.apply_view(originals, view))
-    views = np.array([0, 3, 7, 5, 1, 6], np.int32)
-    selected = jax.jit(augment.select_views)(originals, views)
-    np.testing.assert_array_equal(selected, expanded[np.arange(6), views])
+    examples, labels = np.random.default_rng(1).permutation(6 * num_views), np.arange(6) + 10
+    for storage, rows in (("expanded", expanded), ("on_device", originals)):
+        shard = jax.tree.map(jnp.asarray, {"images": rows.reshape(-1, 8 * width * 3), "labels": labels})
+        read = jax.jit(augment.make_read(storage, shape, num_views))
+        images, found = read(shard, examples, examples.astype(np.uint32))
+        np.testing.assert_array_equal(images, expanded.reshape(-1, *shape)[examples])
+        np.testing.assert_array_equal(found, labels[examples // num_views])
+
+
+@pytest.mark.parametrize(("num_views", "flips", "transposes"), [(8, 2, 1), (2, 1, 0), (1, 0, 0)])
+def test_views_that_there_are_not_cost_nothing(num_views, flips, transposes):
+    select = functools.partial(augment.select_views, num_views=num_views)
+    program = str(jax.make_jaxpr(select)(np.zeros((6, 8, 8, 3), np.uint8), np.zeros(6, np.int32)))
+    assert (program.count(" rev["), program.count(" transpose[")) == (flips, transposes)
+
+
+def facts_of(height: int, width: int) -> DataFacts:
+    return DataFacts(80, image_shape=(height, width, 3), num_classes=5, mean=(120.0,) * 3, std=(70.0,) * 3)
+
+
+@pytest.mark.parametrize(("views", "num_examples"), [("all", 640), ("flip", 160), ("none", 80)])
+def test_an_epoch_is_all_views_of_all_originals(small_config, views, num_examples):
+    small_config.augment.views, small_config.batch.size = views, "full"
+    setup = resolve_setup(small_config, facts_of(16, 16), 8)
+    assert setup.num_examples == setup.schedule.batch_size_at(0) == num_examples
+    small_config.batch.size = num_examples + 1
+    with pytest.raises(BadSetting, match=f"from 1 to {num_examples}"):
+        resolve_setup(small_config, facts_of(16, 16), 8)
+
+
+@pytest.mark.parametrize(
+    ("views", "over_views", "shift", "averages"),
+    [
+        ("flip", False, 0, []),
+        ("all", True, 0, [{"num_views": 8, "shift": 0}]),
+        ("flip", True, 1, [{"num_views": 2, "shift": 1}]),
+        ("flip", False, 2, [{"num_views": 1, "shift": 2}]),
+    ],
+)
+def test_a_run_averages_over_what_its_config_says(small_config, monkeypatch, views, over_views, shift, averages):
+    small_config.augment.views = views
+    small_config.eval.view_average, small_config.eval.shift_average = over_views, shift
+    asked = []
+    monkeypatch.setattr(augment, "average_over_copies", lambda *_, **options: asked.append(options))
+    make_parts(resolve_setup(small_config, facts_of(16, 16), 8).program)
+    assert asked == averages
+
+
+def test_runs_of_other_views_have_other_data(small_config):
+    keys = set()
+    for views in augment.VIEW_COUNTS:
+        small_config.augment.views = views
+        keys.add(dataset_key(small_config))
+    assert len(keys) == 3
+
+
+def test_images_that_are_not_square_have_no_transposed_views(small_config):
+    expected = r"^augment\.views: 'all' with images of 24x16 pixels; allowed: flip \| none, or dataset\.image_size"
+    with pytest.raises(BadSetting, match=expected):
+        resolve_setup(small_config, facts_of(16, 24), 8)
+    for views in ("flip", "none"):
+        small_config.augment.views = views
+        resolve_setup(small_config, facts_of(16, 24), 8)
+
+
+@pytest.mark.parametrize("field", ["augment.shift", "eval.shift_average"])
+def test_a_shift_by_the_size_of_an_image_is_refused(small_config, field):
+    small_config.augment.views = "flip"
+    small_config.update_from_flattened_dict({field: 16})
+    with pytest.raises(BadSetting, match=rf"^{field}: 16; allowed: below 16, the size of an image$"):
+        resolve_setup(small_config, facts_of(16, 24), 8)
 
 
 def test_shifted_images_are_cut_from_reflected_ones_at_every_place():
     image = np.random.default_rng(0).integers(0, 256, (1, 8, 6, 3), np.uint8)
     visits = np.arange(500, dtype=np.uint32)
-    shifted = np.asarray(jax.jit(augment.shifted, static_argnums=2)(np.repeat(image, 500, 0), visits, 2))
+    shifted = np.asarray(jax.jit(random_augment.shifted, static_argnums=2)(np.repeat(image, 500, 0), visits, 2))
     padded = np.pad(image[0], ((2, 2), (2, 2), (0, 0)), mode="reflect")
     cuts = {padded[row : row + 8, column : column + 6].tobytes() for row in range(5) for column in range(5)}
     assert len(cuts) == 25

@@ -69,15 +69,42 @@ def test_validation_gives_the_accuracy_and_logits_of_the_run(run, tmp_path, caps
 def test_views_and_moving_average_give_the_accuracies_of_the_run(small_config, tmp_path, capsys, stem):
     config = small_config
     config.model.norm, config.model.stem, config.train.ema_decay = "batch", stem, 0.5
-    config.eval.view_average, config.train.inner_steps, config.train.outer_steps = True, 1, 3
+    config.eval.view_average, config.eval.shift_average = True, 2
+    config.train.inner_steps, config.train.outer_steps = 1, 3
     train.train_and_evaluate(config, str(tmp_path / "run"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     row = max(rows, key=lambda row: row["val_accuracy"])  # of several the first, as the best checkpoint
     for views, ema in itertools.product((False, True), repeat=2):
         name = ("_ema" if ema else "") + ("_views" if views else "")
-        accuracy = evaluate.evaluate(tmp_path / "run", views=views, ema=ema)
+        accuracy = evaluate.evaluate(tmp_path / "run", views=views, shift=2 if views else 0, ema=ema)
         assert accuracy == row[f"val_accuracy{name}"]
-    assert "mean over 8 views, moving average of the parameters" in capsys.readouterr().out
+    heading = "mean over 8 views, mean over shifts of 2 px, moving average of the parameters"
+    assert heading in capsys.readouterr().out
+
+
+def test_two_views_and_random_changes_in_a_run(small_config, tmp_path, capfd):
+    config = small_config
+    config.augment.update({"views": "flip", "crop_scale": 0.5, "brightness": 0.2, "contrast": 0.2, "cutout": 4})
+    config.eval.view_average, config.eval.shift_average = True, 1
+    config.train.inner_steps, config.train.outer_steps = 1, 2
+    train.train_and_evaluate(config, str(tmp_path / "run"))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2]  # of full batches
+    assert [row["examples_seen"] for row in rows] == [160, 320]
+    row = max(rows, key=lambda row: row["val_accuracy"])
+    assert evaluate.evaluate(tmp_path / "run", views=True, shift=1) == row["val_accuracy_views"]
+    text = capfd.readouterr().out
+    assert "80 training images as 160 views" in text
+    assert "val split, mean over 2 views, mean over shifts of 1 px" in text
+
+
+def test_an_average_that_there_is_not_is_refused(run):
+    with pytest.raises(UserError, match=r"^--shift: 16; allowed: below 16, the size of an image$"):
+        evaluate.evaluate(run, shift=16)
+    config = default.get_config()
+    config.augment.views = "none"
+    with pytest.raises(UserError, match=r"^--views: runs/a has augment\.views 'none'; allowed: with more than one"):
+        evaluate.views_to_average(evaluate.TrainedRun(Path("runs/a"), config, {}, 0, {}))
 
 
 def test_a_run_without_moving_average_says_so(run):

@@ -9,6 +9,12 @@ MISSING_FIELDS: dict[str, object] = {
     "batch.virtual_shards": None,
     "dataset.channels": None,
     "dataset.resize": "stretch",
+    "augment.views": "all",
+    "augment.crop_scale": 1.0,
+    "augment.brightness": 0.0,
+    "augment.contrast": 0.0,
+    "augment.cutout": 0,
+    "eval.shift_average": 0,
 }
 
 

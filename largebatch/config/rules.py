@@ -90,6 +90,7 @@ _SIDE = _integer(8, 1024)
 _POSITIVE = _number(0, math.inf, "a number > 0", open_low=True)
 _FRACTION = _number(0, 1, "a number from 0 to below 1", open_high=True)
 _CUT = _number(0, 1, "a number above 0 and below 1", open_low=True, open_high=True)
+_SHARE = _number(0, 1, "a number above 0 and up to 1", open_low=True)
 _UPDATES = Rule(_is_tuple_of_updates, "a tuple of integers >= 1")
 _TRACE = Rule(_is_trace, "a tuple of integers >= 1, the path of a CSV file, or None")
 
@@ -105,7 +106,12 @@ RULES: dict[str, Rule] = {
     "dataset.num_examples": _integer(50, 10_000_000),
     "dataset.max_image_pixels": _COUNT,
     "augment.storage": _one_of("expanded", "on_device"),
+    "augment.views": _one_of("all", "flip", "none"),
+    "augment.crop_scale": _SHARE,
     "augment.shift": _integer(0),
+    "augment.brightness": _number(0, 1, "a number from 0 to 1"),
+    "augment.contrast": _number(0, 1, "a number from 0 to 1"),
+    "augment.cutout": _integer(0),
     "augment.cache_dir": _TEXT,
     "model.name": _TEXT,  # `rules` has the networks
     "model.dtype": _one_of("float32", "bfloat16"),
@@ -159,8 +165,9 @@ RULES: dict[str, Rule] = {
     "train.on_nonfinite": _one_of("stop", "skip", "rollback"),
     "train.max_nonfinite": _integer(1, 1_000_000),
     "train.rollback_factor": _CUT,
-    "train.target_accuracy": _or(_number(0, 1, "a number above 0 and up to 1", open_low=True), None),
+    "train.target_accuracy": _or(_SHARE, None),
     "eval.view_average": _FLAG,
+    "eval.shift_average": _integer(0),
     "checkpoint.keep": _integer(1, 1_000_000),
     "checkpoint.every_outer": _COUNT,
     "checkpoint.every_sec": _or(_number(0, math.inf, "a number >= 0"), "auto"),

@@ -37,6 +37,7 @@ def validate(config: config_dict.ConfigDict, models: Models) -> None:
             *_trace_problems(config, num_updates),
             *_sync_problems(config, num_updates),
             *_model_problems(config, models),
+            *_view_problems(config),
         ]
     if problems:
         raise UserError("; ".join(sorted(problems)))
@@ -165,3 +166,10 @@ def _model_problems(config, models: Models) -> list[str]:
         for name, unset in MODEL_OPTIONS.items()
         if model[name] != unset and name not in taken
     ]
+
+
+def _view_problems(config) -> list[str]:
+    """A mean over views where there is one."""
+    if config.eval.view_average and config.augment.views == "none":
+        return ["eval.view_average: True; allowed: False with augment.views 'none'"]
+    return []

@@ -15,7 +15,7 @@ from largebatch.nn.normalisation import STATISTICS
 class Batch:
     """One micro-batch of M examples."""
 
-    images: jax.Array  # uint8 [M, H, W, C], or flat rows [M, H * W * C]
+    images: jax.Array  # pixel values of any dtype [M, H, W, C], or flat rows [M, H * W * C]
     labels: jax.Array  # int32 [M]
     weights: jax.Array  # float32 [M], 1, and 0 for padding
 
@@ -31,7 +31,7 @@ class BatchSums:
 
 
 def make_normalise(network, image_shape, mean, std):
-    """uint8 images [M, H * W * C] -> [M, H, W, C] in the network's dtype, normalised where they are read."""
+    """Pixel values of any dtype [M, H * W * C] -> [M, H, W, C] in the network's dtype, normalised when read."""
     mean, scale = np.float32(mean), np.float32(1 / np.asarray(std))
 
     def normalise(images):

@@ -29,7 +29,7 @@ class ProgramParts:
     # (seed, hyper-parameters, kernel of the frozen stem or None) -> one replica's state before the first update
     init: Callable[..., TrainState]
     logits_fn: Callable  # see evaluation.make_predict
-    logits_of_views_fn: Callable | None  # the mean over the views of an image; None where it is not asked for
+    logits_of_views_fn: Callable | None  # the mean over views and shifts of an image; None where not asked for
     prediction_micro_batch_size: int
     sync_mode: str  # every_step | local | post_local
     sync_policy: str  # see local_sgd.LocalStep

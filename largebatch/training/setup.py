@@ -8,6 +8,7 @@ from flax import linen as nn
 
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding
+from largebatch.data.random_augment import RandomAugment
 from largebatch.errors import BadSetting
 from largebatch.optim.batch_sizes import resolve_batch_size
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
@@ -30,7 +31,7 @@ class ProgramOptions:
     mean: tuple[float, ...]  # of the training images, by channel
     std: tuple[float, ...]
     storage: str  # augment.storage
-    shift: int  # augment.shift, in pixels
+    random_augment: RandomAugment
     sharding: DataSharding
     packed: bool  # each device trains a run of its own, on all of the data
     network: nn.Module  # of the config's group `model`
@@ -46,6 +47,7 @@ class ProgramOptions:
     sync_policy: str  # sync.optimizer_state
     max_nonfinite: int  # train.max_nonfinite, 0 where the run does not skip updates
     view_average: bool  # eval.view_average
+    shift_average: int  # eval.shift_average, in pixels
     micro_batch_size: int  # examples per gradient evaluation of one device
     prediction_micro_batch_size: int  # images that one device predicts at once
     inputs_length: int  # updates that one call can do

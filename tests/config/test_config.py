@@ -21,7 +21,12 @@ BAD_FIELDS = {
     "dataset.source": "disk",
     "dataset.image_size": 4,
     "dataset.split_seed": -1,
+    "augment.views": "some",
     "augment.storage": "both",
+    "augment.crop_scale": 0.0,
+    "augment.brightness": 1.1,
+    "augment.contrast": -0.1,
+    "augment.cutout": -1,
     "model.dtype": "float16",
     "model.conv": "winograd",
     "batch.size": 0,
@@ -33,6 +38,7 @@ BAD_FIELDS = {
     "train.inner_steps": 0,
     "train.outer_steps": 0,
     "train.target_accuracy": 1.5,
+    "eval.shift_average": -1,
     "devices.platform": "npu",
     "seed": -1,
 }
@@ -152,6 +158,13 @@ def test_a_coordinator_without_a_port_is_refused():
     c = default.get_config()
     c.devices.coordinator_address, c.devices.num_hosts, c.devices.host_index = "10.0.0.1", 2, 0
     with pytest.raises(UserError, match=r"devices.coordinator_address: '10.0.0.1'; allowed: ADDRESS:PORT"):
+        validate(c, models.MODELS)
+
+
+def test_one_view_has_no_mean():
+    c = default.get_config()
+    c.augment.views, c.eval.view_average = "none", True
+    with pytest.raises(UserError, match=r"^eval\.view_average: True; allowed: False with augment\.views 'none'$"):
         validate(c, models.MODELS)
 
 

@@ -133,6 +133,14 @@ def test_updates_have_the_examples_of_the_numpy_order_on_any_number_of_devices(n
         np.testing.assert_array_equal(ids_of_updates(sharding, batch_size, num_updates), expected)
 
 
+@pytest.mark.parametrize("views", [1, 2])
+def test_fewer_views_are_visited_once_an_epoch_in_the_numpy_order(views):
+    order = numpy_order.order(61, 32, views, SEED, 2)
+    assert (np.sort(order.reshape(2, -1)) == np.arange(61 * views)).all()
+    ids = ids_of_updates(DataSharding(61, 32, 3, views), 61, 2 * views)  # a pass each
+    np.testing.assert_array_equal(ids, np.sort(order.reshape(-1, 61)))
+
+
 @pytest.mark.parametrize(("originals", "num_shards"), [(5, 3), (13, 32), (64, 8), (601, 480)])
 def test_the_numpy_order_visits_each_example_once_an_epoch_and_each_original_once_a_pass(originals, num_shards):
     epochs = [numpy_order.epoch_order(originals, num_shards, VIEWS, SEED, epoch) for epoch in (0, 1)]

@@ -23,17 +23,17 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
     cache = augment.prepare_cache(small_config)
-    sharding = choose_sharding(None, cache.count("train"), num_devices, augment.NUM_VIEWS)
+    sharding = choose_sharding(None, cache.count("train"), num_devices, 8)
     data = place(cache, sharding, small_config.dataset.split_seed)
     dataset = synthetic(100, 16, 0)
     original_and_view = {}
     for original in split_indices(dataset.example_ids, 0)["train"]:
-        for view, image in enumerate(augment.expand(dataset.images[original][None])[0]):
+        for view, image in enumerate(augment.expand(dataset.images[original][None], 8)[0]):
             original_and_view[image.tobytes(), int(dataset.labels[original])] = original, view
-    read, seen = augment.make_read(storage, (16, 16, 3)), []
+    read, seen = augment.make_read(storage, (16, 16, 3), 8), []
     for device in range(num_devices):
         shard = jax.tree.map(lambda x, device=device: jnp.asarray(np.asarray(x)[device]), data.train)
-        examples = jnp.arange(int(sharding.num_originals_of(device)) * augment.NUM_VIEWS)
+        examples = jnp.arange(int(sharding.num_originals_of(device)) * 8)
         images, labels = map(np.asarray, read(shard, examples, examples.astype(np.uint32)))
         for image, label in zip(images, labels, strict=True):
             seen.append(original_and_view[image.tobytes(), int(label)])
@@ -52,7 +52,7 @@ def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config
 
     monkeypatch.setattr(memory, "aligned_empty", remember)
     cache = augment.prepare_cache(small_config)
-    sharding = choose_sharding(None, cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
+    sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
     data = place(cache, sharding, small_config.dataset.split_seed)
     shards = [shard.data.unsafe_buffer_pointer() for shard in data.train["images"].addressable_shards]
     assert set(shards) <= {array.ctypes.data for array in made}  # no second copy

@@ -11,7 +11,6 @@ from etils import epath
 from figures import record
 from ml_collections import config_dict
 
-import augment
 import train
 from largebatch.data.cache import DamagedCache, open_cache
 from largebatch.data.placement import place
@@ -103,7 +102,7 @@ def damage_caches(run: FinishedRun, count: int, rng: random.Random) -> dict:
             if path.name.startswith("test_") or path.name == "train_ids.npy":  # which training does not read
                 cache.verify()
             else:
-                sharding = choose_sharding(None, cache.count("train"), jax.device_count(), augment.NUM_VIEWS)
+                sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
                 place(cache, sharding, run.config.dataset.split_seed)
 
         trouble = trouble_of(read)

@@ -128,7 +128,7 @@ def test_running_statistics_are_those_of_the_same_micro_batches_on_any_devices(i
     problem = batch_norm_problem(images, labels)
     trainer = sgd_trainer(problem, num_devices, micro_batch_size=48)
     model_state = model_state_after_one_update(trainer, 384)
-    expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
+    expanded = augment.expand(images, 8).reshape(-1, SIZE, SIZE, 3)
     loss_fn = jax.jit(problem.loss_fn)
     statistics = []
     for device in range(num_devices):
@@ -158,7 +158,7 @@ def test_padding_counts_in_no_statistic(images_and_labels):
     trainer = sgd_trainer(problem, 1, micro_batch_size=48)
     model_state = model_state_after_one_update(trainer, 60)
     rows = np.array(visited_examples(trainer.sharding, 0, 0, 60))
-    expanded = augment.expand(images).reshape(-1, SIZE, SIZE, 3)
+    expanded = augment.expand(images, 8).reshape(-1, SIZE, SIZE, 3)
     loss_fn = jax.jit(problem.loss_fn)
 
     def statistics_of(half):
@@ -220,10 +220,29 @@ def test_views_are_averaged_once_each():
     def first_pixels(variables, images):
         return images.reshape(len(images), -1)[:, :3].astype(jnp.float32)
 
-    averaged = augment.average_over_views(first_pixels, (3, 3, 3))(None, jnp.asarray(image.reshape(1, -1)))
+    average = augment.average_over_copies(first_pixels, (3, 3, 3), num_views=8)
+    averaged = average(None, jnp.asarray(image.reshape(1, -1)))
     # Each corner is the first pixel of two of the 8 views.
     corners = image[0][[0, 0, 2, 2], [0, 2, 0, 2]].astype(np.float32)
     np.testing.assert_allclose(averaged[0], corners.mean(axis=0))
+
+
+@pytest.mark.parametrize("num_views", [1, 2])
+def test_moved_copies_have_half_of_the_weight_of_an_average(num_views):
+    images = np.random.default_rng(0).integers(0, 256, (5, 6, 8, 3), np.uint8)
+    weights = np.random.default_rng(1).standard_normal((6 * 8 * 3, 4))
+
+    def squares(variables, images):
+        return (images.astype(jnp.float32) / 255) ** 2 @ variables
+
+    average = augment.average_over_copies(squares, (6, 8, 3), num_views=num_views, shift=2)
+    averaged = average(jnp.float32(weights), jnp.asarray(images.reshape(5, -1)))
+    padded = np.pad(images, ((0, 0), (2, 2), (2, 2), (0, 0)), mode="reflect")
+    copies = [images, images, padded[:, 4:10, 4:12], padded[:, 0:6, 0:8]]  # a quarter each
+    if num_views == 2:
+        copies = copies + [copy[:, :, ::-1] for copy in copies]
+    expected = np.mean([(copy.reshape(5, -1) / 255) ** 2 @ weights for copy in copies], axis=0)
+    np.testing.assert_allclose(averaged, expected, atol=1e-4)
 
 
 @pytest.mark.full

@@ -101,7 +101,12 @@ ALL_STATE = {  # whatever has a state, and a batch that grows, so that the last 
     "schedule.decay_by": "batch",
     "schedule.warmup_updates": 3,
     "eval.view_average": True,
+    "augment.crop_scale": 0.5,
     "augment.shift": 2,
+    "augment.brightness": 0.2,
+    "augment.contrast": 0.2,
+    "augment.cutout": 4,
+    "eval.shift_average": 1,
 }
 
 
@@ -445,7 +450,7 @@ def poisoned(config, monkeypatch):
         return poisoned_loss
 
     source = sources.find_source("synthetic", num_examples=100, image_size=16).load()
-    views = augment.expand(source.images[split_indices(source.example_ids, 0)["train"]])
+    views = augment.expand(source.images[split_indices(source.example_ids, 0)["train"]], 8)
     sums = (views.astype(int) * weights).sum(axis=(2, 3, 4)).ravel()
     poison = sums[5]
     assert np.count_nonzero(sums == poison) == 1

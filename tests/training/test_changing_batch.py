@@ -9,7 +9,6 @@ import pytest
 from conftest import assert_one_line_error, run_script
 from test_resume import rows_of, summary_of
 
-import augment
 import evaluate
 import model as models
 import train
@@ -334,7 +333,7 @@ def test_local_steps_after_the_last_update_are_refused(small_config):
     small_config.sync.update({"mode": "post_local", "start_step": 4, "every": 2})
     small_config.batch.size = 64
     with pytest.raises(BadSetting, match=r"sync\.start_step: 4; allowed: up to 3"):
-        make_schedule(small_config, 480 * augment.NUM_VIEWS)
+        make_schedule(small_config, 480 * 8)
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ import augment
 import model as models
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding
+from largebatch.data.random_augment import RandomAugment
 from largebatch.hosts import replicas
 from largebatch.optim import optimizers
 from largebatch.optim.optimizers import Hyperparams
@@ -58,12 +59,12 @@ def problem():
 
 def place(images, labels, num_devices, storage="expanded"):
     """A sharding of these images, and the data on the devices."""
-    sharding = choose_sharding(None, len(images), num_devices, augment.NUM_VIEWS)
+    sharding = choose_sharding(None, len(images), num_devices, 8)
     shards = []
     for index, device in enumerate(jax.local_devices()[:num_devices]):
         originals = sharding.originals_of(index, seed=0)
         padding = sharding.max_originals - len(originals)
-        views = augment.expand(images[originals]) if storage == "expanded" else images[originals][:, None]
+        views = augment.expand(images[originals], 8) if storage == "expanded" else images[originals][:, None]
         views = np.pad(views, ((0, padding), *((0, 0),) * 4)).reshape(1, -1, images[0].size)
         rows = {"images": views, "labels": np.pad(labels[originals], (0, padding))[None]}
         shards.append(jax.device_put(rows, device))
@@ -114,13 +115,14 @@ def make_trainer(
     num_devices,
     *,
     storage="expanded",
-    shift=0,
+    random_augment=None,
     micro_batch_size=MICRO_BATCH_SIZE,
     **options,
 ) -> Trainer:
     """A trainer whose TrainStep has these `options`."""
     sharding, data = place(problem.images, problem.labels, num_devices, storage)
-    reader = MicroBatchReader(augment.make_read(storage, (SIZE, SIZE, 3), shift), sharding, micro_batch_size)
+    read = augment.make_read(storage, (SIZE, SIZE, 3), 8, random_augment)
+    reader = MicroBatchReader(read, sharding, micro_batch_size)
     loop = make_inner_loop(TrainStep(problem.loss_fn, optimizer, reader, **options))
     keeps_ema = "ema_decay" in options
     state = create_train_state(problem.params, optimizer, 0, problem.model_state, ema=keeps_ema)
@@ -177,7 +179,7 @@ def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(pro
 
     trainer = sgd_trainer(dataclasses.replace(problem, loss_fn=counted), num_devices)
     num_examples = trainer.sharding.num_examples
-    expanded = augment.expand(problem.images).reshape(-1, SIZE, SIZE, 3)
+    expanded = augment.expand(problem.images, 8).reshape(-1, SIZE, SIZE, 3)
     traces_of_first_size = 0
     reference = jax.jit(jax.value_and_grad(problem.loss_fn, has_aux=True))
     for batch_size in (1, 7, 50, 256, num_examples):
@@ -207,21 +209,24 @@ def test_expanded_and_on_device_storage_give_the_same_gradients(problem):
     assert losses[0] == losses[1]
 
 
-def test_moved_images_give_the_same_gradients_on_any_devices(problem):
-    """In another epoch they are moved by something else."""
+def test_randomly_changed_images_give_the_same_gradients_on_any_devices(problem):
+    """In another epoch they are changed otherwise."""
+    everything = RandomAugment(
+        crop_scale=0.5, shift=2, brightness=0.3, contrast=0.3, cutout=4, fill=(120.0, 130.0, 140.0)
+    )
 
-    def gradient_of_an_epoch(num_devices, shift, epoch):
-        trainer = sgd_trainer(problem, num_devices, shift=shift)
+    def gradient_of_an_epoch(num_devices, random_augment, epoch):
+        trainer = sgd_trainer(problem, num_devices, random_augment=random_augment)
         size = trainer.sharding.num_examples
         state, _ = trainer.run([size], examples_before=epoch * size)
         return gradient_of_one_update(problem.params, state)
 
-    on_one_device = gradient_of_an_epoch(1, shift=2, epoch=0)
-    on_four_devices = gradient_of_an_epoch(4, shift=2, epoch=0)
-    not_moved = gradient_of_an_epoch(1, shift=0, epoch=0)
-    later = gradient_of_an_epoch(4, shift=2, epoch=1)
+    on_one_device = gradient_of_an_epoch(1, everything, epoch=0)
+    on_four_devices = gradient_of_an_epoch(4, everything, epoch=0)
+    not_changed = gradient_of_an_epoch(1, RandomAugment(), epoch=0)
+    later = gradient_of_an_epoch(4, everything, epoch=1)
     assert_trees_close(on_one_device, on_four_devices, 2e-6)
-    for other in (not_moved, later):
+    for other in (not_changed, later):
         with pytest.raises(AssertionError):
             assert_trees_close(on_one_device, other, 1e-3)
 

@@ -1,0 +1,198 @@
+"""Random changes of training images on the device: crop, shift, brightness, contrast, cutout.
+
+Each is a pure function of the visit's key. So an image is changed alike on any number of devices and in a resumed
+run, and otherwise in every epoch.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from largebatch.data.batching import shuffle_key
+from largebatch.errors import BadSetting
+
+# What a visit's key is salted with, by what is drawn. Draws of equal salt would go together.
+SHIFT_ROWS, SHIFT_COLUMNS = 0, 1
+CROP_AREA, CROP_RATIO, CROP_TOP, CROP_LEFT = 2, 3, 4, 5
+BRIGHTNESS, CONTRAST = 6, 7
+CUTOUT_ROW, CUTOUT_COLUMN = 8, 9
+
+MOST_LOG_RATIO = math.log(4 / 3)  # of a crop's width to its height
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomAugment:
+    """What is changed and by how much: fields of a config's `augment`. The defaults change nothing."""
+
+    crop_scale: float = 1.0  # smallest share of the area
+    shift: int = 0  # pixels
+    brightness: float = 0.0
+    contrast: float = 0.0
+    cutout: int = 0  # pixels
+    fill: tuple[float, ...] = ()  # of what is cut out, by channel: the mean of the training images
+
+    @classmethod
+    def from_config(cls, fields, mean: tuple[float, ...]) -> "RandomAugment":
+        """What a config's group `augment` asks for; `mean` of the training images, by channel."""
+        return cls(
+            crop_scale=fields.crop_scale,
+            shift=fields.shift,
+            brightness=fields.brightness,
+            contrast=fields.contrast,
+            cutout=fields.cutout,
+            fill=mean,
+        )
+
+    def check(self, image_shape: tuple[int, int, int]) -> None:
+        """Raises BadSetting where an image is too small for it."""
+        smallest = min(image_shape[:2])
+        if self.shift >= smallest:  # which a reflected edge does not fill
+            raise BadSetting(f"augment.shift: {self.shift}; allowed: below {smallest}, the size of an image")
+        if self.cutout > smallest:
+            raise BadSetting(f"augment.cutout: {self.cutout}; allowed: up to {smallest}, the size of an image")
+
+    def apply(self, images: jax.Array, visit_keys: jax.Array) -> jax.Array:
+        """Changed images.
+
+        Args:
+          images: uint8 or uint16 [M, H, W, C].
+          visit_keys: uint32 [M]; see `batching.MicroBatchIndices`.
+        Returns:
+          [M, H, W, C] on the same scale: float32 if anything but the shift is on.
+        """
+        largest = np.iinfo(images.dtype).max
+        if self.crop_scale < 1:
+            images = cropped(images, visit_keys, self.crop_scale)
+        if self.shift:
+            images = shifted(images, visit_keys, self.shift)
+        if self.brightness:
+            images = brightened(images, visit_keys, self.brightness, largest)
+        if self.contrast:
+            images = contrasted(images, visit_keys, self.contrast, largest)
+        if self.cutout:
+            images = cut_out(images, visit_keys, self.cutout, self.fill)
+        return images
+
+
+def uniform(visit_keys: jax.Array, salt: int) -> jax.Array:
+    """float32 in [0, 1), one for each key: the upper 24 bits, which a float32 holds exactly."""
+    return (shuffle_key(visit_keys, salt) >> 8).astype(jnp.float32) * np.float32(2**-24)
+
+
+# ---- crop -------------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class Crops:
+    """Parts of images, in pixels; float32 [M]."""
+
+    top: jax.Array
+    left: jax.Array
+    height: jax.Array
+    width: jax.Array
+
+
+def draw_crops(visit_keys: jax.Array, height: int, width: int, smallest_share: float) -> Crops:
+    """Crops within images of this size (Szegedy et al. 2015, section 6; torchvision's RandomResizedCrop).
+
+    The share of the area is uniform in [smallest_share, 1], the logarithm of width / height uniform between those
+    of 3/4 and 4/3, the place uniform. Where such a crop would leave the image, width / height becomes the nearest
+    that fits. (torchvision draws all again, so it has fewer of the large crops.)
+    """
+    share = smallest_share + (1 - smallest_share) * uniform(visit_keys, CROP_AREA)
+    ratio = jnp.exp(MOST_LOG_RATIO * (2 * uniform(visit_keys, CROP_RATIO) - 1))
+    ratio = jnp.clip(ratio, share * (width / height), (width / height) / share)
+    area = share * (height * width)
+    crop_height = jnp.minimum(jnp.sqrt(area / ratio), height)  # above it by rounding alone
+    crop_width = jnp.minimum(jnp.sqrt(area * ratio), width)
+    top = uniform(visit_keys, CROP_TOP) * (height - crop_height)
+    left = uniform(visit_keys, CROP_LEFT) * (width - crop_width)
+    return Crops(top, left, crop_height, crop_width)
+
+
+def cropped(images: jax.Array, visit_keys: jax.Array, smallest_share: float) -> jax.Array:
+    """A random part of each image [M, H, W, C], brought to H x W bilinearly; float32.
+
+    Two small matrix products per image, in place of gathers, which are slow on a TPU.
+    """
+    height, width = images.shape[1:3]
+    crops = draw_crops(visit_keys, height, width, smallest_share)
+    by_row = interpolation(crops.top, crops.height, height)
+    by_column = interpolation(crops.left, crops.width, width)
+    # A TPU would round to bfloat16 otherwise.
+    precision = jax.lax.Precision.HIGHEST
+    images = jnp.einsum("mih,mhwc->miwc", by_row, images.astype(jnp.float32), precision=precision)
+    return jnp.einsum("mjw,miwc->mijc", by_column, images, precision=precision)
+
+
+def interpolation(start: jax.Array, length: jax.Array, size: int) -> jax.Array:
+    """Weights by which [start, start + length) of `size` pixels is stretched to `size` pixels, bilinearly.
+
+    A pixel's value is that of its centre; beyond the outermost centres an edge pixel goes on.
+
+    Args:
+      start, length: float32 [M].
+    Returns:
+      float32 [M, size, size]: of every pixel after, the weight of every pixel before.
+    """
+    pixels = jnp.arange(size, dtype=jnp.float32)
+    places = start[:, None] + (pixels + 0.5) * (length[:, None] / size) - 0.5
+    places = jnp.clip(places, 0, size - 1)
+    return jnp.maximum(0, 1 - jnp.abs(places[:, :, None] - pixels))
+
+
+# ---- shift, brightness, contrast, cutout --------------------------------------------------------------
+
+
+def shifted(images: jax.Array, visit_keys: jax.Array, limit: int) -> jax.Array:
+    """Images [M, H, W, C], each moved by up to `limit` pixels each way, with its edges reflected.
+
+    All moves are as likely.
+    """
+    padded = jnp.pad(images, ((0, 0), (limit, limit), (limit, limit), (0, 0)), mode="reflect")
+    rows, columns = (shuffle_key(visit_keys, salt) % (2 * limit + 1) for salt in (SHIFT_ROWS, SHIFT_COLUMNS))
+
+    def cut(image, row, column):
+        return jax.lax.dynamic_slice(image, (row, column, 0), images.shape[1:])
+
+    return jax.vmap(cut)(padded, rows.astype(jnp.int32), columns.astype(jnp.int32))
+
+
+def brightened(images: jax.Array, visit_keys: jax.Array, most: float, largest: int) -> jax.Array:
+    """Images times a factor that is uniform in [1 - most, 1 + most], clipped to [0, largest]; float32."""
+    factors = _factors(visit_keys, BRIGHTNESS, most)
+    return jnp.clip(images.astype(jnp.float32) * factors, 0, largest)
+
+
+def contrasted(images: jax.Array, visit_keys: jax.Array, most: float, largest: int) -> jax.Array:
+    """As `brightened`, but what is multiplied is the distance from the mean of the image's channel."""
+    factors = _factors(visit_keys, CONTRAST, most)
+    images = images.astype(jnp.float32)
+    mean = images.mean(axis=(1, 2), keepdims=True)
+    return jnp.clip(mean + (images - mean) * factors, 0, largest)
+
+
+def _factors(visit_keys: jax.Array, salt: int, most: float) -> jax.Array:
+    """float32 [M, 1, 1, 1], uniform in [1 - most, 1 + most]."""
+    return (1 + most * (2 * uniform(visit_keys, salt) - 1))[:, None, None, None]
+
+
+def cut_out(images: jax.Array, visit_keys: jax.Array, side: int, fill: tuple[float, ...]) -> jax.Array:
+    """Images with a square of `side` pixels set to `fill`, which is by channel; float32.
+
+    It lies around a pixel that is any one as likely, and ends at the image's border (DeVries and Taylor 2017,
+    "Improved Regularization of Convolutional Neural Networks with Cutout").
+    """
+
+    def is_cut(salt, size):
+        first = (shuffle_key(visit_keys, salt) % size).astype(jnp.int32)[:, None] - side // 2
+        pixels = jnp.arange(size)
+        return (first <= pixels) & (pixels < first + side)
+
+    rows, columns = is_cut(CUTOUT_ROW, images.shape[1]), is_cut(CUTOUT_COLUMN, images.shape[2])
+    in_square = (rows[:, :, None] & columns[:, None, :])[..., None]
+    return jnp.where(in_square, jnp.float32(fill), images.astype(jnp.float32))
