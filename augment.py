@@ -61,6 +61,11 @@ def expand(images: np.ndarray, num_views: int) -> np.ndarray:
     return views
 
 
+def expansion(storage: str, num_views: int) -> Callable[[np.ndarray], np.ndarray] | None:
+    """What makes the views that devices hold of originals [n, H, W, C]; None where they hold the originals."""
+    return functools.partial(expand, num_views=num_views) if storage == "expanded" else None
+
+
 def select_views(images: jax.Array, views: jax.Array, num_views: int) -> jax.Array:
     """`apply_view` with one traced view per image: images [M, H, W, C], views int32 [M], below `num_views`."""
     views = views[:, None, None, None]
@@ -188,7 +193,7 @@ def _list_and_build(config, cache_dir: epath.Path, request: dict) -> Cache:
     cache = collectives.agreed(lambda: open_sound_cache(plan.folder))
     if "none" in collectives.gather_text("none" if cache is None else "whole"):
         build_together(plan, needed=cache is None)
-        cache = cache or open_cache(plan.folder)
+        cache = collectives.agreed(functools.partial(_open_built, plan.folder), cache is None) or cache
     known.note(cache_dir, request, cache)
     return cache
 
@@ -206,6 +211,13 @@ def estimate_cache(config) -> BuildEstimate | None:
         return None
     plan = _find_plan(config, cache_dir)
     return collectives.agreed(lambda: estimate_build(plan))
+
+
+def _open_built(folder: epath.Path) -> Cache:
+    try:
+        return open_cache(folder)
+    except DamagedCache as damage:  # another process removed it, or a network file system is late
+        raise UserError(f"augment.cache_dir: {damage}, right after it was built; start again") from damage
 
 
 def _named_errors(config, act: Callable):

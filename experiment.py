@@ -242,10 +242,7 @@ class ProgramCache:
             with attempt as cache:
                 setup = self._resolve(config, cache)
                 collectives.agreed(functools.partial(check_fits, setup, cache))
-                views = setup.program.sharding.views
-                expand = functools.partial(augment.expand, num_views=views)
-                if setup.program.storage != "expanded":
-                    expand = None
+                expand = augment.expansion(setup.program.storage, setup.program.sharding.views)
                 seed = config.dataset.split_seed
                 data = place(cache, setup.program.sharding, seed, expand, packed=self.packed)
         jax.block_until_ready((data.train, data.val_images))

@@ -37,15 +37,28 @@ def remove_stale(path) -> None:
 
     Nothing that was written to in the last `STALE_SEC`: a process on another host may be at work on it.
     """
-    if not path.parent.exists():
-        return
     name = re.escape(path.name)
     # The second is the name that older code gave.
-    leftover = re.compile(rf"\.{name}\.[0-9a-f]{{32}}\.tmp|\.tmp-{name}-.*")
-    for candidate in path.parent.iterdir():
+    _remove_old(path.parent, re.compile(rf"\.{name}\.[0-9a-f]{{32}}\.tmp|\.tmp-{name}-.*"))
+
+
+def remove_stale_in(folder) -> None:
+    """The same for whatever they left in a folder that belongs to this code."""
+    _remove_old(folder, re.compile(r"\..*\.[0-9a-f]{32}\.tmp"))
+
+
+def _remove_old(folder, leftover: re.Pattern) -> None:
+    if not folder.exists():
+        return
+    for candidate in folder.iterdir():
         with contextlib.suppress(OSError):  # another process removes it too, or it is another user's
-            if leftover.fullmatch(candidate.name) and time.time() - _last_written(candidate) > STALE_SEC:
+            if leftover.fullmatch(candidate.name) and seconds_untouched(candidate) > STALE_SEC:
                 remove(candidate)
+
+
+def seconds_untouched(path) -> float:
+    """Since the last change of a file, or of anything in a folder."""
+    return time.time() - _last_written(path)
 
 
 def remove(path) -> None:
@@ -55,6 +68,13 @@ def remove(path) -> None:
             path.rmtree()
         else:
             path.unlink()
+
+
+def num_bytes(path) -> int:
+    """Of a file, or of all in a folder."""
+    if path.is_dir():
+        return sum(map(num_bytes, path.iterdir()))
+    return path.stat().length if "://" in os.fspath(path) else pathlib.Path(path).stat().st_size
 
 
 def _last_written(path) -> float:

@@ -121,6 +121,15 @@ def make_folder(root: Path, classes: dict[str, int], size=(16, 16), suffix=".png
     return root
 
 
+def decode_all(source):
+    """The images of a source, one by one, as a `Dataset`."""
+    from largebatch.data.images import Dataset
+
+    with source.open() as read:
+        decoded = read(range(len(source.ids)))
+    return Dataset(np.stack(decoded), source.labels, source.class_names, source.ids)
+
+
 def on_devices(count: int) -> dict[str, str]:
     """This process's environment, for one with `count` CPU devices."""
     return os.environ | {"JAX_NUM_CPU_DEVICES": str(count)}

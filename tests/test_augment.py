@@ -15,10 +15,10 @@ from PIL import Image
 import augment
 import train
 from experiment import DataFacts, ProgramCache, dataset_key, make_parts, resolve_setup
-from largebatch.data import random_augment
-from largebatch.data.cache import DamagedCache, cache_key, channel_statistics
-from largebatch.data.images import Source
-from largebatch.data.split import SPLITS
+from largebatch.data import random_augment, sources
+from largebatch.data.cache import CACHE_VERSION, DamagedCache, cache_key
+from largebatch.data.source import source_in_memory
+from largebatch.data.split import SPLITS, split_indices
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import memory
 
@@ -140,13 +140,6 @@ def test_a_set_that_does_not_fit_is_refused_with_the_numbers(small_config, monke
         ProgramCache().load(small_config)
 
 
-def test_channel_statistics_are_those_of_numpy():
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 5, 5, 3), np.uint8)
-    mean, std = channel_statistics(pixels, np.arange(10, 30))
-    np.testing.assert_allclose(mean, pixels[10:30].mean((0, 1, 2)))
-    np.testing.assert_allclose(std, pixels[10:30].std((0, 1, 2)))
-
-
 @pytest.fixture
 def fresh_cache(small_config, tmp_path):
     """A fresh cache of the small config, with its config."""
@@ -162,11 +155,12 @@ def flip_byte(path, position):
 
 def content_of(manifest: bytes) -> dict:
     """A manifest without what differs from build to build."""
-    return {name: value for name, value in json.loads(manifest).items() if name not in ("build", "manifest_sha256")}
+    fields = json.loads(manifest)
+    return {name: fields[name] for name in fields.keys() - {"build", "built", "manifest_sha256"}}
 
 
 FILES = [
-    *(f"{split}_{name}.npy" for split in SPLITS for name in ("images", "labels", "ids", "digests")),
+    *(f"{split}_{name}.npy" for split in SPLITS for name in ("images-00000", "labels", "ids", "digests")),
     "manifest.json",
 ]
 NOT_READ_BY_TRAINING = ("test_", "train_ids")
@@ -216,15 +210,15 @@ def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
 
 def test_a_cache_of_another_version_is_rebuilt(fresh_cache, caplog, monkeypatch):
     config, _ = fresh_cache
-    monkeypatch.setattr("largebatch.data.cache.CACHE_VERSION", 2)
-    assert augment.prepare_cache(config).manifest["cache_version"] == 2
-    assert "is of cache version 1, this is 2" in caplog.text
+    for module in ("cache", "build"):
+        monkeypatch.setattr(f"largebatch.data.{module}.CACHE_VERSION", CACHE_VERSION + 1)
+    assert augment.prepare_cache(config).manifest["cache_version"] == CACHE_VERSION + 1
+    assert f"is of cache version {CACHE_VERSION}, this is {CACHE_VERSION + 1}" in caplog.text
 
 
 def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
     config, folder = fresh_cache
-    load = property(lambda self: pytest.fail("loaded again"), lambda self, function: None)
-    monkeypatch.setattr(Source, "load", load, raising=False)
+    monkeypatch.setattr(sources, "find_source", lambda *_, **__: pytest.fail("listed again"))
     assert augment.prepare_cache(config).folder == folder
     assert ProgramCache().load(config).cache.folder == folder
 
@@ -232,23 +226,27 @@ def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
 def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_path, monkeypatch):
     small_config.augment.cache_dir = str(tmp_path / "caches")
     monkeypatch.setattr(
-        "largebatch.data.cache.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        "largebatch.data.build.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
         augment.prepare_cache(small_config)
-    assert list((tmp_path / "caches").iterdir()) == []
+    (left,) = (tmp_path / "caches").iterdir()
+    assert left.name.startswith(".")
 
 
 def test_what_shapes_the_cache_changes_its_key():
-    source = Source("a", "files abc None", lambda: None)
+    ids = [f"{number:02d}" for number in range(20)]
+    source = source_in_memory("a", "files abc None", ids, np.zeros(20, np.int32), ["a"], None)
+    splits = split_indices(ids, 0)
+    moved = {"train": splits["train"][1:], "val": np.append(splits["val"], splits["train"][0])}
     keys = {
-        cache_key(source, 0, "expanded"),
-        cache_key(source, 1, "expanded"),
-        cache_key(source, 0, "on_device"),
-        cache_key(dataclasses.replace(source, fingerprint="files abd None"), 0, "expanded"),
+        cache_key(source, splits),
+        cache_key(source, split_indices(ids, 1)),
+        cache_key(source, splits | moved),
+        cache_key(dataclasses.replace(source, fingerprint="files abd None"), splits),
     }
     assert len(keys) == 4
-    assert cache_key(dataclasses.replace(source, description="moved"), 0, "expanded") in keys
+    assert cache_key(dataclasses.replace(source, description="moved"), splits) in keys
 
 
 def test_command_builds_the_cache_and_draws_the_views(tmp_path):
@@ -280,7 +278,7 @@ def test_no_space_leaves_no_cache(small_config, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr("largebatch.data.build._Writer.write", full)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
         augment.prepare_cache(small_config)
     assert list((tmp_path / "caches").iterdir()) == []

@@ -133,7 +133,7 @@ def test_a_damaged_cache_of_the_run_is_left_as_it_is_and_one_of_the_users_built_
     shutil.copytree(run, copy)
     accuracy = evaluate.evaluate(copy, "test")
     for cache_dir in (cache_of(run), theirs):
-        (path,) = cache_dir.glob("trees-*/test_images.npy")
+        (path,) = cache_dir.glob("trees-*/test_images-00000.npy")
         whole, damaged = path.read_bytes(), damage(path)
         caplog.clear()
         overrides = {} if cache_dir != theirs else {"augment.cache_dir": str(theirs)}

@@ -11,7 +11,7 @@ from etils import epath
 
 import report
 from largebatch import files
-from largebatch.data import images, sources
+from largebatch.data import download, images
 from largebatch.runs.folder import InUse, RunFolder
 from largebatch.runs.predictions import write_csv
 
@@ -31,8 +31,8 @@ def write_predictions(folder):
     write_csv(str(folder / "x.csv"), dataset, np.eye(2))
 
 
-def download(folder):
-    sources.download_eurosat(epath.Path(folder))
+def fetch(folder):
+    download.download_eurosat(epath.Path(folder))
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def mirror(monkeypatch):
         target.write_bytes(b"zip")
         return hashlib.sha256(b"zip").hexdigest()
 
-    monkeypatch.setattr(sources, "_download", arrive)
-    monkeypatch.setattr(sources, "EUROSAT_MIRRORS", (("http://nowhere", hashlib.sha256(b"zip").hexdigest()),))
+    monkeypatch.setattr(download, "_download", arrive)
+    monkeypatch.setattr(download, "EUROSAT_MIRRORS", (("http://nowhere", hashlib.sha256(b"zip").hexdigest()),))
 
 
 def once_before(monkeypatch, owner, name: str, act) -> None:
@@ -61,7 +61,7 @@ def once_before(monkeypatch, owner, name: str, act) -> None:
 
 
 @pytest.mark.usefixtures("mirror")
-@pytest.mark.parametrize("write", [write_json, write_page, write_predictions, download])
+@pytest.mark.parametrize("write", [write_json, write_page, write_predictions, fetch])
 def test_two_containers_of_one_host_name_and_pid_write_the_same_file(write, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)
     for owner in (pathlib.Path, type(epath.Path(tmp_path))):

@@ -8,9 +8,10 @@ import zipfile
 
 import numpy as np
 import pytest
-from conftest import make_folder
+from conftest import decode_all, make_folder
 
 from largebatch.data import sources
+from largebatch.data.file_sources import find_images
 from largebatch.data.images import DecodeOptions
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import traces
@@ -32,11 +33,11 @@ def make_special(path, kind):
 
 
 def load(path):
-    return sources.find_source("x", path=str(path)).load()
+    return decode_all(sources.find_source("x", path=str(path)))
 
 
 def find(path):
-    return sources.find_images(str(path), ["a", "b"], DecodeOptions((16, 16)))
+    return find_images(str(path), ["a", "b"], DecodeOptions((16, 16)))
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "socket", "device"])

@@ -17,6 +17,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -48,6 +49,7 @@ PIXEL_TYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
 LINES_AT_ONCE = 256  # of which statistics are taken: 256 * 255**2 < 2**24
 SECONDS_BETWEEN_REPORTS = 10.0
 PARTS = "parts"  # folder of the part records
+OLD_BUILD_SEC = 7 * 24 * 3600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,13 @@ def build_together(plan: CachePlan, needed: bool) -> None:
     sharing = _hosts_sharing(plan, meeting) if needed else []
     rank = sharing.index(jax.process_index()) if needed else 0
     collectives.agreed(functools.partial(build_cache, plan, rank, len(sharing)), needed)
-    collectives.agreed(functools.partial(finish_cache, plan), needed and rank == 0)
+    collectives.agreed(functools.partial(_complete, plan), needed and rank == 0)
+
+
+def _complete(plan: CachePlan) -> None:
+    if not is_whole(plan):  # a network file system showed the hosts' marks to some of them only
+        build_cache(plan)
+    finish_cache(plan)
 
 
 def _leave_mark(plan: CachePlan, meeting: str) -> None:
@@ -133,13 +141,15 @@ def build_cache(plan: CachePlan, host: int = 0, num_hosts: int = 1) -> None:
     Raises:
       UserError: a damaged or unfitting image, or a failing or full disk; what is finished is kept.
     """
+    if plan.folder.exists():  # another process was first, with the same content
+        return
     layout = plan_layout(plan)
     tasks = [task for task in all_tasks(layout) if task.number % num_hosts == host]
     try:
         (plan.build_folder / PARTS).mkdir(parents=True, exist_ok=True)
-        files.remove_stale(plan.folder)
+        _remove_leftovers(plan)
         left = [task for task in tasks if not _is_written(plan.build_folder, task)]
-        _refuse_small_disk(plan, layout, left)
+        _refuse_small_disk(plan, layout)
         rows_left = sum(len(layout.rows_of_file(task.split, task.number)) for task in left)
         progress = _Progress(rows_left)
         kept = f", after {len(tasks) - len(left)} of {len(tasks)} files of a build before" if left != tasks else ""
@@ -150,6 +160,9 @@ def build_cache(plan: CachePlan, host: int = 0, num_hosts: int = 1) -> None:
         if plan.folder.exists():  # another process was first, with the same content
             return
         raise _cannot_write(plan, layout, error) from error
+    except UserError:
+        _remove_if_empty(plan.build_folder)
+        raise
 
 
 def finish_cache(plan: CachePlan) -> None:
@@ -159,16 +172,18 @@ def finish_cache(plan: CachePlan) -> None:
       UserError: a failing disk.
     """
     build = plan.build_folder
+    layout = plan_layout(plan)
     try:
-        layout = plan_layout(plan)
         manifest = _write_small_arrays(plan, layout)
         manifest["manifest_sha256"] = seal_of(manifest)
         _write_whole(build / MANIFEST, json.dumps(manifest, indent=1).encode())
         build.rename(plan.folder)
         files.remove(plan.folder / PARTS)
+        for path in plan.folder.glob(".*"):  # of processes that were killed, or build the same and come second
+            files.remove(path)
     except OSError as error:
         if not plan.folder.exists():
-            raise UserError(f"augment.cache_dir: cannot write {plan.folder} ({error.strerror or error})") from error
+            raise _cannot_write(plan, layout, error) from error
         with contextlib.suppress(OSError):  # another process was first, with the same content
             files.remove(build)
     log.info("cached in %s", plan.folder)
@@ -213,10 +228,39 @@ def _is_written(build: epath.Path, task: FileTask) -> bool:
     return (build / task.images).exists() and (build / task.record).exists()
 
 
-def _refuse_small_disk(plan: CachePlan, layout: RowLayout, left: list[FileTask]) -> None:
-    """Before hours of work: the disk has no room for the files that are left."""
+def _remove_leftovers(plan: CachePlan) -> None:
+    """Removes what killed processes left of this cache, and builds of older content that nobody goes on with.
+
+    Those have other names, since the source changed. One younger than `OLD_BUILD_SEC` is only named.
+    """
+    files.remove_stale(plan.folder)
+    files.remove_stale_in(plan.build_folder)
+    name, _, _ = plan.folder.name.rpartition("-")
+    of_this_set = re.compile(rf"\.{re.escape(name)}-[0-9a-f]{{16}}\.build")
+    for other in plan.folder.parent.iterdir():
+        if other == plan.build_folder or not of_this_set.fullmatch(other.name):
+            continue
+        with contextlib.suppress(OSError):  # another process removes it too, or goes on with it after all
+            if files.seconds_untouched(other) < OLD_BUILD_SEC:
+                num_bytes = files.num_bytes(other)
+                log.info("%s is an unfinished cache of other content, %.2f GB", other, num_bytes / 1e9)
+            else:
+                files.remove(other)
+                log.info("removed %s, an unfinished cache of other content", other)
+
+
+def _remove_if_empty(build: epath.Path) -> None:
+    """Removes the folder of a build that has not finished a file, unless another process has one there."""
+    with contextlib.suppress(OSError):
+        if not any(build.glob("*.npy")) and not any(build.glob(".*.tmp")):
+            files.remove(build)
+
+
+def _refuse_small_disk(plan: CachePlan, layout: RowLayout) -> None:
+    """Before hours of work: the disk has no room for the files that are left, of all hosts that share it."""
     if "://" in os.fspath(plan.folder):
         return
+    left = [task for task in all_tasks(layout) if not _is_written(plan.build_folder, task)]
     needed = sum(len(layout.rows_of_file(task.split, task.number)) for task in left) * layout.row_bytes
     free = shutil.disk_usage(plan.build_folder).free
     if needed > free:
@@ -234,7 +278,7 @@ def _cannot_write(plan: CachePlan, layout: RowLayout, error: OSError) -> UserErr
         if written:
             text += f"; {written} of {len(tasks)} files are kept in {plan.build_folder}: start again to go on"
         else:
-            files.remove(plan.build_folder)
+            _remove_if_empty(plan.build_folder)
     return UserError(text)
 
 
@@ -429,7 +473,10 @@ def _write_small_arrays(plan: CachePlan, layout: RowLayout) -> dict:
     channels = layout.image_shape[-1]
     sums, square_sums = [0] * channels, [0] * channels
     for split in SPLITS:
-        records = [_read_record(plan, FileTask(split, number)) for number in range(layout.num_files(split))]
+        records = [
+            _read_record(plan, FileTask(split, number), len(layout.rows_of_file(split, number)))
+            for number in range(layout.num_files(split))
+        ]
         if split == "train":
             for channel in range(channels):
                 sums[channel] = sum(int(record["sums"][channel]) for record in records)
@@ -462,11 +509,16 @@ def _write_small_arrays(plan: CachePlan, layout: RowLayout) -> dict:
     }
 
 
-def _read_record(plan: CachePlan, task: FileTask) -> dict[str, np.ndarray]:
+def _read_record(plan: CachePlan, task: FileTask, num_rows: int) -> dict[str, np.ndarray]:
+    """Digests and sums; the record of another layout, as other code has it, counts as damaged."""
     path = plan.build_folder / task.record
+    content = path.read_bytes()
     try:
-        with path.open("rb") as file, np.load(io.BytesIO(file.read()), allow_pickle=False) as arrays:
-            return dict(arrays)
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            record = {name: arrays[name] for name in ("digests", "sums", "square_sums")}
+        if record["digests"].shape != (num_rows, 32):
+            raise ValueError(f"{len(record['digests'])} rows, expected {num_rows}")
+        return record
     except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input
         path.unlink(missing_ok=True)  # so that the next start decodes this part again
         raise UserError(f"augment.cache_dir: {path} is damaged ({error}); start again to build it anew") from error

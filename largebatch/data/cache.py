@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import threading
+import weakref
 
 import numpy as np
 from etils import epath
@@ -199,6 +200,7 @@ class _ImagesFile:
             self._file = untrusted.open_any(path)
         except OSError as error:
             raise self._unreadable(error) from error
+        weakref.finalize(self, self._file.close)  # or its end would be a ResourceWarning
         if self._read_at(0, memoryview(start)) != len(header) or start != header:
             raise DamagedCache(f"{path} does not start as an array of the manifest's images")
 

@@ -10,26 +10,30 @@ import pytest
 from etils import epath
 
 import augment
-from largebatch.data import images
-from largebatch.data.cache import (
-    DamagedCache,
-    _seal,
-    _write_arrays,
-    build_cache,
-    one_view,
-    open_cache,
-    open_or_build,
-)
-from largebatch.data.synthetic import synthetic
+from largebatch.data import build as building
+from largebatch.data import known
+from largebatch.data.cache import CACHE_VERSION, DamagedCache, open_cache, open_sound_cache, seal_of
+from largebatch.data.images import DecodeOptions
+from largebatch.data.source import Source
+from largebatch.data.sources import find_source
+from largebatch.data.split import refuse_untrained_classes, split_indices
 from largebatch.errors import UserError
 
 
-def source():
-    return images.Source("small", "small 1", lambda: synthetic(40, 8, 0))
+def source() -> Source:
+    return find_source("synthetic", num_examples=40, options=DecodeOptions((8, 8)))
 
 
-def build(folder):
-    build_cache(folder, source(), 0, "on_device", one_view)
+def plan_of(folder, source: Source) -> building.CachePlan:
+    """The plan of a cache in `folder`."""
+    return building.CachePlan(epath.Path(folder), source, split_indices(source.ids, 0))
+
+
+def build(folder) -> None:
+    """Builds the small cache on one host."""
+    plan = plan_of(folder, source())
+    building.build_cache(plan)
+    building.finish_cache(plan)
 
 
 @pytest.fixture
@@ -46,25 +50,29 @@ def age(path, seconds: float) -> None:
 # ---- what others made -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("manifest", ["{}", "[" * 100_000, '{"cache_version": 1}', "sealed", "fifo"])
+@pytest.mark.parametrize("manifest", ["{}", "[" * 100_000, '{"cache_version": 1}', "sealed", "version 1", "fifo"])
 def test_a_manifest_that_is_none_is_damage(folder, manifest):
     folder.mkdir(parents=True)
     path = folder / "manifest.json"
     if manifest == "fifo":
         os.mkfifo(path)
     elif manifest == "sealed":
-        fields = {"cache_version": 1}
-        path.write_text(json.dumps(fields | {"manifest_sha256": _seal(fields)}))
+        fields = {"cache_version": CACHE_VERSION}
+        path.write_text(json.dumps(fields | {"manifest_sha256": seal_of(fields)}))
+    elif manifest == "version 1":
+        path.write_text(json.dumps({"cache_version": 1, "manifest_sha256": seal_of({"cache_version": 1})}))
     else:
         path.write_text(manifest)
-    with pytest.raises(DamagedCache, match=r"manifest.json (cannot be read|is missing|lacks class_names)"):
+    with pytest.raises(
+        DamagedCache, match=r"manifest.json (cannot be read|is missing|lacks built|is of cache version 1)"
+    ):
         open_cache(folder)
 
 
 def test_an_array_that_is_no_regular_file_is_damage(folder):
     build(folder)
     cache = open_cache(folder)
-    for name in ("val_labels.npy", "val_images.npy"):
+    for name in ("val_labels.npy", "val_images-00000.npy"):
         (folder / name).unlink()
         os.mkfifo(folder / name)
         with pytest.raises(DamagedCache, match=f"{name} cannot be read"):
@@ -82,7 +90,7 @@ def test_an_array_that_is_no_regular_file_is_damage(folder):
 @pytest.mark.parametrize(
     "name", [".small-0123.{}.tmp", ".tmp-small-0123-{}"], ids=["now", "as older code named it"]
 )
-@pytest.mark.parametrize("place", ["train_images.npy", "part/train_images.npy"])
+@pytest.mark.parametrize("place", ["train_images-00000.npy", "part/train_images-00000.npy"])
 def test_a_build_that_still_writes_a_file_is_left_alone(folder, name, place):
     now, dead = (folder.parent / name.format(letter * 32) for letter in "ab")
     for path in (now, dead):
@@ -100,7 +108,7 @@ def test_a_build_that_still_writes_a_file_is_left_alone(folder, name, place):
 
 def test_two_containers_of_one_host_name_and_pid_build_the_same_cache(folder, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    write, started = _write_arrays, []
+    write, started = building._write_files, []
 
     def write_with_company(*arguments):
         if not started:
@@ -108,7 +116,7 @@ def test_two_containers_of_one_host_name_and_pid_build_the_same_cache(folder, mo
             build(folder)  # the other container's, in the middle of this one's
         return write(*arguments)
 
-    monkeypatch.setattr("largebatch.data.cache._write_arrays", write_with_company)
+    monkeypatch.setattr("largebatch.data.build._write_files", write_with_company)
     build(folder)
     open_cache(folder).verify()
     assert list(folder.parent.iterdir()) == [folder]
@@ -124,7 +132,7 @@ def flip(path):
 
 
 DAMAGES = {
-    "array flipped": lambda folder: flip(folder / "val_images.npy"),
+    "array flipped": lambda folder: flip(folder / "val_images-00000.npy"),
     "manifest flipped": lambda folder: flip(folder / "manifest.json"),
     "manifest gone": lambda folder: (folder / "manifest.json").unlink(),
     "all gone": lambda folder: [path.unlink() for path in folder.iterdir()],
@@ -168,13 +176,13 @@ def once_before(monkeypatch, names: list[str], act) -> list:
 def mending(small_config, tmp_path, monkeypatch):
     """A sound cache; `builds` counts those that follow."""
     small_config.augment.cache_dir = str(tmp_path / "caches")
-    mending, build = Mending(small_config), build_cache
+    mending, write = Mending(small_config), building._write_files
 
     def counted(*arguments):
         mending.builds += 1
-        build(*arguments)
+        write(*arguments)
 
-    monkeypatch.setattr("largebatch.data.cache.build_cache", counted)
+    monkeypatch.setattr("largebatch.data.build._write_files", counted)
     return mending
 
 
@@ -199,7 +207,8 @@ def test_a_cache_that_another_process_mended_stays(mending, monkeypatch, damage,
     assert calls
     assert mending.builds == 1
     assert len(renamed) == renamings
-    assert list(mending.folder.parent.iterdir()) == [mending.folder]
+    left = {path.name for path in mending.folder.parent.iterdir()}
+    assert left == {mending.folder.name, known.FOLDER}
 
 
 def test_two_builds_differ_by_a_name_that_caches_built_before_need_not_have(folder):
@@ -210,8 +219,11 @@ def test_two_builds_differ_by_a_name_that_caches_built_before_need_not_have(fold
     second = open_cache(folder).manifest
     names = first.pop("build"), second.pop("build")
     assert names[0] != names[1]
+    assert {"built"} >= {name for name in first if first[name] != second[name]}
+    del first["built"], second["built"]  # whole seconds, which may be the same or not
     assert first == second
-    (folder / "manifest.json").write_text(json.dumps(first | {"manifest_sha256": _seal(first)}))
+    first["built"] = ""
+    (folder / "manifest.json").write_text(json.dumps(first | {"manifest_sha256": seal_of(first)}))
     open_cache(folder).verify()
 
 
@@ -224,24 +236,13 @@ def test_a_damaged_cache_that_cannot_be_removed_is_named(folder, monkeypatch):
 
     monkeypatch.setattr(type(folder), "rename", refuse)
     with pytest.raises(UserError, match=r"augment\.cache_dir: cannot remove .*small-0123 \(Permission denied\)"):
-        open_or_build(folder, source(), 0, "on_device", one_view)
+        open_sound_cache(folder)
 
 
 # ---- data that make no cache ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda d: dataclasses.replace(d, images=d.images[:, :, :6]), "dataset.image_size: images are 6x8 pixels"),
-        (
-            lambda d: dataclasses.replace(d, class_names=[*d.class_names, "empty"]),
-            "dataset: no training image is left for class empty",
-        ),
-    ],
-)
-def test_images_that_cannot_be_trained_on_leave_no_cache(folder, change, message):
-    bad = images.Source("bad", "bad 1", lambda: change(synthetic(40, 8, 0)))
-    with pytest.raises(UserError, match=message):
-        build_cache(folder, bad, 0, "on_device", one_view)
-    assert not folder.exists()
+def test_a_class_without_a_training_image_is_named(folder):
+    empty = dataclasses.replace(source(), class_names=[*source().class_names, "empty"])
+    with pytest.raises(UserError, match="dataset: no training image is left for class empty"):
+        refuse_untrained_classes(empty, split_indices(empty.ids, 0))

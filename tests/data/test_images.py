@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_folder
+from conftest import ROOT, decode_all, make_folder
 from PIL import Image
 
 from configs import default
 from largebatch.data import images, sources
+from largebatch.data.file_sources import find_images
 from largebatch.errors import UserError
 
 
@@ -90,7 +91,9 @@ from largebatch.errors import UserError
 from PIL import GifImagePlugin, PngImagePlugin, TiffImagePlugin
 if sys.argv[1:]:
     try:
-        sources.find_source("x", path=sys.argv[1]).load()
+        source = sources.find_source("x", path=sys.argv[1])
+        with source.open() as read:
+            read(range(len(source.ids)))
     except UserError as error:
         print(error)
 print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
@@ -138,8 +141,9 @@ def test_the_cap_on_pixels_holds_in_both_directions(tmp_path, pack):
         with pytest.raises(
             UserError, match=rf"\.png: ({found}|[\d,]+ bytes); allowed: up to .*dataset.max_image_pixels"
         ):
-            sources.find_source("x", path=str(path), max_image_pixels=low).load()
-    assert sources.find_source("x", path=str(path), max_image_pixels=256).load().images.shape[1:] == (16, 16, 3)
+            decode_all(sources.find_source("x", path=str(path), max_image_pixels=low))
+    dataset = decode_all(sources.find_source("x", path=str(path), max_image_pixels=256))
+    assert dataset.images.shape[1:] == (16, 16, 3)
 
 
 @quiet_pillow
@@ -152,11 +156,10 @@ def test_the_cap_on_pixels_names_them(tmp_path):
         with pytest.raises(
             UserError, match=rf"a/0.png: {found}; allowed: up to {low:,}, or a larger dataset.max_image"
         ):
-            sources.find_source("x", path=str(tmp_path / "images"), max_image_pixels=low).load()
+            decode_all(sources.find_source("x", path=str(tmp_path / "images"), max_image_pixels=low))
     for high in (4096, 10**12):
-        assert (
-            sources.find_source("x", path=str(tmp_path / "images"), max_image_pixels=high).load().images.max() == 0
-        )
+        source = sources.find_source("x", path=str(tmp_path / "images"), max_image_pixels=high)
+        assert decode_all(source).images.max() == 0
 
 
 def test_the_cap_on_bytes_holds_in_both_directions(tmp_path):
@@ -164,8 +167,8 @@ def test_the_cap_on_bytes_holds_in_both_directions(tmp_path):
     with (folder / "a" / "a_3.png").open("ab") as file:
         file.truncate(1025)
     for read in (
-        lambda cap: sources.find_source("x", path=str(folder), max_image_pixels=cap).load(),
-        lambda cap: sources.find_images(str(folder), ["a", "b"], SQUARE, cap),
+        lambda cap: decode_all(sources.find_source("x", path=str(folder), max_image_pixels=cap)),
+        lambda cap: find_images(str(folder), ["a", "b"], SQUARE, cap),
     ):
         with pytest.raises(
             UserError, match=r"a/a_3.png: 1,025 bytes; allowed: up to 1,024, or a larger dataset.max_im"
@@ -180,8 +183,8 @@ def test_an_entry_of_a_tfds_set_is_held_to_the_cap(tmp_path):
     rows = [(png((16, 16), seed=i), i % 2, f"{i}.png") for i in range(12)]
     write_prepared_tfds(tmp_path, "tiny", rows, ["a", "b"])
     with pytest.raises(UserError, match=r"\.png: .*; allowed: up to .*dataset.max_image_pixels"):
-        sources.find_source("tiny", path=str(tmp_path), max_image_pixels=100).load()
-    assert len(sources.find_source("tiny", path=str(tmp_path), max_image_pixels=256).load().labels) == 12
+        decode_all(sources.find_source("tiny", path=str(tmp_path), max_image_pixels=100))
+    assert len(decode_all(sources.find_source("tiny", path=str(tmp_path), max_image_pixels=256)).labels) == 12
 
 
 def test_the_cap_does_not_change_the_fingerprint(tmp_path):

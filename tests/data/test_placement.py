@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import decode_all
 
 import augment
+from largebatch.data.images import DecodeOptions
 from largebatch.data.placement import bytes_per_device, place
+from largebatch.data.sources import find_source
 from largebatch.data.split import split_indices
-from largebatch.data.synthetic import synthetic
 from largebatch.hosts import memory
 from largebatch.training.setup import choose_sharding
 
@@ -24,8 +26,9 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
     cache = augment.prepare_cache(small_config)
     sharding = choose_sharding(None, cache.count("train"), num_devices, 8)
-    data = place(cache, sharding, small_config.dataset.split_seed)
-    dataset = synthetic(100, 16, 0)
+    expand = augment.expansion(storage, 8)
+    data = place(cache, sharding, small_config.dataset.split_seed, expand)
+    dataset = decode_all(find_source("synthetic", num_examples=100, options=DecodeOptions((16, 16))))
     original_and_view = {}
     for original in split_indices(dataset.example_ids, 0)["train"]:
         for view, image in enumerate(augment.expand(dataset.images[original][None], 8)[0]):
@@ -40,10 +43,12 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     assert sorted(seen) == sorted(original_and_view.values())
     assert len(seen) == 640
     assert cache.count("val") == len(data.val_labels) == 10
-    assert data.train["images"].nbytes == bytes_per_device(cache, sharding)["training images"] * num_devices
+    of_images = bytes_per_device(cache, sharding, 8 if storage == "expanded" else 1)
+    assert data.train["images"].nbytes == num_devices * of_images["training images"]
 
 
-def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config, monkeypatch):
+@pytest.mark.parametrize("storage", ["on_device", "expanded"])
+def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config, monkeypatch, storage):
     made, make = [], memory.aligned_empty
 
     def remember(*arguments):
@@ -53,6 +58,6 @@ def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config
     monkeypatch.setattr(memory, "aligned_empty", remember)
     cache = augment.prepare_cache(small_config)
     sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
-    data = place(cache, sharding, small_config.dataset.split_seed)
+    data = place(cache, sharding, small_config.dataset.split_seed, augment.expansion(storage, 8))
     shards = [shard.data.unsafe_buffer_pointer() for shard in data.train["images"].addressable_shards]
     assert set(shards) <= {array.ctypes.data for array in made}  # no second copy

@@ -8,13 +8,13 @@ import zipfile
 
 import numpy as np
 import pytest
-from conftest import make_folder
+from conftest import decode_all, make_folder
 from etils import epath
 from PIL import Image
 
-from largebatch.data import sources
+from largebatch.data import download, sources
+from largebatch.data.images import DecodeOptions
 from largebatch.data.split import split_indices
-from largebatch.data.synthetic import synthetic
 from largebatch.errors import UserError
 
 CLASSES = {"Forest": 12, "River": 9, "SeaLake": 9}
@@ -89,7 +89,7 @@ def test_zip_folder_and_tfds_give_the_same_splits(tmp_path):
     np.random.default_rng(1).shuffle(rows)
     write_prepared_tfds(tmp_path / "tfds", "eurosat/rgb", rows, names)
     contents = [
-        split_contents(sources.find_source("eurosat", path=str(path)).load())
+        split_contents(decode_all(sources.find_source("eurosat", path=str(path))))
         for path in (folder, outer, plain, nested, tmp_path / "tfds")
     ]
     assert {name: len(rows) for name, rows in contents[0].items()} == {"train": 24, "val": 3, "test": 3}
@@ -97,14 +97,14 @@ def test_zip_folder_and_tfds_give_the_same_splits(tmp_path):
         assert other == contents[0]
     ids = [example_id for rows in contents[0].values() for example_id, *_ in rows]
     assert len(set(ids)) == 30
-    assert split_contents(sources.find_source("x", path=str(folder)).load(), seed=1) != contents[0]
+    assert split_contents(decode_all(sources.find_source("x", path=str(folder))), seed=1) != contents[0]
 
 
 def test_reading_tfds_does_not_import_tensorflow(tmp_path):
     import sys
 
     write_prepared_tfds(tmp_path, "tiny", [(png(seed=i), i % 2, f"{i}.png") for i in range(12)], ["a", "b"])
-    dataset = sources.find_source("tiny", path=str(tmp_path)).load()
+    dataset = decode_all(sources.find_source("tiny", path=str(tmp_path)))
     assert dataset.example_ids[:2] == ["a/0.png", "b/1.png"]
     assert dataset.labels.tolist() == [0, 1] * 6
     assert "tensorflow" not in sys.modules
@@ -139,12 +139,10 @@ def test_split_is_80_10_10_of_every_example_once():
     assert [ids[shuffled[i]] for i in again["val"]] == [ids[i] for i in split["val"]]
 
 
-def test_image_size_resizes_and_mixed_sizes_need_it(tmp_path):
+def test_image_size_resizes_mixed_sizes(tmp_path):
     folder = make_folder(tmp_path / "images", {"a": 6, "b": 6})
     (folder / "b" / "odd.png").write_bytes(png((8, 12)))
-    with pytest.raises(UserError, match=r"dataset.image_size: b/odd.png is 12x8 pixels, .* is 16x16"):
-        sources.find_source("x", path=str(folder)).load()
-    small = sources.find_source("x", path=str(folder), image_size=8).load().images
+    small = decode_all(sources.find_source("x", path=str(folder), options=DecodeOptions((8, 8)))).images
     assert small.shape == (13, 8, 8, 3)
     large = np.asarray(Image.open(folder / "a" / "a_0.png"), np.float64)
     means = large.reshape(8, 2, 8, 2, 3).mean((1, 3))
@@ -156,7 +154,7 @@ def test_all_promised_kinds_of_image_are_read(tmp_path):
     Image.open(folder / "a" / "a_0.png").save(folder / "a" / "tif.tif")
     Image.open(folder / "a" / "a_0.png").save(folder / "b" / "upper.JPG", "JPEG")
     (folder / "readme.txt").write_text("no image")
-    dataset = sources.find_source("x", path=str(folder)).load()
+    dataset = decode_all(sources.find_source("x", path=str(folder)))
     assert dataset.images.shape == (14, 16, 16, 3)
     by_id = dict(zip(dataset.example_ids, dataset.images, strict=True))
     np.testing.assert_array_equal(by_id["a/tif.tif"], by_id["a/a_0.png"])
@@ -214,7 +212,7 @@ def test_a_truncated_or_corrupt_image_is_named(tmp_path, keep):
     broken = folder / "b" / "b_3.jpg"
     broken.write_bytes(broken.read_bytes()[:keep] if keep else b"not an image")
     with pytest.raises(UserError, match=r"b/b_3.jpg: damaged image"):
-        sources.find_source("x", path=str(folder)).load()
+        decode_all(sources.find_source("x", path=str(folder)))
 
 
 def test_a_flipped_byte_inside_a_zip_is_named(tmp_path):
@@ -223,18 +221,7 @@ def test_a_flipped_byte_inside_a_zip_is_named(tmp_path):
     content[content.find(b"IDAT") + 20] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"\w/\w_\d.png: damaged image"):
-        sources.find_source("x", path=str(path)).load()
-
-
-def test_mixed_depths_and_channels_are_named(tmp_path):
-    folder = make_folder(tmp_path / "images", {"a": 5, "b": 5})
-    Image.fromarray(np.zeros((16, 16), np.uint16)).save(folder / "a" / "deep.tif")
-    with pytest.raises(UserError, match=r"a/deep.tif has 1 of uint16, a/a_0.png has 3 of uint8"):
-        sources.find_source("x", path=str(folder)).load()
-    (folder / "a" / "deep.tif").unlink()
-    (folder / "a" / "grey.png").write_bytes(png((16, 16), mode="L"))
-    with pytest.raises(UserError, match=r"dataset.channels: a/grey.png has 1 of uint8, a/a_0.png has 3 of uint8"):
-        sources.find_source("x", path=str(folder)).load()
+        decode_all(sources.find_source("x", path=str(path)))
 
 
 def test_fewer_than_ten_examples_are_refused():
@@ -252,7 +239,9 @@ def test_the_fingerprint_changes_with_the_content(tmp_path):
     zip_of(folder, archive)
     after = [sources.find_source("x", path=str(p)).fingerprint for p in (folder, archive)]
     assert not set(before) & set(after)
-    assert sources.find_source("x", path=str(folder), image_size=8).fingerprint not in before + after
+    assert (
+        sources.find_source("x", path=str(folder), options=DecodeOptions((8, 8))).fingerprint not in before + after
+    )
 
 
 @pytest.fixture
@@ -277,10 +266,10 @@ def test_download_checks_the_sha256_and_is_kept(tmp_path, web, monkeypatch):
     archive = zip_of(make_folder(tmp_path / "images", CLASSES), root / "EuroSAT.zip")
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
     mirrors = (("http://127.0.0.1:1/gone.zip", "0" * 64), (f"{address}/EuroSAT.zip", sha256))
-    monkeypatch.setattr(sources, "EUROSAT_MIRRORS", mirrors)
+    monkeypatch.setattr(download, "EUROSAT_MIRRORS", mirrors)
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "no_tfds"))
     source = sources.find_source("eurosat", cache_dir=str(tmp_path / "cache"))
-    assert len(source.load().labels) == 30
+    assert len(decode_all(source).labels) == 30
     assert [p.name for p in (tmp_path / "cache").iterdir()] == ["EuroSAT.zip"]
     archive.unlink()
     assert sources.find_source("eurosat", cache_dir=str(tmp_path / "cache")).fingerprint == source.fingerprint
@@ -290,9 +279,9 @@ def test_a_wrong_checksum_or_no_network_keeps_nothing(tmp_path, web, monkeypatch
     root, address = web
     (root / "EuroSAT.zip").write_bytes(b"something else")
     mirrors = (("http://127.0.0.1:1/gone.zip", "0" * 64), (f"{address}/EuroSAT.zip", "1" * 64))
-    monkeypatch.setattr(sources, "EUROSAT_MIRRORS", mirrors)
+    monkeypatch.setattr(download, "EUROSAT_MIRRORS", mirrors)
     with pytest.raises(UserError) as error:
-        sources.download_eurosat(epath.Path(tmp_path / "cache"))
+        download.download_eurosat(epath.Path(tmp_path / "cache"))
     found = hashlib.sha256(b"something else").hexdigest()
     assert "gone.zip cannot be fetched" in str(error.value)
     assert f"has SHA-256 {found}, expected {'1' * 64}" in str(error.value)
@@ -333,7 +322,7 @@ def test_eurosat_without_a_path_uses_a_prepared_tfds_set(tmp_path, monkeypatch):
 
 
 def test_the_real_eurosat(eurosat_zip):
-    dataset = sources.find_source("eurosat", path=str(eurosat_zip)).load()
+    dataset = decode_all(sources.find_source("eurosat", path=str(eurosat_zip)))
     assert dataset.images.shape == (27_000, 64, 64, 3)
     assert dataset.class_names[0] == "AnnualCrop"
     assert np.bincount(dataset.labels).tolist() == [3000, 3000, 3000, 2500, 2500, 2000, 2500, 3000, 2500, 3000]
@@ -356,7 +345,7 @@ def mean_colour_accuracy(train, val) -> float:
 
 
 def test_mean_colour_does_not_tell_the_synthetic_classes():
-    dataset = synthetic(960, 32, 0)
+    dataset = decode_all(sources.find_source("synthetic"))
     split = split_indices(dataset.example_ids, 0)
     parts = [(dataset.images[rows].astype(np.float64), dataset.labels[rows]) for rows in split.values()]
     assert mean_colour_accuracy(parts[0], parts[1]) < 0.6

@@ -11,6 +11,7 @@ from etils import epath
 from figures import record
 from ml_collections import config_dict
 
+import augment
 import train
 from largebatch.data.cache import DamagedCache, open_cache
 from largebatch.data.placement import place
@@ -103,7 +104,7 @@ def damage_caches(run: FinishedRun, count: int, rng: random.Random) -> dict:
                 cache.verify()
             else:
                 sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
-                place(cache, sharding, run.config.dataset.split_seed)
+                place(cache, sharding, run.config.dataset.split_seed, augment.expansion("expanded", 8))
 
         trouble = trouble_of(read)
         outcomes[kind if trouble else "restored silently"] += 1

@@ -50,7 +50,7 @@ jax.pmap = lambda *arguments, **options: counted("collective", make_pmap(*argume
 
 import train  # noqa: E402  after jax.pmap
 from configs import default  # noqa: E402
-from largebatch.data import cache  # noqa: E402
+from largebatch.data import build  # noqa: E402
 from largebatch.errors import UserError  # noqa: E402
 from largebatch.hosts import collectives, meeting, preemption  # noqa: E402
 from largebatch.hosts.start import HOST_INDEX_VARIABLE, start_jax  # noqa: E402
@@ -61,8 +61,8 @@ count_inside("collective", collectives, "gather")
 count_inside("meeting", collectives, "gather_text")
 
 
-def hold(build):
-    """`build`, once the other host waits and SECONDS have passed."""
+def hold(build_cache):
+    """`build_cache`, once the other host waits and SECONDS have passed."""
 
     def held(*arguments):
         BUILDING.touch()
@@ -70,7 +70,7 @@ def hold(build):
             time.sleep(SAMPLE_SEC)
         time.sleep(SECONDS)
         BUILT.touch()
-        build(*arguments)
+        build_cache(*arguments)
 
     return held
 
@@ -134,7 +134,7 @@ def run() -> dict:
     samples: list[dict] = []
     start_jax()
     if collectives.is_primary():
-        cache.build_cache = hold(cache.build_cache)
+        build.build_cache = hold(build.build_cache)
     else:
         threading.Thread(target=watch, args=(samples,), daemon=True).start()
     summary = train.train_and_evaluate(small_config(), str(FOLDER / "run"))

@@ -169,7 +169,7 @@ def test_evaluation_on_two_hosts_is_that_of_one(tmp_path):
     result = run_script(*command[1:], cwd=hosts[0])
     assert result.returncode == 0, result.stderr
     shutil.copytree(hosts[0] / "cache", hosts[1] / "cache")
-    (images,) = hosts[1].glob("cache/*/val_images.npy")
+    (images,) = hosts[1].glob("cache/*/val_images-00000.npy")
     content = images.read_bytes()
     images.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     evaluate = [str(ROOT / "evaluate.py"), "run", "--config.augment.cache_dir=cache", "--out"]

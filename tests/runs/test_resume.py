@@ -9,7 +9,7 @@ import signal
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import run_script
+from conftest import decode_all, run_script
 
 import augment
 import train
@@ -17,6 +17,7 @@ from experiment import Experiment, ProgramCache
 from largebatch.config import fields
 from largebatch.data import sources
 from largebatch.data.cache import Cache
+from largebatch.data.images import DecodeOptions
 from largebatch.data.split import split_indices
 from largebatch.errors import UserError
 from largebatch.hosts import preemption
@@ -449,8 +450,8 @@ def poisoned(config, monkeypatch):
 
         return poisoned_loss
 
-    source = sources.find_source("synthetic", num_examples=100, image_size=16).load()
-    views = augment.expand(source.images[split_indices(source.example_ids, 0)["train"]], 8)
+    dataset = decode_all(sources.find_source("synthetic", num_examples=100, options=DecodeOptions((16, 16))))
+    views = augment.expand(dataset.images[split_indices(dataset.example_ids, 0)["train"]], 8)
     sums = (views.astype(int) * weights).sum(axis=(2, 3, 4)).ravel()
     poison = sums[5]
     assert np.count_nonzero(sums == poison) == 1
