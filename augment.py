@@ -22,6 +22,7 @@ from etils import epath
 from largebatch.data import images, known, sources
 from largebatch.data.build import CachePlan, build_together
 from largebatch.data.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
+from largebatch.data.colours import to_rgb8
 from largebatch.data.estimate import BuildEstimate, estimate_build
 from largebatch.data.placement import read_rows
 from largebatch.data.random_augment import RandomAugment
@@ -314,9 +315,10 @@ def draw_preview(cache: Cache, num_views: int, path: str, num_images: int = 4, s
     gap = 2
     sheet = np.full((len(rows) * (height + gap) - gap, num_views * (width + gap) - gap, 3), 255, np.uint8)
     for row, original in enumerate(originals):
+        colours = to_rgb8(original)
         for view in range(num_views):
             y, x = row * (height + gap), view * (width + gap)
-            sheet[y : y + height, x : x + width] = apply_view(original, view)
+            sheet[y : y + height, x : x + width] = apply_view(colours, view)
     picture = Image.fromarray(sheet)
     try:
         picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST).save(path)

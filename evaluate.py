@@ -216,15 +216,25 @@ def name_foreign(run_folder: Path, field: str, path: str) -> None:
 
 
 def read_images(path: str, run: TrainedRun) -> Dataset:
-    """All images in a folder or zip, in the size of the run's, on every host; see `file_sources.find_images`.
+    """All images in a folder or zip, as large as the run's and with their channels, on every host.
 
     Raises:
-      UserError: a host cannot read them, or not the same ones; on every host.
+      UserError: a host cannot read them, or not the same ones, or they are of 8 bits where the run's are of 16, or
+        the other way round; on every host.
     """
     height, width, channels = run.data["image_shape"]
     options = DecodeOptions((height, width), run.config.dataset.resize, channels)
     class_names, max_pixels = run.data["class_names"], run.config.dataset.max_image_pixels
-    dataset = collectives.agreed(lambda: file_sources.find_images(path, class_names, options, max_pixels))
+    dtype = run.data.get("image_dtype", "uint8")  # runs from before 16 bits do not say it
+
+    def find() -> Dataset:
+        dataset = file_sources.find_images(path, class_names, options, max_pixels)
+        if dataset.images.dtype != dtype:
+            found = f"{dataset.example_ids[0]} is of {dataset.images.dtype}"
+            raise UserError(f"--images: {found}; allowed: {dtype}, as the images of {run.path}")
+        return dataset
+
+    dataset = collectives.agreed(find)
     digest = hashlib.sha256(dataset.images)
     digest.update("\n".join(dataset.example_ids).encode())
     if len(set(collectives.gather_text(digest.hexdigest()))) > 1:

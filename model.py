@@ -199,7 +199,7 @@ def whitening_shape(image_shape: tuple[int, int, int]) -> tuple[int, int, int, i
 
 
 def whitening_kernel(images: np.ndarray, mean, std) -> np.ndarray:
-    """The frozen kernel of stem "whitened" for uint8 training images [N, H, W, C]."""
+    """The frozen kernel of stem "whitened" for integer training images [N, H, W, C]."""
     images = (images.astype(np.float32) - np.float32(mean)) / np.float32(std)
     return normalisation.whitening_kernel(images, *WHITENED, WHITENING_EPSILON)
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from conftest import assert_one_line_error, make_folder, run_script
+from PIL import Image
 
 import evaluate
 import train
@@ -259,3 +261,46 @@ def test_bad_input_is_one_line(run, tmp_path):
     assert result.stderr.splitlines()[-1].endswith("has no sound checkpoint of a validated step")
     assert "SHA256SUMS is not a list of digests" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def run_on_images(path: Path, image_shape: tuple, dtype: str, resize: str = "stretch") -> evaluate.TrainedRun:
+    """What `read_images` needs of a run."""
+    config = default.get_config()
+    config.dataset.resize = resize
+    data = {"class_names": ["ash", "elm"], "image_shape": list(image_shape), "dtype": dtype}
+    return evaluate.TrainedRun(path / "run", config, data, 1, {})
+
+
+@pytest.mark.parametrize("resize", ["stretch", "crop", "pad"])
+def test_images_get_the_size_channels_and_resize_mode_of_the_run(tmp_path, resize):
+    folder = make_folder(tmp_path / "images", {"elm": 1})
+    with Image.open(folder / "elm" / "elm_0.png") as opened:
+        picture = opened.copy()
+    picture.convert("L").save(folder / "grey.png")
+    dataset = evaluate.read_images(str(folder), run_on_images(tmp_path, (12, 20, 3), "uint8", resize))
+    assert dataset.images.shape == (2, 12, 20, 3)
+    by_id = dict(zip(dataset.example_ids, dataset.images, strict=True))
+    if resize == "stretch":
+        expected = np.asarray(picture.resize((20, 12), Image.Resampling.BILINEAR))
+        np.testing.assert_array_equal(by_id["elm/elm_0.png"], expected)
+    bars = by_id["elm/elm_0.png"][:, [0, 1, 2, 3, 16, 17, 18, 19]]  # of a square, 12 pixels are in the middle
+    assert bars.any() == (resize != "pad")
+    assert np.ptp(by_id["grey.png"], axis=-1).max() == 0
+    grey = evaluate.read_images(str(folder), run_on_images(tmp_path, (12, 20, 1), "uint8"))
+    assert grey.images.shape == (2, 12, 20, 1)
+
+
+def test_images_of_another_depth_or_number_of_bands_than_the_run_s_are_named(tmp_path):
+    deep = tmp_path / "deep"
+    deep.mkdir()
+    tifffile.imwrite(
+        deep / "0.tif", np.zeros((8, 8, 13), np.uint16), photometric="minisblack", planarconfig="contig"
+    )
+    assert evaluate.read_images(str(deep), run_on_images(tmp_path, (8, 8, 13), "uint16")).images.dtype == np.uint16
+    with pytest.raises(UserError, match=r"--images: 0.tif is of uint16; allowed: uint8, as the images of .*run"):
+        evaluate.read_images(str(deep), run_on_images(tmp_path, (8, 8, 13), "uint8"))
+    with pytest.raises(UserError, match=r"0.tif: 13 channels; allowed: 3"):
+        evaluate.read_images(str(deep), run_on_images(tmp_path, (8, 8, 3), "uint16"))
+    shallow = make_folder(tmp_path / "images", {"elm": 1})
+    with pytest.raises(UserError, match=r"--images: elm/elm_0.png is of uint8; allowed: uint16, as the images of"):
+        evaluate.read_images(str(shallow), run_on_images(tmp_path, (8, 8, 3), "uint16"))

@@ -22,7 +22,15 @@ MAY_IMPORT = {
     "training": {"errors", "nn", "hosts", "optim", "data", "runs"},
     "studies": {"errors", "terminal", "hosts", "config", "data", "runs"},
     # Reports are drawn without JAX, from what a run folder holds.
-    "reports": {"errors", "untrusted", "config.fields", "data.images", "runs.reader", "studies.analysis"},
+    "reports": {
+        "errors",
+        "untrusted",
+        "config.fields",
+        "data.colours",
+        "data.images",
+        "runs.reader",
+        "studies.analysis",
+    },
     "doctor": {"errors", "hosts", "optim", "data", "runs", "training"},
     "cli": {"errors", "terminal", "hosts", "config"},
     "pod": {"errors", "hosts", "optim"},

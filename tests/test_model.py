@@ -13,6 +13,7 @@ from largebatch.config.validate import validate
 from largebatch.errors import UserError
 from largebatch.nn import convolution, normalisation
 from largebatch.training.costs import training_costs
+from largebatch.training.loss import make_normalise
 from largebatch.training.state import count_params
 
 COUNTS = {
@@ -126,6 +127,90 @@ def test_networks_are_equal_under_both_convolutions(name):
     one, other = (jax.jit(network.apply)({"params": params}, images) for network in (dot, lax))
     assert float(jnp.abs(one).max()) > 1e-3
     np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+ANY_SHAPES = [(17, 8, 1), (9, 13, 4), (8, 24, 13)]  # odd sizes and rectangles
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name == "resnet50" else []) for name in COUNTS]
+)
+@pytest.mark.parametrize("conv", ["dot", "lax"])
+def test_every_network_takes_any_number_of_channels_and_rectangles(name, conv):
+    """Only the first layer depends on the channels."""
+    network, sizes = models.create_model(name, 7, "float32", conv), {}
+    for image_shape in ANY_SHAPES:
+        images = jax.ShapeDtypeStruct((2, *image_shape), jnp.float32)
+        logits, variables = jax.eval_shape(network.init_with_output, jax.random.key(0), images)
+        assert logits.shape == (2, 7)
+        sizes[image_shape[-1]] = count_params(variables["params"])
+    first = next(leaf.shape for leaf in jax.tree.leaves(variables["params"]) if leaf.shape[2:3] == (13,))
+    weights_of_a_channel = first[0] * first[1] * first[3]
+    assert sizes[4] - sizes[1] == 3 * weights_of_a_channel
+    assert sizes[13] - sizes[4] == 9 * weights_of_a_channel
+
+
+def test_whitened_stems_of_13_channels_are_equal_under_both_convolutions():
+    rng, image_shape = np.random.default_rng(0), (9, 14, 13)
+    images = rng.standard_normal((2, *image_shape)).astype(np.float32)
+    options = {"num_classes": 5, "stem": "whitened", "features": (4,), "blocks": (1,), "hidden": None}
+    dot, lax = (models.ConvNet(conv=conv, **options) for conv in ("dot", "lax"))
+    kernel = rng.standard_normal(models.whitening_shape(image_shape)).astype(np.float32)
+    params, model_state = models.init_variables(dot, image_shape, 0)
+    variables = {"params": params, **models.with_whitening(model_state, kernel)}
+
+    def loss(network, variables):
+        return jnp.square(network.apply(variables, images)).sum()
+
+    one, other = (
+        jax.jit(jax.grad(functools.partial(loss, network)))(variables)["params"] for network in (dot, lax)
+    )
+    for ours, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * float(jnp.abs(theirs).max()))
+
+
+def test_whitening_of_13_channels_has_the_identity_as_covariance():
+    """Of 16-bit images that are no squares, but for what WHITENING_EPSILON adds to each eigenvalue."""
+    rng = np.random.default_rng(0)
+    mixed = rng.standard_normal((16, 21, 34, 13)) @ rng.standard_normal((13, 13))
+    images = np.clip(20_000 + 3_000 * mixed, 0, 65_535).astype(np.uint16)
+    mean, std = images.mean((0, 1, 2)), images.std((0, 1, 2))
+    kernel = models.whitening_kernel(images, mean, std)
+    assert kernel.shape == models.whitening_shape(images.shape[1:]) == (3, 3, 13, 117)
+    windows = np.lib.stride_tricks.sliding_window_view((images - mean) / std, (3, 3), (1, 2))
+    # Where a convolution of stride 2 looks: from row -1 of 21 on, from column 0 of 34; not at patches with padding.
+    patches = windows[:, 1:19:2, 2:32:2].transpose(0, 1, 2, 4, 5, 3).reshape(-1, 117)
+    whitened = patches @ kernel.reshape(117, 117).astype(np.float64)
+    values = np.linalg.eigvalsh(np.cov(patches.T, bias=True))[::-1]
+    expected = np.diag(values / (values + models.WHITENING_EPSILON))
+    np.testing.assert_allclose(np.cov(whitened.T, bias=True), expected, atol=1e-3)
+    assert np.median(np.diag(expected)) > 0.97
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_images_of_16_bits_are_normalised_without_overflow(dtype):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 65_536, (3, 5, 7, 13), np.uint16)
+    images[0], images[1] = 0, 65_535
+    mean, std = rng.uniform(0, 65_535, 13), rng.uniform(100, 20_000, 13)
+    network = models.create_model("convnet", 10, dtype, "lax")
+    found = make_normalise(network, (5, 7, 13), mean, std)(jnp.asarray(images.reshape(3, -1)))
+    assert found.dtype == dtype
+    expected = (images.astype(np.float64) - mean) / std
+    tolerance = 1e-5 if dtype == "float32" else 2**-8
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=tolerance, atol=1e-3)
+
+
+@pytest.mark.parametrize("image_shape", ANY_SHAPES)
+def test_training_costs_of_any_shape_by_hand(image_shape):
+    (height, width, channels), products = image_shape, []
+    for features in (32, 64, 128, 256):
+        height, width = -(-height // 2), -(-width // 2)
+        products.append(2 * height * width * 9 * channels * features)
+        channels = features
+    products += [2 * 256 * 128, 2 * 128 * 10]
+    costs = training_costs(models.create_model("convnet", 10, "float32", "lax"), image_shape)
+    assert costs.flops == 3 * sum(products) - products[0]
 
 
 def test_training_costs_by_hand():

@@ -21,7 +21,7 @@ def find_source(
     source: str = "auto",
     path: str | None = None,
     *,
-    options: images.DecodeOptions | None = None,
+    options: images.DecodeOptions = images.AS_THEY_ARE,
     tfds_split: str = "train",
     num_examples: int = 960,
     seed: int = 0,
@@ -35,7 +35,7 @@ def find_source(
       source: "tfds", "zip", "folder", "synthetic", or "auto" to tell from `name` and `path`.
       path: the zip, the folder of class folders, or the TFDS data directory. EuroSAT needs none: a
         prepared TFDS set is used if there is one, else the zip is downloaded to `cache_dir`.
-      options: what the pixels of a file become; None leaves them as they are.
+      options: how images are decoded; a size is needed where they differ in it.
       tfds_split: which TFDS split (or "train+test") is read, before our own split.
       num_examples, seed: of the synthetic set.
       max_image_pixels: above which an image is refused; its file may have 4 bytes for each.
@@ -43,7 +43,6 @@ def find_source(
     Raises:
       UserError: nothing there, or it is not what `source` says.
     """
-    options = options or images.DecodeOptions()
     if source == "auto":
         source = _guess_source(name, path)
     if source == "synthetic":
@@ -79,6 +78,8 @@ def _guess_source(name: str, path: str | None) -> str:
 
 def _synthetic_source(num_examples: int, seed: int, options: images.DecodeOptions) -> Source:
     height, width = options.size or (DEFAULT_SIZE, DEFAULT_SIZE)
+    if options.channels not in (None, 3):
+        raise UserError(f"dataset.channels: {options.channels}; allowed: 3 with synthetic images")
 
     @functools.cache
     def pixels():

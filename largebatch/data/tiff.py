@@ -21,7 +21,7 @@ logging.getLogger("tifffile").disabled = True  # what is wrong with a picture is
 warnings.filterwarnings("ignore", module="tifffile")
 
 SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-MAX_PAGES = 1024  # one for each band, or smaller copies
+MAX_BANDS = MAX_PAGES = 1024  # a page for each band, or for a smaller copy
 MAX_TAGS = 512  # of a page
 DTYPES = ("uint8", "uint16")
 BYTES_BY_TYPE = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}  # of others, 1
@@ -190,7 +190,9 @@ def _describe(page: tifffile.TiffPage) -> str:
 
 
 def _check_page(page: tifffile.TiffPage) -> None:
-    """Refuses what is not uint8 or uint16, is packed by an unknown codec or lacks a strip."""
+    """Refuses what is not uint8 or uint16, has too many bands, is packed by an unknown codec or lacks a strip."""
+    if page.samplesperpixel > MAX_BANDS:
+        raise Refused(f"{page.samplesperpixel:,} bands; allowed: up to {MAX_BANDS:,}")
     bits, sample_format = page.bitspersample, page.sampleformat
     if str(page.dtype) not in DTYPES or bits != 8 * page.dtype.itemsize:
         known = page.dtype is not None and bits == 8 * page.dtype.itemsize

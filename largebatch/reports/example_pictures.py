@@ -8,18 +8,22 @@ import base64
 import io
 import stat
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from largebatch import untrusted
 from largebatch.data import images
+from largebatch.data.colours import to_rgb8
 from largebatch.errors import UserError
 from largebatch.runs.reader import Run, lies_in
 
 MAX_SIDE = 96  # pixels of a picture, on its longer side
 # What is read of a file that a run names, and decoded of it.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
+# An id is Class/file, or split/Class/file where a set is published in splits, whose folders may have other names.
+ID_PARTS = (2, 3)
+SPLIT_OF_FOLDER = {"validation": "val", "valid": "val", "dev": "val"}
 MAX_DECODED = 1 << 24  # pixels
 MAX_BYTES = images.BYTES_PER_PIXEL * MAX_DECODED  # of a file
 
@@ -63,23 +67,35 @@ class ImageFolder:
         self._root = root
 
     def read(self, example_id: str) -> bytes:
-        """The file of an id Class/file, which leads nowhere else, not by a link either.
+        """The file of an id Class/file or split/Class/file, which leads nowhere else, not by a link either.
 
         Raises:
           FileNotFoundError: there is no such image.
           ValueError: it is too large.
         """
         name = PurePosixPath(example_id)
-        if name.is_absolute() or len(name.parts) != 2 or ".." in name.parts:
+        if name.is_absolute() or len(name.parts) not in ID_PARTS or ".." in name.parts:
             raise FileNotFoundError(example_id)
         if name.suffix.lower() not in IMAGE_SUFFIXES:
             raise FileNotFoundError(example_id)
-        for folder in (self._root, *sorted(path for path in self._root.iterdir() if path.is_dir())):
-            path = folder / name
+        for path in self._candidates(name):
             if path.is_file() and lies_in(path, self._root):
                 _check_size(path.stat().st_size)
                 return path.read_bytes()
         raise FileNotFoundError(example_id)
+
+    def _candidates(self, name: PurePosixPath) -> Iterator[Path]:
+        """Where an image may lie: class folders, or those of the splits, may be in a folder of their own."""
+        class_and_file = Path(*name.parts[-2:])
+        for outer in (self._root, *_folders_in(self._root)):
+            if len(name.parts) == 2:
+                yield outer / class_and_file
+            else:
+                yield from (
+                    folder / class_and_file
+                    for folder in _folders_in(outer)
+                    if _split_named(folder.name) == name.parts[0]
+                )
 
     def __enter__(self):
         return self
@@ -88,15 +104,29 @@ class ImageFolder:
         pass
 
 
+def _folders_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir())
+
+
+def _split_named(folder: str) -> str:
+    return SPLIT_OF_FOLDER.get(folder.lower(), folder.lower())
+
+
 class ImageZip:
-    """A zip of class folders. An id is the last two parts of a name in it: folders around them are not in an id."""
+    """A zip of class folders. An id is the last two parts of a name in it, or three with the folder of a split."""
 
     def __init__(self, path: Path):
         self._archive = zipfile.ZipFile(path)
-        self._entries = {"/".join(entry.filename.split("/")[-2:]): entry for entry in self._archive.infolist()}
+        self._entries = {}
+        for entry in self._archive.infolist():
+            *folders, name = entry.filename.split("/")
+            class_and_file = "/".join([*folders[-1:], name])
+            self._entries[class_and_file] = entry
+            if len(folders) > 1:
+                self._entries[f"{_split_named(folders[-2])}/{class_and_file}"] = entry
 
     def read(self, example_id: str) -> bytes:
-        """The file of an id Class/file.
+        """The file of an id Class/file or split/Class/file.
 
         Raises:
           KeyError: there is no such file.
@@ -186,7 +216,8 @@ def read_picture(source: ImageFolder | ImageZip, example_id: str) -> str | None:
     file = images.ImageFile(example_id, 0, len(content), lambda: content)
     try:
         with images.pillow_limited_to(MAX_DECODED):
-            image = Image.fromarray(images.decode(file, None, images.Limits(MAX_DECODED)))
+            pixels = images.decode(file, images.AS_THEY_ARE, images.Limits(MAX_DECODED))
+            image = Image.fromarray(to_rgb8(pixels))
     except UserError:
         return None
     image.thumbnail((MAX_SIDE, MAX_SIDE))

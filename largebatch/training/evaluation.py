@@ -23,7 +23,7 @@ def make_predict(logits_fn: Callable, micro_batch_size: int, *, packed: bool = F
     """Logits of a sharded split, pmapped.
 
     Args:
-      logits_fn: (params, uint8 images [M, ...]) -> float32 logits [M, num_classes].
+      logits_fn: (params, integer images [M, ...]) -> float32 logits [M, num_classes].
       micro_batch_size: images per forward pass, per device.
       packed: each device has a run of its own; its logits stay where they are.
     Returns:

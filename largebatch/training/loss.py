@@ -1,4 +1,4 @@
-"""From uint8 images to logits and the loss."""
+"""From integer images, uint8 or uint16, to logits and the loss."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def make_normalise(network, image_shape, mean, std):
 
 
 def make_logits_fn(network, image_shape, mean, std):
-    """(variables, uint8 images [M, H * W * C]) -> float32 logits, as for evaluation.
+    """(variables, integer images [M, H * W * C]) -> float32 logits, as for evaluation.
 
     Variables are {"params": ..., and the collections that `model.init_variables` gives}.
     """

@@ -20,6 +20,8 @@ from largebatch.optim.batch_sizes import resolve_batch_size
 BAD_FIELDS = {
     "dataset.source": "disk",
     "dataset.image_size": 4,
+    "dataset.resize": "squash",
+    "dataset.channels": 0,
     "dataset.split_seed": -1,
     "augment.views": "some",
     "augment.storage": "both",
@@ -86,6 +88,21 @@ def test_a_number_that_float32_rounds_to_a_limit_is_refused(field, value):
     with c.ignore_type():
         c.update_from_flattened_dict({field: value})
     with pytest.raises(UserError, match=rf"^{re.escape(field)}: .*; allowed: a number .* in float32"):
+        validate(c, models.MODELS)
+
+
+@pytest.mark.parametrize("size", [None, 8, 1024, (8, 12), [1024, 8]])
+def test_an_image_size_is_a_square_or_height_and_width(size):
+    c = default.get_config()
+    c.dataset.image_size = size
+    validate(c, models.MODELS)
+
+
+@pytest.mark.parametrize("size", [7, 1025, True, 8.0, "8", (8,), (8, 8, 3), (8, 7), (8, None)])
+def test_other_image_sizes_are_refused(size):
+    c = default.get_config()
+    c.dataset.image_size = size
+    with pytest.raises(UserError, match=r"dataset.image_size: .*; allowed: an integer from 8 to 1024, a tuple"):
         validate(c, models.MODELS)
 
 

@@ -4,12 +4,14 @@ import io
 import random
 import struct
 import time
+import tracemalloc
 
 import imagecodecs
 import numpy as np
 import pytest
 import tifffile
 
+from largebatch.data import images
 from largebatch.data.images import DecodeOptions, ImageFile, Limits, decode
 from largebatch.errors import UserError
 
@@ -202,14 +204,15 @@ def deflate_bomb() -> bytes:
 
 
 def picture_bomb(codec: str) -> bytes:
-    """A strip of 16 x 16 pixels in which a codec finds 4,000 x 4,000."""
-    encode = {"jpeg": imagecodecs.jpeg_encode, "jpeg2000": imagecodecs.jpeg2k_encode}[codec]
-    options = {"codecformat": "j2k"} if codec == "jpeg2000" else {}
-    strip = encode(np.zeros((4000, 4000), np.uint8), **options)
+    """Four strips of 16 x 16 pixels, in each of which a codec finds 4,000 x 4,000."""
+    if codec == "jpeg":
+        strip = imagecodecs.jpeg_encode(np.zeros((4000, 4000), np.uint8))
+    else:
+        strip = imagecodecs.jpeg2k_encode(np.zeros((4000, 4000), np.uint8), codecformat="j2k")
     content = write_bands(np.zeros((16, 16, 4), np.uint8), "planar", compression=codec, rowsperstrip=16)
-    content = patched(patched(content, 277, 1) + strip, 273, len(content))
-    content = patched(content, 338, 0, 0)
-    return patched(patched(content, 279, len(strip)), 258, 16)
+    positions = struct.pack("<8L", *[len(content) + 32] * 4, *[len(strip)] * 4)
+    content = patched(patched(content, 273, len(content), 4), 279, len(content) + 16, 4)
+    return content + positions + strip
 
 
 BANDS = write_bands(np.zeros((16, 16, 13), np.uint16), "interleaved")
@@ -226,7 +229,7 @@ HOSTILE = {
         ),
         "256 pixels, which take as much as",
     ),
-    "a million bands": (lambda: patched(BANDS, 277, 60_000), ""),
+    "60,000 bands": (lambda: patched(BANDS, 277, 60_000), "60,000 bands; allowed: up to 1,024"),
     "a million pages": (lambda: many_pages(1_000_000), "over 1,024 pages; allowed: up to 1,024"),
     "circle of pages": (circle, "damaged image (its pages lead in a circle)"),
     "page of 60,000 tags": (
@@ -242,15 +245,21 @@ HOSTILE = {
     "cut": (lambda: BANDS[: len(BANDS) - 100], "damaged image"),
     "cut in the header": (lambda: BANDS[:40], "damaged image"),
     "deflate bomb": (deflate_bomb, "damaged image"),
+    "JPEG bomb": (lambda: picture_bomb("jpeg"), "damaged image (a strip or tile of 16,000,000 pixels"),
+    "JPEG 2000 bomb": (lambda: picture_bomb("jpeg2000"), "damaged image (a strip or tile of 16,000,000 pixels"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_tiffs_are_one_line_at_once(name):
+def test_hostile_tiffs_are_one_line_at_once_in_little_memory(name):
     make, words = HOSTILE[name]
     content = make()
     begin = time.perf_counter()
+    tracemalloc.start()
     assert words in refused(content, max_pixels=89_478_485)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * len(content) + 2**21  # the file once more, without the tags that are not needed
     assert time.perf_counter() - begin < 5
 
 
@@ -261,6 +270,21 @@ def test_the_limits_hold_in_both_directions():
     deep = imagecodecs.png_encode(np.zeros((16, 16, 3), np.uint16))
     assert read(deep, max_pixels=512).shape == (16, 16, 3)
     assert "a/0.tif: 256 pixels, of 8 bytes; allowed: up to 511" in refused(deep, max_pixels=511)
+
+
+def test_bands_take_their_room_until_they_are_resized(monkeypatch):
+    """Threads together hold no more pixels than one image may have."""
+    limits, while_resizing = Limits(10**6), []
+
+    def look(pixels, *_):
+        while_resizing.append(10**6 - limits.pixels._left)
+        return pixels
+
+    monkeypatch.setattr(images, "resized", look)
+    for content in (BANDS, imagecodecs.png_encode(np.zeros((16, 16), np.uint16))):
+        decode(ImageFile("a", 0, len(content), lambda content=content: content), AS_IT_IS, limits)
+    assert while_resizing == [3328, 512]
+    assert limits.pixels._left == 10**6
 
 
 def outcome_of(content: bytes) -> str:

@@ -19,6 +19,7 @@ from conftest import make_folder, run_script
 from figures import record
 from PIL import Image
 from test_images import black_png, gif_of_a_large_frame, tiff_of_many_strips, write_zip
+from test_tiff import circle, deflate_bomb, many_pages
 from test_untrusted import HOSTILE_ZIPS, make_special, rewrite, zip_of_two
 
 from configs import default
@@ -253,6 +254,9 @@ HOSTILE: dict[str, Callable] = {
     "40,000 x 40,000 pixels": packed(lambda: black_png(40_000), "pixels"),
     "GIF that clears 3.6 GB": packed(gif_of_a_large_frame, "pixels"),
     "TIFF of 8 million strips": packed(lambda: tiff_of_many_strips(8_000_000), "of header and metadata"),
+    "TIFF of a million pages": packed(lambda: many_pages(1_000_000), "over 1,024 pages"),
+    "TIFF whose pages lead in a circle": packed(circle, "damaged image"),
+    "TIFF that unpacks to 64 MiB": packed(deflate_bomb, "damaged image"),
     "FIFO": special("FIFO", "a/0.png"),
     "socket": special("socket", "b/0.jpg"),
     "device": special("device", "b/0.tif"),

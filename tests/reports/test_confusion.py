@@ -2,11 +2,13 @@ import base64
 import io
 import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from conftest import make_folder
 from PIL import Image
 from report_pages import make, text_of, write_predictions
@@ -120,6 +122,44 @@ def test_only_images_of_a_picture_s_size_are_read(tmp_path, monkeypatch):
         images.read("a/a_0.png")
     with pytest.raises(ValueError, match="bytes; allowed for a picture"):
         ImageFolder(data).read("a/a_0.png")
+
+
+def test_pictures_of_published_splits_are_found_in_the_split_s_own_folder(tmp_path):
+    """The same name in two splits is two pictures; folders may be in a folder, and "val" may be "validation"."""
+    names = {"train/a/0.png": "train/a/0.png", "val/a/0.png": "Validation/a/0.png"}
+    for value, name in enumerate(names.values()):
+        (tmp_path / "data" / "set" / name).parent.mkdir(parents=True)
+        Image.new("RGB", (8, 8), (value, 0, 0)).save(tmp_path / "data" / "set" / name)
+    shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path / "data")
+    with ImageZip(tmp_path / "packed.zip") as packed:
+        for value, example_id in enumerate(names):
+            for source in (ImageFolder(tmp_path / "data"), ImageFolder(tmp_path / "data" / "set"), packed):
+                with Image.open(io.BytesIO(source.read(example_id))) as image:
+                    assert image.getpixel((0, 0)) == (value, 0, 0)
+    for name in ("test/a/0.png", "../a/0.png", "train/../0.png", "set/train/a/0.png"):
+        with pytest.raises(FileNotFoundError):
+            ImageFolder(tmp_path / "data").read(name)
+
+
+def shown(uri: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))
+
+
+def test_pictures_of_many_bands_and_16_bits_have_colours(tmp_path):
+    """Reflectances below 1,000 of 65,535: neither black nor clipped, and red where band 4 is bright."""
+    (tmp_path / "a").mkdir()
+    pixels = np.random.default_rng(0).normal(600, 60, (64, 64, 13)).clip(0).astype(np.uint16)
+    pixels[..., 3] += 200
+    tifffile.imwrite(tmp_path / "a" / "0.tif", pixels, photometric="minisblack", planarconfig="contig")
+    tifffile.imwrite(tmp_path / "a" / "1.tif", pixels[..., 0])
+    picture, grey = (shown(read_picture(ImageFolder(tmp_path), f"a/{number}.tif")) for number in (0, 1))
+    for colours in (picture, grey):
+        assert colours.shape == (64, 64, 3)
+        assert 70 < colours.mean() < 185
+        assert colours.std() > 40
+        assert np.isin(colours, (0, 255)).mean() < 0.1
+    assert picture[..., 0].mean() > picture[..., 1:].mean() + 50
+    assert np.ptp(grey, axis=-1).max() == 0
 
 
 def test_a_zip_that_unpacks_without_bound_is_not_unpacked(tmp_path):
