@@ -31,14 +31,15 @@ from largebatch import cli, terminal
 from largebatch.config.validate import validate
 from largebatch.data import file_sources, recorded
 from largebatch.data.images import Dataset, DecodeOptions
-from largebatch.data.placement import rows_of_device
+from largebatch.data.validation import split_of_images
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.runs import checkpoints, reader
 from largebatch.runs.best import BestCheckpoint, arrays_of, best_checkpoint
+from largebatch.runs.prediction_files import Predictions, iterate_parts
 from largebatch.runs.predictions import print_results, write_csv
-from largebatch.training.evaluation import in_split_order, make_predict, score
+from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
 from largebatch.training.setup import resolve_micro_batch_size
 
@@ -106,22 +107,22 @@ def evaluate(
     run = load_run(run_folder, overrides)
     num_views = views_to_average(run) if views else 1
     dataset = read_images(images, run) if images else read_split(run, split, overrides)
-    logits = predict(run, dataset, num_views=num_views, shift=shift, ema=ema)
-
-    labelled = dataset.labels >= 0
-    scores = score(logits[labelled], dataset.labels[labelled]) if labelled.any() else None
+    result = predict(run, dataset, num_views=num_views, shift=shift, ema=ema)
+    # Brought to the host part by part, by all hosts, and never kept whole.
+    predictions = Predictions(dataset.labels, result.logits, np.array(dataset.example_ids))
+    predicted = np.concatenate([part.logits.argmax(axis=1) for part in iterate_parts(predictions)])
     heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
     heading += f", mean over {num_views} views" if views else ""
     heading += f", mean over shifts of {shift} px" if shift else ""
     heading += ", moving average of the parameters" if ema else ""
 
-    def show():
-        print_results(dataset, logits, scores, heading)
+    def show(parts):
+        print_results(dataset, predicted, result.scores, heading)
         if out:
-            write_csv(out, dataset, logits)
+            write_csv(out, dataset.class_names, parts)
 
-    collectives.agreed(show, collectives.is_primary())
-    return scores.accuracy if scores else None
+    collectives.primary_takes(show, iterate_parts(predictions) if out else iter(()))
+    return result.scores.accuracy if result.scores else None
 
 
 # ---- the run -----------------------------------------------------------------------------------------
@@ -253,8 +254,8 @@ def views_to_average(run: TrainedRun) -> int:
     return num_views
 
 
-def predict(run: TrainedRun, dataset: Dataset, *, num_views: int, shift: int, ema: bool) -> np.ndarray:
-    """Logits [N, num_classes] of all images, computed on all devices of all hosts, on every host.
+def predict(run: TrainedRun, dataset: Dataset, *, num_views: int, shift: int, ema: bool) -> SplitPredictions:
+    """Scores of the labelled images, and the logits of all, computed on all devices of all hosts.
 
     Raises:
       UserError: the shift is as large as an image; see `read_variables`.
@@ -267,19 +268,10 @@ def predict(run: TrainedRun, dataset: Dataset, *, num_views: int, shift: int, em
     logits_fn = make_logits_fn(network, image_shape, run.data["mean"], run.data["std"])
     if num_views > 1 or shift:
         logits_fn = augment.average_over_copies(logits_fn, image_shape, num_views=num_views, shift=shift)
-    predict_all = make_predict(logits_fn, resolve_micro_batch_size("auto"))
-    logits = np.asarray(predict_all(replicas.replicate(variables), spread_images(dataset.images)))
-    return in_split_order(logits, len(dataset.images))
-
-
-def spread_images(images: np.ndarray):
-    """Images as flat rows over all devices: [local devices, n, H * W * C]."""
-    rows = images.reshape(len(images), -1)
-    shards = []
-    for index, device in zip(replicas.local_indices(), jax.local_devices(), strict=True):
-        shard = rows[rows_of_device(len(rows), jax.device_count(), index)]
-        shards.append(jax.device_put(shard[None], device))
-    return replicas.stack(shards)
+    micro_batch_size = resolve_micro_batch_size("auto")
+    split = split_of_images(dataset.images, dataset.labels)
+    program = make_predict(logits_fn, micro_batch_size)
+    return predict_split(program, replicas.replicate(variables), split, micro_batch_size)
 
 
 def main() -> None:

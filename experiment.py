@@ -28,7 +28,7 @@ from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_op
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs, make_schedule
 from largebatch.training.costs import bytes_beside_images, training_costs
-from largebatch.training.evaluation import Scores, in_split_order, score
+from largebatch.training.evaluation import Scores, SplitLogits, SplitPredictions, predict_split
 from largebatch.training.local_sgd import Sync
 from largebatch.training.loss import make_logits_fn, make_loss_fn, make_normalise
 from largebatch.training.nonfinite import locate_nonfinite
@@ -245,7 +245,7 @@ class ProgramCache:
                 expand = augment.expansion(setup.program.storage, setup.program.sharding.views)
                 seed = config.dataset.split_seed
                 data = place(cache, setup.program.sharding, seed, expand, packed=self.packed)
-        jax.block_until_ready((data.train, data.val_images))
+        jax.block_until_ready((data.train, data.validation.resident))
         self._dataset, self._cache, self._data = setup.program.dataset, cache, data
         return PlacedSetup(setup, cache, data)
 
@@ -301,7 +301,7 @@ def needed_bytes(setup: Setup, cache: Cache) -> dict[str, int]:
     program = setup.program
     state = jax.eval_shape(make_init(program), np.uint32(0), setup.hyperparams, np.zeros(()))
     return {
-        **bytes_per_device(cache, program.sharding, program.stored_views),
+        **bytes_per_device(cache, program.sharding, program.stored_views, packed=program.packed),
         **bytes_beside_images(program.network, state, program.image_shape, program.micro_batch_size),
     }
 
@@ -314,7 +314,7 @@ class Validation:
     """The result of a validation, over all validation examples."""
 
     scores: Scores
-    logits: np.ndarray  # float32 [examples, num_classes], in the split's order
+    logits: SplitLogits  # of the plain parameters; still on the devices
     other_accuracies: dict[str, float]  # over views and shifts, of the moving average; by the name of their metric
 
 
@@ -334,17 +334,19 @@ class Experiment:
 
         Raises:
           RuntimeError: the replicas no longer hold the same parameters.
+          UserError: validation images that do not stay on the devices cannot be read.
         """
         programs, others = self.programs, {}
-        logits = self._logits(programs.predict, state.variables)
         if programs.predict_views:
             others["val_accuracy_views"] = self._accuracy(programs.predict_views, state.variables)
         if state.ema is not None:
             others["val_accuracy_ema"] = self._accuracy(programs.predict, state.ema_variables)
         if state.ema is not None and programs.predict_views:
             others["val_accuracy_ema_views"] = self._accuracy(programs.predict_views, state.ema_variables)
+        # Last, since its logits are kept: no other ones are on the devices beside them.
+        plain = self._predict(programs.predict, state.variables)
         replicas.check_replicas(state.variables, "parameters")
-        return Validation(score(logits, self.data.val_labels), logits, others)
+        return Validation(plain.scores, plain.logits, others)
 
     def locate_nonfinite(self, state: TrainState, update: UpdateInputs) -> str:
         """The first layer, from input to output, that is not finite in an update of `state`; in words."""
@@ -352,11 +354,12 @@ class Experiment:
         normalise = make_normalise(program.network, program.image_shape, program.mean, program.std)
         return locate_nonfinite(program.network, normalise, step, state, self.data.train, update)
 
-    def _logits(self, predict, variables) -> np.ndarray:
-        return in_split_order(np.asarray(predict(variables, self.data.val_images)), len(self.data.val_labels))
+    def _predict(self, predict, variables) -> SplitPredictions:
+        micro_batch_size = self.setup.program.prediction_micro_batch_size
+        return predict_split(predict, variables, self.data.validation, micro_batch_size)
 
     def _accuracy(self, predict, variables) -> float:
-        return score(self._logits(predict, variables), self.data.val_labels).accuracy
+        return self._predict(predict, variables).scores.accuracy
 
 
 def prepare(config, clock: Clock, shared: ProgramCache) -> tuple[Experiment, TrainState]:

@@ -26,6 +26,7 @@ from largebatch.optim import noise_scale, schedule_text, traces
 from largebatch.optim.batch_sizes import follows_devices, read_trace
 from largebatch.runs.display import Reporter
 from largebatch.runs.ending import Diverged, recorded_end, roll_back
+from largebatch.runs.prediction_files import Predictions
 from largebatch.runs.progress import RunDescription, RunProgress, open_run
 from largebatch.runs.provenance import code_sha256, git_commit, versions
 from largebatch.runs.summary import empty_summary, timings
@@ -109,12 +110,9 @@ def run_outer_loops(
             recover(experiment, trainer, progress, bad)
         else:
             row = metrics_row(experiment, trainer, validation, clock, progress.seconds_before)
-            predictions = {
-                "labels": experiment.data.val_labels,
-                "logits": validation.logits,
-                "ids": experiment.data.val_ids,
-            }
+            predictions = Predictions(experiment.data.validation.labels, validation.logits, experiment.data.val_ids)
             is_best = progress.record(row, predictions)
+            del validation, predictions  # whose logits are on the devices
             is_last = trainer.done or progress.reached_target
             if is_best or is_last or row["outer"] % config.checkpoint.every_outer == 0:
                 progress.save(after_validation=True)
@@ -244,6 +242,7 @@ def metrics_row(
         ),
         "val_loss": validation.scores.loss,
         "val_accuracy": validation.scores.accuracy,
+        "val_accuracy_top5": validation.scores.accuracy_top5,
         "val_examples": validation.scores.num_examples,
         **validation.other_accuracies,
         **timings(clock, seconds_before, trainer.updates_in_outer, examples_seen - examples_before),

@@ -109,11 +109,13 @@ def place(path: str, cache_dir: str) -> Placing:
     sharding = choose_sharding(None, cache.count("train"), jax.device_count(), views)
     expand = augment.expansion(config.augment.storage, views)
     data = placement.place(cache, sharding, config.dataset.split_seed, expand)
-    jax.block_until_ready((data.train, data.val_images))
+    validation = data.validation.resident  # none where it does not stay on the devices
+    jax.block_until_ready((data.train, validation))
     seconds = time.perf_counter() - begin
     training_bytes = data.train["images"].nbytes
+    validation_bytes = validation.images.nbytes if validation else 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Placing(seconds, training_bytes + data.val_images.nbytes, training_bytes, peak)
+    return Placing(seconds, training_bytes + validation_bytes, training_bytes, peak)
 
 
 def start(path: str, cache_dir: str) -> dict:

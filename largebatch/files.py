@@ -7,6 +7,7 @@ import contextlib
 import os
 import pathlib
 import re
+import shutil
 import time
 import uuid
 
@@ -30,6 +31,14 @@ def replacing(path):
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_through(path, content) -> None:
+    """Writes bytes to a file that is on disk when this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def remove_stale(path) -> None:
@@ -64,7 +73,9 @@ def seconds_untouched(path) -> float:
 def remove(path) -> None:
     """Removes a file or a whole folder, if it is there."""
     with contextlib.suppress(FileNotFoundError):
-        if path.is_dir():
+        if isinstance(path, pathlib.Path) and path.is_dir():
+            shutil.rmtree(path)
+        elif path.is_dir():
             path.rmtree()
         else:
             path.unlink()

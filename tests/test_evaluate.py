@@ -18,7 +18,7 @@ from largebatch.data.images import Dataset
 from largebatch.errors import UserError
 from largebatch.runs.best import best_checkpoint
 from largebatch.runs.predictions import print_results
-from largebatch.training.evaluation import score
+from largebatch.training.evaluation import Scores
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,8 @@ def test_names_that_others_gave_do_not_steer_the_terminal(capsys):
     names = ["\x1b[2J", "[/nothing]", "ash\r"]
     dataset = Dataset(np.zeros((3, 8, 8, 3), np.uint8), np.arange(3), names, ["a", "b", "c"])
     logits = np.roll(np.eye(3), 1, axis=0)
-    print_results(dataset, logits, score(logits, dataset.labels), "run \x1b]0;title\x07")
+    scores = Scores(loss=1.0, accuracy=0.0, accuracy_top5=None, num_examples=3)
+    print_results(dataset, logits.argmax(1), scores, "run \x1b]0;title\x07")
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert "\x07" not in shown

@@ -11,8 +11,9 @@ from etils import epath
 
 import report
 from largebatch import files
-from largebatch.data import download, images
+from largebatch.data import download
 from largebatch.runs.folder import InUse, RunFolder
+from largebatch.runs.prediction_files import Predictions
 from largebatch.runs.predictions import write_csv
 
 HEX = "0123456789abcdef" * 2
@@ -27,8 +28,8 @@ def write_page(folder):
 
 
 def write_predictions(folder):
-    dataset = images.Dataset(np.zeros((2, 1, 1, 3), np.uint8), np.array([0, 1]), ["a", "b"], ["1", "2"])
-    write_csv(str(folder / "x.csv"), dataset, np.eye(2))
+    predictions = Predictions(np.array([0, 1]), np.eye(2), np.array(["1", "2"]))
+    write_csv(str(folder / "x.csv"), ["a", "b"], [predictions])
 
 
 def fetch(folder):

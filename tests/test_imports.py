@@ -28,6 +28,7 @@ MAY_IMPORT = {
         "config.fields",
         "data.colours",
         "data.images",
+        "runs.prediction_files",
         "runs.reader",
         "studies.analysis",
     },

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from flax import struct
 
 from largebatch.data.batching import DataSharding
 from largebatch.data.cache import Cache
 from largebatch.data.threads import iterate_batches, run_ranges
+from largebatch.data.validation import DealtSplit, bytes_on_device, place_validation
 from largebatch.hosts import memory, replicas
 
 # Originals [n, H, W, C] -> all their views [n, views, H, W, C].
@@ -20,37 +20,27 @@ ORIGINALS_PER_EXPANSION = 64  # by one thread: more would not stay in its cache
 
 @dataclasses.dataclass(frozen=True)
 class DeviceData:
-    """What is on the devices of this host, and the labels and ids of the validation split.
+    """What is on the devices of this host, and the validation split, which may be there too.
 
     Images are rows of uint8 or uint16, as in the cache.
     """
 
     train: dict  # "images" [local devices, examples, H * W * C], "labels" int32 [local devices, originals]
-    val_images: jax.Array  # [local devices, examples, H * W * C]
-    val_labels: np.ndarray  # int32 [val examples], in the split's order
-    val_ids: np.ndarray  # str [val examples]
+    validation: DealtSplit
+    val_ids: np.ndarray  # str [val examples], in the split's order
 
 
-def bytes_per_device(cache: Cache, sharding: DataSharding, views: int) -> dict[str, int]:
+def bytes_per_device(cache: Cache, sharding: DataSharding, views: int, *, packed: bool = False) -> dict[str, int]:
     """Bytes of images that `place` needs on the fullest device, by part.
 
     Args:
       views: of each original that are kept.
     """
+    row_bytes = cache.layout.row_bytes
     return {
-        "training images": sharding.max_originals * views * cache.layout.row_bytes,
-        "validation images": -(-cache.count("val") // sharding.num_devices) * cache.layout.row_bytes,
+        "training images": sharding.max_originals * views * row_bytes,
+        "validation images": bytes_on_device(cache.count("val"), sharding.num_devices, row_bytes, packed=packed),
     }
-
-
-def rows_of_device(num_examples: int, num_devices: int, device: int) -> np.ndarray:
-    """Rows of a split that `device` holds: dealt round-robin, so devices differ by one at most.
-
-    Where a device has one less, row 0 fills its place, so that all devices hold equally many;
-    `evaluation.in_split_order` drops the fillers.
-    """
-    rows = np.arange(device, num_examples, num_devices)
-    return np.pad(rows, (0, -(-num_examples // num_devices) - len(rows)))
 
 
 def place(
@@ -67,43 +57,28 @@ def place(
       DamagedCache: what is read is not what was written.
     """
     local_devices = jax.local_devices()
+    device_numbers = [0] * len(local_devices) if packed else replicas.local_indices()
+    validation = place_validation(cache, sharding.num_devices, device_numbers, packed=packed)
     if packed:
         # CPU devices share one copy, which `aligned_empty` makes possible.
-        rows = _DeviceRows.read(cache, sharding, seed, 0, expand)
+        rows = _read_train(cache, sharding, seed, 0, expand)
         rows_by_device = [rows] * len(local_devices)
     else:
-        indices = replicas.local_indices()
-        rows_by_device = (_DeviceRows.read(cache, sharding, seed, index, expand) for index in indices)
+        rows_by_device = (_read_train(cache, sharding, seed, index, expand) for index in device_numbers)
     placed = [jax.device_put(rows, device) for rows, device in zip(rows_by_device, local_devices, strict=True)]
-    return DeviceData(
-        train=replicas.stack([rows.train for rows in placed]),
-        val_images=replicas.stack([rows.val_images for rows in placed]),
-        val_labels=cache.small_array("val_labels"),
-        val_ids=cache.small_array("val_ids"),
-    )
+    return DeviceData(replicas.stack(placed), validation, cache.small_array("val_ids"))
 
 
-@struct.dataclass
-class _DeviceRows:
-    """What one device holds, with a leading axis of 1."""
-
-    train: dict
-    val_images: np.ndarray
-
-    @classmethod
-    def read(
-        cls, cache: Cache, sharding: DataSharding, seed: int, device: int, expand: Expand | None
-    ) -> "_DeviceRows":
-        originals = sharding.originals_of(device, seed)
-        padding = sharding.max_originals - len(originals)
-        labels = cache.small_array("train_labels")[originals]
-        if expand is None:
-            images = read_rows(cache, "train", originals, padding)
-        else:
-            images = _read_expanded(cache, originals, padding, expand)
-        train = {"images": images[None], "labels": np.pad(labels, (0, padding))[None]}
-        val_rows = rows_of_device(cache.count("val"), sharding.num_devices, device)
-        return cls(train, read_rows(cache, "val", val_rows)[None])
+def _read_train(cache: Cache, sharding: DataSharding, seed: int, device: int, expand: Expand | None) -> dict:
+    """The training set of one device, with a leading axis of 1."""
+    originals = sharding.originals_of(device, seed)
+    padding = sharding.max_originals - len(originals)
+    labels = cache.small_array("train_labels")[originals]
+    if expand is None:
+        images = read_rows(cache, "train", originals, padding)
+    else:
+        images = _read_expanded(cache, originals, padding, expand)
+    return {"images": images[None], "labels": np.pad(labels, (0, padding))[None]}
 
 
 def read_rows(cache: Cache, split: str, rows: np.ndarray, padding: int = 0) -> np.ndarray:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -120,6 +120,26 @@ def agreed(act: Callable[[], Any], here: bool = True) -> Any:
             error = raised
     share_error(error)
     return result
+
+
+def primary_takes(act: Callable[[Iterator], Any], items: Iterator) -> Any:
+    """Runs `act` on host 0 with items that all hosts make together; a UserError there is raised on all.
+
+    Args:
+      act: takes the items one by one, perhaps not all.
+      items: a generator, as long on every host; making an item may be a collective.
+    Returns:
+      What `act` returned, None on the other hosts.
+    """
+
+    def take():
+        try:
+            return act(items) if is_primary() else None
+        finally:
+            for _ in items:  # which the others make too
+                pass
+
+    return agreed(take)
 
 
 @contextlib.contextmanager

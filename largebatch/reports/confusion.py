@@ -1,4 +1,4 @@
-"""What a run took for what: its predictions.npz as a matrix, and the worst mistakes."""
+"""What a run took for what: its predictions as a matrix, and the worst mistakes."""
 
 import re
 from dataclasses import dataclass, replace
@@ -7,33 +7,28 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from largebatch.reports.example_pictures import read_pictures
+from largebatch.runs import prediction_files
 from largebatch.runs.reader import Run
 
 NUMBERED = re.compile(r"(.+?)_\d+\.\w+")  # AnnualCrop_12.jpg
 
 
-class DamagedPredictions(Exception):
-    """A predictions.npz cannot be read, or its arrays do not go together; the text says why."""
-
-
 @dataclass(frozen=True)
-class Predictions:
-    """labels int [N], logits float [N, classes], example ids str [N]."""
+class Outcomes:
+    """What was predicted for each example of a run; the logits, which may be many, are not kept.
+
+    Attributes:
+      labels, classes: true and predicted class, int [N].
+      probabilities: of the predicted class, [N].
+      ids: str [N].
+      num_classes: that could be predicted.
+    """
 
     labels: np.ndarray
-    logits: np.ndarray
+    classes: np.ndarray
+    probabilities: np.ndarray
     ids: np.ndarray
-
-    @property
-    def classes(self) -> np.ndarray:
-        """The predicted class of each example, int [N]."""
-        return self.logits.argmax(1)
-
-    @property
-    def probabilities(self) -> np.ndarray:
-        """Softmax of the logits, [N, classes]."""
-        powers = np.exp(self.logits - self.logits.max(1, keepdims=True))
-        return powers / powers.sum(1, keepdims=True)
+    num_classes: int
 
 
 @dataclass(frozen=True)
@@ -84,33 +79,33 @@ class Confusion:
 
 
 def read_confusion(run: Run, pairs: int = 5, examples: int = 4) -> Confusion:
-    """The confusions of a run that has a predictions.npz.
+    """The confusions of a run that has predictions.
 
     Args:
       pairs: worst confusions to show.
       examples: pictures of each.
     Raises:
-      DamagedPredictions: the file cannot be used.
+      prediction_files.DamagedPredictions: they cannot be used.
     """
-    predictions = read_predictions(run)
-    labels, num_classes = predictions.labels, predictions.logits.shape[1]
+    outcomes = read_outcomes(run)
+    labels, num_classes = outcomes.labels, outcomes.num_classes
     matrix = np.zeros((num_classes, num_classes), np.int64)
-    np.add.at(matrix, (labels, predictions.classes), 1)
+    np.add.at(matrix, (labels, outcomes.classes), 1)
     worst = []
     for true, wrong in worst_pairs(matrix, pairs):
-        surest = surest_examples(predictions, true, wrong, examples)
+        surest = surest_examples(outcomes, true, wrong, examples)
         worst.append(Mistake(true, wrong, int(matrix[true, wrong]), surest))
     pictures = read_pictures(run, [example.example_id for mistake in worst for example in mistake.examples])
     worst = [with_pictures(mistake, pictures.by_id) for mistake in worst]
-    return Confusion(class_names(labels, predictions.ids, num_classes), matrix, worst, pictures.missing)
+    return Confusion(class_names(labels, outcomes.ids, num_classes), matrix, worst, pictures.missing)
 
 
-def surest_examples(predictions: Predictions, true: int, wrong: int, count: int) -> list[Example]:
+def surest_examples(outcomes: Outcomes, true: int, wrong: int, count: int) -> list[Example]:
     """The `count` examples of class `true` that were taken for class `wrong` with the highest probability."""
-    rows = np.flatnonzero((predictions.labels == true) & (predictions.classes == wrong))
-    probabilities = predictions.probabilities[rows, wrong]
+    rows = np.flatnonzero((outcomes.labels == true) & (outcomes.classes == wrong))
+    probabilities = outcomes.probabilities[rows]
     order = np.argsort(-probabilities, kind="stable")[:count]
-    return [Example(str(predictions.ids[rows[k]]), float(probabilities[k])) for k in order]
+    return [Example(str(outcomes.ids[rows[k]]), float(probabilities[k])) for k in order]
 
 
 def with_pictures(mistake: Mistake, pictures: dict[str, str]) -> Mistake:
@@ -119,32 +114,21 @@ def with_pictures(mistake: Mistake, pictures: dict[str, str]) -> Mistake:
     return replace(mistake, examples=examples)
 
 
-def read_predictions(run: Run) -> Predictions:
-    """The predictions of a run at its best step, checked.
+def read_outcomes(run: Run) -> Outcomes:
+    """What a run predicted at its best step, read part by part.
 
     Raises:
-      DamagedPredictions: the file cannot be used.
+      prediction_files.DamagedPredictions: the predictions cannot be used.
     """
-    try:
-        with (run.path / "predictions.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            predictions = Predictions(arrays["labels"], arrays["logits"], arrays["ids"])
-        problem = _misfit(predictions)
-    except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input
-        raise DamagedPredictions(" ".join(str(error).split()) or type(error).__name__) from error
-    if problem:
-        raise DamagedPredictions(problem)
-    return predictions
-
-
-def _misfit(predictions: Predictions) -> str | None:
-    labels, logits, ids = predictions.labels, predictions.logits, predictions.ids
-    if logits.ndim != 2 or labels.shape != ids.shape or labels.shape != logits.shape[:1] or not logits.size:
-        return f"labels {labels.shape}, logits {logits.shape} and ids {ids.shape} do not go together"
-    if labels.dtype.kind not in "iu" or logits.dtype.kind != "f" or ids.dtype.kind != "U":
-        return f"labels, logits and ids are of {labels.dtype}, {logits.dtype} and {ids.dtype}"
-    if labels.min() < 0 or labels.max() >= logits.shape[1]:
-        return f"labels from {labels.min()} to {labels.max()}, with {logits.shape[1]} classes"
-    return None
+    labels, classes, probabilities, ids, num_classes = [], [], [], [], 0
+    for part in prediction_files.read(run.path):
+        num_classes = part.logits.shape[1]
+        labels.append(part.labels)
+        ids.append(part.ids)
+        classes.append(part.logits.argmax(1))
+        # The largest logit's share of the softmax.
+        probabilities.append(1 / np.exp(part.logits - part.logits.max(1, keepdims=True)).sum(1))
+    return Outcomes(*map(np.concatenate, (labels, classes, probabilities, ids)), num_classes)
 
 
 def worst_pairs(matrix: np.ndarray, count: int) -> list[tuple[int, int]]:

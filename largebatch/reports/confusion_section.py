@@ -8,6 +8,7 @@ from largebatch.reports.confusion import Confusion, Example, Mistake
 from largebatch.reports.labels import NOTHING, number_cell
 from largebatch.reports.markup import Html, element, join, table
 from largebatch.reports.panels import Group
+from largebatch.runs import prediction_files
 from largebatch.runs.reader import Run
 from largebatch.studies import analysis
 
@@ -26,7 +27,7 @@ class RunConfusion:
 
 def confusion_runs(group: Group) -> list[Run]:
     """Whose confusions are shown: the best run of a study, the best few of single runs."""
-    runs = [run for run in group.runs if (run.path / "predictions.npz").exists()]
+    runs = [run for run in group.runs if prediction_files.exist(run.path)]
     if group.study:
         for setting in analysis.leaderboard(group.study):
             of_setting = [run for run in setting.runs if run in runs]
@@ -41,8 +42,8 @@ def read_confusions(group: Group) -> list[RunConfusion]:
     for run in confusion_runs(group):
         try:
             confusions.append(RunConfusion(run, confusion.read_confusion(run)))
-        except confusion.DamagedPredictions as damage:
-            run.problems.append(f"predictions.npz: damaged: {damage}")
+        except prediction_files.DamagedPredictions as damage:
+            run.problems.append(str(damage))
     return confusions
 
 

@@ -155,6 +155,7 @@ class Curve:
 
 CURVES = {
     "val_accuracy": Curve("Validation accuracy", "accuracy", "linear"),
+    "val_accuracy_top5": Curve("Validation accuracy among the first five", "accuracy", "linear"),
     "val_loss": Curve("Validation loss", "cross-entropy"),
     "train_loss": Curve("Training loss", "cross-entropy"),
     "train_accuracy": Curve("Training accuracy", "accuracy", "linear"),

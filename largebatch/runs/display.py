@@ -86,9 +86,10 @@ class Reporter:
 
 
 def _others(row: dict) -> str:
-    """The validation accuracies beside the plain one, as " (views 0.9500, ema 0.9400)"."""
+    """The validation accuracies beside the plain one, as " (top5 0.9900, views 0.9500)"."""
     prefix = "val_accuracy_"
-    accuracies = [f"{name.removeprefix(prefix)} {row[name]:.4f}" for name in row if name.startswith(prefix)]
+    known = {name: value for name, value in row.items() if name.startswith(prefix) and value is not None}
+    accuracies = [f"{name.removeprefix(prefix)} {value:.4f}" for name, value in known.items()]
     return f" ({', '.join(accuracies)})" if accuracies else ""
 
 

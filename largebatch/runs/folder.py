@@ -11,12 +11,15 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from largebatch import files
 from largebatch.errors import UserError
+from largebatch.runs import prediction_files
+from largebatch.runs.prediction_files import Predictions
 
 log = logging.getLogger("largebatch")
 
@@ -52,7 +55,7 @@ class InUse(UserError):
 
 
 class RunFolder:
-    """config.json, metrics.jsonl, events.jsonl, summary.json, predictions.npz and tensorboard/ of one run.
+    """config.json, metrics.jsonl, events.jsonl, summary.json, predictions and tensorboard/ of one run.
 
     Only the primary host writes. Whole files are written under a temporary name and renamed; lines of the
     two .jsonl files are added one by one.
@@ -92,7 +95,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = files.beside(probe)
             try:
-                _write_through(probe, b"probe")
+                files.write_through(probe, b"probe")
             finally:
                 probe.unlink(missing_ok=True)
         with writing(self.path):
@@ -107,8 +110,10 @@ class RunFolder:
         except OSError as error:  # some network file systems
             log.warning("--workdir: %s cannot be locked (%s): start one process in it only", path, error.strerror)
         self._lock = lock
-        for left in self.path.glob(".*.tmp"):  # by a process that was killed
-            self.remove(left.name)
+        with writing(self.path):  # what a process that was killed left
+            for left in self.path.glob(".*.tmp"):
+                files.remove(left)
+            prediction_files.finish_writing(self.path)
 
     def start_rows(self, mark: dict | None) -> None:
         """Cuts metrics.jsonl back to `mark`, the `rows_mark` of a checkpoint; None is before the first row.
@@ -165,11 +170,11 @@ class RunFolder:
         """Writes or replaces one JSON file."""
         self._write(name, _json(content).encode())
 
-    def write_predictions(self, labels: np.ndarray, logits: np.ndarray, ids: np.ndarray) -> None:
-        """Writes predictions.npz; the zip's CRCs guard it."""
-        buffer = io.BytesIO()
-        np.savez(buffer, labels=labels, logits=logits, ids=ids)
-        self._write("predictions.npz", buffer.getvalue())
+    def write_predictions(self, parts: Iterator[Predictions], num_parts: int) -> None:
+        """Replaces the predictions; see `prediction_files.write`."""
+        name = prediction_files.ONE_FILE if num_parts == 1 else prediction_files.PARTS
+        with writing(self.path / name):
+            prediction_files.write(self.path, parts, num_parts)
 
     def append_row(self, row: dict) -> None:
         """Adds one line to metrics.jsonl, whole or not at all, and the same numbers to TensorBoard."""
@@ -238,12 +243,4 @@ class RunFolder:
         with writing(target):
             self.path.mkdir(parents=True, exist_ok=True)
             with files.replacing(target) as temporary:
-                _write_through(temporary, content)
-
-
-def _write_through(path: Path, content: bytes) -> None:
-    """Writes a file that is on disk when this returns."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+                files.write_through(temporary, content)

@@ -15,9 +15,10 @@ from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
 from largebatch.optim.batch_sizes import are_found_in_training
 from largebatch.optim.piecewise import PiecewiseConstant
-from largebatch.runs import best, checkpoints, provenance
+from largebatch.runs import best, checkpoints, prediction_files, provenance
 from largebatch.runs.cadence import Cadence
 from largebatch.runs.folder import RunFolder, jsonable
+from largebatch.runs.prediction_files import Predictions
 from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
 from largebatch.runs.summary import add_to_summary, empty_summary
 
@@ -214,11 +215,12 @@ class RunProgress:
 
     # ---- rows -----------------------------------------------------------------------------------
 
-    def record(self, row: dict, predictions: dict) -> bool:
+    def record(self, row: dict, predictions: Predictions) -> bool:
         """Adds the row of an outer loop to the run, with its predictions where they are the best so far.
 
         Args:
-          predictions: "labels", "logits" and "ids" of the validation examples.
+          predictions: of the validation examples. Only where they are written do their logits come to the host, by
+            parts, and all hosts take part in that.
         Returns:
           Whether the validation accuracy is the best so far.
         Raises:
@@ -226,12 +228,13 @@ class RunProgress:
         """
         improved = add_to_summary(self.summary, row)
 
-        def write():
+        def write(parts):
             self._run.append_row(row)
             if improved:
-                self._run.write_predictions(**predictions)
+                self._run.write_predictions(parts, prediction_files.count_parts(predictions))
 
-        collectives.agreed(write, collectives.is_primary())
+        parts = prediction_files.iterate_parts(predictions) if improved else iter(())
+        collectives.primary_takes(write, parts)
         if row["skipped_updates"]:
             log.warning("outer loop %d: %d updates skipped, not finite", row["outer"], row["skipped_updates"])
             self.note_event("skipped", step=row["step"], updates=row["skipped_updates"])

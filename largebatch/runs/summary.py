@@ -4,6 +4,9 @@ import numpy as np
 
 from largebatch.hosts.clock import Clock
 
+# What may stand beside the plain validation accuracy, in a row where a run was asked for it.
+OTHER_ACCURACIES = ("val_accuracy_views", "val_accuracy_ema", "val_accuracy_ema_views")
+
 
 def empty_summary() -> dict:
     """summary.json before the first validation; `add_to_summary` fills it row by row."""
@@ -49,7 +52,7 @@ def add_to_summary(summary: dict, row: dict) -> bool:
     accuracy = row["val_accuracy"]
     summary["steps"], summary["examples_seen"] = row["step"], row["examples_seen"]
     summary["final_val_accuracy"] = accuracy
-    summary["final_others"] = {name: value for name, value in row.items() if name.startswith("val_accuracy_")}
+    summary["final_others"] = {name: row[name] for name in OTHER_ACCURACIES if name in row}
     summary["images_per_sec_by_outer"].append(row["images_per_sec"])
     summary["images_per_sec"] = float(np.median(summary["images_per_sec_by_outer"]))
     summary["train_sec"] += row["train_sec"]

@@ -26,15 +26,16 @@ class PackedPrograms:
 
     Attributes:
       inner_loop: made with `packed=True`, over all devices of this host.
-      predictions: programs that take (variables, images), by their names in PREDICTIONS; made likewise, or None.
-      train, val_images: the data; every device has all of it.
+      predictions: programs that take (variables, block), by their names in PREDICTIONS; made likewise, or None.
+      train: the training set; every device has all of it.
+      validation: the one block of the validation split, likewise; see `validation.Block`.
       idle_state, idle_inputs: one replica's state and the inputs of a call, for devices without a run.
     """
 
     inner_loop: Callable
     predictions: dict[str, Callable | None]
     train: Any
-    val_images: Any
+    validation: Any
     idle_state: Any
     idle_inputs: Any
 
@@ -104,7 +105,7 @@ class Pack:
         """The inner loop of one run, as `CompiledPrograms.inner_loop`; the data are the pack's own."""
         return self._call(run, INNER_LOOP, (state, inputs, updates))
 
-    def predict(self, run: int, name: str, variables, images):
+    def predict(self, run: int, name: str, variables, block):
         """A prediction of one run; the images are the pack's own."""
         return self._call(run, name, (variables,))
 
@@ -166,8 +167,8 @@ class Pack:
                 self._idle_states[device] = states[device]  # its old one was donated
         return {run: (states[run], {name: rows[run] for name, rows in values.items()}) for run in arguments}
 
-    def _run_predictions(self, program: str, arguments: dict[int, tuple]) -> dict[int, np.ndarray]:
-        """The logits of the runs in `arguments`, each with a leading device axis of 1."""
+    def _run_predictions(self, program: str, arguments: dict[int, tuple]) -> dict[int, tuple]:
+        """The sums of the runs in `arguments`, and their logits, each with a leading device axis of 1."""
         variables = []
         for device, idle_state in enumerate(self._idle_states):
             if device in arguments:
@@ -176,8 +177,10 @@ class Pack:
                 device_variables = idle_state.variables
             variables.append(device_variables)
         predict = self._programs.predictions[program]
-        logits = np.asarray(predict(replicas.stack(variables), self._programs.val_images))
-        return {run: logits[run][None] for run in arguments}
+        sums, logits = predict(replicas.stack(variables), self._programs.validation)
+        sums = jax.tree.map(np.asarray, sums)  # [devices, ...]
+        logits = replicas.shards_of(logits)
+        return {run: (jax.tree.map(lambda rows, run=run: rows[run], sums), logits[run]) for run in arguments}
 
 
 class PackedProgramCache:
@@ -193,7 +196,7 @@ class PackedProgramCache:
         data = dataclasses.replace(
             placed.data,
             train=replicas.shards_of(placed.data.train)[self._run],
-            val_images=replicas.shards_of(placed.data.val_images)[self._run],
+            validation=placed.data.validation.of_local_device(self._run),
         )
         return dataclasses.replace(placed, data=data)
 

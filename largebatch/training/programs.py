@@ -9,6 +9,7 @@ import optax
 from flax import linen as nn
 
 from largebatch.data.placement import DeviceData
+from largebatch.data.validation import DealtSplit
 from largebatch.hosts import replicas
 from largebatch.nn.normalisation import STATISTICS
 from largebatch.optim.optimizers import Hyperparams
@@ -43,7 +44,7 @@ class CompiledPrograms:
     inner_loop: Callable | None  # see step.make_inner_loop; None where all updates are local steps
     local_loop: Callable | None  # see local_sgd.make_local_loop; None where all updates are synchronous
     average: Callable | None  # see local_sgd.make_average; as local_loop
-    predict: Callable  # (variables, images) -> logits, see evaluation.make_predict
+    predict: Callable  # (variables, block of a split) -> sums and logits, see evaluation.make_predict
     predict_views: Callable | None
     metric_names: tuple[str, ...]  # of what the loops return beside the state
     allreduce_bytes: int  # that a device puts into the all-reduce of a synchronous update
@@ -91,7 +92,7 @@ def compile_programs(
         state = average(state)
         metric_names.update(metrics)
 
-    predict, predict_views = _compile_predictions(parts, state.variables, data.val_images)
+    predict, predict_views = _compile_predictions(parts, state.variables, data.validation)
     return CompiledPrograms(
         parts=parts,
         inner_loop=inner_loop,
@@ -105,10 +106,13 @@ def compile_programs(
     )
 
 
-def _compile_predictions(parts: ProgramParts, variables, images) -> tuple[Callable, Callable | None]:
+def _compile_predictions(parts: ProgramParts, variables, split: DealtSplit) -> tuple[Callable, Callable | None]:
+    micro_batch_size = parts.prediction_micro_batch_size
+    block = next(split.blocks(micro_batch_size))
+
     def compiled(logits_fn):
-        predict = make_predict(logits_fn, parts.prediction_micro_batch_size, packed=parts.step.packed)
-        jax.block_until_ready(predict(variables, images))
+        predict = make_predict(logits_fn, micro_batch_size, packed=parts.step.packed)
+        jax.block_until_ready(predict(variables, block))
         return predict
 
     predict_views = None

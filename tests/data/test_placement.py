@@ -42,7 +42,7 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
             seen.append(original_and_view[image.tobytes(), int(label)])
     assert sorted(seen) == sorted(original_and_view.values())
     assert len(seen) == 640
-    assert cache.count("val") == len(data.val_labels) == 10
+    assert cache.count("val") == len(data.validation.labels) == 10
     of_images = bytes_per_device(cache, sharding, 8 if storage == "expanded" else 1)
     assert data.train["images"].nbytes == num_devices * of_images["training images"]
 

@@ -13,6 +13,8 @@ import pytest
 from conftest import ROOT, run_script
 from test_resume import assert_same_run
 
+from largebatch.runs import prediction_files
+
 SMALL = {
     "dataset.num_examples": 100,
     "dataset.image_size": 16,
@@ -158,6 +160,32 @@ def test_hosts_that_disagree_about_the_config_stop(tmp_path):
     assert "optimizer.learning_rate: 0.05 on host 0, 0.15 on host 1" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+def test_two_hosts_read_validation_in_blocks_and_write_parts_as_one_that_does_neither(tmp_path):
+    fields = {"dataset.num_examples": 190, "batch.micro_batch_size": 1, "batch.size": 16, "train.outer_steps": 2}
+    one = train_command(tmp_path, "one", **fields)[1:]
+    result = run_script(*one, env={"JAX_NUM_CPU_DEVICES": "4"})
+    assert result.returncode == 0, result.stderr
+    python, *script = train_command(tmp_path, "two", **fields)
+    command = [python, str(ROOT / "tests" / "pod" / "all_too_large.py"), *script]
+    result = run_script(*pod_command(command, 2, 2), env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stderr
+    assert "validation images are read for every validation" in result.stderr
+    rows = {}
+    for name in ("one", "two"):
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
+    for expected, row in zip(rows["one"], rows["two"], strict=True):
+        assert (row["val_examples"], row["val_accuracy"]) == (19, expected["val_accuracy"])
+        assert row["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-4)
+    assert len(list((tmp_path / "two" / "predictions").glob("part-*.npz"))) == 3  # 7 examples of 5 classes each
+    (expected,) = prediction_files.read(tmp_path / "one")
+    parts = list(prediction_files.read(tmp_path / "two"))
+    np.testing.assert_array_equal(np.concatenate([part.ids for part in parts]), expected.ids)
+    np.testing.assert_array_equal(np.concatenate([part.labels for part in parts]), expected.labels)
+    np.testing.assert_allclose(np.concatenate([part.logits for part in parts]), expected.logits, atol=1e-4)
 
 
 @pytest.mark.full

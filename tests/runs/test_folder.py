@@ -9,6 +9,7 @@ from conftest import ROOT
 from largebatch.errors import UserError
 from largebatch.hosts.clock import Clock
 from largebatch.runs.folder import RunFolder
+from largebatch.runs.prediction_files import Predictions
 from largebatch.runs.summary import add_to_summary, empty_summary, timings
 
 
@@ -111,8 +112,9 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
     with pytest.raises(UserError, match=r"cannot write .*config.json \(No space left on device\)"):
         run.write_json("config.json", {"a": "x" * 300_000})
     assert run.read("config.json") == {"a": 1}
+    logits = np.random.default_rng(0).random((9, 5000))
     with pytest.raises(UserError, match=r"cannot write .*predictions.npz \(No space left on device\)"):
-        run.write_predictions(np.zeros(9), np.random.default_rng(0).random((9, 5000)), np.arange(9))
+        run.write_predictions(iter([Predictions(np.zeros(9), logits, np.arange(9))]), 1)
 
     def fill():
         for step in range(2, 10_000):

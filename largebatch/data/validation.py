@@ -1,0 +1,200 @@
+"""A split that is only predicted: dealt to the devices, and kept there or read again for every pass."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+from flax import struct
+
+from largebatch.data.cache import Cache, DamagedCache
+from largebatch.errors import UserError
+from largebatch.hosts import collectives, memory, replicas
+
+log = logging.getLogger("largebatch")
+
+UNKNOWN = -1  # the label of what counts nowhere: an example without a label, or a row without an example
+# A split stays on the devices if it takes at most this share of what is free there before anything is placed.
+RESIDENT_SHARE = 1 / 8
+BLOCK_BYTES = 64 * 2**20  # of images on a device, of a split that does not stay; two blocks are there at a time
+
+# Reads examples [n] of a split into uint8 [n, bytes of an image].
+Read = Callable[[np.ndarray, np.ndarray], None]
+
+
+@struct.dataclass
+class Block:
+    """Consecutive rows of every device."""
+
+    images: jax.Array  # uint8 or uint16 [local devices, rows, H * W * C]
+    labels: jax.Array  # int32 [local devices, rows]; UNKNOWN where a row holds no example
+
+
+@dataclasses.dataclass(frozen=True)
+class DealtSplit:
+    """Examples dealt round-robin: example e is row e // num_devices of device e % num_devices.
+
+    So devices differ by one row at most. Those that have one less hold a filler there, as does every device behind
+    its last row where the rows are cut into blocks.
+
+    Attributes:
+      labels: int32 [examples], in the split's order.
+      read: reads examples, in any order.
+      image_bytes: of one image; dtype: of its pixels.
+      num_devices: of all hosts, that share the split.
+      device_numbers: which of them this host's devices are, in the order of `jax.local_devices()`.
+      resident: the whole split as one block; None where it is read for every pass.
+    """
+
+    labels: np.ndarray
+    read: Read
+    image_bytes: int
+    dtype: np.dtype
+    num_devices: int
+    device_numbers: list[int]
+    resident: Block | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of each device."""
+        return -(-len(self.labels) // self.num_devices)
+
+    def rows_per_block(self, micro_batch_size: int) -> int:
+        """Rows of a device in each block: whole micro-batches, so that blocks do not change what is computed."""
+        if self.resident is not None:
+            return self.rows
+        micro_batch_size = min(micro_batch_size, self.rows)
+        wanted = max(BLOCK_BYTES // (self.image_bytes * micro_batch_size), 1)
+        return min(wanted, -(-self.rows // micro_batch_size)) * micro_batch_size
+
+    def blocks(self, micro_batch_size: int) -> Iterator[Block]:
+        """The split in blocks of one shape, each on the devices when it is given out; every host calls it.
+
+        Raises:
+          UserError: an image cannot be read, or is not what was written; on every host.
+        """
+        if self.resident is not None:
+            yield self.resident
+            return
+        size = self.rows_per_block(micro_batch_size)
+        for first in range(0, self.rows, size):
+            yield collectives.agreed(lambda first=first: self._read_again(first, size))
+
+    def check(self) -> None:
+        """Reads all rows of this host's devices once and keeps nothing.
+
+        Raises:
+          DamagedCache: what is read is not what was written.
+        """
+        size = max(BLOCK_BYTES // self.image_bytes, 1)
+        for first in range(0, self.rows, size):
+            for number in sorted(set(self.device_numbers)):
+                self._read_rows(number, first, min(size, self.rows - first))
+
+    def placed(self) -> "DealtSplit":
+        """The same split, resident; raises as `check`."""
+        return dataclasses.replace(self, resident=self._place(0, self.rows))
+
+    def of_local_device(self, index: int) -> "DealtSplit":
+        """What one device of this host has of a resident split."""
+        resident = replicas.shards_of(self.resident)[index]
+        return dataclasses.replace(self, device_numbers=[self.device_numbers[index]], resident=resident)
+
+    def _read_again(self, first: int, size: int) -> Block:
+        try:
+            return self._place(first, size)
+        except DamagedCache as damage:
+            raise UserError(
+                f"damaged cache: {damage}; start again to build it again and go on from the last checkpoint"
+            ) from damage
+
+    def _place(self, first: int, size: int) -> Block:
+        read = {number: self._read_rows(number, first, size) for number in dict.fromkeys(self.device_numbers)}
+        devices = zip(self.device_numbers, jax.local_devices(), strict=True)
+        return replicas.stack([jax.device_put(read[number], device) for number, device in devices])
+
+    def _read_rows(self, device: int, first: int, size: int) -> Block:
+        """Rows [first, first + size) of a device, on the host, with a leading axis of 1."""
+        rows = np.arange(first, first + size)
+        examples = rows * self.num_devices + device
+        examples = examples[examples < len(self.labels)]
+        images = memory.aligned_empty((size, self.image_bytes), np.uint8)
+        self.read(examples, images[: len(examples)])
+        images[len(examples) :] = 0
+        labels = np.full(size, UNKNOWN, np.int32)
+        labels[: len(examples)] = self.labels[examples]
+        return Block(images.view(self.dtype)[None], labels[None])
+
+
+def stays_on_devices(num_bytes: int) -> bool:
+    """Whether a split of `num_bytes` on each device is kept there, by what this host's devices have free now."""
+    available = memory.available_bytes()
+    return available is None or num_bytes <= RESIDENT_SHARE * available
+
+
+def bytes_on_device(num_examples: int, num_devices: int, image_bytes: int, *, packed: bool = False) -> int:
+    """Bytes of images that a split needs on a device, by what is free now: all of them, or two blocks."""
+    num_bytes = -(-num_examples // num_devices) * image_bytes
+    return num_bytes if packed or stays_on_devices(num_bytes) else min(num_bytes, 2 * max(BLOCK_BYTES, image_bytes))
+
+
+def all_stay_on_devices(num_examples: int, num_devices: int, image_bytes: int) -> bool:
+    """Whether a split is kept on the devices: host 0's answer, on every host."""
+    here = stays_on_devices(-(-num_examples // num_devices) * image_bytes)
+    return bool(collectives.from_primary(np.int32(here)))
+
+
+def place_validation(
+    cache: Cache, num_devices: int, device_numbers: list[int], *, packed: bool = False
+) -> DealtSplit:
+    """The validation split of a cache: on the devices, or checked and then read for every validation.
+
+    Args:
+      num_devices, device_numbers: see `DealtSplit`.
+      packed: each device has a run of its own. They validate at different times, so the split stays there.
+    Raises:
+      DamagedCache: what is read is not what was written.
+    """
+
+    def read(examples: np.ndarray, out: np.ndarray) -> None:
+        cache.read_images("val", examples, out)
+
+    image_bytes, count = cache.layout.row_bytes, cache.count("val")
+    stays = packed or all_stay_on_devices(count, num_devices, image_bytes)  # before a host may find damage
+    split = DealtSplit(
+        labels=cache.small_array("val_labels"),
+        read=read,
+        image_bytes=image_bytes,
+        dtype=cache.image_dtype,
+        num_devices=num_devices,
+        device_numbers=device_numbers,
+    )
+    if stays:
+        return split.placed()
+    split.check()
+    num_bytes = split.rows * image_bytes
+    log.info("validation images are read for every validation: %.1f MB a device", num_bytes / 1e6)
+    return split
+
+
+def split_of_images(images: np.ndarray, labels: np.ndarray) -> DealtSplit:
+    """Images in this host's memory [examples, H, W, C], the same on every host, dealt to all devices.
+
+    Labels are UNKNOWN where there is none.
+    """
+    flat = np.ascontiguousarray(images).reshape(len(images), -1).view(np.uint8)
+
+    def read(examples: np.ndarray, out: np.ndarray) -> None:
+        np.take(flat, examples, axis=0, out=out, mode="clip")  # another mode takes a copy
+
+    num_devices = jax.device_count()
+    split = DealtSplit(
+        labels=labels,
+        read=read,
+        image_bytes=flat.shape[1],
+        dtype=images.dtype,
+        num_devices=num_devices,
+        device_numbers=replicas.local_indices(),
+    )
+    return split.placed() if all_stay_on_devices(len(images), num_devices, flat.shape[1]) else split

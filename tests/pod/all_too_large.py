@@ -1,0 +1,12 @@
+"""train.py or evaluate.py with limits so low that validation is read in blocks and predictions written in parts."""
+
+import runpy
+import sys
+
+from largebatch.data import validation
+from largebatch.runs import prediction_files
+
+validation.RESIDENT_SHARE, validation.BLOCK_BYTES = 0.0, 2 * 16 * 16 * 3
+prediction_files.MAX_LOGITS_PER_FILE = 7 * 5
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
