@@ -170,7 +170,7 @@ BAD_ZIPS = {
     "one class": ({"a/x.png": png()}, "has one class, 'a'"),
     "empty class": ({"a/x.png": png(), "b/x.png": png(), "c/": b""}, "class 'c' has no images"),
     "class of other files": ({"a/x.png": png(), "b/x.png": png(), "c/x.gif": b"x"}, "class 'c' has no images"),
-    "several places": ({"train/a/x.png": png(), "test/a/x.png": png()}, r"several places \(test, train\)"),
+    "several places": ({"one/a/x.png": png(), "two/a/x.png": png()}, r"several places \(one, two\)"),
 }
 
 
