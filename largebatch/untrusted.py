@@ -5,6 +5,7 @@ Only regular files are opened, links are followed but not in circles, and the en
 
 import contextlib
 import errno
+import io
 import os
 import stat
 import zipfile
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from largebatch.errors import UserError
+from etils import epath
+
+from largebatch.errors import BadSetting, UserError
 
 KINDS = {
     stat.S_IFIFO: "FIFO",
@@ -25,6 +28,7 @@ KINDS = {
 # gigabytes.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 HIDDEN = (".", "__MACOSX")
+MAX_TEXT_BYTES = 2**26
 
 
 def stat_regular(path: Path) -> os.stat_result:
@@ -159,3 +163,24 @@ def read_regular(path: Path, num_bytes: int) -> bytes:
     """The first `num_bytes` of a regular file."""
     with open_regular(path) as file:
         return file.read(num_bytes)
+
+
+def read_text(path: str, field: str) -> str:
+    """The content of a text file in UTF-8, of at most MAX_TEXT_BYTES.
+
+    Args:
+      field: the config field or flag that `path` comes from, for messages.
+    Raises:
+      BadSetting: it cannot be read, is larger or is no text.
+    """
+    try:
+        with open_any(epath.Path(path).expanduser()) as file:
+            content = file.read(MAX_TEXT_BYTES + 1)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:  # the path may be none, or of nobody's home
+        raise BadSetting(f"{field}: {path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    if len(content) > MAX_TEXT_BYTES:
+        raise BadSetting(f"{field}: {path} is too large; allowed: up to {MAX_TEXT_BYTES} bytes of text")
+    try:
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
+    except UnicodeDecodeError as error:
+        raise BadSetting(f"{field}: {path} cannot be read (it is no text)") from error

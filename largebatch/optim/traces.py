@@ -9,7 +9,6 @@ import csv
 import datetime
 import functools
 import hashlib
-import io
 import math
 import re
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ def from_list(sizes, largest: int = LARGEST) -> Trace:
 
 def digest(path: str) -> str:
     """SHA-256 of a trace file, which must not change while a run is resumed."""
-    return hashlib.sha256(_read(path, "batch.trace").encode()).hexdigest()
+    return hashlib.sha256(untrusted.read_text(path, "batch.trace").encode()).hexdigest()
 
 
 def read(
@@ -139,20 +138,9 @@ def _integers(low: int, high: int) -> str:
     return f"an integer from {low} to {high}"
 
 
-def _read(path: str, setting: str) -> str:
-    try:
-        with io.TextIOWrapper(untrusted.open_regular(Path(path).expanduser()), encoding="utf-8-sig") as file:
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise BadSetting(f"{setting}: {path} cannot be read (it is no text)") from error
-    except (OSError, ValueError, RuntimeError) as error:  # the path itself may be none, or of nobody's home
-        reason = getattr(error, "strerror", None) or error
-        raise BadSetting(f"{setting}: {path} cannot be read ({reason})") from error
-
-
 def _rows(path: str, setting: str) -> list[list[str]]:
     try:
-        return list(csv.reader(_read(path, setting).splitlines(), skipinitialspace=True, strict=True))
+        return list(csv.reader(untrusted.read_text(path, setting).splitlines(), skipinitialspace=True, strict=True))
     except csv.Error as error:
         raise BadSetting(f"{setting}: {path} is no CSV file ({error})") from error
 
