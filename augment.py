@@ -26,7 +26,8 @@ from largebatch.data.colours import to_rgb8
 from largebatch.data.estimate import BuildEstimate, estimate_build
 from largebatch.data.placement import read_rows
 from largebatch.data.random_augment import RandomAugment
-from largebatch.data.split import SPLITS, refuse_untrained_classes, split_indices
+from largebatch.data.split import SPLITS, assign_splits
+from largebatch.data.split_file import SplitFile, read_split_file
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import collectives
 
@@ -173,21 +174,29 @@ def prepare_cache(config, *, look_at_source: bool = False) -> Cache:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
     cache_dir = epath.Path(config.augment.cache_dir).expanduser()
-    request = known.request_of(config.dataset.to_dict())
+    request, split_file = _request(config)
     cache = None
     if not look_at_source:
         cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request)))
     if "none" in collectives.gather_text("none" if cache is None else "known"):
-        cache = _list_and_build(config, cache_dir, request)
+        cache = _list_and_build(config, cache_dir, request, split_file)
     content = [cache.manifest[key] for key in ("sha256", "counts", "class_names")]
     if len(set(collectives.gather_text(json.dumps(content, sort_keys=True)))) > 1:
         raise UserError(f"dataset: hosts hold different data under {config.dataset.path or config.dataset.name!r}")
     return cache
 
 
-def _list_and_build(config, cache_dir: epath.Path, request: dict) -> Cache:
+def _request(config) -> tuple[dict, SplitFile | None]:
+    """What the config asks for (see `known`), and its split file, read on every host."""
+    path = config.dataset.split_file
+    split_file = collectives.agreed(lambda: None if path is None else read_split_file(path))
+    digest = None if split_file is None else split_file.digest
+    return known.request_of(config.dataset.to_dict(), digest), split_file
+
+
+def _list_and_build(config, cache_dir: epath.Path, request: dict, split_file: SplitFile | None) -> Cache:
     """Lists the source and opens its cache, which is built on the hosts where there is none."""
-    plan = _find_plan(config, cache_dir)
+    plan = _find_plan(config, cache_dir, split_file)
     before = known.known_folder(cache_dir, request)
     if before is not None and before != plan.folder:
         log.warning("dataset: %s changed since %s was made", plan.source.description, before)
@@ -206,11 +215,11 @@ def estimate_cache(config) -> BuildEstimate | None:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
     cache_dir = epath.Path(config.augment.cache_dir).expanduser()
-    request = known.request_of(config.dataset.to_dict())
+    request, split_file = _request(config)
     cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request)))
     if "none" not in collectives.gather_text("none" if cache is None else "known"):
         return None
-    plan = _find_plan(config, cache_dir)
+    plan = _find_plan(config, cache_dir, split_file)
     return collectives.agreed(lambda: estimate_build(plan))
 
 
@@ -228,16 +237,16 @@ def _named_errors(config, act: Callable):
         raise UserError(f"augment.cache_dir: {config.augment.cache_dir} needs a package ({error})") from error
 
 
-def _find_plan(config, cache_dir: epath.Path) -> CachePlan:
+def _find_plan(config, cache_dir: epath.Path, split_file: SplitFile | None) -> CachePlan:
     """Lists the source on every host."""
     is_primary = collectives.is_primary()
-    find = functools.partial(_named_errors, config, functools.partial(_plan_cache, config, cache_dir))
+    find = functools.partial(_named_errors, config, functools.partial(_plan_cache, config, cache_dir, split_file))
     of_primary = collectives.agreed(find, is_primary)  # first, for it may download the set
     of_other = collectives.agreed(find, not is_primary)
     return of_primary if is_primary else of_other
 
 
-def _plan_cache(config, cache_dir: epath.Path) -> CachePlan:
+def _plan_cache(config, cache_dir: epath.Path, split_file: SplitFile | None) -> CachePlan:
     fields = config.dataset
     source = sources.find_source(
         fields.name,
@@ -250,8 +259,15 @@ def _plan_cache(config, cache_dir: epath.Path) -> CachePlan:
         cache_dir=config.augment.cache_dir,
         max_image_pixels=fields.max_image_pixels,
     )
-    splits = split_indices(source.ids, fields.split_seed)
-    refuse_untrained_classes(source, splits)
+    splits = assign_splits(
+        source.ids,
+        source.labels,
+        source.class_names,
+        published=source.splits,
+        choice=fields.splits,
+        seed=fields.split_seed,
+        split_file=split_file,
+    )
     name = "".join(c if c.isalnum() else "_" for c in fields.name)
     return CachePlan(cache_dir / f"{name}-{cache_key(source, splits)}", source, splits)
 

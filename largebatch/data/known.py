@@ -21,13 +21,18 @@ NOT_IN_KEY = ("max_image_pixels",)
 PATHS = ("path", "split_file")
 
 
-def request_of(fields: dict) -> dict:
-    """What the settings ask for: a config's `dataset`, with paths as they are from everywhere."""
+def request_of(fields: dict, split_file_digest: str | None = None) -> dict:
+    """What the settings ask for: a config's `dataset`, with paths as they are from everywhere.
+
+    Args:
+      split_file_digest: of the content of the split file, if there is one.
+    """
     request = {name: value for name, value in fields.items() if name not in NOT_IN_KEY}
     for name in PATHS:
         path = request.get(name)
         if path is not None and "://" not in path:
             request[name] = str(Path(path).expanduser().absolute())
+    request["split_file_digest"] = split_file_digest
     request["TFDS_DATA_DIR"] = os.environ.get("TFDS_DATA_DIR")
     return request
 
