@@ -48,6 +48,7 @@ log = logging.getLogger("largebatch")
 # Fields of a run's config that the command line may give instead, and how they are read.
 OVERRIDES = {
     "dataset.path": flags.DEFINE_string,
+    "dataset.split_file": flags.DEFINE_string,
     "augment.cache_dir": flags.DEFINE_string,
     "dataset.max_image_pixels": flags.DEFINE_integer,
 }
@@ -199,8 +200,10 @@ def read_split(run: TrainedRun, split: str, overrides: dict[str, str | int]) -> 
 
     config = run.config.copy_and_resolve_references()
     config.augment.cache_dir = cache_dir
-    if config.dataset.path and "dataset.path" not in overrides:
-        name_foreign(run.path, "dataset.path", config.dataset.path)
+    for field in ("dataset.path", "dataset.split_file"):
+        path = config.dataset[field.removeprefix("dataset.")]
+        if path and field not in overrides:
+            name_foreign(run.path, field, path)
 
     for attempt in augment.cache_attempts(config):
         with attempt as cache:

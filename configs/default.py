@@ -18,13 +18,20 @@ def get_config() -> config_dict.ConfigDict:
     c.dataset.name = "synthetic"  # "synthetic", "eurosat", a TFDS name, or a name for your own images
     c.dataset.source = "auto"  # tfds | zip | folder | synthetic | auto: by name and path
     c.dataset.path = config_dict.placeholder(str)  # zip, folder of class folders, or TFDS data directory
-    c.dataset.split_seed = 0  # >= 0; of the random 80/10/10 split into training, validation and test images
+    # Training, validation and test images: auto takes split_file, else the splits that the set is published with,
+    # else our random 80/10/10 | published: never ours | own: always ours.
+    c.dataset.splits = "auto"
+    # CSV file with the columns id and split; or a path with {split} in it, for a file of ids for each of train, val
+    # and test. Images that it does not name are left out.
+    c.dataset.split_file = config_dict.placeholder(str)
+    c.dataset.split_seed = 0  # >= 0; of our split, and of what is cut from train where val or test is not published
     # Pixels to resize to, 8..1024: a square, or (height, width); None keeps the size.
     c.dataset.image_size = config_dict.placeholder(object)
     c.dataset.resize = "stretch"  # stretch | crop (the central part) | pad (black bars): to another aspect ratio
     # 1 makes grey of RGB, 3 makes RGB of grey, any other number is that of the files; None takes what is there.
     c.dataset.channels = config_dict.placeholder(int)
-    c.dataset.tfds_split = "train"  # TFDS split(s) to read, before our own split: "train+test"
+    # TFDS split(s) to read, as "train+test", to be split by us; None takes train, val and test as published.
+    c.dataset.tfds_split = config_dict.placeholder(str)
     c.dataset.num_examples = 480  # synthetic images, >= 50
     # >= 1. Refused before decoding: an image of more pixels than this, a file of more than 4 bytes for each of
     # these pixels, and metadata of more than 1 byte for 32 of them. (A small hostile file can ask for gigabytes of

@@ -1,7 +1,7 @@
 """A config as plain nested dicts: its fields by name, what identifies a run, and how two differ."""
 
 # Fields that may name a file or folder to be read.
-PATHS = ("dataset.path", "augment.cache_dir", "batch.trace", "train.init_from")
+PATHS = ("dataset.path", "dataset.split_file", "augment.cache_dir", "batch.trace", "train.init_from")
 
 # Fields that a config stored by an earlier version lacks, each with the value that means what that version did. A
 # new field needs a line here, or runs and studies from before it are those of another config.
@@ -9,6 +9,8 @@ MISSING_FIELDS: dict[str, object] = {
     "batch.virtual_shards": None,
     "dataset.channels": None,
     "dataset.resize": "stretch",
+    "dataset.splits": "auto",
+    "dataset.split_file": None,
     "augment.views": "all",
     "augment.crop_scale": 1.0,
     "augment.brightness": 0.0,
@@ -37,7 +39,20 @@ def identity(config: dict) -> dict:
     kept = {name: value for name, value in config.items() if name not in ("devices", "log", "checkpoint")}
     for group, field in (("augment", "cache_dir"), ("dataset", "max_image_pixels")):
         kept[group] = {name: value for name, value in config.get(group, {}).items() if name != field}
+    if _has_idle_tfds_split(kept["dataset"]):
+        kept["dataset"]["tfds_split"] = None
     return kept
+
+
+def _has_idle_tfds_split(dataset: dict) -> bool:
+    """Whether dataset.tfds_split is "train", as it once was by default, where that means the same as None."""
+    if dataset.get("tfds_split") != "train":
+        return False
+    source = dataset.get("source")
+    if source in ("zip", "folder", "synthetic") or dataset.get("name") in ("eurosat", "synthetic"):
+        return True
+    # Before there was dataset.splits. Should the path be that of a TFDS set, the digest of the examples tells.
+    return source == "auto" and dataset.get("path") is not None and "splits" not in dataset
 
 
 def differences(one: dict, other: dict, names: tuple[str, str]) -> str:

@@ -30,6 +30,7 @@ def validate(config: config_dict.ConfigDict, models: Models) -> None:
     if not problems:
         num_updates = config.train.inner_steps * config.train.outer_steps
         problems = [
+            *_split_problems(config),
             *_length_problems(config, num_updates),
             *schedules.problems(ScheduleOptions.from_config(config.schedule), num_updates),
             *_adascale_problems(config),
@@ -69,6 +70,19 @@ def _cluster_problems(values: dict[str, object]) -> list[str]:
         problems.append(f"devices.coordinator_address: {address!r}; allowed: ADDRESS:PORT")
     if host_index >= num_hosts:
         problems.append(f"devices.host_index: {host_index}; allowed: 0 to devices.num_hosts - 1")
+    return problems
+
+
+def _split_problems(config) -> list[str]:
+    """Splits that are given, but not to be taken."""
+    dataset, problems = config.dataset, []
+    if dataset.splits == "own" and dataset.split_file is not None:
+        problems.append(f"dataset.split_file: {dataset.split_file!r}; allowed: None with dataset.splits 'own'")
+    if dataset.splits == "published" and dataset.split_file is None and dataset.tfds_split is not None:
+        problems.append(
+            f"dataset.tfds_split: {dataset.tfds_split!r}, which is to be split by us; allowed: None with "
+            "dataset.splits 'published'"
+        )
     return problems
 
 

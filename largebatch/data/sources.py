@@ -22,7 +22,7 @@ def find_source(
     path: str | None = None,
     *,
     options: images.DecodeOptions = images.AS_THEY_ARE,
-    tfds_split: str = "train",
+    tfds_split: str | None = None,
     num_examples: int = 960,
     seed: int = 0,
     cache_dir: str = "~/.cache/largebatch",
@@ -36,7 +36,7 @@ def find_source(
       path: the zip, the folder of class folders, or the TFDS data directory. EuroSAT needs none: a
         prepared TFDS set is used if there is one, else the zip is downloaded to `cache_dir`.
       options: how images are decoded; a size is needed where they differ in it.
-      tfds_split: which TFDS split (or "train+test") is read, before our own split.
+      tfds_split: which TFDS split (or "train+test") is read, to be split by us; None reads the published ones.
       num_examples, seed: of the synthetic set.
       max_image_pixels: above which an image is refused; its file may have 4 bytes for each.
 

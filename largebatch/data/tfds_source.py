@@ -1,6 +1,7 @@
 """Sets that TFDS has prepared, read without TensorFlow."""
 
 import contextlib
+import logging
 import os
 
 import numpy as np
@@ -8,8 +9,11 @@ from etils import epath
 
 from largebatch.data import images
 from largebatch.data.source import Source
+from largebatch.data.split_names import SPLITS, split_named
 from largebatch.data.threads import iterate_batches
 from largebatch.errors import UserError
+
+log = logging.getLogger("largebatch")
 
 ROWS_AT_ONCE = 256  # in blocks: half the time of one by one
 
@@ -39,17 +43,27 @@ def is_readable(builder) -> bool:
 
 
 def tfds_source(
-    name: str, data_dir: str | None, split: str, options: images.DecodeOptions, max_pixels: int
+    name: str, data_dir: str | None, split: str | None, options: images.DecodeOptions, max_pixels: int
 ) -> Source:
     """The source of a prepared TFDS set.
 
+    Args:
+      split: of TFDS, as "train+test", to be split by us; None takes the splits that are published.
     Raises:
       UserError: it is not prepared, not readable here, has other features, or no such split.
     """
     builder = _readable_builder(name, data_dir)
-    rows = _open_split(builder, split)
     class_names = list(builder.info.features["label"].names)
+    published = _published_splits(builder, name) if split is None else {}
+    split = split or "+".join(published)
+    rows = _open_split(builder, split)
+    splits = None
+    if len(published) > 1:
+        sizes = [builder.info.splits[theirs].num_examples for theirs in published]
+        splits = np.repeat(list(published.values()), sizes).tolist()
     ids, labels = _list_rows(rows, name, split, class_names)
+    if splits:
+        ids = [f"{ours}/{example_id}" for ours, example_id in zip(splits, ids, strict=True)]
 
     @contextlib.contextmanager
     def open_pixels():
@@ -69,12 +83,33 @@ def tfds_source(
     info = builder.info
     return Source(
         description=f"TFDS {info.full_name} [{split}]",
-        fingerprint=f"tfds {info.full_name} {builder.data_dir} {split} {len(rows)} {options}",
+        fingerprint=f"tfds {info.full_name} {builder.data_dir} {split} {len(set(splits or ()))} {len(rows)} {options}",
         ids=ids,
         labels=np.array(labels, np.int32),
         class_names=class_names,
         open=open_pixels,
+        splits=splits,
     )
+
+
+def _published_splits(builder, name: str) -> dict[str, str]:
+    """The splits of TFDS that are published for training, validation or test, each with the name it has here.
+
+    A set that has only one split, or train and others that are none of these, publishes no split.
+    """
+    sizes = {theirs: info.num_examples for theirs, info in builder.info.splits.items() if info.num_examples}
+    published = {theirs: split_named(theirs) for theirs in sizes if split_named(theirs)}
+    if len(sizes) == 1:
+        return published or dict.fromkeys(sizes, "train")
+    if "train" not in published.values() or len(set(published.values())) < len(published):
+        raise UserError(
+            f"dataset.tfds_split: None, and TFDS set {name!r} has the splits {', '.join(sizes)}; allowed: those to "
+            "read, as 'train+test', where there is no train or two for one of train, val, test"
+        )
+    left_out = [f"{theirs} ({size} images)" for theirs, size in sizes.items() if theirs not in published]
+    if left_out:
+        log.warning("TFDS set %s: left out the splits %s; dataset.tfds_split reads them", name, ", ".join(left_out))
+    return dict(sorted(published.items(), key=lambda item: SPLITS.index(item[1])))
 
 
 def _readable_builder(name: str, data_dir: str | None):

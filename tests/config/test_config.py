@@ -23,6 +23,9 @@ BAD_FIELDS = {
     "dataset.resize": "squash",
     "dataset.channels": 0,
     "dataset.split_seed": -1,
+    "dataset.splits": "mine",
+    "dataset.split_file": "",
+    "dataset.tfds_split": " ",
     "augment.views": "some",
     "augment.storage": "both",
     "augment.crop_scale": 0.0,
@@ -279,6 +282,57 @@ def test_a_field_that_a_stored_config_lacks_counts_as_what_it_was_then(monkeypat
     assert fields.differences({"config": ours}, {"config": stored}, names) == ""  # of a study
     ours["train"]["new_field"] = 2
     assert changed() == "train.new_field: 2 here, 1 there"
+
+
+def test_splits_that_are_given_but_not_taken_are_refused():
+    def problem(**dataset) -> str:
+        config = default.get_config()
+        config.dataset.update(dataset)
+        try:
+            validate(config, models.MODELS)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    assert problem(splits="own", split_file="x.csv") == (
+        "dataset.split_file: 'x.csv'; allowed: None with dataset.splits 'own'"
+    )
+    assert problem(splits="published", tfds_split="train+test") == (
+        "dataset.tfds_split: 'train+test', which is to be split by us; allowed: None with "
+        "dataset.splits 'published'"
+    )
+    assert not problem(splits="published", split_file="x-{split}.csv", tfds_split="train+test")
+    assert not problem(splits="auto", split_file="x.csv")
+    assert not problem(splits="own", tfds_split="train")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "same", "same_today"),
+    [
+        ({}, True, True),
+        ({"name": "eurosat"}, True, True),
+        ({"name": "mine", "path": "images.zip", "source": "zip"}, True, True),
+        ({"name": "mine", "path": "images"}, True, False),  # may be a TFDS set
+        ({"name": "cifar10"}, False, False),
+        ({"name": "cifar10", "path": "data", "source": "tfds"}, False, False),
+    ],
+)
+def test_the_former_default_of_tfds_split_counts_only_where_it_did_something(dataset, same, same_today):
+    config = default.get_config()
+    config.dataset.update(dataset)
+
+    def is_same(stored) -> bool:
+        ours = fields.identity(config.to_dict())
+        changed = fields.differences(ours, fields.identity(stored), ("here", "there"))
+        assert changed in ("", "dataset.tfds_split: None here, 'train' there")
+        return not changed
+
+    stored = config.to_dict()
+    stored["dataset"]["tfds_split"] = "train"
+    assert is_same(stored) == same_today
+    del stored["dataset"]["splits"], stored["dataset"]["split_file"]
+    assert is_same(stored) == same
+    assert stored["dataset"]["tfds_split"] == "train"
 
 
 def test_compiled_programs_are_kept_where_the_user_says_first(tmp_path):
