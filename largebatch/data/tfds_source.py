@@ -80,10 +80,10 @@ def tfds_source(
         with images.pillow_limited_to(max_pixels):
             yield read
 
-    info = builder.info
+    info, what = builder.info, f"published {split}" if splits else split
     return Source(
         description=f"TFDS {info.full_name} [{split}]",
-        fingerprint=f"tfds {info.full_name} {builder.data_dir} {split} {len(set(splits or ()))} {len(rows)} {options}",
+        fingerprint=f"tfds {info.full_name} {builder.data_dir} {what} {len(rows)} {options}",
         ids=ids,
         labels=np.array(labels, np.int32),
         class_names=class_names,
@@ -100,7 +100,7 @@ def _published_splits(builder, name: str) -> dict[str, str]:
     sizes = {theirs: info.num_examples for theirs, info in builder.info.splits.items() if info.num_examples}
     published = {theirs: split_named(theirs) for theirs in sizes if split_named(theirs)}
     if len(sizes) == 1:
-        return published or dict.fromkeys(sizes, "train")
+        return dict.fromkeys(sizes, "train")
     if "train" not in published.values() or len(set(published.values())) < len(published):
         raise UserError(
             f"dataset.tfds_split: None, and TFDS set {name!r} has the splits {', '.join(sizes)}; allowed: those to "
@@ -160,7 +160,10 @@ def _list_rows(rows, name: str, split: str, class_names: list[str]) -> tuple[lis
         for number, row in enumerate(_read_rows(rows, range(part.start, part.stop), name), part.start):
             label = int(row["label"])
             if label < 0:
-                raise UserError(f"dataset.tfds_split: {split!r} of TFDS set {name!r} has rows without label")
+                raise UserError(
+                    f"dataset.tfds_split: {split!r} of TFDS set {name!r} has rows without label; allowed: "
+                    "splits that have labels, as 'train'"
+                )
             file = row.get("filename", f"{number:09d}".encode()).decode()
             ids.append(file if "/" in file else f"{class_names[label]}/{file}")
             labels.append(label)

@@ -40,7 +40,11 @@ def zip_of(folder, path, prefix=""):
 
 
 def write_prepared_tfds(data_dir, name, rows, class_names):
-    """A prepared array_record set of (encoded image, label, file name) rows, written without TensorFlow."""
+    """A prepared array_record set, written without TensorFlow.
+
+    Args:
+      rows: (encoded image, label, file name) of the split train, or a dict of such rows by split.
+    """
     import tensorflow_datasets as tfds
 
     set_name, _, config = name.partition("/")
@@ -62,8 +66,10 @@ def write_prepared_tfds(data_dir, name, rows, class_names):
     )
     info = tfds.core.DatasetInfo(builder=identity, features=features, supervised_keys=("image", "label"))
     writer = tfds.core.SequentialWriter(info, max_examples_per_shard=1000, file_format="array_record")
-    writer.initialize_splits(["train"])
-    writer.add_examples({"train": [{"image": i, "label": n, "filename": f} for i, n, f in rows]})
+    rows_of_split = rows if isinstance(rows, dict) else {"train": rows}
+    writer.initialize_splits(list(rows_of_split))
+    for split, rows in rows_of_split.items():
+        writer.add_examples({split: [{"image": i, "label": n, "filename": f} for i, n, f in rows]})
     writer.close_all()
     return folder
 
