@@ -1,6 +1,5 @@
 """Processes that share a folder of caches: what one builds, mends or leaves behind is safe from the others."""
 
-import dataclasses
 import json
 import os
 import pkgutil
@@ -16,7 +15,7 @@ from largebatch.data.cache import CACHE_VERSION, DamagedCache, open_cache, open_
 from largebatch.data.images import DecodeOptions
 from largebatch.data.source import Source
 from largebatch.data.sources import find_source
-from largebatch.data.split import refuse_untrained_classes, split_indices
+from largebatch.data.split import split_indices
 from largebatch.errors import UserError
 
 
@@ -240,9 +239,3 @@ def test_a_damaged_cache_that_cannot_be_removed_is_named(folder, monkeypatch):
 
 
 # ---- data that make no cache ------------------------------------------------------------------------
-
-
-def test_a_class_without_a_training_image_is_named(folder):
-    empty = dataclasses.replace(source(), class_names=[*source().class_names, "empty"])
-    with pytest.raises(UserError, match="dataset: no training image is left for class empty"):
-        refuse_untrained_classes(empty, split_indices(empty.ids, 0))
