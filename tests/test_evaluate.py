@@ -268,7 +268,7 @@ def run_on_images(path: Path, image_shape: tuple, dtype: str, resize: str = "str
     """What `read_images` needs of a run."""
     config = default.get_config()
     config.dataset.resize = resize
-    data = {"class_names": ["ash", "elm"], "image_shape": list(image_shape), "dtype": dtype}
+    data = {"class_names": ["ash", "elm"], "image_shape": list(image_shape), "image_dtype": dtype}
     return evaluate.TrainedRun(path / "run", config, data, 1, {})
 
 

@@ -9,7 +9,7 @@ from etils import epath
 
 from largebatch.data import images
 from largebatch.data.source import Source
-from largebatch.data.split_names import SPLITS, split_named
+from largebatch.data.split_names import split_named
 from largebatch.data.threads import iterate_batches
 from largebatch.errors import UserError
 
@@ -109,7 +109,7 @@ def _published_splits(builder, name: str) -> dict[str, str]:
     left_out = [f"{theirs} ({size} images)" for theirs, size in sizes.items() if theirs not in published]
     if left_out:
         log.warning("TFDS set %s: left out the splits %s; dataset.tfds_split reads them", name, ", ".join(left_out))
-    return dict(sorted(published.items(), key=lambda item: SPLITS.index(item[1])))
+    return published
 
 
 def _readable_builder(name: str, data_dir: str | None):
