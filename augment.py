@@ -5,7 +5,7 @@
 
 With V views (8, 2 or 1 by augment.views), example `i` of the training set is view `i % V` of original `i // V`.
 Storage "expanded" keeps all views on the devices; "on_device" keeps the originals and makes the view when a
-micro-batch is read.
+micro-batch is read; "streamed" does the same with the originals that the next updates visit.
 """
 
 import functools
@@ -103,6 +103,7 @@ def make_read(
 
     From the storage comes a view of an original, which is then changed at random. Images lie as flat rows: a TPU
     pads the last two dimensions of an array to its tile of 8 x 128.
+    A stream has "rows": [originals] too: in which row an original lies, if it does.
     """
 
     def take(array, index):
@@ -115,7 +116,13 @@ def make_read(
         originals = take(shard["images"], examples // num_views).reshape(-1, *image_shape)
         return select_views(originals, examples % num_views, num_views)
 
-    read_images = {"expanded": read_expanded, "on_device": read_on_device}[storage]
+    def read_streamed(shard, examples):
+        rows = take(shard["rows"], examples // num_views)
+        originals = take(shard["images"], rows).reshape(-1, *image_shape)
+        return select_views(originals, examples % num_views, num_views)
+
+    readers = {"expanded": read_expanded, "on_device": read_on_device, "streamed": read_streamed}
+    read_images = readers[storage]
 
     def read(shard, examples, visit_keys):
         images = read_images(shard, examples)

@@ -2,6 +2,7 @@
 
     python bench.py step [--batch_size 512] [--repeats 7] [--nopeers] [--plot FILE.png]
     python bench.py input --path EuroSAT.zip
+    python bench.py stream --path EuroSAT.zip [--batch_size 512] [--repeats 7]
     python bench.py scaling [--plot FILE.png]
     python bench.py memory
     python bench.py accuracy --seeds 3 --target 0.9 --path runs/bench -- --config configs/eurosat.py ...
@@ -30,7 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from absl import flags
 
-from benchmarks import accuracy, growth, inputs, large_set, loop, memory, noise, pack, scaling, step
+from benchmarks import accuracy, growth, inputs, large_set, loop, memory, noise, pack, scaling, step, stream
 from largebatch.cli import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
 from largebatch.errors import UserError
 from largebatch.runs.folder import jsonable
@@ -62,6 +63,11 @@ COMMANDS = {
         plot="plot_step",
     ),
     "input": Command(lambda given, _: inputs.bench_input(given.path), inputs.print_input, needs_path=True),
+    "stream": Command(
+        lambda given, _: stream.bench_stream(given.path, given.cache_dir, given.batch_size, given.repeats),
+        stream.print_stream,
+        needs_path=True,
+    ),
     "scaling": Command(
         lambda given, _: scaling.bench_scaling(given.repeats), scaling.print_scaling, plot="plot_scaling"
     ),
@@ -84,8 +90,10 @@ COMMANDS = {
 
 def define_flags() -> None:
     """The flags of all commands."""
-    flags.DEFINE_integer("batch_size", 512, "step, noise: examples per update over all devices.", lower_bound=1)
-    flags.DEFINE_integer("repeats", 7, "step, scaling, pack, noise, build: repeats.", lower_bound=1)
+    flags.DEFINE_integer(
+        "batch_size", 512, "step, stream, noise: examples per update over all devices.", lower_bound=1
+    )
+    flags.DEFINE_integer("repeats", 7, "step, stream, scaling, pack, noise, build: repeats.", lower_bound=1)
     flags.DEFINE_bool("peers", True, "step: time the peers too.")
     flags.DEFINE_integer("images", 50_000, "build: generated images.", lower_bound=100)
     flags.DEFINE_integer("seeds", 3, "accuracy: runs.", lower_bound=1)
@@ -93,8 +101,9 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "path",
         None,
-        "input: EuroSAT.zip or its folder; loop: a run folder; accuracy: a new folder; build: a folder with room.",
+        "input, stream: EuroSAT.zip or its folder; loop: a run folder; accuracy: a new folder; build: a folder with room.",
     )
+    flags.DEFINE_string("cache_dir", "~/.cache/largebatch", "stream: where the data cache is.")
     flags.DEFINE_string("json", None, "Write all figures to this file.")
     flags.DEFINE_string("plot", None, "step, scaling: draw the figures to this PNG.")
 
@@ -112,7 +121,9 @@ def parse_command(argv: list[str], train_arguments: list[str]) -> Command:
     (name,) = names
     command = COMMANDS[name]
     if command.needs_path and not given.path:
-        raise UsageError("--path: not given; input needs EuroSAT.zip or its folder, loop and accuracy a run folder")
+        raise UsageError(
+            "--path: not given; input and stream need EuroSAT.zip or its folder, loop and accuracy a run folder"
+        )
     if train_arguments and not command.trains:
         raise UsageError(f"--: only accuracy takes the arguments of train.py; found {' '.join(train_arguments)}")
     if given.plot and not command.plot:

@@ -16,12 +16,14 @@ from flax import linen as nn
 import augment
 import model as models
 from largebatch.config.rules import MODEL_OPTIONS
+from largebatch.data import streaming
 from largebatch.data.batching import DataSharding
 from largebatch.data.cache import Cache
 from largebatch.data.placement import DeviceData, bytes_per_device, place, read_rows
 from largebatch.data.random_augment import RandomAugment
+from largebatch.data.streaming import load_inputs
 from largebatch.errors import BadSetting
-from largebatch.hosts import collectives, memory, replicas
+from largebatch.hosts import collectives, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.optim.batch_sizes import batch_size_of_devices, follows_devices
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_optimizer
@@ -43,6 +45,7 @@ from largebatch.training.setup import (
 )
 from largebatch.training.state import TrainState, count_params, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep
+from largebatch.training.storage import setup_that_fits, storages_to_try
 
 # A set of programs takes some 800 memory maps on a CPU; at Linux' limit of 65,530 a process dies.
 MAX_PROGRAMS = 30
@@ -61,12 +64,14 @@ class DataFacts:
     num_classes: int
     mean: tuple[float, ...]  # of the training images, by channel
     std: tuple[float, ...]
+    row_bytes: int  # of one original
 
     @classmethod
     def of(cls, cache: Cache) -> "DataFacts":
         """The properties of the data set in `cache`."""
         mean, std = tuple(cache.manifest["mean"]), tuple(cache.manifest["std"])
-        return cls(cache.count("train"), cache.image_shape, len(cache.class_names), mean, std)
+        num_classes, row_bytes = len(cache.class_names), cache.layout.row_bytes
+        return cls(cache.count("train"), cache.image_shape, num_classes, mean, std, row_bytes)
 
 
 def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = False) -> Setup:
@@ -85,12 +90,18 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
         batch_sizes = PiecewiseConstant.constant(batch_size)
     schedule = make_schedule(config, sharding.num_examples, batch_sizes)
     possible = possible_batch_sizes(config.batch, schedule)
+    micro_batch_size, buffer_rows = choose_micro_batch_size(config, possible, sharding), None
+    if config.augment.storage == "streamed":
+        # At least a micro-batch on every device, which is what the doctor takes.
+        largest = max(int(possible[-1]), micro_batch_size * num_devices)
+        buffer_rows = streaming.buffer_rows(sharding, data.row_bytes, largest)
     program = ProgramOptions(
         dataset=dataset_key(config),
         image_shape=data.image_shape,
         mean=data.mean,
         std=data.std,
         storage=config.augment.storage,
+        buffer_rows=buffer_rows,
         random_augment=RandomAugment.from_config(config.augment, data.mean),
         sharding=sharding,
         packed=packed,
@@ -108,7 +119,7 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
         max_nonfinite=config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0,
         view_average=config.eval.view_average,
         shift_average=config.eval.shift_average,
-        micro_batch_size=choose_micro_batch_size(config, possible, sharding),
+        micro_batch_size=micro_batch_size,
         prediction_micro_batch_size=resolve_micro_batch_size(config.batch.micro_batch_size),
         # A power of two, so that runs of other inner_steps share programs.
         inputs_length=1 << (config.train.inner_steps - 1).bit_length(),
@@ -219,7 +230,7 @@ class ProgramCache:
 
     def __init__(self, *, packed: bool = False):
         self.packed, self.local_devices = packed, jax.local_devices()
-        self._dataset, self._cache, self._data, self._kernel = None, None, None, None
+        self._asked, self._placed, self._kernel = None, None, None
         self._programs: dict[ProgramOptions, CompiledPrograms] = {}
 
     def load(self, config) -> PlacedSetup:
@@ -235,21 +246,41 @@ class ProgramCache:
             raise BadSetting(
                 f"sync.mode: {config.sync.mode!r}; allowed: 'every_step' where each device has its own run"
             )
-        if self._dataset == dataset_key(config):
-            return PlacedSetup(self._resolve(config, self._cache), self._cache, self._data)
-        self._dataset = self._cache = self._data = self._kernel = None
+        if self._asked == dataset_key(config) and (placed := self._placed_for(config)):
+            return placed
+        self._asked = self._placed = self._kernel = None
         for attempt in augment.cache_attempts(config):
             with attempt as cache:
-                setup = self._resolve(config, cache)
-                collectives.agreed(functools.partial(check_fits, setup, cache))
-                expand = augment.expansion(setup.program.storage, setup.program.sharding.views)
-                seed = config.dataset.split_seed
-                data = place(cache, setup.program.sharding, seed, expand, packed=self.packed)
-        jax.block_until_ready((data.train, data.validation.resident))
-        self._dataset, self._cache, self._data = setup.program.dataset, cache, data
-        return PlacedSetup(setup, cache, data)
+                setup = self._setup_that_fits(config, cache)
+                program = setup.program
+                data = place(
+                    cache,
+                    program.sharding,
+                    config.dataset.split_seed,
+                    augment.expansion(program.storage, program.sharding.views),
+                    buffer_rows=program.buffer_rows,
+                    packed=self.packed,
+                )
+        jax.block_until_ready((data.train.arrays, data.validation.resident))
+        self._asked, self._placed = dataset_key(config), PlacedSetup(setup, cache, data)
+        return self._placed
 
-    def _resolve(self, config, cache: Cache) -> Setup:
+    def _placed_for(self, config) -> PlacedSetup | None:
+        """What is placed, with the Setup of another config; None where it does not serve that."""
+        was = self._placed.setup.program
+        setup = self._resolve(config, self._placed.cache, was.storage)
+        if setup.program.buffer_rows != was.buffer_rows or not self._placed.data.train.is_sound:
+            return None
+        return dataclasses.replace(self._placed, setup=setup)
+
+    def _setup_that_fits(self, config, cache: Cache) -> Setup:
+        storages = storages_to_try(config.augment.storage, packed=self.packed)
+        resolve = functools.partial(self._resolve, config, cache)
+        return setup_that_fits(storages, resolve, lambda setup: needed_bytes(setup, cache))
+
+    def _resolve(self, config, cache: Cache, storage: str) -> Setup:
+        config = config.copy_and_resolve_references()
+        config.augment.storage = storage
         num_devices = 1 if self.packed else jax.device_count()
         return resolve_setup(config, DataFacts.of(cache), num_devices, packed=self.packed)
 
@@ -273,14 +304,15 @@ class ProgramCache:
 
         They are compiled by running them once, so the data that were loaded last must be those of `setup`.
         """
-        assert setup.program.dataset == self._dataset, "another data set was loaded since"
+        placed = self._placed
+        assert setup.program.dataset == placed.setup.program.dataset, "another data set was loaded since"
         if setup.program not in self._programs:
             if len(self._programs) == MAX_PROGRAMS:
                 self._programs.clear()
                 jax.clear_caches()
             self._programs[setup.program] = compile_programs(
                 make_parts(setup.program),
-                self._data,
+                placed.data,
                 setup.schedule.inputs(0, setup.program.inputs_length),
                 setup.sync,
                 self.whitening_kernel(setup),
@@ -289,19 +321,18 @@ class ProgramCache:
         return self._programs[setup.program]
 
 
-def check_fits(setup: Setup, cache: Cache) -> None:
-    """Raises BadSetting if images, state and a step do not fit on a device."""
-    views = setup.program.sharding.views
-    hint = f"augment.storage = 'on_device' keeps 1 of {views} views of an image; or use more devices"
-    memory.check_fits(needed_bytes(setup, cache), hint)
-
-
 def needed_bytes(setup: Setup, cache: Cache) -> dict[str, int]:
     """Estimate of what a run needs on a device, by part."""
     program = setup.program
     state = jax.eval_shape(make_init(program), np.uint32(0), setup.hyperparams, np.zeros(()))
     return {
-        **bytes_per_device(cache, program.sharding, program.stored_views, packed=program.packed),
+        **bytes_per_device(
+            cache,
+            program.sharding,
+            program.stored_views,
+            buffer_rows=program.buffer_rows,
+            packed=program.packed,
+        ),
         **bytes_beside_images(program.network, state, program.image_shape, program.micro_batch_size),
     }
 
@@ -352,7 +383,9 @@ class Experiment:
         """The first layer, from input to output, that is not finite in an update of `state`; in words."""
         program, step = self.setup.program, self.programs.parts.step
         normalise = make_normalise(program.network, program.image_shape, program.mean, program.std)
-        return locate_nonfinite(program.network, normalise, step, state, self.data.train, update)
+        inputs, seed = jax.tree.map(np.atleast_1d, update), replicas.first_replica(state.seed)
+        data = load_inputs(self.data.train, program.sharding, seed, inputs).arrays
+        return locate_nonfinite(program.network, normalise, step, state, data, update)
 
     def _predict(self, predict, variables) -> SplitPredictions:
         micro_batch_size = self.setup.program.prediction_micro_batch_size

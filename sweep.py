@@ -118,7 +118,7 @@ class PackedExperiments:
         return PackedPrograms(
             inner_loop=programs.inner_loop,
             predictions={name: getattr(programs, name) for name in PREDICTIONS},
-            train=placed.data.train,
+            train=placed.data.train.arrays,
             validation=placed.data.validation.resident,
             idle_state=programs.parts.init(np.uint32(0), setup.hyperparams, kernel),
             idle_inputs=setup.schedule.inputs(0, setup.program.inputs_length),

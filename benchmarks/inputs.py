@@ -79,6 +79,7 @@ def make_config(path: str, cache_dir: str):
     """The config of EuroSAT with other images and another cache."""
     config = eurosat.get_config()
     config.dataset.path, config.augment.cache_dir = path, cache_dir
+    config.augment.storage = "expanded"
     return config
 
 
@@ -110,9 +111,9 @@ def place(path: str, cache_dir: str) -> Placing:
     expand = augment.expansion(config.augment.storage, views)
     data = placement.place(cache, sharding, config.dataset.split_seed, expand)
     validation = data.validation.resident  # none where it does not stay on the devices
-    jax.block_until_ready((data.train, validation))
+    jax.block_until_ready((data.train.arrays, validation))
     seconds = time.perf_counter() - begin
-    training_bytes = data.train["images"].nbytes
+    training_bytes = data.train.arrays["images"].nbytes
     validation_bytes = validation.images.nbytes if validation else 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Placing(seconds, training_bytes + validation_bytes, training_bytes, peak)

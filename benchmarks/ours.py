@@ -160,6 +160,7 @@ def _resolve_setup(options: StepOptions, num_devices: int, *, packed: bool = Fal
         num_classes=serve.NUM_CLASSES,
         mean=(serve.MEAN,) * 3,
         std=(serve.STD,) * 3,
+        row_bytes=math.prod(serve.IMAGE_SHAPE),
     )
     return resolve_setup(config, data, num_devices, packed=packed)
 

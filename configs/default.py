@@ -42,7 +42,9 @@ def get_config() -> config_dict.ConfigDict:
     # Views of each training image: all (8: four rotations, each with and without a flip; for square images) | flip
     # (2: with and without a flip left/right) | none (1: as it is).
     c.augment.views = "all"
-    c.augment.storage = "expanded"  # expanded: all views in device memory | on_device: originals alone
+    # Where training images are: expanded (all views in device memory) | on_device (the originals alone) |
+    # streamed (those of the next updates, read while others run) | auto: the first of these that fits.
+    c.augment.storage = "auto"
     # Each visit of a training image changes it at random, by what is on of these, in this order.
     c.augment.crop_scale = 1.0  # above 0, up to 1: off; smallest share of the area that a crop has; resized back
     c.augment.shift = 0  # pixels; moves the image by up to this, edges reflected

@@ -18,6 +18,7 @@ from largebatch.data import batching
 from largebatch.data.batching import DataSharding
 from largebatch.data.estimate import BuildEstimate
 from largebatch.data.placement import bytes_per_device
+from largebatch.data.streaming import load_inputs
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, memory, replicas
 from largebatch.hosts.replicas import AXIS, pmap
@@ -127,7 +128,8 @@ def plain_gradient(experiment, start: TrainState):
         return jax.tree.map(lambda g: lax.psum(g, AXIS) / checked.size, grads)
 
     run = pmap(gradient, in_axes=(0, 0), out_axes=None)
-    return jax.tree.map(np.asarray, run(replicas.replicate(start), experiment.data.train))
+    data = load_inputs(experiment.data.train, sharding, 0, _inputs(experiment, checked.size, length=1)).arrays
+    return jax.tree.map(np.asarray, run(replicas.replicate(start), data))
 
 
 def _norm(tree) -> float:
@@ -144,7 +146,8 @@ def check_gradient(experiment, start: TrainState, expected) -> Finding:
     loop = make_inner_loop(TrainStep(step.loss_fn, optimizer, reader))
     state = replicas.replicate(create_train_state(start.params, optimizer, 0, start.model_state))
     inputs = _inputs(experiment, checked.size, learning_rate=1.0, length=1)
-    state, _ = loop(state, experiment.data.train, inputs, np.int32(1))
+    data = load_inputs(experiment.data.train, sharding, 0, inputs).arrays
+    state, _ = loop(state, data, inputs, np.int32(1))
     gradient = jax.tree.map(np.subtract, start.params, replicas.first_replica(state.params))
     ratio = _norm(gradient) / _norm(expected)
     error = _norm(jax.tree.map(np.subtract, gradient, expected)) / _norm(expected)
@@ -176,8 +179,9 @@ def check_update(experiment, start: TrainState) -> Finding:
     inputs = _inputs(experiment, batch_size, rate)
     state = replicas.replicate(start)
     num_updates = 2 if setup.program.optimizer == "soap" else 1  # the first one of soap only looks at the gradient
+    data = load_inputs(experiment.data.train, setup.program.sharding, start.seed, inputs).arrays
     for _ in range(num_updates):
-        state, _ = experiment.programs.inner_loop(state, experiment.data.train, inputs, np.int32(1))
+        state, _ = experiment.programs.inner_loop(state, data, inputs, np.int32(1))
     change = jax.tree.map(np.subtract, replicas.first_replica(state.params), start.params)
     change, kernels = checkpoints.named_leaves(change), _kernels(start.params)
     ratios = {name: _norm(change[name]) / _norm(kernels[name]) for name in kernels if np.any(kernels[name])}
@@ -186,9 +190,8 @@ def check_update(experiment, start: TrainState) -> Finding:
 
 def check_trust_ratios(gradient, params, weight_decay: float) -> Finding:
     """LAMB's trust ratios at the first update; a layer without a gradient has none."""
-    kernels = _kernels(params)
     ratios = checkpoints.named_leaves(optimizers.trust_ratios(gradient, params, weight_decay))
-    ratios = {layer: float(ratios[layer]) for layer in kernels}
+    ratios = {layer: float(ratios[layer]) for layer in _kernels(params)}
     text, name = f"{_range_text(ratios)} at the first update", "trust ratio"
     if dead := [layer for layer, ratio in ratios.items() if np.isinf(ratio)]:
         return Finding(WARN, name, text, f"no gradient reaches {', '.join(dead)}")
@@ -316,10 +319,10 @@ def time_micro_batches(experiment, start: TrainState, started: float) -> dict[in
 
     Sizes take turns and the best of each counts, since a shared machine is only ever too slow.
     """
-    setup, data = experiment.setup, experiment.data.train
-    own_size, max_batch_size = setup.micro_batch_size, setup.schedule.max_batch_size
-    batch_size = min(max_batch_size, setup.num_devices * own_size * 8)
+    setup, own_size = experiment.setup, experiment.setup.micro_batch_size
+    batch_size = min(setup.schedule.max_batch_size, setup.num_devices * own_size * 8)
     inputs = _inputs(experiment, batch_size)
+    data = load_inputs(experiment.data.train, setup.program.sharding, start.seed, inputs)
     timings = {
         size: _SizeTiming(loop, replicas.replicate(start)) for size, loop in _loops_by_size(experiment).items()
     }
@@ -329,9 +332,10 @@ def time_micro_batches(experiment, start: TrainState, started: float) -> dict[in
             late = bool(collectives.from_primary(np.int32(time.perf_counter() - started > BUDGET_SEC)))
             if timing.error or (late and not timing.runs and size != own_size):
                 continue
-            seconds = timing.run(data, inputs, num_updates if timing.runs else 1, num_updates * batch_size)
+            seconds = timing.run(data.arrays, inputs, num_updates if timing.runs else 1, num_updates * batch_size)
             if repeat == 0 and size == own_size and not timing.error:
-                num_updates = int(np.clip(TIMED_SEC / seconds, 1, setup.config.train.inner_steps))
+                most = min(setup.config.train.inner_steps, data.num_updates)
+                num_updates = int(np.clip(TIMED_SEC / seconds, 1, most))
                 num_updates = int(collectives.from_primary(np.int32(num_updates)))
     return {size: timing for size, timing in timings.items() if timing.runs or timing.error}
 
@@ -370,7 +374,9 @@ def check_memory(experiment, state: TrainState) -> Finding:
     """The estimate of what a device needs, beside what it has."""
     program = experiment.setup.program
     one_replica = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    of_images = bytes_per_device(experiment.cache, program.sharding, program.stored_views)
+    of_images = bytes_per_device(
+        experiment.cache, program.sharding, program.stored_views, buffer_rows=program.buffer_rows
+    )
     of_rest = bytes_beside_images(program.network, one_replica, program.image_shape, program.micro_batch_size)
     images, rest, free = sum(of_images.values()), sum(of_rest.values()), memory.available_bytes()
     text = f"{(images + rest) / 1e6:,.0f} MB a device, {images / 1e6:,.0f} MB of it images"
@@ -378,7 +384,7 @@ def check_memory(experiment, state: TrainState) -> Finding:
         return Finding(WARN, "memory", text, "this platform does not tell how much there is")
     text += f"; {free / 1e6:,.0f} MB free now"
     if rest > free:
-        return Finding(FAIL, "memory", text, "a smaller batch.micro_batch_size, or augment.storage on_device")
+        return Finding(FAIL, "memory", text, "a smaller batch.micro_batch_size, or augment.storage streamed")
     return Finding(OK, "memory", text)
 
 

@@ -59,7 +59,14 @@ def test_views_that_there_are_not_cost_nothing(num_views, flips, transposes):
 
 
 def facts_of(height: int, width: int) -> DataFacts:
-    return DataFacts(80, image_shape=(height, width, 3), num_classes=5, mean=(120.0,) * 3, std=(70.0,) * 3)
+    return DataFacts(
+        80,
+        image_shape=(height, width, 3),
+        num_classes=5,
+        mean=(120.0,) * 3,
+        std=(70.0,) * 3,
+        row_bytes=height * width * 3,
+    )
 
 
 @pytest.mark.parametrize(("views", "num_examples"), [("all", 640), ("flip", 160), ("none", 80)])
@@ -136,6 +143,7 @@ def test_a_shift_as_large_as_the_image_is_refused(small_config, tmp_path):
 
 def test_a_set_that_does_not_fit_is_refused_with_the_numbers(small_config, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 50_000)
+    small_config.augment.storage = "expanded"
     with pytest.raises(UserError, match=r"training images .* MB .* MB needed, 0\.1 MB free.*on_device"):
         ProgramCache().load(small_config)
 

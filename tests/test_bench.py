@@ -22,6 +22,7 @@ from benchmarks import (
     plot,
     scaling,
     step,
+    stream,
     timing,
 )
 from benchmarks.peers import serve
@@ -368,6 +369,15 @@ def test_input_measures_every_part(tmp_path, monkeypatch, capsys):
     assert min(seconds.values()) > 0
     inputs.print_input(result)
     assert "to first update, warm" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_streamed_images_take_turns_with_resident_ones(tmp_path, capsys):
+    folder = make_folder(tmp_path / "images", {str(label): 10 for label in range(10)})
+    result = stream.bench_stream(str(folder), str(tmp_path / "cache"), batch_size=64, repeats=1)
+    assert list(result["images_per_sec"]) == ["streamed", "on_device"]
+    stream.print_stream(result)
+    assert f"{result['ratio']['median']:.3f}x" in capsys.readouterr().out
 
 
 def test_loop_reads_the_overhead_off_a_run(tmp_path):

@@ -332,9 +332,9 @@ def test_a_progress_bar_on_a_terminal(tmp_path, session_cache):
 def test_another_cache_or_coordinator_is_still_the_same_run(small_config, tmp_path):
     plain = small_config.to_dict()
     one, other = fields.identity(plain), fields.identity(plain)
-    other["augment"] = other["augment"] | {"storage": "on_device"}
+    other["augment"] = other["augment"] | {"shift": 1}
     assert fields.differences(one, other, ("here", "there"))
-    small_config.augment.cache_dir = "/elsewhere"
+    small_config.augment.cache_dir, small_config.augment.storage = "/elsewhere", "streamed"
     small_config.dataset.max_image_pixels += 1
     small_config.devices.coordinator_address = "a:1"
     small_config.log.tensorboard = False

@@ -34,11 +34,12 @@ def flatten(config: dict, prefix: str = "") -> dict[str, object]:
 def identity(config: dict) -> dict:
     """The fields that shape a run's numbers.
 
-    Not where its hosts meet, what it keeps, where its caches are or which images are too large for them.
+    Not where its hosts meet, what it keeps, where its caches and images are or which images are too large for them.
     """
     kept = {name: value for name, value in config.items() if name not in ("devices", "log", "checkpoint")}
-    for group, field in (("augment", "cache_dir"), ("dataset", "max_image_pixels")):
-        kept[group] = {name: value for name, value in config.get(group, {}).items() if name != field}
+    without = {"augment": ("cache_dir", "storage"), "dataset": ("max_image_pixels",)}
+    for group, fields in without.items():
+        kept[group] = {name: value for name, value in config.get(group, {}).items() if name not in fields}
     if _has_idle_tfds_split(kept["dataset"]):
         kept["dataset"]["tfds_split"] = None
     return kept

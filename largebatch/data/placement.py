@@ -8,12 +8,14 @@ import numpy as np
 
 from largebatch.data.batching import DataSharding
 from largebatch.data.cache import Cache
+from largebatch.data.streaming import Resident, Stream
 from largebatch.data.threads import iterate_batches, run_ranges
 from largebatch.data.validation import DealtSplit, bytes_on_device, place_validation
 from largebatch.hosts import memory, replicas
 
 # Originals [n, H, W, C] -> all their views [n, views, H, W, C].
 Expand = Callable[[np.ndarray], np.ndarray]
+BUFFERS = "training images in two buffers"  # a part of what a device needs
 ORIGINALS_AT_ONCE = 4096  # that are read before they are expanded
 ORIGINALS_PER_EXPANSION = 64  # by one thread: more would not stay in its cache
 
@@ -25,26 +27,42 @@ class DeviceData:
     Images are rows of uint8 or uint16, as in the cache.
     """
 
-    train: dict  # "images" [local devices, examples, H * W * C], "labels" int32 [local devices, originals]
+    train: Resident | Stream
     validation: DealtSplit
     val_ids: np.ndarray  # str [val examples], in the split's order
 
 
-def bytes_per_device(cache: Cache, sharding: DataSharding, views: int, *, packed: bool = False) -> dict[str, int]:
-    """Bytes of images that `place` needs on the fullest device, by part.
+def bytes_per_device(
+    cache: Cache, sharding: DataSharding, views: int, *, buffer_rows: int | None = None, packed: bool = False
+) -> dict[str, int]:
+    """Bytes that `place` needs on the fullest device, by part.
 
     Args:
       views: of each original that are kept.
+      buffer_rows: originals in each of the two buffers of a stream; None where nothing is streamed.
     """
     row_bytes = cache.layout.row_bytes
+    val_bytes = bytes_on_device(cache.count("val"), sharding.num_devices, row_bytes, packed=packed)
+    if buffer_rows is None:
+        return {
+            "training images": sharding.max_originals * views * row_bytes,
+            "validation images": val_bytes,
+        }
     return {
-        "training images": sharding.max_originals * views * row_bytes,
-        "validation images": bytes_on_device(cache.count("val"), sharding.num_devices, row_bytes, packed=packed),
+        BUFFERS: 2 * buffer_rows * row_bytes,
+        "their rows and labels": 3 * 4 * sharding.max_originals,  # two int32 arrays of rows, one of labels
+        "validation images": val_bytes,
     }
 
 
 def place(
-    cache: Cache, sharding: DataSharding, seed: int, expand: Expand | None = None, *, packed: bool = False
+    cache: Cache,
+    sharding: DataSharding,
+    seed: int,
+    expand: Expand | None = None,
+    *,
+    buffer_rows: int | None = None,
+    packed: bool = False,
 ) -> DeviceData:
     """Reads this host's rows of the cache, device by device, so that no second copy is held.
 
@@ -53,12 +71,17 @@ def place(
       seed: of the deal. Not the run's, so that runs that differ by seed share what is placed.
       expand: makes the views that are kept; None keeps the originals.
       packed: all of the set on each device, as if it were the only one.
+      expand: makes the views of a cache that holds only originals; None leaves the images as they are there.
+      buffer_rows: originals in a buffer, where training images are streamed; nothing of them is read yet.
     Raises:
       DamagedCache: what is read is not what was written.
     """
     local_devices = jax.local_devices()
     device_numbers = [0] * len(local_devices) if packed else replicas.local_indices()
     validation = place_validation(cache, sharding.num_devices, device_numbers, packed=packed)
+    val_ids = cache.small_array("val_ids")
+    if buffer_rows is not None:
+        return DeviceData(Stream(cache, sharding, seed, buffer_rows), validation, val_ids)
     if packed:
         # CPU devices share one copy, which `aligned_empty` makes possible.
         rows = _read_train(cache, sharding, seed, 0, expand)
@@ -66,7 +89,7 @@ def place(
     else:
         rows_by_device = (_read_train(cache, sharding, seed, index, expand) for index in device_numbers)
     placed = [jax.device_put(rows, device) for rows, device in zip(rows_by_device, local_devices, strict=True)]
-    return DeviceData(replicas.stack(placed), validation, cache.small_array("val_ids"))
+    return DeviceData(Resident(replicas.stack(placed)), validation, val_ids)
 
 
 def _read_train(cache: Cache, sharding: DataSharding, seed: int, device: int, expand: Expand | None) -> dict:

@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 
-def run_ranges(work: Callable[[int, int], None], length: int) -> None:
-    """Runs `work(begin, end)` over pieces of range(length) on one thread per core; first error wins."""
-    num_workers = os.cpu_count() or 1
+def run_ranges(work: Callable[[int, int], None], length: int, num_threads: int | None = None) -> None:
+    """Runs `work(begin, end)` over pieces of range(length); first error wins.
+
+    Args:
+      num_threads: how many at once; None takes one per core.
+    """
+    num_workers = num_threads or os.cpu_count() or 1
     edges = np.linspace(0, length, 4 * num_workers + 1).astype(int).tolist()
     with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
         futures = [pool.submit(work, a, b) for a, b in itertools.pairwise(edges) if a < b]

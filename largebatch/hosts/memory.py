@@ -1,5 +1,6 @@
 """Memory of the devices: what is free, and whether something fits."""
 
+import json
 import mmap
 import os
 from pathlib import Path
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from largebatch.errors import BadSetting
+from largebatch.hosts import collectives
 from largebatch.hosts.start import NUM_HOSTS_VARIABLE
 
 
@@ -34,16 +36,23 @@ def available_bytes() -> int | None:
     return None
 
 
-def check_fits(sizes: dict[str, int], hint: str) -> None:
+def least_available_bytes() -> int | None:
+    """The least `available_bytes` of all hosts, on every host; None where one of them does not know."""
+    by_host = [json.loads(text) for text in collectives.gather_text(json.dumps(available_bytes()))]
+    return None if None in by_host else min(by_host)
+
+
+def check_fits(sizes: dict[str, int], available: int | None, hint: str) -> None:
     """Compares an estimate with what a device has free.
 
     Args:
       sizes: bytes per device, by part.
+      available: bytes free for a device, or None where that is not known.
       hint: what the user can change.
     Raises:
       BadSetting: it does not fit; lists the parts.
     """
-    available, total = available_bytes(), sum(sizes.values())
+    total = sum(sizes.values())
     if available is not None and total > available:
         parts = " + ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
         raise BadSetting(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from largebatch.data.streaming import Resident
 from largebatch.hosts import replicas
 
 PREDICTIONS = ("predict", "predict_views")  # the programs of a run that predict
@@ -195,7 +196,7 @@ class PackedProgramCache:
         placed = self._cache.load(config)
         data = dataclasses.replace(
             placed.data,
-            train=replicas.shards_of(placed.data.train)[self._run],
+            train=Resident(replicas.shards_of(placed.data.train.arrays)[self._run]),
             validation=placed.data.validation.of_local_device(self._run),
         )
         return dataclasses.replace(placed, data=data)

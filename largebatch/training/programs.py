@@ -82,13 +82,13 @@ def compile_programs(
     metric_names = set()
     if parts.sync_mode != "local":
         inner_loop = make_inner_loop(parts.step)
-        state, metrics = inner_loop(state, data.train, inputs, no_updates)
+        state, metrics = inner_loop(state, data.train.arrays, inputs, no_updates)
         metric_names.update(metrics)
     if parts.sync_mode != "every_step":
         step = dataclasses.replace(parts.step, noise_decay=None)
         local_loop = local_sgd.make_local_loop(LocalStep(step, parts.sync_policy, statistics))
         average = local_sgd.make_average(statistics, parts.sync_policy)
-        state, metrics = local_loop(state, data.train, inputs, no_updates, sync)
+        state, metrics = local_loop(state, data.train.arrays, inputs, no_updates, sync)
         state = average(state)
         metric_names.update(metrics)
 
@@ -101,7 +101,7 @@ def compile_programs(
         predict=predict,
         predict_views=predict_views,
         metric_names=tuple(sorted(metric_names)),
-        allreduce_bytes=_allreduce_bytes(parts.step, one_replica, data.train),
+        allreduce_bytes=_allreduce_bytes(parts.step, one_replica, data.train.arrays),
         sync_bytes=local_sgd.bytes_of_sync(one_replica, statistics, parts.sync_policy) if local_loop else 0,
     )
 

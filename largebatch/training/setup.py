@@ -30,7 +30,8 @@ class ProgramOptions:
     image_shape: tuple[int, int, int]
     mean: tuple[float, ...]  # of the training images, by channel
     std: tuple[float, ...]
-    storage: str  # augment.storage
+    storage: str  # augment.storage, where the config says "auto" what was chosen
+    buffer_rows: int | None  # originals in a device's buffer; None where nothing is streamed
     random_augment: RandomAugment
     sharding: DataSharding
     packed: bool  # each device trains a run of its own, on all of the data

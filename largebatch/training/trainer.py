@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
+from largebatch.data.streaming import Resident, Stream, Upcoming
 from largebatch.hosts import preemption, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.collectives import is_primary
@@ -48,16 +48,17 @@ class Counters:
     """The counters of a training state, as Python numbers on every host."""
 
     step: int
+    seed: int  # of the order of examples
     scale_invariant_steps: float
     learning_rate_scale: float
 
     @classmethod
     def of(cls, state: TrainState) -> "Counters":
         """Reads them from the devices."""
-        step, steps, scale = replicas.first_replica(
-            (state.step, state.scale_invariant_steps, state.learning_rate_scale)
+        step, seed, steps, scale = replicas.first_replica(
+            (state.step, state.seed, state.scale_invariant_steps, state.learning_rate_scale)
         )
-        return cls(int(step), float(steps), float(scale))
+        return cls(int(step), int(seed), float(steps), float(scale))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Trainer:
         self,
         state: TrainState,
         programs: CompiledPrograms,
-        data: Any,
+        data: Resident | Stream,
         schedule: Schedule,
         clock: Clock,
         options: TrainerOptions,
@@ -204,18 +205,27 @@ class Trainer:
         seen = np.cumsum(self.schedule.batch_sizes.value_at(next_updates))
         return max(1, int(np.searchsorted(seen, examples, side="right")))
 
-    def _run_loop(self, inputs: UpdateInputs, num_updates: int):
+    def _run_loop(self, data: dict, inputs: UpdateInputs, num_updates: int):
         """Calls the compiled loop of this part of the run: (state, metrics)."""
         first_local_step = self._options.first_local_step
         if first_local_step is None or self.step < first_local_step:
-            return self._programs.inner_loop(self.state, self._data, inputs, np.int32(num_updates))
-        return self._programs.local_loop(self.state, self._data, inputs, np.int32(num_updates), self._options.sync)
+            return self._programs.inner_loop(self.state, data, inputs, np.int32(num_updates))
+        return self._programs.local_loop(self.state, data, inputs, np.int32(num_updates), self._options.sync)
+
+    def _upcoming(self, num_updates: int) -> Upcoming:
+        """The updates from here to the end of the run; with AdaScale at least the next `num_updates`."""
+        end = max(self.schedule.num_updates, self.step + num_updates)
+        return Upcoming(self._counters.seed, self.step, end, self.schedule.examples_before)
 
     def _call(self, num_updates: int) -> None:
+        """Does `num_updates`, or fewer if the data at hand serve fewer."""
         first = self.step
         inputs = self.schedule.inputs(first, self._options.inputs_length)
         with self._maybe_profile(), self._clock.measure("train"):
-            self.state, metrics = self._run_loop(inputs, num_updates)
+            loaded = self._data.for_updates(self._upcoming(num_updates), num_updates)
+            num_updates = loaded.num_updates
+            self.state, metrics = self._run_loop(loaded.arrays, inputs, num_updates)
+            del loaded  # or its memory could not be used for what comes after it
             jax.block_until_ready((self.state, metrics))
         counters = Counters.of(self.state)
         if self.schedule.scale_invariant:  # which may have come to its end before

@@ -35,7 +35,7 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
             original_and_view[image.tobytes(), int(dataset.labels[original])] = original, view
     read, seen = augment.make_read(storage, (16, 16, 3), 8), []
     for device in range(num_devices):
-        shard = jax.tree.map(lambda x, device=device: jnp.asarray(np.asarray(x)[device]), data.train)
+        shard = jax.tree.map(lambda x, device=device: jnp.asarray(np.asarray(x)[device]), data.train.arrays)
         examples = jnp.arange(int(sharding.num_originals_of(device)) * 8)
         images, labels = map(np.asarray, read(shard, examples, examples.astype(np.uint32)))
         for image, label in zip(images, labels, strict=True):
@@ -44,7 +44,7 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     assert len(seen) == 640
     assert cache.count("val") == len(data.validation.labels) == 10
     of_images = bytes_per_device(cache, sharding, 8 if storage == "expanded" else 1)
-    assert data.train["images"].nbytes == num_devices * of_images["training images"]
+    assert data.train.arrays["images"].nbytes == num_devices * of_images["training images"]
 
 
 @pytest.mark.parametrize("storage", ["on_device", "expanded"])
@@ -59,5 +59,5 @@ def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config
     cache = augment.prepare_cache(small_config)
     sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
     data = place(cache, sharding, small_config.dataset.split_seed, augment.expansion(storage, 8))
-    shards = [shard.data.unsafe_buffer_pointer() for shard in data.train["images"].addressable_shards]
+    shards = [shard.data.unsafe_buffer_pointer() for shard in data.train.arrays["images"].addressable_shards]
     assert set(shards) <= {array.ctypes.data for array in made}  # no second copy

@@ -11,10 +11,13 @@ from etils import epath
 from figures import record
 from ml_collections import config_dict
 
-import augment
 import train
-from largebatch.data.cache import DamagedCache, open_cache
+from largebatch.data import streaming
+from largebatch.data.batching import DataSharding
+from largebatch.data.cache import Cache, DamagedCache, open_cache
 from largebatch.data.placement import place
+from largebatch.data.streaming import Upcoming
+from largebatch.errors import UserError
 from largebatch.runs import checkpoints
 from largebatch.training.setup import choose_sharding
 
@@ -59,7 +62,7 @@ def trouble_of(read, *arguments) -> str:
     """What is said of the damage; empty if nothing is."""
     try:
         read(*arguments)
-    except (checkpoints.DamagedCheckpoint, DamagedCache) as trouble:
+    except (checkpoints.DamagedCheckpoint, DamagedCache, UserError) as trouble:
         return str(trouble)
     return ""
 
@@ -89,7 +92,16 @@ def damage_checkpoints(run: FinishedRun, count: int, rng: random.Random) -> dict
     return outcomes
 
 
-def damage_caches(run: FinishedRun, count: int, rng: random.Random) -> dict:
+def stream_a_pass(cache: Cache, sharding: DataSharding, seed: int) -> None:
+    """Reads every training image, four at a time on each device, as a streamed run does."""
+    data = place(cache, sharding, seed, buffer_rows=4)
+    batch_size, num_updates = 24, -(-sharding.num_originals // 24)
+    upcoming = Upcoming(0, 0, num_updates, lambda update: update * batch_size)
+    for first in range(num_updates):
+        data.train.for_updates(dataclasses.replace(upcoming, first=first), 1)
+
+
+def damage_caches(run: FinishedRun, count: int, rng: random.Random, read_training=place) -> dict:
     """The same for a data cache and its manifest, read as training and as augment.py do."""
     files = sorted(run.cache_folder.iterdir())
     outcomes = {"flipped": 0, "cut": 0, "restored silently": 0}
@@ -104,7 +116,7 @@ def damage_caches(run: FinishedRun, count: int, rng: random.Random) -> dict:
                 cache.verify()
             else:
                 sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
-                place(cache, sharding, run.config.dataset.split_seed, augment.expansion("expanded", 8))
+                read_training(cache, sharding, run.config.dataset.split_seed)
 
         trouble = trouble_of(read)
         outcomes[kind if trouble else "restored silently"] += 1
@@ -112,7 +124,8 @@ def damage_caches(run: FinishedRun, count: int, rng: random.Random) -> dict:
         assert not trouble or path.name in trouble or f"{split}_" in trouble, (path, trouble)
         path.write_bytes(before)
     open_cache(run.cache_folder).verify()
-    record("damage", {"of": "cache and manifest files"} | outcomes)
+    how = " of a stream" if read_training is stream_a_pass else ""
+    record("damage", {"of": f"cache and manifest files{how}"} | outcomes)
     return outcomes
 
 
@@ -124,8 +137,19 @@ def test_some_damage_to_caches(run):
     assert damage_caches(run, 30, random.Random(0))["restored silently"] == 0
 
 
+@pytest.fixture
+def kept_caches(monkeypatch):
+    """A stream that finds damage leaves the cache where it is, to be mended and damaged again."""
+    monkeypatch.setattr(streaming, "discard_cache", lambda folder, looked_at, damage: None)
+
+
+def test_some_damage_to_caches_that_are_streamed(run, kept_caches):
+    assert damage_caches(run, 15, random.Random(2), stream_a_pass)["restored silently"] == 0
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-def test_much_damage(run):
+def test_much_damage(run, kept_caches):
     assert damage_checkpoints(run, 400, random.Random(1))["restored silently"] == 0
     assert damage_caches(run, 300, random.Random(1))["restored silently"] == 0
+    assert damage_caches(run, 300, random.Random(3), stream_a_pass)["restored silently"] == 0

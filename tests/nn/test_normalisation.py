@@ -276,7 +276,9 @@ def test_batch_norm_of_single_images_is_refused(small_config, tmp_path, fields, 
 
 
 def micro_batch_size_on_5_devices(config, num_originals):
-    data = DataFacts(num_originals, image_shape=(16, 16, 3), num_classes=5, mean=(0.0,) * 3, std=(1.0,) * 3)
+    data = DataFacts(
+        num_originals, image_shape=(16, 16, 3), num_classes=5, mean=(0.0,) * 3, std=(1.0,) * 3, row_bytes=768
+    )
     return resolve_setup(config, data, num_devices=5).micro_batch_size
 
 

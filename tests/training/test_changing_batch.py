@@ -161,7 +161,9 @@ def test_a_batch_that_grew_is_resumed_bitwise(small_config, tmp_path, monkeypatc
 
 def micro_batch_size(config, num_devices: int) -> int:
     """Of a run of `config` on 80 training images."""
-    data = DataFacts(num_originals=80, image_shape=(16, 16, 3), num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3)
+    data = DataFacts(
+        num_originals=80, image_shape=(16, 16, 3), num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3, row_bytes=768
+    )
     return resolve_setup(config, data, num_devices).micro_batch_size
 
 
@@ -221,7 +223,7 @@ def test_bytes_are_those_of_the_compiled_all_reduce(small_config, mode):
     placed = program_cache.load(small_config)
     setup, programs = placed.setup, program_cache.compiled(placed.setup)
     state = replicas.replicate(programs.parts.init(np.uint32(0), setup.hyperparams, None))
-    arguments = [state, placed.data.train, setup.schedule.inputs(0, length=1), np.int32(1)]
+    arguments = [state, placed.data.train.arrays, setup.schedule.inputs(0, length=1), np.int32(1)]
     if mode == "every_step":
         loop, expected_bytes = programs.inner_loop, programs.allreduce_bytes
     else:

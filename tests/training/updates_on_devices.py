@@ -46,7 +46,7 @@ class Training:
 
         experiment = self._experiment
         inputs = experiment.setup.schedule.inputs(number, experiment.setup.program.inputs_length)
-        return experiment.programs.inner_loop(state, experiment.data.train, inputs, np.int32(1))[0]
+        return experiment.programs.inner_loop(state, experiment.data.train.arrays, inputs, np.int32(1))[0]
 
     def params(self):
         """All parameters before each update and after the last."""

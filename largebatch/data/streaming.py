@@ -1,0 +1,273 @@
+"""Training sets that do not fit on the devices: what the next updates need is read while others run.
+
+Batches take the positions of a run one after the other, over epochs too; see `batching`. So the updates of any
+stretch of a run are one long batch, whose examples follow from (seed, first position, last position). Of a *chunk*,
+the longest stretch of updates that fits, every device has in its *buffer* each original that it visits there, once,
+and in "rows" where it lies. While the updates of one chunk run, a thread reads and verifies the next one.
+
+A chunk is a range of positions: it serves any updates that lie in it, however calls, batch sizes or a resumed run
+cut it. What does not lie in it is read anew.
+"""
+
+import bisect
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import jax
+import numpy as np
+
+from largebatch.data import batching
+from largebatch.data.batching import DataSharding
+from largebatch.data.cache import Cache, DamagedCache, discard_cache
+from largebatch.errors import UserError
+from largebatch.hosts import collectives, memory, replicas
+
+# Of images, in each of a device's two buffers, where the examples of one update do not need more.
+BUFFER_BYTES = 2**28
+PLANNED_AT_ONCE = 4096  # visits; a fixed number, so that the order is compiled once
+READING_THREADS = max(1, (os.cpu_count() or 1) // 4)  # on a CPU, training has the others
+
+
+def buffer_rows(sharding: DataSharding, row_bytes: int, batch_size: int) -> int:
+    """Originals in a buffer: BUFFER_BYTES of them, but at least those that one update needs, at most all.
+
+    Args:
+      row_bytes: of one original.
+      batch_size: of the largest batch, over all devices.
+    """
+    of_one_update = sharding.share_bounds(min(batch_size, sharding.num_examples))[1]
+    return min(max(BUFFER_BYTES // row_bytes, of_one_update), sharding.max_originals)
+
+
+@dataclasses.dataclass(frozen=True)
+class Upcoming:
+    """The updates that training is about to do."""
+
+    seed: int  # of the order of examples
+    first: int  # number of the next update
+    end: int  # number after the last one that is planned
+    examples_before: Callable[[int], int]  # examples over all devices before an update, since the start of the run
+
+    @property
+    def begin(self) -> int:
+        """Examples before the first update."""
+        return self.examples_before(self.first)
+
+    def updates_until(self, position: int) -> int:
+        """How many of the updates are done when `position` examples have been seen."""
+        return bisect.bisect_right(range(self.first + 1, self.end + 1), position, key=self.examples_before)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedUpdates:
+    """The next updates that can be done in one call."""
+
+    arrays: dict  # what the compiled loops take as data
+    num_updates: int  # how many updates it serves; at least one
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """Training data that stay on the devices: they serve all updates."""
+
+    # "images" uint8 [local devices, originals or examples, H * W * C], "labels" int32 [local devices, originals]
+    arrays: dict
+    is_sound = True
+
+    def for_updates(self, upcoming: Upcoming, wanted: int) -> LoadedUpdates:
+        """The data for the next updates, `wanted` at most."""
+        return LoadedUpdates(self.arrays, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A stretch of a run, and what is being read for it."""
+
+    seed: int
+    begin: int  # examples before it, since the start of the run
+    end: int
+    arrays: Future
+
+    def updates_in(self, upcoming: Upcoming) -> int:
+        """How many of the next updates it serves."""
+        if upcoming.seed != self.seed or upcoming.begin < self.begin:
+            return 0
+        return upcoming.updates_until(self.end)
+
+
+class Stream:
+    """Training data that are read from the cache as updates need them.
+
+    All hosts call it together. Which updates a chunk has follows from the shares of all devices: hosts agree on
+    it without a word.
+
+    Args:
+      seed: of the deal of originals to shards, as `placement.place`.
+      num_rows: originals in a buffer, of `buffer_rows`.
+    """
+
+    def __init__(self, cache: Cache, sharding: DataSharding, seed: int, num_rows: int):
+        self._cache, self._sharding, self._num_rows = cache, sharding, num_rows
+        self._devices = dict(zip(replicas.local_indices(), jax.local_devices(), strict=True))
+        self._originals = {index: sharding.originals_of(index, seed) for index in self._devices}
+        self._labels = self._place_labels(cache.small_array("train_labels"))
+        self._reader = concurrent.futures.ThreadPoolExecutor(1, "stream")
+        nothing = {index: np.empty(0, np.int64) for index in self._devices}
+        self.arrays = self._read(nothing)  # of the chunk in use; what programs are compiled by
+        self.is_sound = True  # as far as it is known; else its cache is gone
+        self._chunk: _Chunk | None = None
+        self._next: _Chunk | None = None
+
+    def for_updates(self, upcoming: Upcoming, wanted: int) -> LoadedUpdates:
+        """The data for the next updates: `wanted`, or as many as the buffer holds.
+
+        What comes after them is then being read.
+
+        Raises:
+          UserError: on every host, if one of them read what was not written; nobody has trained on it. The damaged
+            cache is removed.
+        """
+        if self._chunk is None or not self._chunk.updates_in(upcoming):
+            self._take_up(upcoming)
+        num_updates = self._chunk.updates_in(upcoming)
+        following = dataclasses.replace(upcoming, first=upcoming.first + num_updates)
+        is_planned = following.first < following.end
+        if is_planned and (self._next is None or not self._next.updates_in(following)):
+            self._next = self._start_reading(following)
+        return LoadedUpdates(self.arrays, min(wanted, num_updates))
+
+    def _take_up(self, upcoming: Upcoming) -> None:
+        """Goes on to the chunk that has the next update; waits until it is there on all hosts."""
+        chunk, self._chunk, self._next = self._next, None, None
+        self.arrays = None  # its memory is needed
+        if chunk is None or not chunk.updates_in(upcoming):
+            chunk = self._start_reading(upcoming)
+        error = None
+        try:
+            arrays = chunk.arrays.result()
+        except DamagedCache as damage:
+            error = damage
+        self._share_damage(error)
+        self._chunk, self.arrays = chunk, arrays
+
+    def _share_damage(self, error: DamagedCache | None) -> None:
+        """Raises on all hosts what one of them has found."""
+        damages = [text for text in collectives.gather_text(str(error or "")) if text]
+        if not damages:
+            return
+        self.is_sound = False
+        discard = functools.partial(discard_cache, self._cache.folder, self._cache.manifest_bytes, error)
+        collectives.agreed(discard, error is not None)
+        raise UserError(
+            f"augment.cache_dir: {damages[0]}; no update was made with it: "
+            "start again to build the cache anew and go on from the last checkpoint"
+        ) from error
+
+    # ---- what a chunk is ------------------------------------------------------------------------------
+
+    def _start_reading(self, upcoming: Upcoming) -> _Chunk:
+        """Plans the next chunk here, before devices are busy, and reads it in the background."""
+        begin, end = upcoming.begin, self._end_of_chunk(upcoming)
+        needed = {index: self._needed(index, upcoming.seed, begin, end) for index in self._devices}
+        return _Chunk(upcoming.seed, begin, end, self._reader.submit(self._read, needed))
+
+    def _end_of_chunk(self, upcoming: Upcoming) -> int:
+        """Examples before the first update that no longer fits; at least one update does."""
+        sharding, begin = self._sharding, upcoming.begin
+        every_device = np.arange(sharding.num_devices)
+        before = sharding.count_before(begin, every_device)
+
+        def rows_needed(update: int) -> float:
+            end = upcoming.examples_before(update)
+            if end - begin > sharding.num_examples:  # more than `batching.device_batch` takes
+                return math.inf
+            return int((sharding.count_before(end, every_device) - before).max())
+
+        updates = range(upcoming.first + 1, upcoming.end + 1)
+        num_fitting = bisect.bisect_right(updates, self._num_rows, key=rows_needed)
+        return upcoming.examples_before(upcoming.first + max(num_fitting, 1))
+
+    def _needed(self, device: int, seed: int, begin: int, end: int) -> np.ndarray:
+        """The originals that `device` visits between two positions, by its own numbering; ascending."""
+        epoch, offset = divmod(begin, self._sharding.num_examples)
+        visits = int(self._sharding.count_before(end, device) - self._sharding.count_before(begin, device))
+        if not visits:
+            return np.empty(0, np.int64)
+        num_parts = -(-visits // PLANNED_AT_ONCE)
+        with jax.default_device(_host_cpu()):
+            visit = functools.partial(_visited_examples, self._sharding, device, epoch, offset, end - begin)
+            parts = [visit(part, num_parts, np.uint32(seed)) for part in range(num_parts)]
+        originals = np.unique(np.concatenate(parts) // self._sharding.views)  # padding is one of them
+        assert len(originals) <= self._num_rows, f"{len(originals)} originals for a buffer of {self._num_rows}"
+        return originals
+
+    # ---- reading --------------------------------------------------------------------------------------
+
+    def _read(self, needed: dict[int, np.ndarray]) -> dict:
+        """Reads and verifies these originals of each device, and puts them there.
+
+        Every time into new memory: a CPU device takes it over, and may still be reading what it had before.
+        """
+        placed = []
+        for index, device in self._devices.items():
+            originals = needed[index]
+            rows_of_cache = self._originals[index][originals]
+            in_order_of_cache = np.argsort(rows_of_cache)
+            images = memory.aligned_empty((self._num_rows, self._cache.layout.row_bytes), np.uint8)
+            self._cache.read_images(
+                "train", rows_of_cache[in_order_of_cache], images[: len(originals)], READING_THREADS
+            )
+            rows = np.zeros((1, self._sharding.max_originals), np.int32)
+            rows[0, originals[in_order_of_cache]] = np.arange(len(originals))
+            placed.append(
+                jax.block_until_ready(
+                    jax.device_put({"images": images.view(self._cache.image_dtype)[None], "rows": rows}, device)
+                )
+            )
+        return {**replicas.stack(placed), "labels": self._labels}
+
+    def _place_labels(self, labels: np.ndarray) -> jax.Array:
+        """int32 [local devices, originals]"""
+        placed = []
+        for index, device in self._devices.items():
+            of_device = labels[self._originals[index]]
+            padding = self._sharding.max_originals - len(of_device)
+            placed.append(jax.device_put(np.pad(of_device, (0, padding))[None], device))
+        return replicas.stack(placed)
+
+
+def load_inputs(data: Resident | Stream, sharding: DataSharding, seed, inputs) -> LoadedUpdates:
+    """The data for as many of some consecutive updates as can be had at once.
+
+    Args:
+      seed: of the order of examples.
+      inputs: UpdateInputs of the updates, each [updates].
+    """
+    first = int(inputs.epoch[0]) * sharding.num_examples + int(inputs.offset[0])
+    examples_before = first + np.append(0, np.cumsum(inputs.batch_size, dtype=np.int64))
+    num_updates = len(inputs.batch_size)
+    upcoming = Upcoming(int(seed), 0, num_updates, lambda update: int(examples_before[update]))
+    return data.for_updates(upcoming, num_updates)
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _visited_examples(
+    sharding: DataSharding, device, epoch, offset, batch_size, part, num_parts, seed
+) -> jax.Array:
+    """One of `num_parts` parts of the examples that a device visits in a batch, padded: int32 [PLANNED_AT_ONCE]."""
+    batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
+    return batching.micro_batch(sharding, batch, part, num_parts, PLANNED_AT_ONCE, seed).examples
+
+
+@functools.cache
+def _host_cpu() -> jax.Device | None:
+    """A CPU device of this host, if JAX has any; None is the default device."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None

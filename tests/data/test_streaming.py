@@ -1,0 +1,176 @@
+"""What a stream has on the devices: all that the updates at hand visit, whatever cuts the run."""
+
+import jax
+import numpy as np
+import pytest
+from numpy_order import order
+
+import augment
+from largebatch.data import streaming
+from largebatch.data.placement import bytes_per_device, place
+from largebatch.data.streaming import Stream, Upcoming, load_inputs
+from largebatch.errors import UserError
+from largebatch.hosts import collectives
+from largebatch.optim.piecewise import PiecewiseConstant
+from largebatch.optim.schedules import UpdateInputs
+from largebatch.training.setup import choose_sharding
+
+SEED = 3
+BATCH_SIZES = (40, 7, 64, 64, 1, 50, 64, 33) * 6  # 1,938 examples: three epochs of 640
+
+
+@pytest.fixture
+def on_devices(small_config, monkeypatch):
+    """on_devices(count, rows) is the cache, the sharding and a stream on so many of this process's devices."""
+
+    def make(num_devices: int, num_rows: int | None = None):
+        devices = jax.local_devices()[:num_devices]
+        monkeypatch.setattr(jax, "local_devices", lambda backend=None: devices)
+        monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
+        cache = augment.prepare_cache(small_config)
+        sharding = choose_sharding(None, cache.count("train"), num_devices, augment.NUM_VIEWS)
+        num_rows = num_rows or streaming.buffer_rows(sharding, 10**9, max(BATCH_SIZES))
+        return cache, sharding, Stream(cache, sharding, small_config.dataset.split_seed, num_rows)
+
+    return make
+
+
+def upcoming_from(first: int, batch_sizes=BATCH_SIZES, seed: int = SEED) -> Upcoming:
+    """The updates from `first` on."""
+    before = np.cumsum([0, *batch_sizes])
+    return Upcoming(seed, first, len(batch_sizes), lambda update: int(before[update]))
+
+
+def examples_of(sharding, device: int, upcoming: Upcoming, update: int) -> np.ndarray:
+    """What `device` visits in an update, by its own numbering; found without the code under test."""
+    visits = order(sharding.num_originals, sharding.num_shards, sharding.views, SEED, epochs=4)
+    examples = visits[upcoming.examples_before(update) : upcoming.examples_before(update + 1)]
+    places, views = np.divmod(examples, sharding.views)
+    rounds, shards = np.divmod(places, sharding.num_shards)
+    is_own = shards % sharding.num_devices == device
+    shards_of_device = len(range(device, sharding.num_shards, sharding.num_devices))
+    originals = rounds * shards_of_device + shards // sharding.num_devices
+    return (originals * sharding.views + views)[is_own].astype(np.int32)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_every_update_reads_the_images_that_resident_data_have(small_config, on_devices, num_devices):
+    cache, sharding, stream = on_devices(num_devices)
+    resident = place(cache, sharding, small_config.dataset.split_seed).train.arrays
+    images, labels = np.asarray(resident["images"]), np.asarray(resident["labels"])
+    step, num_chunks, wanted = 0, 0, [3, 1, 100, 2]
+    while step < len(BATCH_SIZES):
+        upcoming = upcoming_from(step)
+        before = stream.arrays
+        loaded = stream.for_updates(upcoming, wanted[step % 4])
+        num_chunks += loaded.arrays is not before
+        assert 1 <= loaded.num_updates <= wanted[step % 4]
+        shard = jax.tree.map(np.asarray, loaded.arrays)
+        for update in range(step, step + loaded.num_updates):
+            for device in range(num_devices):
+                examples = examples_of(sharding, device, upcoming, update)
+                originals = examples // augment.NUM_VIEWS
+                in_buffer = shard["images"][device][shard["rows"][device][originals]]
+                np.testing.assert_array_equal(in_buffer, images[device][originals])
+                np.testing.assert_array_equal(shard["labels"][device], labels[device])
+        step += loaded.num_updates
+    assert num_chunks > 10
+
+
+def test_the_reader_of_a_stream_makes_the_views_that_resident_data_have(small_config, on_devices):
+    cache, sharding, stream = on_devices(1)
+    resident = place(cache, sharding, small_config.dataset.split_seed).train.arrays
+    stream.for_updates(upcoming_from(0), 1)
+    examples = examples_of(sharding, 0, upcoming_from(0), 0)
+    keys = examples.astype(np.uint32)
+    results = []
+    for storage, arrays in (("streamed", stream.arrays), ("on_device", resident)):
+        shard = jax.tree.map(lambda x: x[0], arrays)
+        results.append(augment.make_read(storage, cache.image_shape, shift=2)(shard, examples, keys))
+    for streamed, kept in zip(*results, strict=True):
+        np.testing.assert_array_equal(streamed, kept)
+
+
+def test_what_the_devices_need_is_announced(on_devices):
+    cache, sharding, stream = on_devices(2, num_rows=37)
+    stream.for_updates(upcoming_from(0), 1)
+    following = stream._next.arrays.result()
+    own, next_ = (jax.tree.map(lambda x: x.nbytes // 2, arrays) for arrays in (stream.arrays, following))
+    announced = bytes_per_device(cache, sharding, "streamed", 37)
+    assert announced["training images in two buffers"] == own["images"] + next_["images"] == 2 * 37 * 16 * 16 * 3
+    assert announced["their rows and labels"] == own["rows"] + next_["rows"] + own["labels"] == 3 * 4 * 40
+
+
+def test_a_buffer_has_what_one_update_needs_and_no_more_than_all(on_devices, monkeypatch):
+    _, sharding, _ = on_devices(2)
+    monkeypatch.setattr(streaming, "BUFFER_BYTES", 10_000)
+    assert streaming.buffer_rows(sharding, 1_000, batch_size=16) == 10
+    assert streaming.buffer_rows(sharding, 1_000, batch_size=40) == sharding.share_bounds(40)[1] == 20
+    assert streaming.buffer_rows(sharding, 10, batch_size=16) == sharding.max_originals == 40
+    assert streaming.buffer_rows(sharding, 10_000, batch_size=640) == 40
+
+
+def reads_of(cache, monkeypatch) -> list[np.ndarray]:
+    """Grows by the rows that are read from now on."""
+    reads, read_images = [], type(cache).read_images
+
+    def read_and_note(self, split, examples, out, num_threads=None):
+        reads.append(examples)
+        read_images(self, split, examples, out, num_threads)
+
+    monkeypatch.setattr(type(cache), "read_images", read_and_note)
+    return reads
+
+
+def test_the_next_chunk_is_read_ahead_once_and_every_original_of_it_once(on_devices, monkeypatch):
+    cache, _, stream = on_devices(1)
+    reads = reads_of(cache, monkeypatch)
+    sizes = (64,) * 6
+    for update in range(6):
+        stream.for_updates(upcoming_from(update, sizes), 1)
+        if stream._next:
+            stream._next.arrays.result()
+        assert len(reads) == min(update + 2, 6)
+    assert all(len(set(rows)) == len(rows) and list(rows) == sorted(rows) for rows in reads)
+    assert len(reads[1]) < 64  # where a pass ends, originals come twice
+
+
+def test_a_chunk_serves_whatever_lies_in_it_and_nothing_else(on_devices, monkeypatch):
+    cache, sharding, stream = on_devices(1, num_rows=80)
+    stream.for_updates(upcoming_from(0, (10,) * 20), 20)
+    stream._next.arrays.result()
+    reads = reads_of(cache, monkeypatch)
+    assert stream.for_updates(upcoming_from(2, (10,) * 20), 20).num_updates == 6
+    assert stream.for_updates(upcoming_from(1, (20,) * 4), 20).num_updates == 3  # the batch has grown
+    assert not reads
+    chunk = stream._chunk
+    stream.for_updates(upcoming_from(0, (10,) * 20, seed=4), 1)
+    assert stream._chunk is not chunk
+    inputs = UpdateInputs(*(np.array([x], np.int32) for x in (2, 630, 30)), learning_rate=None)
+    assert load_inputs(stream, sharding, SEED, inputs).num_updates == 1
+    assert (stream._chunk.begin, stream._chunk.end) == (2 * 640 + 630, 3 * 640 + 20)
+
+
+def test_no_chunk_is_longer_than_an_epoch(on_devices):
+    _, sharding, stream = on_devices(1)
+    batch_sizes = PiecewiseConstant.constant(640)
+    upcoming = Upcoming(SEED, 0, 10**6, lambda update: int(batch_sizes.total_before(np.int64(update))))
+    stream._num_rows = 10**9
+    assert stream._end_of_chunk(upcoming) == sharding.num_examples
+
+
+def test_damage_is_told_to_all_hosts_before_the_images_are_used(small_config, on_devices, monkeypatch, tmp_path):
+    small_config.augment.cache_dir = str(tmp_path)
+    cache, sharding, stream = on_devices(1)
+    row = sharding.originals_of(0, 0)[examples_of(sharding, 0, upcoming_from(0), 2)[0] // augment.NUM_VIEWS]
+    path = cache.folder / "train_images.npy"
+    content = bytearray(path.read_bytes())
+    content[len(content) - (80 - row) * 16 * 16 * 3] ^= 1
+    path.write_bytes(content)
+    told = []
+    monkeypatch.setattr(collectives, "gather_text", lambda text: told.append(text) or [text])
+    assert stream.for_updates(upcoming_from(0), 10).num_updates == 2
+    with pytest.raises(UserError, match=rf"example {row} does not match its SHA-256; no update was made with it"):
+        stream.for_updates(upcoming_from(2), 1)
+    assert f"example {row} does not" in "".join(told)
+    assert not cache.folder.exists()

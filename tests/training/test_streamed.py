@@ -1,0 +1,259 @@
+"""Runs on streamed images are those on resident ones, bit by bit; and which storage a run takes by itself."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run_script
+from test_pod import pod_command, train_command
+from test_resume import assert_same_run, flip, rows_of
+
+import train
+from experiment import ProgramCache, needed_bytes
+from largebatch import doctor
+from largebatch.data import streaming
+from largebatch.data.cache import Cache
+from largebatch.errors import BadSetting, UserError
+from largebatch.hosts import memory, preemption
+from largebatch.hosts.clock import Clock
+from largebatch.optim import noise_scale
+from largebatch.runs.ending import Diverged
+from largebatch.training import trainer
+from largebatch.training.storage import STORAGES
+
+# 681 examples, of 640 in an epoch. A buffer holds 8 of the 10 originals of a device, for one update of 64.
+TRACE = (64, 40, 1, *[64] * 9)
+
+
+@pytest.fixture
+def config(small_config, monkeypatch):
+    """Buffers as small as can be, and calls of up to four updates; batches that change and cross epochs."""
+    monkeypatch.setattr(streaming, "BUFFER_BYTES", 0)
+    small_config.batch.trace = TRACE
+    small_config.train.inner_steps, small_config.train.outer_steps = 4, 3
+    return small_config
+
+
+def run(config, workdir, storage: str, **changed_fields) -> dict:
+    """A run with some fields changed; returns its summary."""
+    config = config.copy_and_resolve_references()
+    config.augment.storage = storage
+    with config.ignore_type():
+        config.update_from_flattened_dict({name.replace("__", "."): v for name, v in changed_fields.items()})
+    return train.train_and_evaluate(config, str(workdir))
+
+
+def stop_every_third_call(monkeypatch) -> list:
+    """Calls are of one update, and every third ends with a signal; returns a list that grows by each call."""
+    agree, calls = preemption.agree, []
+
+    def agree_to_stop(vote=0):
+        calls.append(1)
+        return (15 if len(calls) % 3 == 0 else 0), agree(vote)[1]
+
+    monkeypatch.setattr(trainer, "SECONDS_PER_CALL", 0.0)
+    monkeypatch.setattr(preemption, "agree", agree_to_stop)
+    return calls
+
+
+def run_until_done(*arguments, **changed_fields) -> dict:
+    """As `run`, started again after every stop."""
+    for _ in range(20):
+        try:
+            return run(*arguments, **changed_fields)
+        except preemption.Stopped:
+            continue
+    raise AssertionError("never done")
+
+
+LOCAL = {"sync__mode": "local", "sync__every": 3, "sync__optimizer_state": "keep"}
+
+
+@pytest.mark.parametrize("fields", [{}, pytest.param(LOCAL, marks=pytest.mark.full)])
+def test_a_streamed_run_is_the_resident_one_through_stops(config, tmp_path, monkeypatch, fields):
+    run(config, tmp_path / "resident", "on_device", **fields)
+    run(config, tmp_path / "streamed", "streamed", **fields)
+    assert_same_run(tmp_path / "streamed", tmp_path / "resident")
+    calls = stop_every_third_call(monkeypatch)
+    run_until_done(config, tmp_path / "cut", "streamed", **fields)
+    assert len(calls) == 12
+    assert_same_run(tmp_path / "cut", tmp_path / "resident")
+
+
+@pytest.mark.full
+def test_a_batch_that_grows_is_streamed(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(noise_scale, "noise_scale", lambda noise: 300 if int(noise.count) else None)
+    fields = {"batch__trace": None, "batch__auto": True, "batch__size": 16, "batch__max_size": 64}
+    run(config, tmp_path / "resident", "on_device", **fields)
+    assert [row["global_batch_size"] for row in rows_of(tmp_path / "resident")] == [16, 32, 64]
+    run(config, tmp_path / "streamed", "streamed", **fields)
+    assert_same_run(tmp_path / "streamed", tmp_path / "resident")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [1, 2])
+def test_streamed_on_other_numbers_of_devices(tmp_path, devices):
+    fields = {"train.inner_steps": 4, "batch.size": 50}
+    for storage in ("on_device", "streamed"):
+        command = train_command(tmp_path, storage, **fields | {"augment.storage": storage})
+        result = run_script(*command[1:], env={"JAX_NUM_CPU_DEVICES": str(devices)})
+        assert result.returncode == 0, result.stderr
+    assert_same_run(tmp_path / "streamed", tmp_path / "on_device")
+
+
+@pytest.mark.full
+def test_streamed_on_two_hosts(tmp_path):
+    """Buffers hold all 10 originals of a device, so that a chunk has two updates of 40."""
+    fields = {"train.inner_steps": 4, "batch.size": 40}
+    for storage in ("on_device", "streamed"):
+        command = train_command(tmp_path, storage, **fields | {"augment.storage": storage})
+        result = run_script(*pod_command(command, 2, 4))
+        assert result.returncode == 0, result.stderr
+    assert_same_run(tmp_path / "streamed", tmp_path / "on_device")
+
+
+# ---- damage ---------------------------------------------------------------------------------------------
+
+
+def damage_at_read(monkeypatch, number: int, kind: str) -> None:
+    """Just before training images are read the `number`-th time, the first of them is damaged on the disk."""
+    read_images, reads = Cache.read_images, []
+
+    def damage_and_read(cache, split, examples, out, num_threads=None):
+        if split == "train" and len(examples):
+            reads.append(examples)
+            if len(reads) == number:
+                path, size = Path(cache.folder / "train_images.npy"), out.shape[1]
+                end_of_row = path.stat().st_size - (cache.count("train") - 1 - int(examples[0])) * size
+                if kind == "flipped":
+                    flip(path, end_of_row - 1)
+                else:
+                    os.truncate(path, end_of_row - 1)
+        read_images(cache, split, examples, out, num_threads)
+
+    monkeypatch.setattr(Cache, "read_images", damage_and_read)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("flipped", r"example \d+ does not match its SHA-256"), ("cut", r"ends within example \d+")]
+)
+def test_a_damaged_image_is_never_trained_on_and_a_restart_goes_on(config, tmp_path, monkeypatch, kind, words):
+    """Each of 8 devices reads for every update; the first of them finds the damage when it reads for the sixth."""
+    fields = {"batch__trace": None, "batch__size": 64, "train__outer_steps": 2, "augment__cache_dir": str(tmp_path)}
+    whole = run(config, tmp_path / "whole", "streamed", **fields)
+    with monkeypatch.context() as patch:
+        damage_at_read(patch, 5 * 8 + 1, kind)
+        with pytest.raises(UserError, match=rf"{words}.*start again to build the cache anew"):
+            run(config, tmp_path / "cut", "streamed", **fields)
+    assert [row["step"] for row in rows_of(tmp_path / "cut")] == [4]
+    last_event = json.loads((tmp_path / "cut" / "events.jsonl").read_text().splitlines()[-1])
+    assert (last_event["event"], last_event["step"]) == ("failed", 5)
+    assert not list(tmp_path.glob("synthetic-*"))
+    again = run(config, tmp_path / "cut", "streamed", **fields)
+    assert again["params_sha256"] == whole["params_sha256"]
+    assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_damage_on_one_host_stops_both_in_one_line(tmp_path):
+    """Each host has a data cache of its own; host 1 finds the damage, host 0 would be in a collective by then."""
+    fields = {"augment.cache_dir": "cache", "augment.storage": "streamed", "train.outer_steps": 2}
+    hosts = [tmp_path / "0", tmp_path / "1"]
+    for host in hosts:
+        host.mkdir()
+    command = " ".join(train_command(tmp_path, "run", **fields))
+    both = f"cd {tmp_path}/$LARGEBATCH_HOST_INDEX && {command} >out 2>err"
+    result = run_script(*pod_command(["sh", "-c", both], 2, 2), env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, (hosts[0] / "err").read_text()
+    (images,) = hosts[1].glob("cache/*/train_images.npy")
+    flip(images, images.stat().st_size - 1)
+    again = both.replace(str(tmp_path / "run"), str(tmp_path / "again"))
+    result = run_script(*pod_command(["sh", "-c", again], 2, 2), env={"PYTHONPATH": str(ROOT)})
+    told = [(host / "err").read_text() for host in hosts]
+    assert result.returncode == 1, told
+    assert all("example 79 does not match its SHA-256; no update was made with it" in text for text in told), told
+    assert "Traceback" not in "".join(told)
+    assert not (tmp_path / "again" / "metrics.jsonl").exists()
+    assert [len(list(host.glob("cache/synthetic-*"))) for host in hosts] == [1, 0]
+
+
+# ---- which storage -----------------------------------------------------------------------------------------
+
+
+def needs(config, storage: str) -> int:
+    """Bytes on a device."""
+    config = config.copy_and_resolve_references()
+    config.augment.storage = storage
+    placed = ProgramCache().load(config)
+    return sum(needed_bytes(placed.setup, placed.cache).values())
+
+
+def test_auto_takes_what_fits_and_says_so(config, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "largebatch")
+    config.batch.trace, config.batch.size = None, 8  # a buffer of one original
+    sizes = {storage: needs(config, storage) for storage in STORAGES}
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
+    chosen = {None: "expanded"} | {size: storage for storage, size in sizes.items()}
+    for free, storage in chosen.items():
+        monkeypatch.setattr(memory, "available_bytes", lambda free=free: free)
+        caplog.clear()
+        setup = ProgramCache().load(config).setup
+        assert (setup.program.storage, setup.config.augment.storage) == (storage, storage)
+        assert (
+            f"augment.storage: auto takes {storage}: expanded needs {sizes['expanded'] / 1e6:,.1f} MB"
+            in caplog.text
+        )
+        told = "does not tell how much is free" if free is None else f"{free / 1e6:,.1f} MB are free"
+        assert told in caplog.text
+    monkeypatch.setattr(memory, "available_bytes", lambda: min(sizes.values()) - 1)
+    with pytest.raises(BadSetting, match=r"in two buffers .* a smaller batch\.size, or more devices"):
+        ProgramCache().load(config)
+
+
+def test_a_pack_needs_all_images(config, monkeypatch):
+    config.batch.trace = None
+    config.augment.storage = "streamed"
+    with pytest.raises(BadSetting, match=r"augment\.storage: 'streamed'; allowed: auto \| expanded \| on_device"):
+        ProgramCache(packed=True).load(config)
+    config.augment.storage = "auto"
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    with pytest.raises(BadSetting, match="without --pack devices share the images"):
+        ProgramCache(packed=True).load(config)
+
+
+def test_a_stream_is_placed_again_for_batches_that_it_is_too_small_for(config):
+    config.batch.trace, config.augment.storage, config.batch.size = None, "streamed", 8
+    programs = ProgramCache()
+    small = programs.load(config)
+    config.seed = 1
+    assert programs.load(config).data is small.data
+    config.batch.size = 80
+    large = programs.load(config)
+    assert large.data is not small.data
+    assert large.setup.program.buffer_rows == 10 > small.setup.program.buffer_rows
+
+
+# ---- other users ---------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_examines_a_streamed_config(config, monkeypatch):
+    monkeypatch.setattr(doctor, "BUDGET_SEC", 0.0)
+    config.batch.trace, config.batch.size, config.augment.storage = None, 40, "streamed"
+    experiment, state = train.prepare(doctor.config_to_examine(config), Clock(), ProgramCache())
+    findings = {finding.name: finding for finding in doctor.examine(experiment, state, config.sync, 0.0)}
+    assert {finding.status for finding in findings.values()} == {"ok"}, findings
+    assert "reduced gradient is 1.000 x the mean over 8 devices" in findings["gradient"].text
+
+
+@pytest.mark.full
+def test_where_a_streamed_update_is_not_finite(config, tmp_path):
+    fields = {"optimizer__name": "sgd", "optimizer__learning_rate": 1e30}
+    told = []
+    for storage in ("on_device", "streamed"):
+        with pytest.raises(Diverged) as error:
+            run(config, tmp_path / storage, storage, **fields)
+        told.append(str(error.value))
+    assert told[0] == told[1]
+    assert "first in" in told[0]
