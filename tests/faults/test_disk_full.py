@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, on_devices, run_script
+from conftest import ROOT, assert_one_line_error, on_devices, run_script
 from figures import record
 from test_resume import assert_same_run
 
@@ -151,7 +151,16 @@ def test_a_disk_that_is_full_at_the_cache(disk, tmp_path):
     (error,) = [line for line in result.stderr.splitlines() if line.startswith("train.py: error:")]
     assert "augment.cache_dir: cannot write" in error
     assert "No space left on device" in error
+    assert "files are kept in" in error
     assert not list((disk / "cache").glob("synthetic-*"))
-    assert not list((disk / "cache").glob(".*.tmp"))
+    assert not list((disk / "cache").glob("**/.*.tmp"))
     ballast.unlink()
     assert run_script("train.py", *arguments(disk / "cache", tmp_path / "run")).returncode == 0
+
+
+@pytest.mark.full
+def test_a_disk_without_room_for_the_cache_is_named_before_anything_is_decoded(disk, tmp_path):
+    fill(disk, 50_000)
+    result = run_script("augment.py", *arguments(disk / "cache", tmp_path / "run")[:3])
+    assert_one_line_error(result, "augment.cache_dir", "the cache needs 0.00 GB more: make room")
+    assert not list((disk / "cache").iterdir())

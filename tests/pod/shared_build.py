@@ -1,0 +1,78 @@
+"""What each host of a pod does in tests/pod/test_build_together.py, as a script: it builds two caches.
+
+    python -m largebatch.pod --hosts 2 --devices 1 -- python tests/pod/shared_build.py FOLDER
+
+One goes to a folder that both hosts share, the other to a folder of each host. Each host writes FOLDER/HOST.json.
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from etils import epath
+
+from largebatch.data import build
+from largebatch.data.cache import open_cache
+from largebatch.data.source import Source
+from largebatch.data.split import split_indices
+from largebatch.errors import UserError
+from largebatch.hosts.start import start_jax
+
+IMAGES = 200
+
+
+class Numbers:
+    """A source that counts what is decoded, of which one image may be damaged."""
+
+    def __init__(self, damaged: int | None = None):
+        self.decoded, self.damaged = set(), damaged
+
+    @contextlib.contextmanager
+    def open(self):
+        """See `Source`."""
+
+        def read(indices):
+            if self.damaged in indices:
+                raise UserError(f"{self.damaged}: damaged image")
+            self.decoded.update(indices)
+            return [np.full((8, 8, 3), index, np.uint8) for index in indices]
+
+        yield read
+
+    def plan(self, folder: Path) -> build.CachePlan:
+        """The plan of a cache in `folder`."""
+        ids = [f"{number:06d}" for number in range(IMAGES)]
+        labels = np.arange(IMAGES, dtype=np.int32) % 2
+        source = Source("numbers", "numbers 1", ids, labels, ["a", "b"], self.open)
+        return build.CachePlan(epath.Path(folder), source, split_indices(ids, 0))
+
+
+def main() -> None:
+    start_jax()
+    folder, host = Path(sys.argv[1]), jax.process_index()
+    build.MIN_FILE_BYTES = build.BLOCK_BYTES = 4 * 8 * 8 * 3
+    found = {}
+    for name, place in (("shared", folder / "shared"), ("own", folder / f"own-{host}")):
+        numbers = Numbers()
+        plan = numbers.plan(place / "x-0")
+        build.build_together(plan, needed=True)
+        open_cache(plan.folder).verify()
+        found[name] = sorted(map(int, numbers.decoded))
+    # A cache that host 0 has already, and host 1 has not.
+    numbers = Numbers()
+    plan = numbers.plan(folder / f"own-{host}" / "y-0")
+    build.build_together(plan, needed=host == 1)
+    found["one needs it"] = sorted(map(int, numbers.decoded))
+    numbers = Numbers(damaged=77)
+    try:
+        build.build_together(numbers.plan(folder / "shared" / "z-0"), needed=True)
+    except UserError as error:
+        found["error"] = str(error)
+    (folder / f"{host}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
