@@ -101,7 +101,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "path",
         None,
-        "input, stream: EuroSAT.zip or its folder; loop: a run folder; accuracy: a new folder; build: a folder with room.",
+        "input, stream: EuroSAT.zip or its folder; loop: a run folder; accuracy: a new folder; "
+        "build: a folder with room.",
     )
     flags.DEFINE_string("cache_dir", "~/.cache/largebatch", "stream: where the data cache is.")
     flags.DEFINE_string("json", None, "Write all figures to this file.")
