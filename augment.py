@@ -19,17 +19,18 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from largebatch.data import images, known, sources
-from largebatch.data.build import CachePlan, build_together
-from largebatch.data.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
-from largebatch.data.colours import to_rgb8
-from largebatch.data.estimate import BuildEstimate, estimate_build
-from largebatch.data.placement import read_rows
+from largebatch.cache import known
+from largebatch.cache.build import CachePlan, build_together
+from largebatch.cache.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
+from largebatch.cache.estimate import BuildEstimate, estimate_build
 from largebatch.data.random_augment import RandomAugment
-from largebatch.data.split import SPLITS, assign_splits
-from largebatch.data.split_file import SplitFile, read_split_file
+from largebatch.decoding import images
+from largebatch.decoding.colours import to_rgb8
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import collectives
+from largebatch.sources.find import find_source
+from largebatch.sources.split import SPLITS, assign_splits
+from largebatch.sources.split_file import SplitFile, read_split_file
 
 log = logging.getLogger("largebatch")
 
@@ -255,7 +256,7 @@ def _find_plan(config, cache_dir: epath.Path, split_file: SplitFile | None) -> C
 
 def _plan_cache(config, cache_dir: epath.Path, split_file: SplitFile | None) -> CachePlan:
     fields = config.dataset
-    source = sources.find_source(
+    source = find_source(
         fields.name,
         fields.source,
         fields.path,
@@ -334,7 +335,7 @@ def draw_preview(cache: Cache, num_views: int, path: str, num_images: int = 4, s
     (height, width, _), labels = cache.image_shape, cache.small_array("train_labels")
     classes = np.unique(np.linspace(0, len(cache.class_names), num_images, endpoint=False).astype(int))
     rows = np.array([np.flatnonzero(labels == label)[0] for label in classes])
-    originals = read_rows(cache, "train", rows).reshape(-1, *cache.image_shape)
+    originals = cache.read_rows("train", rows).reshape(-1, *cache.image_shape)
     gap = 2
     sheet = np.full((len(rows) * (height + gap) - gap, num_views * (width + gap) - gap, 3), 255, np.uint8)
     for row, original in enumerate(originals):

@@ -28,17 +28,18 @@ import model
 from configs import default
 from experiment import make_network
 from largebatch import cli, terminal
+from largebatch.cache import recorded
 from largebatch.config.validate import validate
-from largebatch.data import file_sources, recorded
-from largebatch.data.images import Dataset, DecodeOptions
 from largebatch.data.validation import split_of_images
+from largebatch.decoding.images import Dataset, DecodeOptions
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
+from largebatch.predictions.files import Predictions, iterate_parts
+from largebatch.predictions.tables import print_results, write_csv
 from largebatch.runs import checkpoints, reader
 from largebatch.runs.best import BestCheckpoint, arrays_of, best_checkpoint
-from largebatch.runs.prediction_files import Predictions, iterate_parts
-from largebatch.runs.predictions import print_results, write_csv
+from largebatch.sources import file_sources
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
 from largebatch.training.setup import resolve_micro_batch_size

@@ -15,11 +15,11 @@ from flax import linen as nn
 
 import augment
 import model as models
+from largebatch.cache.cache import Cache
 from largebatch.config.rules import MODEL_OPTIONS
 from largebatch.data import streaming
 from largebatch.data.batching import DataSharding
-from largebatch.data.cache import Cache
-from largebatch.data.placement import DeviceData, bytes_per_device, place, read_rows
+from largebatch.data.placement import DeviceData, bytes_per_device, place
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.streaming import load_inputs
 from largebatch.errors import BadSetting
@@ -42,10 +42,11 @@ from largebatch.training.setup import (
     choose_sharding,
     possible_batch_sizes,
     resolve_micro_batch_size,
+    setup_that_fits,
+    storages_to_try,
 )
 from largebatch.training.state import TrainState, count_params, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep
-from largebatch.training.storage import setup_that_fits, storages_to_try
 
 # A set of programs takes some 800 memory maps on a CPU; at Linux' limit of 65,530 a process dies.
 MAX_PROGRAMS = 30
@@ -294,7 +295,7 @@ class ProgramCache:
                     kernel = np.zeros(models.whitening_shape(cache.image_shape), np.float32)
                     if collectives.is_primary():
                         rows = np.arange(min(WHITENING_IMAGES, cache.count("train")))
-                        images = read_rows(cache, "train", rows).reshape(-1, *cache.image_shape)
+                        images = cache.read_rows("train", rows).reshape(-1, *cache.image_shape)
                         kernel = models.whitening_kernel(images, cache.manifest["mean"], cache.manifest["std"])
             self._kernel = collectives.from_primary(kernel)
         return self._kernel

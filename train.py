@@ -24,9 +24,9 @@ from largebatch.hosts import collectives, preemption, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.optim import noise_scale, schedule_text, traces
 from largebatch.optim.batch_sizes import follows_devices, read_trace
+from largebatch.predictions.files import Predictions
 from largebatch.runs.display import Reporter
 from largebatch.runs.ending import Diverged, recorded_end, roll_back
-from largebatch.runs.prediction_files import Predictions
 from largebatch.runs.progress import RunDescription, RunProgress, open_run
 from largebatch.runs.provenance import code_sha256, git_commit, versions
 from largebatch.runs.summary import empty_summary, timings

@@ -19,12 +19,13 @@ import jax
 import augment
 from benchmarks.timing import ROOT
 from configs import eurosat
-from largebatch.data import placement, sources
-from largebatch.data.source import Source
+from largebatch.data import placement
 from largebatch.errors import UserError
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.start import start_jax
 from largebatch.runs.provenance import git_commit, versions
+from largebatch.sources.find import find_source
+from largebatch.sources.source import Source
 from largebatch.training.setup import choose_sharding
 
 PLACINGS = 3
@@ -38,7 +39,7 @@ def bench_input(path: str) -> dict:
     with tempfile.TemporaryDirectory() as cache_dir:
         config = make_config(path, cache_dir)
         with clock.measure("decode"):
-            source = sources.find_source(config.dataset.name, path=path)
+            source = find_source(config.dataset.name, path=path)
             num_bytes = decode_all(source)
         num_images = len(source.ids)
         with clock.measure("decode and cache"):

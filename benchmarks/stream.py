@@ -10,7 +10,7 @@ from benchmarks.inputs import make_config
 from benchmarks.peers import serve
 from benchmarks.timing import Contender, about_machine, interleave, ratio
 from experiment import DataFacts, make_parts, resolve_setup
-from largebatch.data.cache import Cache
+from largebatch.cache.cache import Cache
 from largebatch.data.placement import place
 from largebatch.data.streaming import Upcoming
 from largebatch.hosts import replicas

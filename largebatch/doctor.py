@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from rich import box, console, table
 
+from largebatch.cache.estimate import BuildEstimate
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding
-from largebatch.data.estimate import BuildEstimate
 from largebatch.data.placement import bytes_per_device
 from largebatch.data.streaming import load_inputs
 from largebatch.errors import UserError

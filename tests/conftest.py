@@ -123,7 +123,7 @@ def make_folder(root: Path, classes: dict[str, int], size=(16, 16), suffix=".png
 
 def decode_all(source):
     """The images of a source, one by one, as a `Dataset`."""
-    from largebatch.data.images import Dataset
+    from largebatch.decoding.images import Dataset
 
     with source.open() as read:
         decoded = read(range(len(source.ids)))

@@ -15,12 +15,12 @@ from PIL import Image
 import augment
 import train
 from experiment import DataFacts, ProgramCache, dataset_key, make_parts, resolve_setup
-from largebatch.data import random_augment, sources
-from largebatch.data.cache import CACHE_VERSION, DamagedCache, cache_key
-from largebatch.data.source import source_in_memory
-from largebatch.data.split import SPLITS, split_indices
+from largebatch.cache.cache import CACHE_VERSION, DamagedCache, cache_key
+from largebatch.data import random_augment
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import memory
+from largebatch.sources.source import source_in_memory
+from largebatch.sources.split import SPLITS, split_indices
 
 
 def test_8_views_are_the_dihedral_group():
@@ -234,7 +234,7 @@ def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
 def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_path, monkeypatch):
     small_config.augment.cache_dir = str(tmp_path / "caches")
     monkeypatch.setattr(
-        "largebatch.data.build.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        "largebatch.cache.build.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
         augment.prepare_cache(small_config)
@@ -286,7 +286,7 @@ def test_no_space_leaves_no_cache(small_config, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("largebatch.data.build._Writer.write", full)
+    monkeypatch.setattr("largebatch.cache.build._Writer.write", full)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
         augment.prepare_cache(small_config)
     assert list((tmp_path / "caches").iterdir()) == []

@@ -14,10 +14,10 @@ from PIL import Image
 import evaluate
 import train
 from configs import default
-from largebatch.data.images import Dataset
+from largebatch.decoding.images import Dataset
 from largebatch.errors import UserError
+from largebatch.predictions.tables import print_results
 from largebatch.runs.best import best_checkpoint
-from largebatch.runs.predictions import print_results
 from largebatch.training.evaluation import Scores
 
 

@@ -11,10 +11,10 @@ from etils import epath
 
 import report
 from largebatch import files
-from largebatch.data import download
+from largebatch.predictions.files import Predictions
+from largebatch.predictions.tables import write_csv
 from largebatch.runs.folder import InUse, RunFolder
-from largebatch.runs.prediction_files import Predictions
-from largebatch.runs.predictions import write_csv
+from largebatch.sources import download
 
 HEX = "0123456789abcdef" * 2
 

@@ -10,6 +10,7 @@ from conftest import ROOT
 # What the files of a package may import of other packages; within one, any but in a circle.
 MAY_IMPORT = {
     "errors": set(),
+    "threads": set(),
     "files": {"errors"},
     "untrusted": {"errors"},
     "terminal": {"errors"},
@@ -17,8 +18,12 @@ MAY_IMPORT = {
     "hosts": {"errors"},
     "optim": {"errors", "untrusted"},
     "config": {"errors", "optim"},
-    "data": {"errors", "files", "untrusted", "hosts"},
-    "runs": {"errors", "files", "terminal", "hosts", "optim", "config", "data"},
+    "decoding": {"errors", "threads"},
+    "sources": {"errors", "threads", "files", "untrusted", "decoding"},
+    "cache": {"errors", "threads", "files", "untrusted", "hosts", "decoding", "sources"},
+    "data": {"errors", "threads", "hosts", "cache"},
+    "predictions": {"errors", "files", "decoding"},
+    "runs": {"errors", "files", "terminal", "hosts", "optim", "config", "predictions"},
     "training": {"errors", "nn", "hosts", "optim", "data", "runs"},
     "studies": {"errors", "terminal", "hosts", "config", "data", "runs"},
     # Reports are drawn without JAX, from what a run folder holds.
@@ -26,13 +31,12 @@ MAY_IMPORT = {
         "errors",
         "untrusted",
         "config.fields",
-        "data.colours",
-        "data.images",
-        "runs.prediction_files",
+        "decoding",
+        "predictions.files",
         "runs.reader",
         "studies.analysis",
     },
-    "doctor": {"errors", "hosts", "optim", "data", "runs", "training"},
+    "doctor": {"errors", "hosts", "optim", "cache", "data", "runs", "training"},
     "cli": {"errors", "terminal", "hosts", "config"},
     "pod": {"errors", "hosts", "optim"},
     "trace_check": {"errors", "terminal", "optim"},
@@ -42,7 +46,7 @@ SCRIPTS = sorted(path.relative_to(ROOT) for path in ROOT.glob("*.py"))
 
 
 def module_of(path: Path) -> str:
-    """ "largebatch/data/cache.py" -> "largebatch.data.cache"."""
+    """ "largebatch/cache/cache.py" -> "largebatch.cache.cache"."""
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -50,7 +54,7 @@ MODULES = {module_of(path) for path in [*FILES, *SCRIPTS] if path.name != "__ini
 
 
 def imports_of(path: Path) -> set[str]:
-    """Project modules that a file imports, as "largebatch.data.cache" or "train"."""
+    """Project modules that a file imports, as "largebatch.cache.cache" or "train"."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

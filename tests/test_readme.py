@@ -16,8 +16,8 @@ from conftest import ROOT, decode_all
 from test_sources import mean_colour_accuracy
 
 from configs import default
-from largebatch.data import sources
-from largebatch.data.split import split_indices
+from largebatch.sources.find import find_source
+from largebatch.sources.split import split_indices
 
 
 @pytest.mark.full
@@ -42,7 +42,7 @@ def test_make_train_on_a_fresh_clone_learns_what_colour_does_not_tell(tmp_path):
     assert f"{summary['best_val_accuracy']:.4f}" in result.stdout
 
     fields = default.get_config().dataset
-    dataset = decode_all(sources.find_source(fields.name, num_examples=fields.num_examples, seed=fields.split_seed))
+    dataset = decode_all(find_source(fields.name, num_examples=fields.num_examples, seed=fields.split_seed))
     splits = split_indices(dataset.example_ids, fields.split_seed)
     train, val = (
         (dataset.images[splits[name]].astype(np.float64), dataset.labels[splits[name]]) for name in ("train", "val")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from conftest import decode_all, make_folder
 
-from largebatch.data import sources
-from largebatch.data.file_sources import find_images
-from largebatch.data.images import DecodeOptions
+from largebatch.decoding.images import DecodeOptions
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import traces
+from largebatch.sources.file_sources import find_images
+from largebatch.sources.find import find_source
 from largebatch.studies.space import read_space
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,7 +33,7 @@ def make_special(path, kind):
 
 
 def load(path):
-    return decode_all(sources.find_source("x", path=str(path)))
+    return decode_all(find_source("x", path=str(path)))
 
 
 def find(path):

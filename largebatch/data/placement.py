@@ -6,12 +6,12 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from largebatch.cache.cache import Cache
 from largebatch.data.batching import DataSharding
-from largebatch.data.cache import Cache
 from largebatch.data.streaming import Resident, Stream
-from largebatch.data.threads import iterate_batches, run_ranges
 from largebatch.data.validation import DealtSplit, bytes_on_device, place_validation
 from largebatch.hosts import memory, replicas
+from largebatch.threads import iterate_batches, run_ranges
 
 # Originals [n, H, W, C] -> all their views [n, views, H, W, C].
 Expand = Callable[[np.ndarray], np.ndarray]
@@ -98,22 +98,10 @@ def _read_train(cache: Cache, sharding: DataSharding, seed: int, device: int, ex
     padding = sharding.max_originals - len(originals)
     labels = cache.small_array("train_labels")[originals]
     if expand is None:
-        images = read_rows(cache, "train", originals, padding)
+        images = cache.read_rows("train", originals, padding)
     else:
         images = _read_expanded(cache, originals, padding, expand)
     return {"images": images[None], "labels": np.pad(labels, (0, padding))[None]}
-
-
-def read_rows(cache: Cache, split: str, rows: np.ndarray, padding: int = 0) -> np.ndarray:
-    """Originals as they are in the cache: [rows + padding, H * W * C]; padding is zeros.
-
-    Raises:
-      DamagedCache: they are not what was written.
-    """
-    out = memory.aligned_empty((len(rows) + padding, cache.layout.row_bytes), np.uint8)
-    cache.read_images(split, rows, out[: len(rows)])
-    out[len(rows) :] = 0
-    return out.view(cache.image_dtype)
 
 
 def _read_expanded(cache: Cache, originals: np.ndarray, padding: int, expand: Expand) -> np.ndarray:
@@ -122,7 +110,7 @@ def _read_expanded(cache: Cache, originals: np.ndarray, padding: int, expand: Ex
     shape = (len(originals) + padding, views, *cache.image_shape)
     out = memory.aligned_empty(shape, cache.image_dtype)
     for part in iterate_batches(len(originals), ORIGINALS_AT_ONCE):
-        images = read_rows(cache, "train", originals[part]).reshape(-1, *cache.image_shape)
+        images = cache.read_rows("train", originals[part]).reshape(-1, *cache.image_shape)
         out_of_part = out[part]
 
         def fill(begin: int, end: int, images=images, out_of_part=out_of_part) -> None:

@@ -21,9 +21,9 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 
+from largebatch.cache.cache import Cache, DamagedCache, discard_cache
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding
-from largebatch.data.cache import Cache, DamagedCache, discard_cache
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, memory, replicas
 
@@ -224,11 +224,8 @@ class Stream:
             )
             rows = np.zeros((1, self._sharding.max_originals), np.int32)
             rows[0, originals[in_order_of_cache]] = np.arange(len(originals))
-            placed.append(
-                jax.block_until_ready(
-                    jax.device_put({"images": images.view(self._cache.image_dtype)[None], "rows": rows}, device)
-                )
-            )
+            of_device = {"images": images.view(self._cache.image_dtype)[None], "rows": rows}
+            placed.append(jax.block_until_ready(jax.device_put(of_device, device)))
         return {**replicas.stack(placed), "labels": self._labels}
 
     def _place_labels(self, labels: np.ndarray) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from largebatch.data.cache import Cache, DamagedCache
+from largebatch.cache.cache import Cache, DamagedCache
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, memory, replicas
 

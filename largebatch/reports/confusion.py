@@ -6,8 +6,8 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
+from largebatch.predictions import files as prediction_files
 from largebatch.reports.example_pictures import read_pictures
-from largebatch.runs import prediction_files
 from largebatch.runs.reader import Run
 
 NUMBERED = re.compile(r"(.+?)_\d+\.\w+")  # AnnualCrop_12.jpg

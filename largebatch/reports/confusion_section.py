@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass
 
+from largebatch.predictions import files as prediction_files
 from largebatch.reports import confusion
 from largebatch.reports.confusion import Confusion, Example, Mistake
 from largebatch.reports.labels import NOTHING, number_cell
 from largebatch.reports.markup import Html, element, join, table
 from largebatch.reports.panels import Group
-from largebatch.runs import prediction_files
 from largebatch.runs.reader import Run
 from largebatch.studies import analysis
 

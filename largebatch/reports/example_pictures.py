@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from largebatch import untrusted
-from largebatch.data import images
-from largebatch.data.colours import to_rgb8
+from largebatch.decoding import images
+from largebatch.decoding.colours import to_rgb8
 from largebatch.errors import UserError
 from largebatch.runs.reader import Run, lies_in
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from largebatch import files
 from largebatch.errors import UserError
-from largebatch.runs import prediction_files
-from largebatch.runs.prediction_files import Predictions
+from largebatch.predictions import files as prediction_files
+from largebatch.predictions.files import Predictions
 
 log = logging.getLogger("largebatch")
 

@@ -15,10 +15,11 @@ from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
 from largebatch.optim.batch_sizes import are_found_in_training
 from largebatch.optim.piecewise import PiecewiseConstant
-from largebatch.runs import best, checkpoints, prediction_files, provenance
+from largebatch.predictions import files as prediction_files
+from largebatch.predictions.files import Predictions
+from largebatch.runs import best, checkpoints, provenance
 from largebatch.runs.cadence import Cadence
 from largebatch.runs.folder import RunFolder, jsonable
-from largebatch.runs.prediction_files import Predictions
 from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
 from largebatch.runs.summary import add_to_summary, empty_summary
 

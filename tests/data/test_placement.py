@@ -7,11 +7,11 @@ import pytest
 from conftest import decode_all
 
 import augment
-from largebatch.data.images import DecodeOptions
 from largebatch.data.placement import bytes_per_device, place
-from largebatch.data.sources import find_source
-from largebatch.data.split import split_indices
+from largebatch.decoding.images import DecodeOptions
 from largebatch.hosts import memory
+from largebatch.sources.find import find_source
+from largebatch.sources.split import split_indices
 from largebatch.training.setup import choose_sharding
 
 

@@ -12,9 +12,9 @@ from figures import record
 from ml_collections import config_dict
 
 import train
+from largebatch.cache.cache import Cache, DamagedCache, open_cache
 from largebatch.data import streaming
 from largebatch.data.batching import DataSharding
-from largebatch.data.cache import Cache, DamagedCache, open_cache
 from largebatch.data.placement import place
 from largebatch.data.streaming import Upcoming
 from largebatch.errors import UserError

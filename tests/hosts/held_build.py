@@ -50,7 +50,7 @@ jax.pmap = lambda *arguments, **options: counted("collective", make_pmap(*argume
 
 import train  # noqa: E402  after jax.pmap
 from configs import default  # noqa: E402
-from largebatch.data import build  # noqa: E402
+from largebatch.cache import build  # noqa: E402
 from largebatch.errors import UserError  # noqa: E402
 from largebatch.hosts import collectives, meeting, preemption  # noqa: E402
 from largebatch.hosts.start import HOST_INDEX_VARIABLE, start_jax  # noqa: E402

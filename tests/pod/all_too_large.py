@@ -4,7 +4,7 @@ import runpy
 import sys
 
 from largebatch.data import validation
-from largebatch.runs import prediction_files
+from largebatch.predictions import files as prediction_files
 
 validation.RESIDENT_SHARE, validation.BLOCK_BYTES = 0.0, 2 * 16 * 16 * 3
 prediction_files.MAX_LOGITS_PER_FILE = 7 * 5

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from etils import epath
 
-from largebatch.data import build
-from largebatch.data.cache import open_cache
-from largebatch.data.source import Source
-from largebatch.data.split import split_indices
+from largebatch.cache import build
+from largebatch.cache.cache import open_cache
 from largebatch.errors import UserError
 from largebatch.hosts.start import start_jax
+from largebatch.sources.source import Source
+from largebatch.sources.split import split_indices
 
 IMAGES = 200
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, run_script
 from test_resume import assert_same_run
 
-from largebatch.runs import prediction_files
+from largebatch.predictions import files as prediction_files
 
 SMALL = {
     "dataset.num_examples": 100,

@@ -8,8 +8,8 @@ from conftest import ROOT
 
 from largebatch.errors import UserError
 from largebatch.hosts.clock import Clock
+from largebatch.predictions.files import Predictions
 from largebatch.runs.folder import RunFolder
-from largebatch.runs.prediction_files import Predictions
 from largebatch.runs.summary import add_to_summary, empty_summary, timings
 
 

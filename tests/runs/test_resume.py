@@ -14,11 +14,9 @@ from conftest import decode_all, run_script
 import augment
 import train
 from experiment import Experiment, ProgramCache
+from largebatch.cache.cache import Cache
 from largebatch.config import fields
-from largebatch.data import sources
-from largebatch.data.cache import Cache
-from largebatch.data.images import DecodeOptions
-from largebatch.data.split import split_indices
+from largebatch.decoding.images import DecodeOptions
 from largebatch.errors import UserError
 from largebatch.hosts import preemption
 from largebatch.runs import checkpoints
@@ -28,6 +26,8 @@ from largebatch.runs.ending import Diverged
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.progress import RunProgress
 from largebatch.runs.provenance import code_sha256, git_commit, versions
+from largebatch.sources.find import find_source
+from largebatch.sources.split import split_indices
 from largebatch.training import trainer
 from largebatch.training.loss import make_loss_fn
 
@@ -450,7 +450,7 @@ def poisoned(config, monkeypatch):
 
         return poisoned_loss
 
-    dataset = decode_all(sources.find_source("synthetic", num_examples=100, options=DecodeOptions((16, 16))))
+    dataset = decode_all(find_source("synthetic", num_examples=100, options=DecodeOptions((16, 16))))
     views = augment.expand(dataset.images[split_indices(dataset.example_ids, 0)["train"]], 8)
     sums = (views.astype(int) * weights).sum(axis=(2, 3, 4)).ravel()
     poison = sums[5]

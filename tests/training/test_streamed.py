@@ -13,15 +13,15 @@ from test_resume import assert_same_run, flip, rows_of
 import train
 from experiment import ProgramCache, needed_bytes
 from largebatch import doctor
+from largebatch.cache.cache import Cache
 from largebatch.data import streaming
-from largebatch.data.cache import Cache
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import memory, preemption
 from largebatch.hosts.clock import Clock
 from largebatch.optim import noise_scale
 from largebatch.runs.ending import Diverged
 from largebatch.training import trainer
-from largebatch.training.storage import STORAGES
+from largebatch.training.setup import STORAGES
 
 # 681 examples, of 640 in an epoch. A buffer holds 8 of the 10 originals of a device, for one update of 64.
 TRACE = (64, 40, 1, *[64] * 9)

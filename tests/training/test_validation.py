@@ -16,8 +16,9 @@ import experiment
 import model
 import train
 from largebatch.data import validation
+from largebatch.predictions import files as prediction_files
 from largebatch.reports import confusion
-from largebatch.runs import prediction_files, reader
+from largebatch.runs import reader
 from largebatch.training.evaluation import SplitLogits
 
 

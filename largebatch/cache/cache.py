@@ -1,0 +1,333 @@
+"""A decoded data set on disk, ready for the devices: .npy arrays and a manifest, every byte under a SHA-256.
+
+    FOLDER/manifest.json                    source, counts, class names, statistics, digests; seals itself
+    FOLDER/{train,val,test}_images-00000.npy, ...   uint8 or uint16 [rows, H, W, C], the originals
+    FOLDER/{train,val,test}_labels.npy      int32, one per original
+    FOLDER/{train,val,test}_ids.npy         text
+    FOLDER/{train,val,test}_digests.npy     SHA-256 of each original's bytes in the images files
+
+Rows are the originals of a split in its order, `rows_per_file` in every file but the last. Views of them are made
+where they are needed. `build.py` writes a cache; it appears under its own name when it is whole.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import logging
+import os
+import threading
+import weakref
+
+import numpy as np
+from etils import epath
+
+from largebatch import files, untrusted
+from largebatch.errors import UserError
+from largebatch.hosts import memory
+from largebatch.sources.source import Source
+from largebatch.sources.split import SPLITS
+from largebatch.threads import iterate_batches, run_ranges
+
+log = logging.getLogger("largebatch")
+
+CACHE_VERSION = 2
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 2**24
+MANIFEST_FIELDS = {
+    "class_names",
+    "counts",
+    "image_shape",
+    "image_dtype",
+    "rows_per_file",
+    "mean",
+    "std",
+    "source",
+    "built",
+    "sha256",
+}
+ROWS_AT_ONCE = 1024  # rows that `verify` reads at once
+
+
+class DamagedCache(Exception):
+    """The cache does not hold what its manifest says; the text names the file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """In which file which rows of a split lie, and what a row is."""
+
+    counts: dict[str, int]  # rows of each split
+    rows_per_file: int
+    image_shape: tuple[int, int, int]  # height, width, channels
+    dtype: np.dtype  # uint8 or uint16
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one original."""
+        return int(np.prod(self.image_shape)) * self.dtype.itemsize
+
+    def num_files(self, split: str) -> int:
+        """How many images files a split has."""
+        return -(-self.counts[split] // self.rows_per_file)
+
+    def rows_of_file(self, split: str, number: int) -> range:
+        """The rows of a split that lie in images file `number`."""
+        first = number * self.rows_per_file
+        return range(first, min(first + self.rows_per_file, self.counts[split]))
+
+    def header(self, split: str, number: int) -> bytes:
+        """What images file `number` starts with, as NumPy wants it."""
+        shape = (len(self.rows_of_file(split, number)), *self.image_shape)
+        buffer = io.BytesIO()
+        fields = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(buffer, fields)
+        return buffer.getvalue()
+
+
+def images_file(split: str, number: int) -> str:
+    """Name of an images file."""
+    return f"{split}_images-{number:05d}.npy"
+
+
+class Cache:
+    """A checked cache folder.
+
+    Attributes:
+      folder: where it is.
+      manifest: source, counts, class names, mean, std, digests of the arrays.
+      manifest_bytes: the file as it was read, which tells this build of the cache from every other.
+      layout: of the rows.
+    """
+
+    def __init__(self, folder: epath.Path, manifest: dict, manifest_bytes: bytes):
+        self.folder, self.manifest, self.manifest_bytes = folder, manifest, manifest_bytes
+        self.layout = RowLayout(
+            manifest["counts"],
+            manifest["rows_per_file"],
+            tuple(manifest["image_shape"]),
+            np.dtype(manifest["image_dtype"]),
+        )
+        self._open_file = functools.cache(self._open_file_once)
+        self._digests = functools.cache(lambda split: self.small_array(f"{split}_digests"))
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names by label."""
+        return self.manifest["class_names"]
+
+    def count(self, split: str) -> int:
+        """Original images in `split`."""
+        return self.layout.counts[split]
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width, channels."""
+        return self.layout.image_shape
+
+    @property
+    def image_dtype(self) -> np.dtype:
+        """Of the pixels: uint8 or uint16."""
+        return self.layout.dtype
+
+    def identity(self) -> dict:
+        """What someone needs to use a network trained on this elsewhere, and digests that tell data apart."""
+        kept = {name: self.manifest[name] for name in ("class_names", "image_shape", "image_dtype", "mean", "std")}
+        for name, part in (("ids", "ids"), ("labels", "labels"), ("pixels", "digests")):
+            digests = "".join(self.manifest["sha256"][f"{split}_{part}.npy"] for split in SPLITS)
+            kept[name] = hashlib.sha256(digests.encode()).hexdigest()
+        return kept
+
+    def small_array(self, name: str) -> np.ndarray:
+        """Labels, ids or digests, verified whole (the header too: NumPy's parser trips over a damaged one)."""
+        path = self.folder / f"{name}.npy"
+        try:
+            with untrusted.open_any(path) as file:
+                content = file.read()
+        except OSError as error:
+            raise DamagedCache(f"{path} cannot be read ({error.strerror or error})") from error
+        if hashlib.sha256(content).hexdigest() != self.manifest["sha256"][path.name]:
+            raise DamagedCache(f"{path} does not match its SHA-256")
+        return np.load(io.BytesIO(content), allow_pickle=False)
+
+    def read_images(self, split: str, rows: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
+        """Reads originals `rows` of a split into out, uint8 [n, bytes of an original], without gaps.
+
+        Each is verified against its SHA-256. Only these rows are read, so that each host of a pod touches
+        its own part of the files.
+
+        Args:
+          num_threads: that read and hash; None takes every core.
+        Raises:
+          DamagedCache: a row is not what was written.
+        """
+        assert out.flags.c_contiguous
+        row_bytes, rows_per_file = self.layout.row_bytes, self.layout.rows_per_file
+        digests = self._digests(split)[rows].tobytes()
+        content = memoryview(out.reshape(-1))  # a view of bytes costs less than one of NumPy
+        rows, in_order = rows.tolist(), np.argsort(rows, kind="stable").tolist()  # a disk is read in one direction
+
+        def read_range(begin: int, end: int) -> None:
+            for position in in_order[begin:end]:
+                number, row_of_file = divmod(rows[position], rows_per_file)
+                file = self._open_file(split, number)
+                row = content[position * row_bytes : (position + 1) * row_bytes]
+                file.read_row(row_of_file, row)
+                if hashlib.sha256(row).digest() != digests[32 * position : 32 * position + 32]:
+                    raise DamagedCache(f"{file.path}: example {rows[position]} does not match its SHA-256")
+
+        run_ranges(read_range, len(rows), num_threads)
+
+    def read_rows(self, split: str, rows: np.ndarray, padding: int = 0) -> np.ndarray:
+        """Originals, [rows + padding, H * W * C] of the cache's dtype; padding is zeros.
+
+        Raises:
+          DamagedCache: they are not what was written.
+        """
+        out = memory.aligned_empty((len(rows) + padding, self.layout.row_bytes), np.uint8)
+        self.read_images(split, rows, out[: len(rows)])
+        out[len(rows) :] = 0
+        return out.view(self.image_dtype)
+
+    def _open_file_once(self, split: str, number: int) -> "_ImagesFile":
+        header = self.layout.header(split, number)
+        return _ImagesFile(self.folder / images_file(split, number), header, self.layout.row_bytes)
+
+    def verify(self) -> None:
+        """Reads every byte of every array; raises DamagedCache."""
+        for name in self.manifest["sha256"]:
+            self.small_array(name.removesuffix(".npy"))
+        for split in SPLITS:
+            for part in iterate_batches(self.count(split), ROWS_AT_ONCE):
+                rows = np.arange(part.start, part.stop)
+                self.read_images(split, rows, np.empty((len(rows), self.layout.row_bytes), np.uint8))
+
+
+class _ImagesFile:
+    """An images file that stays open; several threads may read it.
+
+    Read by system calls, not mapped: a file that is cut short while it is mapped kills the process.
+    """
+
+    def __init__(self, path: epath.Path, header: bytes, row_bytes: int):
+        self.path, self._header_bytes, self._row_bytes = path, len(header), row_bytes
+        self._lock = threading.Lock()
+        start = bytearray(len(header))
+        self._is_local = "://" not in os.fspath(path)
+        try:
+            self._file = untrusted.open_any(path)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        weakref.finalize(self, self._file.close)  # or its end would be a ResourceWarning
+        if self._read_at(0, memoryview(start)) != len(header) or start != header:
+            raise DamagedCache(f"{path} does not start as an array of the manifest's images")
+
+    def read_row(self, row: int, out: memoryview) -> None:
+        """Reads one row into `out`; raises DamagedCache."""
+        length = self._read_at(self._header_bytes + row * self._row_bytes, out)
+        if length != self._row_bytes:  # or the hash would be of what was in memory before
+            raise DamagedCache(f"{self.path} ends within its row {row}")
+
+    def _read_at(self, offset: int, out: memoryview) -> int:
+        try:
+            if self._is_local:
+                return os.preadv(self._file.fileno(), [out], offset)
+            with self._lock:
+                self._file.seek(offset)
+                return self._file.readinto(out)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> DamagedCache:
+        return DamagedCache(f"{self.path} cannot be read ({error.strerror or error})")
+
+
+# ---- keys and manifests -----------------------------------------------------------------------------
+
+
+def cache_key(source: Source, splits: dict[str, np.ndarray]) -> str:
+    """Hash of everything that shapes the cache, but the version of the code that writes it."""
+    digest = hashlib.sha256(source.fingerprint.encode())
+    for split in SPLITS:
+        digest.update(f" {split} {len(splits[split])} ".encode())
+        digest.update(np.ascontiguousarray(splits[split], np.int64))
+    return digest.hexdigest()[:16]
+
+
+def open_cache(folder: epath.Path) -> Cache:
+    """Checks the manifest, which seals itself by a SHA-256 over its other fields."""
+    return check_manifest(folder, read_manifest(folder))
+
+
+def read_manifest(folder: epath.Path) -> bytes | None:
+    """The manifest's file as it is, or None where it cannot be read."""
+    try:
+        with untrusted.open_any(folder / MANIFEST) as file:
+            return file.read(MAX_MANIFEST_BYTES)
+    except OSError:
+        return None
+
+
+def check_manifest(folder: epath.Path, content: bytes | None) -> Cache:
+    """The cache whose manifest has this content; raises DamagedCache."""
+    path = folder / MANIFEST
+    if content is None:
+        raise DamagedCache(f"{path} is missing or cannot be read")
+    try:
+        manifest = json.loads(content)
+        seal = manifest.pop("manifest_sha256")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise DamagedCache(f"{path} cannot be read ({error!r})") from error
+    if seal != seal_of(manifest):
+        raise DamagedCache(f"{path} does not match its SHA-256")
+    if manifest.get("cache_version") != CACHE_VERSION:
+        raise DamagedCache(f"{path} is of cache version {manifest.get('cache_version')}, this is {CACHE_VERSION}")
+    if missing := MANIFEST_FIELDS - manifest.keys():
+        raise DamagedCache(f"{path} lacks {', '.join(sorted(missing))}")
+    return Cache(folder, manifest, content)
+
+
+def seal_of(manifest: dict) -> str:
+    """SHA-256 over the fields of a manifest."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def open_sound_cache(folder: epath.Path) -> Cache | None:
+    """The cache in `folder`, or None where there is none; one that is damaged or of another version is removed."""
+    while folder.exists():
+        looked_at = read_manifest(folder)
+        try:
+            return check_manifest(folder, looked_at)
+        except DamagedCache as damage:
+            discard_cache(folder, looked_at, damage)
+    return None
+
+
+def discard_cache(folder: epath.Path, looked_at: bytes | None, damage: DamagedCache) -> None:
+    """Says what is damaged and removes the folder, so that it is built again.
+
+    It stays if another process has meanwhile put a new build in its place.
+
+    Args:
+      looked_at: the manifest's bytes, or None, of the build that was found to be damaged.
+    Raises:
+      UserError: it cannot be removed.
+    """
+    if read_manifest(folder) != looked_at:
+        return
+    trash = files.beside(folder)
+    try:
+        folder.rename(trash)  # at once, for hosts that share the file system do this at the same time
+        if read_manifest(trash) != looked_at:  # the new build came between the two lines above
+            with contextlib.suppress(OSError):  # yet another process has built: one is enough
+                trash.rename(folder)
+                return
+        else:
+            log.warning("damaged cache: %s; building it again", damage)
+        files.remove(trash)
+    except FileNotFoundError:
+        return  # another process was first
+    except OSError as error:
+        raise UserError(f"augment.cache_dir: cannot remove {folder} ({error.strerror or error})") from error

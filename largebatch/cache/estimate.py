@@ -1,0 +1,93 @@
+"""What building the cache of a data set will take, told from a sample before anything is built."""
+
+import concurrent.futures
+import os
+import shutil
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from largebatch.cache.build import CachePlan, decode_block, plan_layout
+from largebatch.cache.cache import RowLayout
+from largebatch.sources.source import ReadPixels
+from largebatch.sources.split import SPLITS
+
+SAMPLED_IMAGES, SAMPLE_SEC = 4096, 4.0  # the sample ends at either
+IMAGES_AT_ONCE = 64
+# Beside the pixels, of an image: its digest, label and id.
+OTHER_BYTES = 32 + 4 + 4 * 24
+
+
+@dataclass(frozen=True)
+class BuildEstimate:
+    """What a cache will be.
+
+    Attributes:
+      layout: of its rows.
+      disk_bytes: that it takes; free_disk_bytes: that there are, None for a bucket.
+      images_per_sec: decoded by all cores of this host.
+      sampled: images that were decoded for it.
+    """
+
+    layout: RowLayout
+    disk_bytes: int
+    free_disk_bytes: int | None
+    images_per_sec: float
+    sampled: int
+
+    @property
+    def num_images(self) -> int:
+        """Images of all splits."""
+        return sum(self.layout.counts.values())
+
+    @property
+    def seconds(self) -> float:
+        """That one host takes."""
+        return self.num_images / self.images_per_sec
+
+
+def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
+    """Decodes and digests some images on all cores, as the build does, for a few seconds at most.
+
+    Raises:
+      UserError: one of them is damaged or unlike the first.
+    """
+    layout = plan_layout(plan)
+    every = np.concatenate([plan.splits[split] for split in SPLITS])
+    sample = np.random.default_rng(seed).permutation(every)[:SAMPLED_IMAGES]
+    with plan.source.open() as read:
+        decode_some(plan, layout, read, sample[:IMAGES_AT_ONCE])  # whatever the first images take longer
+        begin, done = time.perf_counter(), 0
+        num_workers = os.cpu_count() or 1
+        with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
+            for first in range(0, len(sample), IMAGES_AT_ONCE * num_workers):
+                chosen = sample[first : first + IMAGES_AT_ONCE * num_workers]
+                parts = np.array_split(chosen, num_workers)
+                list(pool.map(lambda part: decode_some(plan, layout, read, part), parts))
+                done += len(chosen)
+                if time.perf_counter() - begin > SAMPLE_SEC:
+                    break
+        seconds = time.perf_counter() - begin
+    parent = plan.folder.parent
+    is_local = "://" not in os.fspath(parent)
+    return BuildEstimate(
+        layout=layout,
+        disk_bytes=len(every) * (layout.row_bytes + OTHER_BYTES),
+        free_disk_bytes=shutil.disk_usage(_existing(parent)).free if is_local else None,
+        images_per_sec=done / seconds,
+        sampled=done,
+    )
+
+
+def decode_some(plan: CachePlan, layout: RowLayout, read: ReadPixels, examples: np.ndarray) -> None:
+    """What the build does with some examples before it writes them."""
+    if len(examples):
+        decode_block(plan, layout, examples, read)
+
+
+def _existing(folder):
+    """The folder, or the nearest around it that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder

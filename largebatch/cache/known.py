@@ -1,0 +1,70 @@
+"""Which cache belongs to which settings, so that a start from a warm cache does not look at the source.
+
+A cache's folder is named by what the source holds. To know that, the source has to be listed, which takes long for
+millions of files. So CACHE_DIR/.known/KEY.json notes the folder for the settings that it was found by.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from etils import epath
+
+from largebatch.cache.cache import Cache, open_sound_cache
+from largebatch.files import replacing
+
+FOLDER = ".known"
+# Fields of a config's `dataset` that shape no cache.
+NOT_IN_KEY = ("max_image_pixels",)
+PATHS = ("path", "split_file")
+
+
+def request_of(fields: dict, split_file_digest: str | None = None) -> dict:
+    """What the settings ask for: a config's `dataset`, with paths as they are from everywhere.
+
+    Args:
+      split_file_digest: of the content of the split file, if there is one.
+    """
+    request = {name: value for name, value in fields.items() if name not in NOT_IN_KEY}
+    for name in PATHS:
+        path = request.get(name)
+        if path is not None and "://" not in path:
+            request[name] = str(Path(path).expanduser().absolute())
+    request["split_file_digest"] = split_file_digest
+    request["TFDS_DATA_DIR"] = os.environ.get("TFDS_DATA_DIR")
+    return request
+
+
+def known_folder(cache_dir: epath.Path, request: dict) -> epath.Path | None:
+    """The folder that was noted for a request, or None."""
+    try:
+        noted = json.loads(_note_path(cache_dir, request).read_text())
+        name = noted["folder"]
+    except (OSError, ValueError, KeyError, TypeError):  # none, or not a whole one: the source is listed
+        return None
+    if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
+        return None
+    return cache_dir / name
+
+
+def known_cache(cache_dir: epath.Path, request: dict) -> Cache | None:
+    """The sound cache that was noted for a request, or None."""
+    folder = known_folder(cache_dir, request)
+    return open_sound_cache(folder) if folder is not None else None
+
+
+def note(cache_dir: epath.Path, request: dict, cache: Cache) -> None:
+    """Notes the cache that a request was answered with."""
+    path = _note_path(cache_dir, request)
+    content = json.dumps({"folder": cache.folder.name, "request": request}, indent=1)
+    with contextlib.suppress(OSError):  # a folder that is read only: the next start lists the source again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(content)
+
+
+def _note_path(cache_dir: epath.Path, request: dict) -> epath.Path:
+    key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir / FOLDER / f"{key}.json"

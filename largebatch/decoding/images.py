@@ -1,0 +1,335 @@
+"""Labelled images in memory, and how they are decoded."""
+
+import contextlib
+import io
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
+
+from largebatch.decoding import jpeg, tiff
+from largebatch.errors import UserError
+from largebatch.threads import run_ranges
+
+MAX_IMAGE_PIXELS = 89_478_485  # Pillow's own limit for a decompression bomb
+# A file may have so many for each pixel that is allowed, and so may what it becomes, where it has many bands.
+BYTES_PER_PIXEL = 4
+# For one byte of a header Pillow may take 200 of memory. One for so many of the pixels allowed, or 1 MiB, is read.
+PIXELS_PER_HEADER_BYTE = 32
+MIN_HEADER_BYTES = 2**20
+
+# The kinds whose size Pillow knows before it decodes, and that run no other program. Web data sets hold any of
+# them under the name of a JPEG.
+FORMATS = ("JPEG", "PNG", "TIFF", "GIF", "BMP", "WEBP")
+PNG_DEPTH = 24  # where a PNG says how many bits a channel has
+GREY_MODES = ("1", "L", "LA", "La")
+
+PngImagePlugin.MAX_TEXT_MEMORY = 8 * PngImagePlugin.MAX_TEXT_CHUNK  # unpacked text, of which none is used
+warnings.filterwarnings("ignore", module=r"PIL\.")  # what is wrong with a picture is said in a line of ours
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Decoded images in memory."""
+
+    images: np.ndarray  # uint8 or uint16 [N, H, W, C]
+    labels: np.ndarray  # int32 [N]; -1 where the class is not known
+    class_names: list[str]
+    example_ids: list[str]  # "Class/file" where there are files
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """What the pixels of a file become.
+
+    Attributes:
+      size: (height, width) in pixels to resize to; None keeps the size.
+      resize: "stretch" | "crop" | "pad": how a resized image gets the wanted aspect ratio.
+      channels: None takes the file's own. 3 makes RGB of grey, 1 makes grey of RGB; any other number must be the
+        file's own.
+    """
+
+    size: tuple[int, int] | None = None
+    resize: str = "stretch"
+    channels: int | None = None
+
+    @classmethod
+    def from_config(cls, fields) -> "DecodeOptions":
+        """`fields` is config.dataset; an `image_size` of one integer is a square."""
+        size = fields.image_size
+        if size is not None:
+            size = (size, size) if isinstance(size, int) else tuple(size)
+        return cls(size, fields.resize, fields.channels)
+
+
+AS_THEY_ARE = DecodeOptions()
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """One image that is still encoded."""
+
+    example_id: str
+    label: int
+    num_bytes: int
+    read: Callable[[], bytes]
+
+
+class Room:
+    """An amount that threads share: together they never take more, however many they are."""
+
+    def __init__(self, amount: int):
+        self._left = amount
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, amount: int) -> Iterator[None]:
+        """Waits until `amount`, which is at most the whole, is left; gives it back at the end."""
+        with self._changed:
+            while self._left < amount:
+                self._changed.wait()
+            self._left -= amount
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._left += amount
+                self._changed.notify_all()
+
+
+class Limits:
+    """What one image may take, and the room that all images that are decoded at once share."""
+
+    def __init__(self, max_pixels: int):
+        self.max_pixels, self.max_bytes = max_pixels, BYTES_PER_PIXEL * max_pixels
+        self.header_bytes = max(MIN_HEADER_BYTES, max_pixels // PIXELS_PER_HEADER_BYTE)
+        self.pixels, self.bytes = Room(self.max_pixels), Room(self.max_bytes)
+
+    def error(self, file: ImageFile, what: str, allowed: int) -> UserError:
+        """`file` has too much of something."""
+        text = f"{file.example_id}: {what}; allowed: up to {allowed:,}, or a larger dataset.max_image_pixels"
+        if allowed != self.max_pixels:
+            text += f" than {self.max_pixels:,}"
+        return UserError(text)
+
+
+class _Encoded(io.BytesIO):
+    """A file in memory of which only `left` bytes are given out: headers take far more memory than their bytes."""
+
+    left = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size)
+        self.left -= len(content)
+        if self.left < 0:
+            raise tiff.OverRead
+        return content
+
+
+def decode_dataset(
+    files: list[ImageFile], class_names: list[str], options: DecodeOptions, max_pixels: int
+) -> Dataset:
+    """Decodes all files on all cores, into one array.
+
+    Args:
+      options: without a size, that of the files must be the same for all.
+      max_pixels: of one image, and of all that are decoded at once.
+    Raises:
+      UserError: an image is damaged, too large, or of another size, depth or number of
+        channels than the first; it is named.
+    """
+    limits = Limits(max_pixels)
+    with pillow_limited_to(max_pixels):
+        first = decode(files[0], options, limits)
+        try:
+            images = np.empty((len(files), *first.shape), first.dtype)
+        except MemoryError as error:
+            size = f"{first.shape[1]}x{first.shape[0]} pixels, as {files[0].example_id},"
+            raise UserError(
+                f"dataset.image_size: {len(files)} images of {size} do not fit into memory; set a smaller size"
+            ) from error
+
+        def decode_range(begin: int, end: int) -> None:
+            for i in range(begin, end):
+                image = decode(files[i], options, limits)
+                if image.shape[2] != first.shape[2] or image.dtype != first.dtype:
+                    raise UserError(
+                        f"dataset.channels: {files[i].example_id} has {image.shape[2]} of {image.dtype}, "
+                        f"{files[0].example_id} has {first.shape[2]} of {first.dtype}; allowed: the same in all"
+                    )
+                if image.shape != first.shape:
+                    raise UserError(
+                        f"dataset.image_size: {files[i].example_id} is {image.shape[1]}x{image.shape[0]} pixels, "
+                        f"{files[0].example_id} is {first.shape[1]}x{first.shape[0]}; set a size to resize to"
+                    )
+                images[i] = image
+
+        run_ranges(decode_range, len(files))
+    labels = np.array([file.label for file in files], np.int32)
+    return Dataset(images, labels, class_names, [file.example_id for file in files])
+
+
+@contextlib.contextmanager
+def pillow_limited_to(max_pixels: int) -> Iterator[None]:
+    """Sets Pillow's own limit, which is of the whole process.
+
+    Ours is checked before an image is decoded. Behind it stands Pillow's, at twice as much, for what a GIF takes
+    while it is opened.
+    """
+    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+def decode(file: ImageFile, options: DecodeOptions, limits: Limits) -> np.ndarray:
+    """One image as uint8 or uint16 [H, W, C].
+
+    C is 1 for grey images, 3 for coloured ones (palette, CMYK and YCbCr become RGB), and for other TIFFs the number
+    of their bands. Transparency is dropped, but a TIFF keeps all of its bands.
+
+    Raises:
+      UserError: damaged, too large, or not of the wanted number of channels; the file is named.
+    """
+    if file.num_bytes > limits.max_bytes:
+        raise limits.error(file, f"{file.num_bytes:,} bytes", limits.max_bytes)
+    with limits.bytes.taken(file.num_bytes):
+        try:
+            return _decode_bytes(file.read(), file, options, limits)
+        except UserError:
+            raise
+        except tiff.Refused as error:
+            raise UserError(f"{file.example_id}: {error}") from error
+        except Image.DecompressionBombError as error:
+            raise limits.error(file, f"over {2 * limits.max_pixels:,} pixels", limits.max_pixels) from error
+        except tiff.OverRead as error:
+            what = f"over {limits.header_bytes:,} bytes of header and metadata"
+            raise limits.error(file, what, limits.header_bytes) from error
+        except UnidentifiedImageError as error:
+            kinds = "no JPEG, PNG, TIFF, GIF, BMP or WebP"
+            raise UserError(f"{file.example_id}: damaged image ({kinds})") from error
+        except MemoryError as error:
+            raise UserError(f"{file.example_id}: does not fit into memory; {file.num_bytes:,} bytes") from error
+        except Exception as error:  # Pillow and zipfile raise a dozen kinds on damaged input
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"{file.example_id}: damaged image ({reason})") from error
+
+
+def _decode_bytes(content: bytes, file: ImageFile, options: DecodeOptions, limits: Limits) -> np.ndarray:
+    """The pixels [H, W, C] of a file as `options` wants them, after a look at what they will take."""
+    header = jpeg.read_header(content) if len(content) <= limits.header_bytes else None
+    if header is not None and header.height * header.width <= limits.max_pixels:
+        with limits.pixels.taken(header.height * header.width):
+            decoded = jpeg.decode(content, header)
+            if decoded is not None:
+                return _fitted(decoded, options)
+    if content[:4] in tiff.SIGNATURES:
+        bands = tiff.open_bands(content, limits.header_bytes)
+        if bands is not None:
+            return _decode_bands(bands, file, options, limits)
+    encoded = _Encoded(content)
+    encoded.left = limits.header_bytes
+    if content[8:12] == b"WEBP":  # whose header is read in C, with all that follows
+        encoded.left += len(content)
+    with Image.open(encoded, formats=FORMATS) as image:
+        pixels = image.width * image.height
+        is_deep = image.format == "PNG" and content[PNG_DEPTH] == 16  # of which Pillow would give 8
+        taken = 2 * pixels if is_deep else pixels
+        if taken > limits.max_pixels:
+            what = f"{pixels:,} pixels" + (", of 8 bytes" if is_deep else "")
+            raise limits.error(file, what, limits.max_pixels)
+        encoded.left += 2 * BYTES_PER_PIXEL * pixels
+        with limits.pixels.taken(taken):
+            if is_deep:
+                return _fitted(tiff.read_deep_png(content), options)
+            image.load()
+            mode = "L" if image.mode in GREY_MODES else "RGB"
+            decoded = np.asarray(image if image.mode == mode else image.convert(mode))
+            return _fitted(decoded.reshape(image.height, image.width, -1), options)
+
+
+def _decode_bands(bands: tiff.Bands, file: ImageFile, options: DecodeOptions, limits: Limits) -> np.ndarray:
+    pixels = bands.height * bands.width
+    taken = max(pixels, -(-bands.num_bytes // BYTES_PER_PIXEL))
+    if taken > limits.max_pixels:
+        what = f"{pixels:,} pixels, which take as much as {taken:,} of {BYTES_PER_PIXEL} bytes"
+        raise limits.error(file, what, limits.max_pixels)
+    with limits.pixels.taken(taken):
+        decoded = bands.read()
+        if bands.is_rgb and options.channels in (1, 3):
+            decoded = decoded[..., :3]
+        return _fitted(decoded, options)
+
+
+# ---- channels and sizes ------------------------------------------------------------------------------
+
+
+def _fitted(pixels: np.ndarray, options: DecodeOptions) -> np.ndarray:
+    return resized(with_channels(pixels, options.channels), options.size, options.resize)
+
+
+def with_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
+    """Pixels [H, W, C] with so many channels; see `DecodeOptions`.
+
+    Raises:
+      tiff.Refused: there is no way to them.
+    """
+    found = pixels.shape[-1]
+    if channels is None or channels == found:
+        return pixels
+    if found == 1 and channels == 3:
+        return np.repeat(pixels, 3, axis=-1)
+    if found == 3 and channels == 1:
+        # Luminance by ITU-R 601-2 in the whole numbers that Pillow takes, so that 16 bits fit into 32 as well.
+        luminance = pixels.astype(np.uint32) @ np.array([19595, 38470, 7471], np.uint32)
+        return ((luminance + 2**15) >> 16).astype(pixels.dtype)[..., None]
+    raise tiff.Refused(f"{found} channels; allowed: {channels}, as dataset.channels says")
+
+
+def resized(pixels: np.ndarray, size: tuple[int, int] | None, how: str) -> np.ndarray:
+    """Pixels [H, W, C] in another size, by Pillow's bilinear filter with antialiasing.
+
+    Args:
+      size: (height, width); None leaves the pixels as they are.
+      how: "stretch" changes the aspect ratio, "crop" takes the largest central part that has the wanted one, "pad"
+        adds black bars at both sides.
+    """
+    if size is None or pixels.shape[:2] == size:
+        return pixels
+    (height, width), (new_height, new_width) = pixels.shape[:2], size
+    is_narrow = width * new_height <= height * new_width  # than what is wanted
+    if how == "crop":
+        part_width = width if is_narrow else height * new_width / new_height
+        part_height = width * new_height / new_width if is_narrow else height
+        left, upper = (width - part_width) / 2, (height - part_height) / 2
+        return _resized_box(pixels, size, (left, upper, left + part_width, upper + part_height))
+    if how == "pad":
+        inner_width = max(round(width * new_height / height), 1) if is_narrow else new_width
+        inner_height = new_height if is_narrow else max(round(height * new_width / width), 1)
+        inner = _resized_box(pixels, (inner_height, inner_width), (0, 0, width, height))
+        left, upper = (new_width - inner_width) // 2, (new_height - inner_height) // 2
+        padded = np.zeros((*size, pixels.shape[-1]), pixels.dtype)
+        padded[upper : upper + inner_height, left : left + inner_width] = inner
+        return padded
+    return _resized_box(pixels, size, (0, 0, width, height))
+
+
+def _resized_box(pixels: np.ndarray, size: tuple[int, int], box: tuple[float, ...]) -> np.ndarray:
+    """The part `box` (left, upper, right, lower) of the pixels, band by band; 16 bits fit into float32."""
+
+    def resize(plane: np.ndarray) -> np.ndarray:
+        return np.asarray(Image.fromarray(plane).resize(size[::-1], Image.Resampling.BILINEAR, box=box))
+
+    if pixels.dtype == np.uint8 and pixels.shape[-1] == 3:
+        return resize(pixels)  # the same bits as band by band, in half the time
+    out = np.empty((*size, pixels.shape[-1]), pixels.dtype)
+    for band in range(pixels.shape[-1]):
+        if pixels.dtype == np.uint8:
+            out[..., band] = resize(np.ascontiguousarray(pixels[..., band]))
+        else:
+            out[..., band] = np.clip(np.rint(resize(pixels[..., band].astype(np.float32))), 0, 65_535)
+    return out

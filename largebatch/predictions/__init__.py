@@ -1,0 +1,1 @@
+"""What a network said of images, as files and tables."""

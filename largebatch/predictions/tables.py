@@ -1,0 +1,92 @@
+"""Predictions for people: scores and a table by class, and a CSV file with a line per image."""
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from rich import box, console, table, text
+
+from largebatch.decoding.images import Dataset
+from largebatch.errors import UserError, printable
+from largebatch.files import replacing
+from largebatch.predictions.files import Predictions
+
+COLUMNS = ("images", "recall", "precision", "most often taken for")
+
+
+def print_results(dataset: Dataset, predicted: np.ndarray, scores, heading: str) -> None:
+    """Accuracy and loss over the labelled images, and a line per class.
+
+    Args:
+      dataset: label -1 where it is not known.
+      predicted: int [N], the class of every image.
+      scores: `evaluation.Scores` of the labelled images; None where there are none.
+    """
+    out = console.Console(highlight=False)
+    out.print(printable(heading), markup=False, soft_wrap=True)
+    names = [printable(name) for name in dataset.class_names]
+    if scores is None:
+        counts = np.bincount(predicted, minlength=len(names))
+        listed = ", ".join(f"{count} {name}" for name, count in zip(names, counts, strict=True) if count)
+        out.print(f"{len(predicted):,} images without labels; predicted {listed}", markup=False, soft_wrap=True)
+        return
+    labelled = dataset.labels >= 0
+    out.print(class_table(names, dataset.labels[labelled], predicted[labelled]))
+    top5 = "" if scores.accuracy_top5 is None else f", among the first five {scores.accuracy_top5:.4f}"
+    out.print(f"accuracy {scores.accuracy:.4f}{top5}, loss {scores.loss:.4f} over {scores.num_examples:,} images")
+    if not labelled.all():
+        others = np.count_nonzero(~labelled)
+        out.print(f"{others:,} more images lie in no folder named as a class: predicted only")
+
+
+def class_table(names: list[str], labels: np.ndarray, predicted: np.ndarray) -> table.Table:
+    """A line per class: how many images, recall, precision, and the class that it is most often taken for."""
+    rows = table.Table(box=box.SIMPLE)
+    rows.add_column("class")
+    for column in COLUMNS:
+        rows.add_column(column, justify="left" if " " in column else "right")
+    for label, name in enumerate(names):
+        of_class, called_so = labels == label, predicted == label
+        right = np.count_nonzero(of_class & called_so)
+        wrong = np.bincount(predicted[of_class & ~called_so], minlength=len(names))
+        taken_for = f"{names[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
+        rows.add_row(
+            text.Text(name),
+            f"{of_class.sum():,}",
+            _share(right, np.count_nonzero(of_class)),
+            _share(right, np.count_nonzero(called_so)),
+            text.Text(taken_for),
+        )
+    return rows
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.4f}" if whole else "none"
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Probabilities of the classes of one image, [classes]."""
+    exponentials = np.exp(logits - logits.max())
+    return exponentials / exponentials.sum()
+
+
+def write_csv(path: str, class_names: list[str], parts: Iterable[Predictions]) -> None:
+    """One line per image: id, label (empty where unknown), prediction, and the probability of each class.
+
+    Args:
+      parts: of the predictions, see `prediction_files.iterate_parts`; label -1 where it is not known.
+    Raises:
+      UserError: the file cannot be written.
+    """
+    try:
+        with replacing(Path(path)) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["id", "label", "prediction", *(f"p({name})" for name in class_names)])
+            for part in parts:
+                for example_id, label, logits in zip(part.ids, part.labels, part.logits, strict=True):
+                    known = class_names[label] if label >= 0 else ""
+                    row = softmax(logits.astype(np.float64))
+                    writer.writerow([example_id, known, class_names[row.argmax()], *(f"{p:.6f}" for p in row)])
+    except OSError as error:
+        raise UserError(f"--out: cannot write {path} ({error.strerror or error})") from error

@@ -1,0 +1,1 @@
+"""Which images there are, of which class and split."""

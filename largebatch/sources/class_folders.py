@@ -1,0 +1,163 @@
+"""What the names of files say of the images in them: the class, and the split if a set is published in splits.
+
+Class/image.jpg          folders around all classes are left off
+train/Class/image.jpg    beside val/Class/image.jpg, test/Class/image.jpg, or both
+"""
+
+import logging
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from largebatch import untrusted
+from largebatch.errors import UserError
+from largebatch.sources.split_names import split_named
+
+log = logging.getLogger("largebatch")
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
+# Control characters, line ends, and what stands for bytes that are no UTF-8: no line of text can hold them.
+UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class ParsedNames:
+    """The images among some names, in the order of the names; everything but `class_names` is per image."""
+
+    names: list[str]
+    ids: list[str]  # "Class/file", or "train/Class/file" where there are splits
+    labels: list[int]
+    splits: list[str] | None  # each of SPLITS; None where the set has no split folders
+    class_names: list[str]  # sorted
+
+
+def parse_names(names: list[str], where: str) -> ParsedNames:
+    """Classes and published splits of the images among `names`.
+
+    Classes are the folders that hold the images. They lie in one folder, or in split folders side by side, which
+    are named train, val (or validation, valid, dev) and test, in any case. A train folder alone publishes no split:
+    it is a folder around all classes like any other.
+
+    Args:
+      names: relative names of all files, with "/" between the parts; those that end in "/" are folders.
+      where: the folder or zip that they are of, for messages.
+    Raises:
+      UserError: a name twice; classes at several places, without images, fewer than two, or in one split only;
+        split folders without images or without train, or two for one split.
+    """
+    paths, folders = _images_and_folders(names, where)
+    parents = {path.parent for path in paths.values()}
+    if not paths or PurePosixPath(".") in parents:
+        raise UserError(f"dataset.path: {where} has no class folders; expected Class/image.jpg")
+    outers = {parent.parent for parent in parents}
+    split_of = _split_folders(outers, where)
+    _refuse_empty_folders(folders, parents, outers, where)
+    class_names = sorted({parent.name for parent in parents})
+    if len(class_names) < 2:
+        raise UserError(f"dataset.path: {where} has one class, {class_names[0]!r}; at least 2 are needed")
+    if split_of:
+        _refuse_classes_of_one_split(parents, split_of, where)
+    label_of = {name: label for label, name in enumerate(class_names)}
+    ids, splits = [], []
+    for path in paths.values():
+        example_id = f"{path.parent.name}/{path.name}"
+        if split_of:
+            splits.append(split_of[path.parent.parent])
+            example_id = f"{splits[-1]}/{example_id}"
+        ids.append(example_id)
+    labels = [label_of[path.parent.name] for path in paths.values()]
+    return ParsedNames(list(paths), ids, labels, splits if split_of else None, class_names)
+
+
+def _images_and_folders(names: list[str], where: str) -> tuple[dict[str, PurePosixPath], set[PurePosixPath]]:
+    """The images by name, and the folders that have an entry of their own or hold something else."""
+    paths, folders, ignored = {}, set(), 0
+    for name in names:
+        path = PurePosixPath(name)
+        if is_hidden(path):
+            continue
+        if name.endswith("/"):
+            folders.add(path)
+        elif not is_image(name, f"dataset.path: {where}"):
+            folders.add(path.parent)
+            ignored += 1
+        elif name in paths:
+            raise UserError(f"dataset.path: {where} holds {name!r} twice")
+        else:
+            paths[name] = path
+    if ignored:
+        log.info("%s: ignored %d files that are not %s", where, ignored, "/".join(IMAGE_SUFFIXES))
+    return paths, folders
+
+
+def _split_folders(outers: set[PurePosixPath], where: str) -> dict[PurePosixPath, str]:
+    """The split of each of the folders around classes; empty if there is one such folder only."""
+    if len(outers) == 1:
+        return {}
+    split_of = {outer: split_named(outer.name) for outer in sorted(outers)}
+    if None in split_of.values() or len({outer.parent for outer in outers}) > 1:
+        places = ", ".join(str(outer) for outer in list(split_of)[:4])
+        raise UserError(
+            f"dataset.path: {where} has class folders at several places ({places}); give one of them, or let them "
+            "be train, val and test"
+        )
+    folder_of = {}
+    for outer, split in split_of.items():
+        if split in folder_of:
+            raise UserError(
+                f"dataset.path: {where} has two folders for {split}, {folder_of[split]} and {outer}; allowed: one"
+            )
+        folder_of[split] = outer
+    if "train" not in folder_of:
+        raise UserError(
+            f"dataset.path: {where} has the split folders {', '.join(folder_of)}; allowed: train, with val, test "
+            "or both"
+        )
+    return split_of
+
+
+def _refuse_empty_folders(
+    folders: set[PurePosixPath], parents: set[PurePosixPath], outers: set[PurePosixPath], where: str
+) -> None:
+    """Classes, and splits beside those of `outers`, that have no image at all."""
+    class_names = {parent.name for parent in parents}
+    around = {outer.parent for outer in outers if split_named(outer.name)}
+    with_those_around = folders.union(*(folder.parents for folder in folders))
+    for folder in sorted(with_those_around - outers - parents):
+        if folder.parent in around and split_named(folder.name):
+            raise UserError(f"dataset.path: {where}: split folder {folder.name!r} has no images")
+        if folder.parent in outers and folder.name not in class_names and folder in folders:
+            raise UserError(f"dataset.path: {where}: class {folder.name!r} has no images")
+
+
+def _refuse_classes_of_one_split(
+    parents: set[PurePosixPath], split_of: dict[PurePosixPath, str], where: str
+) -> None:
+    splits_of_class = defaultdict(list)
+    for parent in sorted(parents):
+        splits_of_class[parent.name].append(split_of[parent.parent])
+    for name, splits in splits_of_class.items():
+        if len(splits) == 1:
+            raise UserError(
+                f"dataset.path: {where}: class {name!r} is only in {splits[0]}; allowed: the same classes in every "
+                "split"
+            )
+
+
+def is_hidden(path: PurePosixPath) -> bool:
+    """Whether it is one of those files that systems leave in folders and zips, or in such a folder."""
+    return any(part.startswith(untrusted.HIDDEN) for part in path.parts)
+
+
+def is_image(name: str, where: str) -> bool:
+    """By the end of its name, which must fit into one line of text.
+
+    Raises:
+      UserError: it does not; the text begins with `where`.
+    """
+    if name.endswith("/") or PurePosixPath(name).suffix.lower() not in IMAGE_SUFFIXES:
+        return False
+    if UNSAFE_CHARACTERS.search(name):
+        raise UserError(f"{where} holds the unsafe name {name!a}; allowed: no control characters, UTF-8")
+    return True
