@@ -20,9 +20,10 @@ from absl import flags
 from etils import epath
 
 from largebatch.cache import known
-from largebatch.cache.build import CachePlan, build_together
+from largebatch.cache.build import build_together
 from largebatch.cache.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
 from largebatch.cache.estimate import BuildEstimate, estimate_build
+from largebatch.cache.plan import CachePlan
 from largebatch.data.random_augment import RandomAugment
 from largebatch.decoding import images
 from largebatch.decoding.colours import to_rgb8

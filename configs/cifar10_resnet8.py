@@ -6,6 +6,8 @@ The zip or folder holds train/CLASS/*.jpg (or png) and test/CLASS/*. Validation 
 set does as well: prepare cifar10 and leave dataset.path off. Shallue et al. 2019, "Measuring the Effects of Data
 Parallelism on Neural Network Training", train the same network. Vertical flips and transposes are off: objects have
 an upside.
+
+Expected: not measured yet.
 """
 
 from configs import default

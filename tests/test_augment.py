@@ -193,8 +193,9 @@ def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog,
     else:
         ProgramCache().load(config)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert name in warnings[0]
+    damages = [text for text in warnings if text.startswith("damaged cache: ")]
+    assert len(damages) == 1
+    assert name in damages[0]
     again = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert content_of(again.pop("manifest.json")) == content_of(sound.pop("manifest.json"))
     assert again == sound
@@ -218,15 +219,15 @@ def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
 
 def test_a_cache_of_another_version_is_rebuilt(fresh_cache, caplog, monkeypatch):
     config, _ = fresh_cache
-    for module in ("cache", "build"):
-        monkeypatch.setattr(f"largebatch.data.{module}.CACHE_VERSION", CACHE_VERSION + 1)
+    for module in ("cache", "finish"):
+        monkeypatch.setattr(f"largebatch.cache.{module}.CACHE_VERSION", CACHE_VERSION + 1)
     assert augment.prepare_cache(config).manifest["cache_version"] == CACHE_VERSION + 1
     assert f"is of cache version {CACHE_VERSION}, this is {CACHE_VERSION + 1}" in caplog.text
 
 
 def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
     config, folder = fresh_cache
-    monkeypatch.setattr(sources, "find_source", lambda *_, **__: pytest.fail("listed again"))
+    monkeypatch.setattr("augment.find_source", lambda *_, **__: pytest.fail("listed again"))
     assert augment.prepare_cache(config).folder == folder
     assert ProgramCache().load(config).cache.folder == folder
 
@@ -234,7 +235,7 @@ def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
 def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_path, monkeypatch):
     small_config.augment.cache_dir = str(tmp_path / "caches")
     monkeypatch.setattr(
-        "largebatch.cache.build.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        "largebatch.cache.finish.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
         augment.prepare_cache(small_config)

@@ -1,4 +1,4 @@
-"""Builds a cache: decodes the examples of a source and writes them to shards on disk, with bounded memory.
+"""Builds a cache: decodes the examples of a source and writes them to images files, with bounded memory.
 
 All cores decode blocks of rows; one thread writes them, in order, to images files. A file gets its name when it is
 whole, with a *part record* beside it: digests and sums of its rows. So a build that was killed goes on after the
@@ -10,11 +10,8 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import datetime
 import functools
 import hashlib
-import io
-import json
 import logging
 import os
 import re
@@ -28,70 +25,19 @@ import numpy as np
 from etils import epath
 
 from largebatch import files
-from largebatch.cache.cache import (
-    CACHE_VERSION,
-    MANIFEST,
-    RowLayout,
-    images_file,
-    seal_of,
-)
+from largebatch.cache.cache import RowLayout
+from largebatch.cache.finish import finish_cache
+from largebatch.cache.parts import Block, channel_sums, part_record, write_whole
+from largebatch.cache.plan import PARTS, CachePlan, FileTask, all_tasks, plan_layout
 from largebatch.errors import UserError
 from largebatch.hosts import collectives
-from largebatch.sources.source import ReadPixels, Source
-from largebatch.sources.split import SPLITS
+from largebatch.sources.source import ReadPixels
 
 log = logging.getLogger("largebatch")
 
-# A cache has up to MOST_FILES of images, of at least MIN_FILE_BYTES: a build that is killed does one of them again.
-MOST_FILES, MIN_FILE_BYTES = 128, 2**24
 BLOCK_BYTES = 2**22  # that one thread decodes before they are written
-PIXEL_TYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
-LINES_AT_ONCE = 256  # of which statistics are taken: 256 * 255**2 < 2**24
 SECONDS_BETWEEN_REPORTS = 10.0
-PARTS = "parts"  # folder of the part records
 OLD_BUILD_SEC = 7 * 24 * 3600
-
-
-@dataclasses.dataclass(frozen=True)
-class CachePlan:
-    """What is to be built, and where."""
-
-    folder: epath.Path  # the finished cache's
-    source: Source
-    splits: dict[str, np.ndarray]  # indices into the source's examples, by split
-
-    @property
-    def build_folder(self) -> epath.Path:
-        """Where the cache is while it is not whole."""
-        return self.folder.parent / f".{self.folder.name}.build"
-
-
-@dataclasses.dataclass(frozen=True)
-class FileTask:
-    """An images file that is to be written."""
-
-    split: str
-    number: int
-
-    @property
-    def images(self) -> str:
-        """Its name in the build folder."""
-        return images_file(self.split, self.number)
-
-    @property
-    def record(self) -> str:
-        """The name of its part record in the build folder."""
-        return f"{PARTS}/{self.split}-{self.number:05d}.npz"
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Decoded rows, and what a part record says of them."""
-
-    pixels: np.ndarray  # [rows, H, W, C]
-    digests: np.ndarray  # uint8 [rows, 32]
-    sums: np.ndarray  # uint64 [C]: of the pixels
-    square_sums: np.ndarray  # uint64 [C]: of their squares
 
 
 def build_together(plan: CachePlan, needed: bool) -> None:
@@ -113,7 +59,11 @@ def build_together(plan: CachePlan, needed: bool) -> None:
 
 
 def _complete(plan: CachePlan) -> None:
-    if not is_whole(plan):  # a network file system showed the hosts' marks to some of them only
+    """Finishes a cache."""
+    if plan.folder.exists():  # another process was first, with the same content
+        return
+    is_whole = all(plan.is_written(task) for task in all_tasks(plan_layout(plan)))
+    if not is_whole:  # a network file system showed the hosts' marks to some of them only
         build_cache(plan)
     finish_cache(plan)
 
@@ -148,7 +98,7 @@ def build_cache(plan: CachePlan, host: int = 0, num_hosts: int = 1) -> None:
     try:
         (plan.build_folder / PARTS).mkdir(parents=True, exist_ok=True)
         _remove_leftovers(plan)
-        left = [task for task in tasks if not _is_written(plan.build_folder, task)]
+        left = [task for task in tasks if not plan.is_written(task)]
         _refuse_small_disk(plan, layout)
         rows_left = sum(len(layout.rows_of_file(task.split, task.number)) for task in left)
         progress = _Progress(rows_left)
@@ -165,67 +115,7 @@ def build_cache(plan: CachePlan, host: int = 0, num_hosts: int = 1) -> None:
         raise
 
 
-def finish_cache(plan: CachePlan) -> None:
-    """Puts the written parts together and gives the cache its name.
-
-    Raises:
-      UserError: a failing disk.
-    """
-    build = plan.build_folder
-    layout = plan_layout(plan)
-    try:
-        manifest = _write_small_arrays(plan, layout)
-        manifest["manifest_sha256"] = seal_of(manifest)
-        _write_whole(build / MANIFEST, json.dumps(manifest, indent=1).encode())
-        build.rename(plan.folder)
-        files.remove(plan.folder / PARTS)
-        for path in plan.folder.glob(".*"):  # of processes that were killed, or build the same and come second
-            files.remove(path)
-    except OSError as error:
-        if not plan.folder.exists():
-            raise _cannot_write(plan, layout, error) from error
-        with contextlib.suppress(OSError):  # another process was first, with the same content
-            files.remove(build)
-    log.info("cached in %s", plan.folder)
-
-
-def is_whole(plan: CachePlan) -> bool:
-    """Whether all images files of a build are there, as this host sees it."""
-    return all(_is_written(plan.build_folder, task) for task in all_tasks(plan_layout(plan)))
-
-
-# ---- the layout -------------------------------------------------------------------------------------
-
-
-def plan_layout(plan: CachePlan) -> RowLayout:
-    """The layout of the rows; decodes the first training image, which all others must be like.
-
-    Raises:
-      UserError: the image is damaged, or of pixels that cannot be stored.
-    """
-    first = plan.splits["train"][0]
-    with plan.source.open() as read:
-        (pixels,) = read([first])
-    if pixels.dtype not in PIXEL_TYPES:
-        raise UserError(f"dataset: {plan.source.ids[first]} has {pixels.dtype} pixels; allowed: uint8 | uint16")
-    counts = {split: len(plan.splits[split]) for split in SPLITS}
-    return make_layout(counts, pixels.shape, pixels.dtype)
-
-
-def make_layout(counts: dict[str, int], image_shape: tuple[int, int, int], dtype: np.dtype) -> RowLayout:
-    """The layout for so many rows of a split."""
-    row_bytes = int(np.prod(image_shape)) * dtype.itemsize
-    rows_per_file = max(-(-MIN_FILE_BYTES // row_bytes), -(-sum(counts.values()) // MOST_FILES))
-    return RowLayout(counts, rows_per_file, tuple(image_shape), dtype)
-
-
-def all_tasks(layout: RowLayout) -> list[FileTask]:
-    """Every images file of a cache."""
-    return [FileTask(split, number) for split in SPLITS for number in range(layout.num_files(split))]
-
-
-def _is_written(build: epath.Path, task: FileTask) -> bool:
-    return (build / task.images).exists() and (build / task.record).exists()
+# ---- the disk ---------------------------------------------------------------------------------------
 
 
 def _remove_leftovers(plan: CachePlan) -> None:
@@ -260,7 +150,7 @@ def _refuse_small_disk(plan: CachePlan, layout: RowLayout) -> None:
     """Before hours of work: the disk has no room for the files that are left, of all hosts that share it."""
     if "://" in os.fspath(plan.folder):
         return
-    left = [task for task in all_tasks(layout) if not _is_written(plan.build_folder, task)]
+    left = [task for task in all_tasks(layout) if not plan.is_written(task)]
     needed = sum(len(layout.rows_of_file(task.split, task.number)) for task in left) * layout.row_bytes
     free = shutil.disk_usage(plan.build_folder).free
     if needed > free:
@@ -274,7 +164,7 @@ def _cannot_write(plan: CachePlan, layout: RowLayout, error: OSError) -> UserErr
     text = f"augment.cache_dir: cannot write {plan.folder} ({error.strerror or error})"
     tasks = all_tasks(layout)
     with contextlib.suppress(OSError):
-        written = sum(_is_written(plan.build_folder, task) for task in tasks)
+        written = sum(plan.is_written(task) for task in tasks)
         if written:
             text += f"; {written} of {len(tasks)} files are kept in {plan.build_folder}: start again to go on"
         else:
@@ -384,7 +274,7 @@ class _Writer:
         self._blocks.append(dataclasses.replace(block, pixels=block.pixels[:0]))
         if ends_file:
             self._file.close()
-            _write_whole(self._build / task.record, _part_record(self._blocks))
+            write_whole(self._build / task.record, part_record(self._blocks))
             self._temporary.replace(self._build / task.images)
             self._file, self._temporary, self._blocks = None, None, []
 
@@ -394,22 +284,6 @@ class _Writer:
             with contextlib.suppress(OSError):  # the disk is in trouble: it is stale one day
                 self._file.close()
                 self._temporary.unlink(missing_ok=True)
-
-
-def _part_record(blocks: list[Block]) -> bytes:
-    buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        digests=np.concatenate([block.digests for block in blocks]),
-        sums=np.sum([block.sums for block in blocks], axis=0, dtype=np.uint64),
-        square_sums=np.sum([block.square_sums for block in blocks], axis=0, dtype=np.uint64),
-    )
-    return buffer.getvalue()
-
-
-def _write_whole(path: epath.Path, content: bytes) -> None:
-    with files.replacing(path) as temporary:
-        temporary.write_bytes(content)
 
 
 class _Progress:
@@ -432,115 +306,3 @@ class _Progress:
         if not is_end:
             text += f", {(self._num_rows - self._done) / rate:,.0f} s left"
         log.info("%s", text)
-
-
-# ---- statistics, ids, manifest ----------------------------------------------------------------------
-
-
-def channel_sums(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of the pixels [N, H, W, C] and of their squares by channel, exact: uint64 [C] each.
-
-    Whole lines of an image are added at once, which is quicker than channel by channel. Of uint8, so few lines at a
-    time that the sums of their squares are whole numbers below 2**24, which float32 holds exactly.
-    """
-    num_images, height, width, channels = pixels.shape
-    lines = pixels.reshape(num_images * height, width * channels)
-    number_type = np.float32 if pixels.dtype == np.uint8 else np.uint64
-    sums = np.zeros(width * channels, np.uint64)
-    square_sums = np.zeros(width * channels, np.uint64)
-    for begin in range(0, len(lines), LINES_AT_ONCE):
-        some = lines[begin : begin + LINES_AT_ONCE].astype(number_type)
-        sums += some.sum(axis=0).astype(np.uint64)
-        square_sums += np.square(some, out=some).sum(axis=0).astype(np.uint64)
-    by_channel = (width, channels)
-    return sums.reshape(by_channel).sum(axis=0), square_sums.reshape(by_channel).sum(axis=0)
-
-
-def channel_statistics(sums: list[int], square_sums: list[int], num_pixels: int) -> tuple[list, list]:
-    """Mean and standard deviation by channel, from exact integer sums over `num_pixels` pixels.
-
-    Python's integers do not overflow, and its division rounds once. The deviation is at least 1.
-    """
-    mean = [total / num_pixels for total in sums]
-    variance = [squares / num_pixels - m**2 for squares, m in zip(square_sums, mean, strict=True)]
-    return mean, [float(np.sqrt(max(v, 1.0))) for v in variance]
-
-
-def _write_small_arrays(plan: CachePlan, layout: RowLayout) -> dict:
-    """Writes labels, ids and digests of every split; returns the manifest."""
-    source, sha256, digests_of_split = plan.source, {}, {}
-    ids = np.array(source.ids)
-    channels = layout.image_shape[-1]
-    sums, square_sums = [0] * channels, [0] * channels
-    for split in SPLITS:
-        records = [
-            _read_record(plan, FileTask(split, number), len(layout.rows_of_file(split, number)))
-            for number in range(layout.num_files(split))
-        ]
-        if split == "train":
-            for channel in range(channels):
-                sums[channel] = sum(int(record["sums"][channel]) for record in records)
-                square_sums[channel] = sum(int(record["square_sums"][channel]) for record in records)
-        digests = np.concatenate([np.empty((0, 32), np.uint8), *(record["digests"] for record in records)])
-        digests_of_split[split] = digests
-        rows = plan.splits[split]
-        for name, array in {"labels": source.labels[rows], "ids": ids[rows], "digests": digests}.items():
-            buffer = io.BytesIO()
-            np.save(buffer, array, allow_pickle=False)
-            path = plan.build_folder / f"{split}_{name}.npy"
-            _write_whole(path, buffer.getvalue())
-            sha256[path.name] = hashlib.sha256(buffer.getvalue()).hexdigest()
-    _warn_of_equal_images(plan, digests_of_split)
-    num_pixels = layout.counts["train"] * layout.image_shape[0] * layout.image_shape[1]
-    mean, std = channel_statistics(sums, square_sums, num_pixels)
-    return {
-        "cache_version": CACHE_VERSION,
-        "build": uuid.uuid4().hex,  # so that no two builds have the same manifest; see `discard_cache`
-        "built": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "source": source.description,
-        "counts": layout.counts,
-        "class_names": source.class_names,
-        "image_shape": list(layout.image_shape),
-        "image_dtype": layout.dtype.name,
-        "rows_per_file": layout.rows_per_file,
-        "mean": mean,
-        "std": std,
-        "sha256": sha256,
-    }
-
-
-def _read_record(plan: CachePlan, task: FileTask, num_rows: int) -> dict[str, np.ndarray]:
-    """Digests and sums; the record of another layout, as other code has it, counts as damaged."""
-    path = plan.build_folder / task.record
-    content = path.read_bytes()
-    try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            record = {name: arrays[name] for name in ("digests", "sums", "square_sums")}
-        if record["digests"].shape != (num_rows, 32):
-            raise ValueError(f"{len(record['digests'])} rows, expected {num_rows}")
-        return record
-    except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input
-        path.unlink(missing_ok=True)  # so that the next start decodes this part again
-        raise UserError(f"augment.cache_dir: {path} is damaged ({error}); start again to build it anew") from error
-
-
-def _warn_of_equal_images(plan: CachePlan, digests: dict[str, np.ndarray]) -> None:
-    """Counts and names images with the same pixels; those in two splits make a validation too good."""
-    every = np.ascontiguousarray(np.concatenate([digests[split] for split in SPLITS])).view("V32").ravel()
-    examples = np.concatenate([plan.splits[split] for split in SPLITS])
-    split_of = np.repeat(np.arange(len(SPLITS)), [len(digests[split]) for split in SPLITS])
-    order = np.argsort(every, kind="stable")
-    equals_next = every[order[:-1]] == every[order[1:]]
-    if not equals_next.any():
-        return
-    first, second = order[:-1][equals_next], order[1:][equals_next]
-    in_two_splits = split_of[first] != split_of[second]
-    shown = np.flatnonzero(in_two_splits) if in_two_splits.any() else np.arange(len(first))
-    ids = plan.source.ids
-    pairs = [f"{ids[examples[first[k]]]} = {ids[examples[second[k]]]}" for k in shown[:3]]
-    log.warning(
-        "dataset: %d images have the same pixels as another one, %d of them in another split (%s)",
-        len(first),
-        in_two_splits.sum(),
-        ", ".join(pairs) + (", ..." if len(shown) > 3 else ""),
-    )

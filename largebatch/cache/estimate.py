@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from largebatch.cache.build import CachePlan, decode_block, plan_layout
+from largebatch.cache.build import decode_block
 from largebatch.cache.cache import RowLayout
+from largebatch.cache.plan import CachePlan, plan_layout
 from largebatch.sources.source import ReadPixels
 from largebatch.sources.split import SPLITS
 

@@ -20,8 +20,12 @@ from PIL import Image
 import augment
 from largebatch import untrusted
 from largebatch.cache import build, known
-from largebatch.cache.build import CachePlan, build_cache, channel_statistics, channel_sums, finish_cache
+from largebatch.cache import plan as planning
+from largebatch.cache.build import build_cache
 from largebatch.cache.cache import MANIFEST, open_cache, seal_of
+from largebatch.cache.finish import channel_statistics, finish_cache
+from largebatch.cache.parts import Block, channel_sums, part_record
+from largebatch.cache.plan import PARTS, CachePlan
 from largebatch.errors import UserError
 from largebatch.sources.find import find_source
 from largebatch.sources.source import source_in_memory
@@ -35,6 +39,8 @@ from pathlib import Path
 import numpy as np
 from etils import epath
 from largebatch.cache import build
+from largebatch.cache import plan as planning
+from largebatch.cache.finish import finish_cache
 from largebatch.sources.source import Source
 from largebatch.sources.split import split_indices
 import contextlib
@@ -42,9 +48,9 @@ import contextlib
 folder, log = sys.argv[1:3]
 num, size, rows = map(int, sys.argv[3:6])
 seconds, wait = map(float, sys.argv[6:])
-build.MIN_FILE_BYTES = rows * size * size * 3
-build.MOST_FILES = 10**6
-build.BLOCK_BYTES = min(build.BLOCK_BYTES, build.MIN_FILE_BYTES // 2)
+planning.MIN_FILE_BYTES = rows * size * size * 3
+planning.MOST_FILES = 10**6
+build.BLOCK_BYTES = min(build.BLOCK_BYTES, planning.MIN_FILE_BYTES // 2)
 
 @contextlib.contextmanager
 def open_pixels():
@@ -59,7 +65,7 @@ def open_pixels():
 
 ids = [f"{number:06d}" for number in range(num)]
 source = Source("numbers", "numbers 1", ids, np.arange(num, dtype=np.int32) % 2, ["a", "b"], open_pixels)
-plan = build.CachePlan(epath.Path(folder), source, split_indices(ids, 0))
+plan = planning.CachePlan(epath.Path(folder), source, split_indices(ids, 0))
 peak = 0
 write = build._Writer.write
 os.cpu_count = lambda: 2  # blocks wait for each thread
@@ -82,7 +88,7 @@ def watch():
 before = memory()
 threading.Thread(target=watch, daemon=True).start()
 build.build_cache(plan)
-build.finish_cache(plan)
+finish_cache(plan)
 print(peak - before)
 """
 
@@ -134,7 +140,7 @@ def noise(num: int, dtype=np.uint8, shape=(8, 6, 3)) -> np.ndarray:
 @pytest.fixture
 def small_files(monkeypatch):
     """Several images files for a few images, and several blocks in each."""
-    monkeypatch.setattr(build, "MIN_FILE_BYTES", 6 * 8 * 6 * 3)
+    monkeypatch.setattr(planning, "MIN_FILE_BYTES", 6 * 8 * 6 * 3)
     monkeypatch.setattr(build, "BLOCK_BYTES", 2 * 8 * 6 * 3)
 
 
@@ -313,9 +319,9 @@ def test_a_process_that_comes_second_takes_the_cache_that_is_there(tmp_path, mon
 def test_a_damaged_part_record_is_named_and_the_next_start_decodes_that_part_again(tmp_path):
     plan = plan_of(source_of(noise(50)), tmp_path)
     build_cache(plan)
-    of_fewer_rows = build._part_record([build.Block(*(np.zeros((3, 32), np.uint8),) * 2, *channel_sums(noise(3)))])
+    of_fewer_rows = part_record([Block(*(np.zeros((3, 32), np.uint8),) * 2, *channel_sums(noise(3)))])
     for damage in (b"", b"PK\3\4 no zip", b"\x93NUMPY", of_fewer_rows):
-        record = sorted((plan.build_folder / build.PARTS).glob("train-*.npz"))[1]
+        record = sorted((plan.build_folder / PARTS).glob("train-*.npz"))[1]
         record.write_bytes(damage)
         with pytest.raises(UserError, match=rf"augment\.cache_dir: {record} is damaged .*start again") as error:
             finish_cache(plan)

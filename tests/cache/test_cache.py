@@ -12,6 +12,8 @@ import augment
 from largebatch.cache import build as building
 from largebatch.cache import known
 from largebatch.cache.cache import CACHE_VERSION, DamagedCache, open_cache, open_sound_cache, seal_of
+from largebatch.cache.finish import finish_cache
+from largebatch.cache.plan import CachePlan
 from largebatch.decoding.images import DecodeOptions
 from largebatch.errors import UserError
 from largebatch.sources.find import find_source
@@ -23,16 +25,16 @@ def source() -> Source:
     return find_source("synthetic", num_examples=40, options=DecodeOptions((8, 8)))
 
 
-def plan_of(folder, source: Source) -> building.CachePlan:
+def plan_of(folder, source: Source) -> CachePlan:
     """The plan of a cache in `folder`."""
-    return building.CachePlan(epath.Path(folder), source, split_indices(source.ids, 0))
+    return CachePlan(epath.Path(folder), source, split_indices(source.ids, 0))
 
 
 def build(folder) -> None:
     """Builds the small cache on one host."""
     plan = plan_of(folder, source())
     building.build_cache(plan)
-    building.finish_cache(plan)
+    finish_cache(plan)
 
 
 @pytest.fixture

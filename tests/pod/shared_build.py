@@ -15,6 +15,7 @@ import numpy as np
 from etils import epath
 
 from largebatch.cache import build
+from largebatch.cache import plan as planning
 from largebatch.cache.cache import open_cache
 from largebatch.errors import UserError
 from largebatch.hosts.start import start_jax
@@ -42,18 +43,18 @@ class Numbers:
 
         yield read
 
-    def plan(self, folder: Path) -> build.CachePlan:
+    def plan(self, folder: Path) -> planning.CachePlan:
         """The plan of a cache in `folder`."""
         ids = [f"{number:06d}" for number in range(IMAGES)]
         labels = np.arange(IMAGES, dtype=np.int32) % 2
         source = Source("numbers", "numbers 1", ids, labels, ["a", "b"], self.open)
-        return build.CachePlan(epath.Path(folder), source, split_indices(ids, 0))
+        return planning.CachePlan(epath.Path(folder), source, split_indices(ids, 0))
 
 
 def main() -> None:
     start_jax()
     folder, host = Path(sys.argv[1]), jax.process_index()
-    build.MIN_FILE_BYTES = build.BLOCK_BYTES = 4 * 8 * 8 * 3
+    planning.MIN_FILE_BYTES = build.BLOCK_BYTES = 4 * 8 * 8 * 3
     found = {}
     for name, place in (("shared", folder / "shared"), ("own", folder / f"own-{host}")):
         numbers = Numbers()

@@ -307,7 +307,7 @@ def test_an_unreadable_tfds_set_is_no_reason_not_to_download(tmp_path, monkeypat
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     archive = zip_of(make_folder(tmp_path / "images", CLASSES), tmp_path / "EuroSAT.zip")
-    monkeypatch.setattr(sources, "download_eurosat", lambda _: epath.Path(archive))
+    monkeypatch.setattr("largebatch.sources.find.download_eurosat", lambda _: epath.Path(archive))
     assert find_source("eurosat").description == str(archive)
 
 
@@ -322,7 +322,7 @@ def test_eurosat_without_a_path_uses_a_prepared_tfds_set(tmp_path, monkeypatch):
     rows = [(png(seed=i), i % 2, f"{i}.png") for i in range(12)]
     write_prepared_tfds(tmp_path, "eurosat/rgb", rows, ["a", "b"])
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr(sources, "download_eurosat", lambda _: pytest.fail("downloaded"))
+    monkeypatch.setattr("largebatch.sources.find.download_eurosat", lambda _: pytest.fail("downloaded"))
     assert find_source("eurosat").description == "TFDS eurosat/rgb/1.0.0 [train]"
 
 
