@@ -15,10 +15,9 @@ from flax import linen as nn
 
 import augment
 import model as models
-from largebatch.cache.cache import Cache
+from largebatch.cache.cache import Cache, RowLayout
 from largebatch.config.rules import MODEL_OPTIONS
 from largebatch.data import streaming
-from largebatch.data.batching import DataSharding
 from largebatch.data.placement import DeviceData, bytes_per_device, place
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.streaming import load_inputs
@@ -36,6 +35,7 @@ from largebatch.training.loss import make_logits_fn, make_loss_fn, make_normalis
 from largebatch.training.nonfinite import locate_nonfinite
 from largebatch.training.programs import CompiledPrograms, ProgramParts, compile_programs
 from largebatch.training.setup import (
+    DataFacts,
     ProgramOptions,
     Setup,
     choose_micro_batch_size,
@@ -56,35 +56,20 @@ WHITENING_IMAGES = 2048  # training images whose patches whiten the stem
 # ---- config -> Setup ------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class DataFacts:
-    """The properties of a data set on which a run's Setup depends."""
-
-    num_originals: int  # training images, before they are expanded to their views
-    image_shape: tuple[int, int, int]
-    num_classes: int
-    mean: tuple[float, ...]  # of the training images, by channel
-    std: tuple[float, ...]
-    row_bytes: int  # of one original
-
-    @classmethod
-    def of(cls, cache: Cache) -> "DataFacts":
-        """The properties of the data set in `cache`."""
-        mean, std = tuple(cache.manifest["mean"]), tuple(cache.manifest["std"])
-        num_classes, row_bytes = len(cache.class_names), cache.layout.row_bytes
-        return cls(cache.count("train"), cache.image_shape, num_classes, mean, std, row_bytes)
-
-
-def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = False) -> Setup:
+def resolve_setup(
+    config, data: DataFacts, num_devices: int, storage: str | None = None, *, packed: bool = False
+) -> Setup:
     """The Setup of a config.
 
     Args:
       num_devices: that share a batch; 1 if `packed`.
+      storage: in place of augment.storage where that is "auto".
     Raises:
       BadSetting: the config does not go with the data set or the devices.
     """
     augment.check_image_shape(config, data.image_shape)
-    sharding = sharding_of(config, data.num_originals, num_devices)
+    views = augment.VIEW_COUNTS[config.augment.views]
+    sharding = choose_sharding(config.batch.virtual_shards, data.num_originals, num_devices, views)
     batch_sizes = None
     if follows_devices(config.batch):
         batch_size = batch_size_of_devices(config.batch, num_devices, sharding.num_examples)
@@ -92,16 +77,17 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
     schedule = make_schedule(config, sharding.num_examples, batch_sizes)
     possible = possible_batch_sizes(config.batch, schedule)
     micro_batch_size, buffer_rows = choose_micro_batch_size(config, possible, sharding), None
-    if config.augment.storage == "streamed":
+    storage = storage or config.augment.storage
+    if storage == "streamed":
         # At least a micro-batch on every device, which is what the doctor takes.
         largest = max(int(possible[-1]), micro_batch_size * num_devices)
-        buffer_rows = streaming.buffer_rows(sharding, data.row_bytes, largest)
+        buffer_rows = streaming.buffer_rows(sharding, data.layout.row_bytes, largest)
     program = ProgramOptions(
         dataset=dataset_key(config),
         image_shape=data.image_shape,
         mean=data.mean,
         std=data.std,
-        storage=config.augment.storage,
+        storage=storage,
         buffer_rows=buffer_rows,
         random_augment=RandomAugment.from_config(config.augment, data.mean),
         sharding=sharding,
@@ -136,10 +122,26 @@ def resolve_setup(config, data: DataFacts, num_devices: int, *, packed: bool = F
     )
 
 
-def sharding_of(config, num_originals: int, num_devices: int) -> DataSharding:
-    """How the training images of `config` are dealt to devices; raises BadSetting as `choose_sharding`."""
-    views = augment.VIEW_COUNTS[config.augment.views]
-    return choose_sharding(config.batch.virtual_shards, num_originals, num_devices, views)
+def choose_setup(config, data: DataFacts, *, packed: bool = False) -> Setup:
+    """The Setup of a config with the first storage that augment.storage allows and that fits, as hosts agree.
+
+    Raises:
+      BadSetting: none fits; see also `resolve_setup`.
+    """
+    storages = storages_to_try(config.augment.storage, packed=packed)
+    num_devices = 1 if packed else jax.device_count()
+    resolve = functools.partial(resolve_setup, config, data, num_devices, packed=packed)
+    return setup_that_fits(storages, resolve, lambda setup: needed_bytes(setup, data.layout))
+
+
+def needed_bytes(setup: Setup, layout: RowLayout) -> dict[str, int]:
+    """Estimate of what a run needs on a device, by part."""
+    program = setup.program
+    state = jax.eval_shape(make_init(program), np.uint32(0), setup.hyperparams, np.zeros(()))
+    of_images = bytes_per_device(
+        layout, program.sharding, program.stored_views, buffer_rows=program.buffer_rows, packed=program.packed
+    )
+    return of_images | bytes_beside_images(program.network, state, program.image_shape, program.micro_batch_size)
 
 
 def dataset_key(config) -> str:
@@ -252,16 +254,11 @@ class ProgramCache:
         self._asked = self._placed = self._kernel = None
         for attempt in augment.cache_attempts(config):
             with attempt as cache:
-                setup = self._setup_that_fits(config, cache)
+                setup = choose_setup(config, DataFacts.of(cache), packed=self.packed)
                 program = setup.program
-                data = place(
-                    cache,
-                    program.sharding,
-                    config.dataset.split_seed,
-                    augment.expansion(program.storage, program.sharding.views),
-                    buffer_rows=program.buffer_rows,
-                    packed=self.packed,
-                )
+                expand = augment.expansion(program.storage, program.sharding.views)
+                seed, rows = config.dataset.split_seed, program.buffer_rows
+                data = place(cache, program.sharding, seed, expand, buffer_rows=rows, packed=self.packed)
         jax.block_until_ready((data.train.arrays, data.validation.resident))
         self._asked, self._placed = dataset_key(config), PlacedSetup(setup, cache, data)
         return self._placed
@@ -269,21 +266,11 @@ class ProgramCache:
     def _placed_for(self, config) -> PlacedSetup | None:
         """What is placed, with the Setup of another config; None where it does not serve that."""
         was = self._placed.setup.program
-        setup = self._resolve(config, self._placed.cache, was.storage)
+        data, num_devices = DataFacts.of(self._placed.cache), was.sharding.num_devices
+        setup = resolve_setup(config, data, num_devices, was.storage, packed=self.packed)
         if setup.program.buffer_rows != was.buffer_rows or not self._placed.data.train.is_sound:
             return None
         return dataclasses.replace(self._placed, setup=setup)
-
-    def _setup_that_fits(self, config, cache: Cache) -> Setup:
-        storages = storages_to_try(config.augment.storage, packed=self.packed)
-        resolve = functools.partial(self._resolve, config, cache)
-        return setup_that_fits(storages, resolve, lambda setup: needed_bytes(setup, cache))
-
-    def _resolve(self, config, cache: Cache, storage: str) -> Setup:
-        config = config.copy_and_resolve_references()
-        config.augment.storage = storage
-        num_devices = 1 if self.packed else jax.device_count()
-        return resolve_setup(config, DataFacts.of(cache), num_devices, packed=self.packed)
 
     def whitening_kernel(self, setup: Setup) -> np.ndarray | None:
         """The kernel of the network's frozen stem, if it has one: host 0's, on every host."""
@@ -320,22 +307,6 @@ class ProgramCache:
                 self.local_devices,
             )
         return self._programs[setup.program]
-
-
-def needed_bytes(setup: Setup, cache: Cache) -> dict[str, int]:
-    """Estimate of what a run needs on a device, by part."""
-    program = setup.program
-    state = jax.eval_shape(make_init(program), np.uint32(0), setup.hyperparams, np.zeros(()))
-    return {
-        **bytes_per_device(
-            cache,
-            program.sharding,
-            program.stored_views,
-            buffer_rows=program.buffer_rows,
-            packed=program.packed,
-        ),
-        **bytes_beside_images(program.network, state, program.image_shape, program.micro_batch_size),
-    }
 
 
 # ---- the experiment ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ml_collections import config_dict
 
 import augment
 import model as models
-from experiment import Experiment, ProgramCache, Validation, prepare, sharding_of
+from experiment import Experiment, ProgramCache, Validation, choose_setup, needed_bytes, prepare
 from largebatch import cli
 from largebatch.data import batching
 from largebatch.errors import UserError
@@ -31,7 +31,7 @@ from largebatch.runs.progress import RunDescription, RunProgress, open_run
 from largebatch.runs.provenance import code_sha256, git_commit, versions
 from largebatch.runs.summary import empty_summary, timings
 from largebatch.training.costs import bytes_sent_per_update
-from largebatch.training.setup import Setup
+from largebatch.training.setup import DataFacts, Setup
 from largebatch.training.state import TrainState, params_sha256
 from largebatch.training.trainer import NonFinite, Trainer, TrainerOptions
 
@@ -305,7 +305,7 @@ def headline(experiment: Experiment, clock: Clock) -> str:
     return (
         f"{experiment.num_params:,} parameters; {setup.num_devices} {jax.default_backend()} devices on "
         f"{jax.process_count()} hosts; {cache.count('train'):,} training images as {setup.num_examples:,} views, "
-        f"{cache.count('val'):,} validation images\n"
+        f"{cache.count('val'):,} validation images, decoded {cache.manifest['built'][:10]}\n"
         f"batch {schedule_text.format_range(batch_sizes)} = {schedule_text.format_range(largest_shares)} a device "
         f"in micro-batches of up to {setup.micro_batch_size}{how_batches_change(setup.config)}; "
         f"data {clock.seconds['data']:.1f} s, compiling {clock.seconds['compile']:.1f} s\n"
@@ -340,16 +340,18 @@ def new_workdir(config: config_dict.ConfigDict) -> str:
 
 def run_doctor(config: config_dict.ConfigDict) -> int:
     """Examines the config on this machine; returns the exit code."""
-    from largebatch import doctor  # few runs need it
+    from largebatch.doctor import checks, dataset, findings  # few runs need it
 
     cli.start(config, models.MODELS)
     estimate = augment.estimate_cache(config)
     if estimate is not None:
-        num_originals = estimate.layout.counts["train"]
-        doctor.show(doctor.examine_source(estimate, sharding_of(config, num_originals, jax.device_count())))
+        findings.show([dataset.check_build(estimate)])
+        unknown = (1.0,) * estimate.layout.image_shape[-1]  # mean and deviation of the channels
+        setup = choose_setup(config, DataFacts(estimate.layout, estimate.num_classes, unknown, unknown))
+        findings.show([dataset.check_storage(setup, needed_bytes(setup, estimate.layout))])
     started = time.perf_counter()
-    experiment, state = prepare(doctor.config_to_examine(config), Clock(), ProgramCache())
-    doctor.main(experiment, state, config.sync, started)
+    experiment, state = prepare(checks.config_to_examine(config), Clock(), ProgramCache())
+    checks.report(experiment, state, config.sync, started)
     return 0
 
 

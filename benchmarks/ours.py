@@ -15,14 +15,15 @@ import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
 from configs import default
-from experiment import DataFacts, make_parts, resolve_setup
+from experiment import make_parts, resolve_setup
+from largebatch.cache.plan import make_layout
 from largebatch.data.batching import DataSharding
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.training.loss import Batch, make_loss_fn
-from largebatch.training.setup import Setup
+from largebatch.training.setup import DataFacts, Setup
 from largebatch.training.state import count_params
 from largebatch.training.step import make_inner_loop
 
@@ -154,14 +155,11 @@ def _resolve_setup(options: StepOptions, num_devices: int, *, packed: bool = Fal
     config.model.name, config.model.dtype, config.model.conv = "convnet", options.dtype, options.conv
     config.optimizer.name, config.optimizer.learning_rate = "adam", serve.LEARNING_RATE
     config.augment.storage = options.storage
-    data = DataFacts(
-        num_originals=-(-max(options.batch_size, serve.NUM_IMAGES) // augment.VIEW_COUNTS[config.augment.views]),
-        image_shape=serve.IMAGE_SHAPE,
-        num_classes=serve.NUM_CLASSES,
-        mean=(serve.MEAN,) * 3,
-        std=(serve.STD,) * 3,
-        row_bytes=math.prod(serve.IMAGE_SHAPE),
-    )
+    views = augment.VIEW_COUNTS[config.augment.views]
+    num_originals = -(-max(options.batch_size, serve.NUM_IMAGES) // views)
+    counts = {"train": num_originals, "val": 0, "test": 0}
+    layout = make_layout(counts, serve.IMAGE_SHAPE, np.dtype(np.uint8))
+    data = DataFacts(layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
     return resolve_setup(config, data, num_devices, packed=packed)
 
 

@@ -151,3 +151,13 @@ def assert_one_line_error(result: subprocess.CompletedProcess, *words: str, code
     assert len(lines) == 1, result.stderr
     for word in words:
         assert word in lines[0], lines[0]
+
+
+def facts_of(num_originals: int, image_shape: tuple[int, int, int], num_classes: int = 5):
+    """The DataFacts of uint8 images whose pixels have mean 120 and deviation 70."""
+    from largebatch.cache.plan import make_layout
+    from largebatch.training.setup import DataFacts
+
+    channels = image_shape[-1]
+    layout = make_layout({"train": num_originals, "val": 8, "test": 8}, image_shape, np.dtype(np.uint8))
+    return DataFacts(layout, num_classes, mean=(120.0,) * channels, std=(70.0,) * channels)

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "data": {"errors", "threads", "hosts", "cache"},
     "predictions": {"errors", "files", "decoding"},
     "runs": {"errors", "files", "terminal", "hosts", "optim", "config", "predictions"},
-    "training": {"errors", "nn", "hosts", "optim", "data", "runs"},
+    "training": {"errors", "nn", "hosts", "optim", "cache", "data", "runs"},
     "studies": {"errors", "terminal", "hosts", "config", "data", "runs"},
     # Reports are drawn without JAX, from what a run folder holds.
     "reports": {

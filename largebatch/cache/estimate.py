@@ -25,13 +25,14 @@ class BuildEstimate:
     """What a cache will be.
 
     Attributes:
-      layout: of its rows.
+      layout: of its rows; num_classes: that it has.
       disk_bytes: that it takes; free_disk_bytes: that there are, None for a bucket.
       images_per_sec: decoded by all cores of this host.
       sampled: images that were decoded for it.
     """
 
     layout: RowLayout
+    num_classes: int
     disk_bytes: int
     free_disk_bytes: int | None
     images_per_sec: float
@@ -74,6 +75,7 @@ def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
     is_local = "://" not in os.fspath(parent)
     return BuildEstimate(
         layout=layout,
+        num_classes=len(plan.source.class_names),
         disk_bytes=len(every) * (layout.row_bytes + OTHER_BYTES),
         free_disk_bytes=shutil.disk_usage(_existing(parent)).free if is_local else None,
         images_per_sec=done / seconds,

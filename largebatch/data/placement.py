@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from largebatch.cache.cache import Cache
+from largebatch.cache.cache import Cache, RowLayout
 from largebatch.data.batching import DataSharding
 from largebatch.data.streaming import Resident, Stream
 from largebatch.data.validation import DealtSplit, bytes_on_device, place_validation
@@ -33,7 +33,7 @@ class DeviceData:
 
 
 def bytes_per_device(
-    cache: Cache, sharding: DataSharding, views: int, *, buffer_rows: int | None = None, packed: bool = False
+    layout: RowLayout, sharding: DataSharding, views: int, *, buffer_rows: int | None = None, packed: bool = False
 ) -> dict[str, int]:
     """Bytes that `place` needs on the fullest device, by part.
 
@@ -41,8 +41,8 @@ def bytes_per_device(
       views: of each original that are kept.
       buffer_rows: originals in each of the two buffers of a stream; None where nothing is streamed.
     """
-    row_bytes = cache.layout.row_bytes
-    val_bytes = bytes_on_device(cache.count("val"), sharding.num_devices, row_bytes, packed=packed)
+    row_bytes = layout.row_bytes
+    val_bytes = bytes_on_device(layout.counts["val"], sharding.num_devices, row_bytes, packed=packed)
     if buffer_rows is None:
         return {
             "training images": sharding.max_originals * views * row_bytes,

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
+from largebatch.cache.cache import Cache, RowLayout
 from largebatch.data import batching, streaming
 from largebatch.data.batching import DataSharding
 from largebatch.data.placement import BUFFERS
@@ -27,6 +28,32 @@ AUTO_SIZE_BY_PLATFORM = {"cpu": 16}
 AUTO_SIZE_ELSEWHERE = 1024
 STORAGES = ("expanded", "on_device", "streamed")  # each needs less memory than the one before
 MOST_SHARDS_PER_ORIGINAL = 4  # more would mostly be empty
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFacts:
+    """The properties of a data set on which a run's Setup depends."""
+
+    layout: RowLayout  # of its originals
+    num_classes: int
+    mean: tuple[float, ...]  # of the training images, by channel
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, cache: Cache) -> "DataFacts":
+        """The properties of the data set in `cache`."""
+        mean, std = tuple(cache.manifest["mean"]), tuple(cache.manifest["std"])
+        return cls(cache.layout, len(cache.class_names), mean, std)
+
+    @property
+    def num_originals(self) -> int:
+        """Training images, before they are expanded to their views."""
+        return self.layout.counts["train"]
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width, channels."""
+        return self.layout.image_shape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import facts_of
 from test_step import NUM_CLASSES, SCALE, SIZE, Problem, sgd_trainer, visited_examples
 
 import augment
 import model as models
 import train
-from experiment import DataFacts, resolve_setup
+from experiment import resolve_setup
 from largebatch.config.validate import validate
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding
@@ -276,10 +277,7 @@ def test_batch_norm_of_single_images_is_refused(small_config, tmp_path, fields, 
 
 
 def micro_batch_size_on_5_devices(config, num_originals):
-    data = DataFacts(
-        num_originals, image_shape=(16, 16, 3), num_classes=5, mean=(0.0,) * 3, std=(1.0,) * 3, row_bytes=768
-    )
-    return resolve_setup(config, data, num_devices=5).micro_batch_size
+    return resolve_setup(config, facts_of(num_originals, (16, 16, 3)), num_devices=5).micro_batch_size
 
 
 def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):

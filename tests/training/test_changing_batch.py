@@ -6,14 +6,14 @@ import types
 import jax
 import numpy as np
 import pytest
-from conftest import assert_one_line_error, run_script
+from conftest import assert_one_line_error, facts_of, run_script
 from test_resume import rows_of, summary_of
 
 import evaluate
 import model as models
 import train
 from benchmarks.ours import collectives
-from experiment import DataFacts, resolve_setup
+from experiment import resolve_setup
 from largebatch.config.fields import flatten
 from largebatch.config.validate import validate
 from largebatch.errors import BadSetting, UserError
@@ -161,10 +161,7 @@ def test_a_batch_that_grew_is_resumed_bitwise(small_config, tmp_path, monkeypatc
 
 def micro_batch_size(config, num_devices: int) -> int:
     """Of a run of `config` on 80 training images."""
-    data = DataFacts(
-        num_originals=80, image_shape=(16, 16, 3), num_classes=10, mean=(0.5,) * 3, std=(0.25,) * 3, row_bytes=768
-    )
-    return resolve_setup(config, data, num_devices).micro_batch_size
+    return resolve_setup(config, facts_of(80, (16, 16, 3), num_classes=10), num_devices).micro_batch_size
 
 
 def test_noise_needs_two_groups(small_config):

@@ -9,7 +9,7 @@ from conftest import run_script
 
 import train
 from experiment import Experiment, ProgramCache, prepare
-from largebatch import doctor
+from largebatch.doctor import checks as doctor
 from largebatch.hosts import memory, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.replicas import AXIS

@@ -12,9 +12,9 @@ from test_resume import assert_same_run, flip, rows_of
 
 import train
 from experiment import ProgramCache, needed_bytes
-from largebatch import doctor
 from largebatch.cache.cache import Cache
 from largebatch.data import streaming
+from largebatch.doctor import checks as doctor
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import memory, preemption
 from largebatch.hosts.clock import Clock

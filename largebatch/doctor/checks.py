@@ -12,14 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from rich import box, console, table
 
-from largebatch.cache.estimate import BuildEstimate
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding
 from largebatch.data.placement import bytes_per_device
 from largebatch.data.streaming import load_inputs
-from largebatch.errors import UserError
+from largebatch.doctor.findings import FAIL, OK, WARN, Finding, duration, show
 from largebatch.hosts import collectives, memory, replicas
 from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.optim import optimizers, schedule_text
@@ -31,7 +28,6 @@ from largebatch.training.setup import Setup
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 
-OK, WARN, FAIL = "ok", "warn", "fail"
 BUDGET_SEC = 40.0  # after which no further micro-batch size is tried
 MAX_GRADIENT_ERROR = 0.02  # of the gradient's norm; rounding stays below, a sum in place of a mean is 1 or more
 # Of an update's norm to its layer's: above the first training is torn about, below the last it stands still.
@@ -42,22 +38,22 @@ BETTER = 1.1  # how much faster another micro-batch size must be to be worth a w
 TIMED_SEC, TIMED_REPEATS = 0.5, 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One line of what the doctor says."""
-
-    status: str  # OK | WARN | FAIL
-    name: str  # of what was looked at
-    text: str  # what was seen
-    advice: str = ""  # what to change
-
-
 def config_to_examine(config):
     """A copy of `config` that can be examined: with a gradient at the start, and updates that all devices share."""
     config = config.copy_and_resolve_references()
     config.model.zero_head = False  # before it the first gradient would be zero, which says nothing
     config.sync.mode, config.sync.start_step = "every_step", 0
     return config
+
+
+def report(experiment, state: TrainState, sync, started: float) -> None:
+    """Prints the findings about a prepared experiment.
+
+    Raises:
+      UserError: one of them is a fail.
+    """
+    findings = examine(experiment, state, sync, started)
+    show(findings, f"examined in {time.perf_counter() - started:.0f} s; nothing was written to a run folder")
 
 
 def examine(experiment, state: TrainState, sync, started: float) -> list[Finding]:
@@ -238,53 +234,6 @@ def _bound(setup) -> str:
     return ""
 
 
-# ---- before the cache is built --------------------------------------------------------------------
-
-
-def examine_source(estimate: BuildEstimate, sharding: DataSharding) -> list[Finding]:
-    """What the cache of a data set will take, and its images on the devices.
-
-    Args:
-      sharding: how its training images will be dealt.
-    """
-    return [check_build(estimate), check_images(estimate, sharding)]
-
-
-def check_build(estimate: BuildEstimate) -> Finding:
-    """Disk and time that building the cache takes."""
-    height, width, channels = estimate.layout.image_shape
-    text = (
-        f"{estimate.num_images:,} images of {height}x{width}x{channels} {estimate.layout.dtype}: "
-        f"{estimate.disk_bytes / 1e9:,.2f} GB on disk, about {_duration(estimate.seconds)} to build, at "
-        f"{estimate.images_per_sec:,.0f} images/s on this host ({estimate.sampled:,} were decoded for this)"
-    )
-    free = estimate.free_disk_bytes
-    if free is None:
-        return Finding(WARN, "cache", text, "how much room the bucket of augment.cache_dir has is not known")
-    text += f"; {free / 1e9:,.2f} GB free"
-    if estimate.disk_bytes > free:
-        return Finding(
-            FAIL, "cache", text, "give augment.cache_dir on a larger disk, or a smaller dataset.image_size"
-        )
-    return Finding(OK, "cache", text)
-
-
-def check_images(estimate: BuildEstimate, sharding: DataSharding) -> Finding:
-    """Memory that the training images take on the fullest device, in each form."""
-    originals = sharding.max_originals * estimate.layout.row_bytes
-    free = memory.available_bytes()
-    text = (
-        f"training images on a device: {sharding.views * originals / 1e6:,.0f} MB as views, "
-        f"{originals / 1e6:,.0f} MB as originals"
-    )
-    if free is None:
-        return Finding(WARN, "images", text, "this platform does not tell how much memory there is")
-    text += f"; {free / 1e6:,.0f} MB free now"
-    if originals > free:
-        return Finding(WARN, "images", text, "they will be streamed, or need more devices")
-    return Finding(OK, "images", text)
-
-
 # ---- sizes ----------------------------------------------------------------------------------------
 
 
@@ -375,7 +324,7 @@ def check_memory(experiment, state: TrainState) -> Finding:
     program = experiment.setup.program
     one_replica = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     of_images = bytes_per_device(
-        experiment.cache, program.sharding, program.stored_views, buffer_rows=program.buffer_rows
+        experiment.cache.layout, program.sharding, program.stored_views, buffer_rows=program.buffer_rows
     )
     of_rest = bytes_beside_images(program.network, one_replica, program.image_shape, program.micro_batch_size)
     images, rest, free = sum(of_images.values()), sum(of_rest.values()), memory.available_bytes()
@@ -403,17 +352,10 @@ def estimate_time(experiment, state: TrainState, timings: dict[int, _SizeTiming]
     update = training / num_updates
     total = training + -(-num_updates // inner_steps) * validation
     about = _bound(setup) or "about "
-    text = f"{about}{_duration(total)}: {_duration(update)} an update, {_duration(validation)} a validation"
+    text = f"{about}{duration(total)}: {duration(update)} an update, {duration(validation)} a validation"
     if validation > inner_steps * update:
         return Finding(WARN, "time", text, "validations take most of it: raise train.inner_steps")
     return Finding(OK, "time", text)
-
-
-def _duration(seconds: float) -> str:
-    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (np.inf, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:.3g} {name}"
-    raise ValueError(seconds)
 
 
 def count_bytes(experiment, sync) -> Finding:
@@ -424,36 +366,3 @@ def count_bytes(experiment, sync) -> Finding:
     if sync.mode != "every_step":
         text += f"; from update {sync.start_step} on, parameters and more every {sync.every} updates instead"
     return Finding(OK, "traffic", text)
-
-
-# ---- the command ----------------------------------------------------------------------------------
-
-
-def show(findings: list[Finding], ending: str = "") -> None:
-    """Prints findings on the primary host, and a last line.
-
-    Raises:
-      UserError: one of them is a fail.
-    """
-    if collectives.is_primary():
-        out = console.Console(highlight=False, width=None if console.Console().is_terminal else 200)
-        rows = table.Table(box=box.SIMPLE, show_header=False)
-        colours = {OK: "green", WARN: "yellow", FAIL: "red"}
-        for finding in findings:
-            text = finding.text + (f"\n-> {finding.advice}" if finding.advice else "")
-            rows.add_row(f"[{colours[finding.status]}]{finding.status}[/]", finding.name, text)
-        out.print(rows)
-        if ending:
-            out.print(ending)
-    if any(finding.status == FAIL for finding in findings):
-        raise UserError("the doctor found what would fail; see above")
-
-
-def main(experiment, state: TrainState, sync, started: float) -> None:
-    """Prints the findings about a prepared experiment.
-
-    Raises:
-      UserError: one of them is a fail.
-    """
-    findings = examine(experiment, state, sync, started)
-    show(findings, f"examined in {time.perf_counter() - started:.0f} s; nothing was written to a run folder")
