@@ -78,7 +78,7 @@ def test_an_epoch_is_all_views_of_all_originals(small_config, views, num_example
     ],
 )
 def test_a_run_averages_over_what_its_config_says(small_config, monkeypatch, views, over_views, shift, averages):
-    small_config.augment.views = views
+    small_config.augment.views, small_config.augment.storage = views, "on_device"
     small_config.eval.view_average, small_config.eval.shift_average = over_views, shift
     asked = []
     monkeypatch.setattr(augment, "average_over_copies", lambda *_, **options: asked.append(options))

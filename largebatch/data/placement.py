@@ -71,7 +71,6 @@ def place(
       seed: of the deal. Not the run's, so that runs that differ by seed share what is placed.
       expand: makes the views that are kept; None keeps the originals.
       packed: all of the set on each device, as if it were the only one.
-      expand: makes the views of a cache that holds only originals; None leaves the images as they are there.
       buffer_rows: originals in a buffer, where training images are streamed; nothing of them is read yet.
     Raises:
       DamagedCache: what is read is not what was written.

@@ -216,14 +216,11 @@ class Stream:
         placed = []
         for index, device in self._devices.items():
             originals = needed[index]
-            rows_of_cache = self._originals[index][originals]
-            in_order_of_cache = np.argsort(rows_of_cache)
             images = memory.aligned_empty((self._num_rows, self._cache.layout.row_bytes), np.uint8)
-            self._cache.read_images(
-                "train", rows_of_cache[in_order_of_cache], images[: len(originals)], READING_THREADS
-            )
+            rows_of_cache = self._originals[index][originals]
+            self._cache.read_images("train", rows_of_cache, images[: len(originals)], READING_THREADS)
             rows = np.zeros((1, self._sharding.max_originals), np.int32)
-            rows[0, originals[in_order_of_cache]] = np.arange(len(originals))
+            rows[0, originals] = np.arange(len(originals))
             of_device = {"images": images.view(self._cache.image_dtype)[None], "rows": rows}
             placed.append(jax.block_until_ready(jax.device_put(of_device, device)))
         return {**replicas.stack(placed), "labels": self._labels}

@@ -122,10 +122,12 @@ def test_an_image_that_cannot_be_read_again_is_one_line(monkeypatch):
     split = deal(images, labels, 2, monkeypatch)
 
     def damaged(examples, out):
-        raise validation.DamagedCache("val_images.npy ends within example 7")
+        raise validation.DamagedCache("val_images-00000.npy ends within its row 7")
 
     object.__setattr__(split, "read", damaged)
-    with pytest.raises(validation.UserError, match=r"^damaged cache: val_images.npy ends .*; start again to build"):
+    with pytest.raises(
+        validation.UserError, match=r"^damaged cache: val_images-00000.npy ends .*; start again to build"
+    ):
         predict(split)
     with pytest.raises(validation.DamagedCache):
         split.check()

@@ -12,7 +12,7 @@ from test_resume import assert_same_run, flip, rows_of
 
 import train
 from experiment import ProgramCache, needed_bytes
-from largebatch.cache.cache import Cache
+from largebatch.cache.cache import Cache, images_file
 from largebatch.data import streaming
 from largebatch.doctor import checks as doctor
 from largebatch.errors import BadSetting, UserError
@@ -125,8 +125,8 @@ def damage_at_read(monkeypatch, number: int, kind: str) -> None:
         if split == "train" and len(examples):
             reads.append(examples)
             if len(reads) == number:
-                path, size = Path(cache.folder / "train_images.npy"), out.shape[1]
-                end_of_row = path.stat().st_size - (cache.count("train") - 1 - int(examples[0])) * size
+                path, size = Path(cache.folder / images_file("train", 0)), out.shape[1]
+                end_of_row = path.stat().st_size - (cache.count("train") - 1 - int(examples.min())) * size
                 if kind == "flipped":
                     flip(path, end_of_row - 1)
                 else:
@@ -137,7 +137,7 @@ def damage_at_read(monkeypatch, number: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("flipped", r"example \d+ does not match its SHA-256"), ("cut", r"ends within example \d+")]
+    ("kind", "words"), [("flipped", r"example \d+ does not match its SHA-256"), ("cut", r"ends within its row \d+")]
 )
 def test_a_damaged_image_is_never_trained_on_and_a_restart_goes_on(config, tmp_path, monkeypatch, kind, words):
     """Each of 8 devices reads for every update; the first of them finds the damage when it reads for the sixth."""
@@ -167,7 +167,7 @@ def test_damage_on_one_host_stops_both_in_one_line(tmp_path):
     both = f"cd {tmp_path}/$LARGEBATCH_HOST_INDEX && {command} >out 2>err"
     result = run_script(*pod_command(["sh", "-c", both], 2, 2), env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, (hosts[0] / "err").read_text()
-    (images,) = hosts[1].glob("cache/*/train_images.npy")
+    (images,) = hosts[1].glob(f"cache/*/{images_file('train', 0)}")
     flip(images, images.stat().st_size - 1)
     again = both.replace(str(tmp_path / "run"), str(tmp_path / "again"))
     result = run_script(*pod_command(["sh", "-c", again], 2, 2), env={"PYTHONPATH": str(ROOT)})
