@@ -43,7 +43,7 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     assert sorted(seen) == sorted(original_and_view.values())
     assert len(seen) == 640
     assert cache.count("val") == len(data.validation.labels) == 10
-    of_images = bytes_per_device(cache, sharding, 8 if storage == "expanded" else 1)
+    of_images = bytes_per_device(cache.layout, sharding, 8 if storage == "expanded" else 1)
     assert data.train.arrays["images"].nbytes == num_devices * of_images["training images"]
 
 

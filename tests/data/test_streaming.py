@@ -129,7 +129,7 @@ def test_what_the_devices_need_is_announced(on_devices):
     stream.for_updates(upcoming_from(0), 1)
     following = stream._next.arrays.result()
     own, next_ = (jax.tree.map(lambda x: x.nbytes // 2, arrays) for arrays in (stream.arrays, following))
-    announced = bytes_per_device(cache, sharding, 1, buffer_rows=37)
+    announced = bytes_per_device(cache.layout, sharding, 1, buffer_rows=37)
     assert announced["training images in two buffers"] == own["images"] + next_["images"] == 2 * 37 * 16 * 16 * 3
     assert announced["their rows and labels"] == own["rows"] + next_["rows"] + own["labels"] == 3 * 4 * 40
 

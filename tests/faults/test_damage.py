@@ -2,6 +2,8 @@
 
 import dataclasses
 import random
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -11,7 +13,9 @@ from etils import epath
 from figures import record
 from ml_collections import config_dict
 
+import augment
 import train
+from largebatch.cache import known, plan
 from largebatch.cache.cache import Cache, DamagedCache, open_cache
 from largebatch.data import streaming
 from largebatch.data.batching import DataSharding
@@ -42,7 +46,9 @@ def run(tmp_path_factory):
     config.train.inner_steps = 3  # the program of most other tests
     config.train.outer_steps = 2
     folder = tmp_path_factory.mktemp("run")
-    train.train_and_evaluate(config, str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "MIN_FILE_BYTES", 24 * 16 * 16 * 3)  # four images files for 80 training images
+        train.train_and_evaluate(config, str(folder))
     (cache_folder,) = epath.Path(config.augment.cache_dir).glob("synthetic-*")
     return FinishedRun(folder, cache_folder, config)
 
@@ -101,32 +107,70 @@ def stream_a_pass(cache: Cache, sharding: DataSharding, seed: int) -> None:
         data.train.for_updates(dataclasses.replace(upcoming, first=first), 1)
 
 
-def damage_caches(run: FinishedRun, count: int, rng: random.Random, read_training=place) -> dict:
-    """The same for a data cache and its manifest, read as training and as augment.py do."""
-    files = sorted(run.cache_folder.iterdir())
-    outcomes = {"flipped": 0, "cut": 0, "restored silently": 0}
+# What is said of a damaged file of the cache.
+HOW = (
+    "does not match its SHA-256",
+    "ends within",
+    "does not start as",
+    "is missing or cannot be read",
+    "cannot be read",
+)
+
+
+def place_of(path: Path) -> str:
+    """Which part of a cache a file is."""
+    if path.parent.name == known.FOLDER:
+        return "notes"
+    if path.name == "manifest.json":
+        return "manifest"
+    return "images" if "_images-" in path.name else "small arrays"
+
+
+def read_cache(run: FinishedRun, path: epath.Path, read_training: Callable) -> None:
+    """Reads what a damaged file belongs to, as training and augment.py do; raises what they raise."""
+    if place_of(path) == "notes":
+        sound = open_cache(run.cache_folder)
+        assert augment.prepare_cache(run.config).manifest_bytes == sound.manifest_bytes  # no other set
+        return
+    cache = open_cache(run.cache_folder)
+    if path.name.startswith("test_") or path.name == "train_ids.npy":  # which training does not read
+        cache.verify()
+    else:
+        sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
+        read_training(cache, sharding, run.config.dataset.split_seed)
+
+
+def damage_caches(run: FinishedRun, count: int, rng: random.Random, read_training=place) -> None:
+    """The same for a data cache: its images files, small arrays, manifest and notes, in turn.
+
+    A damaged note need not be found, for it only says where to look: the cache must be the same.
+    """
+    files = [*run.cache_folder.iterdir(), *(run.cache_folder.parent / known.FOLDER).iterdir()]
+    files_of = {place: sorted(path for path in files if place_of(path) == place) for place in map(place_of, files)}
+    places = sorted(files_of)
+    assert places == ["images", "manifest", "notes", "small arrays"]
+    assert len(files_of["images"]) == 6
+    figures = {place: Counter() for place in places}
     for number in range(count):
-        path = run.cache_folder / "manifest.json" if number % 3 == 0 else rng.choice(files)
+        place_ = places[number % len(places)]
+        path = rng.choice(files_of[place_])
         before = path.read_bytes()
         kind = damage(path, rng)
-
-        def read(path=path):
-            cache = open_cache(run.cache_folder)
-            if path.name.startswith("test_") or path.name == "train_ids.npy":  # which training does not read
-                cache.verify()
-            else:
-                sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
-                read_training(cache, sharding, run.config.dataset.split_seed)
-
-        trouble = trouble_of(read)
-        outcomes[kind if trouble else "restored silently"] += 1
-        split = path.name.split("_")[0]  # damaged digests say of an image that it does not match
-        assert not trouble or path.name in trouble or f"{split}_" in trouble, (path, trouble)
+        trouble = trouble_of(read_cache, run, path, read_training)
         path.write_bytes(before)
+        if place_ == "notes":
+            assert not trouble
+            figures[place_][f"{kind}: the same cache"] += 1
+            continue
+        assert trouble, f"{path} was {kind}, and nobody has noticed"
+        assert "\n" not in trouble
+        split = path.name.split("_")[0]  # damaged digests say of an image that it does not match
+        assert path.name in trouble or f"{split}_" in trouble, (path, trouble)
+        figures[place_][f"{kind}: {next(words for words in HOW if words in trouble)}"] += 1
     open_cache(run.cache_folder).verify()
     how = " of a stream" if read_training is stream_a_pass else ""
-    record("damage", {"of": f"cache and manifest files{how}"} | outcomes)
-    return outcomes
+    for place_, counts in figures.items():
+        record("damage", {"of": f"cache, {place_}{how}"} | counts)
 
 
 def test_some_damage_to_checkpoints(run):
@@ -134,7 +178,7 @@ def test_some_damage_to_checkpoints(run):
 
 
 def test_some_damage_to_caches(run):
-    assert damage_caches(run, 30, random.Random(0))["restored silently"] == 0
+    damage_caches(run, 32, random.Random(0))
 
 
 @pytest.fixture
@@ -144,12 +188,12 @@ def kept_caches(monkeypatch):
 
 
 def test_some_damage_to_caches_that_are_streamed(run, kept_caches):
-    assert damage_caches(run, 15, random.Random(2), stream_a_pass)["restored silently"] == 0
+    damage_caches(run, 16, random.Random(2), stream_a_pass)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
 def test_much_damage(run, kept_caches):
     assert damage_checkpoints(run, 400, random.Random(1))["restored silently"] == 0
-    assert damage_caches(run, 300, random.Random(1))["restored silently"] == 0
-    assert damage_caches(run, 300, random.Random(3), stream_a_pass)["restored silently"] == 0
+    damage_caches(run, 300, random.Random(1))
+    damage_caches(run, 300, random.Random(3), stream_a_pass)

@@ -137,7 +137,11 @@ def damage_at_read(monkeypatch, number: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("flipped", r"example \d+ does not match its SHA-256"), ("cut", r"ends within its row \d+")]
+    ("kind", "words"),
+    [
+        ("flipped", r"example \d+ does not match its SHA-256"),
+        pytest.param("cut", r"ends within its row \d+", marks=pytest.mark.full),
+    ],
 )
 def test_a_damaged_image_is_never_trained_on_and_a_restart_goes_on(config, tmp_path, monkeypatch, kind, words):
     """Each of 8 devices reads for every update; the first of them finds the damage when it reads for the sixth."""
@@ -238,6 +242,7 @@ def test_a_stream_is_placed_again_for_batches_that_it_is_too_small_for(config):
 # ---- other users ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_doctor_examines_a_streamed_config(config, monkeypatch):
     monkeypatch.setattr(doctor, "BUDGET_SEC", 0.0)
     config.batch.trace, config.batch.size, config.augment.storage = None, 40, "streamed"
