@@ -20,10 +20,11 @@ from absl import flags
 from etils import epath
 
 from largebatch.cache import known
-from largebatch.cache.build import build_together
+from largebatch.cache.build import build_together, hosts_sharing
 from largebatch.cache.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
 from largebatch.cache.estimate import BuildEstimate, estimate_build
 from largebatch.cache.plan import CachePlan
+from largebatch.data.placement import originals_of_hosts
 from largebatch.data.random_augment import RandomAugment
 from largebatch.decoding import images
 from largebatch.decoding.colours import to_rgb8
@@ -32,6 +33,7 @@ from largebatch.hosts import collectives
 from largebatch.sources.find import find_source
 from largebatch.sources.split import SPLITS, assign_splits
 from largebatch.sources.split_file import SplitFile, read_split_file
+from largebatch.training.setup import choose_sharding
 
 log = logging.getLogger("largebatch")
 
@@ -174,22 +176,25 @@ def _moved_both_ways(images: jax.Array, pixels: int) -> list[jax.Array]:
 # ---- the cache ----------------------------------------------------------------------------------------
 
 
-def prepare_cache(config, *, look_at_source: bool = False) -> Cache:
-    """The cache of `config`, built where it is missing or damaged; the same content on all hosts.
+def prepare_cache(config, *, look_at_source: bool = False, to_train: bool = False) -> Cache:
+    """The cache of `config`, built where it is missing or damaged; of the same data on all hosts.
 
     Args:
+      to_train: hosts that share no file system need the training images of their own devices alone.
       look_at_source: list the source even where the cache of these settings is known, and see whether it changed.
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
     cache_dir = epath.Path(config.augment.cache_dir).expanduser()
     request, split_file = _request(config)
+    requests = [request, known.request_of_part(request, config.batch.virtual_shards)] if to_train else [request]
     cache = None
-    if not look_at_source:
-        cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request)))
-    if "none" in collectives.gather_text("none" if cache is None else "known"):
-        cache = _list_and_build(config, cache_dir, request, split_file)
-    content = [cache.manifest[key] for key in ("sha256", "counts", "class_names")]
+    for asked in requests:
+        if cache is None and not look_at_source:
+            cache = _known_on_all(config, cache_dir, asked)
+    if cache is None:
+        cache = _list_and_build(config, cache_dir, requests, split_file)
+    content = [cache.identity(), cache.manifest["counts"]]
     if len(set(collectives.gather_text(json.dumps(content, sort_keys=True)))) > 1:
         raise UserError(f"dataset: hosts hold different data under {config.dataset.path or config.dataset.name!r}")
     return cache
@@ -203,15 +208,36 @@ def _request(config) -> tuple[dict, SplitFile | None]:
     return known.request_of(config.dataset.to_dict(), digest), split_file
 
 
-def _list_and_build(config, cache_dir: epath.Path, request: dict, split_file: SplitFile | None) -> Cache:
-    """Lists the source and opens its cache, which is built on the hosts where there is none."""
-    plan = _find_plan(config, cache_dir, split_file)
+def _known_on_all(config, cache_dir: epath.Path, request: dict) -> Cache | None:
+    """The cache that was noted for a request; None on every host, if one of them has none."""
+    cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request)))
+    return None if _missing_somewhere(cache) else cache
+
+
+def _missing_somewhere(cache: Cache | None) -> bool:
+    return "none" in collectives.gather_text("none" if cache is None else "there")
+
+
+def _list_and_build(config, cache_dir: epath.Path, requests: list[dict], split_file: SplitFile | None) -> Cache:
+    """Lists the source and opens its cache, which is built on the hosts where there is none.
+
+    Args:
+      requests: for the whole cache, and for this host's part, if that serves.
+    """
+    plan, request = _find_plan(config, cache_dir, split_file), requests[0]
+    cache = collectives.agreed(lambda: open_sound_cache(plan.folder))
+    sharing = hosts_sharing(cache_dir) if _missing_somewhere(cache) else []
+    all_share = len(sharing) in (0, jax.process_count())
+    if len(requests) > 1 and "apart" in collectives.gather_text("together" if all_share else "apart"):
+        num_originals = len(plan.splits["train"])
+        sharding = choose_sharding(config.batch.virtual_shards, num_originals, jax.device_count(), views=1)
+        plan = plan.part(originals_of_hosts(sharding, sharing, config.dataset.split_seed))
+        cache, request = collectives.agreed(lambda: open_sound_cache(plan.folder)), requests[1]
     before = known.known_folder(cache_dir, request)
     if before is not None and before != plan.folder:
         log.warning("dataset: %s changed since %s was made", plan.source.description, before)
-    cache = collectives.agreed(lambda: open_sound_cache(plan.folder))
-    if "none" in collectives.gather_text("none" if cache is None else "whole"):
-        build_together(plan, needed=cache is None)
+    if sharing:
+        build_together(plan, sharing, missing=cache is None)
         cache = collectives.agreed(functools.partial(_open_built, plan.folder), cache is None) or cache
     known.note(cache_dir, request, cache)
     return cache
@@ -225,8 +251,8 @@ def estimate_cache(config) -> BuildEstimate | None:
     """
     cache_dir = epath.Path(config.augment.cache_dir).expanduser()
     request, split_file = _request(config)
-    cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request)))
-    if "none" not in collectives.gather_text("none" if cache is None else "known"):
+    of_part = known.request_of_part(request, config.batch.virtual_shards)
+    if any(_known_on_all(config, cache_dir, asked) for asked in (request, of_part)):
         return None
     plan = _find_plan(config, cache_dir, split_file)
     return collectives.agreed(lambda: estimate_build(plan))
@@ -284,9 +310,9 @@ def _plan_cache(config, cache_dir: epath.Path, split_file: SplitFile | None) -> 
 class CacheAttempt:
     """One try at reading the cache; see `cache_attempts`."""
 
-    def __init__(self, config, *, is_last: bool, look_at_source: bool):
+    def __init__(self, config, *, is_last: bool, **options: bool):
         self._is_last = is_last
-        self._cache = prepare_cache(config, look_at_source=look_at_source)
+        self._cache = prepare_cache(config, **options)
         self.succeeded = False
 
     def __enter__(self) -> Cache:
@@ -305,7 +331,7 @@ class CacheAttempt:
         return True
 
 
-def cache_attempts(config, *, look_at_source: bool = False) -> Iterator[CacheAttempt]:
+def cache_attempts(config, *, look_at_source: bool = False, to_train: bool = False) -> Iterator[CacheAttempt]:
     """The cache of `config`, to be read within a `with`; built anew for one more try where it is damaged.
 
         for attempt in cache_attempts(config):
@@ -315,12 +341,12 @@ def cache_attempts(config, *, look_at_source: bool = False) -> Iterator[CacheAtt
     All hosts do this, and all try again if any of them finds damage.
 
     Args:
-      look_at_source: see `prepare_cache`.
+      look_at_source, to_train: see `prepare_cache`.
     Raises:
       UserError: on every host, if the fresh cache is damaged too; what `prepare_cache` raises.
     """
     for is_last in (False, True):
-        attempt = CacheAttempt(config, is_last=is_last, look_at_source=look_at_source)
+        attempt = CacheAttempt(config, is_last=is_last, look_at_source=look_at_source, to_train=to_train)
         yield attempt
         if attempt.succeeded:
             return

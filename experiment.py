@@ -16,6 +16,7 @@ from flax import linen as nn
 import augment
 import model as models
 from largebatch.cache.cache import Cache, RowLayout
+from largebatch.cache.plan import FIRST_ROWS
 from largebatch.config.rules import MODEL_OPTIONS
 from largebatch.data import streaming
 from largebatch.data.placement import DeviceData, bytes_per_device, place
@@ -50,7 +51,7 @@ from largebatch.training.step import MicroBatchReader, TrainStep
 
 # A set of programs takes some 800 memory maps on a CPU; at Linux' limit of 65,530 a process dies.
 MAX_PROGRAMS = 30
-WHITENING_IMAGES = 2048  # training images whose patches whiten the stem
+WHITENING_IMAGES = FIRST_ROWS  # training images whose patches whiten the stem
 
 
 # ---- config -> Setup ------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class ProgramCache:
         if self._asked == dataset_key(config) and (placed := self._placed_for(config)):
             return placed
         self._asked = self._placed = self._kernel = None
-        for attempt in augment.cache_attempts(config):
+        for attempt in augment.cache_attempts(config, to_train=True):
             with attempt as cache:
                 setup = choose_setup(config, DataFacts.of(cache), packed=self.packed)
                 program = setup.program
@@ -277,7 +278,7 @@ class ProgramCache:
         if setup.config.model.stem != "whitened":
             return None
         if self._kernel is None:
-            for attempt in augment.cache_attempts(setup.config):
+            for attempt in augment.cache_attempts(setup.config, to_train=True):
                 with attempt as cache:
                     kernel = np.zeros(models.whitening_shape(cache.image_shape), np.float32)
                     if collectives.is_primary():

@@ -146,7 +146,7 @@ def main(config: config_dict.ConfigDict) -> int:
             f"--pack: {jax.process_count()} hosts; allowed: one, for each trial of a pack is one device's"
         )
     if not any(field.startswith("dataset.") for field in study.search.space):
-        augment.prepare_cache(study.config)  # bad data are found before anything is written
+        augment.prepare_cache(study.config, to_train=True)  # bad data are found before anything is written
     preemption.answer_signals()
     preemption.training_begins()  # what a trial has done goes back to the queue, however little it is
     with open_queue(study) if collectives.is_primary() else contextlib.nullcontext() as queue:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import logging
 import os
 import re
@@ -25,8 +26,8 @@ import numpy as np
 from etils import epath
 
 from largebatch import files
-from largebatch.cache.cache import RowLayout
-from largebatch.cache.finish import finish_cache
+from largebatch.cache.cache import RowLayout, open_cache
+from largebatch.cache.finish import TrainSums, finish_cache, read_sums
 from largebatch.cache.parts import Block, channel_sums, part_record, write_whole
 from largebatch.cache.plan import PARTS, CachePlan, FileTask, all_tasks, plan_layout
 from largebatch.errors import UserError
@@ -40,47 +41,64 @@ SECONDS_BETWEEN_REPORTS = 10.0
 OLD_BUILD_SEC = 7 * 24 * 3600
 
 
-def build_together(plan: CachePlan, needed: bool) -> None:
-    """Builds a cache on the hosts that need it; those that share a file system share the work.
+def hosts_sharing(folder: epath.Path) -> list[int]:
+    """The hosts that see this host's files in a folder, in order; itself among them. Every host calls it.
 
-    Every host calls it.
+    Raises:
+      UserError: on every host, if one of them cannot write there.
+    """
+    meeting = collectives.gather_text(uuid.uuid4().hex)[0]
+    mark = folder / f".meeting-{jax.process_index()}.{meeting}.tmp"  # `files.remove_stale_in` knows the name
+    collectives.agreed(functools.partial(_leave_mark, mark))
+    seen = [int(other.name.split(".")[1].split("-")[1]) for other in folder.glob(f".meeting-*.{meeting}.tmp")]
+    collectives.barrier()  # all have looked
+    files.remove(mark)
+    return sorted({*seen, jax.process_index()})
+
+
+def _leave_mark(mark: epath.Path) -> None:
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        files.remove_stale_in(mark.parent)
+        mark.touch()
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"augment.cache_dir: cannot write {mark.parent} ({reason})") from error
+
+
+def build_together(plan: CachePlan, sharing: list[int], missing: bool) -> None:
+    """Builds a cache where it is missing; hosts that share a file system share the work.
+
+    Every host calls it. Where each has its part, the statistics are those of all parts.
 
     Args:
-      needed: whether this host has no such cache.
+      sharing: of `hosts_sharing`.
+      missing: whether this host sees no such cache.
     Raises:
       UserError: on every host, if one of them fails; see `build_cache`.
     """
-    meeting = collectives.gather_text(uuid.uuid4().hex)[0]
-    collectives.agreed(functools.partial(_leave_mark, plan, meeting), needed)
-    sharing = _hosts_sharing(plan, meeting) if needed else []
-    rank = sharing.index(jax.process_index()) if needed else 0
+    missing_on = [json.loads(text) for text in collectives.gather_text(json.dumps(missing))]
+    needed = any(missing_on[host] for host in sharing)
+    rank = sharing.index(jax.process_index())
     collectives.agreed(functools.partial(build_cache, plan, rank, len(sharing)), needed)
-    collectives.agreed(functools.partial(_complete, plan), needed and rank == 0)
+    is_first = rank == 0
+    is_part = plan.own_rows is not None
+    own_sums = collectives.agreed(functools.partial(_sums_of_host, plan), is_first and (needed or is_part))
+    all_sums = None
+    if is_part:
+        of_hosts = collectives.gather_text(json.dumps(own_sums and dataclasses.asdict(own_sums)))
+        all_sums = TrainSums.total([TrainSums(**fields) for fields in map(json.loads, of_hosts) if fields])
+    collectives.agreed(functools.partial(finish_cache, plan, own_sums, all_sums), needed and is_first)
 
 
-def _complete(plan: CachePlan) -> None:
-    """Finishes a cache."""
-    if plan.folder.exists():  # another process was first, with the same content
-        return
+def _sums_of_host(plan: CachePlan) -> TrainSums | None:
+    """Of the training rows that this host answers for; None where a whole cache is there already."""
+    if plan.folder.exists():  # built before, or another process was first, with the same content
+        return TrainSums(**open_cache(plan.folder).manifest["part"]["sums"]) if plan.own_rows is not None else None
     is_whole = all(plan.is_written(task) for task in all_tasks(plan_layout(plan)))
     if not is_whole:  # a network file system showed the hosts' marks to some of them only
         build_cache(plan)
-    finish_cache(plan)
-
-
-def _leave_mark(plan: CachePlan, meeting: str) -> None:
-    try:
-        (plan.build_folder / PARTS).mkdir(parents=True, exist_ok=True)
-        (plan.build_folder / PARTS / f"{meeting}-{jax.process_index()}").touch()
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"augment.cache_dir: cannot write {plan.folder} ({reason})") from error
-
-
-def _hosts_sharing(plan: CachePlan, meeting: str) -> list[int]:
-    """The hosts whose marks this host sees, in order; itself among them."""
-    marks = (plan.build_folder / PARTS).glob(f"{meeting}-*")
-    return sorted(int(mark.name.removeprefix(f"{meeting}-")) for mark in marks)
+    return read_sums(plan)
 
 
 def build_cache(plan: CachePlan, host: int = 0, num_hosts: int = 1) -> None:
@@ -185,7 +203,7 @@ class _BlockTask:
 
     def examples(self, plan: CachePlan) -> np.ndarray:
         """Indices of the rows in the source."""
-        return plan.splits[self.file.split][self.rows.start : self.rows.stop]
+        return plan.stored_examples[self.file.split][self.rows.start : self.rows.stop]
 
 
 def _block_tasks(layout: RowLayout, tasks: list[FileTask]) -> Iterator[_BlockTask]:

@@ -5,9 +5,13 @@
     FOLDER/{train,val,test}_labels.npy      int32, one per original
     FOLDER/{train,val,test}_ids.npy         text
     FOLDER/{train,val,test}_digests.npy     SHA-256 of each original's bytes in the images files
+    FOLDER/train_rows.npy                   int64, ascending: only in a host's part, see below
 
 Rows are the originals of a split in its order, `rows_per_file` in every file but the last. Views of them are made
-where they are needed. `build.py` writes a cache; it appears under its own name when it is whole.
+where they are needed. A *part* is the cache of hosts that share no file system with the others: its images files
+and digests have the training rows of `train_rows.npy` alone, all else is as in the whole cache.
+
+`build.py` writes a cache; it appears under its own name when it is whole.
 """
 
 import contextlib
@@ -44,6 +48,7 @@ MANIFEST_FIELDS = {
     "rows_per_file",
     "mean",
     "std",
+    "pixels",
     "source",
     "built",
     "sha256",
@@ -99,19 +104,25 @@ class Cache:
       folder: where it is.
       manifest: source, counts, class names, mean, std, digests of the arrays.
       manifest_bytes: the file as it was read, which tells this build of the cache from every other.
-      layout: of the rows.
+      is_part: whether training images are missing that are on other hosts.
+      layout: of the rows that are here.
     """
 
     def __init__(self, folder: epath.Path, manifest: dict, manifest_bytes: bytes):
         self.folder, self.manifest, self.manifest_bytes = folder, manifest, manifest_bytes
+        self.is_part = "part" in manifest
+        stored = dict(manifest["counts"])
+        if self.is_part:
+            stored["train"] = manifest["part"]["rows"]
         self.layout = RowLayout(
-            manifest["counts"],
+            stored,
             manifest["rows_per_file"],
             tuple(manifest["image_shape"]),
             np.dtype(manifest["image_dtype"]),
         )
         self._open_file = functools.cache(self._open_file_once)
         self._digests = functools.cache(lambda split: self.small_array(f"{split}_digests"))
+        self._rows_of_part = functools.cache(lambda: self.small_array("train_rows"))
 
     @property
     def class_names(self) -> list[str]:
@@ -120,7 +131,7 @@ class Cache:
 
     def count(self, split: str) -> int:
         """Original images in `split`."""
-        return self.layout.counts[split]
+        return self.manifest["counts"][split]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -135,10 +146,27 @@ class Cache:
     def identity(self) -> dict:
         """What someone needs to use a network trained on this elsewhere, and digests that tell data apart."""
         kept = {name: self.manifest[name] for name in ("class_names", "image_shape", "image_dtype", "mean", "std")}
-        for name, part in (("ids", "ids"), ("labels", "labels"), ("pixels", "digests")):
-            digests = "".join(self.manifest["sha256"][f"{split}_{part}.npy"] for split in SPLITS)
+        for name in ("ids", "labels"):
+            digests = "".join(self.manifest["sha256"][f"{split}_{name}.npy"] for split in SPLITS)
             kept[name] = hashlib.sha256(digests.encode()).hexdigest()
+        pixels = "".join(self.manifest["pixels"][split] for split in SPLITS)
+        kept["pixels"] = hashlib.sha256(pixels.encode()).hexdigest()
         return kept
+
+    def rows_here(self, split: str) -> np.ndarray:
+        """The originals of a split whose images are here, ascending."""
+        return self._rows_of_part() if self.is_part and split == "train" else np.arange(self.count(split))
+
+    def _places(self, split: str, rows: np.ndarray) -> np.ndarray:
+        """Where originals lie in the images files, counted over all of a split."""
+        if not (self.is_part and split == "train"):
+            return rows
+        here = self._rows_of_part()
+        places = np.minimum(np.searchsorted(here, rows), len(here) - 1)
+        if not np.array_equal(here[places], rows):
+            row = rows[here[places] != rows][0]
+            raise IndexError(f"{self.folder} is a part of the training images: row {row} is on another host")
+        return places
 
     def small_array(self, name: str) -> np.ndarray:
         """Labels, ids or digests, verified whole (the header too: NumPy's parser trips over a damaged one)."""
@@ -165,13 +193,15 @@ class Cache:
         """
         assert out.flags.c_contiguous
         row_bytes, rows_per_file = self.layout.row_bytes, self.layout.rows_per_file
-        digests = self._digests(split)[rows].tobytes()
+        places = self._places(split, rows)
+        digests = self._digests(split)[places].tobytes()
         content = memoryview(out.reshape(-1))  # a view of bytes costs less than one of NumPy
-        rows, in_order = rows.tolist(), np.argsort(rows, kind="stable").tolist()  # a disk is read in one direction
+        in_order = np.argsort(places, kind="stable").tolist()  # a disk is read in one direction
+        places = places.tolist()
 
         def read_range(begin: int, end: int) -> None:
             for position in in_order[begin:end]:
-                number, row_of_file = divmod(rows[position], rows_per_file)
+                number, row_of_file = divmod(places[position], rows_per_file)
                 file = self._open_file(split, number)
                 row = content[position * row_bytes : (position + 1) * row_bytes]
                 file.read_row(row_of_file, row)
@@ -200,8 +230,9 @@ class Cache:
         for name in self.manifest["sha256"]:
             self.small_array(name.removesuffix(".npy"))
         for split in SPLITS:
-            for part in iterate_batches(self.count(split), ROWS_AT_ONCE):
-                rows = np.arange(part.start, part.stop)
+            rows_here = self.rows_here(split)
+            for part in iterate_batches(len(rows_here), ROWS_AT_ONCE):
+                rows = rows_here[part]
                 self.read_images(split, rows, np.empty((len(rows), self.layout.row_bytes), np.uint8))
 
 

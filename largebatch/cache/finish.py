@@ -1,6 +1,7 @@
 """Puts the parts of a cache together: labels, ids, digests, statistics and the manifest."""
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import io
@@ -20,16 +21,71 @@ from largebatch.sources.split import SPLITS
 log = logging.getLogger("largebatch")
 
 
-def finish_cache(plan: CachePlan) -> None:
+@dataclasses.dataclass(frozen=True)
+class TrainSums:
+    """Exact sums over training rows: those of several hosts add up to those of all rows."""
+
+    pixels: int  # of `row_digests_sum`
+    sums: list[int]  # of the pixels, by channel
+    square_sums: list[int]
+
+    @classmethod
+    def total(cls, parts: list["TrainSums"]) -> "TrainSums":
+        """The sums over the rows of all parts."""
+        return cls(
+            sum(part.pixels for part in parts) % 2**256,
+            [sum(of_channel) for of_channel in zip(*(part.sums for part in parts), strict=True)],
+            [sum(of_channel) for of_channel in zip(*(part.square_sums for part in parts), strict=True)],
+        )
+
+
+def read_sums(plan: CachePlan) -> TrainSums:
+    """The sums over the training rows that no other host counts, from the part records."""
+    layout, rows = plan_layout(plan), plan.stored_rows["train"]
+    is_counted = np.isin(rows, rows if plan.own_rows is None else plan.own_rows)
+    zeros = [0] * layout.image_shape[-1]
+    parts = [TrainSums(0, zeros, zeros)]
+    for number in range(layout.num_files("train")):
+        of_file = layout.rows_of_file("train", number)
+        record = read_record(plan, FileTask("train", number), len(of_file))
+        counted = is_counted[of_file.start : of_file.stop]
+        parts.append(
+            TrainSums(
+                row_digests_sum("train", rows[of_file.start : of_file.stop][counted], record["digests"][counted]),
+                record["sums"][counted].sum(axis=0, dtype=np.uint64).tolist(),
+                record["square_sums"][counted].sum(axis=0, dtype=np.uint64).tolist(),
+            )
+        )
+    return TrainSums.total(parts)
+
+
+def row_digests_sum(split: str, rows: np.ndarray, digests: np.ndarray) -> int:
+    """Tells the pixels of rows from others: the sum of a SHA-256 of each, mod 2**256, however rows are spread."""
+    seals = (
+        hashlib.sha256(f"{split} {row} ".encode() + digest.tobytes()).digest()
+        for row, digest in zip(rows.tolist(), digests, strict=True)
+    )
+    return sum(int.from_bytes(seal) for seal in seals) % 2**256
+
+
+def finish_cache(plan: CachePlan, own_sums: TrainSums | None = None, all_sums: TrainSums | None = None) -> None:
     """Puts the written parts together and gives the cache its name.
 
+    Args:
+      own_sums: of `read_sums`, if they were read before.
+      all_sums: over all training rows; None where all of them are here.
     Raises:
       UserError: a failing disk.
     """
+    if plan.folder.exists():  # another process was first, with the same content
+        return
     build = plan.build_folder
     layout = plan_layout(plan)
+    own_sums = own_sums or read_sums(plan)
     try:
-        manifest = _write_small_arrays(plan, layout)
+        manifest = _write_small_arrays(plan, layout, all_sums or own_sums)
+        if plan.own_rows is not None:
+            manifest["part"] = {"rows": layout.counts["train"], "sums": dataclasses.asdict(own_sums)}
         manifest["manifest_sha256"] = seal_of(manifest)
         write_whole(build / MANIFEST, json.dumps(manifest, indent=1).encode())
         build.rename(plan.folder)
@@ -44,47 +100,53 @@ def finish_cache(plan: CachePlan) -> None:
     log.info("cached in %s", plan.folder)
 
 
-def _write_small_arrays(plan: CachePlan, layout: RowLayout) -> dict:
+def _write_small_arrays(plan: CachePlan, layout: RowLayout, train_sums: TrainSums) -> dict:
     """Writes labels, ids and digests of every split; returns the manifest."""
-    source, sha256, digests_of_split = plan.source, {}, {}
+    source, arrays, digests_of_split = plan.source, {}, {}
+    pixels = {"train": train_sums.pixels}
     ids = np.array(source.ids)
-    channels = layout.image_shape[-1]
-    sums, square_sums = [0] * channels, [0] * channels
     for split in SPLITS:
-        records = [
-            read_record(plan, FileTask(split, number), len(layout.rows_of_file(split, number)))
+        digests = [
+            read_record(plan, FileTask(split, number), len(layout.rows_of_file(split, number)))["digests"]
             for number in range(layout.num_files(split))
         ]
-        if split == "train":
-            for channel in range(channels):
-                sums[channel] = sum(int(record["sums"][channel]) for record in records)
-                square_sums[channel] = sum(int(record["square_sums"][channel]) for record in records)
-        digests = np.concatenate([np.empty((0, 32), np.uint8), *(record["digests"] for record in records)])
+        digests = np.concatenate([np.empty((0, 32), np.uint8), *digests])
         digests_of_split[split] = digests
+        if split != "train":
+            pixels[split] = row_digests_sum(split, plan.stored_rows[split], digests)
         rows = plan.splits[split]
-        for name, array in {"labels": source.labels[rows], "ids": ids[rows], "digests": digests}.items():
-            buffer = io.BytesIO()
-            np.save(buffer, array, allow_pickle=False)
-            path = plan.build_folder / f"{split}_{name}.npy"
-            write_whole(path, buffer.getvalue())
-            sha256[path.name] = hashlib.sha256(buffer.getvalue()).hexdigest()
+        arrays[f"{split}_labels"], arrays[f"{split}_ids"] = source.labels[rows], ids[rows]
+        arrays[f"{split}_digests"] = digests
+    if plan.own_rows is not None:
+        arrays["train_rows"] = plan.stored_rows["train"]
+    sha256 = {f"{name}.npy": _write_array(plan, name, array) for name, array in arrays.items()}
     _warn_of_equal_images(plan, digests_of_split)
-    num_pixels = layout.counts["train"] * layout.image_shape[0] * layout.image_shape[1]
-    mean, std = channel_statistics(sums, square_sums, num_pixels)
+    counts = {split: len(plan.splits[split]) for split in SPLITS}
+    num_pixels = counts["train"] * layout.image_shape[0] * layout.image_shape[1]
+    mean, std = channel_statistics(train_sums.sums, train_sums.square_sums, num_pixels)
     return {
         "cache_version": CACHE_VERSION,
         "build": uuid.uuid4().hex,  # so that no two builds have the same manifest; see `discard_cache`
         "built": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "source": source.description,
-        "counts": layout.counts,
+        "counts": counts,
         "class_names": source.class_names,
         "image_shape": list(layout.image_shape),
         "image_dtype": layout.dtype.name,
         "rows_per_file": layout.rows_per_file,
         "mean": mean,
         "std": std,
+        "pixels": {split: f"{number:064x}" for split, number in pixels.items()},
         "sha256": sha256,
     }
+
+
+def _write_array(plan: CachePlan, name: str, array: np.ndarray) -> str:
+    """Writes a small array; returns its SHA-256."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    write_whole(plan.build_folder / f"{name}.npy", buffer.getvalue())
+    return hashlib.sha256(buffer.getvalue()).hexdigest()
 
 
 def channel_statistics(sums: list[int], square_sums: list[int], num_pixels: int) -> tuple[list, list]:
@@ -100,7 +162,7 @@ def channel_statistics(sums: list[int], square_sums: list[int], num_pixels: int)
 def _warn_of_equal_images(plan: CachePlan, digests: dict[str, np.ndarray]) -> None:
     """Counts and names images with the same pixels; those in two splits make a validation too good."""
     every = np.ascontiguousarray(np.concatenate([digests[split] for split in SPLITS])).view("V32").ravel()
-    examples = np.concatenate([plan.splits[split] for split in SPLITS])
+    examples = np.concatenate([plan.stored_examples[split] for split in SPLITS])
     split_of = np.repeat(np.arange(len(SPLITS)), [len(digests[split]) for split in SPLITS])
     order = np.argsort(every, kind="stable")
     equals_next = every[order[:-1]] == every[order[1:]]

@@ -10,10 +10,12 @@ import json
 import os
 from pathlib import Path
 
+import jax
 from etils import epath
 
 from largebatch.cache.cache import Cache, open_sound_cache
 from largebatch.files import replacing
+from largebatch.hosts import replicas
 
 FOLDER = ".known"
 # Fields of a config's `dataset` that shape no cache.
@@ -35,6 +37,16 @@ def request_of(fields: dict, split_file_digest: str | None = None) -> dict:
     request["split_file_digest"] = split_file_digest
     request["TFDS_DATA_DIR"] = os.environ.get("TFDS_DATA_DIR")
     return request
+
+
+def request_of_part(request: dict, virtual_shards: int | None) -> dict:
+    """The same for the part that this host needs to train, where hosts share no file system.
+
+    Args:
+      virtual_shards: a config's batch.virtual_shards, by which images are dealt to devices.
+    """
+    devices = {"devices": jax.device_count(), "of_this_host": replicas.local_indices()}
+    return {**request, **devices, "virtual_shards": virtual_shards}
 
 
 def known_folder(cache_dir: epath.Path, request: dict) -> epath.Path | None:

@@ -19,27 +19,31 @@ class Block:
 
     pixels: np.ndarray  # [rows, H, W, C]
     digests: np.ndarray  # uint8 [rows, 32]
-    sums: np.ndarray  # uint64 [C]: of the pixels
-    square_sums: np.ndarray  # uint64 [C]: of their squares
+    sums: np.ndarray  # uint64 [rows, C]: of the pixels
+    square_sums: np.ndarray  # uint64 [rows, C]: of their squares
 
 
 def channel_sums(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of the pixels [N, H, W, C] and of their squares by channel, exact: uint64 [C] each.
+    """Sums of the pixels [N, H, W, C] and of their squares by image and channel, exact: uint64 [N, C] each.
 
     Whole lines of an image are added at once, which is quicker than channel by channel. Of uint8, so few lines at a
     time that the sums of their squares are whole numbers below 2**24, which float32 holds exactly.
     """
     num_images, height, width, channels = pixels.shape
-    lines = pixels.reshape(num_images * height, width * channels)
+    lines = pixels.reshape(num_images, height, width * channels)
+    images_at_once = max(1, LINES_AT_ONCE // height)
     number_type = np.float32 if pixels.dtype == np.uint8 else np.uint64
-    sums = np.zeros(width * channels, np.uint64)
-    square_sums = np.zeros(width * channels, np.uint64)
-    for begin in range(0, len(lines), LINES_AT_ONCE):
-        some = lines[begin : begin + LINES_AT_ONCE].astype(number_type)
-        sums += some.sum(axis=0).astype(np.uint64)
-        square_sums += np.square(some, out=some).sum(axis=0).astype(np.uint64)
-    by_channel = (width, channels)
-    return sums.reshape(by_channel).sum(axis=0), square_sums.reshape(by_channel).sum(axis=0)
+    sums = np.zeros((num_images, channels), np.uint64)
+    square_sums = np.zeros((num_images, channels), np.uint64)
+    for first in range(0, num_images, images_at_once):
+        images = slice(first, first + images_at_once)
+        for begin in range(0, height, LINES_AT_ONCE):
+            some = lines[images, begin : begin + LINES_AT_ONCE].astype(number_type)
+            by_channel = (len(some), width, channels)
+            sums[images] += some.sum(axis=1).astype(np.uint64).reshape(by_channel).sum(axis=1)
+            squares = np.square(some, out=some).sum(axis=1).astype(np.uint64)
+            square_sums[images] += squares.reshape(by_channel).sum(axis=1)
+    return sums, square_sums
 
 
 def part_record(blocks: list[Block]) -> bytes:
@@ -48,8 +52,8 @@ def part_record(blocks: list[Block]) -> bytes:
     np.savez(
         buffer,
         digests=np.concatenate([block.digests for block in blocks]),
-        sums=np.sum([block.sums for block in blocks], axis=0, dtype=np.uint64),
-        square_sums=np.sum([block.square_sums for block in blocks], axis=0, dtype=np.uint64),
+        sums=np.concatenate([block.sums for block in blocks]),
+        square_sums=np.concatenate([block.square_sums for block in blocks]),
     )
     return buffer.getvalue()
 
@@ -65,8 +69,9 @@ def read_record(plan: CachePlan, task: FileTask, num_rows: int) -> dict[str, np.
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             record = {name: arrays[name] for name in ("digests", "sums", "square_sums")}
-        if record["digests"].shape != (num_rows, 32):
-            raise ValueError(f"{len(record['digests'])} rows, expected {num_rows}")
+        for array in record.values():
+            if array.ndim != 2 or len(array) != num_rows:
+                raise ValueError(f"an array of shape {array.shape}, expected {num_rows} rows")
         return record
     except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input
         path.unlink(missing_ok=True)  # so that the next start decodes this part again

@@ -1,6 +1,8 @@
 """What is to be built: a cache's folder, its rows and its files."""
 
 import dataclasses
+import functools
+import hashlib
 
 import numpy as np
 from etils import epath
@@ -14,6 +16,7 @@ from largebatch.sources.split import SPLITS
 MOST_FILES, MIN_FILE_BYTES = 128, 2**24
 PIXEL_TYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
 PARTS = "parts"  # folder of the part records
+FIRST_ROWS = 2048  # training rows that every host has: what looks at some images takes the first ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +26,26 @@ class CachePlan:
     folder: epath.Path  # the finished cache's
     source: Source
     splits: dict[str, np.ndarray]  # indices into the source's examples, by split
+    own_rows: np.ndarray | None = None  # training rows of this host's devices, ascending; None: the cache has all
+
+    def part(self, own_rows: np.ndarray) -> "CachePlan":
+        """The plan of a host's part, beside the whole cache: it has these training rows, and the first ones."""
+        key = hashlib.sha256(f"{self.folder.name} ".encode() + own_rows.astype("<i8").tobytes()).hexdigest()[:16]
+        name, _, _ = self.folder.name.rpartition("-")
+        return dataclasses.replace(self, folder=self.folder.parent / f"{name}-{key}", own_rows=own_rows)
+
+    @functools.cached_property
+    def stored_rows(self) -> dict[str, np.ndarray]:
+        """The rows of each split that are in the images files, ascending."""
+        rows = {split: np.arange(len(examples)) for split, examples in self.splits.items()}
+        if self.own_rows is not None:
+            rows["train"] = np.union1d(self.own_rows, rows["train"][:FIRST_ROWS])
+        return rows
+
+    @functools.cached_property
+    def stored_examples(self) -> dict[str, np.ndarray]:
+        """The same as indices into the source's examples."""
+        return {split: self.splits[split][rows] for split, rows in self.stored_rows.items()}
 
     @property
     def build_folder(self) -> epath.Path:
@@ -64,7 +87,7 @@ def plan_layout(plan: CachePlan) -> RowLayout:
         (pixels,) = read([first])
     if pixels.dtype not in PIXEL_TYPES:
         raise UserError(f"dataset: {plan.source.ids[first]} has {pixels.dtype} pixels; allowed: uint8 | uint16")
-    counts = {split: len(plan.splits[split]) for split in SPLITS}
+    counts = {split: len(plan.stored_rows[split]) for split in SPLITS}
     return make_layout(counts, pixels.shape, pixels.dtype)
 
 

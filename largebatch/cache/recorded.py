@@ -20,7 +20,7 @@ def find_split(cache_dir: str, split: str, recorded: dict) -> Dataset | None:
     """
     dataset = None
     try:
-        cache = find_cache(cache_dir, recorded)
+        cache = find_cache(cache_dir, split, recorded)
         if cache:
             dataset = read_split(cache, split)
     except DamagedCache as damage:
@@ -31,12 +31,14 @@ def find_split(cache_dir: str, split: str, recorded: dict) -> Dataset | None:
     return dataset if on_every_host else None
 
 
-def find_cache(cache_dir: str, recorded: dict) -> Cache | None:
-    """The first cache in `cache_dir` that holds just the data of `recorded`; others there may be damaged."""
+def find_cache(cache_dir: str, split: str, recorded: dict) -> Cache | None:
+    """The first cache in `cache_dir` with a split of just the data of `recorded`; others there may be damaged."""
     for manifest in sorted(epath.Path(cache_dir).expanduser().glob("[!.]*/manifest.json")):
         try:
             cache = open_cache(manifest.parent)
         except DamagedCache:  # of some data set; who needs it will say so
+            continue
+        if cache.is_part and split == "train":
             continue
         identity = cache.identity()
         recorded_too = identity.keys() & recorded.keys()  # older code had no digest of the pixels alone

@@ -32,6 +32,12 @@ class DeviceData:
     val_ids: np.ndarray  # str [val examples], in the split's order
 
 
+def originals_of_hosts(sharding: DataSharding, hosts: list[int], seed: int) -> np.ndarray:
+    """The training originals that `place` reads on some hosts, ascending; see there."""
+    devices = [device for host in hosts for device in replicas.indices_of(host)]
+    return np.sort(np.concatenate([sharding.originals_of(device, seed) for device in devices]))
+
+
 def bytes_per_device(
     layout: RowLayout, sharding: DataSharding, views: int, *, buffer_rows: int | None = None, packed: bool = False
 ) -> dict[str, int]:

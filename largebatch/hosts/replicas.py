@@ -21,7 +21,12 @@ def pmap(function: Callable, in_axes=0, out_axes=0, donate_argnums=()) -> Callab
 
 def local_indices() -> list[int]:
     """Positions of this host's devices on the pmap axis, in the order of jax.local_devices()."""
-    first = jax.process_index() * jax.local_device_count()
+    return indices_of(jax.process_index())
+
+
+def indices_of(host: int) -> list[int]:
+    """The same of another host; all have the same number of devices."""
+    first = host * jax.local_device_count()
     return list(range(first, first + jax.local_device_count()))
 
 
