@@ -93,12 +93,18 @@ def build_together(plan: CachePlan, sharing: list[int], missing: bool) -> None:
 
 def _sums_of_host(plan: CachePlan) -> TrainSums | None:
     """Of the training rows that this host answers for; None where a whole cache is there already."""
-    if plan.folder.exists():  # built before, or another process was first, with the same content
-        return TrainSums(**open_cache(plan.folder).manifest["part"]["sums"]) if plan.own_rows is not None else None
-    is_whole = all(plan.is_written(task) for task in all_tasks(plan_layout(plan)))
-    if not is_whole:  # a network file system showed the hosts' marks to some of them only
-        build_cache(plan)
-    return read_sums(plan)
+    try:
+        if not plan.folder.exists():
+            if not all(plan.is_written(task) for task in all_tasks(plan_layout(plan))):
+                build_cache(plan)  # a network file system showed the hosts' marks to some of them only
+            return read_sums(plan)
+    except OSError as error:
+        if not plan.folder.exists():
+            raise UserError(
+                f"augment.cache_dir: cannot read {plan.build_folder} ({error.strerror or error})"
+            ) from error
+    # Built before, or another process was first, with the same content.
+    return TrainSums(**open_cache(plan.folder).manifest["part"]["sums"]) if plan.own_rows is not None else None
 
 
 def build_cache(plan: CachePlan, host: int = 0, num_hosts: int = 1) -> None:

@@ -81,8 +81,8 @@ def finish_cache(plan: CachePlan, own_sums: TrainSums | None = None, all_sums: T
         return
     build = plan.build_folder
     layout = plan_layout(plan)
-    own_sums = own_sums or read_sums(plan)
     try:
+        own_sums = own_sums or read_sums(plan)
         manifest = _write_small_arrays(plan, layout, all_sums or own_sums)
         if plan.own_rows is not None:
             manifest["part"] = {"rows": layout.counts["train"], "sums": dataclasses.asdict(own_sums)}
