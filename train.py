@@ -347,7 +347,9 @@ def run_doctor(config: config_dict.ConfigDict) -> int:
     if estimate is not None:
         findings.show([dataset.check_build(estimate)])
         unknown = (1.0,) * estimate.layout.image_shape[-1]  # mean and deviation of the channels
-        setup = choose_setup(config, DataFacts(estimate.layout, estimate.num_classes, unknown, unknown))
+        num_originals = estimate.layout.counts["train"]
+        data = DataFacts(num_originals, estimate.layout, estimate.num_classes, unknown, unknown)
+        setup = choose_setup(config, data)
         findings.show([dataset.check_storage(setup, needed_bytes(setup, estimate.layout))])
     started = time.perf_counter()
     experiment, state = prepare(checks.config_to_examine(config), Clock(), ProgramCache())

@@ -159,7 +159,7 @@ def _resolve_setup(options: StepOptions, num_devices: int, *, packed: bool = Fal
     num_originals = -(-max(options.batch_size, serve.NUM_IMAGES) // views)
     counts = {"train": num_originals, "val": 0, "test": 0}
     layout = make_layout(counts, serve.IMAGE_SHAPE, np.dtype(np.uint8))
-    data = DataFacts(layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
+    data = DataFacts(num_originals, layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
     return resolve_setup(config, data, num_devices, packed=packed)
 
 

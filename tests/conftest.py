@@ -160,4 +160,4 @@ def facts_of(num_originals: int, image_shape: tuple[int, int, int], num_classes:
 
     channels = image_shape[-1]
     layout = make_layout({"train": num_originals, "val": 8, "test": 8}, image_shape, np.dtype(np.uint8))
-    return DataFacts(layout, num_classes, mean=(120.0,) * channels, std=(70.0,) * channels)
+    return DataFacts(num_originals, layout, num_classes, mean=(120.0,) * channels, std=(70.0,) * channels)

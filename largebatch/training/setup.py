@@ -34,7 +34,8 @@ MOST_SHARDS_PER_ORIGINAL = 4  # more would mostly be empty
 class DataFacts:
     """The properties of a data set on which a run's Setup depends."""
 
-    layout: RowLayout  # of its originals
+    num_originals: int  # training images of all hosts, before they are expanded to their views
+    layout: RowLayout  # of the originals
     num_classes: int
     mean: tuple[float, ...]  # of the training images, by channel
     std: tuple[float, ...]
@@ -43,12 +44,7 @@ class DataFacts:
     def of(cls, cache: Cache) -> "DataFacts":
         """The properties of the data set in `cache`."""
         mean, std = tuple(cache.manifest["mean"]), tuple(cache.manifest["std"])
-        return cls(cache.layout, len(cache.class_names), mean, std)
-
-    @property
-    def num_originals(self) -> int:
-        """Training images, before they are expanded to their views."""
-        return self.layout.counts["train"]
+        return cls(cache.count("train"), cache.layout, len(cache.class_names), mean, std)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
