@@ -25,9 +25,8 @@ from largebatch.data.streaming import load_inputs
 from largebatch.errors import BadSetting
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.clock import Clock
-from largebatch.optim.batch_sizes import batch_size_of_devices, follows_devices
+from largebatch.optim.batch_sizes import batch_sizes_of_devices
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_optimizer
-from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs, make_schedule
 from largebatch.training.costs import bytes_beside_images, training_costs
 from largebatch.training.evaluation import Scores, SplitLogits, SplitPredictions, predict_split
@@ -69,16 +68,13 @@ def resolve_setup(
       BadSetting: the config does not go with the data set or the devices.
     """
     augment.check_image_shape(config, data.image_shape)
-    views = augment.VIEW_COUNTS[config.augment.views]
-    sharding = choose_sharding(config.batch.virtual_shards, data.num_originals, num_devices, views)
-    batch_sizes = None
-    if follows_devices(config.batch):
-        batch_size = batch_size_of_devices(config.batch, num_devices, sharding.num_examples)
-        batch_sizes = PiecewiseConstant.constant(batch_size)
-    schedule = make_schedule(config, sharding.num_examples, batch_sizes)
+    views, num_shards = augment.VIEW_COUNTS[config.augment.views], config.batch.virtual_shards
+    sharding = choose_sharding(num_shards, data.num_originals, num_devices, views)
+    num_examples = sharding.num_examples
+    schedule = make_schedule(config, num_examples, batch_sizes_of_devices(config.batch, num_devices, num_examples))
     possible = possible_batch_sizes(config.batch, schedule)
-    micro_batch_size, buffer_rows = choose_micro_batch_size(config, possible, sharding), None
-    storage = storage or config.augment.storage
+    micro_batch_size = choose_micro_batch_size(config, possible, sharding)
+    storage, buffer_rows = storage or config.augment.storage, None
     if storage == "streamed":
         # At least a micro-batch on every device, which is what the doctor takes.
         largest = max(int(possible[-1]), micro_batch_size * num_devices)
@@ -109,7 +105,6 @@ def resolve_setup(
         shift_average=config.eval.shift_average,
         micro_batch_size=micro_batch_size,
         prediction_micro_batch_size=resolve_micro_batch_size(config.batch.micro_batch_size),
-        # A power of two, so that runs of other inner_steps share programs.
         inputs_length=1 << (config.train.inner_steps - 1).bit_length(),
     )
     return Setup(

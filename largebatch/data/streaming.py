@@ -23,7 +23,7 @@ import numpy as np
 
 from largebatch.cache.cache import Cache, DamagedCache, discard_cache
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, DeviceBatch
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, memory, replicas
 
@@ -200,8 +200,11 @@ class Stream:
             return np.empty(0, np.int64)
         num_parts = -(-visits // PLANNED_AT_ONCE)
         with jax.default_device(_host_cpu()):
-            visit = functools.partial(_visited_examples, self._sharding, device, epoch, offset, end - begin)
-            parts = [visit(part, num_parts, np.uint32(seed)) for part in range(num_parts)]
+            batch = batching.device_batch(self._sharding, device, epoch, offset, end - begin)
+            parts = [
+                _visited_examples(self._sharding, batch, part, num_parts, np.uint32(seed))
+                for part in range(num_parts)
+            ]
         originals = np.unique(np.concatenate(parts) // self._sharding.views)  # padding is one of them
         assert len(originals) <= self._num_rows, f"{len(originals)} originals for a buffer of {self._num_rows}"
         return originals
@@ -250,11 +253,8 @@ def load_inputs(data: Resident | Stream, sharding: DataSharding, seed, inputs) -
 
 
 @functools.partial(jax.jit, static_argnames="sharding")
-def _visited_examples(
-    sharding: DataSharding, device, epoch, offset, batch_size, part, num_parts, seed
-) -> jax.Array:
+def _visited_examples(sharding: DataSharding, batch: DeviceBatch, part, num_parts, seed) -> jax.Array:
     """One of `num_parts` parts of the examples that a device visits in a batch, padded: int32 [PLANNED_AT_ONCE]."""
-    batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
     return batching.micro_batch(sharding, batch, part, num_parts, PLANNED_AT_ONCE, seed).examples
 
 

@@ -26,7 +26,8 @@ def resolve_batch_size(size, num_examples: int, field: str = "batch.size") -> in
         return num_examples
     if size > num_examples:
         raise BadSetting(
-            f"{field}: {size}; allowed: an integer from 1 to {num_examples} (the training images x 8), or 'full'"
+            f"{field}: {size}; allowed: an integer from 1 to {num_examples} (all views of the training images), or "
+            "'full'"
         )
     return size
 
@@ -41,19 +42,23 @@ def are_found_in_training(fields: Mapping) -> bool:
     return fields["auto"] or follows_devices(fields)
 
 
-def batch_size_of_devices(fields: config_dict.ConfigDict, num_devices: int, num_examples: int) -> int:
-    """The batch size where it `follows_devices`.
+def batch_sizes_of_devices(
+    fields: config_dict.ConfigDict, num_devices: int, num_examples: int
+) -> PiecewiseConstant | None:
+    """The batch sizes of a run on so many devices, where they follow the devices; else None.
 
     Raises:
-      BadSetting: it is larger than the training set.
+      BadSetting: a batch is larger than the training set.
     """
+    if not follows_devices(fields):
+        return None
     batch_size = fields.per_device_batch_size * num_devices
     if batch_size > num_examples:
         raise BadSetting(
             f"batch.per_device_batch_size: {fields.per_device_batch_size} on {num_devices} devices; allowed: "
-            f"{num_examples} examples in all (the training images x 8)"
+            f"{num_examples} examples in all (all views of the training images)"
         )
-    return batch_size
+    return PiecewiseConstant.constant(batch_size)
 
 
 def planned_batch_sizes(fields: config_dict.ConfigDict, num_examples: int) -> PiecewiseConstant:

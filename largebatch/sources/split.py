@@ -72,7 +72,11 @@ def split_indices(example_ids: list[str], seed: int) -> dict[str, np.ndarray]:
 
 
 def _complete(example_ids: list[str], published: list[str], seed: int) -> dict[str, np.ndarray]:
-    """The published splits; one that is missing is a tenth of the published training examples."""
+    """The published splits, and what is missing cut from the training examples.
+
+    That is a tenth of them, but no more than the other part that is published: of ImageNet's 1,281,167, not 128,116
+    are taken from training but as many as its 50,000 for validation.
+    """
     names = np.array(published)
     splits = {split: np.flatnonzero(names == split) for split in SPLITS}
     missing = [split for split in SPLITS if len(splits[split]) == 0]
@@ -85,9 +89,11 @@ def _complete(example_ids: list[str], published: list[str], seed: int) -> dict[s
             raise UserError(
                 f"dataset: {len(order)} training images; allowed: at least 10, to cut {' and '.join(missing)} from"
             )
+        held_out = max(len(splits["val"]), len(splits["test"]))
+        size = min(tenth, held_out) if held_out else tenth
         for split in reversed(missing):  # both missing: as `split_indices` cuts them
-            order, splits[split] = order[:-tenth], order[-tenth:]
-            log.info("%s: a tenth of the published training images, %d", split, tenth)
+            order, splits[split] = order[:-size], order[-size:]
+            log.info("%s: %d of the published training images", split, size)
         splits["train"] = order
     return {split: _sorted_by_id(example_ids, rows) for split, rows in splits.items()}
 

@@ -95,7 +95,8 @@ def tfds_source(
 def _published_splits(builder, name: str) -> dict[str, str]:
     """The splits of TFDS that are published for training, validation or test, each with the name it has here.
 
-    A set that has only one split, or train and others that are none of these, publishes no split.
+    A set that has only one split, or train and others that are none of these, publishes no split. A split without
+    labels is left out.
     """
     sizes = {theirs: info.num_examples for theirs, info in builder.info.splits.items() if info.num_examples}
     published = {theirs: split_named(theirs) for theirs in sizes if split_named(theirs)}
@@ -106,6 +107,10 @@ def _published_splits(builder, name: str) -> dict[str, str]:
             f"dataset.tfds_split: None, and TFDS set {name!r} has the splits {', '.join(sizes)}; allowed: those to "
             "read, as 'train+test', where there is no train or two for one of train, val, test"
         )
+    for theirs in [theirs for theirs, ours in published.items() if ours != "train"]:
+        (first,) = _read_rows(_open_split(builder, theirs), [0], name)
+        if int(first["label"]) < 0:  # as the test split of ImageNet, whose labels nobody publishes
+            del published[theirs]
     left_out = [f"{theirs} ({size} images)" for theirs, size in sizes.items() if theirs not in published]
     if left_out:
         log.warning("TFDS set %s: left out the splits %s; dataset.tfds_split reads them", name, ", ".join(left_out))

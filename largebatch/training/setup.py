@@ -81,7 +81,7 @@ class ProgramOptions:
     shift_average: int  # eval.shift_average, in pixels
     micro_batch_size: int  # examples per gradient evaluation of one device
     prediction_micro_batch_size: int  # images that one device predicts at once
-    inputs_length: int  # updates that one call can do
+    inputs_length: int  # updates that one call can do; a power of two, so that runs of other inner_steps share them
 
     @property
     def stored_views(self) -> int:

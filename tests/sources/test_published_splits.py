@@ -115,6 +115,20 @@ def test_other_splits_of_tfds_are_left_out_and_told(tmp_path, caplog):
     assert "TFDS set pets: left out the splits extra (6 images); dataset.tfds_split reads them" in caplog.text
 
 
+def test_a_tfds_split_without_labels_is_left_out_and_told(tmp_path, caplog):
+    rows = {
+        "train": [(png(seed=i), i % 2, f"{i}.png") for i in range(40)],
+        "validation": [(png(seed=100 + i), i % 2, f"{i}.png") for i in range(3)],
+        "test": [(png(seed=200 + i), -1, f"{i}.png") for i in range(5)],
+    }
+    write_prepared_tfds(tmp_path, "tiny", rows, ["a", "b"])
+    splits = splits_of(find_source("tiny", path=str(tmp_path)))
+    # The test images are cut from train: a tenth would be 4, but validation has 3.
+    assert {name: len(ids) for name, ids in splits.items()} == {"train": 37, "val": 3, "test": 3}
+    assert all(example_id.startswith("train/") for example_id in splits["test"])
+    assert "left out the splits test (5 images)" in caplog.text
+
+
 def test_tfds_splits_of_which_none_is_for_training_are_refused(tmp_path):
     files = published_files({"test": 2, "extra": 2})
     write_tfds(tmp_path, "pets", files, CLASS_NAMES, {"test": "test", "extra": "extra"})
