@@ -382,6 +382,7 @@ def main(config) -> None:
     for attempt in cache_attempts(config, look_at_source=True):
         with attempt as cache:
             cache.verify()
+    check_image_shape(config, cache.image_shape)
     num_views = VIEW_COUNTS[config.augment.views]
     counts = ", ".join(f"{cache.count(split)} {split}" for split in SPLITS)
     print(f"cache   {cache.folder}")

@@ -259,6 +259,15 @@ def test_command_builds_the_cache_and_draws_the_views(tmp_path):
     np.testing.assert_array_equal(next_tile, tile[:, ::-1])
 
 
+def test_the_command_refuses_views_that_images_do_not_have(tmp_path):
+    flags = ["--config.augment.cache_dir", tmp_path / "c", "--config.dataset.num_examples", "50"]
+    flags += ["--config.dataset.image_size", "(16,24)", "--preview", tmp_path / "views.png"]
+    result = run_script("augment.py", *flags)
+    assert result.returncode == 1
+    assert "error: augment.views: 'all' with images of 24x16 pixels" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
 def test_cache_folder_that_cannot_be_written(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")

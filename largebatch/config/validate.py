@@ -31,6 +31,7 @@ def validate(config: config_dict.ConfigDict, models: Models) -> None:
         num_updates = config.train.inner_steps * config.train.outer_steps
         problems = [
             *_split_problems(config),
+            *_resize_problems(config),
             *_length_problems(config, num_updates),
             *schedules.problems(ScheduleOptions.from_config(config.schedule), num_updates),
             *_adascale_problems(config),
@@ -84,6 +85,14 @@ def _split_problems(config) -> list[str]:
             "dataset.splits 'published'"
         )
     return problems
+
+
+def _resize_problems(config) -> list[str]:
+    """A way to resize where nothing is resized."""
+    resize = config.dataset.resize
+    if resize != "stretch" and config.dataset.image_size is None:
+        return [f"dataset.resize: {resize!r}; allowed: stretch without dataset.image_size"]
+    return []
 
 
 def _length_problems(config, num_updates: int) -> list[str]:

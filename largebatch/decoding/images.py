@@ -287,7 +287,7 @@ def with_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
         # Luminance by ITU-R 601-2 in the whole numbers that Pillow takes, so that 16 bits fit into 32 as well.
         luminance = pixels.astype(np.uint32) @ np.array([19595, 38470, 7471], np.uint32)
         return ((luminance + 2**15) >> 16).astype(pixels.dtype)[..., None]
-    raise tiff.Refused(f"{found} channels; allowed: {channels}, as dataset.channels says")
+    raise tiff.Refused(f"{found} channels; allowed: {channels}, by dataset.channels or as the images of the run")
 
 
 def resized(pixels: np.ndarray, size: tuple[int, int] | None, how: str) -> np.ndarray:

@@ -49,7 +49,8 @@ def parse_names(names: list[str], where: str) -> ParsedNames:
     paths, folders = _images_and_folders(names, where)
     parents = {path.parent for path in paths.values()}
     if not paths or PurePosixPath(".") in parents:
-        raise UserError(f"dataset.path: {where} has no class folders; expected Class/image.jpg")
+        found = next((f", but {name!r}" for name, path in paths.items() if len(path.parts) == 1), "")
+        raise UserError(f"dataset.path: {where} has no class folders{found}; expected Class/image.jpg")
     outers = {parent.parent for parent in parents}
     split_of = _split_folders(outers, where)
     _refuse_empty_folders(folders, parents, outers, where)

@@ -188,6 +188,15 @@ def test_one_view_has_no_mean():
         validate(c, models.MODELS)
 
 
+def test_what_is_not_resized_is_not_cropped():
+    c = default.get_config()
+    c.dataset.resize = "crop"
+    with pytest.raises(UserError, match=r"^dataset\.resize: 'crop'; allowed: stretch without dataset\.image_size$"):
+        validate(c, models.MODELS)
+    c.dataset.image_size = 32
+    validate(c, models.MODELS)
+
+
 def test_adascale_does_not_grow_the_batch_by_decay_steps():
     c = default.get_config()
     c.optimizer.name, c.schedule.scaling = "sgd", "adascale"

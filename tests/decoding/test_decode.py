@@ -55,7 +55,7 @@ def test_channels_are_those_of_the_file_or_what_is_asked_for(kind, mode):
     np.testing.assert_array_equal(read(content, DecodeOptions(channels=3)), np.asarray(rgb))
     if mode in ("1", "L", "LA", "RGB", "RGBA"):  # Pillow has other ways from a palette
         np.testing.assert_array_equal(read(content, DecodeOptions(channels=1))[..., 0], np.asarray(grey))
-    with pytest.raises(UserError, match=rf"a/0.png: {own} channels; allowed: 13, as dataset.channels says"):
+    with pytest.raises(UserError, match=rf"a/0.png: {own} channels; allowed: 13, by dataset.channels or as"):
         read(content, DecodeOptions(channels=13))
 
 

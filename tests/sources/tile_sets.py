@@ -56,14 +56,16 @@ def encoded(kind: str, rgb: np.ndarray) -> tuple[str, bytes]:
     return ".png", buffer.getvalue()
 
 
-def write_tiles(kind: str, folder: Path, images_per_class: int) -> None:
-    """Writes the first images of every class to folder/CLASS/."""
+def write_tiles(kind: str, folder: Path, images_per_class: int, class_names: tuple[str, ...] = ()) -> None:
+    """Writes the first images of every class, or of these classes, to folder/CLASS/."""
     with zipfile.ZipFile(ZIP) as archive:
         written = {}
         for name in sorted(archive.namelist()):
             if not name.endswith(".jpg"):
                 continue
             class_name, stem = name.split("/")[-2], Path(name).stem
+            if class_names and class_name not in class_names:
+                continue
             if written.setdefault(class_name, 0) == images_per_class:
                 continue
             written[class_name] += 1
