@@ -4,7 +4,7 @@
 
 Expected: half a minute on 2 CPU cores, validation accuracy above 0.95.
 
-An update is one update of the optimizer. The originals are the training images before they are expanded to views.
+An update is one update of the optimizer. The originals are the training images as they are, without further views.
 """
 
 from ml_collections import config_dict
@@ -17,7 +17,8 @@ def get_config() -> config_dict.ConfigDict:
     c.dataset = config_dict.ConfigDict()
     c.dataset.name = "synthetic"  # "synthetic", "eurosat", a TFDS name, or a name for your own images
     c.dataset.source = "auto"  # tfds | zip | folder | synthetic | auto: by name and path
-    c.dataset.path = config_dict.placeholder(str)  # zip, folder of class folders, or TFDS data directory
+    # A zip or folder of class folders, perhaps within train, val and test folders; or a TFDS data directory.
+    c.dataset.path = config_dict.placeholder(str)
     # Training, validation and test images: auto takes split_file, else the splits that the set is published with,
     # else our random 80/10/10 | published: never ours | own: always ours.
     c.dataset.splits = "auto"
@@ -27,8 +28,8 @@ def get_config() -> config_dict.ConfigDict:
     c.dataset.split_seed = 0  # >= 0; of our split, and of what is cut from train where val or test is not published
     # Pixels to resize to, 8..1024: a square, or (height, width); None keeps the size.
     c.dataset.image_size = config_dict.placeholder(object)
-    c.dataset.resize = "stretch"  # stretch | crop (the central part) | pad (black bars): to another aspect ratio
-    # 1 makes grey of RGB, 3 makes RGB of grey, any other number is that of the files; None takes what is there.
+    c.dataset.resize = "stretch"  # stretch | crop (the central part) | pad (black bars), of images that are resized
+    # 1 makes grey of RGB, 3 makes RGB of grey, any other number must be that of the files; None takes theirs.
     c.dataset.channels = config_dict.placeholder(int)
     # TFDS split(s) to read, as "train+test", to be split by us; None takes train, val and test as published.
     c.dataset.tfds_split = config_dict.placeholder(str)
@@ -42,8 +43,8 @@ def get_config() -> config_dict.ConfigDict:
     # Views of each training image: all (8: four rotations, each with and without a flip; for square images) | flip
     # (2: with and without a flip left/right) | none (1: as it is).
     c.augment.views = "all"
-    # Where training images are: expanded (all views in device memory) | on_device (the originals alone) |
-    # streamed (those of the next updates, read while others run) | auto: the first of these that fits.
+    # What of the training images is on the devices: expanded (all views) | on_device (the originals alone) |
+    # streamed (originals of the next updates, read while others run) | auto: the first of these that fits.
     c.augment.storage = "auto"
     # Each visit of a training image changes it at random, by what is on of these, in this order.
     c.augment.crop_scale = 1.0  # above 0, up to 1: off; smallest share of the area that a crop has; resized back
