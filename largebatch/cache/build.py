@@ -305,8 +305,9 @@ class _Writer:
     def close(self) -> None:
         """Removes a file that is not finished."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # the disk is in trouble: it is stale one day
+            with contextlib.suppress(OSError):  # a full disk refuses what is buffered once more
                 self._file.close()
+            with contextlib.suppress(OSError):  # the disk is in trouble: it is stale one day
                 self._temporary.unlink(missing_ok=True)
 
 

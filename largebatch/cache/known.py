@@ -13,11 +13,13 @@ from pathlib import Path
 import jax
 from etils import epath
 
+from largebatch import untrusted
 from largebatch.cache.cache import Cache, open_sound_cache
 from largebatch.files import replacing
 from largebatch.hosts import replicas
 
 FOLDER = ".known"
+MAX_NOTE_BYTES = 2**16
 # Fields of a config's `dataset` that shape no cache.
 NOT_IN_KEY = ("max_image_pixels",)
 PATHS = ("path", "split_file")
@@ -52,7 +54,8 @@ def request_of_part(request: dict, virtual_shards: int | None) -> dict:
 def known_folder(cache_dir: epath.Path, request: dict) -> epath.Path | None:
     """The folder that was noted for a request, or None."""
     try:
-        noted = json.loads(_note_path(cache_dir, request).read_text())
+        with untrusted.open_any(_note_path(cache_dir, request)) as file:
+            noted = json.loads(file.read(MAX_NOTE_BYTES))
         name = noted["folder"]
     except (OSError, ValueError, KeyError, TypeError):  # none, or not a whole one: the source is listed
         return None

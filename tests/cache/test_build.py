@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -352,6 +353,19 @@ def test_a_failing_disk_says_what_is_kept_and_the_next_start_goes_on(tmp_path, m
     assert len(writes) == 8 + 26 - 6  # two files of three blocks were kept
 
 
+def test_a_file_that_a_full_disk_cuts_off_is_removed(tmp_path):
+    plan = plan_of(source_of(noise(200)), tmp_path)  # a block of more bytes than a file buffers
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # what is buffered cannot be written at the close either
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*File too large"):
+            build_cache(plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+    build_whole(plan).verify()
+
+
 def test_too_little_room_is_refused_before_anything_is_decoded(tmp_path, monkeypatch):
     source = source_of(noise(50))
     plan = plan_of(source, tmp_path)
@@ -449,6 +463,18 @@ def test_a_damaged_note_means_that_the_source_is_listed(of_folder, note):
     sound = path.read_bytes()
     path.write_bytes(note.encode("latin-1"))
     assert augment.prepare_cache(of_folder).folder == folder
+    assert path.read_bytes() == sound
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["FIFO", "device"])
+def test_a_note_that_is_no_regular_file_is_not_read(of_folder, make):
+    folder = augment.prepare_cache(of_folder).folder
+    (path,) = Path(of_folder.augment.cache_dir, known.FOLDER).iterdir()
+    sound = path.read_bytes()
+    path.unlink()
+    make(path)
+    assert augment.prepare_cache(of_folder).folder == folder
+    assert path.is_file()
     assert path.read_bytes() == sound
 
 
