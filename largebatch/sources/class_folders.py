@@ -48,9 +48,12 @@ def parse_names(names: list[str], where: str) -> ParsedNames:
     """
     paths, folders = _images_and_folders(names, where)
     parents = {path.parent for path in paths.values()}
-    if not paths or PurePosixPath(".") in parents:
-        found = next((f", but {name!r}" for name, path in paths.items() if len(path.parts) == 1), "")
-        raise UserError(f"dataset.path: {where} has no class folders{found}; expected Class/image.jpg")
+    top = PurePosixPath(".")
+    if parents <= {top}:
+        raise UserError(f"dataset.path: {where} has no class folders; expected Class/image.jpg")
+    if top in parents:
+        stray = next(name for name, path in paths.items() if path.parent == top)
+        raise UserError(f"dataset.path: {where}: {stray!r} is in no class folder; expected Class/image.jpg")
     outers = {parent.parent for parent in parents}
     split_of = _split_folders(outers, where)
     _refuse_empty_folders(folders, parents, outers, where)

@@ -83,7 +83,9 @@ BAD_NAMES = {
     "set has class folders at several places (test/deep, train); give one of them, or let them be train, val and "
     "test": ["train/a/1.png", "train/b/1.png", "test/deep/a/1.png"],
     "set has one class, 'a'; at least 2 are needed": ["train/a/1.png", "test/a/1.png"],
-    "set has no class folders, but '1.png'; expected Class/image.jpg": ["1.png", "train/a/1.png"],
+    "set has no class folders; expected Class/image.jpg": ["1.png", "2.png"],
+    "set: '1.png' is in no class folder; expected Class/image.jpg": ["1.png", "train/a/1.png"],
+    r"set: 'a\\1.png' is in no class folder; expected Class/image.jpg": [*TWO, "a\\1.png"],
 }
 
 
