@@ -93,11 +93,9 @@ def check_image_shape(config, image_shape: tuple[int, int, int]) -> None:
             "dataset.image_size for square images"
         )
     RandomAugment.from_config(config.augment, mean=()).check(image_shape)
-    if config.eval.shift_average >= min(height, width):
-        raise BadSetting(
-            f"eval.shift_average: {config.eval.shift_average}; allowed: below {min(height, width)}, the size of an "
-            "image"
-        )
+    shift, side = config.eval.shift_average, min(height, width)
+    if shift >= side:
+        raise BadSetting(f"eval.shift_average: {shift}; allowed: below {side}, the size of an image")
 
 
 def make_read(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
-from conftest import assert_one_line_error, facts_of, run_script
+from conftest import assert_one_line_error, facts_of, make_folder, run_script
 from PIL import Image
 
 import augment
@@ -260,12 +260,14 @@ def test_command_builds_the_cache_and_draws_the_views(tmp_path):
 
 
 def test_the_command_refuses_views_that_images_do_not_have(tmp_path):
-    flags = ["--config.augment.cache_dir", tmp_path / "c", "--config.dataset.num_examples", "50"]
-    flags += ["--config.dataset.image_size", "(16,24)", "--preview", tmp_path / "views.png"]
-    result = run_script("augment.py", *flags)
-    assert result.returncode == 1
-    assert "error: augment.views: 'all' with images of 24x16 pixels" in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
+    folder, preview = make_folder(tmp_path / "images", {"a": 20, "b": 20}, size=(24, 16)), tmp_path / "views.png"
+    command = ["augment.py", "--config.dataset.name=mine", "--config.dataset.path", folder, "--preview", preview]
+    command += ["--config.augment.cache_dir", tmp_path / "c"]
+    result = run_script(*command, "--config.augment.views=flip")
+    assert result.returncode == 0, result.stderr
+    preview.unlink()
+    assert_one_line_error(run_script(*command), "augment.views: 'all' with images of 16x24 pixels")
+    assert not preview.exists()
 
 
 def test_cache_folder_that_cannot_be_written(tmp_path):
