@@ -9,12 +9,13 @@ import augment
 from benchmarks.inputs import make_config
 from benchmarks.peers import serve
 from benchmarks.timing import Contender, about_machine, interleave, ratio
-from experiment import DataFacts, make_parts, resolve_setup
+from experiment import make_parts, resolve_setup
 from largebatch.cache.cache import Cache
 from largebatch.data.placement import place
 from largebatch.data.streaming import Upcoming
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
+from largebatch.training.setup import DataFacts
 from largebatch.training.step import make_inner_loop
 
 DTYPE = "float32"
