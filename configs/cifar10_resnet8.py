@@ -7,7 +7,8 @@ set does as well: prepare cifar10 and leave dataset.path off. Shallue et al. 201
 Parallelism on Neural Network Training", train the same network. Vertical flips and transposes are off: objects have
 an upside.
 
-Expected: not measured yet.
+Expected: not measured with these settings. With the constant rates of configs/sweeps/cifar10_batches.py and batches
+of 64, validation accuracy is 0.60 to 0.62 after 300,000 images (one seed, JPEG copies of the images).
 """
 
 from configs import default
