@@ -94,7 +94,10 @@ def finish_cache(plan: CachePlan, own_sums: TrainSums | None = None, all_sums: T
             files.remove(path)
     except OSError as error:
         if not plan.folder.exists():
-            raise UserError(f"augment.cache_dir: cannot write {plan.folder} ({error.strerror or error})") from error
+            raise UserError(
+                f"augment.cache_dir: cannot write {plan.folder} ({error.strerror or error}); its images "
+                f"files are kept in {build}: start again to go on"
+            ) from error
         with contextlib.suppress(OSError):  # another process was first, with the same content
             files.remove(build)
     log.info("cached in %s", plan.folder)
