@@ -8,7 +8,9 @@ import errno
 import io
 import os
 import stat
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +31,9 @@ KINDS = {
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 HIDDEN = (".", "__MACOSX")
 MAX_TEXT_BYTES = 2**26
+# What stands before the content of an entry of a zip: a signature, and last the lengths of name and extra field.
+LOCAL_HEADER, LOCAL_SIGNATURE = struct.Struct("<4s22xHH"), b"PK\x03\x04"
+SPARE_BYTES = 2**16  # by which packing may make an entry larger
 
 
 def stat_regular(path: Path) -> os.stat_result:
@@ -155,8 +160,34 @@ def check_entry(entry: zipfile.ZipInfo, where: str) -> None:
 
 def read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
     """The content of an entry; unpacks no more bytes than the zip's directory says it has."""
+    content = _read_plain_entry(archive, entry)
+    if content is not None:
+        return content
     with archive.open(entry) as file:
         return file.read(entry.file_size)
+
+
+def _read_plain_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes | None:
+    """The content of an entry of a local file, by two system calls; None where zipfile should judge.
+
+    The Python code of zipfile takes longer than decoding a small image, and lets one thread in at a time.
+    """
+    if entry.file_size == 0 or entry.compress_size > entry.file_size + SPARE_BYTES:
+        return None
+    try:
+        descriptor = archive.fp.fileno()
+        header = os.pread(descriptor, LOCAL_HEADER.size, entry.header_offset)
+        signature, name_bytes, extra_bytes = LOCAL_HEADER.unpack(header)
+        if signature != LOCAL_SIGNATURE:
+            return None
+        start = entry.header_offset + LOCAL_HEADER.size + name_bytes + extra_bytes
+        content = os.pread(descriptor, entry.compress_size, start)
+        if entry.compress_type == zipfile.ZIP_DEFLATED:
+            content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, entry.file_size)
+    except (OSError, ValueError, AttributeError, struct.error, zlib.error):
+        return None
+    is_sound = len(content) == entry.file_size and zlib.crc32(content) == entry.CRC
+    return content if is_sound else None
 
 
 def read_regular(path: Path, num_bytes: int) -> bytes:

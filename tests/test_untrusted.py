@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import decode_all, make_folder
 
+from largebatch import untrusted
 from largebatch.decoding.images import DecodeOptions
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import traces
@@ -171,3 +172,21 @@ def test_a_home_that_is_nobodys_is_named():
     for read in (traces.read, traces.read_once):
         with pytest.raises(BadSetting, match=r"batch.trace: ~nobody_at_all/x.csv cannot be read"):
             read("~nobody_at_all/x.csv")
+
+
+@pytest.mark.parametrize("method", untrusted.METHODS)
+def test_an_entry_is_read_as_zipfile_reads_it(tmp_path, method):
+    path, contents = tmp_path / "x.zip", {"a/0": b"", "a/1": b"abc" * 1000, "ä/2": bytes(range(256)) * 9}
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+    path.write_bytes(b"something before the zip" + path.read_bytes())
+    with untrusted.open_zip(path) as archive:
+        entries = archive.infolist()
+        assert [untrusted.read_entry(archive, entry) for entry in entries] == list(contents.values())
+        assert [untrusted._read_plain_entry(archive, entry) for entry in entries[1:]] == list(contents.values())[1:]
+        damaged = entries[2]
+        damaged.CRC ^= 1
+        assert untrusted._read_plain_entry(archive, damaged) is None
+        with pytest.raises(zipfile.BadZipFile, match="Bad CRC-32"):
+            untrusted.read_entry(archive, damaged)
