@@ -84,6 +84,7 @@ def test_views_and_moving_average_give_the_accuracies_of_the_run(small_config, t
     assert heading in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_two_views_and_random_changes_in_a_run(small_config, tmp_path, capfd):
     config = small_config
     config.augment.update({"views": "flip", "crop_scale": 0.5, "brightness": 0.2, "contrast": 0.2, "cutout": 4})

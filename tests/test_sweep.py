@@ -99,6 +99,7 @@ def summaries_of(path) -> dict[str, dict]:
     return {folder.name: json.loads((folder / "summary.json").read_text()) for folder in folders}
 
 
+@pytest.mark.full
 def test_a_trial_is_the_run_that_train_would_do(config, tmp_path):
     summaries = run_study(make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, seeds=2))
     assert list(summaries) == ["0000-0", "0000-1", "0001-0", "0001-1", "0002-0", "0002-1"]
@@ -122,6 +123,7 @@ def compilations():
     jax._src.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.full
 def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilations):
     cache = ProgramCache()
     first = {"optimizer.learning_rate": CategoricalDistribution([0.01])}
@@ -194,6 +196,7 @@ def test_packed_trials_of_other_lengths_and_batch_sizes(config, tmp_path):
     assert [summary["examples_seen"] for summary in summaries.values()] == [3 * 64, 12 * 100, 12 * 640]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_path, packed, capsys):
     # 10,000 examples are more than there are; a rate of 1e38 does not stay finite.
@@ -249,6 +252,7 @@ def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monke
     assert summaries["0000-0"]["status"] == "done"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(
     config, tmp_path, monkeypatch, packed

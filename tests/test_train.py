@@ -155,6 +155,7 @@ def test_the_target_stops_the_run_and_is_recorded(small_config, tmp_path):
     assert summary["sec_to_target"] == pytest.approx(sum(row["train_sec"] for row in rows_of(tmp_path)))
 
 
+@pytest.mark.full
 def test_damage_by_the_last_update_is_seen_in_validation(small_config, tmp_path):
     small_config.optimizer.name = "sgd"
     small_config.optimizer.learning_rate = 1e30

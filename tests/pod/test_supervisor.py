@@ -130,6 +130,7 @@ def test_a_signal_stops_the_pod(start_pod, tmp_path):
     assert hosts_of_starts(tmp_path) == [3]
 
 
+@pytest.mark.full
 def test_hosts_come_and_go_as_a_trace_says(start_pod, tmp_path):
     (tmp_path / "trace.csv").write_text("time,GPUs\n100,8\n130,24\n160,0\n190,16\n")
     trace = [f"--availability={tmp_path / 'trace.csv'}", "--trace_devices_per_host=8"]

@@ -160,6 +160,7 @@ def test_a_run_stopped_after_every_call_is_bitwise_the_same(config, tmp_path, st
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, monkeypatch):
     whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
     record = RunProgress.record
@@ -214,6 +215,7 @@ def test_damage_to_all_checkpoints_is_refused_and_nothing_is_touched(config, tmp
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.full
 def test_a_checkpoint_half_replaced_by_a_killed_process_is_found(config, tmp_path, stop_at):
     whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
     stop_at(6)
@@ -275,6 +277,7 @@ def test_a_save_in_the_background_that_failed_ends_the_run_at_the_next_call(conf
     assert summary_of(tmp_path)["status"] == "failed"
 
 
+@pytest.mark.full
 def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
     accuracies = iter([0.1, 0.9, 0.3, 0.4, 0.5, 0.6])
     validate = Experiment.validate
@@ -469,6 +472,7 @@ BOTH = pytest.mark.parametrize(
 
 
 # The latter has layers within layers.
+@pytest.mark.full
 @pytest.mark.parametrize("norm", ["none", pytest.param("group", marks=pytest.mark.full)])
 def test_stop_names_update_layer_and_rate(poisoned, tmp_path, norm):
     poisoned.model.norm = norm
@@ -514,6 +518,7 @@ def explosive(config):
     return config
 
 
+@pytest.mark.full
 @BOTH
 def test_rollback_cuts_the_rate_and_resumes_bitwise(explosive, tmp_path, stop_at, sync):
     explosive.update_from_flattened_dict(sync)

@@ -135,6 +135,7 @@ def test_a_batch_grows_with_the_noise_scale_within_its_limits(small_config, tmp_
     assert [row["noise_scale"] for row in rows][1:4] == [500, 150, 1e9]
 
 
+@pytest.mark.full
 def test_a_batch_that_grew_is_resumed_bitwise(small_config, tmp_path, monkeypatch, noise_of):
     noise_of(lambda count: 300 if count else None)
     fields = {"batch__auto": True, "batch__size": 40, "train__outer_steps": 4}
@@ -212,6 +213,7 @@ def test_bytes_sent_fall_by_the_interval(small_config, tmp_path):
     assert together[0]["bytes_sent"] == pytest.approx(2 * 7 / 8 * 4 * params, rel=1e-4)  # a ring of 8 devices
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["every_step", pytest.param("local", marks=pytest.mark.full)])
 def test_bytes_are_those_of_the_compiled_all_reduce(small_config, mode):
     small_config.model.norm, small_config.sync.mode = "batch", mode

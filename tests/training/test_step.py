@@ -209,6 +209,7 @@ def test_expanded_and_on_device_storage_give_the_same_gradients(problem):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.full
 def test_randomly_changed_images_give_the_same_gradients_on_any_devices(problem):
     """In another epoch they are changed otherwise."""
     everything = RandomAugment(

@@ -61,6 +61,7 @@ def read(run) -> dict[str, np.ndarray]:
     return {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
 
 
+@pytest.mark.full
 def test_a_run_with_more_than_fits_is_bitwise_the_same(runs, tmp_path, capsys):
     resident, streamed, fetched = runs
     rows = rows_of(streamed)
