@@ -5,6 +5,7 @@ train/Class/image.jpg    beside val/Class/image.jpg, test/Class/image.jpg, or bo
 """
 
 import logging
+import posixpath
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -46,13 +47,13 @@ def parse_names(names: list[str], where: str) -> ParsedNames:
       UserError: a name twice; classes at several places, without images, fewer than two, or in one split only;
         split folders without images or without train, or two for one split.
     """
-    paths, folders = _images_and_folders(names, where)
-    parents = {path.parent for path in paths.values()}
+    parent_of, folders = _images_and_folders(names, where)
+    parents = set(parent_of.values())
     top = PurePosixPath(".")
     if parents <= {top}:
         raise UserError(f"dataset.path: {where} has no class folders; expected Class/image.jpg")
     if top in parents:
-        stray = next(name for name, path in paths.items() if path.parent == top)
+        stray = next(name for name, parent in parent_of.items() if parent == top)
         raise UserError(f"dataset.path: {where}: {stray!r} is in no class folder; expected Class/image.jpg")
     outers = {parent.parent for parent in parents}
     split_of = _split_folders(outers, where)
@@ -63,36 +64,41 @@ def parse_names(names: list[str], where: str) -> ParsedNames:
     if split_of:
         _refuse_classes_of_one_split(parents, split_of, where)
     label_of = {name: label for label, name in enumerate(class_names)}
-    ids, splits = [], []
-    for path in paths.values():
-        example_id = f"{path.parent.name}/{path.name}"
-        if split_of:
-            splits.append(split_of[path.parent.parent])
-            example_id = f"{splits[-1]}/{example_id}"
-        ids.append(example_id)
-    labels = [label_of[path.parent.name] for path in paths.values()]
-    return ParsedNames(list(paths), ids, labels, splits if split_of else None, class_names)
+    prefix_of = {parent: f"{parent.name}/" for parent in parents}
+    if split_of:
+        prefix_of = {parent: f"{split_of[parent.parent]}/{prefix}" for parent, prefix in prefix_of.items()}
+    ids = [prefix_of[parent] + name.rpartition("/")[2] for name, parent in parent_of.items()]
+    labels = [label_of[parent.name] for parent in parent_of.values()]
+    splits = [split_of[parent.parent] for parent in parent_of.values()] if split_of else None
+    return ParsedNames(list(parent_of), ids, labels, splits, class_names)
 
 
 def _images_and_folders(names: list[str], where: str) -> tuple[dict[str, PurePosixPath], set[PurePosixPath]]:
-    """The images by name, and the folders that have an entry of their own or hold something else."""
-    paths, folders, ignored = {}, set(), 0
+    """The folder of each image by its name, and the folders that have an entry of their own or hold something else.
+
+    Paths take longer than all else here, so there is one for each folder, not for each of millions of images.
+    """
+    parent_of, folders, ignored = {}, set(), 0
+    path_of, field_and_place = {}, f"dataset.path: {where}"
     for name in names:
-        path = PurePosixPath(name)
-        if is_hidden(path):
+        before, _, file = name.rpartition("/")
+        parent = path_of.get(before)
+        if parent is None:
+            parent = path_of[before] = PurePosixPath(before)
+        if file.startswith(untrusted.HIDDEN) or is_hidden(parent):
             continue
         if name.endswith("/"):
-            folders.add(path)
-        elif not is_image(name, f"dataset.path: {where}"):
-            folders.add(path.parent)
+            folders.add(parent)
+        elif not is_image(name, field_and_place):
+            folders.add(parent)
             ignored += 1
-        elif name in paths:
+        elif name in parent_of:
             raise UserError(f"dataset.path: {where} holds {name!r} twice")
         else:
-            paths[name] = path
+            parent_of[name] = parent
     if ignored:
         log.info("%s: ignored %d files that are not %s", where, ignored, "/".join(IMAGE_SUFFIXES))
-    return paths, folders
+    return parent_of, folders
 
 
 def _split_folders(outers: set[PurePosixPath], where: str) -> dict[PurePosixPath, str]:
@@ -160,7 +166,7 @@ def is_image(name: str, where: str) -> bool:
     Raises:
       UserError: it does not; the text begins with `where`.
     """
-    if name.endswith("/") or PurePosixPath(name).suffix.lower() not in IMAGE_SUFFIXES:
+    if name.endswith("/") or posixpath.splitext(name)[1].lower() not in IMAGE_SUFFIXES:
         return False
     if UNSAFE_CHARACTERS.search(name):
         raise UserError(f"{where} holds the unsafe name {name!a}; allowed: no control characters, UTF-8")
