@@ -3,12 +3,12 @@
 Only regular files are opened, links are followed but not in circles, and the entries of a zip are checked.
 """
 
-import contextlib
 import errno
 import io
 import os
 import stat
 import struct
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -33,6 +33,7 @@ HIDDEN = (".", "__MACOSX")
 MAX_TEXT_BYTES = 2**26
 # What stands before the content of an entry of a zip: a signature, and last the lengths of name and extra field.
 LOCAL_HEADER, LOCAL_SIGNATURE = struct.Struct("<4s22xHH"), b"PK\x03\x04"
+LOCAL_HEADER_BYTES = 512  # that are read before the content; few entries have more there
 SPARE_BYTES = 2**16  # by which packing may make an entry larger
 
 
@@ -125,7 +126,7 @@ def list_zip(path, field: str) -> list[zipfile.ZipInfo]:
       UserError: the zip cannot be read, or holds a name that leads elsewhere.
     """
     try:
-        with open_zip(path) as archive:
+        with open_any(path) as file, zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
     except Exception as error:  # zipfile raises a dozen kinds on damaged input
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
@@ -137,15 +138,8 @@ def list_zip(path, field: str) -> list[zipfile.ZipInfo]:
     return entries
 
 
-@contextlib.contextmanager
-def open_zip(path) -> Iterator[zipfile.ZipFile]:
-    """Opens a zip, which may lie in a bucket; raises what `open_regular` and zipfile raise."""
-    with open_any(path) as file, zipfile.ZipFile(file) as archive:
-        yield archive
-
-
 def check_entry(entry: zipfile.ZipInfo, where: str) -> None:
-    """Refuses an entry that `read_entry` would not read.
+    """Refuses an entry that a `ZipReader` would not read.
 
     Raises:
       UserError: it is encrypted or compressed by another method; the text begins with `where`.
@@ -158,36 +152,66 @@ def check_entry(entry: zipfile.ZipInfo, where: str) -> None:
         )
 
 
-def read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    """The content of an entry; unpacks no more bytes than the zip's directory says it has."""
-    content = _read_plain_entry(archive, entry)
-    if content is not None:
-        return content
-    with archive.open(entry) as file:
-        return file.read(entry.file_size)
+class ZipReader:
+    """Reads entries that `list_zip` gave; several threads may at once.
 
-
-def _read_plain_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes | None:
-    """The content of an entry of a local file, by two system calls; None where zipfile should judge.
-
-    The Python code of zipfile takes longer than decoding a small image, and lets one thread in at a time.
+    Raises:
+      OSError: the zip is not there, or is no regular file.
     """
-    if entry.file_size == 0 or entry.compress_size > entry.file_size + SPARE_BYTES:
-        return None
-    try:
-        descriptor = archive.fp.fileno()
-        header = os.pread(descriptor, LOCAL_HEADER.size, entry.header_offset)
-        signature, name_bytes, extra_bytes = LOCAL_HEADER.unpack(header)
-        if signature != LOCAL_SIGNATURE:
+
+    def __init__(self, path):
+        self._file = open_any(path)
+        self._archive = None
+        self._opening = threading.Lock()
+
+    def read(self, entry: zipfile.ZipInfo) -> bytes:
+        """The content of an entry; unpacks no more bytes than the zip's directory says it has.
+
+        Raises:
+          zipfile.BadZipFile, and a dozen others: the entry is damaged.
+        """
+        content = self._read_plain(entry)
+        if content is not None:
+            return content
+        with self._opening:
+            if self._archive is None:
+                self._archive = zipfile.ZipFile(self._file)
+        with self._archive.open(entry) as file:
+            return file.read(entry.file_size)
+
+    def _read_plain(self, entry: zipfile.ZipInfo) -> bytes | None:
+        """The content of an entry of a local file, mostly by one system call; None where zipfile should judge.
+
+        The Python code of zipfile takes longer than decoding a small image, and lets one thread in at a time.
+        """
+        if entry.file_size == 0 or entry.compress_size > entry.file_size + SPARE_BYTES:
             return None
-        start = entry.header_offset + LOCAL_HEADER.size + name_bytes + extra_bytes
-        content = os.pread(descriptor, entry.compress_size, start)
-        if entry.compress_type == zipfile.ZIP_DEFLATED:
-            content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, entry.file_size)
-    except (OSError, ValueError, AttributeError, struct.error, zlib.error):
-        return None
-    is_sound = len(content) == entry.file_size and zlib.crc32(content) == entry.CRC
-    return content if is_sound else None
+        try:
+            descriptor = self._file.fileno()
+            beginning = os.pread(descriptor, LOCAL_HEADER_BYTES + entry.compress_size, entry.header_offset)
+            signature, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(beginning)
+            if signature != LOCAL_SIGNATURE:
+                return None
+            start = LOCAL_HEADER.size + name_bytes + extra_bytes
+            content = beginning[start : start + entry.compress_size]
+            if len(content) < entry.compress_size:  # a long name, or much that is extra
+                content = os.pread(descriptor, entry.compress_size, entry.header_offset + start)
+            if entry.compress_type == zipfile.ZIP_DEFLATED:
+                content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, entry.file_size)
+        except (OSError, ValueError, AttributeError, struct.error, zlib.error):
+            return None
+        is_sound = len(content) == entry.file_size and zlib.crc32(content) == entry.CRC
+        return content if is_sound else None
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
 
 def read_regular(path: Path, num_bytes: int) -> bytes:

@@ -176,17 +176,18 @@ def test_a_home_that_is_nobodys_is_named():
 
 @pytest.mark.parametrize("method", untrusted.METHODS)
 def test_an_entry_is_read_as_zipfile_reads_it(tmp_path, method):
-    path, contents = tmp_path / "x.zip", {"a/0": b"", "a/1": b"abc" * 1000, "ä/2": bytes(range(256)) * 9}
+    path, long_name = tmp_path / "x.zip", "x" * 999
+    contents = {"a/0": b"", "a/1": b"abc" * 1000, "ä/2": bytes(range(256)) * 9, long_name: b"x"}
     with zipfile.ZipFile(path, "w", method) as archive:
         for name, content in contents.items():
             archive.writestr(name, content)
     path.write_bytes(b"something before the zip" + path.read_bytes())
-    with untrusted.open_zip(path) as archive:
-        entries = archive.infolist()
-        assert [untrusted.read_entry(archive, entry) for entry in entries] == list(contents.values())
-        assert [untrusted._read_plain_entry(archive, entry) for entry in entries[1:]] == list(contents.values())[1:]
+    entries = untrusted.list_zip(path, "dataset.path")
+    with untrusted.ZipReader(path) as reader:
+        assert [reader.read(entry) for entry in entries] == list(contents.values())
+        assert [reader._read_plain(entry) for entry in entries[1:]] == list(contents.values())[1:]
         damaged = entries[2]
         damaged.CRC ^= 1
-        assert untrusted._read_plain_entry(archive, damaged) is None
+        assert reader._read_plain(damaged) is None
         with pytest.raises(zipfile.BadZipFile, match="Bad CRC-32"):
-            untrusted.read_entry(archive, damaged)
+            reader.read(damaged)

@@ -45,13 +45,21 @@ def read_header(content: bytes) -> JpegHeader | None:
     return None
 
 
-def decode(content: bytes, header: JpegHeader) -> np.ndarray | None:
-    """Pixels uint8 [H, W, components]; None where Pillow should judge: a file that is damaged or cut short."""
+def decode(content: bytes, header: JpegHeader, out: np.ndarray | None = None) -> np.ndarray | None:
+    """Pixels uint8 [H, W, components]; None where Pillow should judge: a file that is damaged or cut short.
+
+    Args:
+      out: contiguous room for them, used if they fit: fresh memory for each small image takes a third of the time.
+    """
     if not content.endswith(END):
         return None
+    shape = (header.height, header.width, header.components)
+    plane = None
+    if out is not None and out.shape == shape and out.dtype == np.uint8:
+        plane = out.reshape(shape[:2]) if header.components == GREY else out
     try:
-        pixels = imagecodecs.jpeg8_decode(content)
-    except imagecodecs.Jpeg8Error:
+        pixels = imagecodecs.jpeg8_decode(content, out=plane)
+    except (imagecodecs.Jpeg8Error, ValueError):  # ValueError: not of the size that its header says
         return None
     pixels = pixels.reshape(*pixels.shape[:2], -1)
-    return pixels if pixels.shape == (header.height, header.width, header.components) else None
+    return pixels if pixels.shape == shape else None

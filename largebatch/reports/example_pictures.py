@@ -116,9 +116,11 @@ class ImageZip:
     """A zip of class folders. An id is the last two parts of a name in it, or three with the folder of a split."""
 
     def __init__(self, path: Path):
-        self._archive = zipfile.ZipFile(path)
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        self._reader = untrusted.ZipReader(path)
         self._entries = {}
-        for entry in self._archive.infolist():
+        for entry in entries:
             *folders, name = entry.filename.split("/")
             class_and_file = "/".join([*folders[-1:], name])
             self._entries[class_and_file] = entry
@@ -136,13 +138,13 @@ class ImageZip:
         entry = self._entries[example_id]
         untrusted.check_entry(entry, "dataset.path")
         _check_size(entry.file_size)
-        return untrusted.read_entry(self._archive, entry)
+        return self._reader.read(entry)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self._archive.close()
+        self._reader.close()
 
 
 def _check_size(size: int) -> None:

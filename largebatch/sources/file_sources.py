@@ -16,7 +16,7 @@ from largebatch import untrusted
 from largebatch.decoding import images
 from largebatch.errors import UserError
 from largebatch.sources.class_folders import IMAGE_SUFFIXES, ParsedNames, is_hidden, is_image, parse_names
-from largebatch.sources.source import Source
+from largebatch.sources.source import ReadPixels, Source
 
 
 def zip_source(path: epath.Path, options: images.DecodeOptions, max_pixels: int) -> Source:
@@ -29,19 +29,20 @@ def zip_source(path: epath.Path, options: images.DecodeOptions, max_pixels: int)
     parsed = parse_names([entry.filename for entry in entries], str(path))
     by_name = {entry.filename: entry for entry in entries}
     entries = [by_name[name] for name in parsed.names]
+    where = f"dataset.path: {path}"
     for entry in entries:
-        untrusted.check_entry(entry, f"dataset.path: {path}")
+        untrusted.check_entry(entry, where)
     # The directory of a zip holds the CRC-32 and size of every file: hashing it stands for the content.
     listing = [f"{e.filename} {e.file_size} {e.CRC}" for e in entries]
 
     @contextlib.contextmanager
     def open_pixels():
-        with untrusted.open_zip(path) as archive, images.pillow_limited_to(max_pixels):
-            files = [
-                _from_zip(archive, entry, example_id, label)
-                for entry, example_id, label in zip(entries, parsed.ids, parsed.labels, strict=True)
-            ]
-            yield _decoder(files, options, max_pixels)
+        with untrusted.ZipReader(path) as reader, images.pillow_limited_to(max_pixels):
+
+            def file_at(index: int) -> images.ImageFile:
+                return _from_zip(reader, entries[index], parsed.ids[index], parsed.labels[index])
+
+            yield _decoder(file_at, options, max_pixels)
 
     return _source(path, _fingerprint(listing, options), parsed, open_pixels)
 
@@ -57,12 +58,12 @@ def folder_source(path: epath.Path, options: images.DecodeOptions, max_pixels: i
 
     @contextlib.contextmanager
     def open_pixels():
-        files = [
-            _from_folder(paths[name], stats[name].st_size, example_id, label)
-            for name, example_id, label in zip(parsed.names, parsed.ids, parsed.labels, strict=True)
-        ]
+        def file_at(index: int) -> images.ImageFile:
+            name = parsed.names[index]
+            return _from_folder(paths[name], stats[name].st_size, parsed.ids[index], parsed.labels[index])
+
         with images.pillow_limited_to(max_pixels):
-            yield _decoder(files, options, max_pixels)
+            yield _decoder(file_at, options, max_pixels)
 
     return _source(path, _fingerprint(listing, options), parsed, open_pixels)
 
@@ -80,10 +81,19 @@ def _source(path: epath.Path, fingerprint: str, parsed: ParsedNames, open_pixels
 
 
 def _decoder(
-    files: list[images.ImageFile], options: images.DecodeOptions, max_pixels: int
-) -> Callable[..., list[np.ndarray]]:
+    file_at: Callable[[int], images.ImageFile], options: images.DecodeOptions, max_pixels: int
+) -> ReadPixels:
+    """Of files by their index: a list of them all would take longer to make than to read the directory of a zip."""
     limits = images.Limits(max_pixels)
-    return lambda indices: [images.decode(files[index], options, limits) for index in indices]
+
+    def read(indices, out=None):
+        places = [None] * len(indices) if out is None else out
+        return [
+            images.decode(file_at(index), options, limits, place)
+            for index, place in zip(indices, places, strict=True)
+        ]
+
+    return read
 
 
 def _from_folder(path: pathlib.Path, num_bytes: int, example_id: str, label: int) -> images.ImageFile:
@@ -92,10 +102,8 @@ def _from_folder(path: pathlib.Path, num_bytes: int, example_id: str, label: int
     )
 
 
-def _from_zip(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, example_id: str, label: int) -> images.ImageFile:
-    return images.ImageFile(
-        example_id, label, entry.file_size, functools.partial(untrusted.read_entry, archive, entry)
-    )
+def _from_zip(reader: untrusted.ZipReader, entry: zipfile.ZipInfo, example_id: str, label: int) -> images.ImageFile:
+    return images.ImageFile(example_id, label, entry.file_size, functools.partial(reader.read, entry))
 
 
 def _stat(path: pathlib.Path, field: str) -> os.stat_result:
@@ -134,8 +142,8 @@ def find_images(
             names = sorted(name for name in entries if is_image(name, where) and not is_hidden(PurePosixPath(name)))
             for name in names:
                 untrusted.check_entry(entries[name], where)
-            archive = stack.enter_context(untrusted.open_zip(root))
-            make = {name: functools.partial(_from_zip, archive, entries[name]) for name in names}
+            reader = stack.enter_context(untrusted.ZipReader(root))
+            make = {name: functools.partial(_from_zip, reader, entries[name]) for name in names}
         if not names:
             raise UserError(f"{where} holds no {'/'.join(IMAGE_SUFFIXES)} files")
         index = {name: label for label, name in enumerate(class_names)}

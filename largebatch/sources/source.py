@@ -3,11 +3,21 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-# Decodes examples by their index: a list of arrays [H, W, C]. Several threads may call it at once.
-ReadPixels = Callable[[Sequence[int]], list[np.ndarray]]
+
+class ReadPixels(Protocol):
+    """Decodes examples; several threads may call it at once."""
+
+    def __call__(self, indices: Sequence[int], out: np.ndarray | None = None) -> list[np.ndarray]:
+        """The pixels [H, W, C] of examples, by their index.
+
+        Args:
+          out: [N, H, W, C], room for the pixels that saves making some. Images that fit may be put there, at their
+            place; what is returned for them is a view of it.
+        """
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,6 @@ def source_in_memory(
     @contextlib.contextmanager
     def open_pixels():
         decoded = pixels() if callable(pixels) else pixels
-        yield lambda indices: [decoded[index] for index in indices]
+        yield lambda indices, out=None: [decoded[index] for index in indices]
 
     return Source(description, fingerprint, ids, labels, class_names, open_pixels)

@@ -69,7 +69,7 @@ def tfds_source(
     def open_pixels():
         limits = images.Limits(max_pixels)
 
-        def read(indices) -> list[np.ndarray]:
+        def read(indices, out=None) -> list[np.ndarray]:
             decoded = []
             for index, row in zip(indices, _read_rows(rows, indices, name), strict=True):
                 image = row["image"]

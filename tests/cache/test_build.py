@@ -56,7 +56,7 @@ build.BLOCK_BYTES = min(build.BLOCK_BYTES, planning.MIN_FILE_BYTES // 2)
 @contextlib.contextmanager
 def open_pixels():
     with open(log, "a") as file:
-        def read(indices):
+        def read(indices, out=None):
             for index in indices:
                 time.sleep(seconds)
                 file.write(f"{index}\\n")

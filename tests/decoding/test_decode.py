@@ -20,8 +20,8 @@ def saved(image: Image.Image, kind: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
-def read(content: bytes, options: DecodeOptions = AS_THEY_ARE) -> np.ndarray:
-    return decode(ImageFile("a/0.png", 0, len(content), lambda: content), options, Limits(10**6))
+def read(content: bytes, options: DecodeOptions = AS_THEY_ARE, out=None) -> np.ndarray:
+    return decode(ImageFile("a/0.png", 0, len(content), lambda: content), options, Limits(10**6), out)
 
 
 CHANNELS = {  # of a file of this kind and Pillow's mode
@@ -40,6 +40,32 @@ CHANNELS = {  # of a file of this kind and Pillow's mode
     ("TIFF", "YCbCr"): 3,
     ("TIFF", "RGBA"): 4,
 }
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
+def test_the_pixels_of_a_jpeg_are_put_where_they_fit(mode, channels):
+    content = saved(Image.fromarray(PIXELS).convert(mode), "JPEG")
+    expected = read(content)
+    out = np.zeros((21, 34, channels), np.uint8)
+    assert np.shares_memory(read(content, out=out), out)
+    np.testing.assert_array_equal(out, expected)
+    for other in (np.zeros((34, 21, channels), np.uint8), np.zeros((21, 34, channels), np.uint16)):
+        np.testing.assert_array_equal(read(content, out=other), expected)
+        assert not other.any()
+    smaller, to_smaller = np.zeros((8, 8, channels), np.uint8), DecodeOptions((8, 8))
+    np.testing.assert_array_equal(read(content, to_smaller, smaller), read(content, to_smaller))
+    damaged = content[:-100] + b"\xff\xd9"  # Pillow judges it, whatever is in `out` by then
+    np.testing.assert_array_equal(read(damaged, out=out), read(damaged))
+
+
+def test_a_jpeg_of_another_size_than_its_first_header_says():
+    content = saved(Image.fromarray(PIXELS), "JPEG")
+    at = content.index(b"\xff\xc0") + 5
+    taller = content[:at] + (22).to_bytes(2, "big") + content[at + 2 :]
+    twice = content[:2] + taller[at - 5 : at + 14] + content[2:]  # two frame headers, of which one lies
+    out = np.zeros((22, 34, 3), np.uint8)
+    with pytest.raises(UserError, match=r"a/0.png: damaged image"):
+        read(twice, out=out)
 
 
 @pytest.mark.parametrize(("kind", "mode"), CHANNELS)

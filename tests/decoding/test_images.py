@@ -217,6 +217,12 @@ def test_threads_share_the_room():
         thread.join(30)
 
 
+def test_little_is_not_counted():
+    room = images.Room(10_000)
+    with room.taken(10_000), room.taken(9):  # does not wait for ever
+        pass
+
+
 def test_every_image_takes_its_room(monkeypatch):
     taken = []
 

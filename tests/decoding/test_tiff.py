@@ -276,17 +276,17 @@ def test_the_limits_hold_in_both_directions():
 
 def test_bands_take_their_room_until_they_are_resized(monkeypatch):
     """Threads together hold no more pixels than one image may have."""
-    limits, while_resizing = Limits(10**6), []
+    limits, while_resizing = Limits(10**5), []
 
     def look(pixels, *_):
-        while_resizing.append(10**6 - limits.pixels._left)
+        while_resizing.append(10**5 - limits.pixels._left)
         return pixels
 
     monkeypatch.setattr(images, "resized", look)
     for content in (BANDS, imagecodecs.png_encode(np.zeros((16, 16), np.uint16))):
         decode(ImageFile("a", 0, len(content), lambda content=content: content), AS_IT_IS, limits)
     assert while_resizing == [3328, 512]
-    assert limits.pixels._left == 10**6
+    assert limits.pixels._left == 10**5
 
 
 def outcome_of(content: bytes) -> str:

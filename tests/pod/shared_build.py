@@ -38,7 +38,7 @@ class Numbers:
     def open(self):
         """See `Source`."""
 
-        def read(indices):
+        def read(indices, out=None):
             if self.damaged in indices:
                 raise UserError(f"{self.damaged}: damaged image")
             self.decoded.update(indices)
