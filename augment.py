@@ -23,7 +23,7 @@ from largebatch.cache import known
 from largebatch.cache.build import build_together, hosts_sharing
 from largebatch.cache.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
 from largebatch.cache.estimate import BuildEstimate, estimate_build
-from largebatch.cache.plan import CachePlan
+from largebatch.cache.plan import CachePlan, plan_layout
 from largebatch.data.placement import originals_of_hosts
 from largebatch.data.random_augment import RandomAugment
 from largebatch.decoding import images
@@ -235,6 +235,7 @@ def _list_and_build(config, cache_dir: epath.Path, requests: list[dict], split_f
     if before is not None and before != plan.folder:
         log.warning("dataset: %s changed since %s was made", plan.source.description, before)
     if sharing:
+        collectives.agreed(lambda: check_image_shape(config, plan_layout(plan).image_shape))  # before hours of work
         build_together(plan, sharing, missing=cache is None)
         cache = collectives.agreed(functools.partial(_open_built, plan.folder), cache is None) or cache
     known.note(cache_dir, request, cache)

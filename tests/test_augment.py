@@ -103,6 +103,19 @@ def test_images_that_are_not_square_have_no_transposed_views(small_config):
         resolve_setup(small_config, facts_of(80, (16, 24, 3)), 8)
 
 
+def test_such_images_are_refused_before_a_build(small_config, tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        path = tmp_path / "set" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (16, 24, 3), np.uint8)).save(path)
+    small_config.dataset.update({"name": "wide", "path": str(tmp_path / "set"), "image_size": None})
+    small_config.augment.cache_dir = str(tmp_path / "cache")
+    with pytest.raises(BadSetting, match=r"^augment\.views: 'all' with images of 24x16 pixels"):
+        augment.prepare_cache(small_config)
+    assert not list((tmp_path / "cache").iterdir())
+
+
 @pytest.mark.parametrize("field", ["augment.shift", "eval.shift_average"])
 def test_a_shift_by_the_size_of_an_image_is_refused(small_config, field):
     small_config.augment.views = "flip"

@@ -177,7 +177,7 @@ def _warn_of_equal_images(plan: CachePlan, digests: dict[str, np.ndarray]) -> No
     ids = plan.source.ids
     pairs = [f"{ids[examples[first[k]]]} = {ids[examples[second[k]]]}" for k in shown[:3]]
     log.warning(
-        "dataset: %d images have the same pixels as another one, %d of them in another split (%s)",
+        "dataset: images with the same pixels as another one: %d, in another split: %d (%s)",
         len(first),
         in_two_splits.sum(),
         ", ".join(pairs) + (", ..." if len(shown) > 3 else ""),

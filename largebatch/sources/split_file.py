@@ -63,7 +63,7 @@ class SplitFile:
         if unknown:
             first = ", ".join(repr(entry.name) for entry in unknown[:3])
             raise BadSetting(
-                f"{FIELD}: {unknown[0].place}: {len(unknown)} unknown ids, first {first}; allowed: those of the "
+                f"{FIELD}: {unknown[0].place}: unknown ids: {len(unknown)}, first {first}; allowed: those of the "
                 f"data set, as {example_ids[0]!r}"
             )
         splits, named = {split: [] for split in SPLITS}, {}

@@ -199,12 +199,12 @@ def test_equal_images_are_counted_and_named(tmp_path, caplog):
     train, val = splits["train"], splits["val"]
     pixels[train[1]] = pixels[train[0]]
     build_whole(plan_of(source_of(pixels), tmp_path / "one"))
-    assert "1 images have the same pixels as another one, 0 of them in another split" in caplog.text
+    assert "images with the same pixels as another one: 1, in another split: 0" in caplog.text
     assert f"({train[0]:02d} = {train[1]:02d})" in caplog.text
     caplog.clear()
     pixels[val[0]] = pixels[train[2]]
     build_whole(plan_of(source_of(pixels, "2"), tmp_path / "two"))
-    assert "2 images have the same pixels as another one, 1 of them in another split" in caplog.text
+    assert "images with the same pixels as another one: 2, in another split: 1" in caplog.text
     assert f"({train[2]:02d} = {val[0]:02d})" in caplog.text
     caplog.clear()
     build_whole(plan_of(source_of(noise(30), "3"), tmp_path / "three"))

@@ -74,7 +74,7 @@ GOOD = ("cat/1.tif,train", "dog/1.tif,val", "dog/3.tif,test")
 BAD_FILES = {
     ", line 1: the columns cat/1.tif, train; allowed: split, and one of id, path, filename, image": GOOD,
     ", line 1: the columns id, part; allowed: split, and one of id, path, filename, image": ("id,part", *GOOD),
-    ", line 5: 2 unknown ids, first 'cat/7.tif', 'emu'; allowed: those of the data set, as 'cat/1.tif'": (
+    ", line 5: unknown ids: 2, first 'cat/7.tif', 'emu'; allowed: those of the data set, as 'cat/1.tif'": (
         "id,split",
         *GOOD,
         "cat/7.tif,train",
@@ -164,11 +164,11 @@ def test_a_bad_line_is_that_of_its_file(tmp_path):
     )
     path = write_three(tmp_path, ["2.tif", "4.tif"], ["9.tif", "cat/1.tif"], ["3.tif"])
     assert refusal(path).startswith(
-        f"dataset.split_file: {tmp_path}/eurosat-val.txt, line 1: 1 unknown ids, first '9."
+        f"dataset.split_file: {tmp_path}/eurosat-val.txt, line 1: unknown ids: 1, first '9."
     )
     path = write_three(tmp_path, ["2.tif", "emu"], ["cat/1.tif"], ["3.tif"])
     assert refusal(path).startswith(
-        f"dataset.split_file: {tmp_path}/eurosat-train.txt, line 2: 1 unknown ids, first "
+        f"dataset.split_file: {tmp_path}/eurosat-train.txt, line 2: unknown ids: 1, first "
     )
     (tmp_path / "eurosat-val.txt").unlink()
     assert "eurosat-val.txt cannot be read (No such file" in refusal(path)
