@@ -1,21 +1,23 @@
 """What building the cache of a data set will take, told from a sample before anything is built."""
 
 import concurrent.futures
+import contextlib
 import os
 import shutil
+import tempfile
 import time
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import numpy as np
 
 from largebatch.cache.build import decode_block
 from largebatch.cache.cache import RowLayout
 from largebatch.cache.plan import CachePlan, plan_layout
-from largebatch.sources.source import ReadPixels
 from largebatch.sources.split import SPLITS
 
 SAMPLED_IMAGES, SAMPLE_SEC = 4096, 4.0  # the sample ends at either
-IMAGES_AT_ONCE = 64
+IMAGES_AT_ONCE = 64  # by one core
 # Beside the pixels, of an image: its digest, label and id.
 OTHER_BYTES = 32 + 4 + 4 * 24
 
@@ -27,7 +29,7 @@ class BuildEstimate:
     Attributes:
       layout: of its rows; num_classes: that it has.
       disk_bytes: that it takes; free_disk_bytes: that there are, None for a bucket.
-      images_per_sec: decoded by all cores of this host.
+      images_per_sec: decoded and written by all cores of this host.
       sampled: images that were decoded for it.
     """
 
@@ -50,7 +52,9 @@ class BuildEstimate:
 
 
 def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
-    """Decodes and digests some images on all cores, as the build does, for a few seconds at most.
+    """Decodes, digests and writes some images on all cores, as the build does, for a few seconds at most.
+
+    They are written to a file without a name, which leaves nothing behind.
 
     Raises:
       UserError: one of them is damaged or unlike the first.
@@ -58,35 +62,40 @@ def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
     layout = plan_layout(plan)
     every = np.concatenate([plan.splits[split] for split in SPLITS])
     sample = np.random.default_rng(seed).permutation(every)[:SAMPLED_IMAGES]
-    with plan.source.open() as read:
-        decode_some(plan, layout, read, sample[:IMAGES_AT_ONCE])  # whatever the first images take longer
+    parent = plan.folder.parent
+    is_local = "://" not in os.fspath(parent)
+    scratch_folder = _existing(parent) if is_local else None
+    with plan.source.open() as read, _scratch_file(scratch_folder) as scratch:
+        decode_block(plan, layout, sample[:IMAGES_AT_ONCE], read)  # whatever the first images take longer
         begin, done = time.perf_counter(), 0
         num_workers = os.cpu_count() or 1
         with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
             for first in range(0, len(sample), IMAGES_AT_ONCE * num_workers):
                 chosen = sample[first : first + IMAGES_AT_ONCE * num_workers]
-                parts = np.array_split(chosen, num_workers)
-                list(pool.map(lambda part: decode_some(plan, layout, read, part), parts))
+                parts = np.array_split(chosen, min(num_workers, len(chosen)))
+                for block in pool.map(lambda part: decode_block(plan, layout, part, read), parts):
+                    with contextlib.suppress(OSError):  # a full disk, which free_disk_bytes tells
+                        scratch.write(block.pixels.data)
                 done += len(chosen)
                 if time.perf_counter() - begin > SAMPLE_SEC:
                     break
         seconds = time.perf_counter() - begin
-    parent = plan.folder.parent
-    is_local = "://" not in os.fspath(parent)
     return BuildEstimate(
         layout=layout,
         num_classes=len(plan.source.class_names),
         disk_bytes=len(every) * (layout.row_bytes + OTHER_BYTES),
-        free_disk_bytes=shutil.disk_usage(_existing(parent)).free if is_local else None,
+        free_disk_bytes=shutil.disk_usage(scratch_folder).free if is_local else None,
         images_per_sec=done / seconds,
         sampled=done,
     )
 
 
-def decode_some(plan: CachePlan, layout: RowLayout, read: ReadPixels, examples: np.ndarray) -> None:
-    """What the build does with some examples before it writes them."""
-    if len(examples):
-        decode_block(plan, layout, examples, read)
+def _scratch_file(folder) -> BinaryIO:
+    """A file without a name in a folder; where none can be, as in a bucket, what takes no time to write."""
+    try:
+        return open(os.devnull, "wb") if folder is None else tempfile.TemporaryFile(dir=folder, buffering=0)
+    except OSError:  # no right to write there: the build will say so
+        return open(os.devnull, "wb")
 
 
 def _existing(folder):

@@ -1,5 +1,8 @@
 """What is said of a data set before its cache is built, beside what the cache then is."""
 
+import contextlib
+import dataclasses
+
 import numpy as np
 import pytest
 from conftest import decode_all
@@ -11,6 +14,7 @@ from largebatch.cache.estimate import BuildEstimate, estimate_build
 from largebatch.cache.finish import finish_cache
 from largebatch.cache.plan import CachePlan, make_layout
 from largebatch.doctor.dataset import check_build
+from largebatch.errors import UserError
 from largebatch.sources.find import find_source
 from largebatch.sources.split import split_indices
 
@@ -34,18 +38,18 @@ def test_an_estimate_has_the_layout_and_the_size_of_the_cache_that_is_built(plan
     assert estimate.seconds == pytest.approx(80 / estimate.images_per_sec)
 
 
-def test_a_damaged_image_of_the_sample_is_named(plan, monkeypatch):
+def test_a_damaged_image_of_the_sample_is_named(plan):
     pixels = decode_all(plan.source).images
     damaged = plan.splits["val"][0]
 
     def read(indices, out=None):
         if damaged in indices:
-            raise ValueError(f"{plan.source.ids[damaged]}: damaged")
+            raise UserError(f"{plan.source.ids[damaged]}: damaged")
         return [pixels[index] for index in indices]
 
-    monkeypatch.setattr("largebatch.cache.estimate.decode_some", lambda plan, layout, _, part: read(part.tolist()))
-    with pytest.raises(ValueError, match=plan.source.ids[damaged]):
-        estimate_build(plan)
+    source = dataclasses.replace(plan.source, open=lambda: contextlib.nullcontext(read))
+    with pytest.raises(UserError, match=plan.source.ids[damaged]):
+        estimate_build(dataclasses.replace(plan, source=source))
 
 
 @pytest.mark.parametrize(("free", "status"), [(2_000_000, "ok"), (1_000, "fail"), (None, "warn")])
