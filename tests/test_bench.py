@@ -197,6 +197,7 @@ def test_a_child_answers_and_its_failures_are_one_line():
         child.ask(facts=True)
 
 
+@pytest.mark.full
 def test_a_peer_times_itself_by_hand():
     command = [sys.executable, "-m", "benchmarks.peers.flax_loop", "--batch_size", "8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -302,6 +302,7 @@ def test_a_faulty_derive_is_one_line(config, tmp_path):
         study.config_of({"optimizer.learning_rate": 0.01}, 0)
 
 
+@pytest.mark.full
 def test_pruned_trials_end_early_and_are_kept(config, tmp_path, monkeypatch):
     config.train.outer_steps = 6
 
@@ -360,6 +361,7 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
         tell()
 
 
+@pytest.mark.full
 def test_tpe_searches_and_all_its_trials_are_kept(config, tmp_path):
     space = {"optimizer.learning_rate": FloatDistribution(1e-4, 0.1, log=True)}
     summaries = run_study(make_study(config, tmp_path, space, sampler="tpe", settings=3))

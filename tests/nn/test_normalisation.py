@@ -172,6 +172,7 @@ def test_padding_counts_in_no_statistic(images_and_labels):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_the_stem_stays_as_it_is(images_and_labels):
     problem = batch_norm_problem(*images_and_labels, stem="whitened")
     model_state = model_state_after_one_update(sgd_trainer(problem, 2, ema_decay=0.5), 96)

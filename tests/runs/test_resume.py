@@ -185,6 +185,7 @@ def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, mon
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(config, tmp_path, stop_at, caplog):
     whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
     stop_at(11)
@@ -369,6 +370,7 @@ def files_of(folder) -> dict:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.full
 def test_a_run_of_another_order_of_examples_is_evaluated_and_not_resumed(config, tmp_path, stop_at):
     stop_at(6)
     with pytest.raises(preemption.Stopped):

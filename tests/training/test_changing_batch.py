@@ -101,6 +101,7 @@ def test_a_batch_larger_than_the_set_is_one_line(tmp_path, session_cache):
 # ---- AdaScale and batches that follow the noise -------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_adascale_ends_with_its_scale_invariant_steps(small_config, tmp_path):
     fields = {"schedule__scaling": "adascale", "schedule__reference_batch_size": 80, "optimizer__name": "sgd"}
     # As long as test_resume's run, with which it shares its program.

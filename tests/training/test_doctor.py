@@ -52,6 +52,7 @@ def test_a_sound_config_is_sound(quick, monkeypatch, capsys):
     assert capsys.readouterr().out.count(" ok ") == 8
 
 
+@pytest.mark.full
 def test_local_steps_are_looked_at_as_synchronous_ones(quick):
     quick.sync.mode, quick.sync.every = "local", 8
     findings = findings_by_name(quick)

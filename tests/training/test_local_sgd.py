@@ -216,6 +216,7 @@ def test_averaging_after_every_update_is_synchronous_training(sizes):
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-4)
 
 
+@pytest.mark.full
 def test_devices_without_an_example_take_the_others_moments_and_counters():
     """Of a batch of one image a single device has an update; the mean by examples is that device's state."""
     problem = make_problem(8, "adam")
