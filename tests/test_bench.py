@@ -178,6 +178,7 @@ def test_torch_has_the_same_network_and_accumulates(small):
     assert share_of_equal(*after) > 0.98
 
 
+@pytest.mark.full
 def test_a_child_answers_and_its_failures_are_one_line():
     with timing.Child("benchmarks.peers.seed_loop") as child:
         contender = child.contender(

@@ -258,6 +258,7 @@ def test_profile_writes_a_trace(tmp_path, session_cache):
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.full
 def test_plain_lines_when_not_on_a_terminal(tmp_path, session_cache):
     result = run_script("train.py", *small_flags(session_cache), "--workdir", tmp_path / "run")
     lines = result.stdout.splitlines()

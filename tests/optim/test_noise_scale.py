@@ -166,6 +166,7 @@ def test_views_of_an_image_in_one_batch_are_no_less_noise(num_devices):
     assert noise_scale.noise_scale(noise) == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.full
 def test_one_group_measures_nothing():
     assert noise_scale.noise_scale(measured(1, [16, 8, 16])) is None
     assert measured(2, [1, 1, 1]).count == 0

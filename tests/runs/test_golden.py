@@ -101,6 +101,7 @@ def test_an_old_unfinished_run_resumes_and_ends_as_if_nothing_had_stopped_it(nam
             assert row[field] == value, field
 
 
+@pytest.mark.full
 def test_an_unfinished_run_of_another_order_is_refused_and_stays_as_it_is(unpack):
     run = unpack("order_2")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}

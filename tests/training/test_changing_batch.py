@@ -50,6 +50,7 @@ def test_a_trace_file_drives_a_run(small_config, tmp_path, capsys):
     assert "learning rate 0.00109375 to 0.1 = 0.01 x 0.1094 to 10 (linear: batch 7 to 640 / reference 64)" in told
 
 
+@pytest.mark.full
 def test_a_list_is_the_same_run_as_its_file(small_config, tmp_path):
     (tmp_path / "trace.csv").write_text("index,GPUs\n0,8\n1,8\n2,12\n3,1\n4,80\n5,80\n")
     by_file, _ = run(

@@ -303,6 +303,7 @@ def add_around_the_ring(tree):
     return unravel(sum(parts[(element + turn) % 4, element] for turn in range(4)))
 
 
+@pytest.mark.full
 def test_results_do_not_depend_on_how_the_loop_is_cut():
     """Mid-window, and through a copy of all replicas on the host, as a checkpoint has them."""
     problem, sizes, sync = make_problem(4).with_step(reduce=add_around_the_ring), [48, 13, 6], sync_of(4, 0.7, 0.9)

@@ -137,12 +137,10 @@ def damage_at_read(monkeypatch, number: int, kind: str) -> None:
     monkeypatch.setattr(Cache, "read_images", damage_and_read)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [
-        ("flipped", r"example \d+ does not match its SHA-256"),
-        pytest.param("cut", r"ends within its row \d+", marks=pytest.mark.full),
-    ],
+    [("flipped", r"example \d+ does not match its SHA-256"), ("cut", r"ends within its row \d+")],
 )
 def test_a_damaged_image_is_never_trained_on_and_a_restart_goes_on(config, tmp_path, monkeypatch, kind, words):
     """Each of 8 devices reads for every update; the first of them finds the damage when it reads for the sixth."""
