@@ -213,12 +213,17 @@ class _BlockTask:
         return plan.stored_examples[self.file.split][self.rows.start : self.rows.stop]
 
 
+def rows_per_block(layout: RowLayout) -> int:
+    """Images that one thread decodes at a time."""
+    return max(1, BLOCK_BYTES // layout.row_bytes)
+
+
 def _block_tasks(layout: RowLayout, tasks: list[FileTask]) -> Iterator[_BlockTask]:
-    rows_per_block = max(1, BLOCK_BYTES // layout.row_bytes)
+    block_rows = rows_per_block(layout)
     for task in tasks:
         rows = layout.rows_of_file(task.split, task.number)
-        for begin in range(rows.start, rows.stop, rows_per_block):
-            end = min(begin + rows_per_block, rows.stop)
+        for begin in range(rows.start, rows.stop, block_rows):
+            end = min(begin + block_rows, rows.stop)
             yield _BlockTask(task, range(begin, end), ends_file=end == rows.stop)
 
 

@@ -11,13 +11,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from largebatch.cache.build import decode_block
+from largebatch.cache.build import decode_block, rows_per_block
 from largebatch.cache.cache import RowLayout
 from largebatch.cache.plan import CachePlan, plan_layout
 from largebatch.sources.split import SPLITS
 
 SAMPLED_IMAGES, SAMPLE_SEC = 4096, 4.0  # the sample ends at either
-IMAGES_AT_ONCE = 64  # by one core
+FIRST_IMAGES = 64  # that are not timed
 # Beside the pixels, of an image: its digest, label and id.
 OTHER_BYTES = 32 + 4 + 4 * 24
 
@@ -61,23 +61,24 @@ def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
     """
     layout = plan_layout(plan)
     every = np.concatenate([plan.splits[split] for split in SPLITS])
-    sample = np.random.default_rng(seed).permutation(every)[:SAMPLED_IMAGES]
+    num_workers = os.cpu_count() or 1
+    images_at_once = num_workers * min(rows_per_block(layout), -(-SAMPLED_IMAGES // num_workers))
+    starts = np.random.default_rng(seed).permutation(range(0, len(every), images_at_once))
     parent = plan.folder.parent
     is_local = "://" not in os.fspath(parent)
     scratch_folder = _existing(parent) if is_local else None
     with plan.source.open() as read, _scratch_file(scratch_folder) as scratch:
-        decode_block(plan, layout, sample[:IMAGES_AT_ONCE], read)  # whatever the first images take longer
+        decode_block(plan, layout, every[:FIRST_IMAGES], read)  # whatever the first images take longer
         begin, done = time.perf_counter(), 0
-        num_workers = os.cpu_count() or 1
         with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-            for first in range(0, len(sample), IMAGES_AT_ONCE * num_workers):
-                chosen = sample[first : first + IMAGES_AT_ONCE * num_workers]
+            for start in starts:
+                chosen = every[start : start + images_at_once]  # side by side, as the build reads them
                 parts = np.array_split(chosen, min(num_workers, len(chosen)))
                 for block in pool.map(lambda part: decode_block(plan, layout, part, read), parts):
                     with contextlib.suppress(OSError):  # a full disk, which free_disk_bytes tells
                         scratch.write(block.pixels.data)
                 done += len(chosen)
-                if time.perf_counter() - begin > SAMPLE_SEC:
+                if done >= SAMPLED_IMAGES or time.perf_counter() - begin > SAMPLE_SEC:
                     break
         seconds = time.perf_counter() - begin
     return BuildEstimate(
