@@ -24,8 +24,7 @@ from largebatch.errors import UserError
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.start import start_jax
 from largebatch.runs.provenance import git_commit, versions
-from largebatch.sources.find import find_source
-from largebatch.sources.source import Source
+from largebatch.sources.split import SPLITS
 from largebatch.training.setup import choose_sharding
 
 PLACINGS = 3
@@ -38,24 +37,20 @@ def bench_input(path: str) -> dict:
     clock = Clock()
     with tempfile.TemporaryDirectory() as cache_dir:
         config = make_config(path, cache_dir)
-        with clock.measure("decode"):
-            source = find_source(config.dataset.name, path=path)
-            num_bytes = decode_all(source)
-        num_images = len(source.ids)
-        with clock.measure("decode and cache"):
+        with clock.measure("list, decode and cache"):
             cache = augment.prepare_cache(config)
+        num_images = sum(cache.count(split) for split in SPLITS)
         with clock.measure("open a sound cache"):
             augment.prepare_cache(config)
         # Each in a process of its own, so that no page or buffer of an earlier one helps or hinders.
         placings = [in_new_process(place, path, cache_dir) for _ in range(PLACINGS)]
         starts = {name: start(path, cache_dir) for name in STARTS}
     seconds, num_views = dict(clock.seconds), augment.VIEW_COUNTS[config.augment.views]
-    seconds["cache"] = seconds["decode and cache"] - seconds["decode"]
     seconds["read, verify and place"] = statistics.median(placing.seconds for placing in placings)
     return {
         "command": "input",
         "images": num_images,
-        "decoded_bytes": num_bytes,
+        "decoded_bytes": num_images * cache.layout.row_bytes,
         "seconds": seconds,
         "place_seconds": [placing.seconds for placing in placings],
         "place_gb_per_sec": placings[0].all_bytes / seconds["read, verify and place"] / 1e9,
@@ -68,12 +63,6 @@ def bench_input(path: str) -> dict:
         "versions": versions(),
         "git_commit": git_commit(),
     }
-
-
-def decode_all(source: Source) -> int:
-    """Decodes every image of a source on all cores and drops it; returns the bytes of the pixels."""
-    with source.open() as read, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return sum(pool.map(lambda index: read([index])[0].nbytes, range(len(source.ids))))
 
 
 def make_config(path: str, cache_dir: str):

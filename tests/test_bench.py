@@ -365,10 +365,7 @@ def test_input_measures_every_part(tmp_path, monkeypatch, capsys):
     assert result["images"] == 100
     assert result["training_image_bytes_on_devices"] >= result["expected_training_image_bytes"] == 640 * 768
     assert result["start"]["warm"]["to_exit"] > result["start"]["warm"]["to_first_update"] > 0
-    seconds = result["seconds"]
-    # The difference of two measured times, which of 100 small images drowns in the noise of the machine.
-    assert seconds.pop("cache") == seconds["decode and cache"] - seconds["decode"]
-    assert min(seconds.values()) > 0
+    assert min(result["seconds"].values()) > 0
     inputs.print_input(result)
     assert "to first update, warm" in capsys.readouterr().out
 
