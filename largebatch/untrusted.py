@@ -155,12 +155,17 @@ def check_entry(entry: zipfile.ZipInfo, where: str) -> None:
 class ZipReader:
     """Reads entries that `list_zip` gave; several threads may at once.
 
+    Args:
+      path, field: as for `list_zip`.
     Raises:
-      OSError: the zip is not there, or is no regular file.
+      UserError: the zip cannot be opened.
     """
 
-    def __init__(self, path):
-        self._file = open_any(path)
+    def __init__(self, path, field: str):
+        try:
+            self._file = open_any(path)
+        except OSError as error:  # gone since it was listed
+            raise UserError(f"{field}: {path} cannot be read ({error.strerror or error})") from error
         self._archive = None
         self._opening = threading.Lock()
 

@@ -183,7 +183,7 @@ def test_an_entry_is_read_as_zipfile_reads_it(tmp_path, method):
             archive.writestr(name, content)
     path.write_bytes(b"something before the zip" + path.read_bytes())
     entries = untrusted.list_zip(path, "dataset.path")
-    with untrusted.ZipReader(path) as reader:
+    with untrusted.ZipReader(path, "dataset.path") as reader:
         assert [reader.read(entry) for entry in entries] == list(contents.values())
         assert [reader._read_plain(entry) for entry in entries[1:]] == list(contents.values())[1:]
         damaged = entries[2]

@@ -118,7 +118,7 @@ class ImageZip:
     def __init__(self, path: Path):
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-        self._reader = untrusted.ZipReader(path)
+        self._reader = untrusted.ZipReader(path, "dataset.path")
         self._entries = {}
         for entry in entries:
             *folders, name = entry.filename.split("/")

@@ -37,7 +37,7 @@ def zip_source(path: epath.Path, options: images.DecodeOptions, max_pixels: int)
 
     @contextlib.contextmanager
     def open_pixels():
-        with untrusted.ZipReader(path) as reader, images.pillow_limited_to(max_pixels):
+        with untrusted.ZipReader(path, "dataset.path") as reader, images.pillow_limited_to(max_pixels):
 
             def file_at(index: int) -> images.ImageFile:
                 return _from_zip(reader, entries[index], parsed.ids[index], parsed.labels[index])
@@ -142,7 +142,7 @@ def find_images(
             names = sorted(name for name in entries if is_image(name, where) and not is_hidden(PurePosixPath(name)))
             for name in names:
                 untrusted.check_entry(entries[name], where)
-            reader = stack.enter_context(untrusted.ZipReader(root))
+            reader = stack.enter_context(untrusted.ZipReader(root, "--images"))
             make = {name: functools.partial(_from_zip, reader, entries[name]) for name in names}
         if not names:
             raise UserError(f"{where} holds no {'/'.join(IMAGE_SUFFIXES)} files")

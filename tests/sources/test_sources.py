@@ -311,6 +311,14 @@ def test_an_unreadable_tfds_set_is_no_reason_not_to_download(tmp_path, monkeypat
     assert find_source("eurosat").description == str(archive)
 
 
+def test_a_zip_that_is_gone_since_it_was_listed_is_named(tmp_path):
+    archive = zip_of(make_folder(tmp_path / "images", CLASSES), tmp_path / "x.zip")
+    source = find_source("x", path=str(archive))
+    archive.unlink()
+    with pytest.raises(UserError, match=r"^dataset.path: .*x.zip cannot be read \(No such file"), source.open():
+        pass
+
+
 def test_a_dangling_link_is_named(tmp_path):
     folder = make_folder(tmp_path / "images", {"a": 5, "b": 5})
     (folder / "a" / "gone.png").symlink_to(tmp_path / "nowhere.png")
