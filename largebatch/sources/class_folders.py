@@ -79,13 +79,15 @@ def _images_and_folders(names: list[str], where: str) -> tuple[dict[str, PurePos
     Paths take longer than all else here, so there is one for each folder, not for each of millions of images.
     """
     parent_of, folders, ignored = {}, set(), 0
-    path_of, field_and_place = {}, f"dataset.path: {where}"
+    path_of = {}  # by what stands before the last "/"; None where that is hidden
+    field_and_place = f"dataset.path: {where}"
     for name in names:
         before, _, file = name.rpartition("/")
-        parent = path_of.get(before)
-        if parent is None:
-            parent = path_of[before] = PurePosixPath(before)
-        if file.startswith(untrusted.HIDDEN) or is_hidden(parent):
+        if before not in path_of:
+            path = PurePosixPath(before)
+            path_of[before] = None if is_hidden(path) else path
+        parent = path_of[before]
+        if parent is None or file.startswith(untrusted.HIDDEN):
             continue
         if name.endswith("/"):
             folders.add(parent)
