@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 import augment
-from benchmarks.inputs import make_config
+from benchmarks.inputs import in_new_process, make_config
 from largebatch.hosts.start import start_jax
 from largebatch.runs.provenance import git_commit, versions
 
@@ -43,6 +43,7 @@ def bench_build(num_images: int, folder: str | None = None, repeats: int = 3) ->
         path, cache_dir = str(Path(place) / "images.zip"), str(Path(place) / "cache")
         write_jpegs(path, num_images)
         rates = [plain_decoding_rate(path) for _ in range(repeats)]
+        estimated = in_new_process(estimate, path, cache_dir)
         built = in_new_process(build, path, cache_dir)
         rates += [plain_decoding_rate(path) for _ in range(repeats)]
     rate = num_images / built.seconds
@@ -51,6 +52,7 @@ def bench_build(num_images: int, folder: str | None = None, repeats: int = 3) ->
         "images": num_images,
         "decoded_bytes": num_images * SIDE * SIDE * 3,
         "plain_images_per_sec": rates,
+        "estimated_build_seconds": estimated,
         "build_seconds": built.seconds,
         "build_images_per_sec": rate,
         "ratio": rate / statistics.median(rates),
@@ -70,6 +72,7 @@ def print_build(result: dict) -> None:
         f"decode and cache    {result['build_images_per_sec']:,.0f} images/s in {result['build_seconds']:,.0f} s: "
         f"{result['ratio']:.2f} of plain decoding"
     )
+    print(f"the doctor said     {result['estimated_build_seconds']:,.0f} s")
     print(f"anonymous memory    {result['peak_anonymous_bytes'] / 1e9:.2f} GB at most")
 
 
@@ -115,13 +118,6 @@ def _processes() -> concurrent.futures.ProcessPoolExecutor:
     return concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
 
 
-def in_new_process(function, *arguments):
-    """What `function` returns, run in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(function, *arguments).result()
-
-
 # ---- what is timed ----------------------------------------------------------------------------------
 
 
@@ -154,12 +150,24 @@ class Built:
     peak_anonymous_bytes: int  # memory of the process that no file backs
 
 
-def build(path: str, cache_dir: str) -> Built:
-    """Builds the cache of a zip as train.py does."""
-    start_jax()
+def make_large_config(path: str, cache_dir: str):
+    """Of a set whose originals are stored as they are."""
     config = make_config(path, cache_dir)
     config.dataset.name = "large"
     config.augment.storage = "on_device"
+    return config
+
+
+def estimate(path: str, cache_dir: str) -> float:
+    """Seconds that train.py --doctor says the build will take, once the zip is listed."""
+    start_jax()
+    return augment.estimate_cache(make_large_config(path, cache_dir)).seconds
+
+
+def build(path: str, cache_dir: str) -> Built:
+    """Builds the cache of a zip as train.py does."""
+    start_jax()
+    config = make_large_config(path, cache_dir)
     peak, done = [anonymous_bytes()], threading.Event()
 
     def sample():

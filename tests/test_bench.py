@@ -14,6 +14,7 @@ from benchmarks import (
     ceilings,
     growth,
     inputs,
+    large_set,
     loop,
     memory,
     noise,
@@ -368,6 +369,17 @@ def test_input_measures_every_part(tmp_path, monkeypatch, capsys):
     assert min(result["seconds"].values()) > 0
     inputs.print_input(result)
     assert "to first update, warm" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_a_build_is_estimated_and_timed_beside_plain_decoding(tmp_path, capsys):
+    result = large_set.bench_build(200, str(tmp_path), repeats=1)
+    assert result["decoded_bytes"] == 200 * 96 * 96 * 3
+    assert len(result["plain_images_per_sec"]) == 2
+    assert min(result["ratio"], result["estimated_build_seconds"], result["peak_anonymous_bytes"]) > 0
+    assert not list(tmp_path.iterdir())
+    large_set.print_build(result)
+    assert "the doctor said" in capsys.readouterr().out
 
 
 @pytest.mark.full
