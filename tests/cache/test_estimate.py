@@ -52,6 +52,12 @@ def test_a_damaged_image_of_the_sample_is_named(plan):
         estimate_build(dataclasses.replace(plan, source=source))
 
 
+def test_a_full_disk_is_told_by_the_room_that_there_is(plan, monkeypatch):
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: full)
+        assert estimate_build(plan).sampled == 80
+
+
 @pytest.mark.parametrize(("free", "status"), [(2_000_000, "ok"), (1_000, "fail"), (None, "warn")])
 def test_the_doctor_compares_the_size_with_the_room_that_there_is(free, status):
     layout = make_layout({"train": 8, "val": 1, "test": 1}, (32, 48, 13), np.dtype(np.uint16))
