@@ -197,7 +197,7 @@ def test_packed_trials_of_other_lengths_and_batch_sizes(config, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("packed", [False, True])
 def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_path, packed, capsys):
     # 10,000 examples are more than there are; a rate of 1e38 does not stay finite.
     rates = CategoricalDistribution([0.01, 1e38])
@@ -253,7 +253,7 @@ def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monke
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("packed", [False, True])
 def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(
     config, tmp_path, monkeypatch, packed
 ):

@@ -203,7 +203,7 @@ def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_shards, num
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("batch_size", [pytest.param(4096, marks=pytest.mark.full), 172_800])
+@pytest.mark.parametrize("batch_size", [4096, 172_800])
 def test_devices_have_nearly_equal_shares_of_eurosat(batch_size):
     assert batching.choose_num_shards(21_600) == 480
     for num_devices in range(1, 33):

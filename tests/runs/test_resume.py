@@ -475,7 +475,7 @@ BOTH = pytest.mark.parametrize(
 
 # The latter has layers within layers.
 @pytest.mark.full
-@pytest.mark.parametrize("norm", ["none", pytest.param("group", marks=pytest.mark.full)])
+@pytest.mark.parametrize("norm", ["none", "group"])
 def test_stop_names_update_layer_and_rate(poisoned, tmp_path, norm):
     poisoned.model.norm = norm
     message = r"loss of update \d is nan \(learning rate 0.01\); first in the gradient of head\.(bias|kernel)$"

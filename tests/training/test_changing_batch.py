@@ -216,7 +216,7 @@ def test_bytes_sent_fall_by_the_interval(small_config, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["every_step", pytest.param("local", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["every_step", "local"])
 def test_bytes_are_those_of_the_compiled_all_reduce(small_config, mode):
     small_config.model.norm, small_config.sync.mode = "batch", mode
     small_config.train.ema_decay, small_config.train.inner_steps = 0.5, 1  # a program that other tests compile

@@ -72,7 +72,7 @@ LOCAL = {"sync__mode": "local", "sync__every": 3, "sync__optimizer_state": "keep
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fields", [{}, pytest.param(LOCAL, marks=pytest.mark.full)])
+@pytest.mark.parametrize("fields", [{}, LOCAL])
 def test_a_streamed_run_is_the_resident_one_through_stops(config, tmp_path, monkeypatch, fields):
     run(config, tmp_path / "resident", "on_device", **fields)
     run(config, tmp_path / "streamed", "streamed", **fields)
