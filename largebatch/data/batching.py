@@ -32,15 +32,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-# Which examples form an update. A run is resumed only by code of the same version. Version 1 had 8 Feistel rounds,
-# and all short rounds at the end of the epoch; version 2 dealt originals to devices, with no shards between.
-ORDER_VERSION = 3
+# Which examples form an update. A run is resumed only by code of the same version. Version 1 had all short rounds
+# at the end of the epoch; version 2 dealt originals to devices, with no shards between; up to version 3 originals
+# and views were shuffled in another way.
+ORDER_VERSION = 4
 # Numbers of virtual shards to choose from: most numbers of devices get equal shares of them, or nearly. A shard
 # should hold enough originals to be shuffled; but a small pod should find enough shards in any data set.
 SHARD_COUNTS = (32, 96, 192, 480, 960, 1920, 3840)
 MIN_ORIGINALS_PER_SHARD = 32
-# Few bits mix slowly: over a million keys a chi-square test of pairs still finds 16 rounds of 3 bits (LOG.md).
-_FEISTEL_ROUNDS, _FEISTEL_ROUNDS_OF_FEW_BITS, _FEW_BITS = 12, 24, 3
+# Each round halves what is left of the order before. Tests over 8 million keys see none of it from 14 rounds on
+# (LOG.md); 10 more leave a thousandth of that.
+SHUFFLE_ROUNDS = 24
 
 
 def choose_num_shards(num_originals: int) -> int:
@@ -70,11 +72,6 @@ class DataSharding:
     def max_originals(self) -> int:
         """Originals on the device that holds the most."""
         return self.num_originals_of(0)
-
-    @property
-    def max_originals_per_shard(self) -> int:
-        """Originals in the shard that holds the most."""
-        return -(-self.num_originals // self.num_shards)
 
     def originals_of(self, device: int, seed: int) -> np.ndarray:
         """Global indices of the originals that `device` holds, in the order it holds them."""
@@ -157,6 +154,14 @@ def device_batch(sharding: DataSharding, device, epoch, offset, batch_size) -> D
     return DeviceBatch(device, epoch, start, in_this_epoch, in_this_epoch + in_the_next)
 
 
+def even_part(count, index, num_parts):
+    """Where part `index` of `num_parts` begins among `count` examples, and how many it has; all may be traced."""
+    # Of `count` examples, the first `count % num_parts` parts have one more; written so that int32 cannot overflow.
+    examples_each, one_more = count // num_parts, count % num_parts
+    begin = index * examples_each + jnp.minimum(index, one_more)
+    return begin, examples_each + (index < one_more)
+
+
 def micro_batch(sharding: DataSharding, batch: DeviceBatch, index, num_micro_batches, size: int, seed):
     """Number `index` of the `num_micro_batches` parts of a device's batch, padded to `size` examples.
 
@@ -167,10 +172,7 @@ def micro_batch(sharding: DataSharding, batch: DeviceBatch, index, num_micro_bat
     Returns:
       MicroBatchIndices.
     """
-    # Of `count` examples, part i has those from floor(i * count / k) on; written so that int32 cannot overflow.
-    examples_each, one_more = batch.count // num_micro_batches, batch.count % num_micro_batches
-    begin = index * examples_each + jnp.minimum(index, one_more)
-    length = examples_each + (index < one_more)
+    begin, length = even_part(batch.count, index, num_micro_batches)
 
     slot = jnp.arange(size, dtype=jnp.int32)
     is_example = slot < length
@@ -196,9 +198,9 @@ def micro_batch(sharding: DataSharding, batch: DeviceBatch, index, num_micro_bat
     # Each pass over a shard has its own order of originals, each original its own order of views over the passes.
     in_shard = jnp.maximum(sharding.num_originals_in_shard(shard), 1)
     pass_key = shuffle_key(seed, epoch, shard, pass_index)
-    original = shuffled(position_in_shard, in_shard, sharding.max_originals_per_shard, pass_key)
+    original = shuffled(position_in_shard, in_shard, pass_key)
     views_key = shuffle_key(seed, epoch, shard, sharding.views + original)
-    view = shuffled(pass_index, sharding.views, sharding.views, views_key)
+    view = shuffled(pass_index, sharding.views, views_key)
 
     place_on_device = original * num_shards + shard_on_device
     place_in_permutation = original * sharding.num_shards + shard  # the same on any number of devices
@@ -217,42 +219,42 @@ def shuffle_key(*parts) -> jax.Array:
     return key
 
 
-def shuffled(index, length, max_length: int, key) -> jax.Array:
+def shuffled(index, length, key) -> jax.Array:
     """Element `index` of a pseudo-random permutation of range(length), without building it.
 
-    A Feistel network over the next power of two at or above `max_length`, applied again wherever it
-    leaves range(length) ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains,
-    CT-RSA 2002). A sort per epoch would give the same guarantee, but needs memory in the training
-    state and work whenever a batch crosses an epoch.
+    The swap-or-not shuffle (Hoang, Morris and Rogaway, An Enciphering Scheme Based on a Card Shuffle, CRYPTO 2012):
+    each round pairs the values whose sum is a random number modulo the length, and a hash of the pair says whether
+    its two swap. That is a permutation for any length, in the same number of rounds. A sort per epoch would give
+    the same guarantee, but needs memory in the training state and work whenever a batch crosses an epoch.
 
     Args:
       index: int32 array, 0 <= index < length.
-      length: int32, may be traced; 1 <= length <= max_length.
-      max_length: static bound, which fixes the number of bits.
+      length: int32, may be traced; at least 1.
       key: uint32 array that broadcasts against `index`.
     """
-    bits = max(1, (max_length - 1).bit_length())
-    rounds = _FEISTEL_ROUNDS_OF_FEW_BITS if bits <= _FEW_BITS else _FEISTEL_ROUNDS
-    low_bits = bits - bits // 2
-    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits // 2)) - 1
-
-    def encrypt(value):
-        high, low = value >> low_bits, value & low_mask
-        for round_ in range(rounds):
-            round_key = key + jnp.uint32(round_ * 0x9E3779B9 & 0xFFFFFFFF)
-            if round_ % 2:
-                low ^= _mix(high ^ round_key) & low_mask
-            else:
-                high ^= _mix(low ^ round_key) & high_mask
-        return high << low_bits | low
-
     length = jnp.asarray(length).astype(jnp.uint32)
-    walked = jax.lax.while_loop(
-        lambda value: jnp.any(value >= length),
-        lambda value: jnp.where(value >= length, encrypt(value), value),
-        encrypt(jnp.broadcast_to(index.astype(jnp.uint32), jnp.broadcast_shapes(index.shape, key.shape))),
-    )
-    return walked.astype(jnp.int32)
+    shape = jnp.broadcast_shapes(index.shape, length.shape, key.shape)
+    value = jnp.broadcast_to(index.astype(jnp.uint32), shape)
+    # Written out, so that no loop is left in the program: accelerators start every turn of a loop from the host.
+    for number in range(SHUFFLE_ROUNDS):
+        round_key = _mix(key + jnp.uint32(number * 0x9E3779B9 & 0xFFFFFFFF))
+        pair_sum = _high_word(round_key, length)  # in range(length)
+        partner = pair_sum - value + jnp.where(value > pair_sum, length, 0)  # wraps on the way, ends below length
+        swaps = _mix(round_key ^ jnp.maximum(value, partner)) >> 31  # the same for both of a pair
+        value = jnp.where(swaps == 1, partner, value)
+    return value.astype(jnp.int32)
+
+
+def _high_word(one: jax.Array, other: jax.Array) -> jax.Array:
+    """The upper 32 of the 64 bits of a product of two uint32, as JAX has no uint64 by default.
+
+    For `one` drawn from all uint32 it is a number below `other`, and cheaper than a remainder.
+    """
+    one_high, one_low = one >> 16, one & 0xFFFF
+    other_high, other_low = other >> 16, other & 0xFFFF
+    middle = one_high * other_low + (one_low * other_low >> 16)
+    rest = one_low * other_high + (middle & 0xFFFF)
+    return one_high * other_high + (middle >> 16) + (rest >> 16)
 
 
 def _mix(value: jax.Array) -> jax.Array:

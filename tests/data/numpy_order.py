@@ -4,7 +4,7 @@ from functools import cache
 
 import numpy as np
 
-FEW_BITS = 3
+ROUNDS = 24
 
 
 def mix(value):
@@ -24,27 +24,19 @@ def key_of(*parts):
     return key
 
 
-def permutations(lengths: np.ndarray, max_length: int, keys: np.ndarray) -> np.ndarray:
-    """For each key a pseudo-random order of range(length): int [keys, max_length], of which `length` count.
+def permutations(lengths: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """For each key a pseudo-random order of range(length): int [keys, longest], of which `length` count.
 
-    A Feistel network over a power of two, whose values are put into it again until they are below the length.
+    Swap-or-not: in a round two values swap, or not, if their sum is the round's number modulo the length.
     """
-    bits = max(1, (max_length - 1).bit_length())
-    rounds = 24 if bits <= FEW_BITS else 12
-    low_bits, high_bits = bits - bits // 2, bits // 2
-    keys, lengths = keys[:, None], lengths[:, None]
-    high, low = np.divmod(np.arange(1 << bits, dtype=np.uint64)[None], 1 << low_bits)
-    for number in range(rounds):
-        round_key = keys + number * 0x9E3779B9 & 0xFFFFFFFF
-        if number % 2:
-            low = low ^ mix(high ^ round_key) & (1 << low_bits) - 1
-        else:
-            high = high ^ mix(low ^ round_key) & (1 << high_bits) - 1
-    encrypted = (high << low_bits | low).astype(np.int64)
-    values = encrypted[:, :max_length]
-    is_used = np.arange(max_length) < lengths
-    while (is_outside := is_used & (values >= lengths)).any():
-        values = np.where(is_outside, np.take_along_axis(encrypted, values, axis=1), values)
+    values = np.arange(lengths.max(), dtype=np.int64)[None]
+    lengths, keys = np.maximum(lengths, 1)[:, None], keys[:, None]
+    for number in range(ROUNDS):
+        round_key = mix(keys + number * 0x9E3779B9 & 0xFFFFFFFF)
+        pair_sum = (round_key * lengths.astype(np.uint64) >> 32).astype(np.int64)
+        partner = (pair_sum - values) % lengths
+        larger = np.maximum(values, partner).astype(np.uint64)
+        values = np.where(mix(round_key ^ larger) >= 1 << 31, partner, values)
     return values
 
 
@@ -58,10 +50,10 @@ def epoch_order(num_originals: int, num_shards: int, views: int, seed: int, epoc
     sizes = np.array([len(range(shard, num_originals, num_shards)) for shard in shards])
     shard_and_place = np.array([(shard, place) for shard in shards for place in range(most)])
     view_keys = key_of(seed, epoch, shard_and_place[:, 0], views + shard_and_place[:, 1])
-    view_orders = permutations(np.full(len(view_keys), views), views, view_keys).reshape(num_shards, most, views)
+    view_orders = permutations(np.full(len(view_keys), views), view_keys).reshape(num_shards, most, views)
     order = []
     for pass_index in range(views):
-        places = permutations(sizes, most, key_of(seed, epoch, shards, pass_index))
+        places = permutations(sizes, key_of(seed, epoch, shards, pass_index))
         for round_ in range(most):
             for shard in shards:
                 if round_ < sizes[shard]:

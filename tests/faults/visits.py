@@ -79,8 +79,8 @@ def main() -> None:
     folder = Path(sys.argv.pop(1))
     from absl import flags
 
-    import experiment
     import model
+    import resolve
     import train
     from largebatch import cli
 
@@ -92,7 +92,7 @@ def main() -> None:
         except OSError:
             pass  # another host was first
     model.MODELS["visits"] = model.Architecture(Visits, frozenset())
-    experiment.make_loss_fn = make_loss_fn
+    resolve.make_loss_fn = make_loss_fn
     flags.DEFINE_string("workdir", None, "")
     flags.DEFINE_bool("doctor", False, "")
     flags.DEFINE_bool("profile", False, "")

@@ -1,12 +1,13 @@
 """Run folders of an earlier version still evaluate, report and resume: their files are a format that lasts.
 
-tests/golden holds four small runs on 200 synthetic images and 8 CPU devices, each packed into one file since a
+tests/golden holds five small runs on 200 synthetic images and 8 CPU devices, each packed into one file since a
 checkpoint has a folder per array, and in rows.json the rows of two unfinished ones when nothing stops them.
 
-    finished  batch normalisation, whitened stem, moving average of the parameters, LAMB; order version 2
-    growing   SGD with momentum and AdaScale, its batch grown once; stopped at update 45, inside an outer loop
-    local     SOAP by local steps with an outer momentum; stopped at update 13, between two synchronisations
-    order_2   unfinished, and of an order of examples that the code no longer has
+    finished   batch normalisation, whitened stem, moving average of the parameters, LAMB; order version 2
+    growing    SGD with momentum and AdaScale, its batch grown once; stopped at update 45, inside an outer loop
+    local      SOAP by local steps with an outer momentum; stopped at update 13, between two synchronisations
+    order_2,   unfinished, and of orders of examples that the code no longer has
+    order_3
 
 They train a network of 500 parameters that only this test has.
 """
@@ -28,7 +29,7 @@ from configs import default
 from largebatch.errors import UserError
 
 GOLDEN = ROOT / "tests" / "golden"
-RUNS = ("finished", "growing", "local", "order_2")
+RUNS = ("finished", "growing", "local", "order_2", "order_3")
 # What a row says in numbers that other processors round otherwise; the rest of it is exact.
 ROUNDED = {"learning_rate", "train_loss", "train_accuracy", "grad_norm", "noise_scale", "val_loss", "gain"}
 ROUNDED |= {"scale_invariant_steps", "replica_drift"}
@@ -104,10 +105,11 @@ def test_an_old_unfinished_run_resumes_and_ends_as_if_nothing_had_stopped_it(nam
 
 
 @pytest.mark.full
-def test_an_unfinished_run_of_another_order_is_refused_and_stays_as_it_is(unpack):
-    run = unpack("order_2")
+@pytest.mark.parametrize("version", [2, 3])
+def test_an_unfinished_run_of_another_order_is_refused_and_stays_as_it_is(version, unpack):
+    run = unpack(f"order_{version}")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"order version 2, this code in version 3: the run cannot go on; "):
+    with pytest.raises(UserError, match=f"order version {version}, this code in version 4: the run cannot go on; "):
         train.train_and_evaluate(config_of(run), str(run))
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 

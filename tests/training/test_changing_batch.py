@@ -13,16 +13,17 @@ import evaluate
 import model as models
 import train
 from benchmarks.ours import collectives
-from experiment import resolve_setup
 from largebatch.config.fields import flatten
 from largebatch.config.validate import validate
 from largebatch.errors import BadSetting, UserError
+from largebatch.hardware.chips import Hardware
 from largebatch.hosts import preemption, replicas
 from largebatch.optim import noise_scale
 from largebatch.optim.optimizers import create_optimizer
 from largebatch.optim.schedules import make_schedule
 from largebatch.runs.progress import RunProgress
 from largebatch.training.state import create_train_state
+from resolve import resolve_setup
 
 
 def run(config, workdir, **fields):
@@ -164,7 +165,8 @@ def test_a_batch_that_grew_is_resumed_bitwise(small_config, tmp_path, monkeypatc
 
 def micro_batch_size(config, num_devices: int) -> int:
     """Of a run of `config` on 80 training images."""
-    return resolve_setup(config, facts_of(80, (16, 16, 3), num_classes=10), num_devices).micro_batch_size
+    data = facts_of(80, (16, 16, 3), num_classes=10)
+    return resolve_setup(config, data, Hardware.here(num_devices)).micro_batch_size
 
 
 def test_noise_needs_two_groups(small_config):
