@@ -4,8 +4,8 @@
     python augment.py --config configs/eurosat.py --preview views.png
 
 With V views (8, 2 or 1 by augment.views), example `i` of the training set is view `i % V` of original `i // V`.
-Storage "expanded" keeps all views on the devices; "on_device" keeps the originals and makes the view when a
-micro-batch is read; "streamed" does the same with the originals that the next updates visit.
+Storage "expanded" keeps all views on the devices, and "normalised" as the network takes them; "on_device" keeps the
+originals and makes the view when a micro-batch is read; "streamed" does so with what the next updates visit.
 """
 
 import functools
@@ -26,6 +26,7 @@ from largebatch.cache.estimate import BuildEstimate, estimate_build
 from largebatch.cache.plan import CachePlan, plan_layout
 from largebatch.data.placement import originals_of_hosts
 from largebatch.data.random_augment import RandomAugment
+from largebatch.data.rows import take_rows
 from largebatch.decoding import images
 from largebatch.decoding.colours import to_rgb8
 from largebatch.errors import BadSetting, UserError
@@ -69,7 +70,7 @@ def expand(images: np.ndarray, num_views: int) -> np.ndarray:
 
 def expansion(storage: str, num_views: int) -> Callable[[np.ndarray], np.ndarray] | None:
     """What makes the views that devices hold of originals [n, H, W, C]; None where they hold the originals."""
-    return functools.partial(expand, num_views=num_views) if storage == "expanded" else None
+    return functools.partial(expand, num_views=num_views) if storage in ("normalised", "expanded") else None
 
 
 def select_views(images: jax.Array, views: jax.Array, num_views: int) -> jax.Array:
@@ -108,19 +109,16 @@ def make_read(
     A stream has "rows": [originals] too: in which row an original lies, if it does.
     """
 
-    def take(array, index):
-        return array.at[index].get(mode="promise_in_bounds")
-
     def read_expanded(shard, examples):
-        return take(shard["images"], examples).reshape(-1, *image_shape)
+        return take_rows(shard["images"], examples).reshape(-1, *image_shape)
 
     def read_on_device(shard, examples):
-        originals = take(shard["images"], examples // num_views).reshape(-1, *image_shape)
+        originals = take_rows(shard["images"], examples // num_views).reshape(-1, *image_shape)
         return select_views(originals, examples % num_views, num_views)
 
     def read_streamed(shard, examples):
-        rows = take(shard["rows"], examples // num_views)
-        originals = take(shard["images"], rows).reshape(-1, *image_shape)
+        rows = take_rows(shard["rows"], examples // num_views)
+        originals = take_rows(shard["images"], rows).reshape(-1, *image_shape)
         return select_views(originals, examples % num_views, num_views)
 
     readers = {"expanded": read_expanded, "on_device": read_on_device, "streamed": read_streamed}
@@ -130,7 +128,7 @@ def make_read(
         images = read_images(shard, examples)
         if random_augment:
             images = random_augment.apply(images, visit_keys)
-        return images, take(shard["labels"], examples // num_views)
+        return images, take_rows(shard["labels"], examples // num_views)
 
     return read
 

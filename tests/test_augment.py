@@ -14,13 +14,15 @@ from PIL import Image
 
 import augment
 import train
-from experiment import ProgramCache, dataset_key, make_parts, resolve_setup
+from experiment import ProgramCache
 from largebatch.cache.cache import CACHE_VERSION, DamagedCache, cache_key
 from largebatch.data import random_augment
 from largebatch.errors import BadSetting, UserError
+from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory
 from largebatch.sources.source import source_in_memory
 from largebatch.sources.split import SPLITS, split_indices
+from resolve import dataset_key, make_parts, resolve_setup
 
 
 def test_8_views_are_the_dihedral_group():
@@ -61,11 +63,11 @@ def test_views_that_there_are_not_cost_nothing(num_views, flips, transposes):
 @pytest.mark.parametrize(("views", "num_examples"), [("all", 640), ("flip", 160), ("none", 80)])
 def test_an_epoch_is_all_views_of_all_originals(small_config, views, num_examples):
     small_config.augment.views, small_config.batch.size = views, "full"
-    setup = resolve_setup(small_config, facts_of(80, (16, 16, 3)), 8)
+    setup = resolve_setup(small_config, facts_of(80, (16, 16, 3)), Hardware.here(8))
     assert setup.num_examples == setup.schedule.batch_size_at(0) == num_examples
     small_config.batch.size = num_examples + 1
     with pytest.raises(BadSetting, match=f"from 1 to {num_examples}"):
-        resolve_setup(small_config, facts_of(80, (16, 16, 3)), 8)
+        resolve_setup(small_config, facts_of(80, (16, 16, 3)), Hardware.here(8))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_a_run_averages_over_what_its_config_says(small_config, monkeypatch, vie
     small_config.eval.view_average, small_config.eval.shift_average = over_views, shift
     asked = []
     monkeypatch.setattr(augment, "average_over_copies", lambda *_, **options: asked.append(options))
-    make_parts(resolve_setup(small_config, facts_of(80, (16, 16, 3)), 8, "expanded").program)
+    make_parts(resolve_setup(small_config, facts_of(80, (16, 16, 3)), Hardware.here(8), "expanded").program)
     assert asked == averages
 
 
@@ -97,10 +99,10 @@ def test_runs_of_other_views_have_other_data(small_config):
 def test_images_that_are_not_square_have_no_transposed_views(small_config):
     expected = r"^augment\.views: 'all' with images of 24x16 pixels; allowed: flip \| none, or dataset\.image_size"
     with pytest.raises(BadSetting, match=expected):
-        resolve_setup(small_config, facts_of(80, (16, 24, 3)), 8)
+        resolve_setup(small_config, facts_of(80, (16, 24, 3)), Hardware.here(8))
     for views in ("flip", "none"):
         small_config.augment.views = views
-        resolve_setup(small_config, facts_of(80, (16, 24, 3)), 8)
+        resolve_setup(small_config, facts_of(80, (16, 24, 3)), Hardware.here(8))
 
 
 def test_such_images_are_refused_before_a_build(small_config, tmp_path):
@@ -121,7 +123,7 @@ def test_a_shift_by_the_size_of_an_image_is_refused(small_config, field):
     small_config.augment.views = "flip"
     small_config.update_from_flattened_dict({field: 16})
     with pytest.raises(BadSetting, match=rf"^{field}: 16; allowed: below 16, the size of an image$"):
-        resolve_setup(small_config, facts_of(80, (16, 24, 3)), 8)
+        resolve_setup(small_config, facts_of(80, (16, 24, 3)), Hardware.here(8))
 
 
 def test_shifted_images_are_cut_from_reflected_ones_at_every_place():

@@ -47,6 +47,11 @@ class RandomAugment:
             fill=mean,
         )
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it changes any image."""
+        return self != RandomAugment(fill=self.fill)
+
     def check(self, image_shape: tuple[int, int, int]) -> None:
         """Raises BadSetting where an image is too small for it."""
         smallest = min(image_shape[:2])

@@ -64,9 +64,7 @@ class DealtSplit:
         """Rows of a device in each block: whole micro-batches, so that blocks do not change what is computed."""
         if self.resident is not None:
             return self.rows
-        micro_batch_size = min(micro_batch_size, self.rows)
-        wanted = max(BLOCK_BYTES // (self.image_bytes * micro_batch_size), 1)
-        return min(wanted, -(-self.rows // micro_batch_size)) * micro_batch_size
+        return rows_per_block(self.rows, self.image_bytes, micro_batch_size)
 
     def blocks(self, micro_batch_size: int) -> Iterator[Block]:
         """The split in blocks of one shape, each on the devices when it is given out; every host calls it.
@@ -127,16 +125,31 @@ class DealtSplit:
         return Block(images.view(self.dtype)[None], labels[None])
 
 
-def stays_on_devices(num_bytes: int) -> bool:
-    """Whether a split of `num_bytes` on each device is kept there, by what this host's devices have free now."""
-    available = memory.available_bytes()
+def rows_per_block(rows: int, image_bytes: int, micro_batch_size: int) -> int:
+    """Rows of a device in a block, where it has `rows` in all that do not stay there."""
+    micro_batch_size = min(micro_batch_size, rows)
+    wanted = max(BLOCK_BYTES // (image_bytes * micro_batch_size), 1)
+    return min(wanted, -(-rows // micro_batch_size)) * micro_batch_size
+
+
+def stays_on_devices(num_bytes: int, free_bytes: int | None = None) -> bool:
+    """Whether a split of `num_bytes` on each device is kept there, by what is free on it.
+
+    Args:
+      free_bytes: on a device; None asks this host's devices.
+    """
+    available = memory.available_bytes() if free_bytes is None else free_bytes
     return available is None or num_bytes <= RESIDENT_SHARE * available
 
 
-def bytes_on_device(num_examples: int, num_devices: int, image_bytes: int, *, packed: bool = False) -> int:
-    """Bytes of images that a split needs on a device, by what is free now: all of them, or two blocks."""
+def bytes_on_device(
+    num_examples: int, num_devices: int, image_bytes: int, *, packed: bool = False, free_bytes: int | None = None
+) -> int:
+    """Bytes of images that a split needs on a device, by what is free there: all of them, or two blocks."""
     num_bytes = -(-num_examples // num_devices) * image_bytes
-    return num_bytes if packed or stays_on_devices(num_bytes) else min(num_bytes, 2 * max(BLOCK_BYTES, image_bytes))
+    if packed or stays_on_devices(num_bytes, free_bytes):
+        return num_bytes
+    return min(num_bytes, 2 * max(BLOCK_BYTES, image_bytes))
 
 
 def all_stay_on_devices(num_examples: int, num_devices: int, image_bytes: int) -> bool:

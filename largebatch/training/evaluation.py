@@ -40,13 +40,14 @@ class Sums:
     count: jax.Array  # int32
 
 
-def make_predict(logits_fn: Callable, micro_batch_size: int, *, packed: bool = False):
+def make_predict(logits_fn: Callable, micro_batch_size: int, *, packed: bool = False, devices: list | None = None):
     """Predicts a block and reduces it where it lies, pmapped.
 
     Args:
       logits_fn: (variables, integer images [M, ...]) -> float32 logits [M, num_classes].
       micro_batch_size: images per forward pass, per device.
       packed: each device has a run of its own, and sums of its own [local devices, ...].
+      devices: to compile for, where they are not here.
     Returns:
       (variables, Block), both with a leading local-device axis -> Sums, and the logits
       [local devices, n', num_classes] of this host's devices, n' >= rows of the block, which stay there.
@@ -73,7 +74,7 @@ def make_predict(logits_fn: Callable, micro_batch_size: int, *, packed: bool = F
         )
         return sums if packed else lax.psum(sums, AXIS), logits.reshape(-1, logits.shape[-1])
 
-    return pmap(predict, in_axes=(0, 0), out_axes=(0 if packed else None, 0))
+    return pmap(predict, in_axes=(0, 0), out_axes=(0 if packed else None, 0), devices=devices)
 
 
 def _sums(logits, labels) -> Sums:

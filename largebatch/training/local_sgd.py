@@ -22,6 +22,7 @@ from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.training.state import LocalState, TrainState
 from largebatch.training.step import (
+    UPDATES,
     GradientSums,
     TrainStep,
     empty_metrics,
@@ -129,7 +130,7 @@ def _select(condition, if_true, if_false):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 
 
-def make_average(statistics: tuple[str, ...], policy: str, reduce=sum_over_devices):
+def make_average(statistics: tuple[str, ...], policy: str, reduce=sum_over_devices, devices: list | None = None):
     """(state of each device) -> a copy with what a synchronisation would average as the mean; see `LocalStep`.
 
     Right after a synchronisation that is the state itself, bit by bit. Pmapped over all devices.
@@ -141,7 +142,7 @@ def make_average(statistics: tuple[str, ...], policy: str, reduce=sum_over_devic
         params = jax.tree.map(jnp.add, state.local.anchor, mean.distance)
         return _select(examples > 0, _with_means(state, mean, params), state)
 
-    return pmap(average)
+    return pmap(average, devices=devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,8 +234,8 @@ def _sum_in_place_of_update(metrics, first_update, reduce):
     return jax.tree.map(lambda x: jnp.roll(x, -first_update), reduce(in_place))
 
 
-def make_local_loop(local: LocalStep):
-    """The inner loop of local steps, pmapped over all devices.
+def make_local_loop(local: LocalStep, devices: list | None = None):
+    """The inner loop of local steps, pmapped over all devices, or those `devices` to compile for.
 
     Returns:
       (state, data, inputs, num_updates, sync: Sync) -> (state, metrics), as `step.make_inner_loop`. Every device
@@ -259,12 +260,14 @@ def make_local_loop(local: LocalStep):
 
         of_devices = empty_metrics(inputs, local.step.metric_names(zeros))  # differ from device to device
         of_all = empty_metrics(inputs, ("drift", "synced", "local"))  # the same on all
-        state, of_devices, of_all = lax.fori_loop(0, num_updates, body, (state, of_devices, of_all))
+        with jax.named_scope(UPDATES):
+            state, of_devices, of_all = lax.fori_loop(0, num_updates, body, (state, of_devices, of_all))
         metrics = _sum_in_place_of_update(of_devices, first_update, local.step.reduce)
         latest, metrics["nonfinite"] = _count_in_a_row(state.nonfinite, metrics["nonfinite"], of_all["local"])
         return state.replace(nonfinite=latest.astype(jnp.int32)), {**metrics, **of_all}
 
-    return pmap(local_loop, in_axes=(0, 0, None, None, None), out_axes=(0, None), donate_argnums=(0,))
+    in_axes = (0, 0, None, None, None)
+    return pmap(local_loop, in_axes, out_axes=(0, None), donate_argnums=(0,), devices=devices)
 
 
 def bytes_of_sync(state: TrainState, statistics: tuple[str, ...], policy: str) -> int:

@@ -1,8 +1,9 @@
 """The pmapped inner loop: many updates per call, one all-reduce per update.
 
 Each device sums weighted gradients over its part of the batch, micro-batch by micro-batch; one psum
-adds the devices; the sum is divided by the true batch size. Both loops have traced trip counts, so a
-batch size that changes, or a call that is cut shorter, compiles nothing new.
+adds the devices; the sum is divided by the true batch size. The loops over updates and micro-batches
+have traced trip counts, so a batch size that changes, or a call that is cut shorter, compiles nothing new.
+Only where every batch is the whole set, the number of micro-batches may be a constant.
 """
 
 import dataclasses
@@ -23,6 +24,9 @@ from largebatch.optim.averaging import smooth
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.training.loss import Batch, BatchSums
 from largebatch.training.state import TrainState
+
+# By these names profiles and compiled programs call the loops.
+UPDATES, MICRO_BATCHES = "updates", "micro_batches"
 
 
 def sum_over_devices(tree):
@@ -49,18 +53,57 @@ class MicroBatchReader:
         examples = jnp.zeros(self.micro_batch_size, jnp.int32)
         return Batch(*self.read(data, examples, examples.astype(jnp.uint32)), examples.astype(jnp.float32))
 
+    def num_micro_batches(self, batch: DeviceBatch):
+        """Those of a device's part of a batch."""
+        return batch.num_micro_batches(self.micro_batch_size)
+
+    def find(self, batch: DeviceBatch, index, num_micro_batches, seed):
+        """What `micro_batch` takes, of number `index` of the micro-batches of a device's part of a batch."""
+        return batching.micro_batch(self.sharding, batch, index, num_micro_batches, self.micro_batch_size, seed)
+
+    def micro_batch(self, data, found) -> Batch:
+        """The micro-batch that was found."""
+        images, labels = self.read(data, found.examples, found.visit_keys)
+        return Batch(images, labels, found.weights)
+
     def sum_over(self, sums_of: Callable[[Batch], Any], zeros, data, batch: DeviceBatch, seed):
         """`sums_of(micro_batch)`, a pytree like `zeros`, added over the micro-batches of `batch`."""
-        num_micro_batches = batch.num_micro_batches(self.micro_batch_size)
+        num_micro_batches = self.num_micro_batches(batch)
 
-        def add(index, sums):
-            chosen = batching.micro_batch(
-                self.sharding, batch, index, num_micro_batches, self.micro_batch_size, seed
-            )
-            images, labels = self.read(data, chosen.examples, chosen.visit_keys)
-            return jax.tree.map(jnp.add, sums, sums_of(Batch(images, labels, chosen.weights)))
+        # A turn finds the examples of the next one. XLA would fuse how they are found, a shuffle of 24 rounds, into
+        # what reads their images, and do it again for every pixel; what is passed on by a loop is found once.
+        def add(index, carry):
+            sums, found = carry
+            sums = jax.tree.map(jnp.add, sums, sums_of(self.micro_batch(data, found)))
+            return sums, self.find(batch, index + 1, num_micro_batches, seed)
 
-        return lax.fori_loop(0, num_micro_batches, add, zeros)
+        with jax.named_scope(MICRO_BATCHES):
+            first = self.find(batch, jnp.int32(0), num_micro_batches, seed)
+            return lax.fori_loop(0, num_micro_batches, add, (zeros, first))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeShareReader(MicroBatchReader):
+    """Reads all examples of a device, in the micro-batches in which they lie there; see `data.whole_set`."""
+
+    def num_micro_batches(self, batch: DeviceBatch):
+        """Known when compiled if all devices have as many: then a GPU does not ask its host before each of them."""
+        shares = self.sharding.share_bounds(self.sharding.num_examples)
+        fewest, most = (-(-share // self.micro_batch_size) for share in shares)
+        return most if fewest == most else super().num_micro_batches(batch)
+
+    def find(self, batch: DeviceBatch, index, num_micro_batches, seed):
+        """The number of the micro-batch, and how many examples are in it; see `MicroBatchReader`."""
+        return index, batching.even_part(batch.count, index, num_micro_batches)[1]
+
+    def micro_batch(self, data, found) -> Batch:
+        """See `MicroBatchReader`."""
+        index, length = found
+        images, labels = (
+            lax.dynamic_index_in_dim(data[name], index, keepdims=False) for name in ("images", "labels")
+        )
+        is_example = jnp.arange(self.micro_batch_size) < length
+        return Batch(images, labels, is_example.astype(jnp.float32))
 
 
 @struct.dataclass
@@ -176,11 +219,10 @@ class TrainStep:
         if self.adascale_reference:
             gain = noise_scale.gain(noise, update.batch_size, self.adascale_reference)
 
-        def apply(state):
-            state = self.apply_gradients(state, mean, update.learning_rate * gain)
-            return state.replace(noise=noise, scale_invariant_steps=state.scale_invariant_steps + gain)
-
-        state = lax.cond(mean.finite, apply, lambda unchanged: unchanged, state)
+        updated = self.apply_gradients(state, mean, update.learning_rate * gain)
+        updated = updated.replace(noise=noise, scale_invariant_steps=state.scale_invariant_steps + gain)
+        # Not by a condition: a GPU would wait for its host to choose a branch, and copy the state into it.
+        state = jax.tree.map(lambda new, old: jnp.where(mean.finite, new, old), updated, state)
         nonfinite = jnp.where(mean.finite, 0, state.nonfinite + 1)
         state = state.replace(step=state.step + 1, nonfinite=nonfinite)
         metrics = {"loss": mean.loss, "grad_norm": mean.grad_norm, **mean.metrics}
@@ -219,9 +261,11 @@ class TrainStep:
         return names
 
 
-def make_inner_loop(step: TrainStep):
+def make_inner_loop(step: TrainStep, devices: list | None = None):
     """The inner loop of training, pmapped over all devices.
 
+    Args:
+      devices: to compile for, where they are not here.
     Returns:
       A function (state, data, inputs, num_updates) -> (state, metrics).
       state: TrainState with a leading axis of this host's devices; donated.
@@ -250,11 +294,13 @@ def make_inner_loop(step: TrainStep):
             return index + 1, state, write_metrics(metrics, index, of_update)
 
         metrics = empty_metrics(inputs, step.metric_names(zeros))
-        _, state, metrics = lax.while_loop(goes_on, body, (jnp.int32(0), state, metrics))
+        with jax.named_scope(UPDATES):
+            _, state, metrics = lax.while_loop(goes_on, body, (jnp.int32(0), state, metrics))
         return state, metrics
 
     per_run = 0 if step.packed else None
-    return pmap(inner_loop, in_axes=(0, 0, per_run, per_run), out_axes=(0, per_run), donate_argnums=(0,))
+    in_axes, out_axes = (0, 0, per_run, per_run), (0, per_run)
+    return pmap(inner_loop, in_axes, out_axes, donate_argnums=(0,), devices=devices)
 
 
 def empty_metrics(inputs: UpdateInputs, names) -> dict[str, jax.Array]:

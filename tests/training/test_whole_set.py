@@ -1,0 +1,131 @@
+"""augment.storage "normalised": batches that are the whole set, read by slices of normalised images."""
+
+import jax
+import numpy as np
+import pytest
+
+from experiment import ProgramCache, prepare
+from largebatch.errors import BadSetting
+from largebatch.hardware.chips import Hardware
+from largebatch.hosts import replicas
+from largebatch.hosts.clock import Clock
+from largebatch.optim import noise_scale
+from largebatch.training.loss import make_normalise
+from largebatch.training.setup import DataFacts, storages_to_try
+from resolve import needed_bytes, possible_storages
+
+
+@pytest.fixture
+def config(small_config):
+    small_config.augment.storage = "normalised"
+    small_config.optimizer.name, small_config.optimizer.momentum = "sgd", 0.0
+    small_config.optimizer.learning_rate = 1.0
+    return small_config
+
+
+def one_update(config):
+    """The gradient of the first update, its loss, and the variance of the gradient between micro-batches."""
+    experiment, state = prepare(config, Clock(), ProgramCache())
+    assert experiment.setup.program.storage == config.augment.storage
+    before = replicas.first_replica(state.params)
+    inputs = experiment.setup.schedule.inputs(0, experiment.setup.program.inputs_length)
+    state, metrics = experiment.programs.inner_loop(state, experiment.data.train.arrays, inputs, np.int32(1))
+    gradient = jax.tree.map(np.subtract, before, replicas.first_replica(state.params))
+    return gradient, float(metrics["loss"][0]), noise_scale.noise_scale(replicas.first_replica(state.noise))
+
+
+@pytest.mark.parametrize("micro_batch_size", [16, 12, 10_000], ids=["even", "uneven", "whole share"])
+def test_gradients_are_those_of_rows(config, micro_batch_size):
+    config.batch.micro_batch_size = micro_batch_size
+    gradient, loss, noise = one_update(config)
+    config.augment.storage = "expanded"
+    expected, expected_loss, expected_noise = one_update(config)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * largest)
+    assert loss == pytest.approx(expected_loss, rel=2e-6)
+    if micro_batch_size > 80:  # one micro-batch on each device: too few to measure noise by
+        return
+    # As noisy as drawn micro-batches; those that held all views of an original would be far noisier.
+    assert noise == pytest.approx(expected_noise, rel=0.5)
+
+
+def test_every_view_of_a_device_lies_there_once_and_normalised(config):
+    placed = ProgramCache().load(config)
+    program, arrays = placed.setup.program, placed.data.train.arrays
+    config.augment.storage = "expanded"
+    rows = ProgramCache().load(config).data.train.arrays
+    normalise = make_normalise(program.network, program.image_shape, program.mean, program.std)
+    for device, (share, expected) in enumerate(
+        zip(replicas.shards_of(arrays), replicas.shards_of(rows), strict=True)
+    ):
+        count = int(program.sharding.num_originals_of(device)) * 8
+        parts = -(-count // program.micro_batch_size)  # micro-batches of this device, all but evenly filled
+        lengths = [(count + parts - 1 - part) // parts for part in range(parts)]
+        kept = [np.asarray(share["images"][0, part, :length]) for part, length in enumerate(lengths)]
+        images = np.concatenate(kept).reshape(count, -1)
+        kept_labels = np.concatenate([share["labels"][0, part, :length] for part, length in enumerate(lengths)])
+        wanted = np.asarray(normalise(expected["images"][0]))[:count].reshape(count, -1)
+        labels = np.repeat(np.asarray(expected["labels"][0]), 8)[:count]
+        assert sorted(map(tuple, np.c_[images, kept_labels])) == sorted(map(tuple, np.c_[wanted, labels]))
+
+
+def test_data_are_placed_again_for_other_batches(config):
+    shared = ProgramCache()
+    normalised = shared.load(config)
+    assert shared.load(config).data is normalised.data
+    config.augment.storage = "auto"
+    config.batch.size = 64
+    rows = shared.load(config)
+    assert rows.setup.program.storage == "expanded"
+    assert rows.data.train.arrays["images"].dtype == np.uint8
+
+
+def test_data_of_another_micro_batch_size_are_placed_again(config):
+    shared = ProgramCache()
+    shared.load(config)
+    config.batch.micro_batch_size = 20
+    assert shared.load(config).data.train.arrays["images"].shape[1:3] == (4, 20)
+
+
+def test_data_of_another_dtype_are_placed_again(config):
+    shared = ProgramCache()
+    shared.load(config)
+    config.model.dtype = "bfloat16"
+    assert shared.load(config).data.train.arrays["images"].dtype == "bfloat16"
+
+
+def test_what_the_devices_need_is_announced(config):
+    placed = ProgramCache().load(config)
+    needed = needed_bytes(placed.setup, placed.cache.layout)
+    assert needed["the same normalised"] == placed.data.train.arrays["images"].nbytes // 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch.size": 64},
+        {"batch.auto": True},
+        {"batch.per_device_batch_size": 80},
+        {"batch.trace": (640, 64)},
+        {"augment.shift": 1},
+        {"schedule.decay_by": "batch"},
+    ],
+)
+def test_normalised_images_serve_whole_sets_alone(config, changes):
+    cache = ProgramCache().load(config).cache
+    for field, value in changes.items():
+        group, name = field.split(".")
+        config[group][name] = value
+    with pytest.raises(BadSetting, match=r"augment\.storage: 'normalised'; .*unless every batch is"):
+        possible_storages(config, DataFacts.of(cache), Hardware.here())
+    config.augment.storage = "auto"
+    assert "normalised" not in storages_to_try(config, 640, "tpu", packed=False)
+
+
+def test_auto_normalises_on_accelerators(config):
+    config.augment.storage = "auto"
+    assert storages_to_try(config, 640, "tpu", packed=False)[0] == "normalised"
+    assert storages_to_try(config, 640, "gpu", packed=False)[0] == "normalised"
+    assert storages_to_try(config, 640, "gpu", packed=True)[0] == "expanded"
+    assert storages_to_try(config, 640, "cpu", packed=False)[0] == "expanded"
