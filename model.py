@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from largebatch.nn import normalisation
+from largebatch.nn.activation import gelu
 from largebatch.nn.convolution import Conv
 from largebatch.nn.normalisation import FROZEN, NORMS, WhitenedPatches
 
@@ -55,7 +56,7 @@ class ConvNet(nn.Module):
         conv = functools.partial(Conv, dtype=self.dtype, implementation=self.conv)
 
         def activated(x):
-            return nn.gelu(NORMS[self.norm]()(x, weights))
+            return gelu(NORMS[self.norm]()(x, weights))
 
         for index, (features, blocks) in enumerate(zip(self.features, self.blocks, strict=True)):
             if index == 0 and self.stem == "whitened":
@@ -67,7 +68,7 @@ class ConvNet(nn.Module):
                 x += activated(conv(features)(x))
         x = jnp.mean(x, axis=(1, 2))
         if self.hidden:
-            x = nn.gelu(nn.Dense(self.hidden, dtype=self.dtype)(x))
+            x = gelu(nn.Dense(self.hidden, dtype=self.dtype)(x))
         return make_head(self.num_classes, self.dtype, self.zero_head)(x).astype(jnp.float32)
 
 

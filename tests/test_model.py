@@ -8,13 +8,13 @@ from flax import linen as nn
 
 import model as models
 from configs import default
-from experiment import make_network
 from largebatch.config.validate import validate
 from largebatch.errors import UserError
 from largebatch.nn import convolution, normalisation
 from largebatch.training.costs import training_costs
 from largebatch.training.loss import make_normalise
 from largebatch.training.state import count_params
+from resolve import make_network
 
 COUNTS = {
     # By hand: 896 + 18,496 + 73,856 + 295,168 + 32,896 + 1,290.
@@ -250,7 +250,7 @@ def test_a_network_takes_no_option_that_it_does_not_name(monkeypatch):
     config = default.get_config()
     config.model.name = "plain"
     assert validate(config, models.MODELS) is None
-    assert make_network(config, 7) == Plain(7, jnp.dtype("float32"), models.resolve_conv("auto", "cpu"))
+    assert make_network(config, 7, "cpu") == Plain(7, jnp.dtype("float32"), models.resolve_conv("auto", "cpu"))
     config.model.norm, config.model.zero_head = "group", True
     refused = r"model.norm: 'group'; allowed: 'auto' with model 'plain'; model.zero_head: True; allowed: False with"
     with pytest.raises(UserError, match=refused):
