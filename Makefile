@@ -4,9 +4,11 @@ BIN := $(VENV)/bin
 ARGS ?=
 # Two thirds of the tests' time would be compiling. test-full compiles as users do.
 QUICKLY := --xla_backend_optimization_level=0
+# Beside the other environment: where a compiler is installed, JAX looks for its devices at every start.
+COMPILERS := $(VENV)/compilers
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: train test test-full test-postgres lint bench faults
+.PHONY: train test test-full test-compilers test-tpu test-gpu test-postgres lint bench faults
 
 train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosat.py ..." for anything else
 	$(BIN)/python train.py $(ARGS)
@@ -16,6 +18,15 @@ test: $(VENV)/.dev  ## for every change: each module, with real processes and re
 
 test-full: $(VENV)/.dev  ## what `test` leaves out: pods, a fresh clone, PostgreSQL, a browser, long resumes, short faults
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m full $(ARGS)
+
+test-compilers: $(COMPILERS)/.done  ## three configs compiled for TPUs and a GPU, with what must be found if it is wrong
+	$(COMPILERS)/bin/python -m pytest -m compilers $(ARGS)
+
+test-tpu: $(COMPILERS)/.done  ## every config compiled for TPUs; no TPU is needed
+	$(COMPILERS)/bin/python -m pytest tests/hardware -m "compilers or tpu" -k "not h200" $(ARGS)
+
+test-gpu: $(COMPILERS)/.done  ## every config compiled for a GPU; no GPU is needed
+	$(COMPILERS)/bin/python -m pytest tests/hardware -m "compilers or gpu" -k "h200" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -41,4 +52,10 @@ $(VENV)/.run: requirements.txt
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+$(COMPILERS)/.done: requirements-tpu.txt requirements-cuda.txt $(VENV)/.dev
+	$(PYTHON) -m venv $(COMPILERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > $$($(COMPILERS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/project.pth
+	$(COMPILERS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-tpu.txt -r requirements-cuda.txt
 	touch $@

@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "untrusted": {"errors"},
     "terminal": {"errors"},
     "nn": set(),
+    "hardware": {"errors"},
     "hosts": {"errors"},
     "optim": {"errors", "untrusted"},
     "config": {"errors", "optim"},
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "data": {"errors", "threads", "hosts", "cache"},
     "predictions": {"errors", "files", "decoding"},
     "runs": {"errors", "files", "terminal", "hosts", "optim", "config", "predictions"},
-    "training": {"errors", "nn", "hosts", "optim", "cache", "data", "runs"},
+    "training": {"errors", "nn", "hardware", "hosts", "optim", "cache", "data", "runs"},
     "studies": {"errors", "terminal", "hosts", "config", "data", "runs"},
     # Reports are drawn without JAX, from what a run folder holds.
     "reports": {
@@ -36,8 +37,8 @@ MAY_IMPORT = {
         "runs.reader",
         "studies.analysis",
     },
-    "doctor": {"errors", "hosts", "optim", "cache", "data", "runs", "training"},
-    "cli": {"errors", "terminal", "hosts", "config"},
+    "doctor": {"errors", "hardware", "hosts", "optim", "cache", "data", "runs", "training"},
+    "cli": {"errors", "terminal", "hardware", "hosts", "config"},
     "pod": {"errors", "hosts", "optim"},
     "trace_check": {"errors", "terminal", "optim"},
 }

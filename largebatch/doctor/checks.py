@@ -311,7 +311,7 @@ def check_micro_batch(experiment, timings: dict[int, _SizeTiming]) -> Finding:
     images_per_sec = {size: 1 / timing.seconds for size, timing in timings.items() if not timing.error}
     text = ", ".join(f"{size}: {images_per_sec[size]:,.0f}" for size in sorted(images_per_sec))
     best = max(images_per_sec, key=images_per_sec.get)
-    text = f"{own_size} fits; images/s at size {text}"
+    text = f"{own_size} fits; images/s in {experiment.setup.config.model.dtype} at size {text}"
     if experiment.programs.network.norm == "batch":
         return Finding(OK, name, f"{text}; another size is another normalisation")
     if images_per_sec[best] > BETTER * images_per_sec[own_size]:
@@ -324,9 +324,14 @@ def check_memory(experiment, state: TrainState) -> Finding:
     program = experiment.setup.program
     one_replica = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     of_images = bytes_per_device(
-        experiment.cache.layout, program.sharding, program.stored_views, buffer_rows=program.buffer_rows
+        experiment.cache.layout,
+        program.sharding,
+        program.stored_views,
+        normalised=program.normalised_dtype,
+        buffer_rows=program.buffer_rows,
     )
-    of_rest = bytes_beside_images(program.network, one_replica, program.image_shape, program.micro_batch_size)
+    size, platform = program.micro_batch_size, experiment.setup.hardware.platform
+    of_rest = bytes_beside_images(program.network, one_replica, program.image_shape, size, platform)
     images, rest, free = sum(of_images.values()), sum(of_rest.values()), memory.available_bytes()
     text = f"{(images + rest) / 1e6:,.0f} MB a device, {images / 1e6:,.0f} MB of it images"
     if free is None:

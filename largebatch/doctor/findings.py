@@ -43,7 +43,7 @@ def show(findings: list[Finding], ending: str = "") -> None:
 
 def duration(seconds: float) -> str:
     """Seconds in a unit that suits them."""
-    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (np.inf, 3600, "h")):
+    for limit, unit, name in ((1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (np.inf, 3600, "h")):
         if seconds < limit:
             return f"{seconds / unit:.3g} {name}"
     raise ValueError(seconds)

@@ -36,6 +36,12 @@ def available_bytes() -> int | None:
     return None
 
 
+def peak_bytes() -> int | None:
+    """The most that a device of this host has held in this process; None where the platform does not tell."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return None if None in peaks else max(peaks)
+
+
 def least_available_bytes() -> int | None:
     """The least `available_bytes` of all hosts, on every host; None where one of them does not know."""
     by_host = [json.loads(text) for text in collectives.gather_text(json.dumps(available_bytes()))]
@@ -57,5 +63,5 @@ def check_fits(sizes: dict[str, int], available: int | None, hint: str) -> None:
         parts = " + ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
         raise BadSetting(
             f"does not fit on a device: {parts} = {total / 1e6:,.1f} MB needed, "
-            f"{available / 1e6:,.1f} MB free; {hint}"
+            f"{available / 1e6:,.1f} MB free, {(total - available) / 1e6:,.1f} MB too few; {hint}"
         )

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
-import jax
 import numpy as np
 from flax import linen as nn
 
@@ -14,6 +13,8 @@ from largebatch.data.batching import DataSharding
 from largebatch.data.placement import BUFFERS
 from largebatch.data.random_augment import RandomAugment
 from largebatch.errors import BadSetting
+from largebatch.hardware.chips import Hardware
+from largebatch.hardware.micro_batches import auto_micro_batch_size
 from largebatch.hosts import memory
 from largebatch.optim.batch_sizes import resolve_batch_size
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
@@ -23,10 +24,7 @@ from largebatch.training.local_sgd import Sync
 
 log = logging.getLogger("largebatch")
 
-# Best of 16..256 on a CPU core (LOG.md). Elsewhere a guess that fills the device.
-AUTO_SIZE_BY_PLATFORM = {"cpu": 16}
-AUTO_SIZE_ELSEWHERE = 1024
-STORAGES = ("expanded", "on_device", "streamed")  # each needs less memory than the one before
+STORAGES = ("normalised", "expanded", "on_device", "streamed")  # each needs less memory than the one before
 MOST_SHARDS_PER_ORIGINAL = 4  # more would mostly be empty
 
 
@@ -86,7 +84,27 @@ class ProgramOptions:
     @property
     def stored_views(self) -> int:
         """Views of an original that devices hold; the others are made when they are read."""
-        return self.sharding.views if self.storage == "expanded" else 1
+        return self.sharding.views if self.storage in ("normalised", "expanded") else 1
+
+    @property
+    def stored_scale(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and deviation of the training images as they lie on the devices, by channel."""
+        if self.storage == "normalised":
+            return (0.0,) * len(self.mean), (1.0,) * len(self.std)
+        return self.mean, self.std
+
+    @property
+    def normalised_dtype(self) -> np.dtype | None:
+        """Of the images on the devices, where they are normalised."""
+        return np.dtype(self.network.dtype) if self.storage == "normalised" else None
+
+    def is_placed_as(self, other: "ProgramOptions") -> bool:
+        """Whether the data that one has on the devices serve the other."""
+        if (self.dataset, self.storage, self.buffer_rows) != (other.dataset, other.storage, other.buffer_rows):
+            return False
+        if self.storage != "normalised":
+            return True
+        return self.network.dtype == other.network.dtype and self.micro_batch_size == other.micro_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +112,7 @@ class Setup:
     """All that follows from a config, the data set's size and the number of devices; resolved once."""
 
     config: object  # the ConfigDict that it was made from
+    hardware: Hardware  # that it was made for
     schedule: Schedule
     program: ProgramOptions
     hyperparams: Hyperparams
@@ -168,14 +187,14 @@ def possible_batch_sizes(fields, schedule: Schedule) -> np.ndarray:
     return np.unique([*doublings, largest])
 
 
-def resolve_micro_batch_size(size: int | str) -> int:
-    """Examples per gradient evaluation that batch.micro_batch_size means here, whatever the batch."""
-    if size == "auto":
-        return AUTO_SIZE_BY_PLATFORM.get(jax.default_backend(), AUTO_SIZE_ELSEWHERE)
-    return size
+def resolve_micro_batch_size(config, hardware: Hardware) -> int:
+    """Examples per gradient evaluation that batch.micro_batch_size means on `hardware`, whatever the batch."""
+    if config.batch.micro_batch_size == "auto":
+        return auto_micro_batch_size(hardware, config.model.name)
+    return config.batch.micro_batch_size
 
 
-def choose_micro_batch_size(config, batch_sizes: np.ndarray, sharding: DataSharding) -> int:
+def choose_micro_batch_size(config, batch_sizes: np.ndarray, sharding: DataSharding, hardware: Hardware) -> int:
     """Examples per gradient evaluation of one device in a run.
 
     Args:
@@ -189,9 +208,9 @@ def choose_micro_batch_size(config, batch_sizes: np.ndarray, sharding: DataShard
         # At least two micro-batches, between which noise is measured; in the smallest batch too where it has to be.
         batch_size = int(batch_sizes[0]) if measures_noise else int(batch_sizes[-1])
         most_per_device = -(-batch_size // 2)
-    size = min(resolve_micro_batch_size(wanted), most_per_device)
+    size = min(resolve_micro_batch_size(config, hardware), most_per_device)
     if wanted == "auto":
-        size = _save_a_micro_batch(size, most_per_device)
+        size = _even_size(size, most_per_device)
     if config.model.norm == "batch":
         _refuse_single_images(batch_sizes, size, sharding)
     if measures_noise:
@@ -199,13 +218,13 @@ def choose_micro_batch_size(config, batch_sizes: np.ndarray, sharding: DataShard
     return size
 
 
-def _save_a_micro_batch(size: int, count: int) -> int:
-    """`size`, or up to a sixteenth more where `count` examples then need fewer micro-batches.
+def _even_size(size: int, count: int) -> int:
+    """About `size`, up to a sixteenth more, so that `count` examples fill the fewest micro-batches with no padding.
 
-    Devices hold unequal parts of a batch: of 1,024 examples on average, one has 1,025.
+    Of 5,400 examples in 6 parts of 1,024, a seventh would be padding: 5 parts of 1,080 have none.
     """
     fewest = -(-count // (size + size // 16))
-    return size if fewest == -(-count // size) else -(-count // fewest)
+    return -(-count // fewest)
 
 
 def _measures_noise(config) -> bool:
@@ -240,12 +259,30 @@ def _smallest_micro_batch(fewest: int, most: int, size: int) -> int:
 # ---- where the training images are --------------------------------------------------------------------
 
 
-def storages_to_try(wanted: str, *, packed: bool) -> list[str]:
-    """What augment.storage `wanted` allows.
+def takes_whole_set(config, num_examples: int) -> bool:
+    """Whether every update of a run takes every example once, as it is."""
+    batch, is_changed = config.batch, RandomAugment.from_config(config.augment, ()).is_on
+    batch_changes = batch.auto or batch.trace is not None or batch.per_device_batch_size
+    if is_changed or batch_changes or config.schedule.decay_by == "batch":
+        return False
+    return resolve_batch_size(batch.size, num_examples) == num_examples
+
+
+def storages_to_try(config, num_examples: int, platform: str, *, packed: bool) -> list[str]:
+    """What a config's augment.storage allows.
+
+    On CPUs "auto" never normalises: there it would take four times the memory, and reading costs little.
 
     Raises:
-      BadSetting: a stream, where each device has a run of its own and so needs all images.
+      BadSetting: normalised images, but not for whole sets; or a stream, where each device has a run of its own and
+        so needs all images.
     """
+    wanted, whole_set = config.augment.storage, takes_whole_set(config, num_examples) and not packed
+    if wanted == "normalised" and not whole_set:
+        raise BadSetting(
+            "augment.storage: 'normalised'; allowed: auto | expanded | on_device | streamed, unless every batch is "
+            "the whole set (batch.size 'full'), no image is changed at random and devices share the batch"
+        )
     if packed and wanted == "streamed":
         raise BadSetting(
             "augment.storage: 'streamed'; allowed: auto | expanded | on_device with --pack, "
@@ -253,21 +290,25 @@ def storages_to_try(wanted: str, *, packed: bool) -> list[str]:
         )
     if wanted != "auto":
         return [wanted]
-    return [storage for storage in STORAGES if not (packed and storage == "streamed")]
+    left_out = {"streamed"} if packed else set()
+    if not whole_set or platform == "cpu":
+        left_out.add("normalised")
+    return [storage for storage in STORAGES if storage not in left_out]
 
 
-def setup_that_fits(storages: list[str], resolve: Callable[[str], Setup], needed: Callable[[Setup], dict]) -> Setup:
-    """The setup with the first of `storages` that fits on a device of every host; called by all hosts together.
-
-    Where a platform does not tell what is free, the first is taken.
+def setup_that_fits(
+    storages: list[str], resolve: Callable[[str], Setup], needed: Callable[[Setup], dict], free: int | None
+) -> Setup:
+    """The setup with the first of `storages` that fits on a device.
 
     Args:
       resolve: makes the setup with a storage.
       needed: bytes per device by part.
+      free: bytes on a device; where that is not known, the first storage is taken.
     Raises:
       BadSetting: not even the last one fits.
     """
-    free, compared = memory.least_available_bytes(), []
+    compared = []
     for storage in storages:
         setup = resolve(storage)
         sizes = needed(setup)
@@ -286,7 +327,7 @@ def _hint(setup: Setup, sizes: dict[str, int]) -> str:
     program = setup.program
     if program.packed:
         return "without --pack devices share the images"
-    if program.storage == "expanded":
+    if program.stored_views > 1:
         return "augment.storage 'on_device' or 'streamed' needs less, and so does each of more devices"
     if program.storage == "on_device":
         return "augment.storage 'streamed' needs less, and so does each of more devices"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import run_script
 
-import train
+import examine as examination
 from experiment import Experiment, ProgramCache, prepare
 from largebatch.doctor import checks as doctor
 from largebatch.hosts import memory, replicas
@@ -19,7 +19,7 @@ from largebatch.training.step import make_inner_loop, sum_over_devices
 
 
 def prepare_examination(config, programs: ProgramCache | None = None) -> tuple[Experiment, TrainState]:
-    return prepare(doctor.config_to_examine(config), Clock(), programs or train.ProgramCache())
+    return prepare(doctor.config_to_examine(config), Clock(), programs or ProgramCache())
 
 
 def examine(config) -> list[doctor.Finding]:
@@ -48,7 +48,7 @@ def test_a_sound_config_is_sound(quick, monkeypatch, capsys):
     assert findings["first update"].text.startswith("0.01 (")
     assert "reduced gradient is 1.000 x the mean over 8 devices" in findings["gradient"].text
     monkeypatch.setattr(doctor, "examine", lambda *arguments: list(findings.values()))
-    assert train.run_doctor(quick) == 0
+    assert examination.run(quick, here=True, target_name=None) == 0
     assert capsys.readouterr().out.count(" ok ") == 8
 
 
@@ -87,7 +87,7 @@ def test_a_layer_without_a_gradient_is_named(quick, monkeypatch):
         loss_fn = make_loss_fn(*arguments)
         return lambda params, *rest: loss_fn(params | {"Conv_1": jax.lax.stop_gradient(params["Conv_1"])}, *rest)
 
-    monkeypatch.setattr("experiment.make_loss_fn", without_one)
+    monkeypatch.setattr("resolve.make_loss_fn", without_one)
     experiment, state = prepare_examination(quick, ProgramCache())  # not for other tests
     start = replicas.first_replica(state)
     gradient = doctor.plain_gradient(experiment, start)
@@ -110,7 +110,7 @@ def test_trust_ratios_out_of_range_are_named():
 @pytest.mark.full
 def test_rates_out_of_range_are_named(quick):
     quick.optimizer.name = "adam"
-    programs = train.ProgramCache()
+    programs = ProgramCache()
     experiment, state = prepare_examination(quick, programs)
 
     def finding_at(learning_rate):
@@ -125,8 +125,8 @@ def test_rates_out_of_range_are_named(quick):
 
 
 def test_a_faster_micro_batch_size_is_recommended():
-    network = SimpleNamespace(norm="none")
-    setup, programs = SimpleNamespace(micro_batch_size=16), SimpleNamespace(network=network)
+    network, config = SimpleNamespace(norm="none"), SimpleNamespace(model=SimpleNamespace(dtype="float32"))
+    setup, programs = SimpleNamespace(micro_batch_size=16, config=config), SimpleNamespace(network=network)
     experiment = SimpleNamespace(setup=setup, programs=programs)
 
     def finding_after(seconds_by_size):
@@ -139,6 +139,7 @@ def test_a_faster_micro_batch_size_is_recommended():
     assert finding_after({16: 1e-3, 8: 2e-3, 32: 0.95e-3}).status == "ok"
     finding = finding_after({16: 1e-3, 8: 2e-3, 32: 0.5e-3})
     assert (finding.status, finding.advice) == ("warn", "set batch.micro_batch_size 32")
+    assert finding.text == "16 fits; images/s in float32 at size 8: 500, 16: 1,000, 32: 2,000"
     network.norm = "batch"  # whose size is not only a matter of speed
     assert finding_after({16: 1e-3, 32: 0.5e-3}).status == "ok"
     out_of_memory = doctor._SizeTiming(loop=None, state=None, error="RESOURCE_EXHAUSTED: out of memory")

@@ -1,0 +1,120 @@
+"""What a run would be on devices that are not here, from its compiled programs."""
+
+from largebatch.doctor.findings import FAIL, OK, WARN, Finding, duration
+from largebatch.hardware.compiled import CompiledProgram
+from largebatch.hardware.targets import Target
+from largebatch.training.setup import Setup
+
+LARGEST = 6  # operations that are named
+# The compiler's cycles are a schedule, not a measurement; docs/hardware.md has the two that are known.
+KNOWN_ERROR = "an estimate: where a v3-32 was measured, such cycles said 1.4 to 2.0 times the time"
+
+
+def check_programs(
+    setup: Setup,
+    target: Target,
+    programs: dict[str, CompiledProgram],
+    needed: dict[str, int],
+    flops_per_image: float,
+) -> list[Finding]:
+    """All findings about a config's programs, compiled for `target`.
+
+    Args:
+      needed: the estimate of bytes on a device by part, see `resolve.needed_bytes`.
+      flops_per_image: of the network, forward and backward.
+    """
+    findings = [check_memory(target, programs, needed)]
+    for name, program in programs.items():
+        if name.endswith("update"):
+            findings.append(check_traffic(name, program))
+            findings += describe_update(setup, target, name, program, flops_per_image)
+        elif program.cycles:
+            findings.append(Finding(OK, name, _cycles_text(target, program)))
+    findings.append(check_transfers(programs))
+    return findings
+
+
+def check_memory(target: Target, programs: dict[str, CompiledProgram], needed: dict[str, int]) -> Finding:
+    """Whether every program fits on a device, by the compiler's own figures."""
+    largest = max(programs, key=lambda name: programs[name].memory.total)
+    memory, available = programs[largest].memory, target.chip.memory_bytes
+    text = (
+        f"{_megabytes(memory.total)} of {_megabytes(available)} a device, in {largest}: arguments "
+        f"{_megabytes(memory.arguments)}, temporaries {_megabytes(memory.temporaries)}, code "
+        f"{_megabytes(memory.code)}; estimated before: {_megabytes(sum(needed.values()))} ("
+        + ", ".join(f"{name} {_megabytes(size)}" for name, size in needed.items())
+        + ")"
+    )
+    if memory.total > available:
+        too_much = _megabytes(memory.total - available)
+        advice = f"{too_much} too much: a smaller batch.micro_batch_size, or an augment.storage that needs less"
+        return Finding(FAIL, "memory", text, advice)
+    return Finding(OK, "memory", text)
+
+
+def check_traffic(name: str, program: CompiledProgram) -> Finding:
+    """What devices exchange in an update."""
+    found = [f"{one.opcode} of {_megabytes(one.bytes)}, {one.times:g} times" for one in program.collectives]
+    text = "; ".join(found) or "none"
+    if name == "update" and len(program.collectives) > 1:
+        return Finding(WARN, f"{name}: collectives", text, "one all-reduce an update is enough")
+    return Finding(OK, f"{name}: collectives", text)
+
+
+def check_transfers(programs: dict[str, CompiledProgram]) -> Finding:
+    """Nothing goes to the host, nothing is float64, and the state lies where it lay."""
+    faults = []
+    for name, program in programs.items():
+        faults += [f"{name} waits for the host: {transfer}" for transfer in program.host_transfers]
+        if program.uses_float64:
+            faults.append(f"{name} computes in float64")
+        if name.endswith("update") and not program.aliased_outputs:
+            faults.append(f"{name} keeps two copies of the state")
+    if faults:
+        return Finding(FAIL, "programs", "; ".join(faults))
+    return Finding(OK, "programs", "no transfer to the host, no float64, the state is updated in place")
+
+
+def describe_update(
+    setup: Setup, target: Target, name: str, program: CompiledProgram, flops_per_image: float
+) -> list[Finding]:
+    """Time of an update by the compiler, where it tells; on GPUs what is launched."""
+    batch_size = setup.schedule.max_batch_size
+    share = setup.program.sharding.share_bounds(batch_size)[1]
+    size = f"{batch_size:,} images, up to {share:,} a device in micro-batches of {setup.micro_batch_size:,}"
+    needs = _roofline_text(target, share * flops_per_image, program.moved_bytes)
+    if program.cycles is None:
+        loops = ", ".join(program.unknown_loops) or "none"
+        launched = f"{program.num_operations:,.0f} kernels and calls; loops of a length known only there: {loops}"
+        return [Finding(OK, name, f"{size}: {launched}; {needs}")]
+    seconds = program.cycles / target.chip.clock_hz
+    flops_share = share * flops_per_image / target.chip.peak_flops / seconds
+    text = (
+        f"{size}: {_cycles_text(target, program)}, {batch_size / seconds:,.0f} images/s ({KNOWN_ERROR}), "
+        f"{flops_share:.0%} of the peak; {needs}"
+    )
+    largest = [
+        f"{cost.share:4.0%}  {cost.cycles / 1e6:6.2f} M  {cost.operation or 'copies'}  {cost.source}"
+        for cost in program.costs[:LARGEST]
+    ]
+    return [Finding(OK, name, text), Finding(OK, f"{name}: largest", "\n".join(largest))]
+
+
+def _roofline_text(target: Target, flops: float, moved_bytes: float) -> str:
+    """Arithmetic and traffic of a device, and what they take at least (Williams et al. 2009, "Roofline")."""
+    chip = target.chip
+    arithmetic, memory = flops / chip.peak_flops, moved_bytes / chip.bytes_per_second
+    bound = "arithmetic" if arithmetic > memory else "memory"
+    return (
+        f"a device: {flops / 1e9:,.1f} GFLOP, {duration(arithmetic)} at the peak; "
+        f"{moved_bytes / 1e9:,.2f} GB moved, {duration(memory)} at the bandwidth; "
+        f"so at least {duration(max(arithmetic, memory))}, by {bound}"
+    )
+
+
+def _cycles_text(target: Target, program: CompiledProgram) -> str:
+    return f"{program.cycles / 1e6:,.2f} M cycles = {duration(program.cycles / target.chip.clock_hz)}"
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"

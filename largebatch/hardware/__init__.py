@@ -1,0 +1,1 @@
+"""Devices that programs are made for, here or elsewhere."""

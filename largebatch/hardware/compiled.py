@@ -1,0 +1,137 @@
+"""What a compiler says of a program: memory, collectives, transfers, cycles by line of the source."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import jax
+
+from largebatch.hardware import hlo, traffic
+from largebatch.hardware.hlo import Instruction, Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on a device while a program runs."""
+
+    arguments: int
+    temporaries: int
+    outputs: int  # that do not lie where a donated argument lay
+    code: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.arguments + self.temporaries + self.outputs + self.code
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The compiler's cycles for one place in the source."""
+
+    cycles: float
+    share: float  # of all cycles
+    source: str  # "model.py:57"
+    operation: str  # "Conv_1/conv_general_dilated, backward"
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """An operation by which devices exchange data."""
+
+    opcode: str
+    bytes: int  # that a device puts in, without padding
+    times: float  # an update
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """What was found in a compiled program, in one update, or in one run where it has no updates."""
+
+    memory: Memory
+    aliased_outputs: int
+    collectives: tuple[Collective, ...]
+    host_transfers: tuple[str, ...]  # where they come from
+    uses_float64: bool
+    cycles: float | None  # by the compiler's estimate; None where it makes none
+    costs: tuple[Cost, ...]  # by place in the source, the largest first
+    unknown_loops: tuple[str, ...]  # where loops come from whose length is known only when they run
+    moved_bytes: float  # from and to the device's memory, see `traffic`
+    num_operations: float  # that are run on their own: on a GPU, kernels and library calls
+
+
+def compile_and_look(lowered: jax.stages.Lowered, lengths: dict[str, float]) -> CompiledProgram:
+    """Compiles a program and reads what came out.
+
+    Args:
+      lengths: turns of the loops whose length is known only when they run, by the name of their scope. A scope
+        "updates" makes an update the unit: what lies outside of it is left out.
+    """
+    compiled = lowered.compile()
+    program = hlo.parse(compiled.as_text())
+    updates = [loop for loop in program.loops() if _scope_of(loop) == "updates"]
+    of_update = list(program.executions(_turns(program, lengths), updates[0] if updates else None))
+    costs = _costs(of_update)
+    stats = compiled.memory_analysis()
+    return CompiledProgram(
+        memory=Memory(
+            arguments=stats.argument_size_in_bytes,
+            temporaries=stats.temp_size_in_bytes,
+            outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+            code=stats.generated_code_size_in_bytes,
+        ),
+        aliased_outputs=program.aliased_outputs,
+        collectives=tuple(
+            Collective(instruction.opcode, instruction.output_bytes, times)
+            for instruction, times in of_update
+            if hlo.is_collective(instruction)
+        ),
+        host_transfers=tuple(
+            f"{instruction.opcode} {instruction.target} {instruction.source}"
+            for instruction in program.instructions()
+            if hlo.is_host_transfer(instruction)
+        ),
+        uses_float64="f64" in lowered.as_text(),  # a TPU's compiler makes pairs of float32 of it
+        cycles=sum(cost.cycles for cost in costs) or None,
+        costs=costs,
+        unknown_loops=_unknown_loops(program),
+        moved_bytes=traffic.moved_bytes(program, of_update),
+        num_operations=sum(times for instruction, times in of_update if hlo.is_launched(instruction)),
+    )
+
+
+def _turns(program: Program, lengths: dict[str, float]) -> Callable[[Instruction], float]:
+    def turns(loop: Instruction) -> float:
+        return lengths.get(_scope_of(loop), program.trip_count(loop) or 1)
+
+    return turns
+
+
+def _scope_of(loop: Instruction) -> str:
+    """The innermost scope around a loop: of "jit(f)/updates/while" it is "updates"."""
+    return loop.op_name.removesuffix("/while").rpartition("/")[2]
+
+
+def _unknown_loops(program: Program) -> tuple[str, ...]:
+    return tuple(
+        f"{_scope_of(loop)} ({loop.source})" for loop in program.loops() if program.trip_count(loop) is None
+    )
+
+
+def _costs(executions: list[tuple[Instruction, float]]) -> tuple[Cost, ...]:
+    cycles: dict[tuple[str, str], float] = {}
+    for instruction, times in executions:
+        if instruction.cycles:
+            place = instruction.source, operation_of(instruction.op_name)
+            cycles[place] = cycles.get(place, 0) + times * instruction.cycles
+    total = sum(cycles.values())
+    ordered = sorted(cycles.items(), key=lambda item: -item[1])
+    return tuple(Cost(count, count / total, *place) for place, count in ordered)
+
+
+def operation_of(op_name: str) -> str:
+    """The layer and operation that a traced name tells, and whether it is the backward pass."""
+    inner = re.split(r"/(?:body|cond|branch_\d_fun)/", op_name)[-1]
+    is_backward = "transpose(" in inner
+    layers = [part for part in inner.split("/") if part and "(" not in part]
+    return "/".join(layers) + (", backward" if is_backward else "")

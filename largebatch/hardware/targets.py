@@ -1,0 +1,179 @@
+"""Devices that are not here, by name: TPU slices and NVIDIA cards that JAX's compilers know without having one.
+
+v3:4x4     a slice of a TPU, by its chips: a v3-32, whose 16 chips have 2 cores each
+h200       one card
+h200:8     8 of them in one machine
+"""
+
+import dataclasses
+import importlib.metadata
+import os
+import re
+
+import jax
+from jax.experimental import topologies
+from packaging.requirements import Requirement
+
+from largebatch.errors import UserError
+from largebatch.hardware.chips import CARDS, Card, Chip, Hardware
+
+# How a name starts -> how JAX calls the device. v4 is left out: libtpu describes the two cores of a chip, and JAX
+# runs one program on both.
+TPU_GENERATIONS = {
+    "v2": "TPU v2",
+    "v3": "TPU v3",
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+}
+CARD_NAMES = {
+    "a100-40gb": "NVIDIA A100-SXM4-40GB",
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "a6000": "NVIDIA RTX A6000",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h100-pcie": "NVIDIA H100 PCIe",
+    "h200": "NVIDIA H200",
+}
+KNOWN = (
+    "TPU slices by their chips, as v3:4x4 or v5p:2x2x2 "
+    f"({', '.join(TPU_GENERATIONS)}; sides of 2, 4, 8, 16, ... chips, or 1x1), "
+    f"or cards, as h200 or h200:8 ({', '.join(CARD_NAMES)})"
+)
+# What a compiler is a package of, and the extra of jax that brings it.
+TPU_COMPILER, CARD_COMPILER = ("libtpu", "tpu"), ("jax-cuda12-plugin", "cuda12-local")
+REQUIREMENTS = {"tpu": "requirements-tpu.txt", "cuda12-local": "requirements-cuda.txt"}
+# Or libtpu looks for the TPU of this machine, says on stderr that it finds none, and locks out other compilers.
+TPU_ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v3-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What programs are compiled for."""
+
+    name: str  # as the user gave it
+    hardware: Hardware
+    devices: list  # JAX's descriptions of them, for `jax.pmap`
+
+    @property
+    def chip(self) -> Chip:
+        """What is known of one device."""
+        return self.hardware.chip
+
+
+def find_target(name: str) -> Target:
+    """The devices that `name` stands for; see above.
+
+    From here on JAX uses this machine's CPU alone: a plugin that looks for its own devices and finds none cannot
+    compile.
+
+    Raises:
+      UserError: there is no such slice or card, or its compiler is not installed, or not of jax's version.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    kind, _, size = name.partition(":")
+    if kind in CARD_NAMES and re.fullmatch(r"[1-9]\d{0,3}|", size):
+        return _find_cards(name, CARD_NAMES[kind], size or "1")
+    if kind in TPU_GENERATIONS and re.fullmatch(r"\d+(x\d+){1,2}", size):
+        return _find_slice(name, TPU_GENERATIONS[kind], size)
+    raise UserError(f"--compile_for: {name!r}; allowed: {KNOWN}")
+
+
+def _find_cards(name: str, device_kind: str, count: str) -> Target:
+    _check_compiler(name, *CARD_COMPILER)
+    specification = card_specification(device_kind, CARDS[device_kind])
+    topology = f"1x1x{count}"
+    devices = _describe(name, device_kind, platform="cuda", target_config=specification, topology=topology)
+    return Target(name, Hardware("gpu", device_kind, len(devices)), devices)
+
+
+def _find_slice(name: str, device_kind: str, chips: str) -> Target:
+    _check_compiler(name, *TPU_COMPILER)
+    for variable, value in TPU_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    # libtpu takes hosts of 2x2 chips, so a single chip has to be said.
+    is_single = set(chips) == {"1", "x"}
+    options = {"chips_per_host_bounds": [1, 1, 1]} if is_single else {}
+    devices = _describe(name, name, platform="tpu", **options)
+    assert devices[0].device_kind == device_kind, devices[0].device_kind
+    return Target(name, Hardware("tpu", device_kind, len(devices)), devices)
+
+
+def _describe(name: str, topology_name: str, **options) -> list:
+    try:
+        return topologies.get_topology_desc(topology_name=topology_name, **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--compile_for: {name!r}: its compiler says {reason!r}; allowed: {KNOWN}") from error
+
+
+def _check_compiler(name: str, package: str, extra: str) -> None:
+    """Raises UserError where a compiler is not installed, or is another version than this jax asks for."""
+    requirements = [Requirement(text) for text in importlib.metadata.requires("jax")]
+    wanted = next(
+        requirement.specifier
+        for requirement in requirements
+        if requirement.name == package and requirement.marker and requirement.marker.evaluate({"extra": extra})
+    )
+    install = f"pip install -r {REQUIREMENTS[extra]}"
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(
+            f"--compile_for: {name!r} needs the package {package}, which is not installed: {install}"
+        ) from error
+    if found not in wanted:
+        raise UserError(
+            f"--compile_for: {name!r}: {package} {found} does not go with jax {jax.__version__}; "
+            f"allowed: {package}{wanted}: {install}"
+        )
+
+
+def card_specification(device_kind: str, card: Card) -> str:
+    """A card as XLA wants it described: a GpuTargetConfigProto in text form."""
+    major, minor = card.compute_capability
+    return f"""
+        platform_name: "CUDA"
+        device_description_str: "{device_kind}"
+        dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+        gpu_device_info {{
+          name: "{device_kind}"
+          device_vendor: "NVIDIA Corporation"
+          driver_version: "13.0.0"
+          runtime_version: "12.8.0"
+          compile_time_toolkit_version: "12.8.0"
+          dnn_version: "9.10.0"
+          cub_version: "3.1.2"
+          cuda_compute_capability {{
+            major: {major} minor: {minor}
+            feature_extension: {"ACCELERATED_FEATURES" if card.is_accelerated else "NONE"}
+          }}
+          core_count: {card.cores}
+          fpus_per_core: {card.lanes_per_core}
+          clock_rate_ghz: {card.core_clock_ghz}
+          device_memory_size: {card.memory_bytes}
+          memory_bandwidth: {int(card.bytes_per_second)}
+          l2_cache_size: {card.l2_bytes}
+          shared_memory_per_block: 49152
+          shared_memory_per_core: {card.shared_bytes_per_core}
+          shared_memory_per_block_optin: {card.shared_bytes_per_block}
+          threads_per_warp: 32
+          threads_per_block_limit: 1024
+          threads_per_core_limit: {card.threads_per_core}
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+          thread_dim_limit_x: 1024
+          thread_dim_limit_y: 1024
+          thread_dim_limit_z: 64
+          ecc_enabled: true
+        }}
+    """

@@ -1,0 +1,239 @@
+"""From a config to its Setup, and from there to the parts of its programs.
+
+`resolve_setup` derives everything that follows from a config, once. `make_parts` makes the functions that its
+programs are compiled from: by `experiment` for the devices here, by `examine` for others.
+"""
+
+import functools
+import json
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+import augment
+import model as models
+from largebatch.cache.cache import RowLayout
+from largebatch.config.rules import MODEL_OPTIONS
+from largebatch.data import streaming, whole_set
+from largebatch.data.placement import bytes_per_device
+from largebatch.data.random_augment import RandomAugment
+from largebatch.hardware.chips import Hardware
+from largebatch.hosts import memory
+from largebatch.optim.batch_sizes import batch_sizes_of_devices
+from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_optimizer
+from largebatch.optim.schedules import make_schedule
+from largebatch.training.costs import bytes_beside_images
+from largebatch.training.local_sgd import Sync
+from largebatch.training.loss import make_logits_fn, make_loss_fn
+from largebatch.training.programs import ProgramParts
+from largebatch.training.setup import (
+    DataFacts,
+    ProgramOptions,
+    Setup,
+    choose_micro_batch_size,
+    choose_sharding,
+    possible_batch_sizes,
+    resolve_micro_batch_size,
+    setup_that_fits,
+    storages_to_try,
+)
+from largebatch.training.state import TrainState, create_train_state
+from largebatch.training.step import MicroBatchReader, TrainStep, WholeShareReader
+
+# ---- config -> Setup ------------------------------------------------------------------------------------
+
+
+def resolve_setup(
+    config, data: DataFacts, hardware: Hardware, storage: str | None = None, *, packed: bool = False
+) -> Setup:
+    """The Setup of a config.
+
+    Args:
+      hardware: what it will run on; with one device if `packed`.
+      storage: in place of augment.storage where that is "auto".
+    Raises:
+      BadSetting: the config does not go with the data set or the devices.
+    """
+    augment.check_image_shape(config, data.image_shape)
+    num_devices, views = hardware.num_devices, augment.VIEW_COUNTS[config.augment.views]
+    sharding = choose_sharding(config.batch.virtual_shards, data.num_originals, num_devices, views)
+    batch_sizes = batch_sizes_of_devices(config.batch, num_devices, sharding.num_examples)
+    schedule = make_schedule(config, sharding.num_examples, batch_sizes)
+    possible = possible_batch_sizes(config.batch, schedule)
+    micro_batch_size = choose_micro_batch_size(config, possible, sharding, hardware)
+    storage, buffer_rows = storage or config.augment.storage, None
+    if storage == "streamed":
+        largest = max(int(possible[-1]), micro_batch_size * num_devices)  # the second is what the doctor takes
+        buffer_rows = streaming.buffer_rows(sharding, data.layout.row_bytes, largest)
+    program = ProgramOptions(
+        dataset=dataset_key(config),
+        image_shape=data.image_shape,
+        mean=data.mean,
+        std=data.std,
+        storage=storage,
+        buffer_rows=buffer_rows,
+        random_augment=RandomAugment.from_config(config.augment, data.mean),
+        sharding=sharding,
+        packed=packed,
+        network=make_network(config, data.num_classes, hardware.platform),
+        optimizer=config.optimizer.name,
+        optimizer_options=OptimizerOptions.from_config(config.optimizer),
+        label_smoothing=config.train.label_smoothing,
+        statistics_decay=config.model.norm_decay,
+        ema_decay=config.train.ema_decay,
+        noise_decay=config.schedule.noise_decay,
+        adascale_reference=config.schedule.reference_batch_size if schedule.scale_invariant else None,
+        rate_table_length=len(schedule.rate_table) if schedule.scale_invariant else None,
+        sync_mode=config.sync.mode,
+        sync_policy=config.sync.optimizer_state,
+        max_nonfinite=config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0,
+        view_average=config.eval.view_average,
+        shift_average=config.eval.shift_average,
+        micro_batch_size=micro_batch_size,
+        prediction_micro_batch_size=resolve_micro_batch_size(config, hardware),
+        inputs_length=1 << (config.train.inner_steps - 1).bit_length(),
+    )
+    return Setup(
+        config=config,
+        hardware=hardware,
+        schedule=schedule,
+        program=program,
+        hyperparams=Hyperparams.from_config(config.optimizer),
+        sync=Sync.from_config(config.sync),
+        first_local_step=None if config.sync.mode == "every_step" else config.sync.start_step,
+        batch_sizes=tuple(possible.tolist()),
+    )
+
+
+def choose_setup(
+    config,
+    data: DataFacts,
+    hardware: Hardware | None = None,
+    *,
+    packed: bool = False,
+    free_bytes: int | None = None,
+) -> Setup:
+    """The Setup of a config with the first storage that augment.storage allows and that fits, as hosts agree.
+
+    Args:
+      hardware: None for the devices of all hosts.
+      free_bytes: on a device; None asks the devices of all hosts.
+    Raises:
+      BadSetting: none fits; see also `resolve_setup`.
+    """
+    hardware = hardware or Hardware.here(num_devices=1 if packed else None)
+    storages = possible_storages(config, data, hardware, packed=packed)
+    resolve = functools.partial(resolve_setup, config, data, hardware, packed=packed)
+    free = memory.least_available_bytes() if free_bytes is None else free_bytes
+    return setup_that_fits(storages, resolve, lambda setup: needed_bytes(setup, data.layout, free_bytes), free)
+
+
+def possible_storages(config, data: DataFacts, hardware: Hardware, *, packed: bool = False) -> list[str]:
+    """What augment.storage allows; see `setup.storages_to_try`."""
+    num_examples = data.num_originals * augment.VIEW_COUNTS[config.augment.views]
+    return storages_to_try(config, num_examples, hardware.platform, packed=packed)
+
+
+def needed_bytes(setup: Setup, layout: RowLayout, free_bytes: int | None = None) -> dict[str, int]:
+    """Estimate of what a run needs on a device, by part.
+
+    Args:
+      free_bytes: on a device, by which validation images stay there or not; None asks this host's devices.
+    """
+    program = setup.program
+    state = state_shapes(setup)
+    of_images = bytes_per_device(
+        layout,
+        program.sharding,
+        program.stored_views,
+        normalised=program.normalised_dtype,
+        buffer_rows=program.buffer_rows,
+        packed=program.packed,
+        free_bytes=free_bytes,
+    )
+    size, platform = program.micro_batch_size, setup.hardware.platform
+    return of_images | bytes_beside_images(program.network, state, program.image_shape, size, platform)
+
+
+def state_shapes(setup: Setup) -> TrainState:
+    """Shapes and dtypes of one replica's state before the first update."""
+    program, kernel = setup.program, None
+    if setup.config.model.stem == "whitened":
+        kernel = np.zeros(models.whitening_shape(program.image_shape), np.float32)
+    return jax.eval_shape(make_init(program), np.uint32(0), setup.hyperparams, kernel)
+
+
+def dataset_key(config) -> str:
+    """The config fields that decide which data are on the devices, as one string; equal keys mean equal data."""
+    augmented = [config.augment.views, config.augment.storage, config.augment.cache_dir]
+    return json.dumps([config.dataset.to_dict(), *augmented, config.batch.virtual_shards])
+
+
+def make_network(config, num_classes: int, platform: str) -> nn.Module:
+    """The network of `config`, as it is computed on `platform`."""
+    fields = config.model
+    options = {name: fields[name] for name, unset in MODEL_OPTIONS.items() if fields[name] != unset}
+    conv = models.resolve_conv(fields.conv, platform)
+    return models.create_model(fields.name, num_classes, fields.dtype, conv, **options)
+
+
+# ---- Setup -> programs ------------------------------------------------------------------------------------
+
+
+def make_init(options: ProgramOptions):
+    """The function that makes the state before the first update; see `ProgramParts.init`."""
+
+    def init(seed, hyperparams, kernel):
+        params, model_state = models.init_variables(options.network, options.image_shape, seed)
+        model_state = models.with_whitening(model_state, kernel)
+        optimizer = create_optimizer(options.optimizer, hyperparams, options.optimizer_options)
+        keeps_ema, takes_local_steps = options.ema_decay is not None, options.sync_mode != "every_step"
+        return create_train_state(params, optimizer, seed, model_state, ema=keeps_ema, local=takes_local_steps)
+
+    return jax.jit(init)
+
+
+def make_parts(options: ProgramOptions) -> ProgramParts:
+    """The functions that the programs of `options` are compiled from.
+
+    Hyper-parameters are not among them, as they are in the optimizer's state: the step takes its optimizer with
+    default ones, and runs of other rates or decays share the programs.
+    """
+    network, scale = options.network, (options.image_shape, options.mean, options.std)
+    num_views = options.sharding.views
+    if options.storage == "normalised":
+        reader = WholeShareReader(whole_set.read, options.sharding, options.micro_batch_size)
+    else:
+        read = augment.make_read(options.storage, options.image_shape, num_views, options.random_augment)
+        reader = MicroBatchReader(read, options.sharding, options.micro_batch_size)
+    step = TrainStep(
+        loss_fn=make_loss_fn(network, options.image_shape, *options.stored_scale, options.label_smoothing),
+        optimizer=create_optimizer(options.optimizer, Hyperparams(), options.optimizer_options),
+        reader=reader,
+        max_nonfinite=options.max_nonfinite,
+        statistics_decay=options.statistics_decay,
+        ema_decay=options.ema_decay or 0.0,
+        noise_decay=options.noise_decay,
+        adascale_reference=options.adascale_reference,
+        packed=options.packed,
+    )
+    logits_fn = make_logits_fn(network, *scale)
+    logits_of_views_fn = None
+    if options.view_average or options.shift_average:
+        logits_of_views_fn = augment.average_over_copies(
+            logits_fn,
+            options.image_shape,
+            num_views=num_views if options.view_average else 1,
+            shift=options.shift_average,
+        )
+    return ProgramParts(
+        network=network,
+        step=step,
+        init=make_init(options),
+        logits_fn=logits_fn,
+        logits_of_views_fn=logits_of_views_fn,
+        prediction_micro_batch_size=options.prediction_micro_batch_size,
+        sync_mode=options.sync_mode,
+        sync_policy=options.sync_policy,
+    )

@@ -1,0 +1,72 @@
+"""Programs are compiled ahead for the shapes that a run has."""
+
+import jax
+import numpy as np
+import pytest
+
+import examine
+from experiment import ProgramCache
+from largebatch.data import validation
+from largebatch.errors import BadSetting
+from largebatch.hardware.chips import TPUS, Hardware
+from largebatch.hosts import memory
+from largebatch.training.ahead import lower_programs, train_shapes, validation_shapes
+from resolve import choose_setup, make_parts, state_shapes
+
+
+def shapes(tree):
+    """Of one device, of arrays or of shapes that have no device axis."""
+    return jax.tree.map(lambda x: (tuple(x.shape), np.dtype(x.dtype)), tree)
+
+
+def without_devices(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+
+
+@pytest.mark.parametrize("storage", ["normalised", "expanded", "on_device", "streamed"])
+def test_training_data_have_the_shapes_that_are_compiled_for(small_config, storage):
+    small_config.augment.storage = storage
+    placed = ProgramCache().load(small_config)
+    announced = train_shapes(placed.setup.program, placed.cache.layout)
+    assert shapes(announced) == shapes(without_devices(placed.data.train.arrays))
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_validation_has_the_shapes_that_are_compiled_for(small_config, monkeypatch, stays):
+    monkeypatch.setattr(validation, "stays_on_devices", lambda *_: stays)
+    monkeypatch.setattr("largebatch.training.ahead.stays_on_devices", lambda *_: stays)
+    monkeypatch.setattr(validation, "BLOCK_BYTES", 1)
+    placed = ProgramCache().load(small_config)
+    program = placed.setup.program
+    block = next(placed.data.validation.blocks(program.prediction_micro_batch_size))
+    announced = validation_shapes(program, placed.cache.layout, 0)
+    assert shapes(announced) == shapes(without_devices(block))
+
+
+@pytest.mark.parametrize("mode", ["every_step", "local", "post_local"])
+def test_all_programs_of_a_run_are_lowered(small_config, mode):
+    small_config.sync.mode, small_config.sync.every, small_config.eval.view_average = mode, 2, True
+    placed = ProgramCache().load(small_config)
+    setup = placed.setup
+    parts, free = make_parts(setup.program), memory.available_bytes()
+    lowered = lower_programs(parts, setup, state_shapes(setup), placed.cache.layout, free, jax.devices())
+    updates = {"every_step": ["update"], "local": ["local update", "average"]}
+    updates["post_local"] = updates["every_step"] + updates["local"]
+    assert list(lowered) == [*updates[mode], "validation", "validation of copies"]
+
+
+def test_a_set_that_is_known_needs_no_images(small_config):
+    small_config.dataset.name, small_config.dataset.image_size = "imagenet2012", 224
+    data = examine.data_facts(small_config)
+    assert (data.num_originals, data.image_shape, data.num_classes) == (1_231_167, (224, 224, 3), 1000)
+
+
+def test_what_does_not_fit_there_says_by_how_much_and_what_helps(small_config):
+    small_config.dataset.name, small_config.augment.storage = "imagenet2012", "expanded"
+    small_config.dataset.image_size = 224
+    hardware, free = Hardware("tpu", "TPU v3", 32), TPUS["TPU v3"].memory_bytes
+    with pytest.raises(BadSetting, match=r"does not fit on a device: training images .* MB too few; .*'on_device'"):
+        choose_setup(small_config, examine.data_facts(small_config), hardware, free_bytes=free)
+    small_config.augment.storage = "auto"
+    setup = choose_setup(small_config, examine.data_facts(small_config), hardware, free_bytes=free)
+    assert setup.program.storage == "on_device"

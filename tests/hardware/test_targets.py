@@ -1,0 +1,63 @@
+"""Names of devices that are not here, and what is said where their compiler is missing or the wrong one."""
+
+import importlib.metadata
+
+import pytest
+
+from benchmarks import compile as compile_command
+from largebatch.errors import UserError
+from largebatch.hardware import targets
+from largebatch.hardware.chips import CARDS, TPUS
+
+
+@pytest.mark.parametrize("name", ["v9:2x2", "v3", "v3:7", "v3:4x4x4x4", "h100x", "h200:0", "h200:99999", "tpu", ""])
+def test_unknown_names_are_told_with_the_known_ones(name):
+    with pytest.raises(UserError) as raised:
+        targets.find_target(name)
+    text = str(raised.value)
+    assert text.startswith(f"--compile_for: {name!r}; allowed: ")
+    assert "\n" not in text
+    assert all(known in text for known in [*targets.TPU_GENERATIONS, *targets.CARD_NAMES])
+
+
+def pretend(monkeypatch, versions: dict[str, str]):
+    """Lets `versions` be installed, and no other compiler."""
+    real = importlib.metadata.version
+
+    def version(package):
+        if package not in ("libtpu", "jax-cuda12-plugin"):
+            return real(package)
+        if package not in versions:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "file"),
+    [("v3:4x4", "libtpu", "requirements-tpu.txt"), ("h200:8", "jax-cuda12-plugin", "requirements-cuda.txt")],
+)
+def test_a_missing_compiler_is_named(monkeypatch, name, package, file):
+    pretend(monkeypatch, {})
+    with pytest.raises(
+        UserError, match=f"needs the package {package}, which is not installed: pip install -r {file}"
+    ):
+        targets.find_target(name)
+
+
+@pytest.mark.parametrize(("name", "package"), [("v3:4x4", "libtpu"), ("h200", "jax-cuda12-plugin")])
+def test_a_compiler_of_another_version_is_refused(monkeypatch, name, package):
+    pretend(monkeypatch, {package: "0.0.1"})
+    with pytest.raises(UserError, match=rf"{package} 0\.0\.1 does not go with jax .*; allowed: {package}\S*\d"):
+        targets.find_target(name)
+
+
+def test_every_name_has_a_chip():
+    assert set(targets.TPU_GENERATIONS.values()) <= set(TPUS)
+    assert set(targets.CARD_NAMES.values()) == set(CARDS)
+
+
+def test_the_page_shows_the_rows_that_are_kept():
+    rows = compile_command.read_rows()
+    assert compile_command.table([rows[key] for key in sorted(rows)]) in compile_command.PAGE.read_text()
