@@ -26,13 +26,14 @@ from ml_collections import config_dict
 import augment
 import model
 from configs import default
-from experiment import make_network
 from largebatch import cli, terminal
 from largebatch.cache import recorded
 from largebatch.config.validate import validate
 from largebatch.data.validation import split_of_images
 from largebatch.decoding.images import Dataset, DecodeOptions
 from largebatch.errors import UserError
+from largebatch.hardware.chips import Hardware
+from largebatch.hardware.micro_batches import auto_micro_batch_size
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.predictions.files import Predictions, iterate_parts
@@ -42,7 +43,7 @@ from largebatch.runs.best import BestCheckpoint, arrays_of, best_checkpoint
 from largebatch.sources import file_sources
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
-from largebatch.training.setup import resolve_micro_batch_size
+from resolve import make_network
 
 log = logging.getLogger("largebatch")
 
@@ -147,6 +148,7 @@ def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> Train
     config.dataset.max_image_pixels = default.get_config().dataset.max_image_pixels
     config.update_from_flattened_dict(overrides or {})
     validate(config, model.MODELS)
+    config = cli.settle_dtype(config)  # it is in every run; but a folder may come from someone else
     return TrainedRun(path, config, description["data"], description["step"], best.arrays)
 
 
@@ -267,12 +269,13 @@ def predict(run: TrainedRun, dataset: Dataset, *, num_views: int, shift: int, em
     image_shape = dataset.images.shape[1:]
     if shift >= min(image_shape[:2]):
         raise UserError(f"--shift: {shift}; allowed: below {min(image_shape[:2])}, the size of an image")
-    network = make_network(run.config, len(dataset.class_names))
+    hardware = Hardware.here()
+    network = make_network(run.config, len(dataset.class_names), hardware.platform)
     variables = read_variables(run, network, image_shape, ema=ema)
     logits_fn = make_logits_fn(network, image_shape, run.data["mean"], run.data["std"])
     if num_views > 1 or shift:
         logits_fn = augment.average_over_copies(logits_fn, image_shape, num_views=num_views, shift=shift)
-    micro_batch_size = resolve_micro_batch_size("auto")
+    micro_batch_size = auto_micro_batch_size(hardware, run.config.model.name)
     split = split_of_images(dataset.images, dataset.labels)
     program = make_predict(logits_fn, micro_batch_size)
     return predict_split(program, replicas.replicate(variables), split, micro_batch_size)

@@ -27,6 +27,7 @@ import train
 from experiment import ProgramCache
 from largebatch import cli, terminal
 from largebatch.errors import UserError
+from largebatch.hardware.dtypes import AUTO
 from largebatch.hosts import collectives, preemption
 from largebatch.runs import reader
 from largebatch.runs.folder import RunFolder
@@ -52,11 +53,11 @@ log = logging.getLogger("largebatch")
 # ---- the study --------------------------------------------------------------------------------------
 
 
-def read_study(config: config_dict.ConfigDict) -> Study:
-    """The study that the flags ask for; what they leave out is as the folder's study.json says.
+def read_recorded(config: config_dict.ConfigDict) -> dict:
+    """The folder's study.json, {} where there is none. Without a --config, `config` becomes the one that it says.
 
     Raises:
-      UserError: a flag, the space or a point of it is not allowed; or the folder holds another study.
+      UserError: there is none, and no space is given to start one; or it is damaged.
     """
     path = Path(FLAGS.study).expanduser()
     recorded = RunFolder(path).read("study.json") or {}
@@ -65,12 +66,28 @@ def read_study(config: config_dict.ConfigDict) -> Study:
     config_given = any(argument.startswith("--config") for argument in sys.argv)
     if recorded and not config_given:
         adopt_recorded_config(config, recorded.get("config"), path)
+        if recorded.get("dtype_is_auto"):  # asked again, so that a machine that would choose another says so
+            config.model.dtype = AUTO
+    return recorded
+
+
+def read_study(config: config_dict.ConfigDict, recorded: dict, *, dtype_is_auto: bool) -> Study:
+    """The study that the flags ask for; what they leave out is as the folder's study.json, `recorded`, says.
+
+    Args:
+      config: with its dtype settled.
+      dtype_is_auto: whether it was asked for as "auto".
+    Raises:
+      UserError: a flag, the space or a point of it is not allowed; or the folder holds another study.
+    """
+    path = Path(FLAGS.study).expanduser()
     study = define_study(
         path,
         config,
         read_options(recorded),
         recorded,
         space_given=FLAGS["space"].present,
+        dtype_is_auto=dtype_is_auto,
         models=models.MODELS,
     )
     if recorded and not FLAGS["storage"].present and not is_sqlite_file_in(study.storage, path):
@@ -139,8 +156,10 @@ def main(config: config_dict.ConfigDict) -> int:
     if not FLAGS.study:
         raise UserError("--study: missing; allowed: the study's folder, runs/studies/NAME")
     cli.use_compilation_cache(config.augment.cache_dir)  # before a study.json may name another
-    study = read_study(config)
-    cli.start(study.config, models.MODELS)
+    recorded = read_recorded(config)
+    dtype_is_auto = config.model.dtype == AUTO
+    config, _ = cli.start(config, models.MODELS, lambda: recorded.get("config"), of="study")
+    study = read_study(config, recorded, dtype_is_auto=dtype_is_auto)
     if FLAGS.pack and jax.process_count() > 1:
         raise UserError(
             f"--pack: {jax.process_count()} hosts; allowed: one, for each trial of a pack is one device's"

@@ -43,8 +43,9 @@ def get_config() -> config_dict.ConfigDict:
     # Views of each training image: all (8: four rotations, each with and without a flip; for square images) | flip
     # (2: with and without a flip left/right) | none (1: as it is).
     c.augment.views = "all"
-    # What of the training images is on the devices: expanded (all views) | on_device (the originals alone) |
-    # streamed (originals of the next updates, read while others run) | auto: the first of these that fits.
+    # What of the training images is on the devices: normalised (all views, as the network takes them, where every
+    # batch is the whole set) | expanded (all views) | on_device (the originals alone) | streamed (originals of the
+    # next updates, read while others run) | auto: the first that serves and fits; on a CPU never normalised.
     c.augment.storage = "auto"
     # Each visit of a training image changes it at random, by what is on of these, in this order.
     c.augment.crop_scale = 1.0  # above 0, up to 1: off; smallest share of the area that a crop has; resized back
@@ -56,7 +57,9 @@ def get_config() -> config_dict.ConfigDict:
 
     c.model = config_dict.ConfigDict()
     c.model.name = "convnet"  # convnet | resconvnet | resconvnet7 | resnet8 | resnet50
-    c.model.dtype = "float32"  # of the arithmetic: float32 | bfloat16; parameters stay float32
+    # Of the arithmetic; parameters stay float32: float32 | bfloat16 | auto: bfloat16 on TPUs, GPUs and CPUs with
+    # AVX512_BF16 or AMX, else float32. A run or study keeps the one that it began with.
+    c.model.dtype = "float32"
     # Convolution: dot (slices and one matrix product) | lax | lax_padded | auto: dot on CPU, else lax.
     c.model.conv = "auto"
     # Normalisation: none | batch (statistics of each micro-batch) | group | auto: none (convnets), group (resnets).

@@ -12,7 +12,7 @@ def get_config():
     c = default.get_config()
     c.dataset.name = "eurosat"
     c.model.name = "resconvnet"
-    c.model.dtype = "bfloat16"
+    c.model.dtype = "auto"
     c.model.norm = "batch"
     c.model.norm_decay = 0.95
     c.batch.size = 128

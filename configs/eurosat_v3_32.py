@@ -16,6 +16,5 @@ from configs import eurosat_seed
 
 def get_config():
     c = eurosat_seed.get_config()
-    c.model.dtype = "bfloat16"
-    c.batch.micro_batch_size = 1350  # a quarter of a device's share
+    c.model.dtype = "auto"
     return c

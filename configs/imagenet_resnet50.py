@@ -28,10 +28,11 @@ def get_config():
     c.augment.views = "flip"
     c.augment.crop_scale = 0.08
     c.model.name = "resnet50"
-    c.model.dtype = "bfloat16"
+    c.model.dtype = "auto"
     c.model.norm = "batch"
     c.batch.size = 8192
-    c.batch.micro_batch_size = 64  # the ghost batches of the normalisation
+    # The ghost batches of the normalisation. A device has up to 257 images of a batch: 4 times 64, and one more.
+    c.batch.micro_batch_size = 65
     c.optimizer.name = "sgd"
     c.optimizer.learning_rate = 0.1
     c.optimizer.momentum = 0.9

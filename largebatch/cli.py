@@ -20,8 +20,11 @@ from largebatch.config.fields import differences
 from largebatch.config.rules import RULES, Models, nearest_field
 from largebatch.config.validate import validate
 from largebatch.errors import UserError, printable
+from largebatch.hardware.dtypes import AUTO, DTYPES, auto_dtype_here, with_dtype
 from largebatch.hosts import collectives
 from largebatch.hosts.start import start_jax
+
+log = logging.getLogger("largebatch")
 
 ROOT = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED = 1, 2, 3, 130, 143
@@ -46,13 +49,20 @@ def use_compilation_cache(cache_dir: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def start(config: config_dict.ConfigDict, models: Models) -> dict:
+def start(
+    config: config_dict.ConfigDict,
+    models: Models,
+    recorded: Callable[[], dict | None] | None = None,
+    *,
+    of: str = "run",
+) -> tuple[config_dict.ConfigDict, dict]:
     """Starts JAX on a config that all hosts agree on.
 
     Args:
       models: see `validate`.
+      recorded, of: see `settle_dtype`.
     Returns:
-      The config as plain JSON, as it will be read back from a file.
+      The config with its dtype settled; and the same as plain JSON, as it will be read back from a file.
     Raises:
       UserError: the config is bad or differs from that of host 0, or the devices or hosts are not there.
     """
@@ -65,7 +75,40 @@ def start(config: config_dict.ConfigDict, models: Models) -> dict:
     for host, config_of_host in enumerate(configs):
         if changed := differences(configs[0], config_of_host, ("on host 0", f"on host {host}")):
             raise UserError(f"hosts disagree about the config: {changed}")
-    return configs[0]
+    config = settle_dtype(config, recorded, of=of)
+    configs[0]["model"]["dtype"] = config.model.dtype
+    return config, configs[0]
+
+
+def settle_dtype(
+    config: config_dict.ConfigDict, recorded: Callable[[], dict | None] | None = None, *, of: str = "run"
+) -> config_dict.ConfigDict:
+    """The config with the dtype that model.dtype "auto" stands for, the same on all hosts, which call it together.
+
+    What goes on keeps the dtype that it began with, wherever it does; a machine that would choose another says so.
+    What is new has that of host 0's machine.
+
+    Args:
+      recorded: gives, on host 0, the config with which it began, as plain JSON; None if it is new.
+      of: what goes on or is new, in a word.
+    Raises:
+      UserError: `recorded` does; on every host.
+    """
+    if config.model.dtype != AUTO:
+        return config
+    begun = collectives.agreed(lambda: _dtype_in(recorded and recorded()), collectives.is_primary())
+    here = auto_dtype_here()
+    dtype = collectives.json_from_primary(begun or here)
+    if dtype != here:
+        log.info("model.dtype: auto is %s in this %s; here it would be %s", dtype, of, here)
+    return with_dtype(config, dtype)
+
+
+def _dtype_in(recorded: object) -> str | None:
+    """The dtype in what should be a config, from a file that may be damaged."""
+    model = recorded.get("model") if isinstance(recorded, dict) else None
+    dtype = model.get("dtype") if isinstance(model, dict) else None
+    return dtype if dtype in DTYPES else None
 
 
 # ---- scripts ----------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ RULES: dict[str, Rule] = {
     "dataset.tfds_split": _or(_TEXT, None),
     "dataset.num_examples": _integer(50, 10_000_000),
     "dataset.max_image_pixels": _COUNT,
-    "augment.storage": _one_of("auto", "expanded", "on_device", "streamed"),
+    "augment.storage": _one_of("auto", "normalised", "expanded", "on_device", "streamed"),
     "augment.views": _one_of("all", "flip", "none"),
     "augment.crop_scale": _SHARE,
     "augment.shift": _integer(0),
@@ -116,7 +116,7 @@ RULES: dict[str, Rule] = {
     "augment.cutout": _integer(0),
     "augment.cache_dir": _TEXT,
     "model.name": _TEXT,  # `rules` has the networks
-    "model.dtype": _one_of("float32", "bfloat16"),
+    "model.dtype": _one_of("auto", "float32", "bfloat16"),
     "model.conv": _one_of("auto", "dot", "lax", "lax_padded"),
     "model.norm": _one_of("auto", "none", "batch", "group"),
     "model.norm_decay": _FRACTION,

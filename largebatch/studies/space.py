@@ -131,6 +131,8 @@ def _problems(field: str, distribution: object, rules: Mapping[str, Rule]) -> li
         return [
             f"{field}: {distribution!r}; allowed: a FloatDistribution, IntDistribution or CategoricalDistribution"
         ]
+    if field == "model.dtype" and "auto" in tried:
+        return ["model.dtype: 'auto' cannot be searched; allowed: float32 | bfloat16"]
     rule = rules[field]
     problems = [f"{field}: {value!r}; allowed: {rule.text}" for value in tried if not rule.allows(value)]
     if problems:

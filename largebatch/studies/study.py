@@ -32,7 +32,7 @@ OBJECTIVE_DIRECTIONS = {
     "sec_to_target": "minimize",
 }
 # Fields of study.json that may change when a study goes on.
-MAY_CHANGE = ("trials", "seeds", "best_seeds", "space_file", "space_sha256")
+MAY_CHANGE = ("trials", "seeds", "best_seeds", "space_file", "space_sha256", "dtype_is_auto")
 # --best_seeds goes to the best setting of each value of the first of these fields that is searched.
 BEST_BY = ("batch.size", "optimizer.name")
 
@@ -73,7 +73,7 @@ class Study:
 
     Attributes:
       path: the study folder.
-      config: what all runs start from.
+      config: what all runs start from; its dtype is settled, for all of them and all machines.
       storage: URL of the database.
       derive: sets the config fields that follow from the searched ones.
       models: see `config.validate`.
@@ -105,6 +105,8 @@ class Study:
                 config.seed = self.config.seed + seed
                 self.derive(config)
             validate(config, self.models)
+            if config.model.dtype == "auto":  # each machine would choose
+                raise UserError("model.dtype: 'auto'; allowed in a trial: float32 | bfloat16")
         except Exception as error:  # `derive` is a user's
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             raise BadSetting(f"--space: {values}: {kind}{' '.join(str(error).split())}") from error
@@ -131,13 +133,16 @@ def define_study(
     recorded: dict,
     *,
     space_given: bool,
+    dtype_is_auto: bool,
     models: Models,
 ) -> Study:
     """The study in folder `path` that `config` and `options` ask for.
 
     Args:
+      config: with its dtype settled.
       recorded: the study.json that the folder already has, or {}.
       space_given: whether the user named the space file; else only `recorded` does.
+      dtype_is_auto: whether the dtype was asked for as "auto".
       models: see `config.validate`.
     Raises:
       UserError: an option, the space or a point of it is not allowed; or `recorded` is another study.
@@ -169,6 +174,8 @@ def define_study(
         models=models,
         description=_describe(options, space_file, config, shown_storage),
     )
+    if dtype_is_auto:
+        study.description["dtype_is_auto"] = True
     for values in fixed_settings(search):
         study.config_of(values, seed=0)  # raises where it is not allowed
     refuse_another(path, study.description, recorded)

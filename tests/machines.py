@@ -1,0 +1,27 @@
+"""Machines with and without bfloat16 instructions, in place of this one."""
+
+import pytest
+from conftest import run_script
+
+from largebatch.hardware import dtypes
+
+FLAGS = {"float32": frozenset({"avx2"}), "bfloat16": frozenset({"avx2", "avx512_bf16"})}
+# Runs a script on such a machine: python -c SCRIPT_ON DTYPE_OF_HOST_0,DTYPE_OF_HOST_1,... train.py ...
+SCRIPT_ON = """
+import os, runpy, sys
+from largebatch.hardware import dtypes
+_, machines, *sys.argv = sys.argv
+chosen = machines.split(",")[int(os.environ.get("LARGEBATCH_HOST_INDEX", 0))]
+dtypes.read_cpu_flags = lambda: {"float32": {"avx2"}, "bfloat16": {"avx2", "avx512_bf16"}}[chosen]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def become(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Makes this machine one where "auto" stands for `dtype`."""
+    monkeypatch.setattr(dtypes, "read_cpu_flags", lambda: FLAGS[dtype])
+
+
+def run_on(dtype: str, *arguments, **options):
+    """`run_script` on such a machine."""
+    return run_script("-c", SCRIPT_ON, dtype, *arguments, **options)
