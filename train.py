@@ -14,24 +14,25 @@ import numpy as np
 from absl import flags
 from ml_collections import config_dict
 
-import augment
 import model as models
-from experiment import Experiment, ProgramCache, Validation, choose_setup, needed_bytes, prepare
+from experiment import Experiment, ProgramCache, Validation, prepare
 from largebatch import cli
 from largebatch.data import batching
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption, replicas
 from largebatch.hosts.clock import Clock
+from largebatch.hosts.watch import HostWatch
 from largebatch.optim import noise_scale, schedule_text, traces
 from largebatch.optim.batch_sizes import follows_devices, read_trace
 from largebatch.predictions.files import Predictions
 from largebatch.runs.display import Reporter
 from largebatch.runs.ending import Diverged, recorded_end, roll_back
+from largebatch.runs.folder import RunFolder
 from largebatch.runs.progress import RunDescription, RunProgress, open_run
 from largebatch.runs.provenance import code_sha256, git_commit, versions
-from largebatch.runs.summary import empty_summary, timings
-from largebatch.training.costs import bytes_sent_per_update
-from largebatch.training.setup import DataFacts, Setup
+from largebatch.runs.summary import empty_summary
+from largebatch.training.rows import metrics_row
+from largebatch.training.setup import Setup
 from largebatch.training.state import TrainState, params_sha256
 from largebatch.training.trainer import NonFinite, Trainer, TrainerOptions
 
@@ -59,7 +60,7 @@ def train_and_evaluate(
       preemption.Stopped: a signal came; all is saved, and the same call goes on from there.
     """
     clock = Clock()
-    plain_config = cli.start(config, models.MODELS)
+    config, plain_config = cli.start(config, models.MODELS, lambda: RunFolder(workdir).read("config.json"))
     run, ended = open_run(plain_config, workdir)
     if ended and ended["status"] == "diverged":
         raise Diverged(f"{workdir} is a run of this config that diverged; change the config and give a new folder")
@@ -95,12 +96,13 @@ def run_outer_loops(
       Diverged: a loss or gradient is not finite, and the config does not allow to go on.
       preemption.Stopped: a signal came.
     """
-    config = experiment.setup.config
+    config, watch = experiment.setup.config, HostWatch()
     while not trainer.done and not progress.reached_target:
         if config.batch.auto and trainer.at_validation:
             grow_batch(experiment.setup, trainer)
         try:
             for call in trainer.finish_outer_loop():
+                watch.after_call(call.seconds)
                 report.at(trainer.schedule_step, call.examples / call.seconds)
                 progress.note_training()
                 if not trainer.at_validation:
@@ -109,7 +111,7 @@ def run_outer_loops(
         except NonFinite as bad:
             recover(experiment, trainer, progress, bad)
         else:
-            row = metrics_row(experiment, trainer, validation, clock, progress.seconds_before)
+            row = metrics_row(experiment, trainer, validation, watch, clock, progress.seconds_before)
             predictions = Predictions(experiment.data.validation.labels, validation.logits, experiment.data.val_ids)
             is_best = progress.record(row, predictions)
             del validation, predictions  # whose logits are on the devices
@@ -205,64 +207,6 @@ def take_up_batch_sizes(setup: Setup, trainer: Trainer, progress: RunProgress) -
 # ---- what is written and shown ----------------------------------------------------------------------
 
 
-def metrics_row(
-    experiment: Experiment, trainer: Trainer, validation: Validation, clock: Clock, seconds_before: dict[str, float]
-) -> dict:
-    """The row of metrics.jsonl for the outer loop that has just ended.
-
-    Args:
-      seconds_before: `clock.seconds` when that outer loop began.
-    """
-    schedule, programs, metrics = trainer.schedule, experiment.programs, trainer.metrics_of_outer_loop()
-    is_applied = metrics["nonfinite"] == 0
-    # With local steps the device that reports may have had no example of an update, and then has no loss of it.
-    is_known = is_applied & np.isfinite(metrics["loss"])
-
-    def mean(name: str) -> float | None:
-        return metrics[name][is_known].mean() if is_known.any() else None
-
-    last_update = trainer.step - 1
-    learning_rate = metrics["rate"][-1] if schedule.scale_invariant else schedule.learning_rate_at(last_update)
-    examples_seen = schedule.examples_before(trainer.step)
-    examples_before = schedule.examples_before(trainer.step - trainer.updates_in_outer)
-    row = {
-        "step": trainer.step,
-        "outer": -(-trainer.step // experiment.setup.config.train.inner_steps),
-        "examples_seen": examples_seen,
-        "epoch": examples_seen / experiment.setup.num_examples,
-        "global_batch_size": schedule.batch_size_at(last_update),
-        "learning_rate": learning_rate * trainer.learning_rate_scale,
-        "train_loss": mean("loss"),
-        "train_accuracy": mean("accuracy"),
-        "grad_norm": metrics["grad_norm"][-1],
-        "skipped_updates": int((~is_applied).sum()),
-        "noise_scale": measured_noise_scale(trainer, metrics),
-        "bytes_sent": bytes_sent_per_update(
-            experiment.setup.num_devices, programs.allreduce_bytes, programs.sync_bytes, metrics
-        ),
-        "val_loss": validation.scores.loss,
-        "val_accuracy": validation.scores.accuracy,
-        "val_accuracy_top5": validation.scores.accuracy_top5,
-        "val_examples": validation.scores.num_examples,
-        **validation.other_accuracies,
-        **timings(clock, seconds_before, trainer.updates_in_outer, examples_seen - examples_before),
-    }
-    if schedule.scale_invariant:
-        row["gain"] = mean("gain")
-        row["scale_invariant_steps"] = trainer.schedule_step
-    if "drift" in metrics:
-        is_synced = metrics["synced"] > 0
-        row["replica_drift"] = metrics["drift"][is_synced][-1] if is_synced.any() else None
-    return row
-
-
-def measured_noise_scale(trainer: Trainer, metrics: dict[str, np.ndarray]) -> float | None:
-    """The noise scale after an outer loop; local steps measure none."""
-    if "local" in metrics and metrics["local"].any():
-        return None
-    return noise_scale.noise_scale(replicas.first_replica(trainer.state.noise))
-
-
 def describe_run(experiment: Experiment, plain_config: dict) -> RunDescription:
     """What checkpoints and summary say of a run before its first update.
 
@@ -304,7 +248,8 @@ def headline(experiment: Experiment, clock: Clock) -> str:
     largest_shares = -(-batch_sizes // setup.num_devices)
     return (
         f"{experiment.num_params:,} parameters; {setup.num_devices} {jax.default_backend()} devices on "
-        f"{jax.process_count()} hosts; {cache.count('train'):,} training images as {setup.num_examples:,} views, "
+        f"{jax.process_count()} hosts, computing in {setup.config.model.dtype}; "
+        f"{cache.count('train'):,} training images as {setup.num_examples:,} views, "
         f"{cache.count('val'):,} validation images, decoded {cache.manifest['built'][:10]}\n"
         f"batch {schedule_text.format_range(batch_sizes)} = {schedule_text.format_range(largest_shares)} a device "
         f"in micro-batches of up to {setup.micro_batch_size}{how_batches_change(setup.config)}; "
@@ -338,29 +283,12 @@ def new_workdir(config: config_dict.ConfigDict) -> str:
     return collectives.gather_text(f"runs/{config.dataset.name}-{time.strftime('%Y%m%d-%H%M%S')}-{suffix}")[0]
 
 
-def run_doctor(config: config_dict.ConfigDict) -> int:
-    """Examines the config on this machine; returns the exit code."""
-    from largebatch.doctor import checks, dataset, findings  # few runs need it
-
-    cli.start(config, models.MODELS)
-    estimate = augment.estimate_cache(config)
-    if estimate is not None:
-        findings.show([dataset.check_build(estimate)])
-        unknown = (1.0,) * estimate.layout.image_shape[-1]  # mean and deviation of the channels
-        num_originals = estimate.layout.counts["train"]
-        data = DataFacts(num_originals, estimate.layout, estimate.num_classes, unknown, unknown)
-        setup = choose_setup(config, data)
-        findings.show([dataset.check_storage(setup, needed_bytes(setup, estimate.layout))])
-    started = time.perf_counter()
-    experiment, state = prepare(checks.config_to_examine(config), Clock(), ProgramCache())
-    checks.report(experiment, state, config.sync, started)
-    return 0
-
-
 def main(config: config_dict.ConfigDict) -> int:
     """Trains into --workdir; returns the exit code."""
-    if flags.FLAGS.doctor:
-        return run_doctor(config)
+    if flags.FLAGS.doctor or flags.FLAGS.compile_for:
+        import examine  # few runs need it
+
+        return examine.run(config, here=flags.FLAGS.doctor, target_name=flags.FLAGS.compile_for)
     preemption.answer_signals()
     workdir = flags.FLAGS.workdir or new_workdir(config)
     try:
@@ -377,5 +305,8 @@ def main(config: config_dict.ConfigDict) -> int:
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME-XXXXXXXX, the end at random.")
     flags.DEFINE_bool("doctor", False, "Check this config on this machine before a long run; trains nothing.")
+    flags.DEFINE_string(
+        "compile_for", None, "Compile for devices that are not here, as v3:4x4 or h200:8; trains nothing."
+    )
     flags.DEFINE_bool("profile", False, "Write a jax.profiler trace of a few updates to WORKDIR/profile.")
     cli.run_script(main, models.MODELS)

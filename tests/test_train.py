@@ -43,6 +43,10 @@ ROW = [
     "eval_sec",
     "compile_sec",
     "wall_sec",
+    "mfu",
+    "device_memory_peak_bytes",
+    "slowest_host",
+    "slowest_host_ratio",
 ]
 SUMMARY = [
     "status",

@@ -14,9 +14,20 @@ from largebatch.hosts.collectives import gather
 AXIS = "devices"
 
 
-def pmap(function: Callable, in_axes=0, out_axes=0, donate_argnums=()) -> Callable:
-    """`jax.pmap` over all devices of all hosts, along AXIS. Every pmap of the project is made here."""
-    return jax.pmap(function, axis_name=AXIS, in_axes=in_axes, out_axes=out_axes, donate_argnums=donate_argnums)
+def pmap(function: Callable, in_axes=0, out_axes=0, donate_argnums=(), devices: list | None = None) -> Callable:
+    """`jax.pmap` over all devices of all hosts, along AXIS. Every pmap of the project is made here.
+
+    Args:
+      devices: to compile for, where they are not here.
+    """
+    return jax.pmap(
+        function,
+        axis_name=AXIS,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        donate_argnums=donate_argnums,
+        devices=devices,
+    )
 
 
 def local_indices() -> list[int]:

@@ -7,6 +7,8 @@ from rich import box, progress, table
 
 from largebatch.terminal import Console, four_digits
 
+SHOWN_SLOWNESS = 1.1  # of the slowest host, its time over the median of hosts
+
 
 class Reporter:
     """What a person sees: a progress bar and a line per outer loop on a terminal, plain lines elsewhere."""
@@ -51,7 +53,7 @@ class Reporter:
             f"outer {row['outer']:>4}/{outer_steps}  step {row['step']:>6}  epoch {row['epoch']:8.2f}  "
             f"train loss {four_digits(row['train_loss'])}  val loss {row['val_loss']:.4f}  "
             f"val accuracy {row['val_accuracy']:.4f}{_others(row)}  {row['images_per_sec']:>10,.0f} images/s  "
-            f"{row['step_time_ms']:,.1f} ms/update{_noise(row)}"
+            f"{row['step_time_ms']:,.1f} ms/update{_hardware(row)}{_noise(row)}"
         )
 
     def results(self, summary: dict, workdir: str) -> None:
@@ -91,6 +93,18 @@ def _others(row: dict) -> str:
     known = {name: value for name, value in row.items() if name.startswith(prefix) and value is not None}
     accuracies = [f"{name.removeprefix(prefix)} {value:.4f}" for name, value in known.items()]
     return f" ({', '.join(accuracies)})" if accuracies else ""
+
+
+def _hardware(row: dict) -> str:
+    """How well the devices are used, how full they were, and a host that is slow, where that is known."""
+    text, mfu, peak, slowness = "", row["mfu"], row["device_memory_peak_bytes"], row["slowest_host_ratio"]
+    if mfu is not None:
+        text += f"  mfu {mfu:.0%}" if mfu >= 0.095 else f"  mfu {mfu:.1%}"
+    if peak is not None:
+        text += f"  memory {peak / 1e9:.1f} GB"
+    if slowness is not None and slowness > SHOWN_SLOWNESS:
+        text += f"  host {row['slowest_host']} takes {slowness:.2f} x the median"
+    return text
 
 
 def _noise(row: dict) -> str:

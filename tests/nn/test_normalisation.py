@@ -12,15 +12,16 @@ from test_step import NUM_CLASSES, SCALE, SIZE, Problem, sgd_trainer, visited_ex
 import augment
 import model as models
 import train
-from experiment import resolve_setup
 from largebatch.config.validate import validate
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding
 from largebatch.errors import UserError
+from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.nn import normalisation
 from largebatch.optim.averaging import smooth
 from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn
+from resolve import resolve_setup
 
 STATISTICS = normalisation.STATISTICS
 
@@ -278,7 +279,7 @@ def test_batch_norm_of_single_images_is_refused(small_config, tmp_path, fields, 
 
 
 def micro_batch_size_on_5_devices(config, num_originals):
-    return resolve_setup(config, facts_of(num_originals, (16, 16, 3)), num_devices=5).micro_batch_size
+    return resolve_setup(config, facts_of(num_originals, (16, 16, 3)), Hardware.here(5)).micro_batch_size
 
 
 def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):

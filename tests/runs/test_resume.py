@@ -32,6 +32,7 @@ from largebatch.training import trainer
 from largebatch.training.loss import make_loss_fn
 
 WALL_CLOCK = {"images_per_sec", "step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec"}
+WALL_CLOCK |= {"mfu", "device_memory_peak_bytes", "slowest_host", "slowest_host_ratio"}
 SUMMARY_WALL_CLOCK = {"images_per_sec", "images_per_sec_by_outer", "train_sec", "sec_to_target", "seconds"}
 
 
@@ -378,7 +379,7 @@ def test_a_run_of_another_order_of_examples_is_evaluated_and_not_resumed(config,
     rewrite_descriptions(tmp_path, lambda description: description["data"].pop("order_version"))
     before = files_of(tmp_path)
     with pytest.raises(
-        UserError, match=r"takes its examples in order version 1, this code in version 3: .* cannot"
+        UserError, match=r"takes its examples in order version 1, this code in version 4: .* cannot"
     ):
         train.train_and_evaluate(config, str(tmp_path))
     assert files_of(tmp_path) == before
@@ -460,7 +461,7 @@ def poisoned(config, monkeypatch):
     sums = (views.astype(int) * weights).sum(axis=(2, 3, 4)).ravel()
     poison = sums[5]
     assert np.count_nonzero(sums == poison) == 1
-    monkeypatch.setattr("experiment.make_loss_fn", make_poisoned)
+    monkeypatch.setattr("resolve.make_loss_fn", make_poisoned)
     program_cache = ProgramCache()  # not for other tests
     monkeypatch.setattr(train, "ProgramCache", lambda: program_cache)
     return config
