@@ -9,7 +9,10 @@
     python bench.py loop --path runs/eurosat
     python bench.py pack
     python bench.py noise [--batch_size 512] [--repeats 7]
-    python bench.py growth
+    python bench.py growth [--targets v3:2x2,v3:4x4]
+    python bench.py compile [--targets v3:4x4,h200] [--configs eurosat,eurosat_fast]
+    python bench.py reading [--targets v3:4x4]
+    python bench.py micro_batches [--targets v3:4x4] [--networks convnet,resnet8]
     python bench.py build --images 400000 --path /tmp
 
 Every figure is of synchronised work, as a median over repeats with its spread; contenders take turns
@@ -31,7 +34,22 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from absl import flags
 
-from benchmarks import accuracy, growth, inputs, large_set, loop, memory, noise, pack, scaling, step, stream
+from benchmarks import (
+    accuracy,
+    compile,
+    growth,
+    inputs,
+    large_set,
+    loop,
+    memory,
+    micro_batches,
+    noise,
+    pack,
+    reading,
+    scaling,
+    step,
+    stream,
+)
 from largebatch.cli import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
 from largebatch.errors import UserError
 from largebatch.runs.folder import jsonable
@@ -84,7 +102,13 @@ COMMANDS = {
     "build": Command(
         lambda given, _: large_set.bench_build(given.images, given.path, given.repeats), large_set.print_build
     ),
-    "growth": Command(lambda *_: growth.bench_growth(), growth.print_growth),
+    "compile": Command(lambda given, _: compile.bench_compile(given.configs, given.targets), compile.print_compile),
+    "micro_batches": Command(
+        lambda given, _: micro_batches.bench_micro_batches(given.networks, given.targets),
+        micro_batches.print_micro_batches,
+    ),
+    "reading": Command(lambda given, _: reading.bench_reading(given.targets), reading.print_reading),
+    "growth": Command(lambda given, _: growth.bench_growth(given.targets), growth.print_growth),
 }
 
 
@@ -105,6 +129,13 @@ def define_flags() -> None:
         "build: a folder with room.",
     )
     flags.DEFINE_string("cache_dir", "~/.cache/largebatch", "stream: where the data cache is.")
+    flags.DEFINE_string("configs", None, "compile: names of config files, with commas between; all by default.")
+    flags.DEFINE_string("networks", None, "micro_batches: names of networks, with commas between; all by default.")
+    flags.DEFINE_string(
+        "targets",
+        None,
+        "compile, micro_batches, reading, growth: devices, with commas between; see train.py --compile_for.",
+    )
     flags.DEFINE_string("json", None, "Write all figures to this file.")
     flags.DEFINE_string("plot", None, "step, scaling: draw the figures to this PNG.")
 

@@ -1,19 +1,27 @@
 """bench.py growth: step time of full-batch training on TPU v3 slices, from FLOPs, bytes and link speeds.
 
-No device is touched. docs/batches.md has the assumptions, the table and what it says.
+With --targets the same updates are compiled for those slices, as a check of the model. No device is touched.
+docs/batches.md has the assumptions, the table and what it says.
 """
 
 import math
 from dataclasses import dataclass
 
+import jax
+
+import examine
 import model
+from benchmarks.compile import Case
 from benchmarks.peers import serve
+from largebatch.errors import UserError
+from largebatch.hardware.targets import find_target
 from largebatch.training.costs import training_costs
 
 IMAGES = 172_800
 PARAMS_BYTES = 4 * 422_602  # float32
 FEATURES = (32, 64, 128, 256)  # of the network's convolutions
 BATCH_SIZES = (512, 4096, 32768, IMAGES)
+COMPILED = Case("eurosat_v3_32", (("batch.virtual_shards", 2160),))  # at least a shard for every core
 DEVICE_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
@@ -84,13 +92,37 @@ def efficiency(num_devices: int, images: int) -> float:
     return step_time(1, images)["total"] / (num_devices * step_time(num_devices, images)["total"])
 
 
-def bench_growth() -> dict:
-    """The model over device counts at the full batch, and how many cores each batch size keeps busy."""
+def compiled_times(targets: str) -> dict[int, float]:
+    """Seconds of a full-batch update without its all-reduce, by the compiler's cycles, by number of cores.
+
+    Args:
+      targets: TPU v3 slices, as train.py --compile_for names them, with commas between.
+    """
+    times = {}
+    for name in targets.split(","):
+        target = find_target(name)
+        if target.hardware.device_kind != "TPU v3":
+            raise UserError(f"--targets: {name!r}; allowed with growth: v3 slices")
+        update = examine.compile_for(COMPILED.load(), target).programs["update"]
+        times[target.hardware.num_devices] = update.cycles / target.chip.clock_hz
+        jax.clear_caches()
+    return times
+
+
+def bench_growth(targets: str | None = None) -> dict:
+    """The model over device counts at the full batch, and how many cores each batch size keeps busy.
+
+    Args:
+      targets: slices to compile for, see `compiled_times`.
+    """
+    compiled = compiled_times(targets) if targets else {}
     rows = []
     for count in DEVICE_COUNTS:
-        parts = step_time(count)
-        rate, share = IMAGES / parts["total"], efficiency(count, IMAGES)
-        rows.append({"devices": count, "images_per_sec": rate, "efficiency": share, **parts})
+        row = {"devices": count, **step_time(count), "efficiency": efficiency(count, IMAGES)}
+        row["images_per_sec"] = IMAGES / row["total"]
+        if targets:
+            row["compiled"] = compiled.get(count)
+        rows.append(row)
     limits = []
     for batch_size in BATCH_SIZES:
         count = max(2**n for n in range(12) if efficiency(2**n, batch_size) >= 0.5)
@@ -107,14 +139,19 @@ def bench_growth() -> dict:
 def print_growth(result: dict) -> None:
     """The result of `bench_growth` as Markdown tables."""
     columns = ("cores", "images per core", "arithmetic ms", "memory ms", "all-reduce ms", "update ms", "M images/s")
-    print(f"| {' | '.join(columns)} | efficiency |")
-    print("|---" * (len(columns) + 1) + "|")
+    checked = any("compiled" in row for row in result["rows"])
+    columns += ("efficiency", "compiled, without all-reduce, ms") if checked else ("efficiency",)
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
     for row in result["rows"]:
         parts = (f"{row[name] * 1e3:.3f}" for name in ("flops", "memory", "all_reduce", "total"))
-        print(
+        line = (
             f"| {row['devices']:,} | {math.ceil(result['images'] / row['devices']):,} | {' | '.join(parts)} "
             f"| {row['images_per_sec'] / 1e6:.1f} | {row['efficiency']:.2f} |"
         )
+        if checked:
+            line += f" {row['compiled'] * 1e3:.3f} |" if row["compiled"] else " |"
+        print(line)
     print("\n| batch | cores that are at least half used | update ms |")
     print("|---|---|---|")
     for row in result["limits"]:

@@ -35,7 +35,10 @@ def measure(micro_batch_size: int, dtype: str) -> dict:
     """Compiles the step, and runs one update of it where the device tells what it allocates."""
     step = OurStep(StepOptions(BATCH_SIZE, micro_batch_size, dtype, auto_conv()))
     parts = {"images": step.data_bytes()}
-    parts.update(bytes_beside_images(step.network, step.state_shapes(), serve.IMAGE_SHAPE, micro_batch_size))
+    platform = jax.default_backend()
+    parts.update(
+        bytes_beside_images(step.network, step.state_shapes(), serve.IMAGE_SHAPE, micro_batch_size, platform)
+    )
     analysis = step.compiled().memory_analysis()
     compiled = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     compiled += analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,9 +14,10 @@ import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
 from configs import default
-from experiment import make_parts, resolve_setup
 from largebatch.cache.plan import make_layout
 from largebatch.data.batching import DataSharding
+from largebatch.hardware import hlo
+from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim.piecewise import PiecewiseConstant
@@ -26,15 +26,7 @@ from largebatch.training.loss import Batch, make_loss_fn
 from largebatch.training.setup import DataFacts, Setup
 from largebatch.training.state import count_params
 from largebatch.training.step import make_inner_loop
-
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+from resolve import make_parts, resolve_setup
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,9 @@ def auto_conv() -> str:
 def auto_options(batch_size: int, dtype: str, *, num_devices: int) -> StepOptions:
     """What train.py takes by itself for a batch that is shared by so many devices."""
     options = StepOptions(batch_size, "auto", dtype, auto_conv())
-    return dataclasses.replace(options, micro_batch_size=_resolve_setup(options, num_devices).micro_batch_size)
+    return dataclasses.replace(
+        options, micro_batch_size=_resolve_setup(options, Hardware.here(num_devices)).micro_batch_size
+    )
 
 
 def make_network(dtype: str, conv: str):
@@ -78,7 +72,7 @@ class OurStep(serve.Step):
     def __init__(self, options: StepOptions):
         self.batch_size = options.batch_size
         self._next_update = 0
-        self._setup = _resolve_setup(options, 1 if self.packed else jax.device_count(), packed=self.packed)
+        self._setup = _resolve_setup(options, Hardware.here(1 if self.packed else None), packed=self.packed)
         parts = make_parts(self._setup.program)
         step = parts.step
         if not options.measure_noise:
@@ -148,7 +142,7 @@ class PackedStep(OurStep):
         return np.full(jax.local_device_count(), updates, np.int32)
 
 
-def _resolve_setup(options: StepOptions, num_devices: int, *, packed: bool = False) -> Setup:
+def _resolve_setup(options: StepOptions, hardware: Hardware, *, packed: bool = False) -> Setup:
     """What train.py makes of a config with these options, on images of the shape that all contenders have."""
     config = default.get_config()
     config.batch.size, config.batch.micro_batch_size = options.batch_size, options.micro_batch_size
@@ -160,7 +154,7 @@ def _resolve_setup(options: StepOptions, num_devices: int, *, packed: bool = Fal
     counts = {"train": num_originals, "val": 0, "test": 0}
     layout = make_layout(counts, serve.IMAGE_SHAPE, np.dtype(np.uint8))
     data = DataFacts(num_originals, layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
-    return resolve_setup(config, data, num_devices, packed=packed)
+    return resolve_setup(config, data, hardware, packed=packed)
 
 
 def _random_data(sharding: DataSharding, storage: str):
@@ -192,16 +186,11 @@ def our_step(name: str, options: StepOptions) -> Contender:
 
 def collectives(text: str) -> list[dict]:
     """Every collective of a compiled program: its kind and the bytes that one device puts in."""
-    operations = re.findall(rf"= (\(.*?\)|\S+) ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
-    return [{"kind": kind, "bytes": _bytes_of_shapes(shapes)} for shapes, kind in operations]
-
-
-def _bytes_of_shapes(text: str) -> int:
-    """Bytes of all arrays in a text such as "(f32[10,2]{1,0}, bf16[4]{0})"."""
-    total = 0
-    for bits, dims in re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", text):
-        total += int(bits) // 8 * math.prod(int(size) for size in dims.split(",") if size)
-    return total
+    return [
+        {"kind": one.opcode.removesuffix("-start"), "bytes": one.output_bytes}
+        for one in hlo.parse(text).instructions()
+        if hlo.is_collective(one)
+    ]
 
 
 def count_by_xla(dtype: str, conv: str, micro_batch_size: int) -> dict[str, float]:

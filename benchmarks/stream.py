@@ -9,14 +9,15 @@ import augment
 from benchmarks.inputs import make_config
 from benchmarks.peers import serve
 from benchmarks.timing import Contender, about_machine, interleave, ratio
-from experiment import make_parts, resolve_setup
 from largebatch.cache.cache import Cache
 from largebatch.data.placement import place
 from largebatch.data.streaming import Upcoming
+from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
 from largebatch.training.setup import DataFacts
 from largebatch.training.step import make_inner_loop
+from resolve import make_parts, resolve_setup
 
 DTYPE = "float32"
 
@@ -57,7 +58,7 @@ class StepOnCache(serve.Step):
     """Our inner loop on the training images of a cache, by augment.storage."""
 
     def __init__(self, config, cache: Cache):
-        setup = resolve_setup(config, DataFacts.of(cache), jax.device_count())
+        setup = resolve_setup(config, DataFacts.of(cache), Hardware.here())
         sharding, parts = setup.program.sharding, make_parts(setup.program)
         buffer_rows = None
         if config.augment.storage == "streamed":

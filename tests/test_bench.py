@@ -248,11 +248,14 @@ def test_one_all_reduce_is_all_that_crosses_devices(small):
 
 
 def test_collectives_are_read_from_the_text():
-    text = """
-      %all-reduce.1 = f32[10,2]{1,0} all-reduce(%x), channel_id=1
-      %t = (f32[3]{0}, bf16[4]{0}) all-gather-start(%y, %z), dimensions={0}
-      ROOT %r = s32[] add(%all-reduce.1, %q)
-    """
+    text = """HloModule jit_update
+
+ENTRY %main (x: f32[10,2]) -> s32[] {
+  %all-reduce.1 = f32[10,2]{1,0} all-reduce(%x), channel_id=1
+  %t = (f32[3]{0}, bf16[4]{0}) all-gather-start(%y, %z), dimensions={0}
+  ROOT %r = s32[] add(%all-reduce.1, %q)
+}
+"""
     assert ours.collectives(text) == [{"kind": "all-reduce", "bytes": 80}, {"kind": "all-gather", "bytes": 20}]
 
 

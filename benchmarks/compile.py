@@ -1,0 +1,193 @@
+"""bench.py compile: every config's programs, compiled for devices that are not here; the table of docs/hardware.md.
+
+Rows are kept in docs/hardware.json. A row that is compiled again replaces the one before, so the table can be
+brought up to date piece by piece: --configs and --targets choose.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import time
+from pathlib import Path
+
+import jax
+
+import examine
+from largebatch import files
+from largebatch.cli import ROOT
+from largebatch.errors import UserError
+from largebatch.hardware.targets import find_target
+from largebatch.runs.provenance import git_commit, versions
+
+ROWS, PAGE = ROOT / "docs" / "hardware.json", ROOT / "docs" / "hardware.md"
+BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
+TARGETS = ("v3:4x4", "v5e:4x8", "v6e:4x4", "h200")
+HEADER = (
+    "config",
+    "devices",
+    "batch",
+    "micro-batch",
+    "memory a device",
+    "all-reduce",
+    "M cycles an update",
+    "images/s, estimated",
+    "largest cost",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A config file, with fields that differ from it."""
+
+    config: str
+    fields: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As the table calls it."""
+        return " ".join([self.config, *(f"{field}={value}" for field, value in self.fields)])
+
+    def load(self):
+        """The config."""
+        path = ROOT / "configs" / f"{self.config}.py"
+        if not path.exists():
+            raise UserError(f"--configs: {self.config!r}; allowed: names of files in configs/, without .py")
+        spec = importlib.util.spec_from_file_location(self.config, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        config = module.get_config()
+        config.update_from_flattened_dict(dict(self.fields))
+        return config
+
+
+def all_cases() -> list[Case]:
+    """Every config, and ImageNet with four times the batch."""
+    cases = [Case(path.stem) for path in sorted((ROOT / "configs").glob("*.py"))]
+    return [*cases, Case("imagenet_resnet50", (("batch.size", 32_768),))]
+
+
+def bench_compile(configs: str | None, targets: str | None) -> dict:
+    """Compiles, and brings rows and page up to date.
+
+    Args:
+      configs, targets: names with commas between; None for all.
+    """
+    chosen = all_cases()
+    if configs is not None:
+        names = configs.split(",")
+        chosen = [case for case in chosen if case.config in names]
+        chosen += [Case(name) for name in names if name not in {case.config for case in chosen}]
+    for name in targets.split(",") if targets else TARGETS:
+        target = find_target(name)
+        for case in chosen:
+            row = compile_case(case, target)
+            write_rows(read_rows() | {f"{case.name} {name}": row})  # read again: another process may have written
+            jax.clear_caches()
+    return {"rows": list(read_rows().values())}
+
+
+def compile_case(case: Case, target) -> dict:
+    """A row: what `examine.compile_for` finds, or why it does not fit."""
+    row = {
+        "config": case.name,
+        "target": target.name,
+        "device_kind": target.hardware.device_kind,
+        "devices": target.hardware.num_devices,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": git_commit(),
+        "versions": versions(),
+    }
+    config = case.load()
+    try:
+        compiled = examine.compile_for(config, target)
+    except UserError as error:
+        return row | {"error": str(error)}
+    setup, update = compiled.setup, next(iter(compiled.programs.values()))
+    batch_size = setup.schedule.max_batch_size
+    row |= {
+        "batch_size": batch_size,
+        "micro_batch_size": setup.micro_batch_size,
+        "storage": setup.program.storage,
+        "dtype": str(setup.program.network.dtype),
+        "num_updates": setup.schedule.num_updates,
+        "memory": dataclasses.asdict(update.memory),
+        "needed": compiled.needed,
+        "collectives": [dataclasses.asdict(one) for one in update.collectives],
+        "unknown_loops": update.unknown_loops,
+        "moved_bytes": update.moved_bytes,
+        "num_operations": update.num_operations,
+        "cycles": update.cycles,
+        "costs": [dataclasses.asdict(cost) for cost in update.costs[:8]],
+        "seconds_to_compile": compiled.seconds,
+        "flops_per_image": compiled.flops_per_image,
+    }
+    validation = compiled.programs["validation"].cycles
+    if update.cycles:
+        seconds = update.cycles / target.chip.clock_hz
+        row["images_per_sec"] = batch_size / seconds
+        row["seconds_of_all_updates"] = seconds * setup.schedule.num_updates
+        row["peak_share"] = (
+            compiled.flops_per_image
+            * row["images_per_sec"]
+            / (target.chip.peak_flops * target.hardware.num_devices)
+        )
+        row["validation_share"] = validation / (validation + update.cycles * config.train.inner_steps)
+    return row
+
+
+# ---- rows and page --------------------------------------------------------------------------------------
+
+
+def read_rows() -> dict[str, dict]:
+    """The rows that are kept, by config and target."""
+    if not ROWS.exists():
+        return {}
+    return {f"{row['config']} {row['target']}": row for row in json.loads(ROWS.read_text())}
+
+
+def write_rows(rows: dict[str, dict]) -> None:
+    """Keeps the rows, and puts their table into the page."""
+    ordered = [rows[key] for key in sorted(rows)]
+    _write(ROWS, json.dumps(ordered, indent=1) + "\n")
+    if PAGE.exists():
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        _write(PAGE, before + BEGIN + "\n\n" + table(ordered) + "\n" + END + rest.partition(END)[2])
+
+
+def _write(path: Path, text: str) -> None:
+    with files.replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as Markdown."""
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def cells(row: dict) -> list[str]:
+    """A row's cells."""
+    devices = f"`{row['target']}`, {row['devices']}"
+    if "error" in row:
+        return [f"`{row['config']}`", devices, row["error"], *[""] * 6]
+    memory, cost = row["memory"], row["costs"][0] if row["costs"] else None
+    allreduce = sum(one["bytes"] * one["times"] for one in row["collectives"])
+    kernels = f"{row['num_operations']:,.0f} kernels and calls"
+    return [
+        f"`{row['config']}`",
+        devices,
+        f"{row['batch_size']:,}",
+        f"{row['micro_batch_size']:,}, {row['dtype']}",
+        f"{sum(memory.values()) / 1e6:,.0f} MB",
+        f"{allreduce / 1e6:.2f} MB" if allreduce else "none",
+        f"{row['cycles'] / 1e6:,.2f}" if row["cycles"] else kernels,
+        f"{row['images_per_sec']:,.0f}" if row["cycles"] else "not estimated",
+        f"{cost['share']:.0%} {cost['operation'] or 'copies'}" if cost else "",
+    ]
+
+
+def print_compile(result: dict) -> None:
+    """Prints the table."""
+    print(table(result["rows"]))
+    print(f"rows in {Path(ROWS).relative_to(ROOT)}, table in {Path(PAGE).relative_to(ROOT)}")
