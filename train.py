@@ -302,11 +302,16 @@ def main(config: config_dict.ConfigDict) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def define_flags() -> None:
+    """Defines the flags of this script."""
     flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME-XXXXXXXX, the end at random.")
     flags.DEFINE_bool("doctor", False, "Check this config on this machine before a long run; trains nothing.")
     flags.DEFINE_string(
         "compile_for", None, "Compile for devices that are not here, as v3:4x4 or h200:8; trains nothing."
     )
     flags.DEFINE_bool("profile", False, "Write a jax.profiler trace of a few updates to WORKDIR/profile.")
+
+
+if __name__ == "__main__":
+    define_flags()
     cli.run_script(main, models.MODELS)

@@ -77,8 +77,6 @@ def make_loss_fn(*_):
 def main() -> None:
     """Trains."""
     folder = Path(sys.argv.pop(1))
-    from absl import flags
-
     import model
     import resolve
     import train
@@ -93,9 +91,7 @@ def main() -> None:
             pass  # another host was first
     model.MODELS["visits"] = model.Architecture(Visits, frozenset())
     resolve.make_loss_fn = make_loss_fn
-    flags.DEFINE_string("workdir", None, "")
-    flags.DEFINE_bool("doctor", False, "")
-    flags.DEFINE_bool("profile", False, "")
+    train.define_flags()
     cli.run_script(train.main, model.MODELS)
 
 
