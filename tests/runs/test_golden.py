@@ -30,9 +30,10 @@ from largebatch.errors import UserError
 
 GOLDEN = ROOT / "tests" / "golden"
 RUNS = ("finished", "growing", "local", "order_2", "order_3")
-# What a row says in numbers that other processors round otherwise; the rest of it is exact.
-ROUNDED = {"learning_rate", "train_loss", "train_accuracy", "grad_norm", "noise_scale", "val_loss", "gain"}
-ROUNDED |= {"scale_invariant_steps", "replica_drift"}
+# What a row says in numbers that other processors round otherwise, and by how much; the rest is exact.
+ROUNDED = dict.fromkeys(("learning_rate", "train_loss", "train_accuracy", "grad_norm", "noise_scale"), 1e-3)
+ROUNDED |= dict.fromkeys(("val_loss", "gain", "scale_invariant_steps"), 1e-3)
+ROUNDED["replica_drift"] = 1e-2  # a gradient near 0 has any basis, and so any sign, in SOAP
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +101,7 @@ def test_an_old_unfinished_run_resumes_and_ends_as_if_nothing_had_stopped_it(nam
         assert row.keys() >= golden.keys()
         for field, value in golden.items():
             if field in ROUNDED and value is not None:
-                value = pytest.approx(value, rel=1e-3)
+                value = pytest.approx(value, rel=ROUNDED[field])
             assert row[field] == value, field
 
 
