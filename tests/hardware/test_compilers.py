@@ -49,7 +49,7 @@ def marked(case: Case, target: str, kind: str):
 CASES = [
     marked(case, target, kind)
     for target, kind in (("v3:4x4", "tpu"), ("v5e:4x8", "tpu"), ("h200", "gpu"))
-    for case in all_cases()
+    for case in all_cases(target)
 ]
 
 
