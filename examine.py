@@ -51,7 +51,7 @@ def run(config: config_dict.ConfigDict, *, here: bool, target_name: str | None) 
 
 
 def examine_here(config: config_dict.ConfigDict) -> None:
-    """Builds nothing, trains nothing: tells what a build would take, and tries a few updates."""
+    """Tells what a build of the cache would take and whether the images fit; then builds it and tries updates."""
     estimate = augment.estimate_cache(config)
     if estimate is not None:
         findings.show([dataset.check_build(estimate)])
