@@ -18,6 +18,7 @@ from largebatch.cli import ROOT
 from largebatch.errors import UserError
 from largebatch.hardware.targets import find_target
 from largebatch.runs.provenance import git_commit, versions
+from largebatch.training.costs import flops_utilisation
 
 ROWS, PAGE = ROOT / "docs" / "hardware.json", ROOT / "docs" / "hardware.md"
 BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
@@ -134,11 +135,7 @@ def compile_case(case: Case, target) -> dict:
         seconds = update.cycles / target.chip.clock_hz
         row["images_per_sec"] = batch_size / seconds
         row["seconds_of_all_updates"] = seconds * setup.schedule.num_updates
-        row["peak_share"] = (
-            compiled.flops_per_image
-            * row["images_per_sec"]
-            / (target.chip.peak_flops * target.hardware.num_devices)
-        )
+        row["peak_share"] = flops_utilisation(compiled.flops_per_image, row["images_per_sec"], target.hardware)
         row["validation_share"] = validation / (validation + update.cycles * config.train.inner_steps)
     return row
 

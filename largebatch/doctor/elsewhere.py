@@ -3,6 +3,7 @@
 from largebatch.doctor.findings import FAIL, OK, WARN, Finding, duration
 from largebatch.hardware.compiled import CompiledProgram
 from largebatch.hardware.targets import Target
+from largebatch.training.costs import flops_utilisation
 from largebatch.training.setup import Setup
 
 LARGEST = 6  # operations that are named
@@ -87,11 +88,11 @@ def describe_update(
         loops = ", ".join(program.unknown_loops) or "none"
         launched = f"{program.num_operations:,.0f} kernels and calls; loops of a length known only there: {loops}"
         return [Finding(OK, name, f"{size}: {launched}; {needs}")]
-    seconds = program.cycles / target.chip.clock_hz
-    flops_share = share * flops_per_image / target.chip.peak_flops / seconds
+    images_per_sec = batch_size / (program.cycles / target.chip.clock_hz)
+    utilisation = flops_utilisation(flops_per_image, images_per_sec, target.hardware)
     text = (
-        f"{size}: {_cycles_text(target, program)}, {batch_size / seconds:,.0f} images/s ({KNOWN_ERROR}), "
-        f"{flops_share:.0%} of the peak; {needs}"
+        f"{size}: {_cycles_text(target, program)}, {images_per_sec:,.0f} images/s ({KNOWN_ERROR}), "
+        f"{utilisation:.0%} of the peak; {needs}"
     )
     largest = [
         f"{cost.share:4.0%}  {cost.cycles / 1e6:6.2f} M  {cost.operation or 'copies'}  {cost.source}"
