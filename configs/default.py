@@ -108,7 +108,10 @@ def get_config() -> config_dict.ConfigDict:
     # adascale, inner_steps x outer_steps, warm-up and decay steps count scale-invariant steps: one is worth an
     # update of the reference batch.
     c.schedule.scaling = "none"
-    c.schedule.reference_batch_size = 512  # >= 1; the batch for which optimizer.learning_rate is right
+    # How optimizer.b2 follows the batch size: none | half_life (b2 ** (batch / reference): as many images as at the
+    # reference batch halve the weight of a gradient in the second moment).
+    c.schedule.b2_scaling = "none"
+    c.schedule.reference_batch_size = 512  # >= 1; the batch for which learning_rate and b2 are right
     # Linear warm-up: the last of these updates has the peak rate. Give one of the three, or none.
     c.schedule.warmup_updates = config_dict.placeholder(int)  # >= 1
     c.schedule.warmup_epochs = config_dict.placeholder(float)  # > 0; an epoch is all views of all originals

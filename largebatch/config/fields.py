@@ -17,6 +17,8 @@ MISSING_FIELDS: dict[str, object] = {
     "augment.contrast": 0.0,
     "augment.cutout": 0,
     "eval.shift_average": 0,
+    "schedule.b2_scaling": "none",
+    "train.init_step": None,
 }
 
 

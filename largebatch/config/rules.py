@@ -144,6 +144,7 @@ RULES: dict[str, Rule] = {
     "optimizer.adamw_multiplier": _POSITIVE,
     "schedule.name": _one_of(*schedules.NAMES),
     "schedule.scaling": _one_of(*schedules.SCALING),
+    "schedule.b2_scaling": _one_of(*schedules.B2_SCALING),
     "schedule.reference_batch_size": _COUNT,
     "schedule.warmup_updates": _or(_COUNT, None),
     "schedule.warmup_epochs": _or(_POSITIVE, None),

@@ -35,6 +35,7 @@ def validate(config: config_dict.ConfigDict, models: Models) -> None:
             *_length_problems(config, num_updates),
             *schedules.problems(ScheduleOptions.from_config(config.schedule), num_updates),
             *_adascale_problems(config),
+            *_b2_problems(config),
             *_batch_problems(config),
             *_trace_problems(config, num_updates),
             *_sync_problems(config, num_updates),
@@ -118,6 +119,14 @@ def _adascale_problems(config) -> list[str]:
             f"schedule.scaling: 'adascale'; allowed: none | linear | sqrt with sync.mode {config.sync.mode!r}"
         )
     return problems
+
+
+def _b2_problems(config) -> list[str]:
+    """A rule for the second moment of an optimizer that has none."""
+    name, rule = config.optimizer.name, config.schedule.b2_scaling
+    if rule == "none" or name not in ("sgd", "lars"):
+        return []
+    return [f"schedule.b2_scaling: {rule!r}; allowed: none with {name}, which has no second moment"]
 
 
 def _batch_problems(config) -> list[str]:

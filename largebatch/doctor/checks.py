@@ -90,7 +90,7 @@ def _inputs(experiment, batch_size: int, learning_rate: float = 0.0, length: int
     examples_before = np.arange(length, dtype=np.int64) * batch_size
     epoch, offset = epoch_and_offset(examples_before, experiment.setup.num_examples)
     sizes, rates = np.full(length, batch_size, np.int32), np.full(length, learning_rate, np.float32)
-    return UpdateInputs(epoch, offset, sizes, rates)
+    return UpdateInputs(epoch, offset, sizes, rates, b2=experiment.setup.schedule.b2s(sizes))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Optimizers by name, as optax transformations whose numbers are data, not code.
 
 `optax.inject_hyperparams` keeps every hyper-parameter in the optimizer state, so the compiled program
-holds none of them and serves every setting; `with_learning_rate` sets the rate of the next update.
+holds none of them and serves every setting; `with_hyperparams` sets those of the next update.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import optax
 from flax import struct
 from jax import tree_util
 
+from largebatch.optim.adam import scale_by_adam
 from largebatch.optim.soap import scale_by_soap
 
 LAMB_EPSILON = 1e-6  # beside the root of the second moment
@@ -102,25 +103,23 @@ def _lars(learning_rate, hyperparams, options, mask):
 def _adam(learning_rate, hyperparams, options, mask):
     # Kingma and Ba 2015, with L2 regularisation in the gradient.
     decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
-    return optax.chain(decay, optax.adam(learning_rate, b1=hyperparams.momentum, b2=hyperparams.b2))
+    adam = scale_by_adam(hyperparams.momentum, hyperparams.b2)
+    return optax.chain(decay, adam, optax.scale_by_learning_rate(learning_rate))
 
 
 def _adamw(learning_rate, hyperparams, options, mask, *, nesterov=False):
     # Loshchilov and Hutter 2019; with Nesterov's momentum Dozat 2016.
-    return optax.adamw(
-        learning_rate,
-        hyperparams.momentum,
-        hyperparams.b2,
-        weight_decay=hyperparams.weight_decay,
-        mask=mask,
-        nesterov=nesterov,
+    return optax.chain(
+        scale_by_adam(hyperparams.momentum, hyperparams.b2, nesterov=nesterov),
+        optax.add_decayed_weights(hyperparams.weight_decay, mask=mask),
+        optax.scale_by_learning_rate(learning_rate),
     )
 
 
 def _lamb(learning_rate, hyperparams, options, mask):
     # You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2.
     return optax.chain(
-        optax.scale_by_adam(b1=hyperparams.momentum, b2=hyperparams.b2, eps=LAMB_EPSILON),
+        scale_by_adam(hyperparams.momentum, hyperparams.b2, LAMB_EPSILON),
         optax.add_decayed_weights(hyperparams.weight_decay, mask=mask),
         optax.masked(optax.scale_by_trust_ratio(), mask),
         optax.scale_by_learning_rate(learning_rate),
@@ -130,25 +129,31 @@ def _lamb(learning_rate, hyperparams, options, mask):
 def _muon(learning_rate, hyperparams, options, mask):
     # Jordan et al. 2024, "Muon": momentum, orthogonalised by Newton-Schulz. A convolution is the matrix of its
     # output channels; the head, biases and norms are AdamW's.
-    def dimensions(params):
+    def names(params):
         def of(path, p):
-            head = any(getattr(key, "key", None) == HEAD for key in path)
-            inputs = optax.contrib.MuonDimensionNumbers(tuple(range(p.ndim - 1)), p.ndim - 1)
-            return None if p.ndim < 2 or head else inputs
+            is_head = any(getattr(key, "key", None) == HEAD for key in path)
+            return "adamw" if p.ndim < 2 or is_head else "muon"
 
         return tree_util.tree_map_with_path(of, params)
 
-    direction = optax.contrib.muon(
-        1.0,
-        beta=hyperparams.momentum,
-        nesterov=options.nesterov,
-        adam_b1=hyperparams.momentum,
-        adam_b2=hyperparams.b2,
-        adam_learning_rate=hyperparams.adamw_multiplier,
-        muon_weight_dimension_numbers=dimensions,
+    def dimensions(params):
+        return jax.tree.map(
+            lambda p: optax.contrib.MuonDimensionNumbers(tuple(range(p.ndim - 1)), p.ndim - 1), params
+        )
+
+    muon = optax.contrib.muon(
+        1.0, beta=hyperparams.momentum, nesterov=options.nesterov, muon_weight_dimension_numbers=dimensions
     )
-    decay = optax.add_decayed_weights(-hyperparams.weight_decay, mask=mask)  # the direction is downhill already
-    return optax.chain(direction, decay, optax.scale(learning_rate))
+    adam = scale_by_adam(hyperparams.momentum, hyperparams.b2)
+    directions = {
+        "muon": optax.chain(muon, optax.scale(-1.0)),  # optax's is downhill already
+        "adamw": optax.chain(adam, optax.scale(hyperparams.adamw_multiplier)),
+    }
+    return optax.chain(
+        optax.partition(directions, names),
+        optax.add_decayed_weights(hyperparams.weight_decay, mask=mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
 
 
 def _soap(learning_rate, hyperparams, options, mask):
@@ -203,10 +208,10 @@ def create_optimizer(
     return optax.inject_hyperparams(make)(learning_rate=0.0, **values)
 
 
-def with_learning_rate(opt_state, learning_rate):
-    """`opt_state` with the rate of the next update."""
-    hyperparams = {**opt_state.hyperparams, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
-    return opt_state._replace(hyperparams=hyperparams)
+def with_hyperparams(opt_state, **values):
+    """`opt_state` with these hyper-parameters of the next update: learning_rate, b2."""
+    hyperparams = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+    return opt_state._replace(hyperparams={**opt_state.hyperparams, **hyperparams})
 
 
 def trust_ratios(grads, params, weight_decay: float):
@@ -220,7 +225,7 @@ def trust_ratios(grads, params, weight_decay: float):
     Returns:
       A pytree alike of float32 scalars; inf where the gradient is zero, whatever the decay.
     """
-    adam = optax.scale_by_adam(eps=LAMB_EPSILON)
+    adam = scale_by_adam(b1=0.9, b2=0.999, eps=LAMB_EPSILON)
     lamb = optax.chain(adam, optax.add_decayed_weights(weight_decay, mask=_kernels))
     updates, _ = lamb.update(grads, lamb.init(params), params)
 

@@ -24,6 +24,9 @@ SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "sqrt": np.sqrt,
     "adascale": np.ones_like,
 }
+# How b2 follows the batch size, by the power to which it is taken. half_life: as many examples as before halve the
+# weight of a gradient in the second moment: Marek et al. 2025, "Small Batch Size Training for Language Models".
+B2_SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {"none": np.ones_like, "half_life": lambda ratio: ratio}
 WARMUPS = ("warmup_updates", "warmup_epochs", "warmup_examples")
 MOST_EXAMPLES = 2**62  # what does not fit 64 bits is longer than any run
 
@@ -61,6 +64,7 @@ class ScheduleOptions:
 
     name: str
     scaling: str
+    b2_scaling: str
     reference_batch_size: int
     warmup_updates: int | None
     warmup_epochs: float | None
@@ -116,6 +120,7 @@ class UpdateInputs:
     batch_size: np.ndarray  # int32, examples over all devices
     # float32. With AdaScale it is a table of the whole run by scale-invariant step, below 0 beyond its end.
     learning_rate: np.ndarray
+    b2: np.ndarray  # float32, decay of the optimizer's second moment
 
 
 def epoch_and_offset(examples_before: np.ndarray, examples_per_epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -136,6 +141,7 @@ class Schedule:
 
     options: ScheduleOptions
     base_learning_rate: float  # of the reference batch size
+    base_b2: float  # of the reference batch size
     num_updates: int
     examples_per_epoch: int
     batch_sizes: PiecewiseConstant
@@ -183,13 +189,18 @@ class Schedule:
         """The rate of one update (scale-invariant step with AdaScale)."""
         return float(self.learning_rates(np.int64(update)))
 
+    def b2s(self, batch_sizes: np.ndarray) -> np.ndarray:
+        """The decay of the second moment, float32, in updates of these batch sizes."""
+        ratio = batch_sizes / self.options.reference_batch_size
+        return np.float32(self.base_b2 ** B2_SCALING[self.options.b2_scaling](ratio))
+
     def inputs(self, first_update: int, length: int) -> UpdateInputs:
         """What the compiled loop is told of `length` updates from `first_update` on."""
         updates = np.arange(first_update, first_update + length, dtype=np.int64)
         epoch, offset = epoch_and_offset(self.batch_sizes.total_before(updates), self.examples_per_epoch)
         rates = self.rate_table if self.scale_invariant else self.learning_rates(updates).astype(np.float32)
         batch_size = self.batch_sizes.value_at(updates).astype(np.int32)
-        return UpdateInputs(epoch, offset, batch_size, learning_rate=rates)
+        return UpdateInputs(epoch, offset, batch_size, learning_rate=rates, b2=self.b2s(batch_size))
 
     @functools.cached_property
     def rate_table(self) -> np.ndarray:
@@ -218,6 +229,7 @@ def make_schedule(config, num_examples: int, batch_sizes: PiecewiseConstant | No
         config.train.inner_steps * config.train.outer_steps,
         batch_sizes or planned_batch_sizes(config.batch, num_examples),
         num_examples,
+        b2=config.optimizer.b2,
         change_in_training=are_found_in_training(config.batch),
     )
     if config.sync.start_step >= schedule.num_updates:  # growing batches leave fewer updates
@@ -232,6 +244,7 @@ def create_schedule(
     batch_sizes: PiecewiseConstant,
     examples_per_epoch: int,
     *,
+    b2: float = 0.999,
     change_in_training: bool = False,
 ) -> Schedule:
     """The schedule that a config's `schedule` asks for.
@@ -255,9 +268,10 @@ def create_schedule(
     Args:
       options: without `problems`.
       learning_rate: at the reference batch size.
-      num_updates: of the run; with decay_by "batch", of one that keeps its first batch size, as decay steps are.
-      batch_sizes: one stage only, with decay_by "batch"; those so far, with `change_in_training`.
+      num_updates: of the run; where the batch grows, of one that keeps its first batch size, as decay steps are.
+      batch_sizes: one stage only, where the schedule grows the batch; those so far, with `change_in_training`.
       examples_per_epoch: which no batch exceeds.
+      b2: decay of the second moment, at the reference batch size.
     Raises:
       BadSetting: the warm-up is as long as training.
     """
@@ -276,6 +290,7 @@ def create_schedule(
     return Schedule(
         options=options,
         base_learning_rate=learning_rate,
+        base_b2=b2,
         num_updates=plan.num_updates,
         examples_per_epoch=examples_per_epoch,
         batch_sizes=plan.batch_sizes,

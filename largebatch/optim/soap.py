@@ -8,6 +8,8 @@ import optax
 from flax import struct
 from jax import lax
 
+from largebatch.optim.adam import Average
+
 SOAP_EVERY = 10  # updates between two refreshes of the eigenbases, the paper's own choice
 # A larger side keeps the basis it has, which the paper allows: its eigenbasis would cost too much.
 SOAP_MAX_SIDE = 1024
@@ -25,8 +27,8 @@ class Side:
 class Moments:
     """What is kept of one parameter, as a matrix [inputs, outputs]."""
 
-    first: jax.Array  # float32 [inputs, outputs], in the parameter's own basis
-    second: jax.Array  # float32 [inputs, outputs], in the bases of `sides`
+    first: Average  # float32 [inputs, outputs], in the parameter's own basis
+    second: Average  # float32 [inputs, outputs], in the bases of `sides`
     sides: tuple[Side | None, Side | None]  # rows, columns; None where it is too large
 
 
@@ -70,9 +72,9 @@ def scale_by_soap(
         def side(size):
             return None if size > max_side else Side(jnp.zeros((size, size)), jnp.eye(size))
 
-        shape = _matrix(p).shape
-        sides = tuple(map(side, shape)) if p.ndim > 1 else (None, None)
-        return Moments(jnp.zeros(shape), jnp.zeros(shape), sides)
+        matrix = _matrix(p)
+        sides = tuple(map(side, matrix.shape)) if p.ndim > 1 else (None, None)
+        return Moments(Average.start(matrix), Average.start(matrix), sides)
 
     def init(params):
         return SoapState(jnp.zeros((), jnp.int32), tuple(map(init_leaf, jax.tree.leaves(params))))
@@ -100,13 +102,13 @@ def _update_leaf(soap: _Soap, grad, moments: Moments, count) -> tuple[jax.Array,
     """The direction of one parameter and its moments after update number `count`, from 1."""
     moments = moments.replace(sides=_add_to_covariances(soap, grad, moments.sides))
     if moments.sides == (None, None):
-        return _adam(soap, grad, moments, count)
+        return _adam(soap, grad, moments)
 
     def only_look():
         return jnp.zeros_like(grad), moments
 
     def move():
-        return _adam(soap, grad, moments, count - 1)
+        return _adam(soap, grad, moments)
 
     direction, moments = lax.cond(count == 1, only_look, move)
     is_due = jnp.where(count == 1, 1, jnp.where(count % soap.every == 0, 2, 0))
@@ -138,7 +140,7 @@ def _refresh_bases(moments: Moments) -> Moments:
 
     QR turns power iteration's columns towards that order; from any other they would wander.
     """
-    second, sides = moments.second, []
+    second, sides = moments.second.value, []
     for axis, side in enumerate(moments.sides):
         if side is not None:
             turned = _product(side.covariance, side.basis)
@@ -146,7 +148,7 @@ def _refresh_bases(moments: Moments) -> Moments:
             second = jnp.take(second, order, axis=axis)
             side = side.replace(basis=jnp.linalg.qr(turned[:, order])[0])
         sides.append(side)
-    return moments.replace(second=second, sides=tuple(sides))
+    return moments.replace(second=moments.second.replace(value=second), sides=tuple(sides))
 
 
 def _product(one, other):
@@ -154,13 +156,11 @@ def _product(one, other):
     return jnp.matmul(one, other, precision=lax.Precision.HIGHEST)
 
 
-def _adam(soap: _Soap, grad, moments: Moments, count) -> tuple[jax.Array, Moments]:
+def _adam(soap: _Soap, grad, moments: Moments) -> tuple[jax.Array, Moments]:
     """Adam's direction, with its second moment in the bases of the sides, and the moments after it."""
-    count = count.astype(jnp.float32)
-    first = soap.b1 * moments.first + (1 - soap.b1) * grad
-    second = soap.b2 * moments.second + (1 - soap.b2) * jnp.square(_into_bases(grad, moments.sides))
-    of_first = _into_bases(first, moments.sides) / (1 - soap.b1**count)
-    direction = of_first / (jnp.sqrt(second / (1 - soap.b2**count)) + soap.eps)
+    first = moments.first.add(grad, soap.b1)
+    second = moments.second.add(jnp.square(_into_bases(grad, moments.sides)), soap.b2)
+    direction = _into_bases(first.corrected, moments.sides) / (jnp.sqrt(second.corrected) + soap.eps)
     return _out_of_bases(direction, moments.sides), moments.replace(first=first, second=second)
 
 

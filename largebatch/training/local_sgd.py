@@ -169,7 +169,7 @@ class LocalStep:
         is_applied = mean.finite & (batch.count > 0)
         state = lax.cond(
             is_applied,
-            lambda state: self.step.apply_gradients(state, mean, update.learning_rate),
+            lambda state: self.step.apply_gradients(state, mean, update),
             lambda state: state,
             state,
         )

@@ -180,9 +180,10 @@ class TrainStep:
 
         return self.reader.sum_over(sums_of, zeros, data, batch, state.seed)
 
-    def apply_gradients(self, state: TrainState, mean: MeanGradient, learning_rate) -> TrainState:
-        """The state after an update by the mean gradient of a batch."""
-        opt_state = optimizers.with_learning_rate(state.opt_state, learning_rate * state.learning_rate_scale)
+    def apply_gradients(self, state: TrainState, mean: MeanGradient, update: UpdateInputs, gain=1.0) -> TrainState:
+        """The state after an update by the mean gradient of a batch; `gain` multiplies the rate."""
+        learning_rate = update.learning_rate * gain * state.learning_rate_scale
+        opt_state = optimizers.with_hyperparams(state.opt_state, learning_rate=learning_rate, b2=update.b2)
         updates, opt_state = self.optimizer.update(mean.grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         smoothed = {
@@ -219,7 +220,7 @@ class TrainStep:
         if self.adascale_reference:
             gain = noise_scale.gain(noise, update.batch_size, self.adascale_reference)
 
-        updated = self.apply_gradients(state, mean, update.learning_rate * gain)
+        updated = self.apply_gradients(state, mean, update, gain)
         updated = updated.replace(noise=noise, scale_invariant_steps=state.scale_invariant_steps + gain)
         # Not by a condition: a GPU would wait for its host to choose a branch, and copy the state into it.
         state = jax.tree.map(lambda new, old: jnp.where(mean.finite, new, old), updated, state)
@@ -251,6 +252,7 @@ class TrainStep:
             offset=inputs.offset[index],
             batch_size=inputs.batch_size[index],
             learning_rate=inputs.learning_rate[rate_index],
+            b2=inputs.b2[index],
         )
 
     def metric_names(self, zeros: GradientSums) -> list[str]:

@@ -261,7 +261,8 @@ class Trainer:
 
     def _nonfinite(self, what: str, step: int, inputs: UpdateInputs, index: int, rate: float) -> NonFinite:
         rate = rate * self.learning_rate_scale
-        update = UpdateInputs(inputs.epoch[index], inputs.offset[index], inputs.batch_size[index], rate)
+        place = inputs.epoch[index], inputs.offset[index], inputs.batch_size[index]
+        update = UpdateInputs(*place, learning_rate=rate, b2=inputs.b2[index])
         return NonFinite(what, step, update, rate)
 
     def _maybe_profile(self):

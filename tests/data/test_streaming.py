@@ -179,7 +179,7 @@ def test_a_chunk_serves_whatever_lies_in_it_and_nothing_else(on_devices, monkeyp
     chunk = stream._chunk
     stream.for_updates(upcoming_from(0, (10,) * 20, seed=4), 1)
     assert stream._chunk is not chunk
-    inputs = UpdateInputs(*(np.array([x], np.int32) for x in (2, 630, 30)), learning_rate=None)
+    inputs = UpdateInputs(*(np.array([x], np.int32) for x in (2, 630, 30)), learning_rate=None, b2=None)
     assert load_inputs(stream, sharding, SEED, inputs).num_updates == 1
     assert (stream._chunk.begin, stream._chunk.end) == (2 * 640 + 630, 3 * 640 + 20)
 

@@ -62,7 +62,7 @@ class Trainer:
         starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
         epoch, offset = epoch_and_offset(starts, self.num_examples)
         rates = np.full(len(sizes), rates, np.float32) if np.ndim(rates) == 0 else np.float32(rates)
-        return UpdateInputs(epoch, offset, np.int32(sizes), rates)
+        return UpdateInputs(epoch, offset, np.int32(sizes), rates, b2=np.full(len(sizes), 0.999, np.float32))
 
     def run(self, inputs: UpdateInputs, num_updates, state=None):
         return self.loop(state or self.first_state(), self.data, inputs, np.int32(num_updates))

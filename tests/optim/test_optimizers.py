@@ -34,7 +34,7 @@ def run(
 
     @jax.jit
     def update(params, state, grad, rate):
-        updates, state = optimizer.update(grad, optimizers.with_learning_rate(state, rate), params)
+        updates, state = optimizer.update(grad, optimizers.with_hyperparams(state, learning_rate=rate), params)
         return optax.apply_updates(params, updates), state
 
     for grad, rate in zip(grads, rates, strict=True):
@@ -285,6 +285,45 @@ def test_muon_moves_by_nearly_orthogonal_matrices(params):
     np.testing.assert_allclose(np.abs(head), 1.0, rtol=1e-3)  # Adam's first update
 
 
+# ---- decays that change -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "muon", "soap"])
+def test_a_decay_that_changes_corrects_by_what_is_in_the_moment(name, params):
+    """The first gradient again and again: then every average of it is itself, whatever the decays were."""
+    (grad,) = gradients(params, 1)
+    optimizer = optimizers.create_optimizer(name, Hyperparams(b2=0.999))
+    state, moves = optimizer.init(params), []
+    for b2 in (0.999, 0.9, 0.5, 0.99):
+        updates, state = optimizer.update(
+            grad, optimizers.with_hyperparams(state, learning_rate=1.0, b2=b2), params
+        )
+        moves.append(updates)
+    for move in moves:  # of vectors, which are Adam's with every optimizer
+        np.testing.assert_allclose(move["conv"]["bias"], moves[-1]["conv"]["bias"], rtol=2e-3)
+
+
+def test_adam_with_a_decay_that_changes_is_that_of_numpy(params):
+    grads, b2s = gradients(params, 4), (0.999, 0.999, 0.9, 0.5)
+    optimizer = optimizers.create_optimizer("adam", Hyperparams(momentum=BETA))
+    state, ours = optimizer.init(params), params
+    for grad, b2 in zip(grads, b2s, strict=True):
+        updates, state = optimizer.update(grad, optimizers.with_hyperparams(state, learning_rate=0.1, b2=b2), ours)
+        ours = optax.apply_updates(ours, updates)
+
+    def reference(path, p, grads, rates):
+        for t in range(1, 5):
+            # Weights of gradient i in both moments, and how much they add up to.
+            of_first = np.array([(1 - BETA) * BETA ** (t - 1 - i) for i in range(t)])
+            of_second = np.array([(1 - b2s[i]) * np.prod(b2s[i + 1 : t]) for i in range(t)])
+            m = sum(w * g for w, g in zip(of_first, grads, strict=False)) / of_first.sum()
+            v = sum(w * g**2 for w, g in zip(of_second, grads, strict=False)) / of_second.sum()
+            p = p - 0.1 * m / (np.sqrt(v) + 1e-8)
+        return p
+
+    assert_follows(ours, params, grads, reference, rates=(0.1,) * 4, rtol=2e-4)
+
+
 # ---- momentum -------------------------------------------------------------------------------------
 
 
@@ -317,7 +356,7 @@ def test_lars_without_momentum_correction_is_that_of_optax(params):
     )(learning_rate=0.0)
     expected, state = params, theirs.init(params)
     for grad, rate in zip(grads, RATES, strict=True):
-        updates, state = theirs.update(grad, optimizers.with_learning_rate(state, rate), expected)
+        updates, state = theirs.update(grad, optimizers.with_hyperparams(state, learning_rate=rate), expected)
         expected = optax.apply_updates(expected, updates)
     ours = run("lars", params, grads, hyperparams=HYPERPARAMS, options=OptimizerOptions(momentum_correction=False))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, expected)
@@ -364,7 +403,7 @@ def test_one_compiled_program_serves_all_numbers(name, params):
     for hyperparams in (Hyperparams(), others):
         state = optimizers.create_optimizer(name, hyperparams).init(params)
         for rate in (0.0, 0.1, 3.0):
-            step(params, optimizers.with_learning_rate(state, rate), gradients(params, 1)[0])
+            step(params, optimizers.with_hyperparams(state, learning_rate=rate), gradients(params, 1)[0])
     assert made == [name]
 
 
@@ -398,7 +437,7 @@ def test_biases_may_be_treated_as_kernels(params):
     )(learning_rate=0.0)
     expected, state = params, theirs.init(params)
     for grad, rate in zip(grads, RATES, strict=True):
-        updates, state = theirs.update(grad, optimizers.with_learning_rate(state, rate), expected)
+        updates, state = theirs.update(grad, optimizers.with_hyperparams(state, learning_rate=rate), expected)
         expected = optax.apply_updates(expected, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, expected)
 
@@ -411,7 +450,7 @@ def test_trust_ratios_are_those_of_numpy_and_of_the_first_update():
     grads["tiny"] *= np.float32(1e-6)  # where epsilon counts
     grads["dead"] *= np.float32(0)
     optimizer = optimizers.create_optimizer("lamb", Hyperparams(weight_decay=0.3))
-    state = optimizers.with_learning_rate(optimizer.init(params), 1.0)
+    state = optimizers.with_hyperparams(optimizer.init(params), learning_rate=1.0)
     updates, _ = optimizer.update(grads, state, params)
     ratios = optimizers.trust_ratios(grads, params, 0.3)
     assert ratios.keys() == params.keys()

@@ -90,7 +90,8 @@ def inputs_of(sizes, first_update=0) -> UpdateInputs:
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
     epoch, offset = epoch_and_offset(starts[first_update:], EXAMPLES)
     rates = np.full(MAX_UPDATES, RATE, np.float32)
-    return UpdateInputs(epoch, offset, sizes[first_update:].astype(np.int32), rates)
+    b2 = np.full(MAX_UPDATES, 0.999, np.float32)
+    return UpdateInputs(epoch, offset, sizes[first_update:].astype(np.int32), rates, b2)
 
 
 def run_synchronous(problem: Problem, sizes, updates=MAX_UPDATES):

@@ -82,6 +82,7 @@ def inputs_of(sharding, batch_sizes, learning_rate=1.0, examples_before=0) -> Up
         offset=offset,
         batch_size=np.pad(np.int32(batch_sizes), padding, constant_values=1),
         learning_rate=np.pad(rates, padding),
+        b2=np.full(MAX_UPDATES, 0.999, np.float32),
     )
 
 

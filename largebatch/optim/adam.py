@@ -1,0 +1,71 @@
+"""Adam's direction where its decays may change from update to update, as they do with the batch size.
+
+A moving average that starts at zero has to be divided by the weight of the gradients in it, which is 1 minus the
+product of all decays so far. optax takes the decay of the latest update for all of them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+
+@struct.dataclass
+class Average:
+    """A moving average that started at zero."""
+
+    value: Any  # pytree
+    weight_of_start: jax.Array  # float32, the product of the decays so far
+
+    @classmethod
+    def start(cls, like) -> "Average":
+        """Of nothing yet, for values like the pytree `like`."""
+        return cls(jax.tree.map(jnp.zeros_like, like), jnp.ones(()))
+
+    def add(self, new, decay) -> "Average":
+        """decay * value + (1 - decay) * new."""
+        value = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, self.value, new)
+        return Average(value, self.weight_of_start * decay)
+
+    @property
+    def corrected(self):
+        """The average of what was added alone."""
+        return jax.tree.map(lambda value: value / (1 - self.weight_of_start), self.value)
+
+
+@struct.dataclass
+class AdamState:
+    """Moments of all parameters."""
+
+    first: Average
+    second: Average
+
+
+def scale_by_adam(b1, b2, eps: float = 1e-8, *, nesterov: bool = False) -> optax.GradientTransformation:
+    """Kingma and Ba 2015, "Adam", algorithm 1; with `nesterov` Dozat 2016, "Incorporating Nesterov Momentum".
+
+    Args:
+      b1, b2: decays of the moments of the next update; may be traced.
+    """
+
+    def init(params):
+        return AdamState(Average.start(params), Average.start(params))
+
+    def update(grads, state, params=None):
+        del params
+        first = state.first.add(grads, b1)
+        second = state.second.add(jax.tree.map(jnp.square, grads), b2)
+        directions = _look_ahead(first, grads, b1) if nesterov else first.corrected
+        directions = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), directions, second.corrected)
+        return directions, AdamState(first, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _look_ahead(first: Average, grads, b1):
+    """The first moment of the next update, in which this gradient stands for the one that is not known yet."""
+    ahead = Average(first.value, first.weight_of_start * b1).corrected
+    weight = 1 - first.weight_of_start
+    return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g / weight, ahead, grads)
