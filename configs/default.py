@@ -118,9 +118,10 @@ def get_config() -> config_dict.ConfigDict:
     c.schedule.warmup_examples = config_dict.placeholder(int)  # >= 1
     c.schedule.final_fraction = 0.0  # 0..1, of the peak rate at the end of linear and cosine
     c.schedule.decay_steps = ()  # of step: updates at which the rate decays
-    c.schedule.decay_factor = 0.1  # of step: 0..1
-    # What a decay step changes: rate | batch (it grows instead, and fewer updates see as many images). With batch,
-    # the numbers of updates in this file count updates of the first batch size.
+    c.schedule.decay_factor = 0.1  # of step and seesaw: 0..1
+    # What a decay step changes: rate | batch (it grows instead, and fewer updates see as many images) | seesaw (the
+    # batch grows by as much, and the rate falls by the root of it; linear and cosine become steps). Where the batch
+    # grows, the numbers of updates in this file count updates of the first batch size.
     c.schedule.decay_by = "rate"
     c.schedule.noise_decay = 0.98  # 0..1, per update; of the averages behind noise scale and AdaScale's gain
 

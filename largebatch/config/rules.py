@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from largebatch.optim import schedules
+from largebatch.optim.decay_steps import DECAY_BY
 from largebatch.optim.optimizers import OPTIMIZERS
 
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
@@ -152,7 +153,7 @@ RULES: dict[str, Rule] = {
     "schedule.final_fraction": _number(0, 1, "a number from 0 to 1"),
     "schedule.decay_steps": _UPDATES,
     "schedule.decay_factor": _CUT,
-    "schedule.decay_by": _one_of("rate", "batch"),
+    "schedule.decay_by": _one_of(*DECAY_BY),
     "schedule.noise_decay": _FRACTION,
     "sync.mode": _one_of("every_step", "local", "post_local"),
     "sync.every": _COUNT,

@@ -135,8 +135,8 @@ def _batch_problems(config) -> list[str]:
     if batch.trace is not None and batch.auto:
         problems.append("batch.trace and batch.auto: both given; allowed: one of them")
     for name in ("trace", "auto", "per_device_batch_size"):
-        if batch[name] and config.schedule.decay_by == "batch":
-            problems.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with batch.{name}")
+        if batch[name] and config.schedule.decay_by != "rate":
+            problems.append(f"schedule.decay_by: {config.schedule.decay_by!r}; allowed: 'rate' with batch.{name}")
     if batch.per_device_batch_size is not None and (batch.auto or isinstance(batch.trace, list | tuple)):
         given = "batch.auto" if batch.auto else "a list as batch.trace"
         problems.append(f"batch.per_device_batch_size: {batch.per_device_batch_size}; allowed: None with {given}")

@@ -17,9 +17,9 @@ def describe(schedule: Schedule) -> str:
     else:
         text += ","
     text += f" {_after_warmup(schedule, peaks)}"
-    if options.decay_by == "batch":
+    if options.decay_by != "rate":
         text += f": batch {', '.join(_batch_stages(schedule))}"
-    return text
+    return text + _how_b2_is_scaled(schedule)
 
 
 def _unit(schedule: Schedule) -> str:
@@ -38,14 +38,23 @@ def _how_it_is_scaled(schedule: Schedule, sizes: np.ndarray, peaks: np.ndarray) 
     return f" = {base:g} x {format_range(peaks / base, '.4g')} ({rule}: {ratio})"
 
 
+def _how_b2_is_scaled(schedule: Schedule) -> str:
+    if schedule.options.b2_scaling == "none":
+        return ""
+    b2s = schedule.b2s(schedule.batch_sizes.first(schedule.num_updates).values)
+    half_life = schedule.options.reference_batch_size * np.log(0.5) / np.log(schedule.base_b2)
+    return f"; b2 {format_range(b2s)}: half of the second moment is of the last {half_life:,.0f} images"
+
+
 def _after_warmup(schedule: Schedule, peaks: np.ndarray) -> str:
     options, unit = schedule.options, _unit(schedule)
     length = f"{schedule.num_updates:,} {unit}"
+    if options.decay_by != "rate":
+        shape = "a decay" if options.name == "step" else f"a {options.name} decay by steps"
+        return f"{length} with a growing batch for {shape} of x {options.decay_factor:g}"
     if options.name == "constant":
         return f"constant over {length}"
     if options.name == "step":
-        if options.decay_by == "batch":
-            return f"{length} with a growing batch for a decay of x {options.decay_factor:g}"
         return f"{length}, x {options.decay_factor:g} at {', '.join(map(str, options.decay_steps))}"
     final_rate = format_range(peaks * options.final_fraction)
     return f"{options.name} to {final_rate} at {unit[:-1]} {schedule.num_updates:,}"

@@ -13,6 +13,7 @@ from flax import struct
 
 from largebatch.errors import BadSetting
 from largebatch.optim.batch_sizes import are_found_in_training, planned_batch_sizes
+from largebatch.optim.decay_steps import DecayPlan, given_steps, plan_decay, steps_along
 from largebatch.optim.piecewise import PiecewiseConstant
 
 # How the rate follows the batch size, of which `ratio` is that to the reference batch size. linear: Goyal et
@@ -101,10 +102,13 @@ def problems(options: ScheduleOptions, num_updates: int) -> list[str]:
         messages.append(f"schedule.decay_steps: {steps}; allowed: within the run's {num_updates} updates")
     elif steps and updates is not None and updates > steps[0]:
         messages.append(f"schedule.warmup_updates: {updates}; allowed: up to the first decay, at {steps[0]}")
-    if options.decay_by == "batch" and name != "step":
-        messages.append(f"schedule.decay_by: 'batch'; allowed: 'rate' with schedule.name {name!r}")
-    if options.decay_by == "batch" and options.scaling == "adascale":
-        messages.append("schedule.decay_by: 'batch'; allowed: 'rate' with schedule.scaling 'adascale'")
+    names = {"rate": NAMES, "batch": ("step",), "seesaw": ("linear", "cosine", "step")}[options.decay_by]
+    if name not in names:
+        messages.append(f"schedule.decay_by: {options.decay_by!r}; allowed: 'rate' with schedule.name {name!r}")
+    if options.decay_by != "rate" and options.scaling == "adascale":
+        messages.append(
+            f"schedule.decay_by: {options.decay_by!r}; allowed: 'rate' with schedule.scaling 'adascale'"
+        )
     return messages
 
 
@@ -145,8 +149,8 @@ class Schedule:
     num_updates: int
     examples_per_epoch: int
     batch_sizes: PiecewiseConstant
-    rate_batch_sizes: PiecewiseConstant  # by which the scaling rule sets the peak rate; see decay_by "batch"
-    decay_factors: PiecewiseConstant | None  # of the peak rate, with name "step"
+    rate_batch_sizes: PiecewiseConstant  # by which the scaling rule sets the peak rate; see `decay_steps`
+    decay_factors: PiecewiseConstant | None  # of the peak rate, where it goes by steps
     warmup_updates: int
     # The rate from which warm-up goes to the peak. More than one stage where the batch grows within it.
     warmup_starts: PiecewiseConstant
@@ -181,8 +185,7 @@ class Schedule:
         if self.decay_factors is not None:
             after_warmup = peak * self.decay_factors.value_at(updates)
         else:
-            done = (updates - self.warmup_updates) / (self.num_updates - self.warmup_updates)
-            after_warmup = peak * SHAPES[self.options.name](np.clip(done, 0, 1), self.options.final_fraction)
+            after_warmup = peak * _shape_at(self.options, updates, self.warmup_updates, self.num_updates)
         return np.where(updates < self.warmup_updates, warmup, after_warmup)
 
     def learning_rate_at(self, update: int) -> float:
@@ -253,9 +256,8 @@ def create_schedule(
     starts from the unscaled rate where the scaling rule raises that of any batch, else from zero. After warm-up the
     rate follows one of SHAPES, or is the peak times decay_factor to the number of decay steps reached (step).
 
-    With decay_by "batch" a step that would have cut the rate grows the batch by as much, with the same examples
-    between two steps and so fewer updates (Smith et al. 2018, "Don't Decay the Learning Rate, Increase the
-    Batch Size"). What the data set is too small for is cut from the rate.
+    With decay_by "batch" or "seesaw" a step that would have cut the rate grows the batch, with the same examples
+    between two steps and so fewer updates; see `decay_steps`. Seesaw makes steps of the other shapes, too.
 
     Where the batch changes otherwise, the scaling rule gives every update the peak of its own batch. With adascale
     all of this is in scale-invariant steps, each of which is worth an update of the reference batch.
@@ -278,9 +280,7 @@ def create_schedule(
     counted_by = _warmup_batch_sizes(options, batch_sizes, change_in_training)
     warmup = _warmup_updates(options, counted_by, examples_per_epoch)
     _refuse_long_warmup(options, warmup, num_updates)
-    plan = _StepPlan(num_updates, batch_sizes, rate_batch_sizes=batch_sizes, decay_factors=None)
-    if options.name == "step":
-        plan = _plan_steps(options, num_updates, batch_sizes, examples_per_epoch)
+    plan = _plan(options, warmup, num_updates, batch_sizes, examples_per_epoch)
     peaks = peak_rates(options, learning_rate, plan.rate_batch_sizes.first(plan.num_updates).values)
     highest_known_peak = peaks[0] if change_in_training else peaks.max()
     start = learning_rate if highest_known_peak > learning_rate else 0.0
@@ -304,6 +304,12 @@ def create_schedule(
 def peak_rates(options: ScheduleOptions, learning_rate: float, batch_sizes: np.ndarray) -> np.ndarray:
     """The rates of batch sizes once warm-up is over."""
     return learning_rate * SCALING[options.scaling](batch_sizes / options.reference_batch_size)
+
+
+def _shape_at(options: ScheduleOptions, updates, warmup: int, num_updates: int):
+    """The part of the peak rate that a shape leaves at `updates`."""
+    done = (updates - warmup) / (num_updates - warmup)
+    return SHAPES[options.name](np.clip(done, 0, 1), options.final_fraction)
 
 
 def _warmup_batch_sizes(
@@ -356,32 +362,15 @@ def _warmup_starts_of_changing_batch(
     return PiecewiseConstant(np.array(starts, np.int64), np.array(rates))
 
 
-@dataclasses.dataclass(frozen=True)
-class _StepPlan:
-    """The part of a Schedule that decay steps shape."""
-
-    num_updates: int
-    batch_sizes: PiecewiseConstant
-    rate_batch_sizes: PiecewiseConstant
-    decay_factors: PiecewiseConstant | None
-
-
-def _plan_steps(
-    options: ScheduleOptions, num_updates: int, batch_sizes: PiecewiseConstant, examples_per_epoch: int
-) -> _StepPlan:
-    bounds = np.array([0, *options.decay_steps, num_updates], np.int64)
-    # Python's power: NumPy's last digit is another on another CPU.
-    factors = np.array([options.decay_factor**step for step in range(len(bounds) - 1)])
-    if options.decay_by == "rate":
-        return _StepPlan(num_updates, batch_sizes, batch_sizes, PiecewiseConstant(bounds[:-1], factors))
-    batch_size = int(batch_sizes.values[0])
-    sizes = np.minimum(np.rint(batch_size / factors), examples_per_epoch).astype(np.int64)
-    lengths = np.ceil(np.diff(bounds) * batch_size / sizes).astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    # Smith et al. keep rate / batch, so that ratio has to fall by `factors`.
-    return _StepPlan(
-        num_updates=int(starts[-1]),
-        batch_sizes=PiecewiseConstant(starts[:-1], sizes),
-        rate_batch_sizes=PiecewiseConstant.constant(batch_sizes.values[0]),
-        decay_factors=PiecewiseConstant(starts[:-1], factors * sizes / batch_size),
-    )
+def _plan(
+    options: ScheduleOptions, warmup: int, num_updates: int, batch_sizes: PiecewiseConstant, examples_per_epoch: int
+) -> DecayPlan:
+    """What decays at the given steps, or at those that seesaw puts in place of a shape."""
+    if options.name == "step":
+        steps = given_steps(options.decay_steps, options.decay_factor, num_updates)
+    elif options.decay_by == "seesaw":
+        shape = functools.partial(_shape_at, options, warmup=warmup, num_updates=num_updates)
+        steps = steps_along(shape, options.decay_factor, num_updates)
+    else:
+        return DecayPlan(num_updates, batch_sizes, rate_batch_sizes=batch_sizes, decay_factors=None)
+    return plan_decay(steps, options.decay_by, batch_sizes, examples_per_epoch)

@@ -66,7 +66,8 @@ class Run:
     @property
     def batch_size(self) -> int | None:
         """Examples per update over all devices, a number even where the config says "full"; None if it changes."""
-        if self.field("batch.trace") or self.field("batch.auto") or self.field("schedule.decay_by") == "batch":
+        grows_by_schedule = self.field("schedule.decay_by") in ("batch", "seesaw")
+        if self.field("batch.trace") or self.field("batch.auto") or grows_by_schedule:
             return None
         of_rows = (row.get("global_batch_size") for row in reversed(self.rows))
         for size in (self.summary.get("global_batch_size"), *of_rows, self.field(BATCH)):

@@ -263,7 +263,7 @@ def takes_whole_set(config, num_examples: int) -> bool:
     """Whether every update of a run takes every example once, as it is."""
     batch, is_changed = config.batch, RandomAugment.from_config(config.augment, ()).is_on
     batch_changes = batch.auto or batch.trace is not None or batch.per_device_batch_size
-    if is_changed or batch_changes or config.schedule.decay_by == "batch":
+    if is_changed or batch_changes or config.schedule.decay_by != "rate":
         return False
     return resolve_batch_size(batch.size, num_examples) == num_examples
 

@@ -195,6 +195,60 @@ def test_growth_beyond_the_data_set_cuts_the_rate_by_the_rest():
     assert schedule.num_updates == 50 + 5 + 3  # 25 x 512 examples by 5,120, rounded up
 
 
+@pytest.mark.parametrize(("name", "factor"), [("linear", 0.5), ("cosine", 0.5), ("cosine", 0.9)])
+def test_seesaw_follows_its_paper(name, factor):
+    """Meterez et al. 2025, algorithm 1: where the rate would have fallen by c, it falls by the root of c, and the
+    batch grows by 1 / c."""
+    fields = {"num_updates": 400, "name": name, "warmup_updates": 40}
+    baseline = create(**fields).learning_rates(np.arange(400)) / 0.1
+    schedule = create(decay_by="seesaw", decay_factor=factor, **fields)
+    num_stages, seen, expected = len(schedule.batch_sizes.values), 0, []
+    while seen < 400 * 512:
+        of_baseline = seen // 512  # the baseline's update that has seen as much
+        falls = 0
+        while falls + 1 < num_stages and of_baseline >= 40 and baseline[of_baseline] <= factor ** (falls + 1):
+            falls += 1
+        rate = 0.1 * factor ** (falls / 2) * min((len(expected) + 1) / 40, 1)
+        expected.append((round(512 / factor**falls), rate))
+        seen += expected[-1][0]
+    updates = np.arange(schedule.num_updates)
+    sizes, by_hand = np.array(expected).T
+    np.testing.assert_array_equal(schedule.batch_sizes.value_at(updates), sizes)
+    np.testing.assert_allclose(schedule.learning_rates(updates), by_hand, rtol=2e-3)  # sizes are whole numbers
+    assert seen == schedule.examples_before(schedule.num_updates)
+    assert 400 * 512 <= seen < 400 * 512 + sizes[-1]
+    assert num_stages > 3
+
+
+def test_seesaw_in_words():
+    schedule = create(num_updates=400, name="linear", decay_by="seesaw", decay_factor=0.5)
+    text = describe(schedule)
+    assert (
+        "with a growing batch for a linear decay by steps of x 0.5: batch 512 from update 0 at 0.1, 1,024" in text
+    )
+    assert "from update 200 at 0.0707107" in text
+
+
+def test_seesaw_of_given_steps_and_a_small_set():
+    fields = {"name": "step", "decay_steps": (50, 75), "decay_factor": 0.25, "decay_by": "seesaw"}
+    schedule = create(epoch_size=4096, **fields)
+    assert schedule.batch_sizes.values.tolist() == [512, 2048, 4096]  # in place of 8,192
+    # What the set is too small for is cut from the rate: 0.1 / 16 x the root of 8.
+    np.testing.assert_allclose(rates(schedule, 0, 50, schedule.num_updates - 1), [0.1, 0.05, 0.1 / 16 * 8**0.5])
+
+
+@pytest.mark.parametrize(("size", "b2"), [(512, 0.99), (1024, 0.99**2), (128, 0.99**0.25)])
+def test_b2_keeps_its_half_life_in_examples(size, b2):
+    options = options_of(b2_scaling="half_life")
+    schedule = create_schedule(options, 0.1, 100, PiecewiseConstant.constant(size), EPOCH, b2=0.99)
+    np.testing.assert_allclose(schedule.inputs(3, 2).b2, b2, rtol=1e-6)
+    examples = np.log(0.5) / np.log(0.99) * 512
+    assert b2 ** (examples / size) == pytest.approx(0.5)
+    assert f"b2 {b2:g}: half of the second moment is of the last {examples:,.0f} images" in describe(schedule)
+    fixed = create_schedule(options_of(), 0.1, 100, PiecewiseConstant.constant(size), EPOCH, b2=0.99)
+    np.testing.assert_allclose(fixed.inputs(0, 2).b2, 0.99, rtol=1e-6)
+
+
 def test_examples_before_is_the_sum_of_the_batches():
     stages = PiecewiseConstant(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
     sizes = stages.value_at(np.arange(20))
@@ -247,6 +301,7 @@ def test_a_call_in_the_middle_of_a_run_gets_its_own_rates_sizes_and_places():
             r"decay_steps: \(5,\); allowed: \(\) with .*'linear'",
         ),
         ({"name": "cosine", "decay_by": "batch"}, "decay_by: 'batch'; allowed: 'rate' with schedule.name 'cosine'"),
+        ({"decay_by": "seesaw"}, "decay_by: 'seesaw'; allowed: 'rate' with schedule.name 'constant'"),
         (
             {"name": "step", "decay_steps": (30,), "warmup_updates": 31},
             "schedule.warmup_updates: 31; allowed: up to the first decay, at 30",
