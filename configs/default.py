@@ -143,6 +143,8 @@ def get_config() -> config_dict.ConfigDict:
     c.train.label_smoothing = 0.0  # 0..1, share of a label spread over all classes
     c.train.ema_decay = config_dict.placeholder(float)  # 0..1; validates a moving average of parameters too
     c.train.init_from = config_dict.placeholder(str)  # run folder: start from its best parameters
+    # >= 1; of init_from: start from its checkpoint of this update instead, with the optimizer's moments.
+    c.train.init_step = config_dict.placeholder(int)
     # A loss or gradient that is not finite: stop | skip (the update) | rollback (to the last saved validation).
     c.train.on_nonfinite = "stop"
     c.train.max_nonfinite = 5  # skipped updates in a row, or rollbacks in all, before the run has diverged

@@ -164,6 +164,7 @@ RULES: dict[str, Rule] = {
     "train.inner_steps": _integer(1, 1_000_000),
     "train.outer_steps": _COUNT,
     "train.init_from": _or(_TEXT, None),
+    "train.init_step": _or(_COUNT, None),
     "train.label_smoothing": _FRACTION,
     "train.ema_decay": _or(_FRACTION, None),
     "train.on_nonfinite": _one_of("stop", "skip", "rollback"),

@@ -41,6 +41,7 @@ def validate(config: config_dict.ConfigDict, models: Models) -> None:
             *_sync_problems(config, num_updates),
             *_model_problems(config, models),
             *_view_problems(config),
+            *_init_problems(config),
         ]
     if problems:
         raise UserError("; ".join(sorted(problems)))
@@ -204,4 +205,11 @@ def _view_problems(config) -> list[str]:
     """A mean over views where there is one."""
     if config.eval.view_average and config.augment.views == "none":
         return ["eval.view_average: True; allowed: False with augment.views 'none'"]
+    return []
+
+
+def _init_problems(config) -> list[str]:
+    """A checkpoint of no run."""
+    if config.train.init_step is not None and config.train.init_from is None:
+        return [f"train.init_step: {config.train.init_step}; allowed: with train.init_from"]
     return []

@@ -48,5 +48,6 @@ def best_checkpoint(run: Path) -> BestCheckpoint:
 
 def arrays_of(parts: Iterable[str], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint that belong to these parts of the state, as "params", by names without "state"."""
-    prefixes = tuple(f"state.{part}." for part in parts)
-    return {name.removeprefix("state."): array for name, array in arrays.items() if name.startswith(prefixes)}
+    parts = set(parts)
+    names = {name: name.removeprefix("state.") for name in arrays if name.startswith("state.")}
+    return {short: arrays[name] for name, short in names.items() if short.partition(".")[0] in parts}

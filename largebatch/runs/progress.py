@@ -17,15 +17,13 @@ from largebatch.optim.batch_sizes import are_found_in_training
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.predictions import files as prediction_files
 from largebatch.predictions.files import Predictions
-from largebatch.runs import best, checkpoints, provenance
+from largebatch.runs import checkpoints, provenance, start
 from largebatch.runs.cadence import Cadence
 from largebatch.runs.folder import RunFolder, jsonable
 from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
 from largebatch.runs.summary import add_to_summary, empty_summary
 
 log = logging.getLogger("largebatch")
-
-WHOLE_AVERAGE = 1_000_000  # updates, after which no moving average remembers its start
 
 
 def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
@@ -107,9 +105,8 @@ class RunProgress:
         with self._clock.measure("checkpoint"):
             newest = collectives.agreed(self._read_newest, collectives.is_primary())
             snapshot, description = self._from_primary(newest)
-            init_from = self.config["train"]["init_from"]
-            if description is None and init_from:
-                self._start_from(Path(init_from).expanduser())
+            if description is None and self.config["train"]["init_from"]:
+                self._start_from_another_run()
         if description is not None:
             self.take_up(snapshot, description)
             self._saved_step = self._trainer.step
@@ -138,30 +135,22 @@ class RunProgress:
             return snapshot
         return {**snapshot, "replicas": replicas_from_mean(snapshot["state"], self._like["replicas"])}
 
-    def _start_from(self, run: Path) -> None:
-        """Takes the parameters, and what goes with them, of another run's best checkpoint."""
-        state = self._like["state"]
-        like = {"params": state.params, "model_state": state.model_state}
+    def _start_from_another_run(self) -> None:
+        """Takes what train.init_from asks for; see `runs.start`."""
+        train, state = self.config["train"], self._like["state"]
+        run, step = Path(train["init_from"]).expanduser(), train["init_step"]
 
         def read():
             try:
-                arrays = best.best_checkpoint(run).arrays
-                return checkpoints.fill(like, best.arrays_of(like, arrays), str(run))
+                return start.branch(run, step, state) if step else start.best_parameters(run, state)
             except UserError as error:
                 raise UserError(f"train.init_from: {error}") from error
 
-        variables = collectives.from_primary(collectives.agreed(read, collectives.is_primary()) or like)
-        # The averages that come along are whole: the first update must not take their place.
-        whole = np.full_like(state.num_averaged, WHOLE_AVERAGE)
-        ema = None if state.ema is None else variables
-        start = {**self._like, "state": state.replace(**variables, ema=ema, num_averaged=whole)}
-        if "replicas" in start:
-            of_all = start["replicas"]
-            changed = {**variables, "ema": ema, "num_averaged": whole}
-            changed = jax.tree.map(lambda x: np.broadcast_to(x, (len(of_all.step), *np.shape(x))), changed)
-            local = of_all.local.replace(anchor=changed["params"])
-            start["replicas"] = of_all.replace(**changed, local=local)
-        self._trainer.restore(start)
+        started = collectives.from_primary(collectives.agreed(read, collectives.is_primary()) or state)
+        snapshot = {**self._like, "state": started}
+        if "replicas" in snapshot:
+            snapshot["replicas"] = start.on_all_replicas(started, snapshot["replicas"])
+        self._trainer.restore(snapshot)
 
     def _from_primary(self, checkpoint: tuple[dict, dict] | None) -> tuple[dict | None, dict | None]:
         """Host 0's snapshot and description, on every host; None where it has none."""

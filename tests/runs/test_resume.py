@@ -436,6 +436,35 @@ def test_init_from_starts_with_the_best_parameters(config, tmp_path):
     assert not (tmp_path / "third").exists()
 
 
+@pytest.mark.full
+def test_a_branch_starts_with_all_that_its_run_had_learned(config, tmp_path):
+    config.optimizer.name, config.train.inner_steps, config.train.outer_steps = "adam", 2, 3
+    train.train_and_evaluate(config, str(tmp_path / "trunk"))
+    before, _ = checkpoints.read_arrays(tmp_path / "trunk" / "checkpoints" / "00000004")
+    config.train.init_from, config.train.init_step = str(tmp_path / "trunk"), 4
+    config.optimizer.learning_rate, config.optimizer.b2, config.seed = 1e-30, 1.0 - 1e-7, config.seed + 1
+    config.train.inner_steps = config.train.outer_steps = 1
+    train.train_and_evaluate(config, str(tmp_path / "branch"))
+    after, _ = checkpoints.read_arrays(tmp_path / "branch" / "checkpoints" / "00000001")
+    assert (before["state.step"], after["state.step"]) == (4, 1)
+    assert after["state.seed"] == config.seed
+    learned = [name for name in before if name.startswith("state.params.") or ".second.value." in name]
+    assert len(learned) > 20
+    for name in learned:  # which a second moment hardly decays
+        np.testing.assert_allclose(after[name], before[name], rtol=0.02, atol=1e-8, err_msg=name)
+    config.train.init_step = 5
+    missing = "trunk has no checkpoint of update 5; allowed as train.init_step: 2, 4, 6"
+    with pytest.raises(UserError, match=f"train.init_from: .*{missing}"):
+        train.train_and_evaluate(config, str(tmp_path / "other"))
+    config.train.init_step, config.optimizer.name = 4, "sgd"
+    with pytest.raises(UserError, match=r"train.init_from: .*opt_state.* there, missing here"):
+        train.train_and_evaluate(config, str(tmp_path / "other"))
+    config.train.init_from = None
+    with pytest.raises(UserError, match=r"train.init_step: 4; allowed: with train.init_from"):
+        train.train_and_evaluate(config, str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+
+
 # ---- numerical trouble ---------------------------------------------------------------------------
 
 
