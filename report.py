@@ -208,7 +208,7 @@ def write_report(arguments: argparse.Namespace, named: set[Place]) -> str:
     """Reads and draws everything, then writes it; returns a line that says what. For `named` see `name_foreign`."""
     groups = read_groups(arguments.paths)
     name_foreign(groups, named)
-    reports = [page.report_group(group) for group in groups]
+    reports = page.report_groups(groups)
     html = page.make_page(reports, arguments.watch, arguments.updates_to).encode()
     table = csv_text(groups, arguments.updates_to) if arguments.csv else None
     pictures = draw_pngs(reports) if arguments.png else {}

@@ -3,6 +3,7 @@
     python sweep.py --config configs/eurosat.py --space configs/sweeps/optimizers.py --study runs/studies/NAME
     python sweep.py --study runs/studies/NAME                       goes on where it was stopped or killed
     python sweep.py ... --sampler tpe --pruner median --trials 40   searches instead of trying a grid
+    python sweep.py --study runs/studies/NAME --branch RUN          how large a batch keeps up over a run
     python sweep.py ... --storage postgresql://HOST/DB              several machines share one study
 
 A trial is a run of train.py in STUDY/trials/SETTING-SEED, with all that a run has; a killed one goes on from its
@@ -12,6 +13,7 @@ checkpoints. Started several times, the processes share the trials.
 import contextlib
 import dataclasses
 import logging
+import re
 import sys
 from collections.abc import Hashable
 from pathlib import Path
@@ -27,11 +29,12 @@ import train
 from experiment import ProgramCache
 from largebatch import cli, terminal
 from largebatch.errors import UserError
+from largebatch.files import replacing
 from largebatch.hardware.dtypes import AUTO
 from largebatch.hosts import collectives, preemption
 from largebatch.runs import reader
-from largebatch.runs.folder import RunFolder
-from largebatch.studies import analysis
+from largebatch.runs.folder import RunFolder, writing
+from largebatch.studies import analysis, critical_batch
 from largebatch.studies.database import is_sqlite_file_in, without_password
 from largebatch.studies.display import SweepTable
 from largebatch.studies.packing import PREDICTIONS, PackedPrograms
@@ -61,11 +64,18 @@ def read_recorded(config: config_dict.ConfigDict) -> dict:
     """
     path = Path(FLAGS.study).expanduser()
     recorded = RunFolder(path).read("study.json") or {}
-    if not recorded and not FLAGS.space:
-        raise UserError(f"--study: no study in {path}; give --space FILE to start one")
+    if not recorded and not FLAGS.space and not FLAGS.branch:
+        raise UserError(f"--study: no study in {path}; give --space FILE to start one, or --branch RUN")
+    if FLAGS.space and FLAGS.branch:
+        raise UserError("--space and --branch: both given; allowed: one of them")
     config_given = any(argument.startswith("--config") for argument in sys.argv)
+    if FLAGS.branch and config_given:
+        raise UserError("--config: given; allowed with --branch, which takes the config of its run: none")
+    if FLAGS.branch and not recorded:
+        run = Path(FLAGS.branch).expanduser()
+        adopt_recorded_config(config, RunFolder(run).read("config.json"), run / "config.json")
     if recorded and not config_given:
-        adopt_recorded_config(config, recorded.get("config"), path)
+        adopt_recorded_config(config, recorded.get("config"), path / "study.json")
         if recorded.get("dtype_is_auto"):  # asked again, so that a machine that would choose another says so
             config.model.dtype = AUTO
     return recorded
@@ -107,6 +117,18 @@ def read_options(recorded: dict) -> StudyOptions:
         use_recorded = not flag.present and recorded_name in recorded
         options[field.name] = recorded[recorded_name] if use_recorded else flag.value
     return StudyOptions(**options)
+
+
+def whole_numbers(name: str, help_text: str) -> None:
+    """Defines a flag whose value is a tuple of whole numbers, with commas between, or None."""
+
+    class Parser(flags.ArgumentParser):
+        def parse(self, argument):
+            if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", argument):
+                raise ValueError(f"{argument!r}; allowed: whole numbers with commas between")
+            return [int(number) for number in argument.split(",")]
+
+    flags.DEFINE(Parser(), name, None, help_text)
 
 
 # ---- trials on all devices, or packed: one on each ----------------------------------------------------
@@ -179,16 +201,28 @@ def main(config: config_dict.ConfigDict) -> int:
             log.info("%s; start again with --study %s to go on", stopped, study.path)
             return stopped.exit_code
     if collectives.is_primary():
-        print_leaderboard(study)
+        print_results(study)
     return 0
 
 
-def print_leaderboard(study: Study) -> None:
-    """The leaderboard, read back from the folder."""
+def print_results(study: Study) -> None:
+    """The leaderboard, or of branches the critical batch, read back from the folder."""
     trials = reader.read(study.path)
     for problem in trials.problems:
         log.warning("%s", problem)
-    terminal.print_table(*analysis.leaderboard_rows(trials))
+    if not study.description.get("branch_points"):
+        terminal.print_table(*analysis.leaderboard_rows(trials))
+        return
+    found = critical_batch.critical_batches(trials)
+    if not found:
+        log.warning("%s: no point whose own batch and another have ended: no critical batch", study.path)
+        return
+    terminal.print_table(*critical_batch.rows(found))
+    trace = study.path / "batch_warmup.csv"
+    lines = ["step,batchsize", *(f"{s.first_update},{s.batch_size}" for s in critical_batch.batch_warmup(found))]
+    with writing(study.path), replacing(trace) as temporary:
+        temporary.write_text("\n".join(lines) + "\n")
+    log.info("%s: batch.trace of a run that follows it, with batch.hold_last", trace)
 
 
 if __name__ == "__main__":
@@ -210,5 +244,9 @@ if __name__ == "__main__":
     flags.DEFINE_integer("study_seed", 0, "Of the sampler.", 0)
     flags.DEFINE_string("storage", None, "Database URL; default is SQLite in the study folder.")
     flags.DEFINE_integer("heartbeat_sec", 20, "A trial without a sign for 3 times as long is taken for dead.", 1)
+    flags.DEFINE_string("branch", None, "Run folder: find how large a batch keeps up, by branches of this run.")
+    flags.DEFINE_integer("branch_images", 16_384, "That a branch trains on.", 1)
+    whole_numbers("branch_sizes", "Batch sizes of branches; default: the run's own times powers of two.")
+    whole_numbers("branch_steps", "Updates of the run after which branches begin; default: 6, spread evenly.")
     flags.DEFINE_bool("pack", False, "As many trials at once as devices, each on one device.")
     cli.run_script(main, models.MODELS)

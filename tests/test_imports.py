@@ -36,6 +36,7 @@ MAY_IMPORT = {
         "predictions.files",
         "runs.reader",
         "studies.analysis",
+        "studies.critical_batch",
     },
     "doctor": {"errors", "hardware", "hosts", "optim", "cache", "data", "runs", "training"},
     "cli": {"errors", "terminal", "hardware", "hosts", "config"},

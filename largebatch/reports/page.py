@@ -32,9 +32,17 @@ class GroupReport:
         return {panel["id"]: panel for panel in self.described["panels"]}
 
 
-def report_group(group: Group) -> GroupReport:
-    """Reads the confusions of a group and prepares its panels; what is damaged is added to its runs' problems."""
-    return GroupReport(group, panels.describe(group), confusion_section.read_confusions(group))
+def report_groups(groups: list[Group]) -> list[GroupReport]:
+    """Reads confusions and prepares panels; what is damaged is added to the problems of its run."""
+    knees = {}
+    for group in groups:
+        knee = study_panels.fit(group.study)[1] if group.study else None
+        if knee:
+            knees[group.title] = knee
+    return [
+        GroupReport(group, panels.describe(group, knees), confusion_section.read_confusions(group))
+        for group in groups
+    ]
 
 
 def make_page(reports: list[GroupReport], refresh_sec: float | None, accuracies: Sequence[float]) -> str:

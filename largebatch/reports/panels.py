@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from largebatch.reports import study_panels
+from largebatch.reports.branch_panel import branch_panel
 from largebatch.reports.devices_panel import devices_panel
 from largebatch.reports.labels import RATE, plain, rounded, sort_key, value_label, values_label
 from largebatch.runs import reader
 from largebatch.runs.reader import Run, Study, number
 from largebatch.studies import analysis
+from largebatch.studies.analysis import Knee
 
 AXES = {"step": "updates", "examples_seen": "training images seen", "seconds": "seconds of training"}
 MAX_COLOURS = 8
@@ -61,8 +63,12 @@ def group_runs(runs: list[Run]) -> Group:
     return Group(title, None, runs, labels)
 
 
-def describe(group: Group) -> dict:
-    """The whole group: runs with their axes and colours, the legend, and all panels that have something to show."""
+def describe(group: Group, knees: dict[str, Knee] | None = None) -> dict:
+    """The whole group: runs with their axes and colours, the legend, and all panels that have something to show.
+
+    Args:
+      knees: of the other studies of the report, by title.
+    """
     colours = colour_runs(group)
     legend = list(dict.fromkeys(colours.values))
     if colours.title != "run":
@@ -81,6 +87,7 @@ def describe(group: Group) -> dict:
     panels = []
     if group.study:
         panels += [study_panels.rate_panel(group.study, legend), study_panels.steps_panel(group.study)]
+        panels.append(branch_panel(group.study, knees or {}))
     panels += curve_panels([[run.rows[i] for i in rows] for run, rows in zip(group.runs, shown_rows, strict=True)])
     panels += [time_panel(group), devices_panel(group.runs, group.labels)]
     return {

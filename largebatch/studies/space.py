@@ -33,13 +33,13 @@ class SpaceFile:
       space: {dotted config field: distribution}.
       derive: sets the config fields that follow from the searched ones.
       includes: whether a grid has a point; None where it has all.
-      sha256: of the bytes that were run.
+      sha256: of the bytes that were run; None where there is no file.
     """
 
     space: Space
     derive: Callable[[config_dict.ConfigDict], None]
     includes: Callable[[dict], bool] | None
-    sha256: str
+    sha256: str | None
 
 
 def read_space(path: Path, rules: Mapping[str, Rule], expected_sha256: str | None = None) -> SpaceFile:

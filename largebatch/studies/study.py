@@ -15,6 +15,8 @@ from largebatch.config.validate import validate
 from largebatch.data.batching import ORDER_VERSION
 from largebatch.errors import BadSetting, UserError
 from largebatch.runs.reader import lies_in
+from largebatch.studies import branching
+from largebatch.studies.branching import BranchOptions
 from largebatch.studies.database import without_password
 from largebatch.studies.queue import TrialSpec
 from largebatch.studies.search import SearchOptions, fixed_settings, grid
@@ -42,13 +44,13 @@ class StudyOptions:
     """What the flags of sweep.py say of a study, and study.json keeps.
 
     Attributes:
-      space: the space file.
+      space: the space file; None for branches of a run.
       trials: searched runs in total; None for the whole grid.
       objective: one of OBJECTIVE_DIRECTIONS; None for what fits the config.
       storage: a database URL; None for an SQLite file in the study folder.
     """
 
-    space: str
+    space: str | None
     trials: int | None
     seeds: int
     best_seeds: int
@@ -58,6 +60,17 @@ class StudyOptions:
     study_seed: int
     storage: str | None
     heartbeat_sec: int
+    branch: str | None = None
+    branch_images: int | None = None
+    branch_sizes: list[int] | None = None
+    branch_steps: list[int] | None = None
+
+    @property
+    def branches(self) -> BranchOptions | None:
+        """What is asked of branches, if the study is one of branches."""
+        if not self.branch:
+            return None
+        return BranchOptions(self.branch, self.branch_images, self.branch_sizes, self.branch_steps)
 
     def with_objective(self, config: config_dict.ConfigDict) -> "StudyOptions":
         """These options, with the objective that fits `config` where none was given."""
@@ -149,7 +162,11 @@ def define_study(
     """
     shown_storage = without_password(options.storage) if options.storage else options.storage
     options = options.with_objective(config)
-    space_file = read_space_file(path, Path(options.space), recorded, models, given=space_given)
+    if options.branches:
+        points = branching.chosen_points(options.branches)
+        space_file = branching.branch_space(options.branches, points)
+    else:
+        space_file = read_space_file(path, Path(options.space), recorded, models, given=space_given)
     if space_file.includes and options.sampler != "grid":
         raise UserError(f"--sampler: {options.sampler}; allowed with a space that has includes(): grid")
     search = SearchOptions(
@@ -176,6 +193,8 @@ def define_study(
     )
     if dtype_is_auto:
         study.description["dtype_is_auto"] = True
+    if options.branches:
+        study.description["branch_points"] = [dataclasses.asdict(point) for point in points]
     for values in fixed_settings(search):
         study.config_of(values, seed=0)  # raises where it is not allowed
     refuse_another(path, study.description, recorded)
@@ -193,20 +212,22 @@ def _describe(
     description["space_sha256"] = space_file.sha256
     description["config"] = config.to_dict()
     description["order_version"] = ORDER_VERSION
+    if not options.branch:  # as it was before there were branches
+        description = {name: value for name, value in description.items() if not name.startswith("branch")}
     if space_file.includes:
         description["grid"] = grid(space_file.space, space_file.includes)
     return json.loads(json.dumps(description))
 
 
-def adopt_recorded_config(config: config_dict.ConfigDict, recorded: dict, path: Path) -> None:
-    """Makes `config` the one that the study in folder `path` recorded. Warns of the paths that it names elsewhere.
+def adopt_recorded_config(config: config_dict.ConfigDict, recorded: dict, file: Path) -> None:
+    """Makes `config` the one that a file of a study or run recorded. Warns of the paths that it names elsewhere.
 
     Raises:
       UserError: what is recorded is no config.
     """
     platform = recorded.get("devices", {}).get("platform") if isinstance(recorded, dict) else None
     if not isinstance(platform, str):
-        raise UserError(f"--study: {path / 'study.json'} holds no config of a study; give --config to start anew")
+        raise UserError(f"{file} holds no config; give --config to start anew")
     before = fields.flatten(config.to_dict())
     recorded = dict(recorded)
     # Where hosts meet is the user's to say each time: no folder makes this process call someone.
@@ -216,8 +237,8 @@ def adopt_recorded_config(config: config_dict.ConfigDict, recorded: dict, path: 
     after = fields.flatten(config.to_dict())
     for field in fields.PATHS:
         value = after[field]
-        if isinstance(value, str) and value != before[field] and not lies_in(value, path):
-            log.warning("uses %s %s, which %s names", field, value, path)
+        if isinstance(value, str) and value != before[field] and not lies_in(value, file.parent):
+            log.warning("uses %s %s, which %s names", field, value, file.parent)
 
 
 def read_space_file(path: Path, file: Path, recorded: dict, models: Models, *, given: bool) -> SpaceFile:

@@ -1,0 +1,70 @@
+"""The panel of a study of branches: the critical batch over the run, beside what else tells it."""
+
+import math
+
+from largebatch.reports.labels import rounded
+from largebatch.reports.study_panels import few_ticks, mark, y_domain
+from largebatch.runs.reader import Study
+from largebatch.studies.analysis import Knee
+from largebatch.studies.critical_batch import TOLERANCE, CriticalBatch, critical_batches
+
+
+def branch_panel(study: Study, knees: dict[str, Knee]) -> dict | None:
+    """The critical batch over the images that the run had seen.
+
+    Args:
+      knees: of the other studies of the report, by their title.
+    """
+    found = critical_batches(study)
+    if not found:
+        return None
+    within = [critical for critical in found if math.isfinite(critical.size)]
+    beyond = [critical for critical in found if not math.isfinite(critical.size)]
+    marks = []
+    if within:
+        points = [[c.examples_seen, rounded(c.size), rounded(c.low), _finite(c.high)] for c in within]
+        marks.append(mark("line", "critical batch, by branches", 0, points, [_tip(c) for c in within]))
+    if beyond:
+        points = [[c.examples_seen, max(c.losses), rounded(c.low), None] for c in beyond]
+        marks.append(mark("hollow", "above the largest batch that was tried", 0, points, [_tip(c) for c in beyond]))
+    scales = [[c.examples_seen, rounded(c.noise_scale), None, None] for c in found if (c.noise_scale or 0) > 0]
+    if scales:
+        marks.append(mark("points", "noise scale of the gradient", 2, scales, ["noise scale"] * len(scales)))
+    ends = [found[0].examples_seen, found[-1].examples_seen]
+    for number, (title, knee) in enumerate(knees.items()):
+        if 0 < knee.critical_batch_size < math.inf and len(found) > 1:
+            line = [[end, rounded(knee.critical_batch_size)] for end in ends]
+            label = f"knee of {title}"
+            marks.append({"kind": "line", "style": "dashed", "label": label, "colour": 3 + number, "points": line})
+    return {
+        "id": "critical_batch",
+        "title": "Critical batch over the run, by branches",
+        "kind": "xy",
+        "note": _note(found),
+        "x": {
+            "label": "training images seen",
+            "scale": "linear",
+            "ticks": few_ticks(c.examples_seen for c in found),
+        },
+        "y": {"label": "batch size", "scale": "log", "domain": y_domain(marks, "log")},
+        "marks": marks,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return rounded(value) if value is not None and math.isfinite(value) else None
+
+
+def _tip(critical: CriticalBatch) -> str:
+    losses = "\n".join(f"batch {size:,}: loss {loss:.4f}" for size, loss in critical.losses.items())
+    return f"update {critical.step:,} of batch {critical.base:,}\n{losses}"
+
+
+def _note(found: list[CriticalBatch]) -> str:
+    text = (
+        "From each point, branches of several batch sizes trained on. The critical batch is the largest whose "
+        f"training loss over the last quarter of its images is at most {TOLERANCE:.0%} above that of the run's own."
+    )
+    if any(critical.low is not None for critical in found):
+        text += " Bars are 95 % intervals over seeds."
+    return text

@@ -1,0 +1,158 @@
+"""Branches of a run, which tell how large a batch keeps up with the run's own: a study of sweep.py --branch.
+
+Each branch starts from a checkpoint of the run, with its optimizer's moments, and trains on at a constant rate with
+a batch of its own. All see the same number of images. The rate follows the batch by the root, with SGD and LARS
+linearly. Merrill et al. 2025, "Critical Batch Size Revisited"; `critical_batch` has what follows from the losses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ml_collections import config_dict
+from optuna.distributions import CategoricalDistribution
+
+from largebatch.errors import UserError
+from largebatch.runs import reader
+from largebatch.runs.checkpoints import Checkpoints
+from largebatch.runs.reader import BATCH, number
+from largebatch.studies.space import SpaceFile
+
+STEP = "train.init_step"
+MOST_POINTS = 6  # checkpoints that are branched from, if the user names none
+PARTS = 4  # a branch is validated so often; its loss is that of the last part
+LARGEST_GROWTH = 64  # of the batch, if the user names no sizes
+LINEAR = ("sgd", "lars")  # optimizers whose rate follows the batch linearly
+
+
+@dataclass(frozen=True)
+class BranchOptions:
+    """What the flags of sweep.py say of branches.
+
+    Attributes:
+      run: folder of the run that is branched.
+      images: that a branch trains on; None for as many as the training set has.
+      sizes: of batches; None for the run's own times powers of two.
+      steps: updates after which branches begin; None for up to MOST_POINTS that the run has checkpoints of.
+    """
+
+    run: str
+    images: int
+    sizes: list[int] | None = None
+    steps: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class BranchPoint:
+    """A validation of the run whose checkpoint is still there, as its row says."""
+
+    step: int
+    examples_seen: int
+    batch_size: int
+    learning_rate: float
+    noise_scale: float | None
+
+
+def branch_points(run: Path) -> list[BranchPoint]:
+    """Where branches of a run may begin.
+
+    Raises:
+      UserError: there is no place, or this is no run folder.
+    """
+    rows = reader.read_run(run).rows
+    saved = set(Checkpoints(run / "checkpoints", keep=1).steps())
+    points = [
+        BranchPoint(
+            step=row["step"],
+            examples_seen=row["examples_seen"],
+            batch_size=row["global_batch_size"],
+            learning_rate=row["learning_rate"],
+            noise_scale=number(row.get("noise_scale")),
+        )
+        for row in rows
+        if row.get("step") in saved
+    ]
+    if not points:
+        raise UserError(
+            f"--branch: {run} has no checkpoint of a validation; allowed: a run with checkpoint.keep as large as "
+            "train.outer_steps"
+        )
+    return points
+
+
+def chosen_points(options: BranchOptions) -> list[BranchPoint]:
+    """The points of the chosen steps; without them a few, spread evenly up to the last.
+
+    Raises:
+      UserError: the run has no checkpoint there.
+    """
+    points, steps = branch_points(Path(options.run).expanduser()), options.steps
+    if steps is None:
+        count = min(MOST_POINTS, len(points))
+        return [points[-(-number * len(points) // count) - 1] for number in range(1, count + 1)]
+    by_step = {point.step: point for point in points}
+    missing = [step for step in steps if step not in by_step]
+    if missing:
+        raise UserError(
+            f"--branch_steps: {', '.join(map(str, missing))}; allowed: validations with a checkpoint, "
+            f"{', '.join(map(str, by_step))}"
+        )
+    return [by_step[step] for step in steps]
+
+
+def branch_space(options: BranchOptions, points: Sequence[BranchPoint]) -> SpaceFile:
+    """The space of a study of branches from these points.
+
+    Raises:
+      UserError: a branch would have too few updates, or none has the run's own batch.
+    """
+    smallest = min(point.batch_size for point in points)
+    largest = options.images // PARTS  # an update in each part
+    sizes = options.sizes or [
+        smallest << power for power in range(LARGEST_GROWTH.bit_length()) if smallest << power <= largest
+    ]
+    if max(sizes) > largest:
+        raise UserError(
+            f"--branch_sizes: {max(sizes)}; allowed: up to {largest}, {PARTS} updates of --branch_images "
+            f"{options.images}"
+        )
+    if not {point.batch_size for point in points} <= set(sizes):
+        raise UserError(f"--branch_sizes: {list(sizes)}; allowed: with the run's own, {smallest}")
+    space = {
+        STEP: CategoricalDistribution([point.step for point in points]),
+        BATCH: CategoricalDistribution(list(sizes)),
+    }
+
+    def derive(config: config_dict.ConfigDict) -> None:
+        point = next(point for point in points if point.step == config.train.init_step)
+        _become_branch(config, options, point)
+
+    return SpaceFile(space, derive, includes=None, sha256=None)
+
+
+def _become_branch(config: config_dict.ConfigDict, options: BranchOptions, point: BranchPoint) -> None:
+    """Makes a run's config that of a branch from `point`, with its own batch.size."""
+    config.train.init_from = options.run
+    config.train.target_accuracy = None
+    updates_of_part = max(round(options.images / PARTS / config.batch.size), 1)
+    config.train.inner_steps, config.train.outer_steps = updates_of_part, PARTS
+    config.batch.update({"trace": None, "per_device_batch_size": None, "auto": False, "max_size": "full"})
+    config.optimizer.learning_rate = point.learning_rate
+    if config.schedule.b2_scaling == "half_life":  # what it was at that batch
+        config.optimizer.b2 **= point.batch_size / config.schedule.reference_batch_size
+    scaling = "linear" if config.optimizer.name in LINEAR else "sqrt"
+    b2_scaling = "none" if config.optimizer.name in LINEAR else "half_life"
+    config.schedule.update(
+        {
+            "name": "constant",
+            "scaling": scaling,
+            "b2_scaling": b2_scaling,
+            "reference_batch_size": point.batch_size,
+            "warmup_updates": None,
+            "warmup_epochs": None,
+            "warmup_examples": None,
+            "decay_steps": (),
+            "decay_by": "rate",
+        }
+    )
+    config.checkpoint.keep = 1

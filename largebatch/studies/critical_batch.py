@@ -1,0 +1,146 @@
+"""The critical batch over a run, from the losses of its branches (see `branching`).
+
+At each point of the run the critical batch is the largest whose branch keeps up: its training loss over the last
+part of its images is at most TOLERANCE above that of the run's own batch. Between two batch sizes that were tried
+the loss goes linearly with the logarithm of the batch.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from largebatch.runs.reader import BATCH, Study, number
+
+STEP = "train.init_step"
+TOLERANCE = 0.05  # of the loss of the run's own batch
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class CriticalBatch:
+    """Where larger batches stop to keep up, at one point of a run.
+
+    Attributes:
+      size: the critical batch; inf where the largest that was tried keeps up.
+      low, high: ends of its 95 % interval, a bootstrap over seeds; None with one seed.
+      noise_scale: what the run measured there; None where it did not.
+      losses: mean over seeds, by batch size.
+    """
+
+    step: int
+    examples_seen: int
+    base: int
+    size: float
+    low: float | None
+    high: float | None
+    noise_scale: float | None
+    losses: dict[int, float]
+
+
+def critical_batches(study: Study) -> list[CriticalBatch]:
+    """Those of a study of branches, along the run; without points where the run's own batch has not ended."""
+    found = []
+    for point in study.description.get("branch_points") or []:
+        sizes, losses = _losses_at(study, point["step"])
+        if point["batch_size"] in sizes and len(sizes) > 1:
+            found.append(_critical_batch(point, sizes, losses))
+    return found
+
+
+def _losses_at(study: Study, step: int) -> tuple[list[int], np.ndarray]:
+    """Batch sizes, and losses [seeds, sizes] of the seeds that ended at all of these sizes."""
+    by_size: dict[int, dict[int, float]] = {}
+    for run in study.runs:
+        if run.status in ("done", "diverged") and run.field(STEP) == step:
+            loss = number(run.rows[-1].get("train_loss")) if run.status == "done" and run.rows else math.inf
+            by_size.setdefault(run.field(BATCH), {})[run.field("seed")] = loss
+    most = max(map(len, by_size.values()), default=0)
+    sizes = sorted(size for size, losses in by_size.items() if len(losses) == most)
+    seeds = sorted(by_size[sizes[0]]) if sizes else []
+    return sizes, np.array([[by_size[size].get(seed, math.nan) for size in sizes] for seed in seeds])
+
+
+def _critical_batch(point: dict, sizes: list[int], losses: np.ndarray) -> CriticalBatch:
+    base, num_seeds = sizes.index(point["batch_size"]), len(losses)
+    low = high = None
+    if num_seeds > 1:
+        rng = np.random.default_rng(0)
+        drawn = rng.integers(num_seeds, size=(RESAMPLES, num_seeds))
+        ends = [largest_that_keeps_up(sizes, losses[rows].mean(0), base) for rows in drawn]
+        low, high = (float(end) for end in np.quantile(ends, [0.025, 0.975], method="inverted_cdf"))
+    mean = losses.mean(0)
+    return CriticalBatch(
+        step=point["step"],
+        examples_seen=point["examples_seen"],
+        base=point["batch_size"],
+        size=largest_that_keeps_up(sizes, mean, base),
+        low=low,
+        high=high,
+        noise_scale=point["noise_scale"],
+        losses=dict(zip(sizes, mean.tolist(), strict=True)),
+    )
+
+
+def largest_that_keeps_up(sizes: list[int], losses: np.ndarray, base: int) -> float:
+    """The batch size at which losses rise above the tolerance.
+
+    Args:
+      sizes: ascending.
+      losses: of each size.
+      base: index of the run's own size.
+    """
+    limit = losses[base] * (1 + TOLERANCE)
+    for index in range(base + 1, len(sizes)):
+        if losses[index] > limit:
+            before, after = losses[index - 1], losses[index]
+            part = (limit - before) / (after - before) if math.isfinite(after) else 0.0
+            return math.exp(math.log(sizes[index - 1]) + part * math.log(sizes[index] / sizes[index - 1]))
+    return math.inf
+
+
+def rows(found: list[CriticalBatch]) -> tuple[list[str], list[list[str]]]:
+    """A table for a terminal: (header, rows)."""
+    header = ["update", "images_seen", "batch", "critical_batch", "low", "high", "noise_scale"]
+    return header, [
+        [
+            str(critical.step),
+            str(critical.examples_seen),
+            str(critical.base),
+            f"above {max(critical.losses)}" if math.isinf(critical.size) else _rounded(critical.size),
+            _rounded(critical.low),
+            _rounded(critical.high),
+            _rounded(critical.noise_scale),
+        ]
+        for critical in found
+    ]
+
+
+def _rounded(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A batch size, and the first update that has it."""
+
+    first_update: int
+    batch_size: int
+
+
+def batch_warmup(found: list[CriticalBatch]) -> list[Stage]:
+    """The batch sizes of a run that follows the critical batch.
+
+    It starts with the run's own batch, and doubles once it has seen as many images as a point whose critical batch
+    is as large. It never shrinks.
+    """
+    size, update, seen = found[0].base, 0, 0
+    stages = [Stage(0, size)]
+    for critical in found:
+        updates = -(-max(critical.examples_seen - seen, 0) // size)
+        update, seen = update + updates, seen + updates * size
+        while 2 * size <= min(critical.size, max(critical.losses)):
+            size *= 2
+        if size > stages[-1].batch_size:
+            stages.append(Stage(update, size))
+    return stages

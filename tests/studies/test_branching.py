@@ -1,0 +1,142 @@
+"""The critical batch from branches: by hand, and from a real run through the command."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import run_script
+from test_analysis import write_run
+
+import train
+from largebatch.optim import traces
+from largebatch.reports.branch_panel import branch_panel
+from largebatch.runs import reader
+from largebatch.studies import critical_batch
+from largebatch.studies.analysis import Knee
+
+SIZES = [128, 256, 512, 1024]
+
+
+def write_branches(path, losses: dict[int, list[list[float]]], noise_scale=300.0):
+    """A study whose branches ended with these losses [seeds][sizes], by the update that they begin from."""
+    points = [
+        {
+            "step": step,
+            "examples_seen": step * 128,
+            "batch_size": 128,
+            "learning_rate": 0.1,
+            "noise_scale": noise_scale,
+        }
+        for step in losses
+    ]
+    path.mkdir()
+    description = {
+        "config": {},
+        "space": {"train.init_step": {}, "batch.size": {}},
+        "branch_points": points,
+    }
+    (path / "study.json").write_text(json.dumps(description))
+    for step, of_seeds in losses.items():
+        for seed, of_sizes in enumerate(of_seeds):
+            for size, loss in zip(SIZES, of_sizes, strict=True):
+                status = "done" if math.isfinite(loss) else "diverged"
+                last = 1.0 if math.isinf(loss) else loss
+                run = write_run(path / "trials" / f"{step}-{size}-{seed}", batch=size, seed=seed, status=status)
+                config = json.loads((run / "config.json").read_text())
+                config["train"]["init_step"] = step
+                (run / "config.json").write_text(json.dumps(config))
+                lines = (run / "metrics.jsonl").read_text().splitlines()
+                lines[-1] = json.dumps(json.loads(lines[-1]) | {"train_loss": last})
+                (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return reader.read(path)
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([1.0, 0.9, 1.0, 1.1], 512 * 2**0.5),  # the limit of 1.05 is half way between the last two
+        ([1.0, 1.0, 1.05, 1.05], math.inf),
+        ([1.0, 1.15, 1.0, 1.0], 128 * 2 ** (0.05 / 0.15)),  # what comes after the first that is left behind is luck
+        ([1.0, 1.0, math.inf, math.inf], 256),  # diverged
+    ],
+)
+def test_the_largest_batch_that_keeps_up(losses, expected):
+    assert critical_batch.largest_that_keeps_up(SIZES, np.array(losses), base=0) == pytest.approx(expected)
+
+
+def test_critical_batches_over_a_run_with_intervals(tmp_path):
+    early = [[1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 1.2, 1.4]]
+    late = [[0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5]]
+    study = write_branches(tmp_path / "s", {100: early, 200: late})
+    first, second = critical_batch.critical_batches(study)
+    assert (first.step, first.examples_seen, first.base, first.noise_scale) == (100, 12_800, 128, 300.0)
+    assert first.size == pytest.approx(256 * 2 ** (0.05 / 0.1))  # of the means 1, 1, 1.1, 1.25
+    assert first.low == pytest.approx(256 * 2 ** (0.05 / 0.2))  # of the second seed alone
+    assert first.high == pytest.approx(512 * 2 ** (0.05 / 0.1))  # of the first
+    assert (second.size, second.low, second.high) == (math.inf,) * 3
+    stages = critical_batch.batch_warmup([first, second])
+    assert [(stage.first_update, stage.batch_size) for stage in stages] == [(0, 128), (100, 256), (150, 1024)]
+    rows = critical_batch.rows([first, second])[1]
+    assert [row[3] for row in rows] == ["362", "above 1024"]
+
+
+def test_a_point_counts_once_its_own_batch_and_another_have_ended(tmp_path):
+    study = write_branches(tmp_path / "s", {100: [[1.0, 1.0, 1.2, 1.4]]})
+    (found,) = critical_batch.critical_batches(study)
+    assert (found.low, found.high) == (None, None)  # one seed
+    own = next(run for run in study.runs if run.batch_size == 128)
+    study.runs.remove(own)
+    assert critical_batch.critical_batches(study) == []
+
+
+def test_the_panel_has_branches_noise_scale_and_knee(tmp_path):
+    losses = [[1.0, 1.0, 1.0, 1.2]] * 2
+    study = write_branches(tmp_path / "s", {100: losses, 200: [[1.0] * 4] * 2})
+    panel = branch_panel(study, {"swept": Knee(400.0, None, None, 10, 4000)})
+    line, hollow, noise, knee = panel["marks"]
+    assert line["points"][0][:2] == [12_800, pytest.approx(512 * 2**0.25, rel=1e-3)]
+    assert hollow["points"] == [[25_600, 1024, None, None]]
+    assert [point[1] for point in noise["points"]] == [300, 300]
+    assert (knee["label"], knee["points"]) == ("knee of swept", [[12_800, 400], [25_600, 400]])
+    low, high = panel["y"]["domain"]
+    assert low < 300 < 1024 < high
+
+
+@pytest.mark.full
+def test_branches_of_a_real_run_give_a_trace(small_config, tmp_path):
+    config = small_config
+    config.batch.size, config.checkpoint.keep, config.optimizer.name = 32, 10, "adam"
+    config.schedule.b2_scaling, config.schedule.reference_batch_size, config.optimizer.b2 = "half_life", 64, 0.98
+    trunk = tmp_path / "trunk"
+    train.train_and_evaluate(config, str(trunk))  # 2 validations of 3 updates
+    study = tmp_path / "study"
+    command = ["sweep.py", "--branch", trunk, "--study", study, "--branch_images", 256, "--seeds", 2]
+    refusals = {
+        ("--branch_sizes", "32,128"): "--branch_sizes: 128; allowed: up to 64, 4 updates of --branch_images 256",
+        ("--branch_steps", "3,5"): "--branch_steps: 5; allowed: validations with a checkpoint, 3, 6",
+        ("--config.seed", "1"): "--config: given; allowed with --branch, which takes the config of its run: none",
+    }
+    for arguments, message in refusals.items():
+        refused = run_script(*command, *arguments)
+        assert refused.stderr.splitlines()[-1] == f"sweep.py: error: {message}"
+        assert "Traceback" not in refused.stderr
+    assert not study.exists()
+    done = run_script(*command)
+    assert done.returncode == 0, done.stderr
+    (study / "batch_warmup.csv").unlink()
+    done = run_script("sweep.py", "--study", study)  # nothing is left but to tell the result
+    assert done.returncode == 0, done.stderr
+    assert "critical_batch" in done.stdout
+    read = reader.read(study)
+    assert len(read.runs) == 2 * 2 * 2  # points, sizes, seeds
+    for run in read.runs:
+        ratio = run.batch_size / 32
+        assert run.summary["examples_seen"] == 256
+        assert run.field("optimizer.b2") == pytest.approx(0.98**0.5)
+        assert run.rows[-1]["learning_rate"] == pytest.approx(0.01 * ratio**0.5)
+    trace = traces.read_once(str(study / "batch_warmup.csv"), None, 1.0, 1000)
+    assert trace.batch_sizes.values[0] == 32
+    with (study / "batch_warmup.csv").open() as file:
+        assert next(csv.reader(file)) == ["step", "batchsize"]
