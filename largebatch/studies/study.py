@@ -227,7 +227,7 @@ def adopt_recorded_config(config: config_dict.ConfigDict, recorded: dict, file: 
     """
     platform = recorded.get("devices", {}).get("platform") if isinstance(recorded, dict) else None
     if not isinstance(platform, str):
-        raise UserError(f"{file} holds no config; give --config to start anew")
+        raise UserError(f"{file} holds no config of a run or study")
     before = fields.flatten(config.to_dict())
     recorded = dict(recorded)
     # Where hosts meet is the user's to say each time: no folder makes this process call someone.

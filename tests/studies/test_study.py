@@ -89,7 +89,7 @@ def test_places_that_a_study_names_are_said(tmp_path, caplog):
     recorded.batch.trace, recorded.batch.size = "/data/trace.csv", 7
     recorded.devices.update({"coordinator_address": "far.away:1", "num_hosts": 2, "host_index": 0})
     with caplog.at_level(logging.WARNING, "largebatch"):
-        adopt_recorded_config(config, recorded.to_dict(), tmp_path / "study")
+        adopt_recorded_config(config, recorded.to_dict(), tmp_path / "study" / "study.json")
     assert caplog.messages == [
         f"uses dataset.path /data/x.zip, which {tmp_path / 'study'} names",
         f"uses batch.trace /data/trace.csv, which {tmp_path / 'study'} names",
@@ -100,8 +100,8 @@ def test_places_that_a_study_names_are_said(tmp_path, caplog):
 
 @pytest.mark.parametrize("recorded", [None, [], {}, {"devices": {}}, {"devices": {"platform": 3}}])
 def test_a_study_json_without_a_config_is_one_line(tmp_path, recorded):
-    with pytest.raises(UserError, match=r"study.json holds no config of a study"):
-        adopt_recorded_config(default.get_config(), recorded, tmp_path)
+    with pytest.raises(UserError, match=r"study.json holds no config of a run or study"):
+        adopt_recorded_config(default.get_config(), recorded, tmp_path / "study.json")
 
 
 def test_a_study_of_another_order_of_examples_is_another():
