@@ -68,7 +68,7 @@ class ProgramCache:
 
     def __init__(self, *, packed: bool = False):
         self.packed, self.local_devices = packed, jax.local_devices()
-        self._asked, self._placed, self._kernel = None, None, None
+        self._asked, self._placed, self._kernels = None, None, {}
         self._programs: dict[ProgramOptions, CompiledPrograms] = {}
 
     def load(self, config) -> PlacedSetup:
@@ -86,7 +86,7 @@ class ProgramCache:
             )
         if self._asked == dataset_key(config) and (placed := self._placed_for(config)):
             return placed
-        self._asked = self._placed = self._kernel = None
+        self._asked, self._placed, self._kernels = None, None, {}
         for attempt in augment.cache_attempts(config, to_train=True):
             with attempt as cache:
                 setup = choose_setup(config, DataFacts.of(cache), packed=self.packed)
@@ -119,16 +119,19 @@ class ProgramCache:
         """The kernel of the network's frozen stem, if it has one: host 0's, on every host."""
         if setup.config.model.stem != "whitened":
             return None
-        if self._kernel is None:
+        network = setup.program.network
+        if network.patches not in self._kernels:
             for attempt in augment.cache_attempts(setup.config, to_train=True):
                 with attempt as cache:
-                    kernel = np.zeros(models.whitening_shape(cache.image_shape), np.float32)
+                    kernel = np.zeros(models.whitening_shape(network, cache.image_shape), np.float32)
                     if collectives.is_primary():
                         rows = np.arange(min(WHITENING_IMAGES, cache.count("train")))
                         images = cache.read_rows("train", rows).reshape(-1, *cache.image_shape)
-                        kernel = models.whitening_kernel(images, cache.manifest["mean"], cache.manifest["std"])
-            self._kernel = collectives.from_primary(kernel)
-        return self._kernel
+                        kernel = models.whitening_kernel(
+                            network, images, cache.manifest["mean"], cache.manifest["std"]
+                        )
+            self._kernels[network.patches] = collectives.from_primary(kernel)
+        return self._kernels[network.patches]
 
     def compiled(self, setup: Setup) -> CompiledPrograms:
         """The programs of `setup`, compiled if they are not there yet.

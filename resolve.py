@@ -160,7 +160,7 @@ def state_shapes(setup: Setup) -> TrainState:
     """Shapes and dtypes of one replica's state before the first update."""
     program, kernel = setup.program, None
     if setup.config.model.stem == "whitened":
-        kernel = np.zeros(models.whitening_shape(program.image_shape), np.float32)
+        kernel = np.zeros(models.whitening_shape(program.network, program.image_shape), np.float32)
     return jax.eval_shape(make_init(program), np.uint32(0), setup.hyperparams, kernel)
 
 

@@ -56,16 +56,18 @@ def get_config() -> config_dict.ConfigDict:
     c.augment.cache_dir = "~/.cache/largebatch"  # data caches, downloads and compiled programs; gs:// works
 
     c.model = config_dict.ConfigDict()
-    c.model.name = "convnet"  # convnet | resconvnet | resconvnet7 | resnet8 | resnet50
+    # convnet | resconvnet | resconvnet7 | airbench | airbench_small | resnet8 | resnet50
+    c.model.name = "convnet"
     # Of the arithmetic; parameters stay float32: float32 | bfloat16 | auto: bfloat16 on TPUs, GPUs and CPUs with
     # AVX512_BF16 or AMX, else float32. A run or study keeps the one that it began with.
     c.model.dtype = "float32"
     # Convolution: dot (slices and one matrix product) | lax | lax_padded | auto: dot on CPU, else lax.
     c.model.conv = "auto"
-    # Normalisation: none | batch (statistics of each micro-batch) | group | auto: none (convnets), group (resnets).
+    # Normalisation: none | batch (statistics of each micro-batch) | group | auto: none (convnets), group (others).
     c.model.norm = "auto"
     c.model.norm_decay = 0.9  # 0..1, per update; of the running statistics of batch normalisation
-    c.model.stem = "conv"  # first layer of the convnets: conv | whitened (frozen, from the training images)
+    # First layer of convnets and airbench: conv | whitened (frozen, from the training images).
+    c.model.stem = "conv"
     c.model.zero_head = False  # the last layer starts at zero
 
     c.batch = config_dict.ConfigDict()

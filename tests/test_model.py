@@ -11,6 +11,7 @@ from configs import default
 from largebatch.config.validate import validate
 from largebatch.errors import UserError
 from largebatch.nn import convolution, normalisation
+from largebatch.nn.pooling import max_pool
 from largebatch.training.costs import training_costs
 from largebatch.training.loss import make_normalise
 from largebatch.training.state import count_params
@@ -26,6 +27,10 @@ COUNTS = {
     # 432 (stem) + 4,608 + 13,824 + 512 + 55,296 + 2,048 (blocks, with 1x1 projections) + 650 (dense), and 672
     # scales and biases of 9 group normalisations.
     "resnet8": ((32, 32, 3), 10, 78_042),
+    # 144 (stem), 13,824 + 36,864 + 147,456 + 3 x 589,824, 2,304 scales and biases, 2,570 (dense).
+    "airbench": ((32, 32, 3), 10, 1_972_634),
+    # 144, 6,912 + 9,216 + 36,864 + 3 x 147,456, 1,152, 1,290.
+    "airbench_small": ((32, 32, 3), 10, 497_946),
     # As torchvision's resnet50 (BatchNorm and GroupNorm have equally many parameters).
     "resnet50": ((64, 64, 3), 1000, 25_557_032),
 }
@@ -49,7 +54,7 @@ def test_parameter_counts(name):
 def test_networks_say_what_they_take():
     assert set(models.MODELS) == set(COUNTS)
     with_stem = {name for name, architecture in models.MODELS.items() if "stem" in architecture.options}
-    assert with_stem == {"convnet", "resconvnet", "resconvnet7"}
+    assert with_stem == {"convnet", "resconvnet", "resconvnet7", "airbench", "airbench_small"}
     for name, architecture in models.MODELS.items():
         options = {"norm": "batch", "zero_head": True}
         assert options.keys() <= architecture.options
@@ -155,7 +160,7 @@ def test_whitened_stems_of_13_channels_are_equal_under_both_convolutions():
     images = rng.standard_normal((2, *image_shape)).astype(np.float32)
     options = {"num_classes": 5, "stem": "whitened", "features": (4,), "blocks": (1,), "hidden": None}
     dot, lax = (models.ConvNet(conv=conv, **options) for conv in ("dot", "lax"))
-    kernel = rng.standard_normal(models.whitening_shape(image_shape)).astype(np.float32)
+    kernel = rng.standard_normal(models.whitening_shape(dot, image_shape)).astype(np.float32)
     params, model_state = models.init_variables(dot, image_shape, 0)
     variables = {"params": params, **models.with_whitening(model_state, kernel)}
 
@@ -175,8 +180,8 @@ def test_whitening_of_13_channels_has_the_identity_as_covariance():
     mixed = rng.standard_normal((16, 21, 34, 13)) @ rng.standard_normal((13, 13))
     images = np.clip(20_000 + 3_000 * mixed, 0, 65_535).astype(np.uint16)
     mean, std = images.mean((0, 1, 2)), images.std((0, 1, 2))
-    kernel = models.whitening_kernel(images, mean, std)
-    assert kernel.shape == models.whitening_shape(images.shape[1:]) == (3, 3, 13, 117)
+    kernel = models.whitening_kernel(models.ConvNet, images, mean, std)
+    assert kernel.shape == models.whitening_shape(models.ConvNet, images.shape[1:]) == (3, 3, 13, 117)
     windows = np.lib.stride_tricks.sliding_window_view((images - mean) / std, (3, 3), (1, 2))
     # Where a convolution of stride 2 looks: from row -1 of 21 on, from column 0 of 34; not at patches with padding.
     patches = windows[:, 1:19:2, 2:32:2].transpose(0, 1, 2, 4, 5, 3).reshape(-1, 117)
@@ -185,6 +190,20 @@ def test_whitening_of_13_channels_has_the_identity_as_covariance():
     expected = np.diag(values / (values + models.WHITENING_EPSILON))
     np.testing.assert_allclose(np.cov(whitened.T, bias=True), expected, atol=1e-3)
     assert np.median(np.diag(expected)) > 0.97
+
+
+@pytest.mark.parametrize(("height", "width"), [(31, 31), (8, 6), (2, 3)])
+def test_max_pool_is_that_of_flax(height, width):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, height, width, 5)), jnp.float32)
+
+    def values_and_gradient(pool):
+        values, pull_back = jax.vjp(pool, x)
+        return values, pull_back(jnp.arange(1.0, values.size + 1).reshape(values.shape))[0]
+
+    ours = values_and_gradient(max_pool)
+    theirs = values_and_gradient(lambda x: nn.max_pool(x, (2, 2), (2, 2)))
+    assert ours[0].shape == (2, height // 2, width // 2, 5)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

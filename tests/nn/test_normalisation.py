@@ -100,10 +100,11 @@ def test_whitened_patches_have_the_identity_as_covariance(images_and_labels):
 
 def test_the_smallest_images_can_be_whitened():
     images = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 3), np.uint8)
-    kernel = models.whitening_kernel(images, *SCALE)
-    assert kernel.shape == models.whitening_shape((8, 8, 3))
-    assert np.isfinite(kernel).all()
-    assert np.abs(kernel).max() > 0
+    for network in (models.ConvNet, models.AirbenchNet):
+        kernel = models.whitening_kernel(network, images, *SCALE)
+        assert kernel.shape == models.whitening_shape(network, (8, 8, 3))
+        assert np.isfinite(kernel).all()
+        assert np.abs(kernel).max() > 0
 
 
 # ---- in the step ------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def batch_norm_problem(images, labels, stem="conv") -> Problem:
     network = make_network(norm="batch", stem=stem)
     params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
     if stem == "whitened":
-        model_state = models.with_whitening(model_state, models.whitening_kernel(images, *SCALE))
+        model_state = models.with_whitening(model_state, models.whitening_kernel(network, images, *SCALE))
     return Problem(images, labels, params, model_state, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
 
 
