@@ -99,10 +99,10 @@ class AirbenchNet(nn.Module):
 
         if self.stem == "whitened":
             x = WhitenedPatches(*self.patches, self.dtype, self.conv)(x)
+            x = jnp.concatenate([x, -x], axis=-1)
         else:
-            x = conv(self.patches[0] ** 2 * x.shape[-1], kernel_size=self.patches[0])(x)
-        x = x[:, :-1, :-1]  # the others have seen padding
-        x = gelu(jnp.concatenate([x, -x], axis=-1))
+            x = conv(24, kernel_size=self.patches[0])(x)
+        x = gelu(x[:, :-1, :-1])  # the others have seen padding
         for features in self.features:
             x = activated(max_pool(conv(features)(x)))
             x = activated(conv(features)(x))

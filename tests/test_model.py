@@ -27,10 +27,10 @@ COUNTS = {
     # 432 (stem) + 4,608 + 13,824 + 512 + 55,296 + 2,048 (blocks, with 1x1 projections) + 650 (dense), and 672
     # scales and biases of 9 group normalisations.
     "resnet8": ((32, 32, 3), 10, 78_042),
-    # 144 (stem), 13,824 + 36,864 + 147,456 + 3 x 589,824, 2,304 scales and biases, 2,570 (dense).
-    "airbench": ((32, 32, 3), 10, 1_972_634),
-    # 144, 6,912 + 9,216 + 36,864 + 3 x 147,456, 1,152, 1,290.
-    "airbench_small": ((32, 32, 3), 10, 497_946),
+    # 288 (stem), 13,824 + 36,864 + 147,456 + 3 x 589,824, 2,304 scales and biases, 2,570 (dense).
+    "airbench": ((32, 32, 3), 10, 1_972_778),
+    # 288, 6,912 + 9,216 + 36,864 + 3 x 147,456, 1,152, 1,290.
+    "airbench_small": ((32, 32, 3), 10, 498_090),
     # As torchvision's resnet50 (BatchNorm and GroupNorm have equally many parameters).
     "resnet50": ((64, 64, 3), 1000, 25_557_032),
 }
