@@ -13,7 +13,7 @@ def branch_panel(study: Study, knees: dict[str, Knee]) -> dict | None:
     """The critical batch over the images that the run had seen.
 
     Args:
-      knees: of the other studies of the report, by their title.
+      knees: of the other studies of the report, by their title; each within what can be told.
     """
     found = critical_batches(study)
     if not found:
@@ -32,10 +32,9 @@ def branch_panel(study: Study, knees: dict[str, Knee]) -> dict | None:
         marks.append(mark("points", "noise scale of the gradient", 2, scales, ["noise scale"] * len(scales)))
     ends = [found[0].examples_seen, found[-1].examples_seen]
     for number, (title, knee) in enumerate(knees.items()):
-        if 0 < knee.critical_batch_size < math.inf and len(found) > 1:
-            line = [[end, rounded(knee.critical_batch_size)] for end in ends]
-            label = f"knee of {title}"
-            marks.append({"kind": "line", "style": "dashed", "label": label, "colour": 3 + number, "points": line})
+        line = [[end, rounded(knee.critical_batch_size)] for end in ends]
+        label = f"knee of {title}"
+        marks.append({"kind": "line", "style": "dashed", "label": label, "colour": 3 + number, "points": line})
     return {
         "id": "critical_batch",
         "title": "Critical batch over the run, by branches",

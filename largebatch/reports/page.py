@@ -1,6 +1,5 @@
 """The page of a report, part by part. Tables are HTML; page.js draws the panels in the places made for them."""
 
-import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -36,9 +35,9 @@ def report_groups(groups: list[Group]) -> list[GroupReport]:
     """Reads confusions and prepares panels; what is damaged is added to the problems of its run."""
     knees = {}
     for group in groups:
-        knee = study_panels.fit(group.study)[1] if group.study else None
-        if knee:
-            knees[group.title] = knee
+        for fit in study_panels.fits(group.study) if group.study else ():
+            if fit.has_knee:
+                knees[f"{group.title} {fit.optimizer}".strip()] = fit.knee
     return [
         GroupReport(group, panels.describe(group, knees), confusion_section.read_confusions(group))
         for group in groups
@@ -212,9 +211,10 @@ def tiles(group: Group) -> Iterator[Html]:
 
 def study_tiles(group: Group) -> Iterator[Html]:
     """What the batch sizes of a study tell."""
-    _, knee = study_panels.fit(group.study)
-    if knee and 0 < knee.critical_batch_size < math.inf:
-        yield tile(f"{knee.critical_batch_size:,.0f}", "examples per update at the knee")
+    for fit in study_panels.fits(group.study):
+        if fit.has_knee:
+            whose = f" of {fit.optimizer}" if fit.optimizer else ""
+            yield tile(f"{fit.knee.critical_batch_size:,.0f}", f"examples per update at the knee{whose}")
     scales = analysis.noise_scales(group.study)
     if scales:
         yield tile(f"{statistics.median(scales):,.0f}", "examples: median noise scale at the target")

@@ -86,7 +86,7 @@ def describe(group: Group, knees: dict[str, Knee] | None = None) -> dict:
     ]
     panels = []
     if group.study:
-        panels += [study_panels.rate_panel(group.study, legend), study_panels.steps_panel(group.study)]
+        panels += [study_panels.rate_panel(group.study, legend), study_panels.steps_panel(group.study, legend)]
         panels.append(branch_panel(group.study, knees or {}))
     panels += curve_panels([[run.rows[i] for i in rows] for run, rows in zip(group.runs, shown_rows, strict=True)])
     panels += [time_panel(group), devices_panel(group.runs, group.labels)]

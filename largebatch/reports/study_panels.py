@@ -158,51 +158,101 @@ def _rate_note(others: list, crosses: list) -> str:
 # ---- updates to the target over batch size -----------------------------------------------------------
 
 
-def fit(study: Study) -> tuple[list[BatchPoint], Knee | None]:
-    """The best-tuned point of each batch size, and the curve through their seeds."""
-    points = analysis.steps_to_target(study)
-    batch_sizes = [point.batch_size for point in points for _ in point.steps]
-    return points, analysis.fit_knee(batch_sizes, [steps for point in points for steps in point.steps])
+@dataclass(frozen=True)
+class Fit:
+    """The best-tuned point of each batch size, and the curve through their seeds.
+
+    Attributes:
+      optimizer: whose; "" where optimizers were not tuned apart.
+      noise_scales: see `analysis.noise_scales`.
+    """
+
+    optimizer: str
+    points: list[BatchPoint]
+    knee: Knee | None
+    noise_scales: list[float]
+
+    @property
+    def has_knee(self) -> bool:
+        """Whether the knee is within what can be told."""
+        return self.knee is not None and 0 < self.knee.critical_batch_size < math.inf
 
 
-def steps_panel(study: Study) -> dict | None:
-    """Updates to the target over batch size, where at least two batch sizes reached it."""
-    points, knee = fit(study)
-    if len(points) < 2:
+def fits(study: Study) -> list[Fit]:
+    """The curve of the study, or of each of its optimizers."""
+    found = []
+    for name, part in analysis.tuned_apart(study).items():
+        points = analysis.steps_to_target(part)
+        batch_sizes = [point.batch_size for point in points for _ in point.steps]
+        knee = analysis.fit_knee(batch_sizes, [steps for point in points for steps in point.steps])
+        found.append(Fit(name, points, knee, analysis.noise_scales(part)))
+    return found
+
+
+def steps_panel(study: Study, legend: list) -> dict | None:
+    """Updates to the target over batch size, where at least two batch sizes reached it.
+
+    `legend` gives an optimizer the colour that its runs have in the curves.
+    """
+    drawn = [fit for fit in fits(study) if len(fit.points) > 1]
+    if not drawn:
         return None
-    scales = analysis.noise_scales(study)
-    marks = [_perfect_scaling(points)]
-    if knee:
-        marks = [*_knee_interval(knee), *marks, *_knee_curve(points, knee)]
-    if scales:
-        scale = float(np.median(scales))
-        marks.append(mark("rule", f"noise scale {scale:,.0f}", 2, [[rounded(scale), None]]))
-    inner, at_edge = [p for p in points if not p.edges], [p for p in points if p.edges]
-    if inner:
-        marks.append(_steps_mark("points", "best-tuned setting", inner))
-    if at_edge:
-        marks.append(_steps_mark("hollow", "best value at the edge of those tried", at_edge))
-    notes = [knee_note(points, knee)]
-    if scales:
-        notes.append(noise_note(scales))
+    marks = _marks_of_one(drawn[0]) if not drawn[0].optimizer else [_perfect_scaling(drawn[0].points)]
+    for place, fit in enumerate(drawn):
+        if fit.optimizer:
+            colour = legend.index(fit.optimizer) if fit.optimizer in legend else place
+            marks += _marks_of_optimizer(fit, colour)
+    sizes = {point.batch_size for fit in drawn for point in fit.points}
     return {
         "id": "steps_to_target",
         "title": "Updates to the target over batch size",
         "kind": "xy",
-        "note": " ".join(notes),
-        "x": {"label": "batch size", "scale": "log", "ticks": few_ticks(point.batch_size for point in points)},
+        "note": " ".join(map(fit_note, drawn)),
+        "x": {"label": "batch size", "scale": "log", "ticks": few_ticks(sizes)},
         "y": {"label": "updates to the target", "scale": "log", "domain": y_domain(marks, "log")},
         "marks": marks,
     }
 
 
-def _steps_mark(kind: str, label: str, points: list[BatchPoint]) -> dict:
+def _marks_of_one(fit: Fit) -> list[dict]:
+    """The only curve, with its knee's interval and the noise scale."""
+    marks = [_perfect_scaling(fit.points)]
+    if fit.knee:
+        marks = [*_knee_interval(fit.knee), *marks, _knee_curve(fit, "fit", 1)]
+    if fit.has_knee:
+        knee = fit.knee.critical_batch_size
+        marks.append(mark("rule", f"knee {knee:,.0f}", 1, [[rounded(knee), None]]))
+    if fit.noise_scales:
+        scale = float(np.median(fit.noise_scales))
+        marks.append(mark("rule", f"noise scale {scale:,.0f}", 2, [[rounded(scale), None]]))
+    return marks + _points_marks(fit, 0, "best-tuned setting", "best value at the edge of those tried")
+
+
+def _marks_of_optimizer(fit: Fit, colour: int) -> list[dict]:
+    """One of several curves; its label says the knee."""
+    name = value_label(analysis.OPTIMIZER, fit.optimizer)
+    if fit.has_knee:
+        name += f", knee {fit.knee.critical_batch_size:,.0f}"
+    if not fit.knee:
+        return _points_marks(fit, colour, name, name)
+    return [_knee_curve(fit, name, colour), *_points_marks(fit, colour, None, None)]
+
+
+def _points_marks(fit: Fit, colour: int, label: str | None, label_at_edge: str | None) -> list[dict]:
+    inner, at_edge = [p for p in fit.points if not p.edges], [p for p in fit.points if p.edges]
+    marks = [_steps_mark("points", label, colour, inner)] if inner else []
+    if at_edge:
+        marks.append(_steps_mark("hollow", label_at_edge, colour, at_edge))
+    return marks
+
+
+def _steps_mark(kind: str, label: str | None, colour: int, points: list[BatchPoint]) -> dict:
     places, tips = [], []
     for point in points:
         updates = point.updates
         places.append([point.batch_size, rounded(updates.mean), rounded(updates.low), rounded(updates.high)])
         tips.append("\n".join([values_label(point.values), f"{point.seeds} seeds", *map(str, point.edges)]))
-    return mark(kind, label, 0, places, tips)
+    return mark(kind, label, colour, places, tips)
 
 
 def _perfect_scaling(points: list[BatchPoint]) -> dict:
@@ -220,15 +270,20 @@ def _knee_interval(knee: Knee) -> list[dict]:
     return [mark("band", None, None, [[rounded(knee.low), None], [rounded(knee.high), None]])]
 
 
-def _knee_curve(points: list[BatchPoint], knee: Knee) -> list[dict]:
-    """The fitted curve, and the knee if it is within what can be told."""
-    sizes = np.geomspace(points[0].batch_size, points[-1].batch_size, CURVE_POINTS)
-    curve = [[rounded(float(x)), rounded(float(y))] for x, y in zip(sizes, knee.steps_at(sizes), strict=True)]
-    marks = [mark("line", "fit", 1, curve)]
-    if 0 < knee.critical_batch_size < math.inf:
-        label = f"knee {knee.critical_batch_size:,.0f}"
-        marks.append(mark("rule", label, 1, [[rounded(knee.critical_batch_size), None]]))
-    return marks
+def _knee_curve(fit: Fit, label: str, colour: int) -> dict:
+    """The fitted curve."""
+    sizes = np.geomspace(fit.points[0].batch_size, fit.points[-1].batch_size, CURVE_POINTS)
+    steps = fit.knee.steps_at(sizes)
+    curve = [[rounded(float(x)), rounded(float(y))] for x, y in zip(sizes, steps, strict=True)]
+    return mark("line", label, colour, curve)
+
+
+def fit_note(fit: Fit) -> str:
+    """What a curve and the noise scales say, in words."""
+    text = knee_note(fit.points, fit.knee)
+    if fit.optimizer:
+        text = f"{value_label(analysis.OPTIMIZER, fit.optimizer)}: {text[0].lower()}{text[1:]}"
+    return f"{text} {noise_note(fit.noise_scales)}" if fit.noise_scales else text
 
 
 def knee_note(points: list[BatchPoint], knee: Knee | None) -> str:

@@ -62,9 +62,13 @@ def leaderboard(group: Group, key: str, accuracies: Sequence[float]) -> Html:
 
 
 def steps_table(group: Group, key: str) -> Html | None:
-    """Updates, examples and seconds to the target at each batch size, with edge flags."""
-    points = analysis.steps_to_target(group.study)
-    unreached = analysis.unreached_batch_sizes(group.study)
+    """Updates, examples and seconds to the target at each batch size, with edge flags.
+
+    Where optimizers were tuned apart, each has its rows.
+    """
+    parts = analysis.tuned_apart(group.study)
+    points = [point for part in parts.values() for point in analysis.steps_to_target(part)]
+    unreached = {name: sizes for name, part in parts.items() if (sizes := analysis.unreached_batch_sizes(part))}
     if not points and not unreached:
         return None
     other_fields = [name for name in group.study.fields if name != BATCH]
@@ -82,11 +86,11 @@ def steps_table(group: Group, key: str) -> Html | None:
         cells.append(Cell(edges, css_class="text"))
         rows.append(cells)
     reached = table(names, rows, cls="sortable", id=f"{key}-steps") if points else None
-    missed = None
-    if unreached:
-        sizes = ", ".join(f"{size:,}" for size in unreached)
-        missed = element("p", f"No setting took all of its seeds to the target at batch {sizes}.")
-    return join([reached, missed])
+    missed = []
+    for name, sizes in unreached.items():
+        batches, whose = ", ".join(f"{size:,}" for size in sizes), f" of {name}" if name else ""
+        missed.append(element("p", f"No setting{whose} took all of its seeds to the target at batch {batches}."))
+    return join([reached, *missed])
 
 
 # ---- runs --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ for setting in analysis.leaderboard(study):
     print(setting.values, setting.accuracy.mean, setting.statuses)
 """
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -174,6 +175,19 @@ def _config_value(value) -> str:
 
 
 # ---- steps to target over batch size -----------------------------------------------------------------
+
+
+def tuned_apart(study: Study) -> dict[str, Study]:
+    """The runs of each optimizer as a study of their own, where each has best settings of its own (GROUPS).
+
+    Without, the whole study under the name "".
+    """
+    if OPTIMIZER not in (study.description.get("groups") or []):
+        return {"": study}
+    runs: dict[str, list[Run]] = {}
+    for run in study.runs:
+        runs.setdefault(str(run.field(OPTIMIZER)), []).append(run)
+    return {name: dataclasses.replace(study, runs=of_optimizer) for name, of_optimizer in runs.items()}
 
 
 @dataclass(frozen=True)

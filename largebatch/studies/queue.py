@@ -8,7 +8,6 @@ checkpoints.
 
 import contextlib
 import functools
-import json
 import math
 import threading
 import time
@@ -155,37 +154,42 @@ class TrialQueue:
     def _wanted_runs(self, live: dict[RunKey, FrozenTrial]) -> dict[RunKey, dict]:
         """Every run that can be named by now, with its values: {} where TPE is to choose them.
 
-        The further seeds of the best settings can be named once all the searched runs have ended.
+        What depends on the best settings can be named once all runs before it have ended.
         """
         options = self._options
-        values_of = self._fixed_settings or self._values_chosen_by_tpe()
-        wanted: dict[RunKey, dict] = {}
-        for setting in range(options.settings):
-            if setting in values_of:
-                for seed in range(options.seeds):
-                    wanted[RunKey(setting, seed)] = values_of[setting]
-            else:  # TPE chooses when the first seed starts, and the other seeds take the same values
-                wanted[RunKey(setting, 0)] = {}
-        all_named = len(wanted) == options.settings * options.seeds
-        search_has_ended = all_named and all(key in live and _has_ended(live[key]) for key in wanted)
-        if search_has_ended and options.best_seeds > options.seeds:
-            for setting in self._best_settings(live, values_of):
-                for seed in range(options.seeds, options.best_seeds):
-                    wanted[RunKey(setting, seed)] = values_of[setting]
+        known = self._fixed_settings or self._values_chosen_by_tpe()
+        settings = {setting: known.get(setting) for setting in range(options.settings)}
+        wanted = self._runs_of(settings, range(options.seeds))
+        if None in settings.values() or not _have_ended(wanted, live):
+            return wanted
+        for setting in self._best_settings(live, settings):
+            for values in search.refined(options, settings[setting]):
+                if values not in settings.values():
+                    settings[len(settings)] = values
+        wanted = self._runs_of(settings, range(options.seeds))
+        if _have_ended(wanted, live):
+            best = {setting: settings[setting] for setting in self._best_settings(live, settings)}
+            wanted |= self._runs_of(best, range(options.seeds, options.best_seeds))
         return wanted
 
-    def _best_settings(self, live: dict[RunKey, FrozenTrial], values_of: dict[int, dict]) -> list[int]:
-        """The best setting of each value of the field `best_by`; none where all of them diverged or failed.
+    def _runs_of(self, settings: dict[int, dict | None], seeds: range) -> dict[RunKey, dict]:
+        """The runs of these settings. TPE chooses where there are no values yet, when the first seed starts."""
+        runs: dict[RunKey, dict] = {}
+        for setting, values in settings.items():
+            for seed in seeds if values is not None else range(1):
+                runs[RunKey(setting, seed)] = values or {}
+        return runs
+
+    def _best_settings(self, live: dict[RunKey, FrozenTrial], settings: dict[int, dict]) -> list[int]:
+        """The best setting of each group; none where all of a group diverged or failed.
 
         The first of several equally good ones.
         """
-        settings_by_value: dict[str, list[int]] = {}
-        scores: dict[int, float] = {}
-        for setting in range(self._options.settings):
-            value = json.dumps(values_of[setting].get(self._options.best_by))
-            settings_by_value.setdefault(value, []).append(setting)
-            scores[setting] = self._score(setting, live)
-        best = [max(settings, key=scores.__getitem__) for settings in settings_by_value.values()]
+        groups: dict[str, list[int]] = {}
+        for setting, values in settings.items():
+            groups.setdefault(self._options.group_of(values), []).append(setting)
+        scores = {setting: self._score(setting, live) for setting in settings}
+        best = [max(of_group, key=scores.__getitem__) for of_group in groups.values()]
         return [setting for setting in best if scores[setting] > -math.inf]
 
     def _score(self, setting: int, live: dict[RunKey, FrozenTrial]) -> float:
@@ -372,6 +376,10 @@ class TrialQueue:
                 # Whoever next needs the database says that it is away.
                 with contextlib.suppress(*DATABASE_ERRORS):
                     self._storage.record_heartbeat(trial_id)
+
+
+def _have_ended(runs: dict[RunKey, dict], live: dict[RunKey, FrozenTrial]) -> bool:
+    return all(key in live and _has_ended(live[key]) for key in runs)
 
 
 def _has_ended(trial: FrozenTrial) -> bool:

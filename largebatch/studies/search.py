@@ -5,6 +5,7 @@ or shared by several processes, tries the same settings.
 """
 
 import itertools
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +13,49 @@ from dataclasses import dataclass
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.trial import FrozenTrial
 
 from largebatch.errors import UserError
 from largebatch.studies.space import Space
 
 # TPE has no points of its own: it looks at the trials that ended.
 SAMPLERS = ("grid", "random", "quasi-random", "tpe")
+FIRST_OF_GROUP = 2  # trials that a group ends before its median ends others
+
+
+class MedianOfGroup(optuna.pruners.MedianPruner):
+    """Ends a trial whose accuracy is below the median that the trials of its group had after as many validations.
+
+    Args:
+      fields: trials with the same values of these are a group.
+    """
+
+    def __init__(self, fields: tuple[str, ...]):
+        super().__init__(n_startup_trials=FIRST_OF_GROUP)
+        self._fields = fields
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        """Whether the trial should end."""
+        return super().prune(_Group(study, self._fields, trial), trial)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """As much of a study as a MedianPruner asks for: the trials of one group, by their accuracy."""
+
+    study: optuna.Study
+    fields: tuple[str, ...]
+    trial: FrozenTrial
+    direction = optuna.study.StudyDirection.MAXIMIZE  # of what is reported, whatever the study's objective is
+
+    def get_trials(self, **options) -> list[FrozenTrial]:
+        return [trial for trial in self.study.get_trials(**options) if self._key(trial) == self._key(self.trial)]
+
+    def _key(self, trial: FrozenTrial) -> list:
+        values = trial.user_attrs.get("values", {})
+        return [values.get(field) for field in self.fields]
+
+
 PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
     "none": optuna.pruners.NopPruner,
     "median": optuna.pruners.MedianPruner,
@@ -28,15 +66,22 @@ MAX_GRID = 10_000  # points that are tried
 MAX_COMBINATIONS = 1_000_000  # before `includes` leaves some out
 
 
+def create_pruner(name: str, groups: tuple[str, ...]) -> optuna.pruners.BasePruner:
+    """The pruner called `name`, a key of PRUNERS; "median" is that of the trial's group where there are groups."""
+    return MedianOfGroup(groups) if groups and name == "median" else PRUNERS[name]()
+
+
 @dataclass(frozen=True)
 class SearchOptions:
     """Which runs a study has.
 
-    First each of `settings` settings is run with `seeds` seeds. Then the best setting gets more seeds, up to
-    `best_seeds` in all; where `best_by` names a field, the best setting of each of its values does.
+    First each of `settings` settings is run with `seeds` seeds. Then come the settings that `refine` makes of the
+    best one. Then the best of all gets more seeds, up to `best_seeds` in all. Where `best_by` names fields, each
+    combination of their values has a best setting of its own.
 
     Attributes:
       includes: which points of the space belong to its grid; None for all.
+      refine: further settings around a best one; None for none.
     """
 
     space: Space
@@ -45,8 +90,13 @@ class SearchOptions:
     settings: int
     seeds: int = 1
     best_seeds: int = 0
-    best_by: str | None = None
+    best_by: tuple[str, ...] = ()
     includes: Callable[[dict], bool] | None = None
+    refine: Callable[[dict], list[dict]] | None = None
+
+    def group_of(self, values: dict) -> str:
+        """The combination of values of `best_by` that a setting belongs to."""
+        return json.dumps([values.get(field) for field in self.best_by])
 
 
 # ---- settings that are known before a run --------------------------------------------------------------
@@ -147,6 +197,29 @@ def _nearest_value(distribution: BaseDistribution, number: float) -> int | float
         number = distribution.low + steps * distribution.step
     number = min(max(number, distribution.low), distribution.high)
     return round(number) if isinstance(distribution, IntDistribution) else float(number)
+
+
+def refined(options: SearchOptions, best: dict) -> list[dict]:
+    """The settings to try around the best one of a group.
+
+    Raises:
+      UserError: the user's function fails, or gives what is no point of the space.
+    """
+    if options.refine is None:
+        return []
+    try:
+        settings = [dict(values) for values in options.refine(dict(best))]
+    except Exception as error:  # whatever a user's function raises
+        raise UserError(f"--space: refine(): {type(error).__name__}: {' '.join(str(error).split())}") from error
+    for values in settings:
+        if values.keys() != options.space.keys():
+            fields = ", ".join(options.space)
+            raise UserError(f"--space: refine() gave {values}; allowed: a value for each of {fields}")
+        for field, distribution in options.space.items():
+            allowed = _grid_values(field, distribution)
+            if values[field] not in allowed:
+                raise UserError(f"--space: refine() gave {field} {values[field]!r}; allowed: {allowed}")
+    return settings
 
 
 # ---- settings that Optuna is asked for ------------------------------------------------------------------

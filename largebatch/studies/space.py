@@ -33,6 +33,8 @@ class SpaceFile:
       space: {dotted config field: distribution}.
       derive: sets the config fields that follow from the searched ones.
       includes: whether a grid has a point; None where it has all.
+      refine: the settings to try around the best one, once the grid has ended; None for none.
+      groups: fields; each combination of their values has a best setting of its own. Empty where the file has none.
       sha256: of the bytes that were run; None where there is no file.
     """
 
@@ -40,12 +42,15 @@ class SpaceFile:
     derive: Callable[[config_dict.ConfigDict], None]
     includes: Callable[[dict], bool] | None
     sha256: str | None
+    refine: Callable[[dict], list[dict]] | None = None
+    groups: tuple[str, ...] = ()
 
 
 def read_space(path: Path, rules: Mapping[str, Rule], expected_sha256: str | None = None) -> SpaceFile:
     """Runs a space file: `get_space()` gives {field: optuna distribution}.
 
-    The functions `derive(config)` and `includes(values)` are optional; see `SpaceFile`.
+    The functions `derive(config)`, `includes(values)` and `refine(best)` and the tuple GROUPS are optional; see
+    `SpaceFile`.
 
     Args:
       rules: of every config field; see `largebatch.config.rules`.
@@ -65,14 +70,24 @@ def read_space(path: Path, rules: Mapping[str, Rule], expected_sha256: str | Non
     module, space = _run(path, content)
     if not isinstance(space, dict) or not space:
         raise UserError(f"--space: {path}: get_space() gave {space!r}; allowed: {{field: optuna distribution}}")
-    for name in ("derive", "includes"):
+    for name in ("derive", "includes", "refine"):
         if name in module and not callable(module[name]):
             raise UserError(f"--space: {path}: {name} is {module[name]!r}; allowed: a function")
+    groups = module.get("GROUPS", ())
+    if not isinstance(groups, tuple) or not set(groups) <= set(space):
+        raise UserError(f"--space: {path}: GROUPS is {groups!r}; allowed: a tuple of fields of get_space()")
     _make_tuples_lists(space)
     problems = [problem for field, values in space.items() for problem in _problems(field, values, rules)]
     if problems:
         raise UserError(f"--space: {path}: {'; '.join(problems)}")
-    return SpaceFile(space, module.get("derive", _derive_nothing), module.get("includes"), sha256)
+    return SpaceFile(
+        space,
+        derive=module.get("derive", _derive_nothing),
+        includes=module.get("includes"),
+        sha256=sha256,
+        refine=module.get("refine"),
+        groups=groups,
+    )
 
 
 def as_json(space: Space) -> dict:

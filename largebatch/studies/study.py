@@ -19,7 +19,7 @@ from largebatch.studies import branching
 from largebatch.studies.branching import BranchOptions
 from largebatch.studies.database import without_password
 from largebatch.studies.queue import TrialSpec
-from largebatch.studies.search import SearchOptions, fixed_settings, grid
+from largebatch.studies.search import SearchOptions, fixed_settings, grid, refined
 from largebatch.studies.space import SpaceFile, as_json, read_space
 
 log = logging.getLogger("largebatch")
@@ -35,7 +35,8 @@ OBJECTIVE_DIRECTIONS = {
 }
 # Fields of study.json that may change when a study goes on.
 MAY_CHANGE = ("trials", "seeds", "best_seeds", "space_file", "space_sha256", "dtype_is_auto")
-# --best_seeds goes to the best setting of each value of the first of these fields that is searched.
+# Without GROUPS in the space file --best_seeds goes to the best setting of each value of the first of these fields
+# that is searched.
 BEST_BY = ("batch.size", "optimizer.name")
 
 
@@ -91,6 +92,7 @@ class Study:
       derive: sets the config fields that follow from the searched ones.
       models: see `config.validate`.
       description: the content of study.json.
+      groups: see `SpaceFile`.
     """
 
     path: Path
@@ -103,6 +105,7 @@ class Study:
     derive: Callable[[config_dict.ConfigDict], None]
     models: Models
     description: dict
+    groups: tuple[str, ...] = ()
 
     def config_of(self, values: dict, seed: int) -> config_dict.ConfigDict:
         """The config of one run.
@@ -167,8 +170,9 @@ def define_study(
         space_file = branching.branch_space(options.branches, points)
     else:
         space_file = read_space_file(path, Path(options.space), recorded, models, given=space_given)
-    if space_file.includes and options.sampler != "grid":
-        raise UserError(f"--sampler: {options.sampler}; allowed with a space that has includes(): grid")
+    for name in ("includes", "refine"):
+        if getattr(space_file, name) and options.sampler != "grid":
+            raise UserError(f"--sampler: {options.sampler}; allowed with a space that has {name}(): grid")
     search = SearchOptions(
         space=space_file.space,
         sampler=options.sampler,
@@ -176,8 +180,9 @@ def define_study(
         settings=number_of_settings(space_file, options, config),
         seeds=options.seeds,
         best_seeds=options.best_seeds,
-        best_by=next((field for field in BEST_BY if field in space_file.space), None),
+        best_by=space_file.groups or tuple(field for field in BEST_BY if field in space_file.space)[:1],
         includes=space_file.includes,
+        refine=space_file.refine,
     )
     study = Study(
         path=path,
@@ -190,13 +195,15 @@ def define_study(
         derive=space_file.derive,
         models=models,
         description=_describe(options, space_file, config, shown_storage),
+        groups=space_file.groups,
     )
     if dtype_is_auto:
         study.description["dtype_is_auto"] = True
     if options.branches:
         study.description["branch_points"] = [dataclasses.asdict(point) for point in points]
     for values in fixed_settings(search):
-        study.config_of(values, seed=0)  # raises where it is not allowed
+        for setting in (values, *refined(search, values)):
+            study.config_of(setting, seed=0)  # raises where it is not allowed
     refuse_another(path, study.description, recorded)
     return study
 
@@ -216,6 +223,8 @@ def _describe(
         description = {name: value for name, value in description.items() if not name.startswith("branch")}
     if space_file.includes:
         description["grid"] = grid(space_file.space, space_file.includes)
+    if space_file.groups:
+        description["groups"] = list(space_file.groups)
     return json.loads(json.dumps(description))
 
 
@@ -280,6 +289,8 @@ def number_of_settings(space_file: SpaceFile, options: StudyOptions, config: con
         raise UserError(f"--trials: {trials}; allowed: a multiple of --seeds, {seeds}")
     else:
         settings = trials // seeds
+    if space_file.refine and settings != grid_size:
+        raise UserError(f"--trials: {trials}; allowed with a space that has refine(): all {grid_size * seeds}")
     if grid_size is not None and settings > grid_size:
         raise UserError(f"--trials: {trials}; allowed: up to {grid_size * seeds}, the grid x --seeds")
     if 0 < options.best_seeds <= seeds:
@@ -287,8 +298,11 @@ def number_of_settings(space_file: SpaceFile, options: StudyOptions, config: con
     if options.objective != "best_val_accuracy":
         if not config.train.target_accuracy:
             raise UserError(f"--objective: {options.objective} needs train.target_accuracy, which is None")
-        if options.pruner != "none":
-            raise UserError(f"--pruner: {options.pruner}; allowed with --objective {options.objective}: none")
+        allowed = ("none", "median") if space_file.groups else ("none",)  # others would rank by the objective
+        if options.pruner not in allowed:
+            raise UserError(
+                f"--pruner: {options.pruner}; allowed with --objective {options.objective}: {' | '.join(allowed)}"
+            )
     return settings
 
 

@@ -17,7 +17,7 @@ from largebatch.studies.database import open_storage
 from largebatch.studies.display import SweepTable
 from largebatch.studies.packing import Pack, PackedProgramCache, Packer
 from largebatch.studies.queue import ClaimedTrial, TrialQueue, TrialSpec
-from largebatch.studies.search import PRUNERS
+from largebatch.studies.search import create_pruner
 from largebatch.studies.study import OBJECTIVE_DIRECTIONS, Study, identity
 from largebatch.studies.trial import AssignedTrial, TrialReporter, TrialResult, train_trial
 
@@ -44,7 +44,7 @@ def open_queue(study: Study) -> TrialQueue:
         study.path.name,
         study.search,
         direction=OBJECTIVE_DIRECTIONS[study.objective],
-        pruner=PRUNERS[study.pruner](),
+        pruner=create_pruner(study.pruner, study.groups),
         heartbeat_sec=study.heartbeat_sec,
         description=description,
     )

@@ -44,7 +44,8 @@ def test_steps_picture_and_knee(tmp_path):
         [64, 405], [256, 135], [1024, 65], [4096, 45]
     ]  # fmt: skip
     assert marks["perfect scaling"]["points"] == [[64, 405], [4096, pytest.approx(405 / 64, rel=1e-5)]]
-    _, knee = study_panels.fit(reader.read(path))
+    (fit,) = study_panels.fits(reader.read(path))
+    knee = fit.knee
     assert 300 < knee.critical_batch_size < 900
     assert f"knee {knee.critical_batch_size:,.0f}" in marks
     assert f"The knee is at batch {knee.critical_batch_size:,.0f} (95 % interval" in text_of(page)
@@ -52,6 +53,33 @@ def test_steps_picture_and_knee(tmp_path):
     assert "noise scale at the target was 500 (median of 8 runs, 400 to 600)" in text_of(page)
     assert "500 examples: median noise scale at the target" in text_of(page)
     assert (tmp_path / "png" / "steps_to_target.png").exists()
+
+
+def test_optimizers_that_were_tuned_apart_have_a_curve_and_a_knee_each(tmp_path):
+    trials = []
+    for optimizer, knee in (("lamb", 400), ("sgd", 100)):
+        for batch in (64, 256, 1024):
+            updates = round(1000 * (1 + knee / batch) / 10)
+            accuracies = (*[0.1] * (updates - 1), 0.9)
+            trials.append({"optimizer": optimizer, "batch": batch, "target": 0.8, "accuracies": accuracies})
+    trials.append({"optimizer": "sgd", "batch": 4096, "target": 0.8, "accuracies": (0.1, 0.2)})
+    fields = ["optimizer.name", "batch.size"]
+    path = write_study(tmp_path / "study", trials, "steps_to_target", fields, groups=fields)
+    page = make(path, out=tmp_path / "page.html")
+    (group,) = data_of(page)
+    panel = next(panel for panel in group["panels"] if panel["id"] == "steps_to_target")
+    curves = {mark["label"]: mark["colour"] for mark in panel["marks"] if mark["kind"] == "line"}
+    (lamb, sgd), knees = study_panels.fits(reader.read(path)), []
+    assert (lamb.optimizer, sgd.optimizer) == ("lamb", "sgd")
+    assert lamb.knee.critical_batch_size == pytest.approx(400, rel=0.05)
+    assert sgd.knee.critical_batch_size == pytest.approx(100, rel=0.05)
+    for fit in (lamb, sgd):
+        knees.append(f"{fit.knee.critical_batch_size:,.0f}")
+    assert curves == {"perfect scaling": None, f"lamb, knee {knees[0]}": 0, f"sgd, knee {knees[1]}": 1}
+    text = text_of(page)
+    assert f"sgd: the knee is at batch {knees[1]}: there a run needs" in text
+    assert "No setting of sgd took all of its seeds to the target at batch 4,096." in text
+    assert f"{knees[0]} examples per update at the knee of lamb" in text
 
 
 @pytest.mark.parametrize("changing", [{"trace": "t.csv"}, {"auto": True}])

@@ -63,7 +63,7 @@ def write_run(
     return path
 
 
-def write_study(path: Path, trials: list[dict], objective="best_val_accuracy", fields=None) -> Path:
+def write_study(path: Path, trials: list[dict], objective="best_val_accuracy", fields=None, **further) -> Path:
     """A study folder; each of `trials` is the arguments of a `write_run`, or {"error": ...}."""
     fields = fields or ["optimizer.name", "optimizer.learning_rate"]
     names = {"optimizer.name": "optimizer", "optimizer.learning_rate": "rate", "batch.size": "batch"}
@@ -79,6 +79,7 @@ def write_study(path: Path, trials: list[dict], objective="best_val_accuracy", f
     }
     path.mkdir(parents=True)
     description = {"config": {}, "space": space, "sampler": "grid", "objective": objective, "seeds": 1}
+    description |= further
     (path / "study.json").write_text(json.dumps(description))
     for index, trial in enumerate(trials):
         folder = path / "trials" / f"{index:04d}"

@@ -34,10 +34,10 @@ def make_queue(
     space=SPACE,
     sampler="grid",
     settings=6,
-    best_by="batch.size",
-    **seeds,
+    best_by=("batch.size",),
+    **further,
 ) -> TrialQueue:
-    options = SearchOptions(space, sampler, study_seed=0, settings=settings, best_by=best_by, **seeds)
+    options = SearchOptions(space, sampler, study_seed=0, settings=settings, best_by=best_by, **further)
     return TrialQueue(
         open_storage(url, heartbeat_sec),
         "study",
@@ -77,7 +77,7 @@ def test_every_point_of_the_grid_is_run_once(url):
 
 def test_fewer_trials_than_before_leave_the_rest_out(url):
     make_queue(url).enqueue_missing()
-    fewer = make_queue(url, settings=2, best_seeds=2, best_by=None)
+    fewer = make_queue(url, settings=2, best_seeds=2, best_by=())
     assert names(run_all(fewer)) == ["0000-0", "0001-0", "0001-1"]
     assert len(run_all(make_queue(url))) == 4
 
@@ -282,6 +282,54 @@ def test_tpe_gives_all_seeds_of_a_setting_the_same_values(url):
         chosen.setdefault(spec.setting, []).append(learning_rate(spec))
     assert all(len(values) == 2 and len(set(values)) == 1 for values in chosen.values())
     assert len({values[0] for values in chosen.values()}) == 4
+
+
+def test_the_best_setting_of_each_group_is_refined_and_then_gets_more_seeds(url):
+    """First three rates for each batch size, then half of the best one; the better of the two gets seeds."""
+
+    def refine(best):
+        return [{**best, "optimizer.learning_rate": 0.05}, best]  # the best one has been tried, and is not again
+
+    def includes(values):
+        return values["optimizer.learning_rate"] > 0.05
+
+    def value_of(spec):
+        return {0.05: 0.8, 0.1: 0.7, 0.2: 0.9 if spec.values["batch.size"] == 128 else 0.5}[learning_rate(spec)]
+
+    space = {
+        "batch.size": CategoricalDistribution([64, 128]),
+        "optimizer.learning_rate": CategoricalDistribution([0.05, 0.1, 0.2]),
+    }
+    options = {"space": space, "settings": 4, "includes": includes, "refine": refine, "best_seeds": 2}
+    queue = make_queue(url, **options)
+    ran = run_all(queue, value_of)
+    assert names(ran) == ["0000-0", "0001-0", "0002-0", "0003-0", "0004-0", "0005-0", "0004-1", "0003-1"]
+    assert [(spec.values["batch.size"], learning_rate(spec)) for spec in ran[4:]] == [
+        (64, 0.05),
+        (128, 0.05),
+        (64, 0.05),
+        (128, 0.2),
+    ]
+    assert not run_all(make_queue(url, **options))
+
+
+def test_groups_are_combinations_of_fields(url):
+    queue = make_queue(url, best_by=("batch.size", "optimizer.learning_rate"), best_seeds=2)
+    assert len(run_all(queue)) == 6 * 2
+
+
+def test_the_median_of_a_group_ends_its_trials_whatever_the_objective(url):
+    pruner = search.create_pruner("median", ("batch.size",))
+    queue = make_queue(url, pruner=pruner, direction="minimize")
+    queue.enqueue_missing()
+    claimed = [queue.claim() for _ in range(6)]
+    small, large = claimed[:3], claimed[3:]
+    for trial, accuracy in zip(small[:2], (0.8, 0.9), strict=True):
+        assert not queue.report(trial, accuracy, 1)
+        queue.complete(trial, 100.0)  # updates, of which fewer are better
+    assert queue.report(small[2], 0.84, 1)
+    assert not queue.report(large[0], 0.1, 1)  # nothing of its group has ended
+    assert not queue.report(small[2], 0.86, 2)  # no other came so far
 
 
 def test_pruner_sees_what_is_reported(url):

@@ -1,12 +1,13 @@
 import collections
 import math
+import re
 
 import numpy as np
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from largebatch.errors import UserError
-from largebatch.studies.search import SearchOptions, fixed_settings, grid, tpe_sampler
+from largebatch.studies.search import SearchOptions, fixed_settings, grid, refined, tpe_sampler
 
 SPACE = {
     "optimizer.name": CategoricalDistribution(["lamb", "adam", "sgd"]),
@@ -66,3 +67,18 @@ def test_a_space_may_leave_points_of_its_grid_out():
         grid(space, lambda values: False)
     with pytest.raises(UserError, match=r"--space: includes\(\): KeyError: 'nosuch'"):
         grid(space, lambda values: values["nosuch"])
+
+
+@pytest.mark.parametrize(
+    ("refine", "message"),
+    [
+        (lambda best: [best["nosuch"]], "refine(): KeyError: 'nosuch'"),
+        (lambda best: [{"name": "adam"}], "allowed: a value for each of name, rate"),
+        (lambda best: [{**best, "rate": 4}], "refine() gave rate 4; allowed: [1, 2, 3]"),
+    ],
+)
+def test_what_refine_must_not_give(refine, message):
+    space = {"name": CategoricalDistribution(["adam", "sgd"]), "rate": CategoricalDistribution([1, 2, 3])}
+    options = SearchOptions(space, "grid", study_seed=0, settings=6, refine=refine)
+    with pytest.raises(UserError, match=re.escape(message)):
+        refined(options, {"name": "adam", "rate": 1})

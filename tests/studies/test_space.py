@@ -108,11 +108,20 @@ def test_the_spaces_that_come_along_are_sound(path):
         validate(config, models.MODELS)
 
 
-def test_includes_is_a_function(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("includes = 3", "includes is 3; allowed: a function"),
+        ("refine = 3", "refine is 3; allowed: a function"),
+        ("GROUPS = 'batch.size'", "GROUPS is 'batch.size'; allowed: a tuple of fields of get_space()"),
+        ("GROUPS = ('batch.size',)", "GROUPS is ('batch.size',); allowed: a tuple of fields of get_space()"),
+    ],
+)
+def test_what_a_space_file_defines_beside_its_space(tmp_path, line, message):
     path = tmp_path / "space.py"
     path.write_text(
-        "from optuna.distributions import FloatDistribution\nincludes = 3\n"
+        f"from optuna.distributions import FloatDistribution\n{line}\n"
         "def get_space():\n    return {'optimizer.momentum': FloatDistribution(0.1, 0.9)}\n"
     )
-    with pytest.raises(UserError, match=r"includes is 3; allowed: a function"):
+    with pytest.raises(UserError, match=re.escape(message)):
         read_space(path, RULES)
