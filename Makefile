@@ -2,13 +2,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+DATA ?= .
 # Two thirds of the tests' time would be compiling. test-full compiles as users do.
 QUICKLY := --xla_backend_optimization_level=0
 # Beside the other environment: where a compiler is installed, JAX looks for its devices at every start.
 COMPILERS := $(VENV)/compilers
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: train test test-full test-compilers test-tpu test-gpu test-postgres lint bench faults
+.PHONY: train test test-full test-compilers test-tpu test-gpu test-postgres lint bench faults results
 
 train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosat.py ..." for anything else
 	$(BIN)/python train.py $(ARGS)
@@ -34,6 +35,9 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.run  ## throughput beside the plain way and the hardware limit
 	$(BIN)/python bench.py step $(ARGS)
+
+results: $(VENV)/.run  ## measures the tables of docs/results.md anew, in hours; goes on where it was killed. DATA is the folder of the zips
+	$(BIN)/python bench.py results --path runs/results --data $(DATA) $(ARGS)
 
 test-postgres: $(VENV)/.dev  ## studies in PostgreSQL; installs the server on Debian and Ubuntu
 	test -n "$$(ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null || command -v initdb)" || $(SUDO) apt-get install -y --no-install-recommends postgresql

@@ -14,6 +14,7 @@
     python bench.py reading [--targets v3:4x4]
     python bench.py micro_batches [--targets v3:4x4] [--networks convnet,resnet8]
     python bench.py build --images 400000 --path /tmp
+    python bench.py results --path runs/results --data DATA [--tables recipes,knees]
 
 Every figure is of synchronised work, as a median over repeats with its spread; contenders take turns
 within a repeat, so that a noisy machine is noisy to all. A contender whose work did not happen (its
@@ -46,6 +47,7 @@ from benchmarks import (
     noise,
     pack,
     reading,
+    results,
     scaling,
     step,
     stream,
@@ -109,6 +111,11 @@ COMMANDS = {
     ),
     "reading": Command(lambda given, _: reading.bench_reading(given.targets), reading.print_reading),
     "growth": Command(lambda given, _: growth.bench_growth(given.targets), growth.print_growth),
+    "results": Command(
+        lambda given, _: results.bench_results(given.path, given.data, given.tables),
+        results.print_results,
+        needs_path=True,
+    ),
 }
 
 
@@ -126,8 +133,10 @@ def define_flags() -> None:
         "path",
         None,
         "input, stream: EuroSAT.zip or its folder; loop: a run folder; accuracy: a new folder; "
-        "build: a folder with room.",
+        "build: a folder with room; results: a folder for runs and studies.",
     )
+    flags.DEFINE_string("data", ".", "results: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip.")
+    flags.DEFINE_string("tables", None, "results: tables of docs/results.md, with commas between; all by default.")
     flags.DEFINE_string("cache_dir", "~/.cache/largebatch", "stream: where the data cache is.")
     flags.DEFINE_string("configs", None, "compile: names of config files, with commas between; all by default.")
     flags.DEFINE_string("networks", None, "micro_batches: names of networks, with commas between; all by default.")
@@ -154,7 +163,8 @@ def parse_command(argv: list[str], train_arguments: list[str]) -> Command:
     command = COMMANDS[name]
     if command.needs_path and not given.path:
         raise UsageError(
-            "--path: not given; input and stream need EuroSAT.zip or its folder, loop and accuracy a run folder"
+            "--path: not given; input and stream need EuroSAT.zip or its folder, loop and accuracy a run folder, "
+            "results a folder for all of its runs"
         )
     if train_arguments and not command.trains:
         raise UsageError(f"--: only accuracy takes the arguments of train.py; found {' '.join(train_arguments)}")

@@ -6,14 +6,13 @@ brought up to date piece by piece: --configs and --targets choose.
 
 import dataclasses
 import importlib.util
-import json
 import time
 from pathlib import Path
 
 import jax
 
 import examine
-from largebatch import files
+from benchmarks import pages
 from largebatch.cli import ROOT
 from largebatch.errors import UserError
 from largebatch.hardware.targets import find_target
@@ -21,7 +20,6 @@ from largebatch.runs.provenance import git_commit, versions
 from largebatch.training.costs import flops_utilisation
 
 ROWS, PAGE = ROOT / "docs" / "hardware.json", ROOT / "docs" / "hardware.md"
-BEGIN, END = "<!-- compiled: begin -->", "<!-- compiled: end -->"
 TARGETS = ("v3:4x4", "v5e:4x8", "v6e:4x4", "h200")
 HEADER = (
     "config",
@@ -145,30 +143,19 @@ def compile_case(case: Case, target) -> dict:
 
 def read_rows() -> dict[str, dict]:
     """The rows that are kept, by config and target."""
-    if not ROWS.exists():
-        return {}
-    return {f"{row['config']} {row['target']}": row for row in json.loads(ROWS.read_text())}
+    return {f"{row['config']} {row['target']}": row for row in pages.read_rows(ROWS)}
 
 
 def write_rows(rows: dict[str, dict]) -> None:
     """Keeps the rows, and puts their table into the page."""
     ordered = [rows[key] for key in sorted(rows)]
-    _write(ROWS, json.dumps(ordered, indent=1) + "\n")
-    if PAGE.exists():
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        _write(PAGE, before + BEGIN + "\n\n" + table(ordered) + "\n" + END + rest.partition(END)[2])
-
-
-def _write(path: Path, text: str) -> None:
-    with files.replacing(path) as temporary:
-        temporary.write_text(text)
+    pages.write_rows(ROWS, ordered)
+    pages.write_part(PAGE, "compiled", table(ordered))
 
 
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    return pages.markdown_table(HEADER, map(cells, rows))
 
 
 def cells(row: dict) -> list[str]:

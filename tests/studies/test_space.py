@@ -100,6 +100,8 @@ def test_the_spaces_that_come_along_are_sound(path):
         settings = fixed_settings(SearchOptions(space, "random", study_seed=0, settings=20))
     else:
         settings = grid(space, space_file.includes)
+    if space_file.refine:
+        settings += [further for best in settings for further in space_file.refine(best)]
     assert len(settings) > 1
     for values in settings:
         config = importlib.import_module(config_path.replace("/", ".")).get_config()

@@ -1,0 +1,110 @@
+"""The tables of docs/results.md, from the rows that bench.py results keeps."""
+
+import statistics
+
+from benchmarks import pages
+
+
+def table_of(name: str, rows: list[dict]) -> str:
+    """The table of this name. Above that of a study is a line with what its rows have in common."""
+    if name == "recipes":
+        return pages.markdown_table(*recipe_cells(rows))
+    if name == "knees":
+        cells = knee_cells(rows)
+    elif name == "rates":
+        cells = setting_cells(list(best_of(rows, "optimizer.name").values()))
+    else:
+        cells = setting_cells(rows)
+    first = rows[0]
+    above = f"`{first['command']}`, {first['dtype']}, {first['device']}, {first['date']}, {first['commit'][:7]}"
+    return f"{above}\n\n{pages.markdown_table(*cells)}"
+
+
+def best_of(rows: list[dict], *fields: str) -> dict[tuple, dict]:
+    """The best setting of each combination of the values of some fields; `rows` are of a study, best first."""
+    best: dict[tuple, dict] = {}
+    for row in rows:
+        best.setdefault(tuple(row["values"][field] for field in fields), row)
+    return best
+
+
+def recipe_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """(header, cells): a row for each recipe."""
+    header = ["config", "dtype", "images", "updates", "PFLOP", "validation accuracy at the last update"]
+    header += ["test accuracy", "seconds of training", "date, commit"]
+    return header, [
+        [
+            f"`{row['job']}.py`",
+            row["dtype"],
+            f"{row['images']:,}",
+            f"{row['updates']:,}",
+            f"{row['images'] * row['flops_per_image'] / 1e15:.3f}",
+            f"{each(row['val_accuracy'])}; {with_averaged(row['val_accuracy'], row['val_accuracy_averaged'])}",
+            with_averaged(row["test_accuracy"], row["test_accuracy_averaged"]),
+            f"{statistics.median(row['train_sec']):,.0f}",
+            f"{row['date']}, {row['commit'][:7]}",
+        ]
+        for row in rows
+    ]
+
+
+def setting_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """A row for each setting of a study, best first."""
+    fields = list(rows[0]["values"])
+    header = [*fields, "updates", "best validation accuracy", "at the last update", "updates to 0.90"]
+    return header, [
+        [
+            *(str(row["values"][field]) for field in fields),
+            f"{row['updates']:,}" if row["updates"] else "",
+            spread(row["best_val_accuracy"]),
+            spread(row["val_accuracy"]),
+            reached(row["updates_to_0.9"]),
+        ]
+        for row in rows
+    ]
+
+
+def knee_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """A row for each optimizer and batch size: its best setting, or that none reached the target."""
+    header = ["optimizer", "batch", "rate", "images of the run", "updates to the target", "images to it"]
+    cells = []
+    for (optimizer, size), row in sorted(best_of(rows, "optimizer.name", "batch.size").items()):
+        updates = [steps for steps in row["updates_to_target"] if steps is not None]
+        cells.append(
+            [
+                optimizer,
+                f"{size:,}",
+                f"{row['values']['optimizer.learning_rate']:g}",
+                f"{row['images']:,}",
+                reached(row["updates_to_target"]),
+                f"{statistics.mean(updates) * size:,.0f}" if updates else "",
+            ]
+        )
+    return header, cells
+
+
+def spread(values: list[float | None]) -> str:
+    """Mean and standard deviation, or the only value."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return f"{known[0]:.4f} (1 seed)" if known else "none ended"
+    return f"{statistics.mean(known):.4f} ± {statistics.stdev(known):.4f} (n = {len(known)})"
+
+
+def each(values: list[float | None]) -> str:
+    """All values that there are."""
+    return " ".join(f"{value:.4f}" for value in values if value is not None)
+
+
+def with_averaged(plain: list[float | None], averaged: list[float | None]) -> str:
+    """The spread of plain accuracies, and of those that are averaged over copies of an image."""
+    return f"{spread(plain)}; averaged over copies {spread(averaged)}" if any(averaged) else spread(plain)
+
+
+def reached(updates: list[int | None]) -> str:
+    """Mean updates to an accuracy, and how many seeds got there."""
+    known = [value for value in updates if value is not None]
+    if not known:
+        return "not reached"
+    deviation = f" ± {statistics.stdev(known):,.0f}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):,.0f}{deviation} ({len(known)} of {len(updates)})"

@@ -1,0 +1,232 @@
+"""bench.py results: the tables of docs/results.md, measured anew.
+
+Every job is a recipe, run with several seeds, or a study of sweep.py. Jobs run one after the other. What was killed
+goes on where it stood when the command is given again; what has ended is not run again. After each job its rows are
+put into docs/results.json, and its table into the page.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks import pages, result_tables
+from benchmarks.timing import ROOT
+from largebatch.errors import UserError
+from largebatch.runs import reader
+from largebatch.runs.reader import Run
+from largebatch.studies import analysis
+
+ROWS, PAGE = ROOT / "docs" / "results.json", ROOT / "docs" / "results.md"
+EUROSAT, CIFAR10 = "EuroSAT.zip", "CIFAR-10-jpeg.zip"
+SMALL = ("--config.dataset.image_size", "32")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A part of a table.
+
+    Attributes:
+      name: of its folder.
+      table: of the page.
+      arguments: of train.py or sweep.py, without those that say where the data and the results are.
+      seeds: runs of a recipe; None for a study, whose arguments say it.
+      data: file of the folder of data; None for synthetic images.
+      devices: simulated ones; None for those there are.
+    """
+
+    name: str
+    table: str
+    arguments: tuple[str, ...]
+    seeds: int | None = None
+    data: str | None = EUROSAT
+    devices: int | None = None
+
+    def data_path(self, folder: Path) -> Path | None:
+        """Where its data are."""
+        return None if self.data is None else folder / self.data
+
+    @property
+    def command(self) -> str:
+        """As a user would give it."""
+        script = "sweep.py" if self.seeds is None else "train.py"
+        devices = f"XLA_FLAGS=--xla_force_host_platform_device_count={self.devices} " if self.devices else ""
+        return f"{devices}python {script} {' '.join(self.arguments)}"
+
+
+def recipe(name: str, seeds: int, data: str = EUROSAT) -> Job:
+    """Runs of a config file as it is."""
+    return Job(name, "recipes", ("--config", f"configs/{name}.py"), seeds, data)
+
+
+def study(name: str, table: str, *arguments: str, config: str = "eurosat_fast", devices: int | None = None) -> Job:
+    """A study of the space of this name."""
+    files = ("--config", f"configs/{config}.py", "--space", f"configs/sweeps/{name}.py")
+    return Job(name, table, (*files, *arguments), devices=devices)
+
+
+def jobs() -> list[Job]:
+    """All jobs, in the order in which they run."""
+    to_90 = ("--config.train.target_accuracy", "0.9")
+    fine = ("--config.train.inner_steps", "45", "--config.train.outer_steps", "15")
+    three = ("--seeds", "3")
+    return [
+        recipe("eurosat_fast", 6),
+        recipe("eurosat_full_batch", 3),
+        recipe("eurosat", 3),
+        recipe("cifar10_fast", 3, CIFAR10),
+        recipe("eurosat_best", 3),
+        study("all_optimizers", "rates", *SMALL),
+        study("tuned_optimizers", "optimizers", *three, *fine),
+        study("knees", "knees", "--pruner", "median", "--best_seeds", "3", *to_90, *SMALL),
+        study("ablation", "ablation", *three, *SMALL),
+        study("adascale", "adascale", *three, *SMALL),
+        study("batch_growth", "batch_growth", *three, *SMALL),
+        study("local_sgd", "local_sgd", *three, *SMALL, devices=8),
+    ]
+
+
+def bench_results(path: str, data: str, tables: str | None) -> dict:
+    """Runs the jobs of these tables.
+
+    Args:
+      path: a folder for runs and studies.
+      data: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip.
+      tables: names with commas between; None for all.
+    Raises:
+      UserError: no such table; data are missing; a run failed, with its message.
+    """
+    known = list(dict.fromkeys(job.table for job in jobs()))
+    chosen = tables.split(",") if tables else known
+    for table in chosen:
+        if table not in known:
+            raise UserError(f"--tables: {table!r}; allowed: {', '.join(known)}")
+    for job in jobs():
+        if job.table in chosen:
+            found = job.data_path(Path(data).resolve())
+            if found and not found.exists():
+                raise UserError(f"--data: {found} is missing")
+            run_job(job, Path(path).resolve(), found)
+            keep(job, rows_of(job, Path(path).resolve(), found))
+    return {"rows": pages.read_rows(ROWS)}
+
+
+# ---- running ------------------------------------------------------------------------------------------
+
+
+def run_job(job: Job, path: Path, data: Path | None) -> None:
+    """Runs what has not ended.
+
+    Raises:
+      UserError: a run failed; its message.
+    """
+    options = ["--config.dataset.path", str(data)] if data else []
+    if job.seeds is None:
+        _run(job, ["sweep.py", *job.arguments, *options, "--study", str(path / job.name)])
+        return
+    for seed in range(job.seeds):
+        folder = run_folder(job, seed, path)
+        if not _has_ended(folder):
+            options_of_seed = ["--config.seed", str(seed), "--workdir", str(folder)]
+            _run(job, ["train.py", *job.arguments, *options, *options_of_seed])
+
+
+def run_folder(job: Job, seed: int, path: Path) -> Path:
+    """Of a recipe's run."""
+    return path / job.name / f"seed_{seed}"
+
+
+def _has_ended(folder: Path) -> bool:
+    summary = folder / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["status"] in ("done", "diverged")
+
+
+def _run(job: Job, arguments: list[str]) -> None:
+    environment = dict(os.environ)
+    if job.devices:
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={job.devices}"
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"{arguments[0]} ended with status {done.returncode}"]
+        raise UserError(f"{job.name}: {lines[-1]}")
+
+
+# ---- rows -----------------------------------------------------------------------------------------------
+
+
+def rows_of(job: Job, path: Path, data: Path | None) -> list[dict]:
+    """What the runs of a job gave."""
+    if job.seeds is None:
+        found = reader.read(path / job.name)
+        settings = analysis.leaderboard(found)
+        return [_row(job, setting.runs) | {"values": setting.values} for setting in settings]
+    runs = [reader.read_run(run_folder(job, seed, path)) for seed in range(job.seeds)]
+    row = _row(job, runs)
+    test = functools.partial(accuracy_on_test, data=data)
+    row["test_accuracy"] = [test(run) for run in runs]
+    has_copies = any(row["val_accuracy_averaged"])
+    row["test_accuracy_averaged"] = [test(run, averaged=True) if has_copies else None for run in runs]
+    return [row]
+
+
+def _row(job: Job, runs: list[Run]) -> dict:
+    """What stands in docs/results.json of the seeds of one setting."""
+    ended = max(run.path.stat().st_mtime for run in runs)
+    last = [run.rows[-1] if run.rows else {} for run in runs]
+    return {
+        "table": job.table,
+        "job": job.name,
+        "command": job.command,
+        "date": datetime.fromtimestamp(ended, UTC).strftime("%Y-%m-%d"),
+        "commit": runs[0].summary.get("git_commit") or "unknown",
+        "dtype": runs[0].field("model.dtype"),
+        "device": f"{runs[0].summary.get('devices')} {runs[0].summary.get('device_kind')}",
+        "status": [run.status for run in runs],
+        "seeds": len(runs),
+        "updates": last[0].get("step"),
+        "images": last[0].get("examples_seen"),
+        "flops_per_image": runs[0].summary.get("flops_per_image"),
+        "val_accuracy": [row.get("val_accuracy") for row in last],
+        "val_accuracy_averaged": [row.get("val_accuracy_views") for row in last],
+        "best_val_accuracy": [run.best_val_accuracy for run in runs],
+        "updates_to_0.9": [run.updates_to(0.9) for run in runs],
+        "updates_to_target": [run.value("steps_to_target") for run in runs],
+        "train_sec": [run.summary.get("train_sec") for run in runs],
+    }
+
+
+def accuracy_on_test(run: Run, data: Path | None, *, averaged: bool = False) -> float | None:
+    """Of a run that ended well, from its best checkpoint; averaged over the copies that its validation takes."""
+    if run.status != "done":
+        return None
+    from evaluate import evaluate  # JAX, which a table alone does not need
+
+    copies = {}
+    if averaged:
+        copies = {"views": run.field("eval.view_average"), "shift": run.field("eval.shift_average")}
+    overrides = {"dataset.path": str(data)} if data else {}
+    return evaluate(run.path, "test", overrides=overrides, **copies)
+
+
+def keep(job: Job, rows: list[dict]) -> None:
+    """Puts the rows of a job in the place of those it had, and their table into the page."""
+    order = {known.name: place for place, known in enumerate(jobs())}
+    kept = [row for row in pages.read_rows(ROWS) if row["job"] != job.name] + rows
+    kept.sort(key=lambda row: order.get(row["job"], len(order)))
+    pages.write_rows(ROWS, kept)
+    of_table = [row for row in kept if row["table"] == job.table]
+    pages.write_part(PAGE, job.table, result_tables.table_of(job.table, of_table))
+
+
+def print_results(result: dict) -> None:
+    """Prints what is kept, a line for each row."""
+    for row in result["rows"]:
+        values = ", ".join(f"{field} {value}" for field, value in row.get("values", {}).items())
+        accuracy = result_tables.spread(row["val_accuracy"])
+        print(f"{row['table']:12} {row['job']} {values}: {accuracy} at the last update")
+    print(f"rows in {ROWS.relative_to(ROOT)}, tables in {PAGE.relative_to(ROOT)}")

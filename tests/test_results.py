@@ -1,0 +1,100 @@
+"""The tables of docs/results.md: jobs that run, go on and are not run again; and their rows and tables."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import pages, result_tables, results
+from benchmarks.results import Job
+from largebatch.errors import UserError
+
+SHORT = (
+    "--config",
+    "configs/default.py",
+    "--config.dataset.num_examples",
+    "100",
+    "--config.dataset.image_size",
+    "16",
+)
+SHORT += ("--config.batch.size", "32", "--config.train.inner_steps", "1", "--config.train.outer_steps", "2")
+SPACE = """
+from optuna.distributions import CategoricalDistribution
+
+def get_space():
+    return {"optimizer.name": CategoricalDistribution(["sgd", "adam"])}
+"""
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """The page of some jobs, not that of the project."""
+    page = tmp_path / "results.md"
+    page.write_text("# Results\n\n<!-- recipes: begin -->\nold\n<!-- recipes: end -->\n\nAfter.\n")
+    monkeypatch.setattr(results, "PAGE", page)
+    monkeypatch.setattr(results, "ROWS", tmp_path / "results.json")
+    return page
+
+
+def test_every_table_has_its_place_in_the_page():
+    text = results.PAGE.read_text()
+    for job in results.jobs():
+        assert text.count(f"<!-- {job.table}: begin -->") == text.count(f"<!-- {job.table}: end -->") == 1
+        assert (ROOT / job.arguments[1]).exists()
+
+
+def test_kept_rows_are_those_of_the_page():
+    rows = pages.read_rows(results.ROWS)
+    for name in {row["table"] for row in rows}:
+        table = result_tables.table_of(name, [row for row in rows if row["table"] == name])
+        assert table in results.PAGE.read_text()
+
+
+@pytest.mark.full
+def test_jobs_run_once_and_their_rows_replace_older_ones(page, tmp_path, monkeypatch):
+    (tmp_path / "space.py").write_text(SPACE)
+    study = Job("tiny", "optimizers", (*SHORT, "--space", str(tmp_path / "space.py")), data=None)
+    monkeypatch.setattr(results, "jobs", lambda: [Job("short", "recipes", SHORT, seeds=2, data=None), study])
+    with pytest.raises(UserError, match="no place for a table: <!-- optimizers: begin -->"):
+        results.bench_results(str(tmp_path / "runs"), ".", None)
+    (recipe, *_) = json.loads(results.ROWS.read_text())
+    assert (recipe["seeds"], recipe["updates"], recipe["status"]) == (2, 2, ["done", "done"])
+    assert all(0 <= accuracy <= 1 for accuracy in recipe["test_accuracy"])
+    text = page.read_text()
+    assert "old" not in text
+    assert text.startswith("# Results")
+    assert text.endswith("After.\n")
+    assert "`short.py`" in text
+    page.write_text(text + "<!-- optimizers: begin --><!-- optimizers: end -->")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
+    found = results.bench_results(str(tmp_path / "runs"), ".", "recipes,optimizers")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")} == before
+    assert [row["job"] for row in found["rows"]] == ["short", "tiny", "tiny"]
+    assert {row["values"]["optimizer.name"] for row in found["rows"][1:]} == {"sgd", "adam"}
+
+
+def test_what_cannot_be_run_is_refused(page, tmp_path):
+    with pytest.raises(UserError, match=r"--tables: 'knee'; allowed: recipes, rates, .*knees"):
+        results.bench_results(str(tmp_path), str(tmp_path), "knee")
+    with pytest.raises(UserError, match=r"--data: .*EuroSAT.zip is missing"):
+        results.bench_results(str(tmp_path), str(tmp_path), "recipes")
+    assert not results.ROWS.exists()
+
+
+def test_the_table_of_knees_has_the_best_setting_of_each_batch_size():
+    def row(optimizer, size, rate, steps, images=400_000):
+        values = {"optimizer.name": optimizer, "batch.size": size, "optimizer.learning_rate": rate}
+        return {"values": values, "images": images, "updates_to_target": steps}
+
+    rows = [
+        row("muon", 128, 0.1, [100, 110, 120]),
+        row("muon", 128, 0.2, [105]),
+        row("sgd", 8192, 0.4, [None]),
+        row("sgd", 128, 0.4, [200, None]),
+    ]
+    _, cells = result_tables.knee_cells(rows)
+    assert cells == [
+        ["muon", "128", "0.1", "400,000", "110 ± 10 (3 of 3)", "14,080"],
+        ["sgd", "128", "0.4", "400,000", "200 (1 of 2)", "25,600"],
+        ["sgd", "8,192", "0.4", "400,000", "not reached", ""],
+    ]
