@@ -57,15 +57,15 @@ def scale_by_adam(b1, b2, eps: float = 1e-8, *, nesterov: bool = False) -> optax
         del params
         first = state.first.add(grads, b1)
         second = state.second.add(jax.tree.map(jnp.square, grads), b2)
-        directions = _look_ahead(first, grads, b1) if nesterov else first.corrected
+        directions = look_ahead(first, grads, b1) if nesterov else first.corrected
         directions = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), directions, second.corrected)
         return directions, AdamState(first, second)
 
     return optax.GradientTransformation(init, update)
 
 
-def _look_ahead(first: Average, grads, b1):
-    """The first moment of the next update, in which this gradient stands for the one that is not known yet."""
-    ahead = Average(first.value, first.weight_of_start * b1).corrected
-    weight = 1 - first.weight_of_start
-    return jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g / weight, ahead, grads)
+def look_ahead(average: Average, grads, decay):
+    """The corrected average of the next update, in which this gradient stands for the one that is not known yet."""
+    ahead = Average(average.value, average.weight_of_start * decay).corrected
+    weight = 1 - average.weight_of_start
+    return jax.tree.map(lambda m, g: decay * m + (1 - decay) * g / weight, ahead, grads)

@@ -16,6 +16,7 @@ from flax import struct
 from jax import tree_util
 
 from largebatch.optim.adam import scale_by_adam
+from largebatch.optim.muon import scale_by_muon
 from largebatch.optim.soap import scale_by_soap
 
 LAMB_EPSILON = 1e-6  # beside the root of the second moment
@@ -127,8 +128,7 @@ def _lamb(learning_rate, hyperparams, options, mask):
 
 
 def _muon(learning_rate, hyperparams, options, mask):
-    # Jordan et al. 2024, "Muon": momentum, orthogonalised by Newton-Schulz. A convolution is the matrix of its
-    # output channels; the head, biases and norms are AdamW's.
+    # The head, biases and norms are AdamW's.
     def names(params):
         def of(path, p):
             is_head = any(getattr(key, "key", None) == HEAD for key in path)
@@ -136,17 +136,9 @@ def _muon(learning_rate, hyperparams, options, mask):
 
         return tree_util.tree_map_with_path(of, params)
 
-    def dimensions(params):
-        return jax.tree.map(
-            lambda p: optax.contrib.MuonDimensionNumbers(tuple(range(p.ndim - 1)), p.ndim - 1), params
-        )
-
-    muon = optax.contrib.muon(
-        1.0, beta=hyperparams.momentum, nesterov=options.nesterov, muon_weight_dimension_numbers=dimensions
-    )
-    adam = scale_by_adam(hyperparams.momentum, hyperparams.b2)
+    adam = scale_by_adam(hyperparams.momentum, hyperparams.b2, nesterov=options.nesterov)
     directions = {
-        "muon": optax.chain(muon, optax.scale(-1.0)),  # optax's is downhill already
+        "muon": scale_by_muon(hyperparams.momentum, nesterov=options.nesterov),
         "adamw": optax.chain(adam, optax.scale(hyperparams.adamw_multiplier)),
     }
     return optax.chain(

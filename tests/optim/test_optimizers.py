@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+from largebatch.optim import muon as muon_module
 from largebatch.optim import optimizers, soap
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
 
@@ -283,6 +284,45 @@ def test_muon_moves_by_nearly_orthogonal_matrices(params):
     assert values.max() < 1.3
     head = np.asarray(params["head"]["kernel"] - moved["head"]["kernel"])
     np.testing.assert_allclose(np.abs(head), 1.0, rtol=1e-3)  # Adam's first update
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (27, 32), (288, 64), (1152, 128)])
+@pytest.mark.parametrize(
+    ("way", "tolerance"),
+    [(muon_module.by_newton_schulz, 2e-5), (muon_module.by_gram_matrix, 2e-4)],  # squares of small singular values
+)
+def test_both_ways_to_orthogonalize_are_those_of_numpy(way, tolerance, shape, monkeypatch):
+    rng = np.random.default_rng(0)
+    spectrum = np.exp(2 * rng.standard_normal(shape[1]))  # over three decades
+    matrix = (rng.standard_normal(shape) * spectrum).astype(np.float32)
+    monkeypatch.setattr(muon_module.lax, "platform_dependent", lambda matrix, **ways: way(matrix))
+    found = muon_module.orthogonalize(matrix)
+    np.testing.assert_allclose(found, orthogonal(matrix.astype(np.float64)), atol=tolerance)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_muon_is_that_of_optax(params, nesterov):
+    def dimensions(params):
+        return jax.tree.map(
+            lambda p: optax.contrib.MuonDimensionNumbers(tuple(range(p.ndim - 1)), p.ndim - 1), params
+        )
+
+    kernels = {"conv": params["conv"]["kernel"], "wide": np.ones((2, 7), np.float32)}
+    theirs = optax.contrib.muon(0.1, beta=0.9, nesterov=nesterov, muon_weight_dimension_numbers=dimensions)
+    ours = optax.chain(muon_module.scale_by_muon(0.9, nesterov=nesterov), optax.scale(-0.1))
+    moves, states = [], [theirs.init(kernels), ours.init(kernels)]
+    for grads in gradients(kernels, 4):
+        for index, optimizer in enumerate((theirs, ours)):
+            move, states[index] = optimizer.update(grads, states[index], kernels)
+            moves.append(move)
+    for expected, found in zip(moves[::2], moves[1::2], strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+
+
+def test_muon_of_a_zero_gradient_does_not_move(params):
+    zero = jax.tree.map(np.zeros_like, params)
+    moved = run("muon", params, [zero], [1.0])
+    jax.tree.map(np.testing.assert_array_equal, moved, params)
 
 
 # ---- decays that change -----------------------------------------------------------------------------
