@@ -119,7 +119,7 @@ def run_outer_loops(
             if is_best or is_last or row["outer"] % config.checkpoint.every_outer == 0:
                 progress.save(after_validation=True)
             last_outer = -(-trainer.schedule.num_updates // config.train.inner_steps)
-            report.row(row, row["outer"] if trainer.done else last_outer)
+            report.row(row, row["outer"] if is_last else last_outer)
         if not trainer.done:
             trainer.stop_if_asked()
 

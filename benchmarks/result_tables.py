@@ -21,7 +21,7 @@ def table_of(name: str, rows: list[dict]) -> str:
 
 
 def best_of(rows: list[dict], *fields: str) -> dict[tuple, dict]:
-    """The best setting of each combination of the values of some fields; `rows` are of a study, best first."""
+    """The first setting of each combination of the values of some fields; `rows` are of a study, best first."""
     best: dict[tuple, dict] = {}
     for row in rows:
         best.setdefault(tuple(row["values"][field] for field in fields), row)
@@ -36,9 +36,9 @@ def recipe_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
         [
             f"`{row['job']}.py`",
             row["dtype"],
-            f"{row['images']:,}",
-            f"{row['updates']:,}",
-            f"{row['images'] * row['flops_per_image'] / 1e15:.3f}",
+            between(row["images"]),
+            between(row["updates"]),
+            f"{max(row['images']) * row['flops_per_image'] / 1e15:.3f}",
             f"{each(row['val_accuracy'])}; {with_averaged(row['val_accuracy'], row['val_accuracy_averaged'])}",
             with_averaged(row["test_accuracy"], row["test_accuracy_averaged"]),
             f"{statistics.median(row['train_sec']):,.0f}",
@@ -55,7 +55,7 @@ def setting_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     return header, [
         [
             *(str(row["values"][field]) for field in fields),
-            f"{row['updates']:,}" if row["updates"] else "",
+            between(row["updates"]),
             spread(row["best_val_accuracy"]),
             spread(row["val_accuracy"]),
             reached(row["updates_to_0.9"]),
@@ -65,22 +65,42 @@ def setting_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
 
 
 def knee_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """A row for each optimizer and batch size: its best setting, or that none reached the target."""
-    header = ["optimizer", "batch", "rate", "images of the run", "updates to the target", "images to it"]
+    """A row for each optimizer and batch size: its best setting, or that none got there."""
+    header = ["optimizer", "batch", "rate", "images of a whole run", "updates to the target", "images to it"]
     cells = []
-    for (optimizer, size), row in sorted(best_of(rows, "optimizer.name", "batch.size").items()):
+    ordered = sorted(rows, key=_by_updates_to_target)
+    for (optimizer, size), row in sorted(best_of(ordered, "optimizer.name", "batch.size").items()):
         updates = [steps for steps in row["updates_to_target"] if steps is not None]
         cells.append(
             [
                 optimizer,
                 f"{size:,}",
                 f"{row['values']['optimizer.learning_rate']:g}",
-                f"{row['images']:,}",
+                f"{row['planned_updates'] * size:,}",
                 reached(row["updates_to_target"]),
                 f"{statistics.mean(updates) * size:,.0f}" if updates else "",
             ]
         )
     return header, cells
+
+
+def _by_updates_to_target(row: dict) -> tuple:
+    """First settings whose seeds all got there; of these the ones with more seeds, then with fewer updates.
+
+    The best of the search have more seeds than the others, and a lucky seed of another says less than their mean.
+    """
+    updates = row["updates_to_target"]
+    if None in updates:
+        return 1, 0, 0.0
+    return 0, -len(updates), statistics.mean(updates)
+
+
+def between(counts: list[int | None]) -> str:
+    """The lowest and the highest of some numbers, or the only one."""
+    known = sorted({count for count in counts if count is not None})
+    if not known:
+        return ""
+    return f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,} to {known[-1]:,}"
 
 
 def spread(values: list[float | None]) -> str:

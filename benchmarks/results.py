@@ -52,10 +52,13 @@ class Job:
 
     @property
     def command(self) -> str:
-        """As a user would give it."""
-        script = "sweep.py" if self.seeds is None else "train.py"
+        """As a user would give it; S stands for the seed."""
+        script, place = "sweep.py", f"--study runs/studies/{self.name}"
+        if self.seeds is not None:
+            script, place = "train.py", f"--config.seed S --workdir runs/{self.name}-S"
+        data = f" --config.dataset.path {self.data}" if self.data else ""
         devices = f"XLA_FLAGS=--xla_force_host_platform_device_count={self.devices} " if self.devices else ""
-        return f"{devices}python {script} {' '.join(self.arguments)}"
+        return f"{devices}python {script} {' '.join(self.arguments)}{data} {place}"
 
 
 def recipe(name: str, seeds: int, data: str = EUROSAT) -> Job:
@@ -105,13 +108,14 @@ def bench_results(path: str, data: str, tables: str | None) -> dict:
     for table in chosen:
         if table not in known:
             raise UserError(f"--tables: {table!r}; allowed: {', '.join(known)}")
-    for job in jobs():
-        if job.table in chosen:
-            found = job.data_path(Path(data).resolve())
-            if found and not found.exists():
-                raise UserError(f"--data: {found} is missing")
-            run_job(job, Path(path).resolve(), found)
-            keep(job, rows_of(job, Path(path).resolve(), found))
+    asked = [job for job in jobs() if job.table in chosen]
+    places = {job.name: job.data_path(Path(data).resolve()) for job in asked}
+    for place in places.values():
+        if place and not place.exists():
+            raise UserError(f"--data: {place} is missing")
+    for job in asked:
+        run_job(job, Path(path).resolve(), places[job.name])
+        keep(job, rows_of(job, Path(path).resolve(), places[job.name]))
     return {"rows": pages.read_rows(ROWS)}
 
 
@@ -149,11 +153,17 @@ def _run(job: Job, arguments: list[str]) -> None:
     environment = dict(os.environ)
     if job.devices:
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={job.devices}"
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"{arguments[0]} ended with status {done.returncode}"]
-        raise UserError(f"{job.name}: {lines[-1]}")
+    command, last = [sys.executable, *arguments], f"{arguments[0]} ended without a word"
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            for line in child.stderr:
+                sys.stderr.write(line)
+                last = line.strip() or last
+        except BaseException:  # this process is told to end
+            child.terminate()
+            raise
+    if child.returncode:
+        raise UserError(f"{job.name}: {last}")
 
 
 # ---- rows -----------------------------------------------------------------------------------------------
@@ -167,6 +177,11 @@ def rows_of(job: Job, path: Path, data: Path | None) -> list[dict]:
         return [_row(job, setting.runs) | {"values": setting.values} for setting in settings]
     runs = [reader.read_run(run_folder(job, seed, path)) for seed in range(job.seeds)]
     row = _row(job, runs)
+    row["parameters"] = [run.summary.get("params_sha256") for run in runs]
+    for before in pages.read_rows(ROWS):
+        if before.get("parameters") == row["parameters"]:  # the test split is looked at once
+            kept = {name: before[name] for name in ("test_accuracy", "test_accuracy_averaged")}
+            return [row | kept]
     test = functools.partial(accuracy_on_test, data=data)
     row["test_accuracy"] = [test(run) for run in runs]
     has_copies = any(row["val_accuracy_averaged"])
@@ -188,8 +203,10 @@ def _row(job: Job, runs: list[Run]) -> dict:
         "device": f"{runs[0].summary.get('devices')} {runs[0].summary.get('device_kind')}",
         "status": [run.status for run in runs],
         "seeds": len(runs),
-        "updates": last[0].get("step"),
-        "images": last[0].get("examples_seen"),
+        "planned_updates": runs[0].field("train.inner_steps") * runs[0].field("train.outer_steps"),
+        "batch_size": runs[0].batch_size,
+        "updates": [row.get("step") for row in last],
+        "images": [row.get("examples_seen") for row in last],
         "flops_per_image": runs[0].summary.get("flops_per_image"),
         "val_accuracy": [row.get("val_accuracy") for row in last],
         "val_accuracy_averaged": [row.get("val_accuracy_views") for row in last],

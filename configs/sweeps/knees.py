@@ -3,8 +3,8 @@
     python sweep.py --config configs/eurosat_fast.py --space configs/sweeps/knees.py --study runs/studies/knees \
         --pruner median --best_seeds 3 --config.train.target_accuracy 0.9 --config.dataset.image_size 32
 
-Each optimizer is tuned at each batch size: four rates with a linear decay over 400,000 images (1,000,000 for the
-two largest batches), then half and a quarter of the images at the best rate, then three seeds of the best. (The
+Each optimizer is tuned at each batch size: four rates with a linear decay over up to 400,000 images (1,000,000 for
+the two largest batches), then half and a quarter of the images at the best rate, then three seeds of the best. (The
 decay makes the last part of a run the best one: a run that is too long reaches the target late.) About 5 hours on
 2 CPU cores.
 """

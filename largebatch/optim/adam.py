@@ -65,7 +65,11 @@ def scale_by_adam(b1, b2, eps: float = 1e-8, *, nesterov: bool = False) -> optax
 
 
 def look_ahead(average: Average, grads, decay):
-    """The corrected average of the next update, in which this gradient stands for the one that is not known yet."""
+    """The average of the next update, in which this gradient stands for the one that is not known yet.
+
+    As optax has it: both parts are corrected by themselves, so their sum is too large at first, 1.47 times the
+    gradient with a decay of 0.9.
+    """
     ahead = Average(average.value, average.weight_of_start * decay).corrected
     weight = 1 - average.weight_of_start
     return jax.tree.map(lambda m, g: decay * m + (1 - decay) * g / weight, ahead, grads)

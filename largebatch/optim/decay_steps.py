@@ -78,10 +78,12 @@ def plan_decay(steps: Steps, decay_by: str, batch_sizes: PiecewiseConstant, exam
         updates = -(-left // size)
         starts.append(starts[-1] + updates)
         seen += updates * size
-    starts, num_updates = np.array(starts[:-1], np.int64), starts[-1]
+    factors = steps.factors * (sizes / batch_size) ** DECAY_BY[decay_by]
+    has_updates = np.diff(starts) > 0
+    starts, num_updates = np.array(starts[:-1], np.int64)[has_updates], starts[-1]
     return DecayPlan(
         num_updates=num_updates,
-        batch_sizes=PiecewiseConstant(starts, sizes),
+        batch_sizes=PiecewiseConstant(starts, sizes[has_updates]),
         rate_batch_sizes=PiecewiseConstant.constant(batch_size),
-        decay_factors=PiecewiseConstant(starts, steps.factors * (sizes / batch_size) ** DECAY_BY[decay_by]),
+        decay_factors=PiecewiseConstant(starts, factors[has_updates]),
     )

@@ -1,6 +1,6 @@
 """Muon's direction: the momentum of a kernel, as a matrix whose singular values are all near 1.
 
-optax.contrib.muon gives the same. On a CPU it takes four times as long (LOG.md).
+optax.contrib.muon gives the same. On a CPU it takes three times as long (LOG.md).
 """
 
 import jax
@@ -55,7 +55,7 @@ def orthogonalize(matrix: jax.Array) -> jax.Array:
     if rows < columns:
         return orthogonalize(matrix.T).T
     matrix = matrix / (jnp.linalg.norm(matrix) + EPSILON)
-    # Elsewhere matrix products are in less than float32 unless one pays for it, and the first way needs it.
+    # Elsewhere matrix products are in less than float32 unless one pays for it, and Gram matrices need it.
     return lax.platform_dependent(matrix, cpu=by_gram_matrix, default=by_newton_schulz)
 
 

@@ -29,6 +29,7 @@ SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 # weight of a gradient in the second moment: Marek et al. 2025, "Small Batch Size Training for Language Models".
 B2_SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {"none": np.ones_like, "half_life": lambda ratio: ratio}
 WARMUPS = ("warmup_updates", "warmup_epochs", "warmup_examples")
+MOST_ROUNDING = 0.1  # of 1 - b2 in float32
 MOST_EXAMPLES = 2**62  # what does not fit 64 bits is longer than any run
 
 
@@ -275,11 +276,12 @@ def create_schedule(
       examples_per_epoch: which no batch exceeds.
       b2: decay of the second moment, at the reference batch size.
     Raises:
-      BadSetting: the warm-up is as long as training.
+      BadSetting: the warm-up is as long as training; float32 does not hold the b2 of a batch.
     """
     counted_by = _warmup_batch_sizes(options, batch_sizes, change_in_training)
     warmup = _warmup_updates(options, counted_by, examples_per_epoch)
     _refuse_long_warmup(options, warmup, num_updates)
+    _refuse_b2_that_rounds(options, b2, batch_sizes)
     plan = _plan(options, warmup, num_updates, batch_sizes, examples_per_epoch)
     peaks = peak_rates(options, learning_rate, plan.rate_batch_sizes.first(plan.num_updates).values)
     highest_known_peak = peaks[0] if change_in_training else peaks.max()
@@ -341,6 +343,20 @@ def _refuse_long_warmup(options: ScheduleOptions, warmup: int, num_updates: int)
         field = next(field for field in WARMUPS if getattr(options, field) is not None)
         raise BadSetting(
             f"schedule.{field}: {getattr(options, field)} is {warmup} updates; allowed: up to {limit}, before {end}"
+        )
+
+
+def _refuse_b2_that_rounds(options: ScheduleOptions, b2: float, batch_sizes: PiecewiseConstant) -> None:
+    """The b2 of a small batch may be so near to 1 that float32 makes another half-life of it, or none at all."""
+    if options.b2_scaling == "none":
+        return
+    exact = b2 ** B2_SCALING[options.b2_scaling](batch_sizes.values / options.reference_batch_size)
+    off = np.abs((1.0 - np.float64(np.float32(exact))) / (1.0 - exact) - 1)
+    if off.max() > MOST_ROUNDING:
+        size, value = batch_sizes.values[off.argmax()], exact[off.argmax()]
+        raise BadSetting(
+            f"schedule.b2_scaling: {options.b2_scaling!r} makes b2 {value:.10g} at batch {size}, which float32 "
+            "rounds; allowed: a smaller optimizer.b2, or a smaller schedule.reference_batch_size"
         )
 
 

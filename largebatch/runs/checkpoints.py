@@ -345,5 +345,6 @@ def fill(like, arrays: dict[str, np.ndarray], where: str):
     ]
     if wrong:
         more = " ..." if len(wrong) > 4 else ""
-        raise UserError(f"{where}: {'; '.join(wrong[:4])}{more}")
+        cause = "of another network, optimizer or version of the code"
+        raise UserError(f"{where}: {cause}: {'; '.join(wrong[:4])}{more}")
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in expected])

@@ -149,7 +149,7 @@ class RunProgress:
         started = collectives.from_primary(collectives.agreed(read, collectives.is_primary()) or state)
         snapshot = {**self._like, "state": started}
         if "replicas" in snapshot:
-            snapshot["replicas"] = start.on_all_replicas(started, snapshot["replicas"])
+            snapshot["replicas"] = replicas_from_mean(started, snapshot["replicas"])
         self._trainer.restore(snapshot)
 
     def _from_primary(self, checkpoint: tuple[dict, dict] | None) -> tuple[dict | None, dict | None]:

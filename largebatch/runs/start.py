@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from largebatch.errors import UserError
@@ -28,7 +27,8 @@ def best_parameters(run: Path, state):
 def branch(run: Path, step: int, state):
     """`state` with all that a run had learned after update `step`, moments of the optimizer and averages too.
 
-    Updates are counted from 0 again. Hyper-parameters, seed and the noise that is measured are those of `state`.
+    Updates are counted from 0 again. Hyper-parameters, seed, the noise that is measured and the outer momentum of
+    local steps are those of `state`.
 
     Raises:
       UserError: there is no such checkpoint, or it is of another network or optimizer.
@@ -51,9 +51,3 @@ def branch(run: Path, step: int, state):
     learned = checkpoints.fill(learned, best.arrays_of(learned, arrays), str(saved.path(step)))
     learned["opt_state"] = learned["opt_state"]._replace(hyperparams=state.opt_state.hyperparams)
     return state.replace(**learned)
-
-
-def on_all_replicas(state, replicas):
-    """`replicas`, arrays [devices, ...], that all start from one `state`, as if they had just synchronised."""
-    state = state.replace(local=jax.tree.map(lambda leaf: leaf[0], replicas.local).replace(anchor=state.params))
-    return jax.tree.map(lambda leaf, of_all: np.broadcast_to(leaf, np.shape(of_all)), state, replicas)

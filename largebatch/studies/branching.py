@@ -1,8 +1,9 @@
 """Branches of a run, which tell how large a batch keeps up with the run's own: a study of sweep.py --branch.
 
-Each branch starts from a checkpoint of the run, with its optimizer's moments, and trains on at a constant rate with
-a batch of its own. All see the same number of images. The rate follows the batch by the root, with SGD and LARS
-linearly. Merrill et al. 2025, "Critical Batch Size Revisited"; `critical_batch` has what follows from the losses.
+Each branch starts from a checkpoint of the run, with its optimizer's moments. It trains on at the rate that the run
+had there, with a batch of its own. All see the same number of images. The rate follows the batch by the root, with
+SGD and LARS linearly. After Merrill et al. 2025, "Critical Batch Size Revisited". What follows from the losses is
+in `critical_batch`.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from largebatch.errors import UserError
 from largebatch.runs import reader
 from largebatch.runs.checkpoints import Checkpoints
 from largebatch.runs.reader import BATCH, number
+from largebatch.studies.critical_batch import STEP
 from largebatch.studies.space import SpaceFile
 
-STEP = "train.init_step"
 MOST_POINTS = 6  # checkpoints that are branched from, if the user names none
 PARTS = 4  # a branch is validated so often; its loss is that of the last part
 LARGEST_GROWTH = 64  # of the batch, if the user names no sizes
@@ -31,7 +32,7 @@ class BranchOptions:
 
     Attributes:
       run: folder of the run that is branched.
-      images: that a branch trains on; None for as many as the training set has.
+      images: that a branch trains on.
       sizes: of batches; None for the run's own times powers of two.
       steps: updates after which branches begin; None for up to MOST_POINTS that the run has checkpoints of.
     """
@@ -80,6 +81,18 @@ def branch_points(run: Path) -> list[BranchPoint]:
     return points
 
 
+def recorded_points(description: dict) -> list[BranchPoint]:
+    """The points in a study's study.json: the run may have trained on since. None where it is no study of branches.
+
+    Raises:
+      UserError: they are damaged.
+    """
+    try:
+        return [BranchPoint(**point) for point in description.get("branch_points") or []]
+    except TypeError as error:
+        raise UserError("--study: branch_points in its study.json: damaged") from error
+
+
 def chosen_points(options: BranchOptions) -> list[BranchPoint]:
     """The points of the chosen steps; without them a few, spread evenly up to the last.
 
@@ -106,18 +119,22 @@ def branch_space(options: BranchOptions, points: Sequence[BranchPoint]) -> Space
     Raises:
       UserError: a branch would have too few updates, or none has the run's own batch.
     """
-    smallest = min(point.batch_size for point in points)
-    largest = options.images // PARTS  # an update in each part
-    sizes = options.sizes or [
-        smallest << power for power in range(LARGEST_GROWTH.bit_length()) if smallest << power <= largest
-    ]
-    if max(sizes) > largest:
-        raise UserError(
-            f"--branch_sizes: {max(sizes)}; allowed: up to {largest}, {PARTS} updates of --branch_images "
-            f"{options.images}"
-        )
-    if not {point.batch_size for point in points} <= set(sizes):
-        raise UserError(f"--branch_sizes: {list(sizes)}; allowed: with the run's own, {smallest}")
+    own = sorted({point.batch_size for point in points})
+    part, too_many = divmod(options.images, PARTS)
+    if too_many or part % own[0]:
+        raise UserError(f"--branch_images: {options.images}; allowed: multiples of {PARTS} updates of {own[0]}")
+    sizes = options.sizes
+    if sizes is None:
+        doubled = [own[0] << power for power in range(LARGEST_GROWTH.bit_length())]
+        sizes = sorted({*own, *(size for size in doubled if part % size == 0)})
+    for size in sizes:
+        if part % size:
+            raise UserError(
+                f"--branch_sizes: {size}; allowed: divisors of {part}, a part of --branch_images {options.images}"
+            )
+    for size in own:
+        if size not in sizes:
+            raise UserError(f"--branch_sizes: {sizes}; allowed: with the run's own, {size}")
     space = {
         STEP: CategoricalDistribution([point.step for point in points]),
         BATCH: CategoricalDistribution(list(sizes)),
@@ -134,9 +151,14 @@ def _become_branch(config: config_dict.ConfigDict, options: BranchOptions, point
     """Makes a run's config that of a branch from `point`, with its own batch.size."""
     config.train.init_from = options.run
     config.train.target_accuracy = None
-    updates_of_part = max(round(options.images / PARTS / config.batch.size), 1)
-    config.train.inner_steps, config.train.outer_steps = updates_of_part, PARTS
-    config.batch.update({"trace": None, "per_device_batch_size": None, "auto": False, "max_size": "full"})
+    config.train.inner_steps, config.train.outer_steps = options.images // PARTS // config.batch.size, PARTS
+    fixed = {"trace": None, "hold_last": False, "per_device_batch_size": None, "auto": False, "max_size": "full"}
+    config.batch.update(fixed)
+    if config.sync.mode == "post_local":
+        config.sync.mode = "local" if point.step >= config.sync.start_step else "every_step"
+        config.sync.start_step = 0
+    if config.sync.mode == "every_step":
+        config.sync.update({"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0})
     config.optimizer.learning_rate = point.learning_rate
     if config.schedule.b2_scaling == "half_life":  # what it was at that batch
         config.optimizer.b2 **= point.batch_size / config.schedule.reference_batch_size

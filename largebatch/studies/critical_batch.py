@@ -12,7 +12,7 @@ import numpy as np
 
 from largebatch.runs.reader import BATCH, Study, number
 
-STEP = "train.init_step"
+STEP = "train.init_step"  # the field that says from where a run branches
 TOLERANCE = 0.05  # of the loss of the run's own batch
 RESAMPLES = 1000
 
@@ -39,17 +39,21 @@ class CriticalBatch:
 
 
 def critical_batches(study: Study) -> list[CriticalBatch]:
-    """Those of a study of branches, along the run; without points where the run's own batch has not ended."""
+    """Those of a study of branches, along the run.
+
+    Without points where the run's own batch has not ended, or diverged: nothing can be held to it.
+    """
     found = []
     for point in study.description.get("branch_points") or []:
         sizes, losses = _losses_at(study, point["step"])
-        if point["batch_size"] in sizes and len(sizes) > 1:
+        has_base = point["batch_size"] in sizes and np.isfinite(losses[:, sizes.index(point["batch_size"])]).all()
+        if has_base and len(sizes) > 1:
             found.append(_critical_batch(point, sizes, losses))
     return found
 
 
 def _losses_at(study: Study, step: int) -> tuple[list[int], np.ndarray]:
-    """Batch sizes, and losses [seeds, sizes] of the seeds that ended at all of these sizes."""
+    """The batch sizes at which all seeds ended, and their losses [seeds, sizes]; inf of those that diverged."""
     by_size: dict[int, dict[int, float]] = {}
     for run in study.runs:
         if run.status in ("done", "diverged") and run.field(STEP) == step:

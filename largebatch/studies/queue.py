@@ -54,6 +54,7 @@ class ClaimedTrial:
 
     spec: TrialSpec
     optuna_trial: optuna.Trial
+    is_searched: bool = True  # not a further seed, nor a setting around a best one: those are never pruned
 
     @property
     def id(self) -> int:
@@ -300,14 +301,15 @@ class TrialQueue:
         with self._lock:
             self._beating.add(trial._trial_id)
         self._change_counts(waiting=-1, running=+1)
-        return ClaimedTrial(TrialSpec(key.setting, key.seed, values), trial)
+        is_searched = key.setting < self._options.settings and key.seed < self._options.seeds
+        return ClaimedTrial(TrialSpec(key.setting, key.seed, values), trial, is_searched)
 
     @waits_for_database
     def report(self, claimed: ClaimedTrial, value: float, outer: int) -> bool:
         """Tells the pruner a trial's value after an outer loop; returns whether the trial should be pruned."""
         with TAKEN_FOR_DEAD:
             claimed.optuna_trial.report(value, outer)
-            return claimed.optuna_trial.should_prune()
+            return claimed.is_searched and claimed.optuna_trial.should_prune()
         return False
 
     @waits_for_database

@@ -21,6 +21,7 @@ from largebatch.studies.space import Space
 # TPE has no points of its own: it looks at the trials that ended.
 SAMPLERS = ("grid", "random", "quasi-random", "tpe")
 FIRST_OF_GROUP = 2  # trials that a group ends before its median ends others
+FIRST_VALIDATIONS = 10  # that no trial is judged by: in warm-up the lowest rate leads
 
 
 class MedianOfGroup(optuna.pruners.MedianPruner):
@@ -31,7 +32,7 @@ class MedianOfGroup(optuna.pruners.MedianPruner):
     """
 
     def __init__(self, fields: tuple[str, ...]):
-        super().__init__(n_startup_trials=FIRST_OF_GROUP)
+        super().__init__(n_startup_trials=FIRST_OF_GROUP, n_warmup_steps=FIRST_VALIDATIONS)
         self._fields = fields
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:

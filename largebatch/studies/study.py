@@ -33,6 +33,8 @@ OBJECTIVE_DIRECTIONS = {
     "examples_to_target": "minimize",
     "sec_to_target": "minimize",
 }
+# With other values some branches would have no loss to compare.
+BRANCH_OPTIONS = {"sampler": "grid", "pruner": "none", "best_seeds": 0, "trials": None}
 # Fields of study.json that may change when a study goes on.
 MAY_CHANGE = ("trials", "seeds", "best_seeds", "space_file", "space_sha256", "dtype_is_auto")
 # Without GROUPS in the space file --best_seeds goes to the best setting of each value of the first of these fields
@@ -166,7 +168,7 @@ def define_study(
     shown_storage = without_password(options.storage) if options.storage else options.storage
     options = options.with_objective(config)
     if options.branches:
-        points = branching.chosen_points(options.branches)
+        points = branching.recorded_points(recorded) or branching.chosen_points(options.branches)
         space_file = branching.branch_space(options.branches, points)
     else:
         space_file = read_space_file(path, Path(options.space), recorded, models, given=space_given)
@@ -194,7 +196,7 @@ def define_study(
         heartbeat_sec=options.heartbeat_sec,
         derive=space_file.derive,
         models=models,
-        description=_describe(options, space_file, config, shown_storage),
+        description=_describe(options, space_file, search, config, shown_storage),
         groups=space_file.groups,
     )
     if dtype_is_auto:
@@ -209,7 +211,11 @@ def define_study(
 
 
 def _describe(
-    options: StudyOptions, space_file: SpaceFile, config: config_dict.ConfigDict, shown_storage: str | None
+    options: StudyOptions,
+    space_file: SpaceFile,
+    search: SearchOptions,
+    config: config_dict.ConfigDict,
+    shown_storage: str | None,
 ) -> dict:
     """The content of study.json, as it will be read back."""
     description = dataclasses.asdict(options)
@@ -225,6 +231,8 @@ def _describe(
         description["grid"] = grid(space_file.space, space_file.includes)
     if space_file.groups:
         description["groups"] = list(space_file.groups)
+    if space_file.refine:
+        description["refined"] = [refined(search, values) for values in fixed_settings(search)]
     return json.loads(json.dumps(description))
 
 
@@ -279,6 +287,10 @@ def number_of_settings(space_file: SpaceFile, options: StudyOptions, config: con
     Raises:
       UserError: options that do not go together.
     """
+    if options.branches:
+        for name, allowed in BRANCH_OPTIONS.items():
+            if getattr(options, name) != allowed:
+                raise UserError(f"--{name}: {getattr(options, name)}; allowed with --branch: {allowed}")
     trials, seeds = options.trials, options.seeds
     grid_size = len(grid(space_file.space, space_file.includes)) if options.sampler == "grid" else None
     if trials is None and grid_size is None:
@@ -323,7 +335,8 @@ def identity(description: dict) -> dict:
     """The part of a study.json that may not change."""
     kept = {"order_version": 1}  # of studies from before it was recorded
     for name, value in description.items():
-        if name not in MAY_CHANGE:
+        # With other seeds another setting may be the best one, and what was tried around it has a number already.
+        if name not in MAY_CHANGE or (name == "seeds" and "refined" in description):
             kept[name] = value
     kept["config"] = fields.identity(description["config"])
     return kept

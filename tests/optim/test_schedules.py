@@ -249,6 +249,22 @@ def test_b2_keeps_its_half_life_in_examples(size, b2):
     np.testing.assert_allclose(fixed.inputs(0, 2).b2, 0.99, rtol=1e-6)
 
 
+def test_a_b2_that_float32_rounds_is_refused():
+    options = options_of(b2_scaling="half_life", reference_batch_size=4096)
+    with pytest.raises(
+        BadSetting, match=r"schedule.b2_scaling: 'half_life' makes b2 0.9999999756 at batch 1, which"
+    ):
+        create_schedule(options, 0.1, 100, PiecewiseConstant(np.array([0, 5]), np.array([64, 1])), EPOCH, b2=0.9999)
+    create_schedule(options, 0.1, 100, PiecewiseConstant.constant(64), EPOCH, b2=0.9999)
+
+
+def test_a_stage_without_an_update_is_left_out():
+    schedule = create(name="step", decay_steps=(50, 51, 52), decay_factor=0.1, decay_by="batch")
+    assert (np.diff(schedule.batch_sizes.starts) > 0).all()
+    assert schedule.batch_sizes.starts[-1] < schedule.num_updates
+    assert f"from update {schedule.num_updates:,}" not in describe(schedule)
+
+
 def test_examples_before_is_the_sum_of_the_batches():
     stages = PiecewiseConstant(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
     sizes = stages.value_at(np.arange(20))

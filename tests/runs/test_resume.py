@@ -439,19 +439,24 @@ def test_init_from_starts_with_the_best_parameters(config, tmp_path):
 @pytest.mark.full
 def test_a_branch_starts_with_all_that_its_run_had_learned(config, tmp_path):
     config.optimizer.name, config.train.inner_steps, config.train.outer_steps = "adam", 2, 3
+    config.train.ema_decay, config.model.norm = 0.9, "batch"
     train.train_and_evaluate(config, str(tmp_path / "trunk"))
     before, _ = checkpoints.read_arrays(tmp_path / "trunk" / "checkpoints" / "00000004")
     config.train.init_from, config.train.init_step = str(tmp_path / "trunk"), 4
-    config.optimizer.learning_rate, config.optimizer.b2, config.seed = 1e-30, 1.0 - 1e-7, config.seed + 1
+    config.optimizer.b2, config.seed = 0.5, config.seed + 1
     config.train.inner_steps = config.train.outer_steps = 1
     train.train_and_evaluate(config, str(tmp_path / "branch"))
-    after, _ = checkpoints.read_arrays(tmp_path / "branch" / "checkpoints" / "00000001")
-    assert (before["state.step"], after["state.step"]) == (4, 1)
-    assert after["state.seed"] == config.seed
-    learned = [name for name in before if name.startswith("state.params.") or ".second.value." in name]
-    assert len(learned) > 20
-    for name in learned:  # which a second moment hardly decays
-        np.testing.assert_allclose(after[name], before[name], rtol=0.02, atol=1e-8, err_msg=name)
+    after, _ = checkpoints.read_arrays(tmp_path / "branch" / "checkpoints" / "00000000")
+    changed = {
+        name for name in before if name.startswith("state.") and not np.array_equal(before[name], after[name])
+    }
+    of_the_branch = {"state.step", "state.seed", "state.opt_state.hyperparams.b2"}
+    assert of_the_branch <= changed
+    others = ("state.opt_state.hyperparams.learning_rate", "state.noise.", "state.scale_invariant_steps")
+    assert all(name.startswith(others) for name in changed - of_the_branch)
+    assert (after["state.step"], after["state.seed"]) == (0, config.seed)
+    for part in ("params.", "ema.", "model_state.", "first.value.", "second.value.", "weight_of_start"):
+        assert any(part in name for name in before), part
     config.train.init_step = 5
     missing = "trunk has no checkpoint of update 5; allowed as train.init_step: 2, 4, 6"
     with pytest.raises(UserError, match=f"train.init_from: .*{missing}"):

@@ -3,18 +3,25 @@
 import csv
 import json
 import math
+import re
+import shutil
 
 import numpy as np
 import pytest
 from conftest import run_script
 from test_analysis import write_run
 
+import model as models
 import train
+from configs import default
+from largebatch.config.validate import validate
+from largebatch.errors import UserError
 from largebatch.optim import traces
 from largebatch.reports.branch_panel import branch_panel
 from largebatch.runs import reader
-from largebatch.studies import critical_batch
+from largebatch.studies import branching, critical_batch
 from largebatch.studies.analysis import Knee
+from largebatch.studies.branching import BranchOptions
 
 SIZES = [128, 256, 512, 1024]
 
@@ -91,6 +98,42 @@ def test_a_point_counts_once_its_own_batch_and_another_have_ended(tmp_path):
     assert critical_batch.critical_batches(study) == []
 
 
+@pytest.mark.parametrize("of_seeds", [[math.inf, 1.0, 1.0, 1.0]], ids=["the only seed"])
+def test_nothing_is_held_to_a_base_that_diverged(tmp_path, of_seeds):
+    good = [1.0, 1.0, 1.0, 1.2]
+    study = write_branches(tmp_path / "s", {100: [of_seeds, good], 200: [good, good]})
+    assert [critical.step for critical in critical_batch.critical_batches(study)] == [200]
+
+
+def space_of(**options):
+    points = [branching.BranchPoint(100, 12_800, size, 0.1, None) for size in options.pop("own", (128,))]
+    return branching.branch_space(BranchOptions("run", **options), points).space["batch.size"].choices
+
+
+def test_branch_sizes():
+    assert space_of(images=16_384) == (128, 256, 512, 1024, 2048, 4096)
+    assert space_of(images=4 * 192 * 128, own=(128, 192)) == (128, 192, 256, 512, 1024, 2048, 4096, 8192)
+    for options, message in (
+        ({"images": 400}, "--branch_images: 400; allowed: multiples of 4 updates of 128"),
+        ({"images": 16_384, "own": (21_600,)}, "--branch_images: 16384; allowed: multiples of 4 updates of 21600"),
+        ({"images": 16_384, "sizes": [128, 96]}, "--branch_sizes: 96; allowed: divisors of 4096, a part of"),
+        ({"images": 16_384, "sizes": [256]}, "--branch_sizes: [256]; allowed: with the run's own, 128"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            space_of(**options)
+
+
+def test_a_branch_of_a_run_on_a_trace_or_with_local_steps_is_allowed():
+    config = default.get_config()
+    config.batch.trace, config.batch.hold_last, config.batch.size = (64, 128), True, 256
+    config.sync.update({"mode": "post_local", "start_step": 150, "every": 4, "outer_momentum": 0.5})
+    config.train.init_from, config.train.init_step = "run", 100
+    point = branching.BranchPoint(100, 12_800, 128, 0.1, None)
+    branching._become_branch(config, BranchOptions("run", images=16_384), point)
+    validate(config, models.MODELS)
+    assert (config.sync.mode, config.train.inner_steps) == ("every_step", 16)
+
+
 def test_the_panel_has_branches_noise_scale_and_knee(tmp_path):
     losses = [[1.0, 1.0, 1.0, 1.2]] * 2
     study = write_branches(tmp_path / "s", {100: losses, 200: [[1.0] * 4] * 2})
@@ -114,7 +157,9 @@ def test_branches_of_a_real_run_give_a_trace(small_config, tmp_path):
     study = tmp_path / "study"
     command = ["sweep.py", "--branch", trunk, "--study", study, "--branch_images", 256, "--seeds", 2]
     refusals = {
-        ("--branch_sizes", "32,128"): "--branch_sizes: 128; allowed: up to 64, 4 updates of --branch_images 256",
+        ("--branch_sizes", "32,128"): "--branch_sizes: 128; allowed: divisors of 64, a part of --branch_images 256",
+        ("--pruner", "median"): "--pruner: median; allowed with --branch: none",
+        ("--best_seeds", "3"): "--best_seeds: 3; allowed with --branch: 0",
         ("--branch_steps", "3,5"): "--branch_steps: 5; allowed: validations with a checkpoint, 3, 6",
         ("--config.seed", "1"): "--config: given; allowed with --branch, which takes the config of its run: none",
     }
@@ -126,6 +171,7 @@ def test_branches_of_a_real_run_give_a_trace(small_config, tmp_path):
     done = run_script(*command)
     assert done.returncode == 0, done.stderr
     (study / "batch_warmup.csv").unlink()
+    shutil.rmtree(trunk)  # the study says from where it branched
     done = run_script("sweep.py", "--study", study)  # nothing is left but to tell the result
     assert done.returncode == 0, done.stderr
     assert "critical_batch" in done.stdout

@@ -324,12 +324,30 @@ def test_the_median_of_a_group_ends_its_trials_whatever_the_objective(url):
     queue.enqueue_missing()
     claimed = [queue.claim() for _ in range(6)]
     small, large = claimed[:3], claimed[3:]
+    late = search.FIRST_VALIDATIONS
     for trial, accuracy in zip(small[:2], (0.8, 0.9), strict=True):
-        assert not queue.report(trial, accuracy, 1)
+        assert not queue.report(trial, accuracy, late - 1)
+        assert not queue.report(trial, accuracy, late)
         queue.complete(trial, 100.0)  # updates, of which fewer are better
-    assert queue.report(small[2], 0.84, 1)
-    assert not queue.report(large[0], 0.1, 1)  # nothing of its group has ended
-    assert not queue.report(small[2], 0.86, 2)  # no other came so far
+    assert not queue.report(small[2], 0.1, late - 1)  # too early
+    assert queue.report(small[2], 0.84, late)
+    assert not queue.report(large[0], 0.1, late)  # nothing of its group has ended
+    assert not queue.report(small[2], 0.86, late + 1)  # no other came so far
+
+
+def test_further_seeds_are_never_pruned(url):
+    pruner = search.create_pruner("median", ("batch.size",))
+    queue = make_queue(url, pruner=pruner, best_seeds=2)
+    late = search.FIRST_VALIDATIONS
+    queue.enqueue_missing()
+    while claimed := queue.claim():
+        queue.report(claimed, learning_rate(claimed.spec), late)
+        queue.complete(claimed, learning_rate(claimed.spec))
+    queue.enqueue_missing()
+    second_seed = queue.claim()
+    assert second_seed.spec.seed == 1
+    assert not queue.report(second_seed, 0.0, late)
+    assert second_seed.optuna_trial.should_prune()  # as it would be, were it one of the searched
 
 
 def test_pruner_sees_what_is_reported(url):
