@@ -1,4 +1,4 @@
-"""The networks, by name: the seed's convolution stack, two with residuals, two of airbench, and ResNets.
+"""The networks, by name: the seed's convolution stack, three with residuals, two of airbench, and ResNets.
 
 All take float images [N, H, W, C], and while training weights [N], 0 for padding; they give float32 logits
 [N, num_classes]. Parameters are float32; `dtype` is what the arithmetic runs in. What is not trained is in
@@ -21,6 +21,7 @@ from largebatch.nn.activation import gelu
 from largebatch.nn.convolution import Conv
 from largebatch.nn.normalisation import FROZEN, NORMS, WhitenedPatches
 from largebatch.nn.pooling import max_pool
+from largebatch.nn.side_heads import SIDE_LOGITS, SideHead
 
 WHITENING_EPSILON = 1e-2
 
@@ -48,6 +49,7 @@ class ConvNet(nn.Module):
     norm: str = "none"
     stem: str = "conv"
     zero_head: bool = False
+    side_heads: bool = False  # behind all but the first and the last of the strided convolutions
     features: tuple[int, ...] = (32, 64, 128, 256)
     blocks: tuple[int, ...] = (0, 0, 0, 0)
     hidden: int | None = 128
@@ -68,6 +70,8 @@ class ConvNet(nn.Module):
                 x = activated(conv(features, stride=2)(x))
             for _ in range(blocks):
                 x += activated(conv(features)(x))
+            if self.side_heads and 0 < index < len(self.features) - 1:
+                SideHead(self.num_classes, self.dtype, head_init(self.zero_head))(x)
         x = jnp.mean(x, axis=(1, 2))
         if self.hidden:
             x = gelu(nn.Dense(self.hidden, dtype=self.dtype)(x))
@@ -111,9 +115,13 @@ class AirbenchNet(nn.Module):
 
 
 def make_head(num_classes: int, dtype, zero: bool) -> nn.Dense:
-    """The last layer; from zero, all classes start equal: Zhang et al. 2019, "Fixup Initialization", section 3."""
-    kernel_init = nn.initializers.zeros if zero else nn.initializers.lecun_normal()
-    return nn.Dense(num_classes, dtype=dtype, kernel_init=kernel_init, name="head")
+    """The last layer."""
+    return nn.Dense(num_classes, dtype=dtype, kernel_init=head_init(zero), name="head")
+
+
+def head_init(zero: bool) -> nn.initializers.Initializer:
+    """From zero, all classes start equal: Zhang et al. 2019, "Fixup Initialization", section 3."""
+    return nn.initializers.zeros if zero else nn.initializers.lecun_normal()
 
 
 class BasicBlock(nn.Module):
@@ -194,8 +202,9 @@ class Architecture:
     options: frozenset[str]  # which further fields of a config's `model` it takes
 
 
-_CONVNET_OPTIONS = frozenset({"norm", "zero_head", "stem"})
 _RESNET_OPTIONS = frozenset({"norm", "zero_head"})
+_AIRBENCH_OPTIONS = _RESNET_OPTIONS | {"stem"}
+_CONVNET_OPTIONS = _AIRBENCH_OPTIONS | {"side_heads"}
 MODELS = {
     "convnet": Architecture(ConvNet, _CONVNET_OPTIONS),
     "resconvnet": Architecture(
@@ -204,8 +213,11 @@ MODELS = {
     "resconvnet7": Architecture(
         functools.partial(ConvNet, features=(32, 64, 96, 112), blocks=(0, 1, 1, 1), hidden=None), _CONVNET_OPTIONS
     ),
-    "airbench": Architecture(AirbenchNet, _CONVNET_OPTIONS),
-    "airbench_small": Architecture(functools.partial(AirbenchNet, features=(32, 128, 128)), _CONVNET_OPTIONS),
+    "resconvnet_wide": Architecture(
+        functools.partial(ConvNet, features=(48, 96, 128, 128), blocks=(0, 0, 1, 1), hidden=None), _CONVNET_OPTIONS
+    ),
+    "airbench": Architecture(AirbenchNet, _AIRBENCH_OPTIONS),
+    "airbench_small": Architecture(functools.partial(AirbenchNet, features=(32, 128, 128)), _AIRBENCH_OPTIONS),
     "resnet8": Architecture(
         functools.partial(ResNet, stage_sizes=(1, 1, 1), width=16, block=BasicBlock, imagenet_stem=False),
         _RESNET_OPTIONS,
@@ -221,7 +233,7 @@ def create_model(name: str, num_classes: int, dtype: str, conv: str, **options) 
     """The network called `name` (a key of MODELS), computing in `dtype`, convolving by CONVS[conv].
 
     Args:
-      options: of its Architecture: norm (a key of NORMS), zero_head, stem ("conv" or "whitened").
+      options: of its Architecture: norm (a key of NORMS), zero_head, side_heads, stem ("conv" or "whitened").
     """
     return MODELS[name].module(num_classes=num_classes, dtype=jnp.dtype(dtype), conv=conv, **options)
 
@@ -230,6 +242,7 @@ def init_variables(network, image_shape, seed) -> tuple[dict, dict]:
     """Parameters, float32, the same for the same seed on every host; and the collections that are not trained."""
     images = jnp.zeros((1, *image_shape), network.dtype)
     variables = dict(jax.jit(network.init)(jax.random.key(seed), images))
+    variables.pop(SIDE_LOGITS, None)
     return variables.pop("params"), variables
 
 

@@ -56,7 +56,7 @@ def get_config() -> config_dict.ConfigDict:
     c.augment.cache_dir = "~/.cache/largebatch"  # data caches, downloads and compiled programs; gs:// works
 
     c.model = config_dict.ConfigDict()
-    # convnet | resconvnet | resconvnet7 | airbench | airbench_small | resnet8 | resnet50
+    # convnet | resconvnet | resconvnet7 | resconvnet_wide | airbench | airbench_small | resnet8 | resnet50
     c.model.name = "convnet"
     # Of the arithmetic; parameters stay float32: float32 | bfloat16 | auto: bfloat16 on TPUs, GPUs and CPUs with
     # AVX512_BF16 or AMX, else float32. A run or study keeps the one that it began with.
@@ -69,6 +69,8 @@ def get_config() -> config_dict.ConfigDict:
     # First layer of convnets and airbench: conv | whitened (frozen, from the training images).
     c.model.stem = "conv"
     c.model.zero_head = False  # the last layer starts at zero
+    # Linear classifiers behind inner layers of the convnets; they count 0.4 in the training loss and nowhere else.
+    c.model.side_heads = False
 
     c.batch = config_dict.ConfigDict()
     # Images per update over all devices: an integer from 1 to views x originals, or "full" for all of them.

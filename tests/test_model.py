@@ -3,6 +3,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 
@@ -13,7 +14,7 @@ from largebatch.errors import UserError
 from largebatch.nn import convolution, normalisation
 from largebatch.nn.pooling import max_pool
 from largebatch.training.costs import training_costs
-from largebatch.training.loss import make_normalise
+from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn, make_normalise
 from largebatch.training.state import count_params
 from resolve import make_network
 
@@ -27,6 +28,8 @@ COUNTS = {
     # 432 (stem) + 4,608 + 13,824 + 512 + 55,296 + 2,048 (blocks, with 1x1 projections) + 650 (dense), and 672
     # scales and biases of 9 group normalisations.
     "resnet8": ((32, 32, 3), 10, 78_042),
+    # 1,344 + 41,568 + 110,720 + 147,584 (residual) + 147,584 + 147,584 (residual) + 1,290.
+    "resconvnet_wide": ((64, 64, 3), 10, 597_674),
     # 288 (stem), 13,824 + 36,864 + 147,456 + 3 x 589,824, 2,304 scales and biases, 2,570 (dense).
     "airbench": ((32, 32, 3), 10, 1_972_778),
     # 288, 6,912 + 9,216 + 36,864 + 3 x 147,456, 1,152, 1,290.
@@ -54,7 +57,7 @@ def test_parameter_counts(name):
 def test_networks_say_what_they_take():
     assert set(models.MODELS) == set(COUNTS)
     with_stem = {name for name, architecture in models.MODELS.items() if "stem" in architecture.options}
-    assert with_stem == {"convnet", "resconvnet", "resconvnet7", "airbench", "airbench_small"}
+    assert with_stem == {"convnet", "resconvnet", "resconvnet7", "resconvnet_wide", "airbench", "airbench_small"}
     for name, architecture in models.MODELS.items():
         options = {"norm": "batch", "zero_head": True}
         assert options.keys() <= architecture.options
@@ -190,6 +193,41 @@ def test_whitening_of_13_channels_has_the_identity_as_covariance():
     expected = np.diag(values / (values + models.WHITENING_EPSILON))
     np.testing.assert_allclose(np.cov(whitened.T, bias=True), expected, atol=1e-3)
     assert np.median(np.diag(expected)) > 0.97
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_side_heads_count_in_the_loss_alone(smoothing):
+    rng, scale = np.random.default_rng(0), (120.0, 70.0)
+    images = rng.integers(0, 256, (6, 16, 16, 3), np.uint8)
+    labels, weights = jnp.arange(6) % 5, jnp.array([1.0, 1, 1, 1, 0, 0])
+    batch = Batch(jnp.asarray(images.reshape(6, -1)), labels, weights)
+    options = {"num_classes": 5, "features": (4, 8, 12, 16), "norm": "batch"}
+    network, plain = models.ConvNet(side_heads=True, **options), models.ConvNet(**options)
+    params, model_state = models.init_variables(network, (16, 16, 3), 0)
+    assert set(model_state) == {"batch_stats"}
+    heads = [params.pop(name) for name in ("SideHead_0", "SideHead_1")]
+    with_heads = {**params, "SideHead_0": heads[0], "SideHead_1": heads[1]}
+    logits = (make_logits_fn(net, (16, 16, 3), *scale) for net in (network, plain))
+    evaluated = [logits_fn({"params": with_heads, **model_state}, batch.images) for logits_fn in logits]
+    np.testing.assert_array_equal(*evaluated)
+
+    def loss(network, params):
+        return make_loss_fn(network, (16, 16, 3), *scale, smoothing)(params, model_state, batch)[0]
+
+    def of_side(head, features):
+        logits = features.mean((1, 2)) @ head["Dense_0"]["kernel"] + head["Dense_0"]["bias"]
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, 5), smoothing)
+        return jnp.sum(weights * optax.softmax_cross_entropy(logits, targets))
+
+    pixels = make_normalise(plain, (16, 16, 3), *scale)(batch.images)
+    _, state = plain.apply(
+        {"params": params, **model_state}, pixels, weights, mutable=["batch_stats", "intermediates"],
+        capture_intermediates=lambda module, _: isinstance(module, normalisation.BatchNorm),
+    )  # fmt: skip
+    inner = [models.gelu(state["intermediates"][f"BatchNorm_{layer}"]["__call__"][0]) for layer in (1, 2)]
+    sides = [of_side(head, features) for head, features in zip(heads, inner, strict=True)]
+    expected = loss(plain, params) + 0.4 * (sides[0] + sides[1]) / 2
+    np.testing.assert_allclose(loss(network, with_heads), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("height", "width"), [(31, 31), (8, 6), (2, 3)])

@@ -17,6 +17,7 @@ MISSING_FIELDS: dict[str, object] = {
     "augment.contrast": 0.0,
     "augment.cutout": 0,
     "eval.shift_average": 0,
+    "model.side_heads": False,
     "schedule.b2_scaling": "none",
     "train.init_step": None,
 }

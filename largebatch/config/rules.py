@@ -23,7 +23,7 @@ class Architecture(Protocol):
 
 
 # Fields of a config's `model` that only some networks take, each with the value that asks for nothing.
-MODEL_OPTIONS = {"norm": "auto", "stem": "conv", "zero_head": False}
+MODEL_OPTIONS = {"norm": "auto", "stem": "conv", "zero_head": False, "side_heads": False}
 Models = Mapping[str, Architecture]  # by the name that a config's model.name has
 
 
@@ -123,6 +123,7 @@ RULES: dict[str, Rule] = {
     "model.norm_decay": _FRACTION,
     "model.stem": _one_of("conv", "whitened"),
     "model.zero_head": _FLAG,
+    "model.side_heads": _FLAG,
     "batch.size": _or(_COUNT, "full"),
     "batch.micro_batch_size": _or(_COUNT, "auto"),
     "batch.virtual_shards": _or(_COUNT, None),

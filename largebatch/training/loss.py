@@ -9,6 +9,9 @@ import optax
 from flax import struct
 
 from largebatch.nn.normalisation import STATISTICS
+from largebatch.nn.side_heads import SIDE_LOGITS
+
+SIDE_WEIGHT = 0.4  # of the mean loss of side heads
 
 
 @struct.dataclass
@@ -57,6 +60,8 @@ def make_logits_fn(network, image_shape, mean, std):
 def make_loss_fn(network, image_shape, mean, std, label_smoothing: float = 0.0):
     """The `loss_fn` of the step: cross-entropy against labels smoothed as by Szegedy et al. 2016, section 7.
 
+    Where the network has side heads, SIDE_WEIGHT times the mean of theirs is added.
+
     Args:
       label_smoothing: the share of a label that is spread evenly over all classes.
     Returns:
@@ -65,17 +70,25 @@ def make_loss_fn(network, image_shape, mean, std, label_smoothing: float = 0.0):
     """
     normalise = make_normalise(network, image_shape, mean, std)
 
-    def loss_fn(params, model_state, batch):
-        logits, statistics = network.apply(
-            {"params": params, **model_state}, normalise(batch.images), batch.weights, mutable=[STATISTICS]
-        )
+    def cross_entropy(logits, labels):
         if label_smoothing:
-            targets = optax.smooth_labels(jax.nn.one_hot(batch.labels, logits.shape[-1]), label_smoothing)
-            losses = optax.softmax_cross_entropy(logits, targets)
-        else:
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+            targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), label_smoothing)
+            return optax.softmax_cross_entropy(logits, targets)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+    def loss_fn(params, model_state, batch):
+        logits, collections = network.apply(
+            {"params": params, **model_state},
+            normalise(batch.images),
+            batch.weights,
+            mutable=[STATISTICS, SIDE_LOGITS],
+        )
+        of_sides = [cross_entropy(side, batch.labels) for side in jax.tree.leaves(collections.pop(SIDE_LOGITS, {}))]
+        losses = cross_entropy(logits, batch.labels)
+        if of_sides:
+            losses += SIDE_WEIGHT * sum(of_sides) / len(of_sides)
         hits = jnp.argmax(logits, axis=-1) == batch.labels
-        statistics = jax.tree.map(lambda x: x * batch.weights.sum(), statistics)
+        statistics = jax.tree.map(lambda x: x * batch.weights.sum(), collections)
         sums = BatchSums({"accuracy": jnp.sum(hits * batch.weights)}, statistics)
         return jnp.sum(losses * batch.weights), sums
 
