@@ -10,7 +10,7 @@
     python bench.py pack
     python bench.py noise [--batch_size 512] [--repeats 7]
     python bench.py growth [--targets v3:2x2,v3:4x4]
-    python bench.py compile [--targets v3:4x4,h200] [--configs eurosat,eurosat_fast]
+    python bench.py compile [--targets v3:4x4,h200] [--configs eurosat,eurosat_muon]
     python bench.py reading [--targets v3:4x4]
     python bench.py micro_batches [--targets v3:4x4] [--networks convnet,resnet8]
     python bench.py build --images 400000 --path /tmp

@@ -66,7 +66,7 @@ def recipe(name: str, seeds: int, data: str = EUROSAT) -> Job:
     return Job(name, "recipes", ("--config", f"configs/{name}.py"), seeds, data)
 
 
-def study(name: str, table: str, *arguments: str, config: str = "eurosat_fast", devices: int | None = None) -> Job:
+def study(name: str, table: str, *arguments: str, config: str = "eurosat_muon", devices: int | None = None) -> Job:
     """A study of the space of this name."""
     files = ("--config", f"configs/{config}.py", "--space", f"configs/sweeps/{name}.py")
     return Job(name, table, (*files, *arguments), devices=devices)
@@ -78,7 +78,7 @@ def jobs() -> list[Job]:
     fine = ("--config.train.inner_steps", "45", "--config.train.outer_steps", "15")
     three = ("--seeds", "3")
     return [
-        recipe("eurosat_fast", 6),
+        recipe("eurosat_muon", 6),
         recipe("eurosat_full_batch", 3),
         recipe("eurosat", 3),
         recipe("cifar10_fast", 3, CIFAR10),

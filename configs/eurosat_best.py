@@ -6,11 +6,11 @@
 Expected: about 27 minutes on 2 CPU cores, validation accuracy above 0.98.
 """
 
-from configs import eurosat_fast
+from configs import eurosat_muon
 
 
 def get_config():
-    c = eurosat_fast.get_config()
+    c = eurosat_muon.get_config()
     c.augment.shift = 4
     c.model.name = "resconvnet7"
     c.optimizer.weight_decay = 0.03  # keeps norms from growing, and so relative updates from shrinking

@@ -1,6 +1,6 @@
-"""What each ingredient of eurosat_fast.py is worth: the recipe with one thing changed at a time.
+"""What each ingredient of eurosat_muon.py is worth: the recipe with one thing changed at a time.
 
-    python sweep.py --config configs/eurosat_fast.py --space configs/sweeps/ablation.py \
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/ablation.py \
         --study runs/studies/ablation --seeds 3 --config.dataset.image_size 32
 
 The first value of each field is the recipe's own. Its optimizer has a study of its own: tuned_optimizers.py.

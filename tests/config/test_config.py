@@ -258,7 +258,7 @@ def test_fields_of_mixed_type_take_both():
     "given", [["--config.schedule.warmup_updates", "None"], ["--config.schedule.warmup_updates=None"]]
 )
 def test_what_a_config_file_sets_may_be_taken_away(given):
-    fast = ["--config", "configs/eurosat_fast.py"]
+    fast = ["--config", "configs/eurosat_muon.py"]
     assert parse(*fast, field="schedule.warmup_updates") == "67"
     assert parse(*fast, *given, field="schedule.warmup_updates") == "None"
     assert parse(*fast, *given, "--config.schedule.warmup_epochs=0.1", field="schedule.warmup_epochs") == "0.1"

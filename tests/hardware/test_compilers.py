@@ -28,7 +28,7 @@ from resolve import choose_setup, make_parts, state_shapes
 # How far temporaries may be above their estimate: a quarter, or so much of the device's memory. A v5e's at 338
 # images are 118 MB above it, of 17.2 GB.
 ESTIMATE_ERROR, SMALL = 1.25, 0.01
-MAIN = ["eurosat_v3_32", "eurosat_fast", "cifar10_resnet8"]  # one of each family, that CI compiles for a v3-32
+MAIN = ["eurosat_v3_32", "eurosat_muon", "cifar10_resnet8"]  # one of each family, that CI compiles for a v3-32
 
 
 def target_or_skip(name: str):

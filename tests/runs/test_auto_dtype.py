@@ -13,7 +13,7 @@ import evaluate
 import examine
 import model as models
 import train
-from configs import eurosat, eurosat_fast
+from configs import eurosat, eurosat_muon
 from largebatch import cli
 from largebatch.errors import UserError
 from largebatch.hardware.chips import Hardware
@@ -110,7 +110,7 @@ def test_a_config_that_names_no_dtype_is_another(config, tmp_path, monkeypatch, 
 
 def test_the_recipes_choose_and_their_users_may_too(monkeypatch):
     become(monkeypatch, "bfloat16")
-    for recipe in (eurosat, eurosat_fast):
+    for recipe in (eurosat, eurosat_muon):
         config, plain = cli.start(recipe.get_config(), models.MODELS)
         assert (config.model.dtype, plain["model"]["dtype"]) == ("bfloat16", "bfloat16")
     given = recipe.get_config()
