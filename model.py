@@ -214,7 +214,7 @@ MODELS = {
         functools.partial(ConvNet, features=(32, 64, 96, 112), blocks=(0, 1, 1, 1), hidden=None), _CONVNET_OPTIONS
     ),
     "resconvnet_wide": Architecture(
-        functools.partial(ConvNet, features=(48, 96, 128, 128), blocks=(0, 0, 1, 1), hidden=None), _CONVNET_OPTIONS
+        functools.partial(ConvNet, features=(48, 96, 128, 160), blocks=(0, 0, 1, 1), hidden=None), _CONVNET_OPTIONS
     ),
     "airbench": Architecture(AirbenchNet, _AIRBENCH_OPTIONS),
     "airbench_small": Architecture(functools.partial(AirbenchNet, features=(32, 128, 128)), _AIRBENCH_OPTIONS),

@@ -16,8 +16,9 @@ def get_config():
     c.model.side_heads = True
     c.batch.size = 64
     c.optimizer.learning_rate = 0.08
+    c.optimizer.momentum = 0.8
     c.optimizer.bias_multiplier = 8.0
-    c.schedule.warmup_updates = 50
+    c.schedule.warmup_updates = 100
     c.train.label_smoothing = 0.1
     c.train.inner_steps = 101
     c.train.outer_steps = 5

@@ -28,8 +28,8 @@ COUNTS = {
     # 432 (stem) + 4,608 + 13,824 + 512 + 55,296 + 2,048 (blocks, with 1x1 projections) + 650 (dense), and 672
     # scales and biases of 9 group normalisations.
     "resnet8": ((32, 32, 3), 10, 78_042),
-    # 1,344 + 41,568 + 110,720 + 147,584 (residual) + 147,584 + 147,584 (residual) + 1,290.
-    "resconvnet_wide": ((64, 64, 3), 10, 597_674),
+    # 1,344 + 41,568 + 110,720 + 147,584 (residual) + 184,480 + 230,560 (residual) + 1,610.
+    "resconvnet_wide": ((64, 64, 3), 10, 717_866),
     # 288 (stem), 13,824 + 36,864 + 147,456 + 3 x 589,824, 2,304 scales and biases, 2,570 (dense).
     "airbench": ((32, 32, 3), 10, 1_972_778),
     # 288, 6,912 + 9,216 + 36,864 + 3 x 147,456, 1,152, 1,290.
