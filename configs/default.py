@@ -69,7 +69,7 @@ def get_config() -> config_dict.ConfigDict:
     # First layer of convnets and airbench: conv | whitened (frozen, from the training images).
     c.model.stem = "conv"
     c.model.zero_head = False  # the last layer starts at zero
-    # Linear classifiers behind inner layers of the convnets; they count 0.4 in the training loss and nowhere else.
+    # Linear classifiers behind inner layers of the convnets; the mean of their losses is added in training.
     c.model.side_heads = False
 
     c.batch = config_dict.ConfigDict()

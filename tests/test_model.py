@@ -226,7 +226,7 @@ def test_side_heads_count_in_the_loss_alone(smoothing):
     )  # fmt: skip
     inner = [models.gelu(state["intermediates"][f"BatchNorm_{layer}"]["__call__"][0]) for layer in (1, 2)]
     sides = [of_side(head, features) for head, features in zip(heads, inner, strict=True)]
-    expected = loss(plain, params) + 0.4 * (sides[0] + sides[1]) / 2
+    expected = loss(plain, params) + (sides[0] + sides[1]) / 2
     np.testing.assert_allclose(loss(network, with_heads), expected, rtol=1e-5)
 
 

@@ -11,8 +11,6 @@ from flax import struct
 from largebatch.nn.normalisation import STATISTICS
 from largebatch.nn.side_heads import SIDE_LOGITS
 
-SIDE_WEIGHT = 0.4  # of the mean loss of side heads
-
 
 @struct.dataclass
 class Batch:
@@ -60,7 +58,7 @@ def make_logits_fn(network, image_shape, mean, std):
 def make_loss_fn(network, image_shape, mean, std, label_smoothing: float = 0.0):
     """The `loss_fn` of the step: cross-entropy against labels smoothed as by Szegedy et al. 2016, section 7.
 
-    Where the network has side heads, SIDE_WEIGHT times the mean of theirs is added.
+    Where the network has side heads, the mean of their losses is added.
 
     Args:
       label_smoothing: the share of a label that is spread evenly over all classes.
@@ -86,7 +84,7 @@ def make_loss_fn(network, image_shape, mean, std, label_smoothing: float = 0.0):
         of_sides = [cross_entropy(side, batch.labels) for side in jax.tree.leaves(collections.pop(SIDE_LOGITS, {}))]
         losses = cross_entropy(logits, batch.labels)
         if of_sides:
-            losses += SIDE_WEIGHT * sum(of_sides) / len(of_sides)
+            losses += sum(of_sides) / len(of_sides)
         hits = jnp.argmax(logits, axis=-1) == batch.labels
         statistics = jax.tree.map(lambda x: x * batch.weights.sum(), collections)
         sums = BatchSums({"accuracy": jnp.sum(hits * batch.weights)}, statistics)
