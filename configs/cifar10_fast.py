@@ -1,7 +1,11 @@
 """CIFAR-10 with few operations: airbench's network at half its widths, Muon, flips and shifts.
 
-python train.py --config configs/cifar10_fast.py --config.dataset.path CIFAR-10.zip --workdir runs/cifar10_fast
-python evaluate.py runs/cifar10_fast --split test
+    python train.py --config configs/cifar10_fast.py --config.dataset.path CIFAR-10.zip --workdir runs/cifar10_fast
+    python evaluate.py runs/cifar10_fast --split test --views --shift 1
+
+Accuracies are plain ones, and means over an image, its mirror image and copies moved by a pixel.
+
+Expected: not measured yet.
 """
 
 from configs import default
