@@ -13,6 +13,7 @@ from largebatch.optim.adam import Average, look_ahead
 # Of the quintic polynomial that Newton-Schulz iterates: Jordan et al. 2024, "Muon".
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+DIRECT_ITERATIONS = 2  # of them, before `by_gram_matrix` goes on with Gram matrices alone
 EPSILON = 1e-8  # beside the norm of a matrix
 HIGHEST = lax.Precision.HIGHEST
 
@@ -59,10 +60,10 @@ def orthogonalize(matrix: jax.Array) -> jax.Array:
     return lax.platform_dependent(matrix, cpu=by_gram_matrix, default=by_newton_schulz)
 
 
-def by_newton_schulz(matrix: jax.Array) -> jax.Array:
+def by_newton_schulz(matrix: jax.Array, iterations: int = ITERATIONS) -> jax.Array:
     """X <- X (a + b G + c G^2) with the Gram matrix G = X^T X, for a tall X of norm 1."""
     a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
+    for _ in range(iterations):
         gram = matrix.T @ matrix
         matrix = a * matrix + matrix @ (b * gram + c * gram @ gram)
     return matrix
@@ -72,13 +73,15 @@ def by_gram_matrix(matrix: jax.Array) -> jax.Array:
     """The same in small products alone, but for the first and the last.
 
     Each iteration multiplies X by a polynomial P of its Gram matrix G, which becomes P G P. So X itself is
-    multiplied only once, by the product of all P.
+    multiplied only once, by the product of all P. G holds the squares of singular values, of which small ones are
+    rounded away: so two iterations come before, which make them twelve times as large.
     """
     a, b, c = COEFFICIENTS
+    matrix = by_newton_schulz(matrix, DIRECT_ITERATIONS)
     gram = jnp.matmul(matrix.T, matrix, precision=HIGHEST)
     identity = jnp.eye(len(gram))
     product = identity
-    for _ in range(ITERATIONS):
+    for _ in range(ITERATIONS - DIRECT_ITERATIONS):
         polynomial = a * identity + b * gram + c * jnp.matmul(gram, gram, precision=HIGHEST)
         product = jnp.matmul(polynomial, product, precision=HIGHEST)
         gram = jnp.linalg.multi_dot([polynomial, gram, polynomial], precision=HIGHEST)
