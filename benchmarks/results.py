@@ -2,7 +2,8 @@
 
 Every job is a recipe, run with several seeds, or a study of sweep.py. Jobs run one after the other. What was killed
 goes on where it stood when the command is given again; what has ended is not run again. After each job its rows are
-put into docs/results.json, and its table into the page.
+put into docs/results.json. A table goes into the page once all of its jobs have ended; until then the older one
+stays.
 """
 
 import functools
@@ -231,13 +232,14 @@ def accuracy_on_test(run: Run, data: Path | None, *, averaged: bool = False) -> 
 
 
 def keep(job: Job, rows: list[dict]) -> None:
-    """Puts the rows of a job in the place of those it had, and their table into the page."""
+    """Puts the rows of a job in the place of those it had. A table that is whole goes into the page."""
     order = {known.name: place for place, known in enumerate(jobs())}
     kept = [row for row in pages.read_rows(ROWS) if row["job"] != job.name] + rows
     kept.sort(key=lambda row: order.get(row["job"], len(order)))
     pages.write_rows(ROWS, kept)
     of_table = [row for row in kept if row["table"] == job.table]
-    pages.write_part(PAGE, job.table, result_tables.table_of(job.table, of_table))
+    if {row["job"] for row in of_table} == {known.name for known in jobs() if known.table == job.table}:
+        pages.write_part(PAGE, job.table, result_tables.table_of(job.table, of_table))
 
 
 def print_results(result: dict) -> None:

@@ -37,6 +37,7 @@ MAY_IMPORT = {
         "runs.reader",
         "studies.analysis",
         "studies.critical_batch",
+        "studies.knee",
     },
     "doctor": {"errors", "hardware", "hosts", "optim", "cache", "data", "runs", "training"},
     "cli": {"errors", "terminal", "hardware", "hosts", "config"},

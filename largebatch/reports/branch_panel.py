@@ -5,8 +5,8 @@ import math
 from largebatch.reports.labels import rounded
 from largebatch.reports.study_panels import few_ticks, mark, y_domain
 from largebatch.runs.reader import Study
-from largebatch.studies.analysis import Knee
 from largebatch.studies.critical_batch import TOLERANCE, CriticalBatch, critical_batches
+from largebatch.studies.knee import Knee
 
 
 def branch_panel(study: Study, knees: dict[str, Knee]) -> dict | None:

@@ -18,7 +18,7 @@ from largebatch.reports.labels import RATE, plain, rounded, sort_key, value_labe
 from largebatch.runs import reader
 from largebatch.runs.reader import Run, Study, number
 from largebatch.studies import analysis
-from largebatch.studies.analysis import Knee
+from largebatch.studies.knee import Knee
 
 AXES = {"step": "updates", "examples_seen": "training images seen", "seconds": "seconds of training"}
 MAX_COLOURS = 8

@@ -12,7 +12,8 @@ import numpy as np
 from largebatch.reports.labels import RATE, rounded, sort_key, value_label, values_label
 from largebatch.runs.reader import BATCH, Study, number
 from largebatch.studies import analysis
-from largebatch.studies.analysis import BatchPoint, Knee, Setting
+from largebatch.studies.analysis import BatchPoint, Setting
+from largebatch.studies.knee import Knee, fit_knee
 
 OBJECTIVE_LABELS = {
     "best_val_accuracy": "best validation accuracy",
@@ -184,7 +185,7 @@ def fits(study: Study) -> list[Fit]:
     for name, part in analysis.tuned_apart(study).items():
         points = analysis.steps_to_target(part)
         batch_sizes = [point.batch_size for point in points for _ in point.steps]
-        knee = analysis.fit_knee(batch_sizes, [steps for point in points for steps in point.steps])
+        knee = fit_knee(batch_sizes, [steps for point in points for steps in point.steps])
         found.append(Fit(name, points, knee, analysis.noise_scales(part)))
     return found
 

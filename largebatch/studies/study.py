@@ -172,20 +172,7 @@ def define_study(
         space_file = branching.branch_space(options.branches, points)
     else:
         space_file = read_space_file(path, Path(options.space), recorded, models, given=space_given)
-    for name in ("includes", "refine"):
-        if getattr(space_file, name) and options.sampler != "grid":
-            raise UserError(f"--sampler: {options.sampler}; allowed with a space that has {name}(): grid")
-    search = SearchOptions(
-        space=space_file.space,
-        sampler=options.sampler,
-        study_seed=options.study_seed,
-        settings=number_of_settings(space_file, options, config),
-        seeds=options.seeds,
-        best_seeds=options.best_seeds,
-        best_by=space_file.groups or tuple(field for field in BEST_BY if field in space_file.space)[:1],
-        includes=space_file.includes,
-        refine=space_file.refine,
-    )
+    search = search_options(space_file, options, config)
     study = Study(
         path=path,
         config=config,
@@ -208,6 +195,28 @@ def define_study(
             study.config_of(setting, seed=0)  # raises where it is not allowed
     refuse_another(path, study.description, recorded)
     return study
+
+
+def search_options(space_file: SpaceFile, options: StudyOptions, config: config_dict.ConfigDict) -> SearchOptions:
+    """Which runs the study of a space has.
+
+    Raises:
+      UserError: options that do not go together, or not with the space.
+    """
+    for name in ("includes", "refine"):
+        if getattr(space_file, name) and options.sampler != "grid":
+            raise UserError(f"--sampler: {options.sampler}; allowed with a space that has {name}(): grid")
+    return SearchOptions(
+        space=space_file.space,
+        sampler=options.sampler,
+        study_seed=options.study_seed,
+        settings=number_of_settings(space_file, options, config),
+        seeds=options.seeds,
+        best_seeds=options.best_seeds,
+        best_by=space_file.groups or tuple(field for field in BEST_BY if field in space_file.space)[:1],
+        includes=space_file.includes,
+        refine=space_file.refine,
+    )
 
 
 def _describe(

@@ -9,6 +9,7 @@ from scipy import stats
 from largebatch.errors import UserError
 from largebatch.runs import reader
 from largebatch.studies import analysis
+from largebatch.studies.knee import fit_knee
 
 
 def write_run(
@@ -338,7 +339,7 @@ SIZES = np.repeat([64, 256, 1024, 4096, 16384], 5)
 
 
 def test_knee_of_exact_points():
-    knee = analysis.fit_knee(SIZES, 200 * (1 + 1500 / SIZES))
+    knee = fit_knee(SIZES, 200 * (1 + 1500 / SIZES))
     assert knee.critical_batch_size == pytest.approx(1500, rel=1e-4)
     assert knee.min_steps == pytest.approx(200, rel=1e-4)
     assert knee.min_examples == pytest.approx(200 * 1500, rel=1e-4)
@@ -350,21 +351,21 @@ def test_knee_interval_holds_the_truth_about_as_often_as_it_says():
     rng, held = np.random.default_rng(0), []
     for _ in range(60):
         steps = 200 * (1 + 1500 / SIZES) * np.exp(rng.normal(0, 0.1, len(SIZES)))
-        knee = analysis.fit_knee(SIZES, steps, resamples=200)
+        knee = fit_knee(SIZES, steps, resamples=200)
         assert 1000 < knee.critical_batch_size < 2250
         held.append(knee.low <= 1500 <= knee.high)
     assert 0.8 <= np.mean(held) <= 1
-    assert knee == analysis.fit_knee(SIZES, steps, resamples=200)
+    assert knee == fit_knee(SIZES, steps, resamples=200)
 
 
 def test_knee_beyond_what_was_measured():
-    straight, flat = analysis.fit_knee(SIZES, 1e6 / SIZES), analysis.fit_knee(SIZES, np.full(len(SIZES), 100.0))
+    straight, flat = fit_knee(SIZES, 1e6 / SIZES), fit_knee(SIZES, np.full(len(SIZES), 100.0))
     assert (straight.critical_batch_size, straight.min_examples) == (math.inf, pytest.approx(1e6))
     np.testing.assert_allclose(straight.steps_at(SIZES), 1e6 / SIZES)
     assert (flat.critical_batch_size, flat.min_steps) == (0, pytest.approx(100))
 
 
 def test_no_knee_from_two_batch_sizes_and_no_interval_from_one_seed():
-    assert analysis.fit_knee([64, 64, 256], [100, 110, 60]) is None
-    knee = analysis.fit_knee([64, 256, 1024], [100, 40, 25])
+    assert fit_knee([64, 64, 256], [100, 110, 60]) is None
+    knee = fit_knee([64, 256, 1024], [100, 40, 25])
     assert (knee.low, knee.high) == (None, None)

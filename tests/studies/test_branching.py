@@ -20,8 +20,8 @@ from largebatch.optim import traces
 from largebatch.reports.branch_panel import branch_panel
 from largebatch.runs import reader
 from largebatch.studies import branching, critical_batch
-from largebatch.studies.analysis import Knee
 from largebatch.studies.branching import BranchOptions
+from largebatch.studies.knee import Knee
 
 SIZES = [128, 256, 512, 1024]
 
