@@ -14,7 +14,7 @@
     python bench.py reading [--targets v3:4x4]
     python bench.py micro_batches [--targets v3:4x4] [--networks convnet,resnet8]
     python bench.py build --images 400000 --path /tmp
-    python bench.py results --path runs/results --data DATA [--tables recipes,knees]
+    python bench.py results --path runs/results --data DATA [--only recipes,knees]
 
 Every figure is of synchronised work, as a median over repeats with its spread; contenders take turns
 within a repeat, so that a noisy machine is noisy to all. A contender whose work did not happen (its
@@ -112,7 +112,7 @@ COMMANDS = {
     "reading": Command(lambda given, _: reading.bench_reading(given.targets), reading.print_reading),
     "growth": Command(lambda given, _: growth.bench_growth(given.targets), growth.print_growth),
     "results": Command(
-        lambda given, _: results.bench_results(given.path, given.data, given.tables),
+        lambda given, _: results.bench_results(given.path, given.data, given.only),
         results.print_results,
         needs_path=True,
     ),
@@ -136,7 +136,7 @@ def define_flags() -> None:
         "build: a folder with room; results: a folder for runs and studies.",
     )
     flags.DEFINE_string("data", ".", "results: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip.")
-    flags.DEFINE_string("tables", None, "results: tables of docs/results.md, with commas between; all by default.")
+    flags.DEFINE_string("only", None, "results: its tables or jobs, with commas between; all by default.")
     flags.DEFINE_string("cache_dir", "~/.cache/largebatch", "stream: where the data cache is.")
     flags.DEFINE_string("configs", None, "compile: names of config files, with commas between; all by default.")
     flags.DEFINE_string("networks", None, "micro_batches: names of networks, with commas between; all by default.")

@@ -79,6 +79,7 @@ def jobs() -> list[Job]:
     fine = ("--config.train.inner_steps", "45", "--config.train.outer_steps", "15")
     three = ("--seeds", "3")
     return [
+        recipe("eurosat_fast", 6),
         recipe("eurosat_muon", 6),
         recipe("eurosat_full_batch", 3),
         recipe("eurosat", 3),
@@ -94,22 +95,17 @@ def jobs() -> list[Job]:
     ]
 
 
-def bench_results(path: str, data: str, tables: str | None) -> dict:
-    """Runs the jobs of these tables.
+def bench_results(path: str, data: str, only: str | None) -> dict:
+    """Runs all jobs, or some.
 
     Args:
       path: a folder for runs and studies.
       data: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip.
-      tables: names with commas between; None for all.
+      only: names of tables or jobs with commas between; None for all.
     Raises:
-      UserError: no such table; data are missing; a run failed, with its message.
+      UserError: no such table or job; data are missing; a run failed, with its message.
     """
-    known = list(dict.fromkeys(job.table for job in jobs()))
-    chosen = tables.split(",") if tables else known
-    for table in chosen:
-        if table not in known:
-            raise UserError(f"--tables: {table!r}; allowed: {', '.join(known)}")
-    asked = [job for job in jobs() if job.table in chosen]
+    asked = chosen(only.split(",")) if only else jobs()
     places = {job.name: job.data_path(Path(data).resolve()) for job in asked}
     for place in places.values():
         if place and not place.exists():
@@ -118,6 +114,19 @@ def bench_results(path: str, data: str, tables: str | None) -> dict:
         run_job(job, Path(path).resolve(), places[job.name])
         keep(job, rows_of(job, Path(path).resolve(), places[job.name]))
     return {"rows": pages.read_rows(ROWS)}
+
+
+def chosen(names: list[str]) -> list[Job]:
+    """The jobs of these names, and those of the tables of these names.
+
+    Raises:
+      UserError: there is no such table or job.
+    """
+    known = list(dict.fromkeys(name for job in jobs() for name in (job.table, job.name)))
+    for name in names:
+        if name not in known:
+            raise UserError(f"--only: {name!r}; allowed: {', '.join(known)}")
+    return [job for job in jobs() if job.table in names or job.name in names]
 
 
 # ---- running ------------------------------------------------------------------------------------------

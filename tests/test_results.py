@@ -70,14 +70,14 @@ def test_jobs_run_once_and_their_rows_replace_older_ones(page, tmp_path, monkeyp
     page.write_text(text + "<!-- optimizers: begin --><!-- optimizers: end -->")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
     monkeypatch.setattr(results, "accuracy_on_test", lambda *_, **__: pytest.fail("looks at the test split again"))
-    found = results.bench_results(str(tmp_path / "runs"), ".", "recipes,optimizers")
+    found = results.bench_results(str(tmp_path / "runs"), ".", "short,optimizers")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")} == before
     assert [row["job"] for row in found["rows"]] == ["short", "tiny", "tiny"]
     assert {row["values"]["optimizer.name"] for row in found["rows"][1:]} == {"sgd", "adam"}
 
 
 def test_what_cannot_be_run_is_refused(page, tmp_path):
-    with pytest.raises(UserError, match=r"--tables: 'knee'; allowed: recipes, rates, .*knees"):
+    with pytest.raises(UserError, match=r"--only: 'knee'; allowed: recipes, eurosat_fast, .*knees"):
         results.bench_results(str(tmp_path), str(tmp_path), "knee")
     (tmp_path / "EuroSAT.zip").touch()
     with pytest.raises(UserError, match=r"--data: .*CIFAR-10-jpeg.zip is missing"):  # before any of the jobs

@@ -428,7 +428,8 @@ def test_init_from_starts_with_the_best_parameters(config, tmp_path):
     assert second["best_val_accuracy"] == first["best_val_accuracy"]
     config.model.norm, config.train.ema_decay, config.train.inner_steps = "none", None, 4
     missing = r"model_state.batch_stats.BatchNorm_0.mean is float32\[32\] there, missing here"
-    with pytest.raises(UserError, match=f"train.init_from: .*first: {missing}"):
+    cause = "of another network, optimizer or version of the code"
+    with pytest.raises(UserError, match=f"train.init_from: .*first: {cause}: {missing}"):
         train.train_and_evaluate(config, str(tmp_path / "third"))
     config.train.init_from = str(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"train.init_from: .*nowhere is no run folder"):
