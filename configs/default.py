@@ -127,6 +127,7 @@ def get_config() -> config_dict.ConfigDict:
     # batch grows by as much, and the rate falls by the root of it; linear and cosine become steps). Where the batch
     # grows, the numbers of updates in this file count updates of the first batch size.
     c.schedule.decay_by = "rate"
+    c.schedule.decay_over = "updates"  # of linear and cosine: updates | images; differ where the batch changes
     c.schedule.noise_decay = 0.98  # 0..1, per update; of the averages behind noise scale and AdaScale's gain
 
     c.sync = config_dict.ConfigDict()

@@ -19,6 +19,7 @@ MISSING_FIELDS: dict[str, object] = {
     "eval.shift_average": 0,
     "model.side_heads": False,
     "schedule.b2_scaling": "none",
+    "schedule.decay_over": "updates",
     "train.init_step": None,
 }
 

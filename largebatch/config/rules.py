@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from largebatch.optim import schedules
+from largebatch.optim import schedule_options, schedules
 from largebatch.optim.decay_steps import DECAY_BY
 from largebatch.optim.optimizers import OPTIMIZERS
 
@@ -144,7 +144,7 @@ RULES: dict[str, Rule] = {
     "optimizer.clip_norm": _or(_POSITIVE, None),
     "optimizer.bias_multiplier": _POSITIVE,
     "optimizer.adamw_multiplier": _POSITIVE,
-    "schedule.name": _one_of(*schedules.NAMES),
+    "schedule.name": _one_of(*schedule_options.NAMES),
     "schedule.scaling": _one_of(*schedules.SCALING),
     "schedule.b2_scaling": _one_of(*schedules.B2_SCALING),
     "schedule.reference_batch_size": _COUNT,
@@ -155,6 +155,7 @@ RULES: dict[str, Rule] = {
     "schedule.decay_steps": _UPDATES,
     "schedule.decay_factor": _CUT,
     "schedule.decay_by": _one_of(*DECAY_BY),
+    "schedule.decay_over": _one_of(*schedule_options.DECAY_OVER),
     "schedule.noise_decay": _FRACTION,
     "sync.mode": _one_of("every_step", "local", "post_local"),
     "sync.every": _COUNT,

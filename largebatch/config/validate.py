@@ -7,9 +7,9 @@ from ml_collections import config_dict
 from largebatch.config.fields import flatten
 from largebatch.config.rules import MODEL_OPTIONS, RULES, Models, nearest, nearest_field, rules
 from largebatch.errors import BadSetting, UserError
-from largebatch.optim import schedules, traces
-from largebatch.optim.batch_sizes import read_trace
-from largebatch.optim.schedules import ScheduleOptions
+from largebatch.optim import schedule_options, traces
+from largebatch.optim.batch_sizes import are_found_in_training, read_trace
+from largebatch.optim.schedule_options import ScheduleOptions
 
 # Beyond it a float32, as the training state counts them in, no longer grows by 1.
 MOST_SCALE_INVARIANT_STEPS = 2**24
@@ -33,7 +33,7 @@ def validate(config: config_dict.ConfigDict, models: Models) -> None:
             *_split_problems(config),
             *_resize_problems(config),
             *_length_problems(config, num_updates),
-            *schedules.problems(ScheduleOptions.from_config(config.schedule), num_updates),
+            *schedule_options.problems(ScheduleOptions.from_config(config.schedule), num_updates),
             *_adascale_problems(config),
             *_b2_problems(config),
             *_batch_problems(config),
@@ -138,6 +138,8 @@ def _batch_problems(config) -> list[str]:
     for name in ("trace", "auto", "per_device_batch_size"):
         if batch[name] and config.schedule.decay_by != "rate":
             problems.append(f"schedule.decay_by: {config.schedule.decay_by!r}; allowed: 'rate' with batch.{name}")
+    if are_found_in_training(batch) and config.schedule.decay_over == "images":
+        problems.append("schedule.decay_over: 'images'; allowed: 'updates' where training finds the batch sizes")
     if batch.per_device_batch_size is not None and (batch.auto or isinstance(batch.trace, list | tuple)):
         given = "batch.auto" if batch.auto else "a list as batch.trace"
         problems.append(f"batch.per_device_batch_size: {batch.per_device_batch_size}; allowed: None with {given}")

@@ -5,7 +5,6 @@ Everything counts updates, never micro-batches. Update `t` is the one after `t` 
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +14,7 @@ from largebatch.errors import BadSetting
 from largebatch.optim.batch_sizes import are_found_in_training, planned_batch_sizes
 from largebatch.optim.decay_steps import DecayPlan, given_steps, plan_decay, steps_along
 from largebatch.optim.piecewise import PiecewiseConstant
+from largebatch.optim.schedule_options import WARMUPS, ScheduleOptions
 
 # How the rate follows the batch size, of which `ratio` is that to the reference batch size. linear: Goyal et
 # al. 2017, "Accurate, Large Minibatch SGD", section 2.1; sqrt: Krizhevsky 2014, "One weird trick". With adascale
@@ -28,7 +28,6 @@ SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 # How b2 follows the batch size, by the power to which it is taken. half_life: as many examples as before halve the
 # weight of a gradient in the second moment: Marek et al. 2025, "Small Batch Size Training for Language Models".
 B2_SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {"none": np.ones_like, "half_life": lambda ratio: ratio}
-WARMUPS = ("warmup_updates", "warmup_epochs", "warmup_examples")
 MOST_ROUNDING = 0.1  # of 1 - b2 in float32
 MOST_EXAMPLES = 2**62  # what does not fit 64 bits is longer than any run
 
@@ -51,66 +50,9 @@ def cosine(done: np.ndarray, final_fraction: float) -> np.ndarray:
     return final_fraction + (1 - final_fraction) * (1 + np.cos(np.pi * done)) / 2
 
 
-# (part of the updates after warm-up that are done, final fraction) -> part of the peak rate. "step" is not among
-# them: it counts the decay steps.
+# (part of the run after warm-up that is done, final fraction) -> part of the peak rate. "step", which counts decay
+# steps, is not among them.
 SHAPES = {"constant": constant, "linear": linear, "cosine": cosine}
-NAMES = ("constant", "linear", "cosine", "step")
-
-
-# ---- what a config says ------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduleOptions:
-    """A config's `schedule`; configs/default.py explains the fields."""
-
-    name: str
-    scaling: str
-    b2_scaling: str
-    reference_batch_size: int
-    warmup_updates: int | None
-    warmup_epochs: float | None
-    warmup_examples: int | None
-    final_fraction: float
-    decay_steps: tuple[int, ...]
-    decay_factor: float
-    decay_by: str
-
-    @classmethod
-    def from_config(cls, fields) -> "ScheduleOptions":
-        """From a config's `schedule`, as a ConfigDict or a dict."""
-        return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
-
-
-def problems(options: ScheduleOptions, num_updates: int) -> list[str]:
-    """What is contradictory in the fields of a config's `schedule`, each of which is allowed by itself."""
-    messages, name, steps = [], options.name, options.decay_steps
-    given = [f"schedule.{field}" for field in WARMUPS if getattr(options, field) is not None]
-    if len(given) > 1:
-        messages.append(f"{' and '.join(given)}: both given; allowed: one of them")
-    updates = options.warmup_updates
-    if updates is not None and updates >= num_updates:
-        messages.append(f"schedule.warmup_updates: {updates}; allowed: fewer than the run's {num_updates} updates")
-    if name == "step" and not steps:
-        messages.append(
-            "schedule.decay_steps: (); allowed: with schedule.name 'step', the updates at which to decay"
-        )
-    if name != "step" and steps:
-        messages.append(f"schedule.decay_steps: {steps}; allowed: () with schedule.name {name!r}")
-    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
-        messages.append(f"schedule.decay_steps: {steps}; allowed: ascending")
-    elif steps and not 0 < steps[0] <= steps[-1] < num_updates:
-        messages.append(f"schedule.decay_steps: {steps}; allowed: within the run's {num_updates} updates")
-    elif steps and updates is not None and updates > steps[0]:
-        messages.append(f"schedule.warmup_updates: {updates}; allowed: up to the first decay, at {steps[0]}")
-    names = {"rate": NAMES, "batch": ("step",), "seesaw": ("linear", "cosine", "step")}[options.decay_by]
-    if name not in names:
-        messages.append(f"schedule.decay_by: {options.decay_by!r}; allowed: 'rate' with schedule.name {name!r}")
-    if options.decay_by != "rate" and options.scaling == "adascale":
-        messages.append(
-            f"schedule.decay_by: {options.decay_by!r}; allowed: 'rate' with schedule.scaling 'adascale'"
-        )
-    return messages
 
 
 # ---- the schedule --------------------------------------------------------------------------------------
@@ -186,8 +128,14 @@ class Schedule:
         if self.decay_factors is not None:
             after_warmup = peak * self.decay_factors.value_at(updates)
         else:
-            after_warmup = peak * _shape_at(self.options, updates, self.warmup_updates, self.num_updates)
+            done, first, end = map(self._counted, (updates, self.warmup_updates, self.num_updates))
+            after_warmup = peak * _shape_at(self.options, done, first, end)
         return np.where(updates < self.warmup_updates, warmup, after_warmup)
+
+    def _counted(self, updates: np.ndarray | int) -> np.ndarray | int:
+        """How much has been done before `updates`, in what the decay goes over."""
+        is_by_images = self.options.decay_over == "images"
+        return self.batch_sizes.total_before(np.asarray(updates, np.int64)) if is_by_images else updates
 
     def learning_rate_at(self, update: int) -> float:
         """The rate of one update (scale-invariant step with AdaScale)."""
@@ -308,12 +256,6 @@ def peak_rates(options: ScheduleOptions, learning_rate: float, batch_sizes: np.n
     return learning_rate * SCALING[options.scaling](batch_sizes / options.reference_batch_size)
 
 
-def _shape_at(options: ScheduleOptions, updates, warmup: int, num_updates: int):
-    """The part of the peak rate that a shape leaves at `updates`."""
-    done = (updates - warmup) / (num_updates - warmup)
-    return SHAPES[options.name](np.clip(done, 0, 1), options.final_fraction)
-
-
 def _warmup_batch_sizes(
     options: ScheduleOptions, batch_sizes: PiecewiseConstant, change_in_training: bool
 ) -> PiecewiseConstant:
@@ -378,6 +320,11 @@ def _warmup_starts_of_changing_batch(
     return PiecewiseConstant(np.array(starts, np.int64), np.array(rates))
 
 
+def _shape_at(options: ScheduleOptions, done, first, end):
+    """The part of the peak rate that a shape between `first` and `end` leaves once `done` is done."""
+    return SHAPES[options.name](np.clip((done - first) / (end - first), 0, 1), options.final_fraction)
+
+
 def _plan(
     options: ScheduleOptions, warmup: int, num_updates: int, batch_sizes: PiecewiseConstant, examples_per_epoch: int
 ) -> DecayPlan:
@@ -385,7 +332,7 @@ def _plan(
     if options.name == "step":
         steps = given_steps(options.decay_steps, options.decay_factor, num_updates)
     elif options.decay_by == "seesaw":
-        shape = functools.partial(_shape_at, options, warmup=warmup, num_updates=num_updates)
+        shape = functools.partial(_shape_at, options, first=warmup, end=num_updates)
         steps = steps_along(shape, options.decay_factor, num_updates)
     else:
         return DecayPlan(num_updates, batch_sizes, rate_batch_sizes=batch_sizes, decay_factors=None)

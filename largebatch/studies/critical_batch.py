@@ -86,20 +86,21 @@ def _critical_batch(point: dict, sizes: list[int], losses: np.ndarray) -> Critic
     )
 
 
-def largest_that_keeps_up(sizes: list[int], losses: np.ndarray, base: int) -> float:
+def largest_that_keeps_up(sizes: list[int], losses: np.ndarray, base: int, tolerance: float = TOLERANCE) -> float:
     """The batch size at which losses rise above the tolerance.
 
     Args:
       sizes: ascending.
       losses: of each size.
       base: index of the run's own size.
+      tolerance: relative to the loss of the run's own size.
     """
-    limit = losses[base] * (1 + TOLERANCE)
+    limit = losses[base] * (1 + tolerance)
     for index in range(base + 1, len(sizes)):
         if losses[index] > limit:
             before, after = losses[index - 1], losses[index]
             part = (limit - before) / (after - before) if math.isfinite(after) else 0.0
-            return math.exp(math.log(sizes[index - 1]) + part * math.log(sizes[index] / sizes[index - 1]))
+            return sizes[index - 1] * (sizes[index] / sizes[index - 1]) ** part
     return math.inf
 
 
@@ -133,17 +134,19 @@ class Stage:
 
 
 def batch_warmup(found: list[CriticalBatch]) -> list[Stage]:
-    """The batch sizes of a run that follows the critical batch.
+    """The batch sizes of a run that loses no accuracy by them.
 
-    It starts with the run's own batch, and doubles once it has seen as many images as a point whose critical batch
-    is as large. It never shrinks.
+    It starts with the run's own batch, and doubles once it has seen as many images as a point from which a branch
+    of the doubled batch lost nothing: without tolerance, since small losses add up over a run. It never shrinks.
     """
     size, update, seen = found[0].base, 0, 0
     stages = [Stage(0, size)]
     for critical in found:
         updates = -(-max(critical.examples_seen - seen, 0) // size)
         update, seen = update + updates, seen + updates * size
-        while 2 * size <= min(critical.size, max(critical.losses)):
+        sizes, losses = list(critical.losses), np.array(list(critical.losses.values()))
+        largest = largest_that_keeps_up(sizes, losses, sizes.index(critical.base), tolerance=0.0)
+        while 2 * size <= min(largest, max(sizes)):
             size *= 2
         if size > stages[-1].batch_size:
             stages.append(Stage(update, size))

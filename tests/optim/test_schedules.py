@@ -7,10 +7,11 @@ import model as models
 from configs import default
 from largebatch.config.validate import validate
 from largebatch.errors import BadSetting, UserError
-from largebatch.optim import schedules
+from largebatch.optim import schedule_options
 from largebatch.optim.piecewise import PiecewiseConstant
+from largebatch.optim.schedule_options import ScheduleOptions
 from largebatch.optim.schedule_text import describe
-from largebatch.optim.schedules import ScheduleOptions, create_schedule, epoch_and_offset
+from largebatch.optim.schedules import create_schedule, epoch_and_offset
 
 EPOCH = 172_800
 
@@ -23,7 +24,7 @@ def options_of(**fields) -> ScheduleOptions:
 def create(num_updates=100, batch_size=512, epoch_size=EPOCH, **fields):
     """The schedule of a base rate of 0.1 and one batch size."""
     options = options_of(**fields)
-    assert schedules.problems(options, num_updates) == []
+    assert schedule_options.problems(options, num_updates) == []
     return create_schedule(options, 0.1, num_updates, PiecewiseConstant.constant(batch_size), epoch_size)
 
 
@@ -58,6 +59,27 @@ def test_cosine():
     expected = [0.1, 0.1, *(0.05 * (1 + np.cos(np.pi * p)) for p in (0.25, 0.5, 0.75, 79 / 80))]
     np.testing.assert_allclose(by_update, expected)
     assert rates(create(name="cosine", final_fraction=0.1), 50)[0] == pytest.approx(0.01 + 0.09 / 2)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_decay_over_images_goes_by_what_a_trace_has_seen(name):
+    sizes = np.array([128] * 60 + [1024] * 40)
+    trace = PiecewiseConstant(np.array([0, 60]), np.array([128, 1024]))
+    options = options_of(name=name, decay_over="images", warmup_updates=10, final_fraction=0.2)
+    schedule = create_schedule(options, 0.1, 100, trace, 4096)
+    seen = np.cumsum(sizes) - sizes
+    done = (seen - seen[10]) / (sizes.sum() - seen[10])
+    left = {"linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}[name]
+    by_update = schedule.learning_rates(np.arange(100))
+    np.testing.assert_allclose(by_update[10:], 0.1 * (0.2 + 0.8 * left)[10:], rtol=1e-12)
+    assert f"{name} by images to 0.02 at update 100" in describe(schedule)
+
+
+def test_a_decay_over_images_of_one_batch_size_is_that_over_updates():
+    fields = {"name": "cosine", "warmup_updates": 10, "final_fraction": 0.1}
+    by_images, by_updates = create(decay_over="images", **fields), create(**fields)
+    updates = np.arange(120)
+    np.testing.assert_allclose(by_images.learning_rates(updates), by_updates.learning_rates(updates), rtol=1e-12)
 
 
 def test_step_changes_at_its_updates():
@@ -317,6 +339,7 @@ def test_a_call_in_the_middle_of_a_run_gets_its_own_rates_sizes_and_places():
             r"decay_steps: \(5,\); allowed: \(\) with .*'linear'",
         ),
         ({"name": "cosine", "decay_by": "batch"}, "decay_by: 'batch'; allowed: 'rate' with schedule.name 'cosine'"),
+        ({"decay_over": "images"}, "decay_over: 'images'; allowed: with name linear or cosine"),
         ({"decay_by": "seesaw"}, "decay_by: 'seesaw'; allowed: 'rate' with schedule.name 'constant'"),
         (
             {"name": "step", "decay_steps": (30,), "warmup_updates": 31},

@@ -269,6 +269,13 @@ def test_growth_in_place_of_decay_does_not_go_with_a_trace():
         validate(config, models.MODELS)
 
 
+def test_a_decay_over_images_needs_batch_sizes_that_are_known():
+    config = default.get_config()
+    config.batch.auto, config.schedule.name, config.schedule.decay_over = True, "linear", "images"
+    with pytest.raises(UserError, match=r"decay_over: 'images'; allowed: 'updates' where training finds"):
+        validate(config, models.MODELS)
+
+
 # ---- the command ----------------------------------------------------------------------------------------
 
 

@@ -89,6 +89,14 @@ def test_critical_batches_over_a_run_with_intervals(tmp_path):
     assert [row[3] for row in rows] == ["362", "above 1024"]
 
 
+def test_a_warm_up_takes_batches_that_lose_nothing(tmp_path):
+    study = write_branches(tmp_path / "s", {100: [[1.0, 0.9, 1.04, 1.04]], 200: [[0.5, 0.4, 0.5, 0.52]]})
+    found = critical_batch.critical_batches(study)
+    assert [critical.size for critical in found] == [math.inf, math.inf]
+    stages = critical_batch.batch_warmup(found)
+    assert [(stage.first_update, stage.batch_size) for stage in stages] == [(0, 128), (100, 256), (150, 512)]
+
+
 def test_a_point_counts_once_its_own_batch_and_another_have_ended(tmp_path):
     study = write_branches(tmp_path / "s", {100: [[1.0, 1.0, 1.2, 1.4]]})
     (found,) = critical_batch.critical_batches(study)

@@ -18,7 +18,8 @@ from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS
 from largebatch.optim import optimizers, schedules, traces
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
-from largebatch.optim.schedules import ScheduleOptions, UpdateInputs, epoch_and_offset
+from largebatch.optim.schedule_options import ScheduleOptions
+from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.runs.progress import replicas_from_mean
 from largebatch.training import local_sgd
 from largebatch.training.local_sgd import LocalStep, Sync
