@@ -91,6 +91,7 @@ def jobs() -> list[Job]:
         study("ablation", "ablation", *three, *SMALL),
         study("adascale", "adascale", *three, *SMALL),
         study("batch_growth", "batch_growth", *three, *SMALL),
+        study("batch_schedules", "batch_schedules", *three, *SMALL),
         study("local_sgd", "local_sgd", *three, *SMALL, devices=8),
     ]
 

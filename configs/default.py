@@ -104,6 +104,7 @@ def get_config() -> config_dict.ConfigDict:
     c.optimizer.exclude_biases = True  # biases and norms have no weight decay and no trust ratio
     c.optimizer.clip_norm = config_dict.placeholder(float)  # > 0, of the whole gradient; None does not clip
     c.optimizer.bias_multiplier = 1.0  # > 0, of the rate of biases and norms
+    c.optimizer.soap_every = 10  # >= 1; updates between two refreshes of soap's bases; 1 is best for few updates
     c.optimizer.adamw_multiplier = 1.0  # > 0, of the rate of what muon leaves to AdamW: head, biases and norms
 
     c.schedule = config_dict.ConfigDict()

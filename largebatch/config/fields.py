@@ -18,6 +18,7 @@ MISSING_FIELDS: dict[str, object] = {
     "augment.cutout": 0,
     "eval.shift_average": 0,
     "model.side_heads": False,
+    "optimizer.soap_every": 10,
     "schedule.b2_scaling": "none",
     "schedule.decay_over": "updates",
     "train.init_step": None,

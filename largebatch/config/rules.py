@@ -143,6 +143,7 @@ RULES: dict[str, Rule] = {
     "optimizer.exclude_biases": _FLAG,
     "optimizer.clip_norm": _or(_POSITIVE, None),
     "optimizer.bias_multiplier": _POSITIVE,
+    "optimizer.soap_every": _COUNT,
     "optimizer.adamw_multiplier": _POSITIVE,
     "schedule.name": _one_of(*schedule_options.NAMES),
     "schedule.scaling": _one_of(*schedules.SCALING),

@@ -17,7 +17,7 @@ from jax import tree_util
 
 from largebatch.optim.adam import scale_by_adam
 from largebatch.optim.muon import scale_by_muon
-from largebatch.optim.soap import scale_by_soap
+from largebatch.optim.soap import SOAP_EVERY, scale_by_soap
 
 LAMB_EPSILON = 1e-6  # beside the root of the second moment
 LARS_TRUST = 0.001  # the paper's trust coefficient; a factor of the learning rate
@@ -53,6 +53,7 @@ class OptimizerOptions:
     nesterov: bool = False
     momentum_correction: bool = True  # keeps the rate out of SGD's and LARS' momentum: Goyal et al. 2017, section 3
     exclude_biases: bool = True  # keeps weight decay, trust ratios and preconditioning off biases and norms
+    soap_every: int = SOAP_EVERY  # updates between two refreshes of SOAP's bases
 
     @classmethod
     def from_config(cls, fields) -> "OptimizerOptions":
@@ -150,7 +151,7 @@ def _muon(learning_rate, hyperparams, options, mask):
 
 def _soap(learning_rate, hyperparams, options, mask):
     return optax.chain(
-        scale_by_soap(hyperparams.momentum, hyperparams.b2),
+        scale_by_soap(hyperparams.momentum, hyperparams.b2, every=options.soap_every),
         optax.add_decayed_weights(hyperparams.weight_decay, mask=mask),
         optax.scale_by_learning_rate(learning_rate),
     )
