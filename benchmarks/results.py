@@ -247,9 +247,15 @@ def keep(job: Job, rows: list[dict]) -> None:
     kept = [row for row in pages.read_rows(ROWS) if row["job"] != job.name] + rows
     kept.sort(key=lambda row: order.get(row["job"], len(order)))
     pages.write_rows(ROWS, kept)
-    of_table = [row for row in kept if row["table"] == job.table]
-    if {row["job"] for row in of_table} == {known.name for known in jobs() if known.table == job.table}:
+    if job.table in whole_tables(kept):
+        of_table = [row for row in kept if row["table"] == job.table]
         pages.write_part(PAGE, job.table, result_tables.table_of(job.table, of_table))
+
+
+def whole_tables(rows: list[dict]) -> set[str]:
+    """The tables of which all jobs have rows."""
+    measured = {row["job"] for row in rows}
+    return {job.table for job in jobs()} - {job.table for job in jobs() if job.name not in measured}
 
 
 def print_results(result: dict) -> None:

@@ -47,7 +47,7 @@ def test_kept_rows_are_those_of_the_page():
     rows = pages.read_rows(results.ROWS)
     if not rows:
         pytest.skip("docs/results.json: not measured yet")
-    for name in {row["table"] for row in rows}:
+    for name in results.whole_tables(rows):
         table = result_tables.table_of(name, [row for row in rows if row["table"] == name])
         assert table in results.PAGE.read_text()
 
