@@ -94,7 +94,7 @@ def get_config() -> config_dict.ConfigDict:
     c.batch.max_size = config_dict.FieldReference("full", field_type=object)  # largest batch of batch.auto
 
     c.optimizer = config_dict.ConfigDict()
-    c.optimizer.name = "lamb"  # sgd | lars | adam | adamw | nadamw | lamb | muon | soap
+    c.optimizer.name = "lamb"  # sgd | lars | adam | adamw | nadamw | lamb | muon | soap | soap_muon
     c.optimizer.learning_rate = 0.01  # > 0, the peak; at schedule.reference_batch_size if that is scaled
     c.optimizer.momentum = 0.9  # 0..1; b1 of the Adam family
     c.optimizer.nesterov = False  # of sgd, lars and muon

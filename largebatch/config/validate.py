@@ -184,9 +184,10 @@ def _sync_problems(config, num_updates: int) -> list[str]:
             if sync[name] != value:
                 problems.append(f"sync.{name}: {sync[name]}; allowed: {value} with sync.mode 'every_step'")
         return problems
-    if config.optimizer.name == "soap" and sync.optimizer_state == "average":
+    name = config.optimizer.name
+    if name in ("soap", "soap_muon") and sync.optimizer_state == "average":
         problems.append(
-            "sync.optimizer_state: 'average'; allowed: keep | reset with soap, whose bases have no mean"
+            f"sync.optimizer_state: 'average'; allowed: keep | reset with {name}, whose bases have no mean"
         )
     if config.batch.auto:
         problems.append(f"batch.auto: True; allowed: False with sync.mode {sync.mode!r}, which measures no noise")

@@ -41,6 +41,11 @@ def scale_by_muon(beta, *, nesterov: bool) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def orthogonalized() -> optax.GradientTransformation:
+    """What is done to the momentum above, for directions of any kind."""
+    return optax.stateless(lambda directions, params=None: jax.tree.map(_direction, directions))
+
+
 def _direction(kernel: jax.Array) -> jax.Array:
     matrix = kernel.reshape(-1, kernel.shape[-1])
     inputs, outputs = matrix.shape

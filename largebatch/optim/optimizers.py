@@ -16,7 +16,7 @@ from flax import struct
 from jax import tree_util
 
 from largebatch.optim.adam import scale_by_adam
-from largebatch.optim.muon import scale_by_muon
+from largebatch.optim.muon import orthogonalized, scale_by_muon
 from largebatch.optim.soap import SOAP_EVERY, scale_by_soap
 
 LAMB_EPSILON = 1e-6  # beside the root of the second moment
@@ -129,17 +129,28 @@ def _lamb(learning_rate, hyperparams, options, mask):
 
 
 def _muon(learning_rate, hyperparams, options, mask):
+    momentum = scale_by_muon(hyperparams.momentum, nesterov=options.nesterov)
+    return _beside_adamw(momentum, learning_rate, hyperparams, options, mask)
+
+
+def _soap_muon(learning_rate, hyperparams, options, mask):
+    # "SOAP-Muon" of modded-nanogpt, track 3, 2026.
+    soap = scale_by_soap(hyperparams.momentum, hyperparams.b2, every=options.soap_every)
+    return _beside_adamw(optax.chain(soap, orthogonalized()), learning_rate, hyperparams, options, mask)
+
+
+def _beside_adamw(of_kernels, learning_rate, hyperparams: Hyperparams, options: OptimizerOptions, mask):
     # The head, biases and norms are AdamW's.
     def names(params):
         def of(path, p):
             is_head = any(getattr(key, "key", None) == HEAD for key in path)
-            return "adamw" if p.ndim < 2 or is_head else "muon"
+            return "adamw" if p.ndim < 2 or is_head else "kernels"
 
         return tree_util.tree_map_with_path(of, params)
 
     adam = scale_by_adam(hyperparams.momentum, hyperparams.b2, nesterov=options.nesterov)
     directions = {
-        "muon": scale_by_muon(hyperparams.momentum, nesterov=options.nesterov),
+        "kernels": of_kernels,
         "adamw": optax.chain(adam, optax.scale(hyperparams.adamw_multiplier)),
     }
     return optax.chain(
@@ -166,6 +177,7 @@ OPTIMIZERS: dict[str, Callable] = {
     "lars": _lars,
     "muon": _muon,
     "soap": _soap,
+    "soap_muon": _soap_muon,
 }
 
 

@@ -163,7 +163,7 @@ def muon(path, p, grads, rates):
     return p
 
 
-def soap_reference(path, p, grads, rates, *, every=10):
+def soap_reference(path, p, grads, rates, *, every=10, of_direction=lambda matrix: matrix):
     """Vyas et al. 2024, algorithm 3, for matrices; plain Adam for vectors."""
     shape, m, v = p.shape, 0.0, 0.0
     if p.ndim < 2:
@@ -180,7 +180,7 @@ def soap_reference(path, p, grads, rates, *, every=10):
         m = BETA * m + (1 - BETA) * g
         v = B2 * v + (1 - B2) * (in_left.T @ g @ in_right) ** 2
         m_hat, v_hat = in_left.T @ m @ in_right / (1 - BETA ** (t - 1)), v / (1 - B2 ** (t - 1))
-        move = in_left @ (m_hat / (np.sqrt(v_hat) + 1e-8)) @ in_right.T
+        move = of_direction(in_left @ (m_hat / (np.sqrt(v_hat) + 1e-8)) @ in_right.T)
         p = p - rate * (move.reshape(shape) + DECAY * p)
         if t % every == 0:
             rows_order = np.argsort(-np.diag(in_left.T @ left @ in_left))
@@ -200,7 +200,7 @@ REFERENCES = {
     "lamb": lamb,
     "muon": muon,
 }
-ALL = [*REFERENCES, "soap"]
+ALL = [*REFERENCES, "soap", "soap_muon"]
 HYPERPARAMS = Hyperparams(momentum=BETA, b2=B2, weight_decay=DECAY, adamw_multiplier=0.5)
 
 
@@ -217,23 +217,43 @@ def test_optimizers_follow_their_papers(name, params):
     )
 
 
-@pytest.mark.parametrize("every", [10, 1])
-def test_soap_follows_its_paper_over_refreshes_of_its_bases(every):
+@pytest.fixture
+def matrices():
+    """Parameters and 14 gradients whose rows and columns have full rank and eigenvalues apart.
+
+    Otherwise the bases would be arbitrary.
+    """
     rng = np.random.default_rng(0)
-    # Rows and columns of full rank with eigenvalues apart, or the bases would be arbitrary.
     params = {"kernel": rng.standard_normal((2, 2, 1, 4)).astype(np.float32), "bias": np.ones(4, np.float32)}
     scale = np.outer([1, 2, 4, 8], [1, 3, 9, 27]).reshape(2, 2, 1, 4)
     grads = [
         {"kernel": (rng.standard_normal((2, 2, 1, 4)) * scale).astype(np.float32), "bias": np.ones(4, np.float32)}
         for _ in range(14)
     ]
-    rates = [0.01] * 14
+    return params, grads
+
+
+@pytest.mark.parametrize("every", [10, 1])
+def test_soap_follows_its_paper_over_refreshes_of_its_bases(matrices, every):
+    (params, grads), rates = matrices, [0.01] * 14
     ours = run("soap", params, grads, rates, HYPERPARAMS, OptimizerOptions(soap_every=every))
     assert_follows(ours, params, grads, partial(soap_reference, every=every), rates, rtol=2e-3)
     stale = ours["kernel"] - soap_reference(
         None, params["kernel"].astype(np.float64), [g["kernel"].astype(np.float64) for g in grads], rates, every=99
     )
     assert np.abs(stale).max() > 1e-3  # the refreshes count
+
+
+def test_soap_muon_orthogonalises_soaps_direction(matrices):
+    (params, grads), rates = matrices, [0.01] * 14
+    ours = run("soap_muon", params, grads, rates, HYPERPARAMS)
+
+    def reference(path, p, grads, rates):
+        if p.ndim < 2:
+            return muon(path, p, grads, rates)
+        return soap_reference(path, p, grads, rates, of_direction=orthogonal)
+
+    assert_follows(ours, params, grads, reference, rates, rtol=2e-3)
 
 
 def test_a_refresh_of_soaps_bases_does_not_throw_it_about():
