@@ -82,6 +82,7 @@ def jobs() -> list[Job]:
         recipe("eurosat_fast", 6),
         recipe("eurosat_muon", 6),
         recipe("eurosat_full_batch", 3),
+        recipe("eurosat_full_batch_soap", 3),
         recipe("eurosat", 3),
         recipe("cifar10_fast", 3, CIFAR10),
         recipe("eurosat_best", 3),
