@@ -17,7 +17,9 @@ RATES = {  # of batches of 128, of 512 and 2,048, and of larger ones
     "sgd": ([0.05, 0.1, 0.2, 0.4], [0.1, 0.2, 0.4, 0.8], [0.2, 0.4, 0.8, 1.6]),
     "lamb": ([0.005, 0.01, 0.02, 0.04], [0.01, 0.02, 0.04, 0.08], [0.01, 0.02, 0.04, 0.08]),
     "muon": ([0.03, 0.06, 0.12, 0.24], [0.06, 0.12, 0.24, 0.48], [0.06, 0.12, 0.24, 0.48]),
+    "soap_muon": ([0.03, 0.06, 0.12, 0.24], [0.06, 0.12, 0.24, 0.48], [0.06, 0.12, 0.24, 0.48]),
 }
+ADAMW_RATE = 0.01
 PARTS = [40, 20, 10]  # of the longest run, in fortieths of it
 
 
@@ -52,4 +54,9 @@ def derive(config):
     images = 1_000_000 if size >= LARGE else 400_000
     config.train.inner_steps = max(images // PARTS[0] // size, 1)
     config.schedule.warmup_updates = max(config.train.inner_steps * config.train.outer_steps // 10, 1)
+    if config.optimizer.name == "soap_muon":
+        config.optimizer.b2 = 0.95
+        config.optimizer.soap_every = max(1280 // size, 1)
+    # The rate that head, biases and norms have, whatever that of the kernels.
+    config.optimizer.adamw_multiplier = ADAMW_RATE / config.optimizer.learning_rate
     config.model.norm_decay = 0.95 ** min(size / 128, 8)  # the statistics of larger batches are better
