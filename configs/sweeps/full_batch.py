@@ -26,4 +26,4 @@ def includes(values):
 
 
 def derive(config):
-    config.optimizer.momentum = 0.9
+    config.optimizer.momentum, config.optimizer.b2 = 0.9, 0.999
