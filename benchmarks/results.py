@@ -107,7 +107,7 @@ def bench_results(path: str, data: str, only: str | None) -> dict:
     Raises:
       UserError: no such table or job; data are missing; a run failed, with its message.
     """
-    asked = chosen(only.split(",")) if only else jobs()
+    asked = jobs_named(only.split(",")) if only else jobs()
     places = {job.name: job.data_path(Path(data).resolve()) for job in asked}
     for place in places.values():
         if place and not place.exists():
@@ -118,7 +118,7 @@ def bench_results(path: str, data: str, only: str | None) -> dict:
     return {"rows": pages.read_rows(ROWS)}
 
 
-def chosen(names: list[str]) -> list[Job]:
+def jobs_named(names: list[str]) -> list[Job]:
     """The jobs of these names, and those of the tables of these names.
 
     Raises:
@@ -245,8 +245,8 @@ def accuracy_on_test(run: Run, data: Path | None, *, averaged: bool = False) -> 
 def keep(job: Job, rows: list[dict]) -> None:
     """Puts the rows of a job in the place of those it had. A table that is whole goes into the page."""
     order = {known.name: place for place, known in enumerate(jobs())}
-    kept = [row for row in pages.read_rows(ROWS) if row["job"] != job.name] + rows
-    kept.sort(key=lambda row: order.get(row["job"], len(order)))
+    others = [row for row in pages.read_rows(ROWS) if row["job"] in order and row["job"] != job.name]
+    kept = sorted(others + rows, key=lambda row: order[row["job"]])
     pages.write_rows(ROWS, kept)
     if job.table in whole_tables(kept):
         of_table = [row for row in kept if row["table"] == job.table]
@@ -256,7 +256,8 @@ def keep(job: Job, rows: list[dict]) -> None:
 def whole_tables(rows: list[dict]) -> set[str]:
     """The tables of which all jobs have rows."""
     measured = {row["job"] for row in rows}
-    return {job.table for job in jobs()} - {job.table for job in jobs() if job.name not in measured}
+    unfinished = {job.table for job in jobs() if job.name not in measured}
+    return {job.table for job in jobs()} - unfinished
 
 
 def print_results(result: dict) -> None:

@@ -97,15 +97,15 @@ def get_config() -> config_dict.ConfigDict:
     c.optimizer.name = "lamb"  # sgd | lars | adam | adamw | nadamw | lamb | muon | soap | soap_muon
     c.optimizer.learning_rate = 0.01  # > 0, the peak; at schedule.reference_batch_size if that is scaled
     c.optimizer.momentum = 0.9  # 0..1; b1 of the Adam family
-    c.optimizer.nesterov = False  # of sgd, lars and muon
+    c.optimizer.nesterov = False  # of sgd, lars and muon; of soap_muon only in its AdamW part
     c.optimizer.momentum_correction = True  # of sgd and lars: keeps the rate out of the momentum
-    c.optimizer.b2 = 0.999  # 0..1; decay of Adam's second moment, and of soap's preconditioner
+    c.optimizer.b2 = 0.999  # 0..1; decay of Adam's second moment, and of soap's and soap_muon's preconditioner
     c.optimizer.weight_decay = 0.0  # >= 0; in the gradient for sgd, lars and adam, decoupled for the others
     c.optimizer.exclude_biases = True  # biases and norms have no weight decay and no trust ratio
     c.optimizer.clip_norm = config_dict.placeholder(float)  # > 0, of the whole gradient; None does not clip
     c.optimizer.bias_multiplier = 1.0  # > 0, of the rate of biases and norms
-    c.optimizer.soap_every = 10  # >= 1; updates between two refreshes of soap's bases; 1 is best for few updates
-    c.optimizer.adamw_multiplier = 1.0  # > 0, of the rate of what muon leaves to AdamW: head, biases and norms
+    c.optimizer.soap_every = 10  # >= 1; updates between two refreshes of soap's and soap_muon's bases
+    c.optimizer.adamw_multiplier = 1.0  # > 0, of the rate of muon's and soap_muon's AdamW part: head, biases, norms
 
     c.schedule = config_dict.ConfigDict()
     c.schedule.name = "constant"  # constant | linear | cosine | step

@@ -19,7 +19,7 @@ RATES = {  # of batches of 128, of 512 and 2,048, and of larger ones
     "muon": ([0.03, 0.06, 0.12, 0.24], [0.06, 0.12, 0.24, 0.48], [0.06, 0.12, 0.24, 0.48]),
     "soap_muon": ([0.03, 0.06, 0.12, 0.24], [0.06, 0.12, 0.24, 0.48], [0.06, 0.12, 0.24, 0.48]),
 }
-ADAMW_RATE = 0.01
+ADAMW_RATE = 0.01  # as in eurosat_muon.py
 PARTS = [40, 20, 10]  # of the longest run, in fortieths of it
 
 
@@ -54,7 +54,7 @@ def derive(config):
     images = 1_000_000 if size >= LARGE else 400_000
     config.train.inner_steps = max(images // PARTS[0] // size, 1)
     config.schedule.warmup_updates = max(config.train.inner_steps * config.train.outer_steps // 10, 1)
-    if config.optimizer.name == "soap_muon":
+    if config.optimizer.name == "soap_muon":  # new bases about every 1,280 images
         config.optimizer.b2 = 0.95
         config.optimizer.soap_every = max(1280 // size, 1)
     # The rate that head, biases and norms have, whatever that of the kernels.

@@ -9,6 +9,7 @@ from largebatch.config.rules import MODEL_OPTIONS, RULES, Models, nearest, neare
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import schedule_options, traces
 from largebatch.optim.batch_sizes import are_found_in_training, read_trace
+from largebatch.optim.optimizers import WITH_BASES
 from largebatch.optim.schedule_options import ScheduleOptions
 
 # Beyond it a float32, as the training state counts them in, no longer grows by 1.
@@ -185,7 +186,7 @@ def _sync_problems(config, num_updates: int) -> list[str]:
                 problems.append(f"sync.{name}: {sync[name]}; allowed: {value} with sync.mode 'every_step'")
         return problems
     name = config.optimizer.name
-    if name in ("soap", "soap_muon") and sync.optimizer_state == "average":
+    if name in WITH_BASES and sync.optimizer_state == "average":
         problems.append(
             f"sync.optimizer_state: 'average'; allowed: keep | reset with {name}, whose bases have no mean"
         )

@@ -174,8 +174,7 @@ def check_update(experiment, start: TrainState) -> Finding:
     batch_size = min(setup.schedule.max_batch_size, setup.micro_batch_size * setup.num_devices * 4)
     inputs = _inputs(experiment, batch_size, rate)
     state = replicas.replicate(start)
-    # The first update with SOAP's bases only looks at the gradient.
-    num_updates = 2 if setup.program.optimizer in ("soap", "soap_muon") else 1
+    num_updates = 2 if setup.program.optimizer in optimizers.WITH_BASES else 1
     data = load_inputs(experiment.data.train, setup.program.sharding, start.seed, inputs).arrays
     for _ in range(num_updates):
         state, _ = experiment.programs.inner_loop(state, data, inputs, np.int32(1))

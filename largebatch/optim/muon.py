@@ -41,8 +41,8 @@ def scale_by_muon(beta, *, nesterov: bool) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def orthogonalized() -> optax.GradientTransformation:
-    """What is done to the momentum above, for directions of any kind."""
+def orthogonalize_directions() -> optax.GradientTransformation:
+    """Orthogonalises any direction of a kernel, with the factor for its shape, as `scale_by_muon` the momentum."""
     return optax.stateless(lambda directions, params=None: jax.tree.map(_direction, directions))
 
 

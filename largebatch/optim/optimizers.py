@@ -16,7 +16,7 @@ from flax import struct
 from jax import tree_util
 
 from largebatch.optim.adam import scale_by_adam
-from largebatch.optim.muon import orthogonalized, scale_by_muon
+from largebatch.optim.muon import orthogonalize_directions, scale_by_muon
 from largebatch.optim.soap import SOAP_EVERY, scale_by_soap
 
 LAMB_EPSILON = 1e-6  # beside the root of the second moment
@@ -136,7 +136,7 @@ def _muon(learning_rate, hyperparams, options, mask):
 def _soap_muon(learning_rate, hyperparams, options, mask):
     # "SOAP-Muon" of modded-nanogpt, track 3, 2026.
     soap = scale_by_soap(hyperparams.momentum, hyperparams.b2, every=options.soap_every)
-    return _beside_adamw(optax.chain(soap, orthogonalized()), learning_rate, hyperparams, options, mask)
+    return _beside_adamw(optax.chain(soap, orthogonalize_directions()), learning_rate, hyperparams, options, mask)
 
 
 def _beside_adamw(of_kernels, learning_rate, hyperparams: Hyperparams, options: OptimizerOptions, mask):
@@ -144,13 +144,13 @@ def _beside_adamw(of_kernels, learning_rate, hyperparams: Hyperparams, options: 
     def names(params):
         def of(path, p):
             is_head = any(getattr(key, "key", None) == HEAD for key in path)
-            return "adamw" if p.ndim < 2 or is_head else "kernels"
+            return "adamw" if p.ndim < 2 or is_head else "muon"
 
         return tree_util.tree_map_with_path(of, params)
 
     adam = scale_by_adam(hyperparams.momentum, hyperparams.b2, nesterov=options.nesterov)
     directions = {
-        "kernels": of_kernels,
+        "muon": of_kernels,  # a name in checkpoints
         "adamw": optax.chain(adam, optax.scale(hyperparams.adamw_multiplier)),
     }
     return optax.chain(
@@ -179,6 +179,7 @@ OPTIMIZERS: dict[str, Callable] = {
     "soap": _soap,
     "soap_muon": _soap_muon,
 }
+WITH_BASES = ("soap", "soap_muon")  # they cannot be averaged over devices; the first update only finds them
 
 
 def create_optimizer(

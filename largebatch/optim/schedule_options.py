@@ -59,9 +59,9 @@ def problems(options: ScheduleOptions, num_updates: int) -> list[str]:
         messages.append(
             f"schedule.decay_by: {options.decay_by!r}; allowed: 'rate' with schedule.scaling 'adascale'"
         )
-    has_line = name in ("linear", "cosine") and options.decay_by == "rate" and options.scaling != "adascale"
-    if options.decay_over == "images" and not has_line:
+    decays_smoothly = name in ("linear", "cosine") and options.decay_by == "rate" and options.scaling != "adascale"
+    if options.decay_over == "images" and not decays_smoothly:
         messages.append(
-            "schedule.decay_over: 'images'; allowed: with name linear or cosine, decay_by rate and no adascale"
+            "schedule.decay_over: 'images'; allowed: with name linear | cosine, decay_by rate and no adascale"
         )
     return messages

@@ -57,7 +57,7 @@ def _after_warmup(schedule: Schedule, peaks: np.ndarray) -> str:
     if options.name == "step":
         return f"{length}, x {options.decay_factor:g} at {', '.join(map(str, options.decay_steps))}"
     final_rate = format_range(peaks * options.final_fraction)
-    over_images = " by images" if options.decay_over == "images" else ""
+    over_images = " over images" if options.decay_over == "images" else ""
     return f"{options.name}{over_images} to {final_rate} at {unit[:-1]} {schedule.num_updates:,}"
 
 

@@ -128,12 +128,12 @@ class Schedule:
         if self.decay_factors is not None:
             after_warmup = peak * self.decay_factors.value_at(updates)
         else:
-            done, first, end = map(self._counted, (updates, self.warmup_updates, self.num_updates))
+            done, first, end = map(self._progress, (updates, self.warmup_updates, self.num_updates))
             after_warmup = peak * _shape_at(self.options, done, first, end)
         return np.where(updates < self.warmup_updates, warmup, after_warmup)
 
-    def _counted(self, updates: np.ndarray | int) -> np.ndarray | int:
-        """How much has been done before `updates`, in what the decay goes over."""
+    def _progress(self, updates: np.ndarray | int) -> np.ndarray | int:
+        """Updates or images before `updates`, by `decay_over`."""
         is_by_images = self.options.decay_over == "images"
         return self.batch_sizes.total_before(np.asarray(updates, np.int64)) if is_by_images else updates
 

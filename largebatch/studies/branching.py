@@ -175,6 +175,7 @@ def _become_branch(config: config_dict.ConfigDict, options: BranchOptions, point
             "warmup_examples": None,
             "decay_steps": (),
             "decay_by": "rate",
+            "decay_over": "updates",
         }
     )
     config.checkpoint.keep = 1

@@ -19,7 +19,7 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class CriticalBatch:
-    """Where larger batches stop to keep up, at one point of a run.
+    """Where larger batches stop keeping up, at one point of a run.
 
     Attributes:
       size: the critical batch; inf where the largest that was tried keeps up.
@@ -134,7 +134,7 @@ class Stage:
 
 
 def batch_warmup(found: list[CriticalBatch]) -> list[Stage]:
-    """The batch sizes of a run that loses no accuracy by them.
+    """Batch sizes for a run, of which branches lost nothing.
 
     It starts with the run's own batch, and doubles once it has seen as many images as a point from which a branch
     of the doubled batch lost nothing: without tolerance, since small losses add up over a run. It never shrinks.

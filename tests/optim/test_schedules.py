@@ -72,7 +72,7 @@ def test_a_decay_over_images_goes_by_what_a_trace_has_seen(name):
     left = {"linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}[name]
     by_update = schedule.learning_rates(np.arange(100))
     np.testing.assert_allclose(by_update[10:], 0.1 * (0.2 + 0.8 * left)[10:], rtol=1e-12)
-    assert f"{name} by images to 0.02 at update 100" in describe(schedule)
+    assert f"{name} over images to 0.02 at update 100" in describe(schedule)
 
 
 def test_a_decay_over_images_of_one_batch_size_is_that_over_updates():
@@ -339,7 +339,7 @@ def test_a_call_in_the_middle_of_a_run_gets_its_own_rates_sizes_and_places():
             r"decay_steps: \(5,\); allowed: \(\) with .*'linear'",
         ),
         ({"name": "cosine", "decay_by": "batch"}, "decay_by: 'batch'; allowed: 'rate' with schedule.name 'cosine'"),
-        ({"decay_over": "images"}, "decay_over: 'images'; allowed: with name linear or cosine"),
+        ({"decay_over": "images"}, "decay_over: 'images'; allowed: with name linear . cosine"),
         ({"decay_by": "seesaw"}, "decay_by: 'seesaw'; allowed: 'rate' with schedule.name 'constant'"),
         (
             {"name": "step", "decay_steps": (30,), "warmup_updates": 31},

@@ -137,6 +137,7 @@ def test_a_branch_of_a_run_on_a_trace_or_with_local_steps_is_allowed():
     config.sync.update({"mode": "post_local", "start_step": 150, "every": 4, "outer_momentum": 0.5})
     config.train.init_from, config.train.init_step = "run", 100
     point = branching.BranchPoint(100, 12_800, 128, 0.1, None)
+    config.schedule.name, config.schedule.decay_over = "linear", "images"
     branching._become_branch(config, BranchOptions("run", images=16_384), point)
     validate(config, models.MODELS)
     assert (config.sync.mode, config.train.inner_steps) == ("every_step", 16)
