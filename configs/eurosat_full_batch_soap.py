@@ -1,9 +1,9 @@
-"""The fewest full-batch updates to 0.95 without Muon: SOAP.
+"""SOAP in place of SOAP-Muon in eurosat_full_batch.py, for 60 updates.
 
     python train.py --config configs/eurosat_full_batch_soap.py --config.dataset.path EuroSAT.zip \\
         --workdir runs/soap
 
-Expected: about 18 minutes on 2 CPU cores, validation accuracy above 0.95 after 60 updates.
+Expected: about 18 minutes on 2 CPU cores, validation accuracy about 0.953 after 60 updates.
 """
 
 from configs import eurosat_full_batch
