@@ -3,7 +3,7 @@
     python train.py --config configs/eurosat_full_batch_soap.py --config.dataset.path EuroSAT.zip \\
         --workdir runs/soap
 
-Expected: about 18 minutes on 2 CPU cores, validation accuracy about 0.953 after 60 updates.
+Expected: about 14 minutes on 2 CPU cores, validation accuracy about 0.953 after 60 updates.
 """
 
 from configs import eurosat_full_batch
@@ -11,8 +11,10 @@ from configs import eurosat_full_batch
 
 def get_config():
     c = eurosat_full_batch.get_config()
+    c.model.name = "resconvnet"
     c.optimizer.name = "soap"
     c.optimizer.learning_rate = 0.01
+    c.optimizer.b2 = 0.9
     c.optimizer.adamw_multiplier = 1.0
     c.train.outer_steps = 6
     return c
