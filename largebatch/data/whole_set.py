@@ -14,7 +14,7 @@ from jax import lax
 
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding
-from largebatch.hosts import replicas
+from largebatch.hosts.replicas import AXIS, pmap
 
 
 def normalise_whole_set(
@@ -35,12 +35,20 @@ def normalise_whole_set(
     Returns:
       "images" [local devices, micro-batches, M, H, W, C], "labels" int32 [local devices, micro-batches, M].
     """
-    convert = jax.jit(_normalise_share, static_argnames=("sharding", "micro_batch_size", "normalise"))
-    options = {"sharding": sharding, "micro_batch_size": micro_batch_size, "normalise": normalise}
-    placed = []
-    for device, share in zip(replicas.local_indices(), replicas.shards_of(rows), strict=True):
-        placed.append(convert(share, np.int32(device), np.uint32(seed), **options))
-    return replicas.stack(placed)
+    count = num_micro_batches(sharding, micro_batch_size)
+
+    def normalise_share(share, seed):
+        epoch = batching.device_batch(sharding, lax.axis_index(AXIS), 0, 0, sharding.num_examples)
+        filled = epoch.num_micro_batches(micro_batch_size)
+
+        def convert(index):
+            examples = batching.micro_batch(sharding, epoch, index, filled, micro_batch_size, seed).examples
+            return normalise(share["images"][examples]), share["labels"][examples // sharding.views]
+
+        images, labels = lax.map(convert, jnp.arange(count))
+        return {"images": images, "labels": labels}
+
+    return pmap(normalise_share, in_axes=(0, None))(rows, np.uint32(seed))
 
 
 def num_micro_batches(sharding: DataSharding, micro_batch_size: int) -> int:
@@ -52,19 +60,3 @@ def read(share: dict, rows: jax.Array, visit_keys: jax.Array) -> tuple[jax.Array
     """Images and labels of any rows of a device's share; see `step.MicroBatchReader.read`."""
     images, labels = share["images"], share["labels"]
     return images.reshape(-1, *images.shape[2:])[rows], labels.ravel()[rows]
-
-
-def _normalise_share(
-    share: dict, device, seed, *, sharding: DataSharding, micro_batch_size: int, normalise
-) -> dict:
-    """The data of one device, with a leading axis of 1."""
-    rows, labels = share["images"][0], share["labels"][0]
-    epoch = batching.device_batch(sharding, device, 0, 0, sharding.num_examples)
-    count = epoch.num_micro_batches(micro_batch_size)
-
-    def convert(index):
-        examples = batching.micro_batch(sharding, epoch, index, count, micro_batch_size, seed).examples
-        return normalise(rows[examples]), labels[examples // sharding.views]
-
-    images, labels = lax.map(convert, jnp.arange(num_micro_batches(sharding, micro_batch_size)))
-    return {"images": images[None], "labels": labels[None]}
