@@ -89,11 +89,16 @@ def databases_closed(monkeypatch):
 
 @pytest.fixture
 def small_config(session_cache) -> config_dict.ConfigDict:
+    """`make_small_config` for a test."""
+    return make_small_config(session_cache)
+
+
+def make_small_config(cache_dir) -> config_dict.ConfigDict:
     """The embedded default, shrunk to run in a second or two."""
     from configs import default
 
     c = default.get_config()
-    c.augment.cache_dir = str(session_cache)
+    c.augment.cache_dir = str(cache_dir)
     c.dataset.num_examples = 100
     c.dataset.image_size = 16
     c.train.inner_steps = 3

@@ -45,13 +45,8 @@ def dtypes_of_trials(folder) -> list[str]:
     return [config["model"]["dtype"] for config in configs]
 
 
-@pytest.mark.parametrize(
-    "again",
-    [
-        pytest.param({"given": "auto"}, id="by the same command"),
-        pytest.param({"given": None}, id="by the folder alone", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("again", [{"given": "auto"}, {"given": None}], ids=["same command", "folder alone"])
 def test_machines_of_two_kinds_work_on_one_study(sweep_on, again):
     made = sweep_on("float32", "--trials=1")
     assert made.returncode == 0, made.stderr

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from conftest import make_small_config
 
 from experiment import ProgramCache, prepare
 from largebatch.errors import BadSetting
@@ -16,11 +17,17 @@ from resolve import needed_bytes, possible_storages
 
 
 @pytest.fixture
-def config(small_config):
-    small_config.augment.storage = "normalised"
-    small_config.optimizer.name, small_config.optimizer.momentum = "sgd", 0.0
-    small_config.optimizer.learning_rate = 1.0
-    return small_config
+def config(session_cache):
+    return make_config(session_cache, "normalised")
+
+
+def make_config(cache_dir, storage):
+    """The first update subtracts the gradient."""
+    c = make_small_config(cache_dir)
+    c.augment.storage = storage
+    c.optimizer.name, c.optimizer.momentum = "sgd", 0.0
+    c.optimizer.learning_rate = 1.0
+    return c
 
 
 def one_update(config):
@@ -34,12 +41,17 @@ def one_update(config):
     return gradient, float(metrics["loss"][0]), noise_scale.noise_scale(replicas.first_replica(state.noise))
 
 
+@pytest.fixture(scope="module")
+def update_of_rows(session_cache):
+    """`one_update` of images read by rows, in micro-batches of 16: others would give the same but for rounding."""
+    return one_update(make_config(session_cache, "expanded"))
+
+
 @pytest.mark.parametrize("micro_batch_size", [16, 12, 10_000], ids=["even", "uneven", "whole share"])
-def test_gradients_are_those_of_rows(config, micro_batch_size):
+def test_gradients_are_those_of_rows(config, update_of_rows, micro_batch_size):
     config.batch.micro_batch_size = micro_batch_size
     gradient, loss, noise = one_update(config)
-    config.augment.storage = "expanded"
-    expected, expected_loss, expected_noise = one_update(config)
+    expected, expected_loss, expected_noise = update_of_rows
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
     for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * largest)
@@ -70,29 +82,19 @@ def test_every_view_of_a_device_lies_there_once_and_normalised(config):
         assert sorted(map(tuple, np.c_[images, kept_labels])) == sorted(map(tuple, np.c_[wanted, labels]))
 
 
-def test_data_are_placed_again_for_other_batches(config):
+def test_data_are_placed_again_for_other_batches_sizes_and_dtypes(config):
     shared = ProgramCache()
     normalised = shared.load(config)
     assert shared.load(config).data is normalised.data
+    config.batch.micro_batch_size = 20
+    assert shared.load(config).data.train.arrays["images"].shape[1:3] == (4, 20)
+    config.model.dtype = "bfloat16"
+    assert shared.load(config).data.train.arrays["images"].dtype == "bfloat16"
     config.augment.storage = "auto"
     config.batch.size = 64
     rows = shared.load(config)
     assert rows.setup.program.storage == "expanded"
     assert rows.data.train.arrays["images"].dtype == np.uint8
-
-
-def test_data_of_another_micro_batch_size_are_placed_again(config):
-    shared = ProgramCache()
-    shared.load(config)
-    config.batch.micro_batch_size = 20
-    assert shared.load(config).data.train.arrays["images"].shape[1:3] == (4, 20)
-
-
-def test_data_of_another_dtype_are_placed_again(config):
-    shared = ProgramCache()
-    shared.load(config)
-    config.model.dtype = "bfloat16"
-    assert shared.load(config).data.train.arrays["images"].dtype == "bfloat16"
 
 
 def test_what_the_devices_need_is_announced(config):
