@@ -43,7 +43,7 @@ from largebatch.runs.best import BestCheckpoint, arrays_of, best_checkpoint
 from largebatch.sources import file_sources
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
-from resolve import make_network
+from resolve import make_network, make_task
 
 log = logging.getLogger("largebatch")
 
@@ -271,14 +271,15 @@ def predict(run: TrainedRun, dataset: Dataset, *, num_views: int, shift: int, em
         raise UserError(f"--shift: {shift}; allowed: below {min(image_shape[:2])}, the size of an image")
     hardware = Hardware.here()
     network = make_network(run.config, len(dataset.class_names), hardware.platform)
+    task = make_task(run.config, len(dataset.class_names))
     variables = read_variables(run, network, image_shape, ema=ema)
     logits_fn = make_logits_fn(network, image_shape, run.data["mean"], run.data["std"])
     if num_views > 1 or shift:
         logits_fn = augment.average_over_copies(logits_fn, image_shape, num_views=num_views, shift=shift)
     micro_batch_size = auto_micro_batch_size(hardware, run.config.model.name)
     split = split_of_images(dataset.images, dataset.labels)
-    program = make_predict(logits_fn, micro_batch_size)
-    return predict_split(program, replicas.replicate(variables), split, micro_batch_size)
+    program = make_predict(logits_fn, task, micro_batch_size)
+    return predict_split(program, replicas.replicate(variables), split, micro_batch_size, task)
 
 
 def main() -> None:

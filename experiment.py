@@ -21,8 +21,9 @@ from largebatch.hardware.chips import Hardware
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.optim.schedules import UpdateInputs
+from largebatch.tasks.task import Scores
 from largebatch.training.costs import training_costs
-from largebatch.training.evaluation import Scores, SplitLogits, SplitPredictions, predict_split
+from largebatch.training.evaluation import SplitLogits, SplitPredictions, predict_split
 from largebatch.training.loss import make_normalise
 from largebatch.training.nonfinite import locate_nonfinite
 from largebatch.training.programs import CompiledPrograms, compile_programs
@@ -207,10 +208,10 @@ class Experiment:
 
     def _predict(self, predict, variables) -> SplitPredictions:
         micro_batch_size = self.setup.program.prediction_micro_batch_size
-        return predict_split(predict, variables, self.data.validation, micro_batch_size)
+        return predict_split(predict, variables, self.data.validation, micro_batch_size, self.setup.program.task)
 
     def _accuracy(self, predict, variables) -> float:
-        return self._predict(predict, variables).scores.accuracy
+        return self._predict(predict, variables).scores.score
 
 
 def prepare(config, clock: Clock, shared: ProgramCache) -> tuple[Experiment, TrainState]:

@@ -23,6 +23,8 @@ from largebatch.hosts import memory
 from largebatch.optim.batch_sizes import batch_sizes_of_devices
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_optimizer
 from largebatch.optim.schedules import make_schedule
+from largebatch.tasks.classification import Classification
+from largebatch.tasks.task import Task
 from largebatch.training.costs import bytes_beside_images
 from largebatch.training.local_sgd import Sync
 from largebatch.training.loss import make_logits_fn, make_loss_fn
@@ -79,7 +81,7 @@ def resolve_setup(
         network=make_network(config, data.num_classes, hardware.platform),
         optimizer=config.optimizer.name,
         optimizer_options=OptimizerOptions.from_config(config.optimizer),
-        label_smoothing=config.train.label_smoothing,
+        task=make_task(config, data.num_classes),
         statistics_decay=config.model.norm_decay,
         ema_decay=config.train.ema_decay,
         noise_decay=config.schedule.noise_decay,
@@ -178,6 +180,11 @@ def make_network(config, num_classes: int, platform: str) -> nn.Module:
     return models.create_model(fields.name, num_classes, fields.dtype, conv, **options)
 
 
+def make_task(config, num_classes: int) -> Task:
+    """What the network of `config` learns."""
+    return Classification(num_classes, config.train.label_smoothing)
+
+
 # ---- Setup -> programs ------------------------------------------------------------------------------------
 
 
@@ -208,7 +215,7 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
         read = augment.make_read(options.storage, options.image_shape, num_views, options.random_augment)
         reader = MicroBatchReader(read, options.sharding, options.micro_batch_size)
     step = TrainStep(
-        loss_fn=make_loss_fn(network, options.image_shape, *options.stored_scale, options.label_smoothing),
+        loss_fn=make_loss_fn(network, options.image_shape, *options.stored_scale, options.task),
         optimizer=create_optimizer(options.optimizer, Hyperparams(), options.optimizer_options),
         reader=reader,
         max_nonfinite=options.max_nonfinite,
@@ -231,6 +238,7 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
         network=network,
         step=step,
         init=make_init(options),
+        task=options.task,
         logits_fn=logits_fn,
         logits_of_views_fn=logits_of_views_fn,
         prediction_micro_batch_size=options.prediction_micro_batch_size,

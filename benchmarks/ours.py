@@ -22,6 +22,7 @@ from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs
+from largebatch.tasks.classification import Classification
 from largebatch.training.loss import Batch, make_loss_fn
 from largebatch.training.setup import DataFacts, Setup
 from largebatch.training.state import count_params
@@ -61,7 +62,9 @@ def make_network(dtype: str, conv: str):
 
 def make_loss(network) -> Callable:
     """The loss on the images of every contender."""
-    return make_loss_fn(network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
+    return make_loss_fn(
+        network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3, Classification(serve.NUM_CLASSES)
+    )
 
 
 class OurStep(serve.Step):

@@ -18,7 +18,7 @@ from largebatch.decoding.images import Dataset
 from largebatch.errors import UserError
 from largebatch.predictions.tables import print_results
 from largebatch.runs.best import best_checkpoint
-from largebatch.training.evaluation import Scores
+from largebatch.tasks.classification import ClassificationScores
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def test_names_that_others_gave_do_not_steer_the_terminal(capsys):
     names = ["\x1b[2J", "[/nothing]", "ash\r"]
     dataset = Dataset(np.zeros((3, 8, 8, 3), np.uint8), np.arange(3), names, ["a", "b", "c"])
     logits = np.roll(np.eye(3), 1, axis=0)
-    scores = Scores(loss=1.0, accuracy=0.0, accuracy_top5=None, num_examples=3)
+    scores = ClassificationScores(loss=1.0, accuracy=0.0, accuracy_top5=None, num_examples=3)
     print_results(dataset, logits.argmax(1), scores, "run \x1b]0;title\x07")
     shown = capsys.readouterr().out
     assert "\x1b" not in shown

@@ -23,9 +23,10 @@ MAY_IMPORT = {
     "sources": {"errors", "threads", "files", "untrusted", "decoding"},
     "cache": {"errors", "threads", "files", "untrusted", "hosts", "decoding", "sources"},
     "data": {"errors", "threads", "hosts", "cache"},
+    "tasks": {"errors"},
     "predictions": {"errors", "files", "decoding"},
     "runs": {"errors", "files", "terminal", "hosts", "optim", "config", "predictions"},
-    "training": {"errors", "nn", "hardware", "hosts", "optim", "cache", "data", "runs"},
+    "training": {"errors", "nn", "hardware", "hosts", "optim", "cache", "data", "tasks", "runs"},
     "studies": {"errors", "terminal", "hosts", "config", "data", "runs"},
     # Reports are drawn without JAX, from what a run folder holds.
     "reports": {

@@ -13,6 +13,7 @@ from largebatch.config.validate import validate
 from largebatch.errors import UserError
 from largebatch.nn import convolution, normalisation
 from largebatch.nn.pooling import max_pool
+from largebatch.tasks.classification import Classification
 from largebatch.training.costs import training_costs
 from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn, make_normalise
 from largebatch.training.state import count_params
@@ -212,7 +213,9 @@ def test_side_heads_count_in_the_loss_alone(smoothing):
     np.testing.assert_array_equal(*evaluated)
 
     def loss(network, params):
-        return make_loss_fn(network, (16, 16, 3), *scale, smoothing)(params, model_state, batch)[0]
+        return make_loss_fn(network, (16, 16, 3), *scale, Classification(5, smoothing))(params, model_state, batch)[
+            0
+        ]
 
     def of_side(head, features):
         logits = features.mean((1, 2)) @ head["Dense_0"]["kernel"] + head["Dense_0"]["bias"]

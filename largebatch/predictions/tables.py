@@ -21,7 +21,7 @@ def print_results(dataset: Dataset, predicted: np.ndarray, scores, heading: str)
     Args:
       dataset: label -1 where it is not known.
       predicted: int [N], the class of every image.
-      scores: `evaluation.Scores` of the labelled images; None where there are none.
+      scores: `classification.ClassificationScores` of the labelled images; None where there are none.
     """
     out = console.Console(highlight=False)
     out.print(printable(heading), markup=False, soft_wrap=True)

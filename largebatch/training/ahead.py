@@ -45,7 +45,7 @@ def lower_programs(
     predictions = {"validation": parts.logits_fn, "validation of copies": parts.logits_of_views_fn}
     for name, logits_fn in predictions.items():
         if logits_fn is not None:
-            predict = make_predict(logits_fn, parts.prediction_micro_batch_size, devices=devices)
+            predict = make_predict(logits_fn, parts.task, parts.prediction_micro_batch_size, devices=devices)
             lowered[name] = predict.lower(states.variables, block)
     return lowered
 

@@ -1,15 +1,15 @@
-"""From integer images, uint8 or uint16, to logits and the loss."""
+"""From integer images, uint8 or uint16, to what a network gives for them, and the loss."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import struct
 
 from largebatch.nn.normalisation import STATISTICS
 from largebatch.nn.side_heads import SIDE_LOGITS
+from largebatch.tasks.task import Task
 
 
 @struct.dataclass
@@ -17,7 +17,7 @@ class Batch:
     """One micro-batch of M examples."""
 
     images: jax.Array  # pixel values of any dtype [M, H, W, C], or flat rows [M, H * W * C]
-    labels: jax.Array  # int32 [M]
+    targets: Any  # what the task asks for: of classification the class, int32 [M]
     weights: jax.Array  # float32 [M], 1, and 0 for padding
 
 
@@ -55,39 +55,32 @@ def make_logits_fn(network, image_shape, mean, std):
     return logits_fn
 
 
-def make_loss_fn(network, image_shape, mean, std, label_smoothing: float = 0.0):
-    """The `loss_fn` of the step: cross-entropy against labels smoothed as by Szegedy et al. 2016, section 7.
+def make_loss_fn(network, image_shape, mean, std, task: Task):
+    """The `loss_fn` of the step.
 
     Where the network has side heads, the mean of their losses is added.
 
-    Args:
-      label_smoothing: the share of a label that is spread evenly over all classes.
     Returns:
-      (params, model state, batch) -> sum over the micro-batch of weight * loss, and BatchSums with hits as the
-      metric "accuracy".
+      (params, model state, batch) -> sum over the micro-batch of weight * loss, and BatchSums with the metrics of
+      the task.
     """
     normalise = make_normalise(network, image_shape, mean, std)
 
-    def cross_entropy(logits, labels):
-        if label_smoothing:
-            targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), label_smoothing)
-            return optax.softmax_cross_entropy(logits, targets)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-
     def loss_fn(params, model_state, batch):
-        logits, collections = network.apply(
+        outputs, collections = network.apply(
             {"params": params, **model_state},
             normalise(batch.images),
             batch.weights,
             mutable=[STATISTICS, SIDE_LOGITS],
         )
-        of_sides = [cross_entropy(side, batch.labels) for side in jax.tree.leaves(collections.pop(SIDE_LOGITS, {}))]
-        losses = cross_entropy(logits, batch.labels)
-        if of_sides:
-            losses += sum(of_sides) / len(of_sides)
-        hits = jnp.argmax(logits, axis=-1) == batch.labels
+        sides = jax.tree.leaves(collections.pop(SIDE_LOGITS, {}))
+        losses = task.losses(outputs, batch.targets)
+        if sides:
+            losses += sum(task.losses(side, batch.targets) for side in sides) / len(sides)
+        metrics = {
+            name: jnp.sum(values * batch.weights) for name, values in task.metrics(outputs, batch.targets).items()
+        }
         statistics = jax.tree.map(lambda x: x * batch.weights.sum(), collections)
-        sums = BatchSums({"accuracy": jnp.sum(hits * batch.weights)}, statistics)
-        return jnp.sum(losses * batch.weights), sums
+        return jnp.sum(losses * batch.weights), BatchSums(metrics, statistics)
 
     return loss_fn

@@ -14,6 +14,7 @@ from largebatch.hosts import replicas
 from largebatch.nn.normalisation import STATISTICS
 from largebatch.optim.optimizers import Hyperparams
 from largebatch.optim.schedules import UpdateInputs
+from largebatch.tasks.task import Task
 from largebatch.training import local_sgd
 from largebatch.training.evaluation import make_predict
 from largebatch.training.local_sgd import LocalStep, Sync
@@ -29,6 +30,7 @@ class ProgramParts:
     step: TrainStep
     # (seed, hyper-parameters, kernel of the frozen stem or None) -> one replica's state before the first update
     init: Callable[..., TrainState]
+    task: Task
     logits_fn: Callable  # see evaluation.make_predict
     logits_of_views_fn: Callable | None  # the mean over views and shifts of an image; None where not asked for
     prediction_micro_batch_size: int
@@ -111,7 +113,7 @@ def _compile_predictions(parts: ProgramParts, variables, split: DealtSplit) -> t
     block = next(split.blocks(micro_batch_size))
 
     def compiled(logits_fn):
-        predict = make_predict(logits_fn, micro_batch_size, packed=parts.step.packed)
+        predict = make_predict(logits_fn, parts.task, micro_batch_size, packed=parts.step.packed)
         jax.block_until_ready(predict(variables, block))
         return predict
 

@@ -51,10 +51,7 @@ def metrics_row(
         "bytes_sent": bytes_sent_per_update(
             experiment.setup.num_devices, programs.allreduce_bytes, programs.sync_bytes, metrics
         ),
-        "val_loss": validation.scores.loss,
-        "val_accuracy": validation.scores.accuracy,
-        "val_accuracy_top5": validation.scores.accuracy_top5,
-        "val_examples": validation.scores.num_examples,
+        **validation.scores.row_fields(),
         **validation.other_accuracies,
         **times,
         "mfu": flops_utilisation(experiment.flops_per_image, times["images_per_sec"], hardware),

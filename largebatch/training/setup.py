@@ -20,6 +20,7 @@ from largebatch.optim.batch_sizes import resolve_batch_size
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import Schedule, make_schedule
+from largebatch.tasks.task import Task
 from largebatch.training.local_sgd import Sync
 
 log = logging.getLogger("largebatch")
@@ -66,7 +67,7 @@ class ProgramOptions:
     network: nn.Module  # of the config's group `model`
     optimizer: str  # optimizer.name
     optimizer_options: OptimizerOptions
-    label_smoothing: float  # train.label_smoothing
+    task: Task
     statistics_decay: float  # model.norm_decay
     ema_decay: float | None  # train.ema_decay
     noise_decay: float  # schedule.noise_decay

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import facts_of
-from test_step import NUM_CLASSES, SCALE, SIZE, Problem, sgd_trainer, visited_examples
+from test_step import NUM_CLASSES, SCALE, SIZE, TASK, Problem, sgd_trainer, visited_examples
 
 import augment
 import model as models
@@ -20,6 +20,7 @@ from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.nn import normalisation
 from largebatch.optim.averaging import smooth
+from largebatch.tasks.classification import Classification
 from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn
 from resolve import resolve_setup
 
@@ -115,7 +116,7 @@ def batch_norm_problem(images, labels, stem="conv") -> Problem:
     params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
     if stem == "whitened":
         model_state = models.with_whitening(model_state, models.whitening_kernel(network, images, *SCALE))
-    return Problem(images, labels, params, model_state, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
+    return Problem(images, labels, params, model_state, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, TASK))
 
 
 def model_state_after_one_update(trainer, batch_size):
@@ -324,7 +325,7 @@ def test_label_smoothing_by_hand():
     params, _ = models.init_variables(network, (SIZE, SIZE, 3), 0)
     images = np.random.default_rng(0).integers(0, 256, (3, SIZE * SIZE * 3), np.uint8)
     labels, weights = jnp.array([0, 2, 1]), jnp.array([1.0, 1.0, 0.0])
-    loss_fn = jax.jit(make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, 0.2))
+    loss_fn = jax.jit(make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, Classification(NUM_CLASSES, 0.2)))
     loss, _ = loss_fn(params, {}, Batch(images, labels, weights))
     logits = jax.jit(make_logits_fn(network, (SIZE, SIZE, 3), *SCALE))({"params": params}, images)
     log_p = np.asarray(jax.nn.log_softmax(logits))

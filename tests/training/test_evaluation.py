@@ -7,10 +7,11 @@ import scipy.special
 from largebatch.data import validation
 from largebatch.data.validation import DealtSplit
 from largebatch.hosts import replicas
-from largebatch.training import evaluation
+from largebatch.tasks.classification import Classification, ClassificationSums
 from largebatch.training.evaluation import make_predict, predict_split
 
 CLASSES = 7
+TASK = Classification(CLASSES)
 
 
 def logits_of_bytes(params, images):
@@ -18,7 +19,7 @@ def logits_of_bytes(params, images):
     return images.astype(jnp.float32) * params["scale"]
 
 
-PREDICT = {size: make_predict(logits_of_bytes, size) for size in (3, 64)}
+PREDICT = {size: make_predict(logits_of_bytes, TASK, size) for size in (3, 64)}
 
 
 def deal(images, labels, num_devices: int, monkeypatch) -> DealtSplit:
@@ -41,7 +42,7 @@ def make_split(num_examples: int, seed=0):
 
 def predict(split, micro_batch_size=3):
     params = replicas.replicate({"scale": np.float32(0.5)})
-    return predict_split(PREDICT[micro_batch_size], params, split, micro_batch_size)
+    return predict_split(PREDICT[micro_batch_size], params, split, micro_batch_size, TASK)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
@@ -74,15 +75,15 @@ def test_examples_without_labels_have_no_scores(monkeypatch):
 
 
 def test_few_classes_have_no_five_first():
-    sums = evaluation.Sums(np.array([1.0]), np.int32(1), np.int32(2), np.int32(2))
-    assert evaluation.scores_of([sums], 6).accuracy_top5 == 1.0
-    assert evaluation.scores_of([sums], 5).accuracy_top5 is None
+    sums = ClassificationSums(*(np.array([number], np.int32) for number in (1, 1, 2, 2)))
+    assert Classification(num_classes=6).scores(sums).accuracy_top5 == 1.0
+    assert Classification(num_classes=5).scores(sums).accuracy_top5 is None
 
 
 def test_a_logit_that_is_not_a_number_is_no_hit():
     logits = np.zeros((2, 6), np.float32)
     logits[0, 0] = logits[1, 5] = np.nan  # of the own class, and of another
-    sums = evaluation._sums(jnp.asarray(logits), jnp.array([0, 0]))
+    sums = TASK.sums(jnp.asarray(logits), jnp.array([0, 0]), jnp.array([True, True]))
     assert (int(sums.hits), int(sums.hits_top5), int(sums.count)) == (0, 1, 2)
     assert np.isnan(sums.losses)
 

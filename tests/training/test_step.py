@@ -18,12 +18,14 @@ from largebatch.hosts import replicas
 from largebatch.optim import optimizers
 from largebatch.optim.optimizers import Hyperparams
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
+from largebatch.tasks.classification import Classification
 from largebatch.training.loss import Batch, make_loss_fn
 from largebatch.training.setup import choose_sharding
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 
 NUM_ORIGINALS, SIZE, NUM_CLASSES, MICRO_BATCH_SIZE = 50, 16, 4, 16
+TASK = Classification(NUM_CLASSES)
 MAX_UPDATES = 4
 SCALE = (120.0,) * 3, (70.0,) * 3
 
@@ -44,7 +46,7 @@ def make_problem(network) -> Problem:
     images = rng.integers(0, 256, (NUM_ORIGINALS, SIZE, SIZE, 3), np.uint8)
     labels = rng.integers(0, NUM_CLASSES, NUM_ORIGINALS, np.int32)
     params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
-    return Problem(images, labels, params, model_state, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE))
+    return Problem(images, labels, params, model_state, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, TASK))
 
 
 def small_network(dtype="float32"):
