@@ -2,22 +2,25 @@
 
 import statistics
 
-from benchmarks import pages
+from benchmarks import knees, pages
 
 
 def table_of(name: str, rows: list[dict]) -> str:
-    """The table of this name. Above that of a study is a line with what its rows have in common."""
+    """The table of this name. Above that of studies is a line for each with what its rows have in common."""
     if name == "recipes":
         return pages.markdown_table(*recipe_cells(rows))
-    if name == "knees":
-        cells = knee_cells(rows)
+    if name in ("knees", "cifar10_knees"):
+        table = knee_tables(rows)
     elif name == "rates":
-        cells = setting_cells(list(best_of(rows, "optimizer.name").values()))
+        table = pages.markdown_table(*setting_cells(list(best_of(rows, "optimizer.name").values())))
     else:
-        cells = setting_cells(rows)
-    first = rows[0]
-    above = f"`{first['command']}`, {first['dtype']}, {first['device']}, {first['date']}, {first['commit'][:7]}"
-    return f"{above}\n\n{pages.markdown_table(*cells)}"
+        table = pages.markdown_table(*setting_cells(rows))
+    first_of_jobs = {row["job"]: row for row in reversed(rows)}
+    above = [
+        f"`{row['command']}`, {row['dtype']}, {row['device']}, {row['date']}, {row['commit'][:7]}"
+        for row in reversed(first_of_jobs.values())
+    ]
+    return "\n\n".join([*above, table])
 
 
 def best_of(rows: list[dict], *fields: str) -> dict[tuple, dict]:
@@ -64,35 +67,23 @@ def setting_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def knee_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """A row for each optimizer and batch size: its best setting, or that none got there."""
+def knee_tables(rows: list[dict]) -> str:
+    """A row for each optimizer and batch size: its best setting, or that none got there. Then the knees."""
+    tuned = knees.tuned_of(rows)
     header = ["optimizer", "batch", "rate", "images of a whole run", "updates to the target", "images to it"]
-    cells = []
-    ordered = sorted(rows, key=_by_updates_to_target)
-    for (optimizer, size), row in sorted(best_of(ordered, "optimizer.name", "batch.size").items()):
-        updates = [steps for steps in row["updates_to_target"] if steps is not None]
-        cells.append(
-            [
-                optimizer,
-                f"{size:,}",
-                f"{row['values']['optimizer.learning_rate']:g}",
-                f"{row['planned_updates'] * size:,}",
-                reached(row["updates_to_target"]),
-                f"{statistics.mean(updates) * size:,.0f}" if updates else "",
-            ]
-        )
-    return header, cells
-
-
-def _by_updates_to_target(row: dict) -> tuple:
-    """First settings whose seeds all got there; of these the ones with more seeds, then with fewer updates.
-
-    The best of the search have more seeds than the others, and a lucky seed of another says less than their mean.
-    """
-    updates = row["updates_to_target"]
-    if None in updates:
-        return 1, 0, 0.0
-    return 0, -len(updates), statistics.mean(updates)
+    cells = [
+        [
+            one.optimizer,
+            f"{one.batch_size:,}",
+            f"{one.learning_rate:g}",
+            f"{one.planned_images:,}",
+            reached(one.updates),
+            f"{statistics.mean(one.updates) * one.batch_size:,.0f}" if one.reached else "",
+        ]
+        for one in tuned
+    ]
+    of_knees = pages.markdown_table(*knees.knee_cells(knees.knees_of(tuned)))
+    return f"{pages.markdown_table(header, cells)}\n{of_knees}"
 
 
 def between(counts: list[int | None]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import pages, result_tables
+from benchmarks import knees, pages, result_tables
 from benchmarks.timing import ROOT
 from largebatch.errors import UserError
 from largebatch.runs import reader
@@ -67,15 +67,17 @@ def recipe(name: str, seeds: int, data: str = EUROSAT) -> Job:
     return Job(name, "recipes", ("--config", f"configs/{name}.py"), seeds, data)
 
 
-def study(name: str, table: str, *arguments: str, config: str = "eurosat_muon", devices: int | None = None) -> Job:
-    """A study of the space of this name."""
-    files = ("--config", f"configs/{config}.py", "--space", f"configs/sweeps/{name}.py")
-    return Job(name, table, (*files, *arguments), devices=devices)
+def study(name: str, table: str, *arguments: str, data: str = EUROSAT, devices: int | None = None) -> Job:
+    """A study of the space of this name around eurosat_muon.py."""
+    files = ("--config", "configs/eurosat_muon.py", "--space", f"configs/sweeps/{name}.py")
+    return Job(name, table, (*files, *arguments), data=data, devices=devices)
 
 
 def jobs() -> list[Job]:
     """All jobs, in the order in which they run."""
-    to_90 = ("--config.train.target_accuracy", "0.9")
+    tune = ("--pruner", "median", "--best_seeds", "3")
+    to_90, to_70 = (("--config.train.target_accuracy", accuracy) for accuracy in ("0.9", "0.7"))
+    cifar10 = ("--config.dataset.name", "cifar10", "--config.augment.views", "flip")
     fine = ("--config.train.inner_steps", "45", "--config.train.outer_steps", "15")
     three = ("--seeds", "3")
     return [
@@ -88,7 +90,9 @@ def jobs() -> list[Job]:
         recipe("eurosat_best", 3),
         study("all_optimizers", "rates", *SMALL),
         study("tuned_optimizers", "optimizers", *three, *fine),
-        study("knees", "knees", "--pruner", "median", "--best_seeds", "3", *to_90, *SMALL),
+        study("knees", "knees", *tune, *to_90, *SMALL),
+        study("knees_between", "knees", *tune, *to_90, *SMALL),
+        study("cifar10_knees", "cifar10_knees", *tune, *to_70, *cifar10, data=CIFAR10),
         study("ablation", "ablation", *three, *SMALL),
         study("adascale", "adascale", *three, *SMALL),
         study("batch_growth", "batch_growth", *three, *SMALL),
@@ -251,6 +255,8 @@ def keep(job: Job, rows: list[dict]) -> None:
     if job.table in whole_tables(kept):
         of_table = [row for row in kept if row["table"] == job.table]
         pages.write_part(PAGE, job.table, result_tables.table_of(job.table, of_table))
+        if job.table == "knees":
+            knees.plot_knees(knees.tuned_of(of_table), PAGE.with_name("knees.png"))
 
 
 def whole_tables(rows: list[dict]) -> set[str]:

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import ROOT
 
-from benchmarks import pages, result_tables, results
+from benchmarks import knees, pages, result_tables, results
 from benchmarks.results import Job
 from largebatch.errors import UserError
 
@@ -88,7 +88,8 @@ def test_what_cannot_be_run_is_refused(page, tmp_path):
 def test_the_table_of_knees_has_the_best_setting_of_each_batch_size():
     def row(optimizer, size, rate, steps):
         values = {"optimizer.name": optimizer, "batch.size": size, "optimizer.learning_rate": rate}
-        return {"values": values, "planned_updates": 1000, "updates_to_target": steps}
+        row = {"values": values, "planned_updates": 1000, "updates_to_target": steps}
+        return row | {"best_val_accuracy": [0.8 - rate]}
 
     rows = [  # by their means, as a leaderboard has them
         row("muon", 128, 0.2, [105]),
@@ -96,10 +97,29 @@ def test_the_table_of_knees_has_the_best_setting_of_each_batch_size():
         row("sgd", 128, 0.2, [150, None]),
         row("sgd", 128, 0.4, [200, 210]),
         row("sgd", 8192, 0.4, [None]),
+        row("sgd", 8192, 0.2, [None]),
     ]
-    _, cells = result_tables.knee_cells(rows)
-    assert cells == [
-        ["muon", "128", "0.1", "128,000", "110 ± 10 (3 of 3)", "14,080"],
-        ["sgd", "128", "0.4", "128,000", "205 ± 7 (2 of 2)", "26,240"],
-        ["sgd", "8,192", "0.4", "8,192,000", "not reached", ""],
+    table = result_tables.knee_tables(rows)
+    assert table.splitlines()[2:5] == [
+        "| muon | 128 | 0.1 | 128,000 | 110 ± 10 (3 of 3) | 14,080 |",
+        "| sgd | 128 | 0.4 | 128,000 | 205 ± 7 (2 of 2) | 26,240 |",
+        "| sgd | 8,192 | 0.2 | 8,192,000 | not reached |  |",
     ]
+    assert "| sgd | fewer than 3 batch sizes reached the target |" in table
+
+
+def test_knees_are_fitted_to_all_seeds_of_the_best_settings(tmp_path):
+    def row(size, steps):
+        values = {"optimizer.name": "muon", "batch.size": size, "optimizer.learning_rate": 0.1}
+        return {"values": values, "planned_updates": 1000, "updates_to_target": steps, "best_val_accuracy": [0.9]}
+
+    steps = {size: 100 * (1 + 1000 / size) for size in (128, 512, 2048, 8192)}
+    rows = [row(size, [round(mean * factor) for factor in (0.98, 1, 1.02)]) for size, mean in steps.items()]
+    tuned = knees.tuned_of([*rows, row(21_600, [None])])
+    knee = knees.knees_of(tuned)["muon"]
+    assert knee.critical_batch_size == pytest.approx(1000, rel=0.03)
+    assert knee.low < 1000 < knee.high
+    (cells,) = knees.knee_cells({"muon": knee})[1]
+    assert cells[:2] == ["muon", f"{knee.critical_batch_size:,.0f}"]
+    knees.plot_knees(tuned, str(tmp_path / "knees.png"))
+    assert (tmp_path / "knees.png").stat().st_size > 10_000
