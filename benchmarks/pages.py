@@ -13,8 +13,9 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    """Keeps the rows."""
-    _write(path, json.dumps(rows, indent=1) + "\n")
+    """Keeps the rows, each in a line."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    _write(path, f"[\n{lines}\n]\n")
 
 
 def write_part(page: Path, name: str, text: str) -> None:
