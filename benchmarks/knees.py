@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -107,10 +108,13 @@ def plot_knees(tuned: list[Tuned], path: str) -> None:
         label = f"{optimizer}, knee {knee.critical_batch_size:,.0f}" if knee else optimizer
         axes.errorbar(sizes, means, yerr=errors, fmt="o", color=colour, label=label, capsize=2)
         if knee:
-            axes.plot(sizes, knee.steps_at(sizes), color=colour, lw=1.2)
+            along = np.geomspace(sizes[0], sizes[-1])
+            axes.plot(along, knee.steps_at(along), color=colour, lw=1.2)
             axes.axvline(knee.critical_batch_size, color=colour, lw=0.8, ls=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    every_size = sorted({one.batch_size for one in tuned if one.reached})
+    axes.set_xticks(every_size, [f"{size:,}" for size in every_size])
     axes.set_xlabel("batch size")
     axes.set_ylabel("updates to the target")
     axes.spines[["top", "right"]].set_visible(False)

@@ -76,7 +76,7 @@ def study(name: str, table: str, *arguments: str, data: str = EUROSAT, devices: 
 def jobs() -> list[Job]:
     """All jobs, in the order in which they run."""
     tune = ("--pruner", "median", "--best_seeds", "3")
-    to_90, to_70 = (("--config.train.target_accuracy", accuracy) for accuracy in ("0.9", "0.7"))
+    to_90, to_85, to_70 = (("--config.train.target_accuracy", accuracy) for accuracy in ("0.9", "0.85", "0.7"))
     cifar10 = ("--config.dataset.name", "cifar10", "--config.augment.views", "flip")
     fine = ("--config.train.inner_steps", "45", "--config.train.outer_steps", "15")
     three = ("--seeds", "3")
@@ -92,6 +92,7 @@ def jobs() -> list[Job]:
         study("tuned_optimizers", "optimizers", *three, *fine),
         study("knees", "knees", *tune, *to_90, *SMALL),
         study("knees_between", "knees", *tune, *to_90, *SMALL),
+        study("knees_lamb", "knees_lamb", *tune, *to_85, *SMALL),
         study("cifar10_knees", "cifar10_knees", *tune, *to_70, *cifar10, data=CIFAR10),
         study("ablation", "ablation", *three, *SMALL),
         study("adascale", "adascale", *three, *SMALL),

@@ -1,0 +1,22 @@
+"""knees.py for LAMB alone, to 0.85: with batches of 2,048 and more it does not reach 0.90 within so many images.
+
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/knees_lamb.py \\
+        --study runs/studies/knees_lamb --pruner median --best_seeds 3 --config.train.target_accuracy 0.85 \\
+        --config.dataset.image_size 32
+"""
+
+from optuna.distributions import CategoricalDistribution
+
+from configs.sweeps import knees
+
+GROUPS = knees.GROUPS
+includes = knees.includes
+refine = knees.refine
+derive = knees.derive
+
+
+def get_space():
+    space = knees.get_space()
+    space["optimizer.name"] = CategoricalDistribution(["lamb"])
+    space["batch.size"] = CategoricalDistribution([128, 512, 2048, 8192])
+    return space
