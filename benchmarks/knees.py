@@ -1,6 +1,7 @@
 """The knee of each optimizer, from the studies that tuned it at each batch size: tables and a picture."""
 
 import dataclasses
+import math
 import statistics
 
 import matplotlib
@@ -11,6 +12,9 @@ from matplotlib import pyplot
 
 from largebatch.studies import analysis
 from largebatch.studies.knee import Knee, fit_knee
+
+
+TABLES = ("knees", "knees_lamb", "cifar10_knees")  # of docs/results.md
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +114,7 @@ def plot_knees(tuned: list[Tuned], path: str) -> None:
         if knee:
             along = np.geomspace(sizes[0], sizes[-1])
             axes.plot(along, knee.steps_at(along), color=colour, lw=1.2)
+        if knee and 0 < knee.critical_batch_size < math.inf:
             axes.axvline(knee.critical_batch_size, color=colour, lw=0.8, ls=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -9,7 +9,7 @@ def table_of(name: str, rows: list[dict]) -> str:
     """The table of this name. Above that of studies is a line for each with what its rows have in common."""
     if name == "recipes":
         return pages.markdown_table(*recipe_cells(rows))
-    if name in ("knees", "knees_lamb", "cifar10_knees"):
+    if name in knees.TABLES:
         table = knee_tables(rows)
     elif name == "rates":
         table = pages.markdown_table(*setting_cells(list(best_of(rows, "optimizer.name").values())))

@@ -213,9 +213,8 @@ def test_side_heads_count_in_the_loss_alone(smoothing):
     np.testing.assert_array_equal(*evaluated)
 
     def loss(network, params):
-        return make_loss_fn(network, (16, 16, 3), *scale, Classification(5, smoothing))(params, model_state, batch)[
-            0
-        ]
+        loss_fn = make_loss_fn(network, (16, 16, 3), *scale, Classification(5, smoothing))
+        return loss_fn(params, model_state, batch)[0]
 
     def of_side(head, features):
         logits = features.mean((1, 2)) @ head["Dense_0"]["kernel"] + head["Dense_0"]["bias"]

@@ -7,18 +7,10 @@
 As knees.py, at three batch sizes. Views are an image and its mirror image, since objects have an upside.
 """
 
-from optuna.distributions import CategoricalDistribution
+from configs.sweeps.knees import GROUPS, derive, includes, refine, space_of
 
-from configs.sweeps import knees
-
-GROUPS = knees.GROUPS
-includes = knees.includes
-refine = knees.refine
-derive = knees.derive
+__all__ = ["GROUPS", "derive", "get_space", "includes", "refine"]
 
 
 def get_space():
-    space = knees.get_space()
-    space["optimizer.name"] = CategoricalDistribution(["sgd", "muon"])
-    space["batch.size"] = CategoricalDistribution([128, 512, 2048])
-    return space
+    return space_of(["sgd", "muon"], [128, 512, 2048])

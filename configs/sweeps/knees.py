@@ -31,10 +31,14 @@ def rates(optimizer, batch_size):
 
 
 def get_space():
+    return space_of(list(RATES), [128, 512, 2048, 8192, 21_600])
+
+
+def space_of(optimizers, batch_sizes):
     of_all = {rate for of_optimizer in RATES.values() for of_size in of_optimizer for rate in of_size}
     return {
-        "optimizer.name": CategoricalDistribution(list(RATES)),
-        "batch.size": CategoricalDistribution([128, 512, 2048, 8192, 21_600]),
+        "optimizer.name": CategoricalDistribution(optimizers),
+        "batch.size": CategoricalDistribution(batch_sizes),
         "optimizer.learning_rate": CategoricalDistribution(sorted(of_all)),
         "train.outer_steps": CategoricalDistribution(PARTS),
     }

@@ -5,18 +5,10 @@
         --config.dataset.image_size 32
 """
 
-from optuna.distributions import CategoricalDistribution
+from configs.sweeps.knees import GROUPS, derive, includes, refine, space_of
 
-from configs.sweeps import knees
-
-GROUPS = knees.GROUPS
-includes = knees.includes
-refine = knees.refine
-derive = knees.derive
+__all__ = ["GROUPS", "derive", "get_space", "includes", "refine"]
 
 
 def get_space():
-    space = knees.get_space()
-    space["optimizer.name"] = CategoricalDistribution(["sgd", "lamb"])
-    space["batch.size"] = CategoricalDistribution([256, 1024])
-    return space
+    return space_of(["sgd", "lamb"], [256, 1024])
