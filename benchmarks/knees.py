@@ -13,7 +13,6 @@ from matplotlib import pyplot
 from largebatch.studies import analysis
 from largebatch.studies.knee import Knee, fit_knee
 
-
 TABLES = ("knees", "knees_lamb", "cifar10_knees")  # of docs/results.md
 
 
