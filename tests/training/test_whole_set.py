@@ -62,7 +62,9 @@ def test_gradients_are_those_of_rows(config, update_of_rows, micro_batch_size):
     assert noise == pytest.approx(expected_noise, rel=0.5)
 
 
-def test_every_view_of_a_device_lies_there_once_and_normalised(config):
+@pytest.mark.parametrize("virtual_shards", [None, 11])  # 8 devices hold 11 unequally
+def test_every_view_of_a_device_lies_there_once_and_normalised(config, virtual_shards):
+    config.batch.virtual_shards = virtual_shards
     placed = ProgramCache().load(config)
     program, arrays = placed.setup.program, placed.data.train.arrays
     config.augment.storage = "expanded"
