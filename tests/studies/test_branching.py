@@ -63,9 +63,9 @@ def write_branches(path, losses: dict[int, list[list[float]]], noise_scale=300.0
 @pytest.mark.parametrize(
     ("losses", "expected"),
     [
-        ([1.0, 0.9, 1.0, 1.1], 512 * 2**0.5),  # the limit of 1.05 is half way between the last two
-        ([1.0, 1.0, 1.05, 1.05], math.inf),
-        ([1.0, 1.15, 1.0, 1.0], 128 * 2 ** (0.05 / 0.15)),  # what comes after the first that is left behind is luck
+        ([1.0, 0.9, 1.0, 1.3], 512 * 2**0.5),  # the limit of 1.15 is half way between the last two
+        ([1.0, 1.0, 1.15, 1.15], math.inf),
+        ([1.0, 1.45, 1.0, 1.0], 128 * 2 ** (0.15 / 0.45)),  # what comes after the first that is left behind is luck
         ([1.0, 1.0, math.inf, math.inf], 256),  # diverged
     ],
 )
@@ -74,14 +74,14 @@ def test_the_largest_batch_that_keeps_up(losses, expected):
 
 
 def test_critical_batches_over_a_run_with_intervals(tmp_path):
-    early = [[1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 1.2, 1.4]]
+    early = [[1.0, 1.0, 1.0, 1.3], [1.0, 1.0, 1.6, 2.2]]
     late = [[0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5]]
     study = write_branches(tmp_path / "s", {100: early, 200: late})
     first, second = critical_batch.critical_batches(study)
     assert (first.step, first.examples_seen, first.base, first.noise_scale) == (100, 12_800, 128, 300.0)
-    assert first.size == pytest.approx(256 * 2 ** (0.05 / 0.1))  # of the means 1, 1, 1.1, 1.25
-    assert first.low == pytest.approx(256 * 2 ** (0.05 / 0.2))  # of the second seed alone
-    assert first.high == pytest.approx(512 * 2 ** (0.05 / 0.1))  # of the first
+    assert first.size == pytest.approx(256 * 2 ** (0.15 / 0.3))  # of the means 1, 1, 1.3, 1.75
+    assert first.low == pytest.approx(256 * 2 ** (0.15 / 0.6))  # of the second seed alone
+    assert first.high == pytest.approx(512 * 2 ** (0.15 / 0.3))  # of the first
     assert (second.size, second.low, second.high) == (math.inf,) * 3
     stages = critical_batch.batch_warmup([first, second])
     assert [(stage.first_update, stage.batch_size) for stage in stages] == [(0, 128), (100, 256), (150, 1024)]
@@ -144,7 +144,7 @@ def test_a_branch_of_a_run_on_a_trace_or_with_local_steps_is_allowed():
 
 
 def test_the_panel_has_branches_noise_scale_and_knee(tmp_path):
-    losses = [[1.0, 1.0, 1.0, 1.2]] * 2
+    losses = [[1.0, 1.0, 1.0, 1.6]] * 2
     study = write_branches(tmp_path / "s", {100: losses, 200: [[1.0] * 4] * 2})
     panel = branch_panel(study, {"swept": Knee(400.0, None, None, 10, 4000)})
     line, hollow, noise, knee = panel["marks"]
