@@ -13,7 +13,8 @@ import numpy as np
 from largebatch.runs.reader import BATCH, Study, number
 
 STEP = "train.init_step"  # the field that says from where a run branches
-# Of the loss of the run's own batch. So the branches of LAMB, Muon and SGD agree best with their knees (LOG.md).
+# Of the loss of the run's own batch. With it branches of LAMB and Muon are within a factor of 2 of their knees, and
+# those of SOAP-Muon, which had no part in the choice, are too (LOG.md).
 TOLERANCE = 0.15
 RESAMPLES = 1000
 
