@@ -1,9 +1,9 @@
-"""The highest accuracy with at most 450,000 parameters: 40 passes over the originals, each image moved a little.
+"""The highest accuracy with at most 450,000 parameters: 92 passes over the originals, each image moved a little.
 
     python train.py --config configs/eurosat_best.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat_best
     python evaluate.py runs/eurosat_best --split test
 
-Expected: about 27 minutes on 2 CPU cores, validation accuracy above 0.98.
+Expected: about 65 minutes on one CPU core, validation accuracy about 0.985.
 """
 
 from configs import eurosat_muon
@@ -17,5 +17,5 @@ def get_config():
     c.schedule.warmup_updates = 200
     c.train.label_smoothing = 0.1
     c.train.inner_steps = 675
-    c.train.outer_steps = 10
+    c.train.outer_steps = 23
     return c
