@@ -2,7 +2,7 @@
 
     python train.py --config configs/eurosat_fast.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat_fast
 
-Expected: about 48 s of training on 2 CPU cores, validation accuracy about 0.951 after 32,320 images.
+Expected: about 48 s of training on 2 CPU cores, validation accuracy about 0.953 after 32,320 images.
 """
 
 from configs import eurosat_muon
