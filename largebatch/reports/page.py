@@ -13,7 +13,7 @@ from largebatch.reports.panels import Group
 from largebatch.runs.reader import Run, number
 from largebatch.studies import analysis
 
-STOPPED = ("diverged", "interrupted", "failed", "pruned")
+STOPPED = ("diverged", "interrupted", "failed")  # a pruned run ended as its study wants
 MAX_PROBLEMS = 100  # lines of the box at the top
 
 
@@ -86,7 +86,9 @@ def problem_box(groups: list[Group]) -> Html:
     """Every problem, a line each."""
     problems = [problem for group in groups for problem in problems_of(group)]
     if not problems:
-        return element("p", "Every run is whole and done.", cls="soft")
+        has_pruned = any(run.status == "pruned" for group in groups for run in group.runs)
+        ends = "whole, and done or pruned" if has_pruned else "whole and done"
+        return element("p", f"Every run is {ends}.", cls="soft")
     lines = [element("li", element("code", p.path), " ", p.text) for p in problems[:MAX_PROBLEMS]]
     if len(problems) > MAX_PROBLEMS:
         lines.append(element("li", f"and {len(problems) - MAX_PROBLEMS} more: see the status of each run"))
@@ -176,8 +178,8 @@ def config_part(group: Group, key: str) -> Part:
 
 def card(panel: dict) -> Html:
     """The place where page.js draws a panel."""
-    note = element("p", panel["note"]) if panel["kind"] != "curve" else None
-    caption = element("figcaption", element("h3", panel["title"]), note)
+    notes = [] if panel["kind"] == "curve" else [element("p", line) for line in panel["note"].splitlines()]
+    caption = element("figcaption", element("h3", panel["title"]), *notes)
     plot = element("div", cls=f"plot {panel['kind']}", data_panel=panel["id"])
     return element("figure", caption, plot, cls="card")
 
@@ -206,7 +208,8 @@ def tiles(group: Group) -> Iterator[Html]:
     seconds = sum(sum(panels.run_seconds(run).values()) for run in group.runs)
     yield tile(f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:,.1f} h", "of work in all")
     done = sum(run.status == "done" for run in group.runs)
-    yield tile(f"{done} of {len(group.runs)}", "runs done")
+    pruned = sum(run.status == "pruned" for run in group.runs)
+    yield tile(f"{done} of {len(group.runs)}", f"runs done, {pruned} pruned" if pruned else "runs done")
 
 
 def study_tiles(group: Group) -> Iterator[Html]:

@@ -1,6 +1,6 @@
 """What a report shows of a group of runs, as plain data that page.js and figures.py both draw.
 
-A panel is a dict with id, title, note (what to see in it, in words) and kind:
+A panel is a dict with id, title, note (what to see in it, in words, a line for each paragraph) and kind:
   curve  values [runs][rows] over one of the AXES of each run
   xy     marks with points [x, y, low, high] of their own; kind line | points | hollow | cross | rule | band
   bars   rows [label, run, values] in named sections

@@ -208,7 +208,7 @@ def steps_panel(study: Study, legend: list) -> dict | None:
         "id": "steps_to_target",
         "title": "Updates to the target over batch size",
         "kind": "xy",
-        "note": " ".join(map(fit_note, drawn)),
+        "note": "\n".join(map(fit_note, drawn)),
         "x": {"label": "batch size", "scale": "log", "ticks": few_ticks(sizes)},
         "y": {"label": "updates to the target", "scale": "log", "domain": y_domain(marks, "log")},
         "marks": marks,

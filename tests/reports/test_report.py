@@ -192,6 +192,14 @@ def test_a_real_run(small_config, tmp_path):
     assert {"val_accuracy.png", "time.png", "confusion.png"} <= {p.name for p in (tmp_path / "png").iterdir()}
 
 
+def test_pruned_runs_are_counted_and_no_problem(tmp_path):
+    trials = [{"rate": 0.01, "accuracies": (0.5, 0.9)}, {"rate": 0.1, "status": "pruned", "accuracies": (0.1,)}]
+    page = make(write_study(tmp_path / "study", trials), out=tmp_path / "page.html")
+    text = text_of(page)
+    assert "Every run is whole, and done or pruned." in text
+    assert "1 of 2 runs done, 1 pruned" in text
+
+
 def test_24_long_runs_stay_below_3_mb(tmp_path):
     trials = [{"rate": 0.001 * (k + 1), "accuracies": tuple(np.linspace(0.1, 0.9, 1000))} for k in range(24)]
     page = make(write_study(tmp_path / "study", trials), out=tmp_path / "page.html")
