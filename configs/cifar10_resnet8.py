@@ -7,8 +7,8 @@ set does as well: prepare cifar10 and leave dataset.path off. Shallue et al. 201
 Parallelism on Neural Network Training", train the same network. Vertical flips and transposes are off: objects have
 an upside.
 
-Expected: not measured with these settings. With the constant rates of configs/sweeps/cifar10_batches.py, validation
-accuracy is 0.60 after 1,560 updates of 64 (rate 0.05) or 552 of 512 (rate 0.2); one seed, JPEG copies.
+Expected: not measured with these settings. With constant rates validation accuracy is 0.60 after 1,560 updates of
+64 (rate 0.05) or 552 of 512 (rate 0.2); one seed, JPEG copies.
 """
 
 from configs import default
