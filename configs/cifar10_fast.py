@@ -5,7 +5,7 @@
 
 Accuracies are plain ones, and means over an image, its mirror image and copies moved by a pixel.
 
-Expected: about 27 minutes on one CPU core, validation accuracy 0.867, averaged 0.882 (one seed): not tuned yet.
+Expected: about 28 minutes on one CPU core, validation accuracy 0.868, averaged 0.883 (JPEG copies of the images).
 """
 
 from configs import default
