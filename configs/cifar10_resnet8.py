@@ -8,7 +8,7 @@ Parallelism on Neural Network Training", train the same network. Vertical flips 
 an upside.
 
 Expected: not measured with these settings. With constant rates validation accuracy is 0.60 after 1,560 updates of
-64 (rate 0.05) or 552 of 512 (rate 0.2); one seed, JPEG copies.
+64 (rate 0.05) or 552 of 512 (rate 0.2); one seed, JPEG copies (LOG.md).
 """
 
 from configs import default
