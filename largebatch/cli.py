@@ -21,7 +21,7 @@ from largebatch.config.rules import RULES, Models, nearest_field
 from largebatch.config.validate import validate
 from largebatch.errors import UserError, printable
 from largebatch.hardware.dtypes import AUTO, DTYPES, auto_dtype_here, with_dtype
-from largebatch.hosts import collectives
+from largebatch.hosts import collectives, meeting
 from largebatch.hosts.start import start_jax
 
 log = logging.getLogger("largebatch")
@@ -154,6 +154,7 @@ def exit_after(main: Callable[[], int | None]) -> NoReturn:
         # The usual exit waits for the other hosts, and they may be waiting for this one.
         sys.stdout.flush()
         sys.stderr.flush()
+        meeting.wait_for_failing_hosts()
         os._exit(code)
     sys.exit(code)
 

@@ -5,6 +5,7 @@ connected. A collective would give up on a late host: Gloo, which joins CPUs, do
 the service ends the wait for it once its heartbeats stay out.
 """
 
+import contextlib
 import itertools
 import json
 import time
@@ -13,6 +14,8 @@ import jax
 from jax._src import distributed
 
 FIRST_WAIT_MS = 1000
+FAILING_WAIT_MS = 5000
+LEAVING_SEC = 0.2
 SHORT_WAIT_SEC = 10.0  # of a wait, in which the store is asked every SHORT_POLL_SEC, and afterwards every POLL_SEC
 SHORT_POLL_SEC, POLL_SEC = 0.1, 1.0
 
@@ -36,6 +39,18 @@ def exchange(text: str) -> list[str]:
     texts = json.loads(_wait_for(store, answer))
     store.key_value_delete(question)
     return texts
+
+
+def wait_for_failing_hosts() -> None:
+    """Waits until all hosts have come here, for FAILING_WAIT_MS at most; a host calls it once, before it exits.
+
+    Most errors are agreed: every host is about to say the same line. As soon as host 0 has exited, JAX aborts the
+    others, so they have to say it before, and to exit before. A host whose error is its own waits in vain.
+    """
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # not all came, or host 0 is gone
+        _store().wait_at_barrier("largebatch/failing", FAILING_WAIT_MS)
+        if jax.process_index() == 0:
+            time.sleep(LEAVING_SEC)
 
 
 def _collect_and_answer(store, number: int, text: str) -> list[str]:

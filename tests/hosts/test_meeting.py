@@ -53,6 +53,26 @@ def test_all_hosts_learn_that_one_cannot_save(tmp_path, method):
     assert results(tmp_path) == {host: {"error": "--workdir: no space left"} for host in "01"}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("late", "num_told"), [(2, 2), (3600, 1)])
+def test_an_agreed_error_is_told_by_late_hosts_too(late, num_told, tmp_path):
+    """Host 1 is seconds late with it, or never comes to it."""
+    code = (
+        "import time, jax; from largebatch import cli, errors; from largebatch.hosts import start\n"
+        "def main():\n"
+        "    start.start_jax()\n"
+        f"    time.sleep({late} * jax.process_index())\n"
+        "    raise errors.UserError('no space left')\n"
+        "cli.exit_after(main)"
+    )
+    (tmp_path / "fail.py").write_text(code)
+    host = f"{sys.executable} {tmp_path}/fail.py 2>{tmp_path}/$LARGEBATCH_HOST_INDEX.err"
+    done = run_script("-m", "largebatch.pod", "--hosts", 2, "--devices", 1, "--", "sh", "-c", host, env=PATHS)
+    assert done.returncode == 1, done.stderr
+    told = [(tmp_path / f"{index}.err").read_text() for index in range(num_told)]
+    assert all(text.startswith("fail.py: error: no space left\n") for text in told), told
+
+
 def test_ctrl_c_ends_the_wait_for_another_host(tmp_path):
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, *pod_arguments(tmp_path, 3600)]
