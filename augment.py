@@ -2,6 +2,7 @@
 
     python augment.py --config configs/eurosat.py --config.dataset.path EuroSAT.zip
     python augment.py --config configs/eurosat.py --preview views.png
+    python augment.py --config configs/scenes_tiny.py --export scenes
 
 With V views (8, 2 or 1 by augment.views), example `i` of the training set is view `i % V` of original `i // V`.
 Storage "expanded" keeps all views on the devices, and "normalised" as the network takes them; "on_device" keeps the
@@ -24,16 +25,18 @@ from largebatch.cache.build import build_together, hosts_sharing
 from largebatch.cache.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
 from largebatch.cache.estimate import BuildEstimate, estimate_build
 from largebatch.cache.plan import CachePlan, plan_layout
+from largebatch.data.pictures import draw_preview, export
 from largebatch.data.placement import originals_of_hosts
 from largebatch.data.random_augment import RandomAugment
-from largebatch.data.rows import take_rows
+from largebatch.data.rows import split_planes, take_rows
 from largebatch.decoding import images
-from largebatch.decoding.colours import to_rgb8
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import collectives
-from largebatch.sources.find import find_source
+from largebatch.sources.find import find_source, version_of
 from largebatch.sources.split import SPLITS, assign_splits
 from largebatch.sources.split_file import SplitFile, read_split_file
+from largebatch.tasks.kinds import KINDS
+from largebatch.tasks.task import Task
 from largebatch.training.setup import choose_sharding
 
 log = logging.getLogger("largebatch")
@@ -100,7 +103,11 @@ def check_image_shape(config, image_shape: tuple[int, int, int]) -> None:
 
 
 def make_read(
-    storage: str, image_shape: tuple[int, int, int], num_views: int, random_augment: RandomAugment | None = None
+    storage: str,
+    stored_shape: tuple[int, int, int],
+    num_views: int,
+    task: Task,
+    random_augment: RandomAugment | None = None,
 ):
     """The `read` of `step.MicroBatchReader` for {"images": [n, H * W * C], "labels": [originals]}.
 
@@ -110,34 +117,39 @@ def make_read(
     """
 
     def read_expanded(shard, examples):
-        return take_rows(shard["images"], examples).reshape(-1, *image_shape)
+        return take_rows(shard["images"], examples).reshape(-1, *stored_shape)
 
     def read_on_device(shard, examples):
-        originals = take_rows(shard["images"], examples // num_views).reshape(-1, *image_shape)
+        originals = take_rows(shard["images"], examples // num_views).reshape(-1, *stored_shape)
         return select_views(originals, examples % num_views, num_views)
 
     def read_streamed(shard, examples):
         rows = take_rows(shard["rows"], examples // num_views)
-        originals = take_rows(shard["images"], rows).reshape(-1, *image_shape)
+        originals = take_rows(shard["images"], rows).reshape(-1, *stored_shape)
         return select_views(originals, examples % num_views, num_views)
 
     readers = {"expanded": read_expanded, "on_device": read_on_device, "streamed": read_streamed}
     read_images = readers[storage]
 
     def read(shard, examples, visit_keys):
-        images = read_images(shard, examples)
+        images, planes = split_planes(read_images(shard, examples), task.target_planes)
         if random_augment:
-            images = random_augment.apply(images, visit_keys)
-        return images, take_rows(shard["labels"], examples // num_views)
+            images, planes = random_augment.apply(images, visit_keys), random_augment.move(planes, visit_keys)
+        return images, task.targets(take_rows(shard["labels"], examples // num_views), planes)
 
     return read
+
+
+def inverse_view(view: int) -> int:
+    """The view that undoes `view`: a transposition swaps the two flips, other views undo themselves."""
+    return 4 | (view & 1) << 1 | (view & 2) >> 1 if view & 4 else view
 
 
 # ---- averages over views and shifts -----------------------------------------------------------------
 
 
 def average_over_copies(
-    logits_fn: Callable, image_shape: tuple[int, int, int], *, num_views: int = 1, shift: int = 0
+    logits_fn: Callable, *, num_views: int = 1, shift: int = 0, gives_maps: bool = False
 ) -> Callable:
     """A `logits_fn` of the mean of the logits of copies of an image (Krizhevsky et al. 2012, section 4.1).
 
@@ -146,18 +158,20 @@ def average_over_copies(
     (Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", section 3.5).
 
     Args:
-      logits_fn: (variables, images [M, H * W * C]) -> logits [M, num_classes].
+      logits_fn: (variables, images [M, H, W, C]) -> logits [M, num_classes]; or maps [M, H, W, channels].
+      gives_maps: those of a view are turned back to the image before they are averaged. Goes with no shift.
     """
     weights = [0.5, 0.25, 0.25] if shift else [1.0]
 
     def averaged(variables, images):
-        images = images.reshape(-1, *image_shape)
         moved = [images, *_moved_both_ways(images, shift)] if shift else [images]
-        views = [apply_view(copy, view).reshape(len(images), -1) for copy in moved for view in range(num_views)]
+        views = [apply_view(copy, view) for copy in moved for view in range(num_views)]
         # A loop, so that the network is compiled once.
         logits = jax.lax.map(lambda copy: logits_fn(variables, copy), jnp.stack(views))
+        if gives_maps:
+            logits = jnp.stack([apply_view(of_view, inverse_view(view)) for view, of_view in enumerate(logits)])
         weights_of_views = np.repeat(np.float32(weights) / num_views, num_views)
-        return jnp.sum(logits * weights_of_views[:, None, None], axis=0)
+        return jnp.sum(logits * weights_of_views.reshape(-1, *[1] * (logits.ndim - 1)), axis=0)
 
     return averaged
 
@@ -201,7 +215,10 @@ def _request(config) -> tuple[dict, SplitFile | None]:
     path = config.dataset.split_file
     split_file = collectives.agreed(lambda: None if path is None else read_split_file(path))
     digest = None if split_file is None else split_file.digest
-    return known.request_of(config.dataset.to_dict(), digest), split_file
+    asked = config.dataset.to_dict() | version_of(config.dataset.name)
+    if KINDS[config.task.name].of_pixels:
+        asked["targets"] = "of pixels"
+    return known.request_of(asked, digest), split_file
 
 
 def _known_on_all(config, cache_dir: epath.Path, request: dict) -> Cache | None:
@@ -233,11 +250,17 @@ def _list_and_build(config, cache_dir: epath.Path, requests: list[dict], split_f
     if before is not None and before != plan.folder:
         log.warning("dataset: %s changed since %s was made", plan.source.description, before)
     if sharing:
-        collectives.agreed(lambda: check_image_shape(config, plan_layout(plan).image_shape))  # before hours of work
+        collectives.agreed(functools.partial(_check_plan, config, plan))  # before hours of work
         build_together(plan, sharing, missing=cache is None)
         cache = collectives.agreed(functools.partial(_open_built, plan.folder), cache is None) or cache
     known.note(cache_dir, request, cache)
     return cache
+
+
+def _check_plan(config, plan: CachePlan) -> None:
+    """Raises BadSetting where what is planned does not go with the config."""
+    plan.source.targets.check_task(config.task.name, plan.source.description)
+    check_image_shape(config, plan_layout(plan).image_shape)
 
 
 def estimate_cache(config) -> BuildEstimate | None:
@@ -290,6 +313,7 @@ def _plan_cache(config, cache_dir: epath.Path, split_file: SplitFile | None) -> 
         seed=fields.split_seed,
         cache_dir=config.augment.cache_dir,
         max_image_pixels=fields.max_image_pixels,
+        of_pixels=KINDS[config.task.name].of_pixels,
     )
     splits = assign_splits(
         source.ids,
@@ -352,30 +376,8 @@ def cache_attempts(config, *, look_at_source: bool = False, to_train: bool = Fal
 # ---- the command ------------------------------------------------------------------------------------
 
 
-def draw_preview(cache: Cache, num_views: int, path: str, num_images: int = 4, scale: int = 2) -> None:
-    """Writes a picture: one row per image, of classes spread over all, and one column per view."""
-    from PIL import Image
-
-    (height, width, _), labels = cache.image_shape, cache.small_array("train_labels")
-    classes = np.unique(np.linspace(0, len(cache.class_names), num_images, endpoint=False).astype(int))
-    rows = np.array([np.flatnonzero(labels == label)[0] for label in classes])
-    originals = cache.read_rows("train", rows).reshape(-1, *cache.image_shape)
-    gap = 2
-    sheet = np.full((len(rows) * (height + gap) - gap, num_views * (width + gap) - gap, 3), 255, np.uint8)
-    for row, original in enumerate(originals):
-        colours = to_rgb8(original)
-        for view in range(num_views):
-            y, x = row * (height + gap), view * (width + gap)
-            sheet[y : y + height, x : x + width] = apply_view(colours, view)
-    picture = Image.fromarray(sheet)
-    try:
-        picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST).save(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--preview: cannot write {path} ({getattr(error, 'strerror', None) or error})") from error
-
-
 def main(config) -> None:
-    """Prepares the cache, verifies every byte of it, says what is in it and draws the preview."""
+    """Prepares the cache, verifies every byte of it, says what is in it, and draws or exports what is asked for."""
     for attempt in cache_attempts(config, look_at_source=True):
         with attempt as cache:
             cache.verify()
@@ -384,10 +386,12 @@ def main(config) -> None:
     counts = ", ".join(f"{cache.count(split)} {split}" for split in SPLITS)
     print(f"cache   {cache.folder}")
     print(f"images  {counts}; training set {cache.count('train') * num_views} views")
-    print(f"classes {', '.join(cache.class_names)}")
+    print(f"classes {', '.join(cache.targets.classes or cache.class_names)}")
     if flags.FLAGS.preview:
-        draw_preview(cache, num_views, flags.FLAGS.preview)
+        draw_preview(cache, functools.partial(expand, num_views=num_views), flags.FLAGS.preview)
         print(f"preview {flags.FLAGS.preview}")
+    if flags.FLAGS.export:
+        print(f"export  {export(cache, 'test', flags.FLAGS.export)} test images in {flags.FLAGS.export}")
 
 
 if __name__ == "__main__":
@@ -395,4 +399,5 @@ if __name__ == "__main__":
     from largebatch.cli import run_script
 
     flags.DEFINE_string("preview", None, "Draw some training images with their views to this PNG.")
+    flags.DEFINE_string("export", None, "Write the test images of a set of masks as PNG files to this folder.")
     run_script(main, models.MODELS)

@@ -1,21 +1,22 @@
-"""A finished run on validation, test or any folder of images; predictions as a file.
+"""A finished run on validation, test or any folder of images; predictions as a file or as pictures.
 
     python evaluate.py runs/eurosat                                  the validation split, per class
     python evaluate.py runs/eurosat --split test --out test.csv
     python evaluate.py runs/eurosat --split test --views --ema       another accuracy, never the plain one
     python evaluate.py runs/eurosat --images photos.zip --out photos.csv
+    python evaluate.py runs/scenes --images photos --out maps        a run of masks or depths: a PNG of each
     python evaluate.py runs/theirs --config.dataset.path EuroSAT.zip   the data from here, not from where it says
 
-Takes the checkpoint with the best validation accuracy. Images given by --images count as labelled where
-the folder they lie in is a class of the run; all others are predicted only. On several hosts run it on
-each; host 0 reads the run folder, prints and writes, and all of them read the images.
+Takes the checkpoint with the best validation score. Images given by --images count as labelled where the folder
+they lie in is a class of the run, or, for masks, where there are images/ and masks/; all others are predicted only.
+On several hosts run it on each; host 0 reads the run folder, prints and writes, and all of them read the images.
 """
 
+import dataclasses
 import hashlib
 import json
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -36,11 +37,12 @@ from largebatch.hardware.chips import Hardware
 from largebatch.hardware.micro_batches import auto_micro_batch_size
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
-from largebatch.predictions.files import Predictions, iterate_parts
-from largebatch.predictions.tables import print_results, write_csv
+from largebatch.predictions.maps import MapPredictions
+from largebatch.predictions.tables import ClassPredictions
 from largebatch.runs import checkpoints, reader
 from largebatch.runs.best import BestCheckpoint, arrays_of, best_checkpoint
-from largebatch.sources import file_sources
+from largebatch.sources import file_sources, map_files
+from largebatch.tasks.planes import PixelTargets
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
 from resolve import make_network, make_task
@@ -56,7 +58,7 @@ OVERRIDES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TrainedRun:
     """The best checkpoint of a run.
 
@@ -74,6 +76,20 @@ class TrainedRun:
     step: int
     arrays: dict[str, np.ndarray]
 
+    @property
+    def targets(self) -> PixelTargets:
+        """What it predicts of each pixel."""
+        try:
+            return PixelTargets.recorded_in(self.data)
+        except ValueError as error:
+            raise UserError(f"{self.path}: {error}") from error
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels that the network sees."""
+        height, width, stored = self.data["image_shape"]
+        return height, width, stored - self.targets.planes
+
 
 def evaluate(
     run_folder: Path,
@@ -86,12 +102,12 @@ def evaluate(
     ema: bool = False,
     overrides: dict[str, str | int] | None = None,
 ) -> float | None:
-    """Prints the results of a run; returns the accuracy if any image has a label. Every host calls it.
+    """Prints the results of a run; returns the score if any image has a label. Every host calls it.
 
     Args:
       split: of the run's own data, "val" or "test".
       images: a folder or zip, evaluated instead of the split.
-      out: CSV file for the predictions.
+      out: CSV file for the predictions; of maps a folder.
       views: logits are the mean over the run's views of an image.
       shift: they are the mean over the image and copies moved by so many pixels; see `augment.average_over_copies`.
       ema: parameters are their moving average.
@@ -110,22 +126,24 @@ def evaluate(
     run = load_run(run_folder, overrides)
     num_views = views_to_average(run) if views else 1
     dataset = read_images(images, run) if images else read_split(run, split, overrides)
-    result = predict(run, dataset, num_views=num_views, shift=shift, ema=ema)
-    # Brought to the host part by part, by all hosts, and never kept whole.
-    predictions = Predictions(dataset.labels, result.logits, np.array(dataset.example_ids))
-    predicted = np.concatenate([part.logits.argmax(axis=1) for part in iterate_parts(predictions)])
+    result = predict(run, dataset, num_views=num_views, shift=shift, ema=ema, whole=bool(out))
+    if run.targets.planes:
+        predictions = MapPredictions(dataset, result.rows, run.targets)
+    else:
+        predictions = ClassPredictions.of(dataset, result.rows)
     heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
     heading += f", mean over {num_views} views" if views else ""
     heading += f", mean over shifts of {shift} px" if shift else ""
     heading += ", moving average of the parameters" if ema else ""
 
     def show(parts):
-        print_results(dataset, predicted, result.scores, heading)
+        predictions.print_results(result.scores, heading)
         if out:
-            write_csv(out, dataset.class_names, parts)
+            predictions.write(out, parts)
 
-    collectives.primary_takes(show, iterate_parts(predictions) if out else iter(()))
-    return result.scores.accuracy if result.scores else None
+    # Brought to the host part by part, by all hosts, and never kept whole.
+    collectives.primary_takes(show, predictions.parts() if out else iter(()))
+    return result.scores.score if result.scores else None
 
 
 # ---- the run -----------------------------------------------------------------------------------------
@@ -229,13 +247,17 @@ def read_images(path: str, run: TrainedRun) -> Dataset:
       UserError: a host cannot read them, or not the same ones, or they are of 8 bits where the run's are of 16, or
         the other way round; on every host.
     """
-    height, width, channels = run.data["image_shape"]
+    height, width, channels = run.image_shape
     options = DecodeOptions((height, width), run.config.dataset.resize, channels)
     class_names, max_pixels = run.data["class_names"], run.config.dataset.max_image_pixels
     dtype = run.data.get("image_dtype", "uint8")  # runs from before 16 bits do not say it
 
     def find() -> Dataset:
-        dataset = file_sources.find_images(path, class_names, options, max_pixels)
+        if run.targets.planes:
+            of_files = dataclasses.replace(options, channels=run.config.dataset.channels)
+            dataset = map_files.find_maps(path, run.targets, channels, of_files, max_pixels)
+        else:
+            dataset = file_sources.find_images(path, class_names, options, max_pixels)
         if dataset.images.dtype != dtype:
             found = f"{dataset.example_ids[0]} is of {dataset.images.dtype}"
             raise UserError(f"--images: {found}; allowed: {dtype}, as the images of {run.path}")
@@ -260,25 +282,32 @@ def views_to_average(run: TrainedRun) -> int:
     return num_views
 
 
-def predict(run: TrainedRun, dataset: Dataset, *, num_views: int, shift: int, ema: bool) -> SplitPredictions:
-    """Scores of the labelled images, and the logits of all, computed on all devices of all hosts.
+def predict(
+    run: TrainedRun, dataset: Dataset, *, num_views: int, shift: int, ema: bool, whole: bool
+) -> SplitPredictions:
+    """Scores of the labelled images, and the predictions of all, computed on all devices of all hosts.
 
+    Args:
+      whole: see `make_predict`.
     Raises:
       UserError: the shift is as large as an image; see `read_variables`.
     """
-    image_shape = dataset.images.shape[1:]
+    image_shape, gives_maps = run.image_shape, run.targets.kind.of_pixels
+    if shift and gives_maps:
+        raise UserError(f"--shift: {shift}; allowed: 0 with maps")
     if shift >= min(image_shape[:2]):
         raise UserError(f"--shift: {shift}; allowed: below {min(image_shape[:2])}, the size of an image")
     hardware = Hardware.here()
-    network = make_network(run.config, len(dataset.class_names), hardware.platform)
-    task = make_task(run.config, len(dataset.class_names))
+    task = make_task(run.config, len(run.data["class_names"]), run.targets)
+    network = make_network(run.config, task, hardware.platform)
     variables = read_variables(run, network, image_shape, ema=ema)
-    logits_fn = make_logits_fn(network, image_shape, run.data["mean"], run.data["std"])
+    mean, std = (run.data[name][: image_shape[-1]] for name in ("mean", "std"))
+    logits_fn = make_logits_fn(network, image_shape, mean, std)
     if num_views > 1 or shift:
-        logits_fn = augment.average_over_copies(logits_fn, image_shape, num_views=num_views, shift=shift)
+        logits_fn = augment.average_over_copies(logits_fn, num_views=num_views, shift=shift, gives_maps=gives_maps)
     micro_batch_size = auto_micro_batch_size(hardware, run.config.model.name)
     split = split_of_images(dataset.images, dataset.labels)
-    program = make_predict(logits_fn, task, micro_batch_size)
+    program = make_predict(logits_fn, task, dataset.images.shape[1:], micro_batch_size, whole=whole)
     return predict_split(program, replicas.replicate(variables), split, micro_batch_size, task)
 
 
@@ -292,7 +321,7 @@ def main() -> None:
     terminal.log_to_stderr()
     flags.DEFINE_enum("split", "val", ["val", "test"], "Which split of the run's own data.")
     flags.DEFINE_string("images", None, "A folder or zip of images instead of a split.")
-    flags.DEFINE_string("out", None, "Write the predictions to this CSV file.")
+    flags.DEFINE_string("out", None, "Write the predictions to this CSV file; of maps to this folder.")
     flags.DEFINE_bool("views", False, "Average the logits over the run's views of each image.")
     shift_help = "Average the logits over each image and copies moved by so many pixels."
     flags.DEFINE_integer("shift", 0, shift_help, lower_bound=0)

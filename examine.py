@@ -24,6 +24,7 @@ from largebatch.hardware.dtypes import auto_dtype, with_dtype
 from largebatch.hardware.targets import Target, find_target
 from largebatch.hosts.clock import Clock
 from largebatch.sources.published_sizes import SIZES
+from largebatch.tasks.planes import NO_TARGETS, PixelTargets
 from largebatch.training.ahead import lower_programs
 from largebatch.training.costs import training_costs
 from largebatch.training.setup import DataFacts, Setup
@@ -55,7 +56,7 @@ def examine_here(config: config_dict.ConfigDict) -> None:
     estimate = augment.estimate_cache(config)
     if estimate is not None:
         findings.show([dataset.check_build(estimate)])
-        setup = choose_setup(config, facts_of(estimate.layout, estimate.num_classes))
+        setup = choose_setup(config, facts_of(estimate.layout, estimate.num_classes, estimate.targets))
         findings.show([dataset.check_storage(setup, needed_bytes(setup, estimate.layout))])
     started = time.perf_counter()
     experiment, state = prepare(checks.config_to_examine(config), Clock(), ProgramCache())
@@ -149,12 +150,13 @@ def data_facts(config: config_dict.ConfigDict) -> DataFacts:
         return facts_of(make_layout(size.counts, shape, np.dtype(size.dtype)), size.num_classes)
     estimate = augment.estimate_cache(config)
     if estimate is not None:
-        return facts_of(estimate.layout, estimate.num_classes)
+        return facts_of(estimate.layout, estimate.num_classes, estimate.targets)
     return DataFacts.of(augment.prepare_cache(config))
 
 
-def facts_of(layout: RowLayout, num_classes: int) -> DataFacts:
+def facts_of(layout: RowLayout, num_classes: int, targets: PixelTargets = NO_TARGETS) -> DataFacts:
     """The properties of a data set whose pixels nobody has looked at."""
-    channels = layout.image_shape[-1]
+    channels = layout.image_shape[-1] - targets.planes
     middle = np.iinfo(layout.dtype).max / 2
-    return DataFacts(layout.counts["train"], layout, num_classes, (middle,) * channels, (middle / 2,) * channels)
+    mean, std = (middle,) * channels, (middle / 2,) * channels
+    return DataFacts(layout.counts["train"], layout, num_classes, mean, std, targets)

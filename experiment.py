@@ -6,6 +6,7 @@ programs, and keeps both for the next run of the process that can share them. `p
 """
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -15,15 +16,18 @@ import model as models
 from largebatch.cache.cache import Cache
 from largebatch.cache.plan import FIRST_ROWS
 from largebatch.data.placement import DeviceData, Normalisation, place
+from largebatch.data.rows import split_planes
 from largebatch.data.streaming import load_inputs
 from largebatch.errors import BadSetting
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.optim.schedules import UpdateInputs
+from largebatch.predictions.cases import Cases, CasesToWrite
+from largebatch.predictions.files import Outcome, Predictions
 from largebatch.tasks.task import Scores
 from largebatch.training.costs import training_costs
-from largebatch.training.evaluation import SplitLogits, SplitPredictions, predict_split
+from largebatch.training.evaluation import SplitPredictions, SplitRows, predict_split
 from largebatch.training.loss import make_normalise
 from largebatch.training.nonfinite import locate_nonfinite
 from largebatch.training.programs import CompiledPrograms, compile_programs
@@ -164,8 +168,9 @@ class Validation:
     """The result of a validation, over all validation examples."""
 
     scores: Scores
-    logits: SplitLogits  # of the plain parameters; still on the devices
-    other_accuracies: dict[str, float]  # over views and shifts, of the moving average; by the name of their metric
+    kept: SplitRows  # see Task.kept; of the plain parameters, and still on the devices
+    variables: dict  # of the network, on every device
+    other_scores: dict[str, float]  # over views and shifts, of the moving average; by the name of their metric
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,17 +191,38 @@ class Experiment:
           RuntimeError: the replicas no longer hold the same parameters.
           UserError: validation images that do not stay on the devices cannot be read.
         """
-        programs, others = self.programs, {}
+        programs, others, name = self.programs, {}, self.setup.program.task.kind.score_column
         if programs.predict_views:
-            others["val_accuracy_views"] = self._accuracy(programs.predict_views, state.variables)
+            others[f"{name}_views"] = self._score(programs.predict_views, state.variables)
         if state.ema is not None:
-            others["val_accuracy_ema"] = self._accuracy(programs.predict, state.ema_variables)
+            others[f"{name}_ema"] = self._score(programs.predict, state.ema_variables)
         if state.ema is not None and programs.predict_views:
-            others["val_accuracy_ema_views"] = self._accuracy(programs.predict_views, state.ema_variables)
-        # Last, since its logits are kept: no other ones are on the devices beside them.
+            others[f"{name}_ema_views"] = self._score(programs.predict_views, state.ema_variables)
+        # Last, since its rows are kept: no other ones are on the devices beside them.
         plain = self._predict(programs.predict, state.variables)
         replicas.check_replicas(state.variables, "parameters")
-        return Validation(plain.scores, plain.logits, others)
+        return Validation(plain.scores, plain.rows, state.variables, others)
+
+    def outcome(self, validation: Validation) -> Outcome:
+        """What the run's folder gets of a validation, if it is the best."""
+        if self.setup.program.task.kind.of_pixels:
+            return CasesToWrite(validation.kept, functools.partial(self._cases, validation.variables))
+        return Predictions(self.data.validation.labels, validation.kept, self.data.val_ids)
+
+    def _cases(self, variables: dict, numbers: np.ndarray, scores: np.ndarray) -> Cases:
+        """Predicts these validation examples once more, on one device."""
+        task, cache = self.setup.program.task, self.cache
+        stored = self.data.validation.images_of(numbers).reshape(-1, *cache.image_shape)
+        images, truth = split_planes(stored, task.target_planes)
+        return Cases(
+            ids=self.data.val_ids[numbers],
+            scores=scores,
+            columns=np.array(task.kept_names),
+            classes=np.array(cache.targets.classes, str),
+            images=images,
+            truth=truth,
+            predicted=np.asarray(self.programs.predict_images(replicas.first_replica(variables), images)),
+        )
 
     def locate_nonfinite(self, state: TrainState, update: UpdateInputs) -> str:
         """The first layer, from input to output, that is not finite in an update of `state`; in words."""
@@ -210,7 +236,7 @@ class Experiment:
         micro_batch_size = self.setup.program.prediction_micro_batch_size
         return predict_split(predict, variables, self.data.validation, micro_batch_size, self.setup.program.task)
 
-    def _accuracy(self, predict, variables) -> float:
+    def _score(self, predict, variables) -> float:
         return self._predict(predict, variables).scores.score
 
 

@@ -194,14 +194,88 @@ class ResNet(nn.Module):
         return make_head(self.num_classes, self.dtype, self.zero_head)(x).astype(jnp.float32)
 
 
+class Decoder(nn.Module):
+    """From the coarsest features of a ResUNet back to the size of the image, then to a map of `channels`.
+
+    Each level takes the one below it, enlarged, and what the encoder had there: their sum, or both side by side.
+    """
+
+    channels: int
+    patch: int
+    merge: str
+    conv: Callable
+    norm: Callable
+
+    @nn.compact
+    def __call__(self, levels, weights):
+        *finer, x = levels
+        for beside in reversed(finer):
+            features = beside.shape[-1]
+            x = enlarged(nn.relu(self.norm()(self.conv(features, kernel_size=1)(x), weights)), beside.shape[1:3])
+            x = x + beside if self.merge == "add" else jnp.concatenate([x, beside], axis=-1)
+            x = BasicBlock(features, 1, self.conv, self.norm)(x, weights)
+        # In float32: between a half and one bfloat16 has 128 depths.
+        head = self.conv(self.patch**2 * self.channels, dtype=jnp.float32, name="head")
+        return shuffled(head(x), self.patch)
+
+
+def shuffled(x, patch: int):
+    """Each pixel as a square of them: [N, h, w, patch^2 C] -> [N, patch h, patch w, C].
+
+    Shi et al. 2016, "Real-Time Single Image and Video Super-Resolution Using an Efficient Sub-Pixel CNN".
+    """
+    n, height, width, _ = x.shape
+    x = x.reshape(n, height, width, patch, patch, -1).swapaxes(2, 3)
+    return x.reshape(n, patch * height, patch * width, -1)
+
+
+def enlarged(x, size: tuple[int, int]):
+    """Each pixel four times, and no more than `size`: [N, h, w, C] -> [N, H, W, C]."""
+    x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+    return x[:, : size[0], : size[1]]
+
+
+class ResUNet(nn.Module):
+    """A residual encoder, and a decoder for each of `outputs`, which gives a map of so many channels.
+
+    Ronneberger et al. 2015, "U-Net", with residual blocks; sums in place of concatenations need fewer activations.
+    Gives the maps side by side, [N, H, W, sum of outputs].
+    """
+
+    outputs: tuple[int, ...]
+    dtype: jnp.dtype = jnp.float32
+    conv: str = "lax"
+    norm: str = "group"
+    features: tuple[int, ...] = (64, 128, 256, 512)  # of each level, at half the size of the one before
+    blocks: tuple[int, ...] = (2, 2, 2, 2)
+    patch: int = 2  # pixels of an image to a side of a pixel of the first level
+    merge: str = "add"  # add | concatenate
+
+    @nn.compact
+    def __call__(self, x, weights=None):
+        conv = functools.partial(Conv, dtype=self.dtype, implementation=self.conv)
+        norm, (height, width) = NORMS[self.norm], x.shape[1:3]
+        x = nn.relu(norm()(conv(self.features[0], kernel_size=self.patch + 1, stride=self.patch)(x), weights))
+        levels = []
+        for level, (features, blocks) in enumerate(zip(self.features, self.blocks, strict=True)):
+            for index in range(blocks):
+                stride = 2 if level > 0 and index == 0 else 1
+                x = BasicBlock(features, stride, conv, norm)(x, weights)
+            levels.append(x)
+        maps = [Decoder(channels, self.patch, self.merge, conv, norm)(levels, weights) for channels in self.outputs]
+        return jnp.concatenate(maps, axis=-1)[:, :height, :width].astype(jnp.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """A network that a config can name."""
 
-    module: Callable[..., nn.Module]  # takes num_classes, dtype, conv, and `options` by name
+    module: Callable[..., nn.Module]  # takes what it is to give, and by name dtype, conv and `options`
     options: frozenset[str]  # which further fields of a config's `model` it takes
+    of_pixels: bool = False  # gives maps, for tasks of pixels
 
 
+_NORM = frozenset({"norm"})
 _RESNET_OPTIONS = frozenset({"norm", "zero_head"})
 _AIRBENCH_OPTIONS = _RESNET_OPTIONS | {"stem"}
 _CONVNET_OPTIONS = _AIRBENCH_OPTIONS | {"side_heads"}
@@ -226,16 +300,28 @@ MODELS = {
         functools.partial(ResNet, stage_sizes=(3, 4, 6, 3), width=64, block=BottleneckBlock, imagenet_stem=True),
         _RESNET_OPTIONS,
     ),
+    "resunet": Architecture(
+        functools.partial(ResUNet, features=(80, 160, 320, 640), blocks=(2, 2, 2, 3)), _NORM, of_pixels=True
+    ),
+    "resunet_tiny": Architecture(
+        functools.partial(ResUNet, features=(48, 64, 80), blocks=(1, 1, 1), patch=4), _NORM, of_pixels=True
+    ),
+    "unet_tiny": Architecture(
+        functools.partial(ResUNet, features=(40, 56, 72), blocks=(1, 1, 1), patch=4, merge="concatenate"),
+        _NORM,
+        of_pixels=True,
+    ),
 }
 
 
-def create_model(name: str, num_classes: int, dtype: str, conv: str, **options) -> nn.Module:
+def create_model(name: str, outputs: int | tuple[int, ...], dtype: str, conv: str, **options) -> nn.Module:
     """The network called `name` (a key of MODELS), computing in `dtype`, convolving by CONVS[conv].
 
     Args:
+      outputs: the number of classes, or the channels of each map.
       options: of its Architecture: norm (a key of NORMS), zero_head, side_heads, stem ("conv" or "whitened").
     """
-    return MODELS[name].module(num_classes=num_classes, dtype=jnp.dtype(dtype), conv=conv, **options)
+    return MODELS[name].module(outputs, dtype=jnp.dtype(dtype), conv=conv, **options)
 
 
 def init_variables(network, image_shape, seed) -> tuple[dict, dict]:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from largebatch.errors import UserError, printable
 from largebatch.files import replacing
+from largebatch.predictions import files as prediction_files
 from largebatch.reports import example_pictures, page, panels
-from largebatch.reports.confusion_section import confusion_runs
+from largebatch.reports.best_runs import best_runs
 from largebatch.reports.example_pictures import Place
 from largebatch.reports.labels import count_runs
 from largebatch.reports.page import GroupReport
@@ -112,7 +113,7 @@ def name_foreign(groups: list[Group], named: set[Place]) -> None:
       named: what was said before, and is not said again; it is added to.
     """
     for group in groups:
-        for run in confusion_runs(group):
+        for run in best_runs(group, prediction_files.exist):
             place = example_pictures.picture_place(run)
             if place and place not in named and not reader.lies_in(place.path, run.path):
                 line = f"reads {place.field} {place.path}, which {run.path} names"

@@ -24,6 +24,10 @@ from largebatch.optim.batch_sizes import batch_sizes_of_devices
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_optimizer
 from largebatch.optim.schedules import make_schedule
 from largebatch.tasks.classification import Classification
+from largebatch.tasks.depth import Depth
+from largebatch.tasks.mask_depth import MaskDepth
+from largebatch.tasks.planes import PixelTargets
+from largebatch.tasks.segmentation import Segmentation
 from largebatch.tasks.task import Task
 from largebatch.training.costs import bytes_beside_images
 from largebatch.training.local_sgd import Sync
@@ -58,6 +62,8 @@ def resolve_setup(
       BadSetting: the config does not go with the data set or the devices.
     """
     augment.check_image_shape(config, data.image_shape)
+    data.targets.check_task(config.task.name, f"dataset {config.dataset.name!r}")
+    task = make_task(config, data.num_classes, data.targets)
     num_devices, views = hardware.num_devices, augment.VIEW_COUNTS[config.augment.views]
     sharding = choose_sharding(config.batch.virtual_shards, data.num_originals, num_devices, views)
     batch_sizes = batch_sizes_of_devices(config.batch, num_devices, sharding.num_examples)
@@ -78,10 +84,10 @@ def resolve_setup(
         random_augment=RandomAugment.from_config(config.augment, data.mean),
         sharding=sharding,
         packed=packed,
-        network=make_network(config, data.num_classes, hardware.platform),
+        network=make_network(config, task, hardware.platform),
         optimizer=config.optimizer.name,
         optimizer_options=OptimizerOptions.from_config(config.optimizer),
-        task=make_task(config, data.num_classes),
+        task=task,
         statistics_decay=config.model.norm_decay,
         ema_decay=config.train.ema_decay,
         noise_decay=config.schedule.noise_decay,
@@ -169,20 +175,33 @@ def state_shapes(setup: Setup) -> TrainState:
 def dataset_key(config) -> str:
     """The config fields that decide which data are on the devices, as one string; equal keys mean equal data."""
     augmented = [config.augment.views, config.augment.storage, config.augment.cache_dir]
-    return json.dumps([config.dataset.to_dict(), *augmented, config.batch.virtual_shards])
+    return json.dumps([config.dataset.to_dict(), config.task.name, *augmented, config.batch.virtual_shards])
 
 
-def make_network(config, num_classes: int, platform: str) -> nn.Module:
-    """The network of `config`, as it is computed on `platform`."""
+def make_network(config, task: Task, platform: str) -> nn.Module:
+    """The network of `config` for its task, as it is computed on `platform`."""
     fields = config.model
     options = {name: fields[name] for name, unset in MODEL_OPTIONS.items() if fields[name] != unset}
     conv = models.resolve_conv(fields.conv, platform)
-    return models.create_model(fields.name, num_classes, fields.dtype, conv, **options)
+    return models.create_model(fields.name, task.outputs, fields.dtype, conv, **options)
 
 
-def make_task(config, num_classes: int) -> Task:
-    """What the network of `config` learns."""
-    return Classification(num_classes, config.train.label_smoothing)
+def make_task(config, num_classes: int, targets: PixelTargets) -> Task:
+    """What the network of `config` learns.
+
+    Args:
+      num_classes: of images.
+      targets: what the data set has for each pixel.
+    """
+    fields = config.task
+    mask, depth = Segmentation(targets.classes, fields.mask_loss), Depth(fields.depth_loss)
+    tasks = {
+        "classification": Classification(num_classes, config.train.label_smoothing),
+        "segmentation": mask,
+        "depth": depth,
+        "mask_depth": MaskDepth(mask, depth, fields.depth_weight),
+    }
+    return tasks[fields.name]
 
 
 # ---- Setup -> programs ------------------------------------------------------------------------------------
@@ -212,7 +231,9 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
     if options.storage == "normalised":
         reader = WholeShareReader(whole_set.read, options.sharding, options.micro_batch_size)
     else:
-        read = augment.make_read(options.storage, options.image_shape, num_views, options.random_augment)
+        read = augment.make_read(
+            options.storage, options.stored_shape, num_views, options.task, options.random_augment
+        )
         reader = MicroBatchReader(read, options.sharding, options.micro_batch_size)
     step = TrainStep(
         loss_fn=make_loss_fn(network, options.image_shape, *options.stored_scale, options.task),
@@ -230,15 +251,16 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
     if options.view_average or options.shift_average:
         logits_of_views_fn = augment.average_over_copies(
             logits_fn,
-            options.image_shape,
             num_views=num_views if options.view_average else 1,
             shift=options.shift_average,
+            gives_maps=options.task.kind.of_pixels,
         )
     return ProgramParts(
         network=network,
         step=step,
         init=make_init(options),
         task=options.task,
+        stored_shape=options.stored_shape,
         logits_fn=logits_fn,
         logits_of_views_fn=logits_of_views_fn,
         prediction_micro_batch_size=options.prediction_micro_batch_size,

@@ -41,7 +41,6 @@ from largebatch.studies.packing import PREDICTIONS, PackedPrograms
 from largebatch.studies.queue import Counts, TrialQueue
 from largebatch.studies.search import PRUNERS, SAMPLERS
 from largebatch.studies.study import (
-    OBJECTIVE_DIRECTIONS,
     Study,
     StudyOptions,
     adopt_recorded_config,
@@ -192,7 +191,7 @@ def main(config: config_dict.ConfigDict) -> int:
     preemption.training_begins()  # what a trial has done goes back to the queue, however little it is
     with open_queue(study) if collectives.is_primary() else contextlib.nullcontext() as queue:
         counts = (lambda: queue.counts) if queue else Counts
-        table = SweepTable(study.path.name, counts, enabled=collectives.is_primary())
+        table = SweepTable(study.path.name, study.kind, counts, enabled=collectives.is_primary())
         worker = make_worker(study, queue, table, ProgramCache(packed=FLAGS.pack))
         try:
             with table, collectives.named_collective_errors():
@@ -238,7 +237,7 @@ if __name__ == "__main__":
     flags.DEFINE_enum(
         "objective",
         None,
-        sorted(OBJECTIVE_DIRECTIONS),
+        sorted(reader.OBJECTIVES),
         "Default: accuracy, or steps to train.target_accuracy.",
     )
     flags.DEFINE_integer("study_seed", 0, "Of the sampler.", 0)

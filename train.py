@@ -17,6 +17,7 @@ from ml_collections import config_dict
 import model as models
 from experiment import Experiment, ProgramCache, Validation, prepare
 from largebatch import cli
+from largebatch.config.fields import target_of
 from largebatch.data import batching
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption, replicas
@@ -24,13 +25,13 @@ from largebatch.hosts.clock import Clock
 from largebatch.hosts.watch import HostWatch
 from largebatch.optim import noise_scale, schedule_text, traces
 from largebatch.optim.batch_sizes import follows_devices, read_trace
-from largebatch.predictions.files import Predictions
 from largebatch.runs.display import Reporter
 from largebatch.runs.ending import Diverged, recorded_end, roll_back
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.progress import RunDescription, RunProgress, open_run
 from largebatch.runs.provenance import code_sha256, git_commit, versions
 from largebatch.runs.summary import empty_summary
+from largebatch.tasks.kinds import KINDS
 from largebatch.training.rows import metrics_row
 from largebatch.training.setup import Setup
 from largebatch.training.state import TrainState, params_sha256
@@ -76,7 +77,7 @@ def train_and_evaluate(
             preemption.training_begins()
             progress.resume()
             take_up_batch_sizes(experiment.setup, trainer, progress)
-        report = report or Reporter(enabled=collectives.is_primary())
+        report = report or Reporter(KINDS[config.task.name], enabled=collectives.is_primary())
         num_updates = experiment.setup.schedule.num_updates
         report.start(num_updates, trainer.schedule_step, headline(experiment, clock))
         with recorded_end(progress), report:
@@ -112,9 +113,9 @@ def run_outer_loops(
             recover(experiment, trainer, progress, bad)
         else:
             row = metrics_row(experiment, trainer, validation, watch, clock, progress.seconds_before)
-            predictions = Predictions(experiment.data.validation.labels, validation.logits, experiment.data.val_ids)
-            is_best = progress.record(row, predictions)
-            del validation, predictions  # whose logits are on the devices
+            outcome = experiment.outcome(validation)
+            is_best = progress.record(row, outcome)
+            del validation, outcome  # which are on the devices
             is_last = trainer.done or progress.reached_target
             if is_best or is_last or row["outer"] % config.checkpoint.every_outer == 0:
                 progress.save(after_validation=True)
@@ -236,7 +237,9 @@ def describe_run(experiment: Experiment, plain_config: dict) -> RunDescription:
         "versions": versions(),
         "git_commit": git_commit(),
         "code_sha256": code_sha256(),
+        "score": experiment.setup.program.task.kind.score_column,
         "target_accuracy": plain_config["train"]["target_accuracy"],
+        "target_score": target_of(experiment.setup.config.train),
     }
     return RunDescription(plain_config, data, summary)
 

@@ -15,9 +15,10 @@ def get_config() -> config_dict.ConfigDict:
     c = config_dict.ConfigDict()
 
     c.dataset = config_dict.ConfigDict()
-    c.dataset.name = "synthetic"  # "synthetic", "eurosat", a TFDS name, or a name for your own images
+    c.dataset.name = "synthetic"  # "synthetic", "scenes", "eurosat", a TFDS name, or one for your own images
     c.dataset.source = "auto"  # tfds | zip | folder | synthetic | auto: by name and path
-    # A zip or folder of class folders, perhaps within train, val and test folders; or a TFDS data directory.
+    # A zip or folder of class folders, or of images/ with masks/, depths/ or both, perhaps within train, val and
+    # test folders; or a TFDS data directory.
     c.dataset.path = config_dict.placeholder(str)
     # Training, validation and test images: auto takes split_file, else the splits that the set is published with,
     # else our random 80/10/10 | published: never ours | own: always ours.
@@ -55,8 +56,15 @@ def get_config() -> config_dict.ConfigDict:
     c.augment.cutout = 0  # pixels; side of a square that is set to the mean of the training images
     c.augment.cache_dir = "~/.cache/largebatch"  # data caches, downloads and compiled programs; gs:// works
 
+    c.task = config_dict.ConfigDict()
+    c.task.name = "classification"  # classification | segmentation | depth | mask_depth; what the data set holds
+    c.task.mask_loss = "cross_entropy"  # cross_entropy | dice | cross_entropy_dice | focal
+    c.task.depth_loss = "l1"  # l1 | berhu | gradient
+    c.task.depth_weight = 1.0  # > 0, of the depth's loss beside the mask's
+
     c.model = config_dict.ConfigDict()
-    # convnet | resconvnet | resconvnet7 | resconvnet_wide | airbench | airbench_small | resnet8 | resnet50
+    # convnet | resconvnet | resconvnet7 | resconvnet_wide | airbench | airbench_small | resnet8 | resnet50;
+    # for segmentation and mask_depth resunet | resunet_tiny | unet_tiny
     c.model.name = "convnet"
     # Of the arithmetic; parameters stay float32: float32 | bfloat16 | auto: bfloat16 on TPUs, GPUs and CPUs with
     # AVX512_BF16 or AMX, else float32. A run or study keeps the one that it began with.
@@ -145,7 +153,9 @@ def get_config() -> config_dict.ConfigDict:
     c.train = config_dict.ConfigDict()
     c.train.inner_steps = 10  # updates between two validations, >= 1
     c.train.outer_steps = 5  # validations, >= 1
-    c.train.target_accuracy = config_dict.placeholder(float)  # 0..1: stop when validation reaches it
+    # Stop when validation reaches it: the accuracy, 0..1; or the score of any task.
+    c.train.target_accuracy = config_dict.placeholder(float)
+    c.train.target_score = config_dict.placeholder(float)
     c.train.label_smoothing = 0.0  # 0..1, share of a label spread over all classes
     c.train.ema_decay = config_dict.placeholder(float)  # 0..1; validates a moving average of parameters too
     c.train.init_from = config_dict.placeholder(str)  # run folder: start from its best parameters

@@ -11,6 +11,8 @@ import shutil
 import time
 import uuid
 
+from largebatch.errors import UserError
+
 STALE_SEC = 3600
 
 
@@ -99,3 +101,17 @@ def _modified(path) -> float:
         return path.stat().mtime or 0  # folders of a bucket have none
     # Not epath's `stat`: it asks for the name of the owner, which a container may not know.
     return pathlib.Path(path).stat().st_mtime
+
+
+def path_within(folder, name: str, field: str) -> pathlib.Path:
+    """The path of an example in a folder; examples and their names may come from someone else.
+
+    Args:
+      field: the flag that says the folder, for messages.
+    Raises:
+      UserError: it would lie outside.
+    """
+    inner = pathlib.PurePosixPath(name)
+    if inner.is_absolute() or ".." in inner.parts:
+        raise UserError(f"{field}: the example {name!r} would lie outside; allowed: relative names")
+    return pathlib.Path(folder) / inner

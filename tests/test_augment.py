@@ -22,6 +22,7 @@ from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory
 from largebatch.sources.source import source_in_memory
 from largebatch.sources.split import SPLITS, split_indices
+from largebatch.tasks.classification import Classification
 from resolve import dataset_key, make_parts, resolve_setup
 
 
@@ -47,7 +48,7 @@ def test_both_storages_hold_the_views(views, width):
     examples, labels = np.random.default_rng(1).permutation(6 * num_views), np.arange(6) + 10
     for storage, rows in (("expanded", expanded), ("on_device", originals)):
         shard = jax.tree.map(jnp.asarray, {"images": rows.reshape(-1, 8 * width * 3), "labels": labels})
-        read = jax.jit(augment.make_read(storage, shape, num_views))
+        read = jax.jit(augment.make_read(storage, shape, num_views, Classification(2)))
         images, found = read(shard, examples, examples.astype(np.uint32))
         np.testing.assert_array_equal(images, expanded.reshape(-1, *shape)[examples])
         np.testing.assert_array_equal(found, labels[examples // num_views])
@@ -85,7 +86,7 @@ def test_a_run_averages_over_what_its_config_says(small_config, monkeypatch, vie
     asked = []
     monkeypatch.setattr(augment, "average_over_copies", lambda *_, **options: asked.append(options))
     make_parts(resolve_setup(small_config, facts_of(80, (16, 16, 3)), Hardware.here(8), "expanded").program)
-    assert asked == averages
+    assert asked == [{**average, "gives_maps": False} for average in averages]
 
 
 def test_runs_of_other_views_have_other_data(small_config):
@@ -182,7 +183,7 @@ NOT_READ_BY_TRAINING = ("test_", "train_ids")
 @pytest.mark.parametrize("damage", ["flip first", "flip last", "truncate", "remove"])
 def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog, monkeypatch):
     config, folder = fresh_cache
-    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(preview=None))
+    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(preview=None, export=None))
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}
     path = folder / name
     if damage == "truncate":

@@ -11,6 +11,7 @@ from etils import epath
 
 import report
 from largebatch import files
+from largebatch.errors import UserError
 from largebatch.predictions.files import Predictions
 from largebatch.predictions.tables import write_csv
 from largebatch.runs.folder import InUse, RunFolder
@@ -143,3 +144,10 @@ def test_two_processes_try_a_folder_at_the_same_time(tmp_path, monkeypatch):
         second.lock()
     first.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../up"])
+def test_examples_whose_names_lead_outside_are_refused(name, tmp_path):
+    assert files.path_within(tmp_path, "a/1.png", "--out") == tmp_path / "a" / "1.png"
+    with pytest.raises(UserError, match=r"^--out: the example .* would lie outside; allowed: relative names$"):
+        files.path_within(tmp_path, name, "--out")

@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,10 @@ COUNTS = {
 }
 
 
+# A mask of two classes and a depth, with batch normalisation.
+MAP_COUNTS = {"resunet": 30_225_132, "resunet_tiny": 492_768, "unet_tiny": 477_776}
+
+
 def shapes_of(name, conv="lax", dtype="float32"):
     image_shape, num_classes, _ = COUNTS[name]
     network = models.create_model(name, num_classes, dtype, conv)
@@ -56,16 +61,43 @@ def test_parameter_counts(name):
 
 
 def test_networks_say_what_they_take():
-    assert set(models.MODELS) == set(COUNTS)
+    assert set(models.MODELS) == set(COUNTS) | set(MAP_COUNTS)
+    assert {name for name, architecture in models.MODELS.items() if architecture.of_pixels} == set(MAP_COUNTS)
     with_stem = {name for name, architecture in models.MODELS.items() if "stem" in architecture.options}
     assert with_stem == {"convnet", "resconvnet", "resconvnet7", "resconvnet_wide", "airbench", "airbench_small"}
-    for name, architecture in models.MODELS.items():
-        options = {"norm": "batch", "zero_head": True}
+    for name in COUNTS:
+        architecture, options = models.MODELS[name], {"norm": "batch", "zero_head": True}
         assert options.keys() <= architecture.options
         if name in with_stem:
             options["stem"] = "whitened"
         network = models.create_model(name, 10, "float32", "lax", **options)
         assert network.zero_head
+
+
+@pytest.mark.parametrize("name", MAP_COUNTS)
+@pytest.mark.parametrize("size", [(96, 96), (51, 38)])
+def test_maps_are_as_large_as_the_image(name, size):
+    network = models.create_model(name, (2, 1), "bfloat16", "lax", norm="batch")
+    images = jax.ShapeDtypeStruct((2, *size, 3), jnp.float32)
+    maps, variables = jax.eval_shape(network.init_with_output, jax.random.key(0), images)
+    assert (maps.shape, maps.dtype) == ((2, *size, 3), jnp.float32)
+    assert count_params(variables["params"]) == MAP_COUNTS[name]
+
+
+def test_a_pixel_becomes_a_square_of_its_channels():
+    """The numbers of a pixel are its upper left, upper right, lower left and lower right, of both maps each."""
+    pixels = np.arange(2 * 3 * 8).reshape(1, 2, 3, 8)
+    found = np.asarray(models.shuffled(jnp.asarray(pixels), 2))
+    assert found.shape == (1, 4, 6, 2)
+    for row, column, part in itertools.product(range(2), range(3), range(4)):
+        place = 0, 2 * row + part // 2, 2 * column + part % 2
+        np.testing.assert_array_equal(found[place], pixels[0, row, column, 2 * part : 2 * part + 2])
+
+
+def test_enlarged_pixels_end_at_the_size_that_is_wanted():
+    pixels = np.arange(6).reshape(1, 2, 3, 1)
+    found = np.asarray(models.enlarged(jnp.asarray(pixels), (3, 6)))[0, ..., 0]
+    assert found.tolist() == [[0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -309,7 +341,8 @@ def test_a_network_takes_no_option_that_it_does_not_name(monkeypatch):
     config = default.get_config()
     config.model.name = "plain"
     assert validate(config, models.MODELS) is None
-    assert make_network(config, 7, "cpu") == Plain(7, jnp.dtype("float32"), models.resolve_conv("auto", "cpu"))
+    network = make_network(config, Classification(7), "cpu")
+    assert network == Plain(7, jnp.dtype("float32"), models.resolve_conv("auto", "cpu"))
     config.model.norm, config.model.zero_head = "group", True
     refused = r"model.norm: 'group'; allowed: 'auto' with model 'plain'; model.zero_head: True; allowed: False with"
     with pytest.raises(UserError, match=refused):

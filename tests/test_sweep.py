@@ -27,6 +27,7 @@ from largebatch.studies.search import PRUNERS, SearchOptions, grid
 from largebatch.studies.space import as_json
 from largebatch.studies.study import Study
 from largebatch.studies.trial import AssignedTrial, TrialReporter
+from largebatch.tasks.kinds import CLASSIFICATION
 
 RATES = CategoricalDistribution([0.003, 0.01, 0.03])
 SPACE_FILE = """
@@ -87,7 +88,7 @@ def queue_of(study: Study) -> TrialQueue:
 def run_study(study: Study, packed=False, cache=None) -> dict[str, dict]:
     """Runs a study in this process; summaries by name of trial."""
     queue = queue_of(study)
-    table = SweepTable("s", lambda: queue.counts, enabled=True)
+    table = SweepTable("s", CLASSIFICATION, lambda: queue.counts, enabled=True)
     with queue, table:
         sweep.make_worker(study, queue, table, cache or ProgramCache(packed=packed)).run()
     assert queue.enqueue_missing().left == 0
@@ -205,7 +206,7 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     config.optimizer.name = "sgd"
     study = make_study(config, tmp_path, space)
     queue = queue_of(study)
-    table = SweepTable("s", lambda: queue.counts, enabled=True)
+    table = SweepTable("s", CLASSIFICATION, lambda: queue.counts, enabled=True)
     with queue, table:
         sweep.make_worker(study, queue, table, ProgramCache(packed=packed)).run()
     shown = capsys.readouterr().out
@@ -226,7 +227,7 @@ def test_packed_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp
     rates = CategoricalDistribution([0.01, 0.02])
     study = make_study(config, tmp_path, {"optimizer.learning_rate": rates})
     queue = queue_of(study)
-    table = SweepTable("s", lambda: queue.counts, enabled=True)
+    table = SweepTable("s", CLASSIFICATION, lambda: queue.counts, enabled=True)
     with queue, table:
         sweep.make_worker(study, queue, table, ProgramCache(packed=True)).run()
     for name in ("0000-0", "0001-0"):
@@ -349,7 +350,7 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
             collectives, "json_from_primary", lambda mine: {"should_prune": False, "signal": signal_of_host_0}
         )
         monkeypatch.setattr(collectives, "from_primary", lambda mine: pytest.fail("in a collective"))
-    table = SweepTable("s", Counts, enabled=False)
+    table = SweepTable("s", CLASSIFICATION, Counts, enabled=False)
     if primary:
         trial, queue = AssignedTrial(spec, ClaimedTrial(spec, optuna_trial=None)), Away()
     else:

@@ -33,6 +33,7 @@ ROW = [
     "skipped_updates",
     "noise_scale",
     "bytes_sent",
+    "val_score",
     "val_loss",
     "val_accuracy",
     "val_accuracy_top5",

@@ -33,6 +33,7 @@ from largebatch.errors import UserError
 from largebatch.hosts import memory
 from largebatch.sources.source import Source
 from largebatch.sources.split import SPLITS
+from largebatch.tasks.planes import PixelTargets
 from largebatch.threads import iterate_batches, run_ranges
 
 log = logging.getLogger("largebatch")
@@ -66,7 +67,7 @@ class RowLayout:
 
     counts: dict[str, int]  # rows of each split
     rows_per_file: int
-    image_shape: tuple[int, int, int]  # height, width, channels
+    image_shape: tuple[int, int, int]  # height, width, channels; with those of `Source.targets`
     dtype: np.dtype  # uint8 or uint16
 
     @property
@@ -139,6 +140,11 @@ class Cache:
         return self.layout.image_shape
 
     @property
+    def targets(self) -> PixelTargets:
+        """What lies behind the channels of the images."""
+        return PixelTargets.recorded_in(self.manifest)
+
+    @property
     def image_dtype(self) -> np.dtype:
         """Of the pixels: uint8 or uint16."""
         return self.layout.dtype
@@ -146,6 +152,7 @@ class Cache:
     def identity(self) -> dict:
         """What someone needs to use a network trained on this elsewhere, and digests that tell data apart."""
         kept = {name: self.manifest[name] for name in ("class_names", "image_shape", "image_dtype", "mean", "std")}
+        kept |= self.targets.record()
         for name in ("ids", "labels"):
             digests = "".join(self.manifest["sha256"][f"{split}_{name}.npy"] for split in SPLITS)
             kept[name] = hashlib.sha256(digests.encode()).hexdigest()

@@ -15,6 +15,7 @@ from largebatch.cache.build import decode_block, rows_per_block
 from largebatch.cache.cache import RowLayout
 from largebatch.cache.plan import CachePlan, plan_layout
 from largebatch.sources.split import SPLITS
+from largebatch.tasks.planes import NO_TARGETS, PixelTargets
 
 SAMPLED_IMAGES, SAMPLE_SEC = 4096, 4.0  # the sample ends at either
 FIRST_IMAGES = 64  # that are not timed
@@ -27,7 +28,7 @@ class BuildEstimate:
     """What a cache will be.
 
     Attributes:
-      layout: of its rows; num_classes: that it has.
+      layout: of its rows; num_classes: that it has; targets: see `Source`.
       disk_bytes: that it takes; free_disk_bytes: that there are, None for a bucket.
       images_per_sec: decoded and written by all cores of this host.
       sampled: images that were decoded for it.
@@ -39,6 +40,7 @@ class BuildEstimate:
     free_disk_bytes: int | None
     images_per_sec: float
     sampled: int
+    targets: PixelTargets = NO_TARGETS
 
     @property
     def num_images(self) -> int:
@@ -84,6 +86,7 @@ def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
     return BuildEstimate(
         layout=layout,
         num_classes=len(plan.source.class_names),
+        targets=plan.source.targets,
         disk_bytes=len(every) * (layout.row_bytes + OTHER_BYTES),
         free_disk_bytes=shutil.disk_usage(scratch_folder).free if is_local else None,
         images_per_sec=done / seconds,

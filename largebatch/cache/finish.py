@@ -127,6 +127,8 @@ def _write_small_arrays(plan: CachePlan, layout: RowLayout, train_sums: TrainSum
     counts = {split: len(plan.splits[split]) for split in SPLITS}
     num_pixels = counts["train"] * layout.image_shape[0] * layout.image_shape[1]
     mean, std = channel_statistics(train_sums.sums, train_sums.square_sums, num_pixels)
+    if source.targets.classes:
+        _refuse_one_class(plan, train_sums, num_pixels)
     return {
         "cache_version": CACHE_VERSION,
         "build": uuid.uuid4().hex,  # so that no two builds have the same manifest; see `discard_cache`
@@ -141,7 +143,22 @@ def _write_small_arrays(plan: CachePlan, layout: RowLayout, train_sums: TrainSum
         "std": std,
         "pixels": {split: f"{number:064x}" for split, number in pixels.items()},
         "sha256": sha256,
+        **source.targets.record(),
     }
+
+
+def _refuse_one_class(plan: CachePlan, train_sums: TrainSums, num_pixels: int) -> None:
+    """Raises UserError where all training pixels are of one class: then nothing can be learned."""
+    mask = -plan.source.targets.planes
+    total, squares = train_sums.sums[mask], train_sums.square_sums[mask]
+    if total**2 != num_pixels * squares:
+        return
+    files.remove(plan.build_folder)
+    name = plan.source.targets.classes[total // num_pixels]
+    raise UserError(
+        f"dataset: all pixels of the training masks of {plan.source.description} are of class {name!r}; allowed: "
+        "two classes or more"
+    )
 
 
 def _write_array(plan: CachePlan, name: str, array: np.ndarray) -> str:

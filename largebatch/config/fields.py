@@ -21,7 +21,12 @@ MISSING_FIELDS: dict[str, object] = {
     "optimizer.soap_every": 10,
     "schedule.b2_scaling": "none",
     "schedule.decay_over": "updates",
+    "task.name": "classification",
+    "task.mask_loss": "cross_entropy",
+    "task.depth_loss": "l1",
+    "task.depth_weight": 1.0,
     "train.init_step": None,
+    "train.target_score": None,
 }
 
 
@@ -34,6 +39,11 @@ def flatten(config: dict, prefix: str = "") -> dict[str, object]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def target_of(train) -> float | None:
+    """The score at which a run ends: train.target_score, or what it is called with classification; None: never."""
+    return train.target_accuracy if train.target_score is None else train.target_score
 
 
 def identity(config: dict) -> dict:

@@ -11,6 +11,7 @@ import numpy as np
 from largebatch.optim import schedule_options, schedules
 from largebatch.optim.decay_steps import DECAY_BY
 from largebatch.optim.optimizers import OPTIMIZERS
+from largebatch.tasks.kinds import KINDS
 
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -19,6 +20,7 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 class Architecture(Protocol):
     """A network that a config can name: an entry of model.MODELS."""
 
+    of_pixels: bool  # gives maps, for tasks of pixels
     options: Collection[str]  # which further fields of a config's `model` it takes: "norm", "stem", ...
 
 
@@ -116,6 +118,10 @@ RULES: dict[str, Rule] = {
     "augment.contrast": _number(0, 1, "a number from 0 to 1"),
     "augment.cutout": _integer(0),
     "augment.cache_dir": _TEXT,
+    "task.name": _one_of(*KINDS),
+    "task.mask_loss": _one_of("cross_entropy", "dice", "cross_entropy_dice", "focal"),
+    "task.depth_loss": _one_of("l1", "berhu", "gradient"),
+    "task.depth_weight": _POSITIVE,
     "model.name": _TEXT,  # `rules` has the networks
     "model.dtype": _one_of("auto", "float32", "bfloat16"),
     "model.conv": _one_of("auto", "dot", "lax", "lax_padded"),
@@ -174,6 +180,7 @@ RULES: dict[str, Rule] = {
     "train.max_nonfinite": _integer(1, 1_000_000),
     "train.rollback_factor": _CUT,
     "train.target_accuracy": _or(_SHARE, None),
+    "train.target_score": _or(_number(-math.inf, math.inf, "a number"), None),
     "eval.view_average": _FLAG,
     "eval.shift_average": _integer(0),
     "checkpoint.keep": _integer(1, 1_000_000),

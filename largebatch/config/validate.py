@@ -4,13 +4,14 @@ import re
 
 from ml_collections import config_dict
 
-from largebatch.config.fields import flatten
+from largebatch.config.fields import MISSING_FIELDS, flatten
 from largebatch.config.rules import MODEL_OPTIONS, RULES, Models, nearest, nearest_field, rules
 from largebatch.errors import BadSetting, UserError
 from largebatch.optim import schedule_options, traces
 from largebatch.optim.batch_sizes import are_found_in_training, read_trace
 from largebatch.optim.optimizers import WITH_BASES
 from largebatch.optim.schedule_options import ScheduleOptions
+from largebatch.tasks.kinds import CLASSIFICATION, KINDS
 
 # Beyond it a float32, as the training state counts them in, no longer grows by 1.
 MOST_SCALE_INVARIANT_STEPS = 2**24
@@ -42,6 +43,7 @@ def validate(config: config_dict.ConfigDict, models: Models) -> None:
             *_sync_problems(config, num_updates),
             *_model_problems(config, models),
             *_view_problems(config),
+            *_task_problems(config, models),
             *_init_problems(config),
         ]
     if problems:
@@ -210,6 +212,33 @@ def _view_problems(config) -> list[str]:
     if config.eval.view_average and config.augment.views == "none":
         return ["eval.view_average: True; allowed: False with augment.views 'none'"]
     return []
+
+
+def _task_problems(config, models: Models) -> list[str]:
+    """A network or fields that do not go with the task."""
+    kind, train, problems = KINDS[config.task.name], config.train, []
+    for_task = f"with task.name {kind.name!r}"
+    if models[config.model.name].of_pixels != kind.of_pixels:
+        names = [name for name, architecture in models.items() if architecture.of_pixels == kind.of_pixels]
+        problems.append(f"model.name: {config.model.name!r}; allowed {for_task}: {' | '.join(names)}")
+    for name, value in config.task.items():
+        unset = MISSING_FIELDS[f"task.{name}"]
+        if name != "name" and name not in kind.fields and value != unset:
+            problems.append(f"task.{name}: {value!r}; allowed {for_task}: {unset!r}")
+    if train.target_accuracy is not None and (kind != CLASSIFICATION or train.target_score is not None):
+        allowed = "train.target_score" if kind != CLASSIFICATION else "one of it and train.target_score"
+        problems.append(f"train.target_accuracy: {train.target_accuracy}; allowed {for_task}: {allowed}")
+    if kind.of_pixels:
+        of_classes = {
+            "train.label_smoothing": (train.label_smoothing, 0.0),
+            "eval.shift_average": (config.eval.shift_average, 0),
+        }
+        problems += [
+            f"{name}: {value}; allowed {for_task}: {unset}"
+            for name, (value, unset) in of_classes.items()
+            if value != unset
+        ]
+    return problems
 
 
 def _init_problems(config) -> list[str]:

@@ -82,6 +82,17 @@ class RandomAugment:
             images = cut_out(images, visit_keys, self.cutout, self.fill)
         return images
 
+    def move(self, planes: jax.Array, visit_keys: jax.Array) -> jax.Array:
+        """What is to be predicted of each pixel, moved as `apply` moves the pixels of the image; in its own dtype.
+
+        A crop copies the nearest pixel, because classes cannot be averaged.
+        """
+        if self.crop_scale < 1:
+            planes = cropped(planes, visit_keys, self.crop_scale, nearest=True).astype(planes.dtype)
+        if self.shift:
+            planes = shifted(planes, visit_keys, self.shift)
+        return planes
+
 
 def uniform(visit_keys: jax.Array, salt: int) -> jax.Array:
     """float32 in [0, 1), one for each key: the upper 24 bits, which a float32 holds exactly."""
@@ -119,23 +130,25 @@ def draw_crops(visit_keys: jax.Array, height: int, width: int, smallest_share: f
     return Crops(top, left, crop_height, crop_width)
 
 
-def cropped(images: jax.Array, visit_keys: jax.Array, smallest_share: float) -> jax.Array:
-    """A random part of each image [M, H, W, C], brought to H x W bilinearly; float32.
+def cropped(images: jax.Array, visit_keys: jax.Array, smallest_share: float, *, nearest: bool = False) -> jax.Array:
+    """A random part of each image [M, H, W, C], brought to H x W bilinearly, or by the nearest pixel; float32.
 
     Two small matrix products per image, in place of gathers, which are slow on a TPU.
     """
     height, width = images.shape[1:3]
     crops = draw_crops(visit_keys, height, width, smallest_share)
-    by_row = interpolation(crops.top, crops.height, height)
-    by_column = interpolation(crops.left, crops.width, width)
+    by_row = interpolation(crops.top, crops.height, height, nearest=nearest)
+    by_column = interpolation(crops.left, crops.width, width, nearest=nearest)
     # A TPU would round to bfloat16 otherwise.
     precision = jax.lax.Precision.HIGHEST
     images = jnp.einsum("mih,mhwc->miwc", by_row, images.astype(jnp.float32), precision=precision)
     return jnp.einsum("mjw,miwc->mijc", by_column, images, precision=precision)
 
 
-def interpolation(start: jax.Array, length: jax.Array, size: int) -> jax.Array:
+def interpolation(start: jax.Array, length: jax.Array, size: int, *, nearest: bool = False) -> jax.Array:
     """Weights by which [start, start + length) of `size` pixels is stretched to `size` pixels, bilinearly.
+
+    Or by the nearest pixel, of two at the same distance the latter.
 
     A pixel's value is that of its centre; beyond the outermost centres an edge pixel goes on.
 
@@ -147,6 +160,8 @@ def interpolation(start: jax.Array, length: jax.Array, size: int) -> jax.Array:
     pixels = jnp.arange(size, dtype=jnp.float32)
     places = start[:, None] + (pixels + 0.5) * (length[:, None] / size) - 0.5
     places = jnp.clip(places, 0, size - 1)
+    if nearest:
+        places = jnp.floor(places + 0.5)
     return jnp.maximum(0, 1 - jnp.abs(places[:, :, None] - pixels))
 
 

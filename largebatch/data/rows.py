@@ -16,6 +16,12 @@ def take_rows(array: jax.Array, index: jax.Array) -> jax.Array:
     return lax.platform_dependent(array, index, tpu=_take_in_turn, default=_gather)
 
 
+def split_planes(images: jax.Array, num_planes: int) -> tuple[jax.Array, jax.Array]:
+    """Stored images [M, H, W, C + planes] -> images [M, H, W, C], and what is to be predicted of them."""
+    channels = images.shape[-1] - num_planes
+    return images[..., :channels], images[..., channels:]
+
+
 def _gather(array, index):
     return array.at[index].get(mode="promise_in_bounds")
 

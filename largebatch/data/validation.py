@@ -1,5 +1,6 @@
 """A split that is only predicted: dealt to the devices, and kept there or read again for every pass."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
@@ -99,13 +100,20 @@ class DealtSplit:
         resident = replicas.shards_of(self.resident)[index]
         return dataclasses.replace(self, device_numbers=[self.device_numbers[index]], resident=resident)
 
+    def images_of(self, examples: np.ndarray) -> np.ndarray:
+        """Some of the images, on this host: [n, H * W * C].
+
+        Raises:
+          UserError: as `blocks`, on this host only.
+        """
+        out = memory.aligned_empty((len(examples), self.image_bytes), np.uint8)
+        with _named_damage():
+            self.read(examples, out)
+        return out.view(self.dtype)
+
     def _read_again(self, first: int, size: int) -> Block:
-        try:
+        with _named_damage():
             return self._place(first, size)
-        except DamagedCache as damage:
-            raise UserError(
-                f"damaged cache: {damage}; start again to build it again and go on from the last checkpoint"
-            ) from damage
 
     def _place(self, first: int, size: int) -> Block:
         read = {number: self._read_rows(number, first, size) for number in dict.fromkeys(self.device_numbers)}
@@ -123,6 +131,17 @@ class DealtSplit:
         labels = np.full(size, UNKNOWN, np.int32)
         labels[: len(examples)] = self.labels[examples]
         return Block(images.view(self.dtype)[None], labels[None])
+
+
+@contextlib.contextmanager
+def _named_damage():
+    """Turns damage that is found in the middle of a run into a line for the user."""
+    try:
+        yield
+    except DamagedCache as damage:
+        raise UserError(
+            f"damaged cache: {damage}; start again to build it again and go on from the last checkpoint"
+        ) from damage
 
 
 def rows_per_block(rows: int, image_bytes: int, micro_batch_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Images of any number of channels as colours that a screen shows."""
+"""Images of any number of channels, masks and depths as colours that a screen shows."""
 
 import numpy as np
 
@@ -6,6 +6,13 @@ import numpy as np
 # bands (level 1C) and in the 12 without B10 (level 2A); the 10 of BigEarthNet begin with B02.
 BANDS = {10: (2, 1, 0), 12: (3, 2, 1), 13: (3, 2, 1)}
 PERCENTILES = (2, 98)  # of a picture's values: what is darker becomes black, what is brighter white
+BACKGROUND = np.uint8([32, 34, 40])  # the first class
+# The other classes, which begin again after the last.
+CLASS_COLOURS = np.uint8(
+    [[86, 156, 255], [255, 173, 70], [92, 200, 132], [214, 110, 190], [240, 226, 90], [150, 120, 230]]
+)
+# Dark to bright, evenly spaced, for depths and their errors.
+SHADES = np.float32([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]])
 
 
 def to_rgb8(pixels: np.ndarray, bands: tuple[int, int, int] | None = None) -> np.ndarray:
@@ -29,3 +36,21 @@ def to_rgb8(pixels: np.ndarray, bands: tuple[int, int, int] | None = None) -> np
         low, high = 0, np.iinfo(pixels.dtype).max
     scaled = (chosen.astype(np.float32) - low) * (255 / (high - low))
     return np.clip(np.rint(scaled), 0, 255).astype(np.uint8)
+
+
+def picture_of(image: np.ndarray) -> np.ndarray:
+    """An image [H, W, C] as `to_rgb8`; with a background behind it, in channels 4 to 6, without that."""
+    return to_rgb8(image[..., :3] if image.shape[-1] == 6 else image)
+
+
+def class_colours(classes: np.ndarray) -> np.ndarray:
+    """Classes [H, W] as colours uint8 [H, W, 3]."""
+    others = CLASS_COLOURS[(classes - 1) % len(CLASS_COLOURS)]
+    return np.where((classes == 0)[..., None], BACKGROUND, others)
+
+
+def shaded(values: np.ndarray) -> np.ndarray:
+    """Numbers [H, W], 0 to 1 and cut off beyond, as colours uint8 [H, W, 3]."""
+    places = np.linspace(0, 1, len(SHADES))
+    channels = [np.interp(values, places, SHADES[:, channel]) for channel in range(3)]
+    return np.stack(channels, axis=-1).astype(np.uint8)

@@ -1,11 +1,12 @@
 """Labelled images in memory, and how they are decoded."""
 
 import contextlib
+import functools
 import io
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
@@ -50,11 +51,14 @@ class DecodeOptions:
       resize: "stretch" | "crop" | "pad": how a resized image gets the wanted aspect ratio.
       channels: None takes the file's own. 3 makes RGB of grey, 1 makes grey of RGB; any other number must be the
         file's own.
+      indices: the pixels are the numbers in the file, as masks have them: of a picture with a palette the numbers
+        of its colours, of fewer than 8 bits what they are.
     """
 
     size: tuple[int, int] | None = None
     resize: str = "stretch"
     channels: int | None = None
+    indices: bool = field(default=False, repr=False)  # fingerprints of caches have the others
 
     @classmethod
     def from_config(cls, fields) -> "DecodeOptions":
@@ -149,35 +153,46 @@ def decode_dataset(
       UserError: an image is damaged, too large, or of another size, depth or number of
         channels than the first; it is named.
     """
+    ids, labels = [file.example_id for file in files], np.array([file.label for file in files], np.int32)
+    images = decode_each(ids, lambda index, limits: decode(files[index], options, limits), max_pixels)
+    return Dataset(images, labels, class_names, ids)
+
+
+def decode_each(ids: list[str], decode_one: Callable[[int, "Limits"], np.ndarray], max_pixels: int) -> np.ndarray:
+    """Decodes examples on all cores, into one array [N, H, W, C].
+
+    Args:
+      decode_one: gives an example by its index, within limits that all share.
+      max_pixels: see `decode_dataset`, which also says what is raised.
+    """
     limits = Limits(max_pixels)
     with pillow_limited_to(max_pixels):
-        first = decode(files[0], options, limits)
+        first = decode_one(0, limits)
         try:
-            images = np.empty((len(files), *first.shape), first.dtype)
+            images = np.empty((len(ids), *first.shape), first.dtype)
         except MemoryError as error:
-            size = f"{first.shape[1]}x{first.shape[0]} pixels, as {files[0].example_id},"
+            size = f"{first.shape[1]}x{first.shape[0]} pixels, as {ids[0]},"
             raise UserError(
-                f"dataset.image_size: {len(files)} images of {size} do not fit into memory; set a smaller size"
+                f"dataset.image_size: {len(ids)} images of {size} do not fit into memory; set a smaller size"
             ) from error
 
         def decode_range(begin: int, end: int) -> None:
             for i in range(begin, end):
-                image = decode(files[i], options, limits)
+                image = decode_one(i, limits)
                 if image.shape[2] != first.shape[2] or image.dtype != first.dtype:
                     raise UserError(
-                        f"dataset.channels: {files[i].example_id} has {image.shape[2]} of {image.dtype}, "
-                        f"{files[0].example_id} has {first.shape[2]} of {first.dtype}; allowed: the same in all"
+                        f"dataset.channels: {ids[i]} has {image.shape[2]} of {image.dtype}, "
+                        f"{ids[0]} has {first.shape[2]} of {first.dtype}; allowed: the same in all"
                     )
                 if image.shape != first.shape:
                     raise UserError(
-                        f"dataset.image_size: {files[i].example_id} is {image.shape[1]}x{image.shape[0]} pixels, "
-                        f"{files[0].example_id} is {first.shape[1]}x{first.shape[0]}; set a size to resize to"
+                        f"dataset.image_size: {ids[i]} is {image.shape[1]}x{image.shape[0]} pixels, "
+                        f"{ids[0]} is {first.shape[1]}x{first.shape[0]}; set a size to resize to"
                     )
                 images[i] = image
 
-        run_ranges(decode_range, len(files))
-    labels = np.array([file.label for file in files], np.int32)
-    return Dataset(images, labels, class_names, [file.example_id for file in files])
+        run_ranges(decode_range, len(ids))
+    return images
 
 
 @contextlib.contextmanager
@@ -260,7 +275,11 @@ def _decode_bytes(
                 return _fitted(tiff.read_deep_png(content), options)
             image.load()
             mode = "L" if image.mode in GREY_MODES else "RGB"
+            if options.indices and image.mode == "P":
+                mode = "P"
             decoded = np.asarray(image if image.mode == mode else image.convert(mode))
+            if options.indices and image.format == "PNG" and mode == "L" and content[PNG_DEPTH] < 8:
+                decoded = decoded // (255 // (2 ** content[PNG_DEPTH] - 1))  # by which Pillow has multiplied
             return _fitted(decoded.reshape(image.height, image.width, -1), options)
 
 
@@ -302,8 +321,8 @@ def with_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
     raise tiff.Refused(f"{found} channels; allowed: {channels}, by dataset.channels or as the images of the run")
 
 
-def resized(pixels: np.ndarray, size: tuple[int, int] | None, how: str) -> np.ndarray:
-    """Pixels [H, W, C] in another size, by Pillow's bilinear filter with antialiasing.
+def resized(pixels: np.ndarray, size: tuple[int, int] | None, how: str, *, nearest: bool = False) -> np.ndarray:
+    """Pixels [H, W, C] in another size, by Pillow's bilinear filter with antialiasing, or by the nearest pixel.
 
     Args:
       size: (height, width); None leaves the pixels as they are.
@@ -312,29 +331,32 @@ def resized(pixels: np.ndarray, size: tuple[int, int] | None, how: str) -> np.nd
     """
     if size is None or pixels.shape[:2] == size:
         return pixels
+    resize = functools.partial(_resized_box, nearest=nearest)
     (height, width), (new_height, new_width) = pixels.shape[:2], size
     is_narrow = width * new_height <= height * new_width  # than what is wanted
     if how == "crop":
         part_width = width if is_narrow else height * new_width / new_height
         part_height = width * new_height / new_width if is_narrow else height
         left, upper = (width - part_width) / 2, (height - part_height) / 2
-        return _resized_box(pixels, size, (left, upper, left + part_width, upper + part_height))
+        return resize(pixels, size, (left, upper, left + part_width, upper + part_height))
     if how == "pad":
         inner_width = max(round(width * new_height / height), 1) if is_narrow else new_width
         inner_height = new_height if is_narrow else max(round(height * new_width / width), 1)
-        inner = _resized_box(pixels, (inner_height, inner_width), (0, 0, width, height))
+        inner = resize(pixels, (inner_height, inner_width), (0, 0, width, height))
         left, upper = (new_width - inner_width) // 2, (new_height - inner_height) // 2
         padded = np.zeros((*size, pixels.shape[-1]), pixels.dtype)
         padded[upper : upper + inner_height, left : left + inner_width] = inner
         return padded
-    return _resized_box(pixels, size, (0, 0, width, height))
+    return resize(pixels, size, (0, 0, width, height))
 
 
-def _resized_box(pixels: np.ndarray, size: tuple[int, int], box: tuple[float, ...]) -> np.ndarray:
+def _resized_box(pixels: np.ndarray, size: tuple[int, int], box: tuple[float, ...], *, nearest: bool) -> np.ndarray:
     """The part `box` (left, upper, right, lower) of the pixels, band by band; 16 bits fit into float32."""
 
+    resample = Image.Resampling.NEAREST if nearest else Image.Resampling.BILINEAR
+
     def resize(plane: np.ndarray) -> np.ndarray:
-        return np.asarray(Image.fromarray(plane).resize(size[::-1], Image.Resampling.BILINEAR, box=box))
+        return np.asarray(Image.fromarray(plane).resize(size[::-1], resample, box=box))
 
     if pixels.dtype == np.uint8 and pixels.shape[-1] == 3:
         return resize(pixels)  # the same bits as band by band, in half the time

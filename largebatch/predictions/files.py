@@ -19,7 +19,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -30,9 +30,29 @@ ONE_FILE, PARTS, NEW_PARTS, COUNTS = "predictions.npz", "predictions", "predicti
 MAX_COUNTS_BYTES = 1000  # of parts.json
 
 
+class Outcome(Protocol):
+    """What a validation leaves in the folder of its run, where it is the best so far.
+
+    Attributes:
+      name: of the file or folder.
+    """
+
+    name: str
+
+    def parts(self) -> Iterator:
+        """What is written, piece by piece; all hosts make each together."""
+
+    def write(self, folder: Path, parts: Iterator) -> None:
+        """Replaces what an earlier best has left, on the host that writes.
+
+        Raises:
+          OSError: the disk is full; what was there is still there.
+        """
+
+
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for consecutive examples.
+    """Predictions of classes for consecutive examples; an `Outcome`.
 
     Attributes:
       labels: int [examples].
@@ -43,6 +63,23 @@ class Predictions:
     labels: np.ndarray
     logits: Any
     ids: np.ndarray
+
+    @property
+    def name(self) -> str:
+        """See `Outcome`."""
+        return ONE_FILE if count_parts(self) == 1 else PARTS
+
+    def parts(self) -> Iterator["Predictions"]:
+        """The same, as much at a time as goes into one file."""
+        examples, classes = self.logits.shape
+        size = _examples_per_part(classes)
+        for first in range(0, examples, size):
+            part = slice(first, min(first + size, examples))
+            yield Predictions(self.labels[part], self.logits[part], self.ids[part])
+
+    def write(self, folder: Path, parts: Iterator["Predictions"]) -> None:
+        """See `Outcome`."""
+        write(folder, parts, count_parts(self))
 
 
 class DamagedPredictions(Exception):
@@ -56,15 +93,6 @@ def count_parts(predictions: Predictions) -> int:
     """How many files the predictions take."""
     examples, classes = predictions.logits.shape
     return -(-examples // _examples_per_part(classes))
-
-
-def iterate_parts(predictions: Predictions) -> Iterator[Predictions]:
-    """The predictions, as much at a time as goes into one file."""
-    examples, classes = predictions.logits.shape
-    size = _examples_per_part(classes)
-    for first in range(0, examples, size):
-        part = slice(first, min(first + size, examples))
-        yield Predictions(predictions.labels[part], predictions.logits[part], predictions.ids[part])
 
 
 def _examples_per_part(classes: int) -> int:

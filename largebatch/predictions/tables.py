@@ -1,7 +1,8 @@
 """Predictions for people: scores and a table by class, and a CSV file with a line per image."""
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,44 @@ from largebatch.files import replacing
 from largebatch.predictions.files import Predictions
 
 COLUMNS = ("images", "recall", "precision", "most often taken for")
+
+
+@dataclass(frozen=True)
+class ClassPredictions:
+    """The classes that were predicted for a data set.
+
+    Attributes:
+      dataset: label -1 where it is not known.
+      predictions: of its images.
+      classes: int [N], the predicted ones.
+    """
+
+    dataset: Dataset
+    predictions: Predictions
+    classes: np.ndarray
+
+    @classmethod
+    def of(cls, dataset: Dataset, logits) -> "ClassPredictions":
+        """Every host calls it.
+
+        Args:
+          logits: see `Predictions`.
+        """
+        predictions = Predictions(dataset.labels, logits, np.array(dataset.example_ids))
+        classes = np.concatenate([part.logits.argmax(axis=1) for part in predictions.parts()])
+        return cls(dataset, predictions, classes)
+
+    def parts(self) -> Iterator[Predictions]:
+        """What `write` takes; every host makes them."""
+        return self.predictions.parts()
+
+    def print_results(self, scores, heading: str) -> None:
+        """See below."""
+        print_results(self.dataset, self.classes, scores, heading)
+
+    def write(self, path: str, parts: Iterable[Predictions]) -> None:
+        """A line for each image; see `write_csv`."""
+        write_csv(path, self.dataset.class_names, parts)
 
 
 def print_results(dataset: Dataset, predicted: np.ndarray, scores, heading: str) -> None:
@@ -75,7 +114,7 @@ def write_csv(path: str, class_names: list[str], parts: Iterable[Predictions]) -
     """One line per image: id, label (empty where unknown), prediction, and the probability of each class.
 
     Args:
-      parts: of the predictions, see `prediction_files.iterate_parts`; label -1 where it is not known.
+      parts: see `Predictions.parts`; label -1 where it is not known.
     Raises:
       UserError: the file cannot be written.
     """

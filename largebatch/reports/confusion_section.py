@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 from largebatch.predictions import files as prediction_files
 from largebatch.reports import confusion
+from largebatch.reports.best_runs import MAX_RUNS, best_runs
 from largebatch.reports.confusion import Confusion, Example, Mistake
 from largebatch.reports.labels import NOTHING, number_cell
 from largebatch.reports.markup import Html, element, join, table
 from largebatch.reports.panels import Group
 from largebatch.runs.reader import Run
-from largebatch.studies import analysis
 
-MAX_CONFUSIONS = 4  # of runs outside a study; their pictures are the largest part of a page
 MAX_CLASSES = 50  # of a matrix on the page
 MAX_SHORT_NAME = 3  # letters of a class name that need no turned heading
 
@@ -25,21 +24,10 @@ class RunConfusion:
     confusion: Confusion
 
 
-def confusion_runs(group: Group) -> list[Run]:
-    """Whose confusions are shown: the best run of a study, the best few of single runs."""
-    runs = [run for run in group.runs if prediction_files.exist(run.path)]
-    if group.study:
-        for setting in analysis.leaderboard(group.study):
-            of_setting = [run for run in setting.runs if run in runs]
-            if of_setting:
-                return [max(of_setting, key=lambda run: run.best_val_accuracy or 0.0)]
-    return sorted(runs, key=lambda run: -(run.best_val_accuracy or 0.0))[:MAX_CONFUSIONS]
-
-
 def read_confusions(group: Group) -> list[RunConfusion]:
     """The confusions to show; damaged predictions are added to the problems of their run."""
     confusions = []
-    for run in confusion_runs(group):
+    for run in best_runs(group, prediction_files.exist):
         try:
             confusions.append(RunConfusion(run, confusion.read_confusion(run)))
         except prediction_files.DamagedPredictions as damage:
@@ -50,8 +38,8 @@ def read_confusions(group: Group) -> list[RunConfusion]:
 def confusion_cards(group: Group, confusions: list[RunConfusion], key: str) -> Html:
     """Matrix or recalls, and the worst mistakes, of each."""
     cards = []
-    if not group.study and len(group.runs) > MAX_CONFUSIONS:
-        cards.append(element("p", f"Of the {MAX_CONFUSIONS} most accurate runs.", cls="soft"))
+    if not group.study and len(group.runs) > MAX_RUNS:
+        cards.append(element("p", f"Of the {MAX_RUNS} most accurate runs.", cls="soft"))
     for of_run in confusions:
         run, shown = of_run.run, of_run.confusion
         label = group.labels[group.runs.index(run)]

@@ -1,7 +1,7 @@
 """How values are written in a report: as text, and as cells of a table."""
 
 from largebatch.reports.markup import Cell, Html, element, join
-from largebatch.runs.reader import BATCH, number
+from largebatch.runs.reader import BATCH, Run, Study, number
 from largebatch.studies import analysis
 
 RATE = "optimizer.learning_rate"
@@ -82,6 +82,11 @@ def status_counts(statuses: dict[str, int]) -> Html:
     """How many runs are of each status."""
     counts = (status_text(status, f"{count} {status}") for status, count in statuses.items())
     return element("span", *counts, cls="statuses")
+
+
+def score_words(of: Run | Study) -> str:
+    """What the score of a run, or of the runs of a study, is called."""
+    return f"validation {of.kind.score_words}"
 
 
 def count_runs(count: int) -> str:

@@ -5,9 +5,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from largebatch.reports import confusion_section, panels, study_panels, tables
+from largebatch.reports import cases_section, confusion_section, panels, study_panels, tables
+from largebatch.reports.cases_section import RunCases
 from largebatch.reports.confusion_section import RunConfusion
-from largebatch.reports.labels import count_runs, plain
+from largebatch.reports.labels import count_runs, plain, score_words
 from largebatch.reports.markup import Html, document, element, join
 from largebatch.reports.panels import Group
 from largebatch.runs.reader import Run, number
@@ -19,11 +20,12 @@ MAX_PROBLEMS = 100  # lines of the box at the top
 
 @dataclass(frozen=True)
 class GroupReport:
-    """All that is shown of a group: its runs, what `panels.describe` says of them, and their confusions."""
+    """All that is shown of a group: its runs, what `panels.describe` says of them, and what they predicted."""
 
     group: Group
     described: dict
     confusions: list[RunConfusion]
+    cases: list[RunCases]
 
     @property
     def panels(self) -> dict[str, dict]:
@@ -32,14 +34,19 @@ class GroupReport:
 
 
 def report_groups(groups: list[Group]) -> list[GroupReport]:
-    """Reads confusions and prepares panels; what is damaged is added to the problems of its run."""
+    """Reads predictions and prepares panels; what is damaged is added to the problems of its run."""
     knees = {}
     for group in groups:
         for fit in study_panels.fits(group.study) if group.study else ():
             if fit.has_knee:
                 knees[f"{group.title} {fit.optimizer}".strip()] = fit.knee
     return [
-        GroupReport(group, panels.describe(group, knees), confusion_section.read_confusions(group))
+        GroupReport(
+            group,
+            panels.describe(group, knees),
+            confusion_section.read_confusions(group),
+            cases_section.read_cases(group),
+        )
         for group in groups
     ]
 
@@ -165,6 +172,9 @@ def make_parts(report: GroupReport, key: str, accuracies: Sequence[float]) -> It
     if report.confusions:
         cards = confusion_section.confusion_cards(group, report.confusions, key)
         yield Part("confusions", "Confusions", "Confusions", cards)
+    if report.cases:
+        pictures = cases_section.case_cards(group, report.cases)
+        yield Part("cases", "Cases", "Worst and best cases", pictures)
     yield config_part(group, key)
 
 
@@ -189,10 +199,10 @@ def card(panel: dict) -> Html:
 
 def tiles(group: Group) -> Iterator[Html]:
     """The few figures that matter most."""
-    best = max(group.runs, key=lambda run: run.best_val_accuracy or -1.0, default=None)
-    if best and best.best_val_accuracy is not None:
+    best = min(group.runs, key=lambda run: run.kind.rank(run.best_score), default=None)
+    if best and best.best_score is not None:
         label = group.labels[group.runs.index(best)]
-        yield tile(f"{best.best_val_accuracy:.4f}", f"best validation accuracy: {label}")
+        yield tile(f"{best.best_score:.4f}", f"best {score_words(best)}: {label}")
     rates = [rate for run in group.runs if (rate := number(run.summary.get("images_per_sec")))]
     if rates:
         of_several = ", median of the runs" if len(rates) > 1 else ""
@@ -203,8 +213,8 @@ def tiles(group: Group) -> Iterator[Html]:
         (run,) = group.runs
         steps = run.value("steps_to_target")
         if steps is not None:
-            target = plain(run.summary.get("target_accuracy"))
-            yield tile(f"{steps:,.0f}", f"updates to {target} validation accuracy")
+            target = plain(run.target)
+            yield tile(f"{steps:,.0f}", f"updates to {target} {score_words(run)}")
     seconds = sum(sum(panels.run_seconds(run).values()) for run in group.runs)
     yield tile(f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:,.1f} h", "of work in all")
     done = sum(run.status == "done" for run in group.runs)

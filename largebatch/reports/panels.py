@@ -163,9 +163,15 @@ class Curve:
 CURVES = {
     "val_accuracy": Curve("Validation accuracy", "accuracy", "linear"),
     "val_accuracy_top5": Curve("Validation accuracy among the first five", "accuracy", "linear"),
-    "val_loss": Curve("Validation loss", "cross-entropy"),
-    "train_loss": Curve("Training loss", "cross-entropy"),
+    "val_mean_iou": Curve("Mean intersection over union", "mean IoU", "linear"),
+    "val_depth_rmse": Curve("Error of depths", "root mean square", "zero"),
+    "val_depth_relative_error": Curve("Relative error of depths", "mean of |error| / depth", "zero"),
+    "val_depth_near": Curve("Depths within a factor of 1.25", "share of pixels", "linear"),
+    "val_loss": Curve("Validation loss", "loss"),
+    "train_loss": Curve("Training loss", "loss"),
     "train_accuracy": Curve("Training accuracy", "accuracy", "linear"),
+    "train_pixel_accuracy": Curve("Training accuracy of pixels", "share of pixels", "linear"),
+    "train_depth_error": Curve("Training error of depths", "mean of |error|", "zero"),
     "images_per_sec": Curve("Throughput", "training images / s", "zero"),
     "mfu": Curve("Model FLOPs utilisation", "share of the devices' peak", "zero"),
     "device_memory_peak_bytes": Curve("Peak of a device's memory", "bytes", "zero"),
@@ -180,8 +186,10 @@ CURVES = {
     "learning_rate": Curve("Learning rate", "learning rate"),
     "global_batch_size": Curve("Batch size", "examples per update, mean"),
 }
+IOU = "val_iou_"  # and the name of a class
+MAX_CLASSES = 12  # that have curves of their own
 # Where a row is, which is not measured; and times, which throughput and the bars tell.
-PLACES = ("step", "outer", "examples_seen", "epoch", "val_examples", "scale_invariant_steps")
+PLACES = ("step", "outer", "examples_seen", "epoch", "val_examples", "val_score", "scale_invariant_steps")
 TIMES = ("step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec")
 ONLY_IF_VARYING = ("learning_rate", "global_batch_size", "bytes_sent")
 ALSO_IF_ZERO = ("val_accuracy", "val_loss", "train_loss", "train_accuracy", "images_per_sec", "slowest_host")
@@ -191,6 +199,9 @@ WIDE = 30  # largest value over smallest, from which on a logarithmic scale show
 def curve_panels(rows: list[list[dict]]) -> Iterator[dict]:
     """A panel of every column that has a value anywhere, except times and places; rows [runs][rows]."""
     others = sorted({name for run in rows for row in run for name in row})
+    of_classes = [name for name in others if name.startswith(IOU)]
+    if len(of_classes) > MAX_CLASSES:  # evaluate.py prints all of them
+        others = [name for name in others if name not in of_classes]
     for name in dict.fromkeys([*CURVES, *others]):
         if name not in PLACES and name not in TIMES:
             panel = _curve_panel(name, [[rounded(value) for value in _column(run, name)] for run in rows])
@@ -205,7 +216,10 @@ def _curve_panel(name: str, values: list[list]) -> dict | None:
         return None
     if name in ONLY_IF_VARYING and not any(len(set(run) - {None}) > 1 for run in values):
         return None
-    curve = CURVES.get(name) or Curve(name.replace("_", " ").capitalize(), name)
+    curve = CURVES.get(name)
+    if curve is None and name.startswith(IOU):
+        curve = Curve(f"Intersection over union of {name.removeprefix(IOU)}", "IoU", "linear")
+    curve = curve or Curve(name.replace("_", " ").capitalize(), name)
     return {
         "id": name,
         "title": curve.title,

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from largebatch.reports.labels import RATE, rounded, sort_key, value_label, values_label
-from largebatch.runs.reader import BATCH, Study, number
+from largebatch.runs.reader import BATCH, SCORES, Study, number
 from largebatch.studies import analysis
 from largebatch.studies.analysis import BatchPoint, Setting
 from largebatch.studies.knee import Knee, fit_knee
 
 OBJECTIVE_LABELS = {
     "best_val_accuracy": "best validation accuracy",
+    "best_score": "best score",
     "steps_to_target": "updates to the target",
     "examples_to_target": "images to the target",
     "sec_to_target": "training seconds to the target",
@@ -99,18 +100,18 @@ def rate_panel(study: Study, legend: list) -> dict | None:
             if "diverged" in setting.statuses:
                 crosses.append(rated)
 
-    accuracy = study.objective == "best_val_accuracy"
+    is_score = study.objective in SCORES
     marks = []
     for name in names:
         along = [lines[name][rate] for rate in sorted(lines[name])]
         label = value_label(field, name) if field in ranked[0].values else "all"
-        marks.append(_rate_mark("line", label, colours[name], along, accuracy))
-    marks += [_rate_mark("points", None, colours[rated.line], [rated], accuracy) for rated in others]
-    marks += [_rate_mark("cross", None, colours[rated.line], [rated], accuracy) for rated in crosses]
+        marks.append(_rate_mark("line", label, colours[name], along, is_score))
+    marks += [_rate_mark("points", None, colours[rated.line], [rated], is_score) for rated in others]
+    marks += [_rate_mark("cross", None, colours[rated.line], [rated], is_score) for rated in crosses]
 
     label = OBJECTIVE_LABELS[study.objective]
     by = "optimizer" if field == analysis.OPTIMIZER else "batch size"
-    scale = "linear" if accuracy else "log"
+    scale = "linear" if is_score else "log"
     return {
         "id": "learning_rate_study",
         "title": f"{label[0].upper()}{label[1:]} over learning rate, by {by}",
@@ -130,13 +131,13 @@ def _field_of_lines(settings: list[Setting]) -> str:
     return analysis.OPTIMIZER
 
 
-def _rate_mark(kind: str, label: str | None, colour: int, settings: list[RatedSetting], accuracy: bool) -> dict:
-    """A mark of some settings; an interval of accuracies is drawn as far as accuracies go."""
+def _rate_mark(kind: str, label: str | None, colour: int, settings: list[RatedSetting], is_score: bool) -> dict:
+    """A mark of some settings; an interval of scores is drawn as far as they go, from 0 to 1."""
     points, tips = [], []
     for rated in settings:
         objective, statuses = rated.setting.objective, rated.setting.statuses
         low, high = objective.low, objective.high
-        if accuracy and low is not None:
+        if is_score and low is not None:
             low, high = max(low, 0.0), min(high, 1.0)
         if kind == "cross":
             points.append([rated.rate, None, None, None])

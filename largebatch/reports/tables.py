@@ -11,13 +11,15 @@ from largebatch.reports.labels import (
     estimate_cell,
     number_cell,
     plain,
+    score_words,
     status_counts,
     status_text,
     value_cell,
 )
 from largebatch.reports.markup import Cell, Html, element, join, table
 from largebatch.reports.panels import Group
-from largebatch.runs.reader import BATCH, Run, number
+from largebatch.runs import reader
+from largebatch.runs.reader import BATCH, SCORES, Run, number
 from largebatch.studies import analysis
 
 ENVIRONMENT = ("platform", "device_kind", "devices", "hosts", "micro_batch_size", "git_commit")
@@ -30,13 +32,13 @@ COMMIT_LENGTH = 12
 def leaderboard(group: Group, key: str, accuracies: Sequence[float]) -> Html:
     """The settings of a study, best first, with the updates to some accuracies."""
     study = group.study
-    to_target = study.objective != "best_val_accuracy"
+    to_target = study.objective not in SCORES
     names = ["rank", *map(column_name, study.fields)]
     if to_target:
         names += [study_panels.OBJECTIVE_LABELS[study.objective], "reached"]
     for accuracy in accuracies:
         names += [f"updates to {accuracy:g}", "reached"]
-    names += ["best validation accuracy", "seeds", "status"]
+    names += [f"best {score_words(study)}", "seeds", "status"]
 
     rows = []
     for rank, setting in enumerate(analysis.leaderboard(study), 1):
@@ -46,12 +48,12 @@ def leaderboard(group: Group, key: str, accuracies: Sequence[float]) -> Html:
             form = ",.1f" if study.objective == "sec_to_target" else ",.0f"
             cells += [
                 estimate_cell(setting.objective, form),
-                f"{setting.objective.count} of {setting.accuracy.count}",
+                f"{setting.objective.count} of {setting.score.count}",
             ]
         for accuracy in accuracies:
             updates, seeds = analysis.updates_to(setting, accuracy)
             cells += [estimate_cell(updates, ",.0f"), f"{updates.count} of {seeds}"]
-        cells.append(estimate_cell(setting.accuracy, ".4f"))
+        cells.append(estimate_cell(setting.score, ".4f"))
         cells.append(number_cell(len(setting.runs)))
         cells.append(status_counts(setting.statuses))
         rows.append(cells)
@@ -102,8 +104,10 @@ def run_table(group: Group, described: dict, key: str) -> Html:
     Args:
       described: see `panels.describe`.
     """
-    with_target = any(run.summary.get("target_accuracy") is not None for run in group.runs)
-    names = ["run", "status", "best accuracy", "final accuracy", "updates", "images seen", "batch", "images / s"]
+    with_target = any(run.target is not None for run in group.runs)
+    kinds = {score_words(run).removeprefix("validation ") for run in group.runs}
+    score = kinds.pop() if len(kinds) == 1 else "score"
+    names = ["run", "status", f"best {score}", f"final {score}", "updates", "images seen", "batch", "images / s"]
     if with_target:
         names += ["updates to target", "seconds to target"]
     names.append("training s")
@@ -114,8 +118,8 @@ def run_table(group: Group, described: dict, key: str) -> Html:
         cells = [
             Cell(join([swatch, of_run["label"]]), sort_by=of_run["label"]),
             status_text(run.status),
-            number_cell(run.best_val_accuracy, ".4f"),
-            number_cell(last.get("val_accuracy"), ".4f"),
+            number_cell(run.best_score, ".4f"),
+            number_cell(reader.score_of(last), ".4f"),
             number_cell(last.get("step")),
             number_cell(last.get("examples_seen")),
             number_cell(run.batch_size),

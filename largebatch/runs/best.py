@@ -1,4 +1,4 @@
-"""What others take from a run: the checkpoint with its best validation accuracy."""
+"""What others take from a run: the checkpoint with its best validation."""
 
 import logging
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class BestCheckpoint:
 
 
 def best_checkpoint(run: Path) -> BestCheckpoint:
-    """The checkpoint with the best validation accuracy of a run.
+    """The checkpoint with the best validation score of a run.
 
     Raises:
       UserError: there is none, or it is damaged.

@@ -5,6 +5,7 @@ import sys
 
 from rich import box, progress, table
 
+from largebatch.tasks.kinds import CLASSIFICATION, TaskKind
 from largebatch.terminal import Console, four_digits
 
 SHOWN_SLOWNESS = 1.1  # of the slowest host, its time over the median of hosts
@@ -13,7 +14,8 @@ SHOWN_SLOWNESS = 1.1  # of the slowest host, its time over the median of hosts
 class Reporter:
     """What a person sees: a progress bar and a line per outer loop on a terminal, plain lines elsewhere."""
 
-    def __init__(self, *, enabled: bool):
+    def __init__(self, kind: TaskKind = CLASSIFICATION, *, enabled: bool):
+        self._kind = kind
         width = None if sys.stdout.isatty() else 200  # a log is not cut at 80 columns
         self._console = Console(quiet=not enabled, highlight=False, width=width)
         self._bar = progress.Progress(
@@ -49,10 +51,11 @@ class Reporter:
 
     def row(self, row: dict, outer_steps: int) -> None:
         """The line of one outer loop."""
+        score = f"val {self._kind.score_words} {row['val_score']:.4f}{self._others(row)}"
         self.line(
             f"outer {row['outer']:>4}/{outer_steps}  step {row['step']:>6}  epoch {row['epoch']:8.2f}  "
             f"train loss {four_digits(row['train_loss'])}  val loss {row['val_loss']:.4f}  "
-            f"val accuracy {row['val_accuracy']:.4f}{_others(row)}  {row['images_per_sec']:>10,.0f} images/s  "
+            f"{score}  {row['images_per_sec']:>10,.0f} images/s  "
             f"{row['step_time_ms']:,.1f} ms/update{_hardware(row)}{_noise(row)}"
         )
 
@@ -61,11 +64,12 @@ class Reporter:
         out = table.Table(box=box.SIMPLE, show_header=False)
         out.add_column(no_wrap=True)
         out.add_column(overflow="fold")
+        words = self._kind.score_words
         rows = {
             "status": summary["status"],
-            "best val accuracy": f"{summary['best_val_accuracy']:.4f} at update {summary['best_step']}",
-            "final val accuracy": f"{summary['final_val_accuracy']:.4f}",
-            "beside it": _others(summary["final_others"]).strip(" ()"),
+            f"best val {words}": f"{summary['best_score']:.4f} at update {summary['best_step']}",
+            f"final val {words}": f"{summary['final_score']:.4f}",
+            "beside it": self._others(summary["final_others"]).strip(" ()"),
             "updates": f"{summary['steps']:,}",
             "images seen": f"{summary['examples_seen']:,}",
             "images/s (median)": f"{summary['images_per_sec']:,.0f}",
@@ -73,9 +77,9 @@ class Reporter:
             "devices": f"{summary['devices']} {summary['platform']}",
             "run folder": workdir,
         }
-        if summary["target_accuracy"] is not None:
+        if summary["target_score"] is not None:
             reached = summary["steps_to_target"]
-            rows["target"] = f"{summary['target_accuracy']:.4f} " + (
+            rows["target"] = f"{summary['target_score']:.4f} " + (
                 "not reached"
                 if reached is None
                 else f"after {reached:,} updates, {summary['examples_to_target']:,} images, "
@@ -86,13 +90,12 @@ class Reporter:
                 out.add_row(name, value)
         self._console.print(out)
 
-
-def _others(row: dict) -> str:
-    """The validation accuracies beside the plain one, as " (top5 0.9900, views 0.9500)"."""
-    prefix = "val_accuracy_"
-    known = {name: value for name, value in row.items() if name.startswith(prefix) and value is not None}
-    accuracies = [f"{name.removeprefix(prefix)} {value:.4f}" for name, value in known.items()]
-    return f" ({', '.join(accuracies)})" if accuracies else ""
+    def _others(self, row: dict) -> str:
+        """The scores beside the plain one, as " (top5 0.9900, views 0.9500)"."""
+        prefix = f"{self._kind.score_column}_"
+        known = {name: value for name, value in row.items() if name.startswith(prefix) and value is not None}
+        scores = [f"{name.removeprefix(prefix)} {value:.4f}" for name, value in known.items()]
+        return f" ({', '.join(scores)})" if scores else ""
 
 
 def _hardware(row: dict) -> str:

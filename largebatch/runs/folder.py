@@ -19,7 +19,7 @@ import numpy as np
 from largebatch import files
 from largebatch.errors import UserError
 from largebatch.predictions import files as prediction_files
-from largebatch.predictions.files import Predictions
+from largebatch.predictions.files import Outcome
 
 log = logging.getLogger("largebatch")
 
@@ -170,11 +170,10 @@ class RunFolder:
         """Writes or replaces one JSON file."""
         self._write(name, _json(content).encode())
 
-    def write_predictions(self, parts: Iterator[Predictions], num_parts: int) -> None:
-        """Replaces the predictions; see `prediction_files.write`."""
-        name = prediction_files.ONE_FILE if num_parts == 1 else prediction_files.PARTS
-        with writing(self.path / name):
-            prediction_files.write(self.path, parts, num_parts)
+    def write_outcome(self, outcome: Outcome, parts: Iterator) -> None:
+        """Replaces what the best validation before has left."""
+        with writing(self.path / outcome.name):
+            outcome.write(self.path, parts)
 
     def append_row(self, row: dict) -> None:
         """Adds one line to metrics.jsonl, whole or not at all, and the same numbers to TensorBoard."""

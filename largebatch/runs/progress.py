@@ -15,13 +15,13 @@ from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
 from largebatch.optim.batch_sizes import are_found_in_training
 from largebatch.optim.piecewise import PiecewiseConstant
-from largebatch.predictions import files as prediction_files
-from largebatch.predictions.files import Predictions
+from largebatch.predictions.files import Outcome
 from largebatch.runs import checkpoints, provenance, start
 from largebatch.runs.cadence import Cadence
 from largebatch.runs.folder import RunFolder, jsonable
 from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
-from largebatch.runs.summary import add_to_summary, empty_summary
+from largebatch.runs.summary import add_to_summary, empty_summary, summary_of_older_code
+from largebatch.tasks.kinds import kind_of
 
 log = logging.getLogger("largebatch")
 
@@ -76,6 +76,7 @@ class RunProgress:
     def __init__(self, run: RunFolder, trainer, clock: Clock, description: RunDescription):
         self._run, self._trainer, self._clock, self._data = run, trainer, clock, description.data
         self.config, self.summary = description.config, description.summary
+        self._kind = kind_of(self.config)
         self.validated_step = 0  # of the last checkpoint after a validation, or of the first
         self.seconds_before: dict[str, float] = {}  # clock.seconds when the running outer loop began
         # The batch sizes of the checkpoint that was taken up, where only training finds them.
@@ -89,7 +90,7 @@ class RunProgress:
 
     @property
     def reached_target(self) -> bool:
-        """Whether a validation has reached train.target_accuracy."""
+        """Whether a validation has reached the target."""
         return self.summary["steps_to_target"] is not None
 
     # ---- start ----------------------------------------------------------------------------------
@@ -165,8 +166,8 @@ class RunProgress:
             starts, values = (np.array(part, np.int64) for part in description["batch_sizes"])
             self.batch_sizes = PiecewiseConstant(starts, values)
         self._trainer.restore(snapshot)
-        known = empty_summary().keys()
-        self.summary.update((name, value) for name, value in description["summary"].items() if name in known)
+        known, summary = empty_summary().keys(), summary_of_older_code(description["summary"])
+        self.summary.update((name, value) for name, value in summary.items() if name in known)
         self.seconds_before, self.validated_step = description["before"], description["boundary"]
         self._saved_step = None
 
@@ -205,26 +206,25 @@ class RunProgress:
 
     # ---- rows -----------------------------------------------------------------------------------
 
-    def record(self, row: dict, predictions: Predictions) -> bool:
-        """Adds the row of an outer loop to the run, with its predictions where they are the best so far.
+    def record(self, row: dict, outcome: Outcome) -> bool:
+        """Adds the row of an outer loop to the run, with its outcome where that is the best so far.
 
         Args:
-          predictions: of the validation examples. Only where they are written do their logits come to the host, by
-            parts, and all hosts take part in that.
+          outcome: of the validation. It comes to the host only where it is written, by parts, and all hosts take
+            part in that.
         Returns:
-          Whether the validation accuracy is the best so far.
+          Whether the validation score is the best so far.
         Raises:
           UserError: the disk is full; on every host.
         """
-        improved = add_to_summary(self.summary, row)
+        improved = add_to_summary(self.summary, row, self._kind)
 
         def write(parts):
             self._run.append_row(row)
             if improved:
-                self._run.write_predictions(parts, prediction_files.count_parts(predictions))
+                self._run.write_outcome(outcome, parts)
 
-        parts = prediction_files.iterate_parts(predictions) if improved else iter(())
-        collectives.primary_takes(write, parts)
+        collectives.primary_takes(write, outcome.parts() if improved else iter(()))
         if row["skipped_updates"]:
             log.warning("outer loop %d: %d updates skipped, not finite", row["outer"], row["skipped_updates"])
             self.note_event("skipped", step=row["step"], updates=row["skipped_updates"])

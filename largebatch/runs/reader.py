@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from largebatch.errors import UserError
+from largebatch.tasks.kinds import TaskKind, kind_of
 
 ENDED = ("done", "diverged", "interrupted", "failed", "pruned")  # how a process's part of a run ends
-OBJECTIVES = ("best_val_accuracy", "steps_to_target", "examples_to_target", "sec_to_target")
+SCORES = ("best_val_accuracy", "best_score")  # the first is its name where the task is classification
+OBJECTIVES = (*SCORES, "steps_to_target", "examples_to_target", "sec_to_target")
 BATCH = "batch.size"
 COUNTED_SECTIONS = ("train", "evaluation")  # of a run's clock: time that brought it on
 EARLIEST_YEAR, LONGEST_START_SEC = 2000, 1e6  # of an event; a file that tells others is damaged
@@ -76,11 +78,21 @@ class Run:
         return None
 
     @property
-    def best_val_accuracy(self) -> float | None:
-        """The best so far, 0..1."""
-        accuracies = [row.get("val_accuracy") for row in self.rows]
-        accuracies.append(number(self.summary.get("best_val_accuracy")))
-        return max((accuracy for accuracy in accuracies if accuracy is not None), default=None)
+    def kind(self) -> TaskKind:
+        """Of its task, which says by what validations are compared."""
+        return kind_of(self.config)
+
+    @property
+    def best_score(self) -> float | None:
+        """The best so far."""
+        scores = [score_of(row) for row in self.rows]
+        return self.kind.best([*scores, *(number(self.summary.get(name)) for name in SCORES)])
+
+    @property
+    def target(self) -> float | None:
+        """The score at which it ends; None where there is none."""
+        targets = [number(self.field(f"train.target_{name}")) for name in ("score", "accuracy")]
+        return next((target for target in targets if target is not None), None)
 
     def field(self, name: str):
         """A config field by its dotted name, None where there is none."""
@@ -91,14 +103,19 @@ class Run:
 
     def value(self, objective: str) -> float | None:
         """What the run says of one of OBJECTIVES; None where a target was not reached."""
-        if objective == "best_val_accuracy":
-            return self.best_val_accuracy
+        if objective in SCORES:
+            return self.best_score
         cost = number(self.summary.get(objective))
         return cost if cost and cost > 0 else None
 
-    def updates_to(self, accuracy: float) -> int | None:
-        """Updates after which a validation first had this accuracy, None where none had."""
-        return next((row.get("step") for row in self.rows if (row.get("val_accuracy") or 0.0) >= accuracy), None)
+    def updates_to(self, score: float) -> int | None:
+        """Updates after which a validation first had this score, None where none had."""
+        return next((row.get("step") for row in self.rows if self.kind.reaches(score_of(row), score)), None)
+
+
+def score_of(row: dict) -> float | None:
+    """The score of a row of metrics.jsonl; rows of older code have an accuracy alone."""
+    return row.get("val_score", row.get("val_accuracy"))
 
 
 def read_run(path) -> Run:
@@ -185,6 +202,12 @@ class Study:
         """One of OBJECTIVES."""
         objective = self.description.get("objective")
         return objective if objective in OBJECTIVES else OBJECTIVES[0]
+
+    @property
+    def kind(self) -> TaskKind:
+        """Of the task of its runs."""
+        config = self.description.get("config")
+        return kind_of(config if isinstance(config, dict) else {})
 
     @property
     def fields(self) -> list[str]:

@@ -42,7 +42,7 @@ def parse_names(names: list[str], where: str) -> ParsedNames:
 
     Args:
       names: relative names of all files, with "/" between the parts; those that end in "/" are folders.
-      where: the folder or zip that they are of, for messages.
+      where: the folder or zip that they are of, with the field that says so, for messages.
     Raises:
       UserError: a name twice; classes at several places, without images, fewer than two, or in one split only;
         split folders without images or without train, or two for one split.
@@ -51,16 +51,16 @@ def parse_names(names: list[str], where: str) -> ParsedNames:
     parents = set(parent_of.values())
     top = PurePosixPath(".")
     if parents <= {top}:
-        raise UserError(f"dataset.path: {where} has no class folders; expected Class/image.jpg")
+        raise UserError(f"{where} has no class folders; expected Class/image.jpg")
     if top in parents:
         stray = next(name for name, parent in parent_of.items() if parent == top)
-        raise UserError(f"dataset.path: {where}: {stray!r} is in no class folder; expected Class/image.jpg")
+        raise UserError(f"{where}: {stray!r} is in no class folder; expected Class/image.jpg")
     outers = {parent.parent for parent in parents}
     split_of = _split_folders(outers, where)
     _refuse_empty_folders(folders, parents, outers, where)
     class_names = sorted({parent.name for parent in parents})
     if len(class_names) < 2:
-        raise UserError(f"dataset.path: {where} has one class, {class_names[0]!r}; at least 2 are needed")
+        raise UserError(f"{where} has one class, {class_names[0]!r}; at least 2 are needed")
     if split_of:
         _refuse_classes_of_one_split(parents, split_of, where)
     label_of = {name: label for label, name in enumerate(class_names)}
@@ -80,7 +80,6 @@ def _images_and_folders(names: list[str], where: str) -> tuple[dict[str, PurePos
     """
     parent_of, folders, ignored = {}, set(), 0
     path_of = {}  # by what stands before the last "/"; None where that is hidden
-    field_and_place = f"dataset.path: {where}"
     for name in names:
         before, _, file = name.rpartition("/")
         if before not in path_of:
@@ -91,11 +90,11 @@ def _images_and_folders(names: list[str], where: str) -> tuple[dict[str, PurePos
             continue
         if name.endswith("/"):
             folders.add(parent)
-        elif not is_image(name, field_and_place):
+        elif not is_image(name, where):
             folders.add(parent)
             ignored += 1
         elif name in parent_of:
-            raise UserError(f"dataset.path: {where} holds {name!r} twice")
+            raise UserError(f"{where} holds {name!r} twice")
         else:
             parent_of[name] = parent
     if ignored:
@@ -111,20 +110,17 @@ def _split_folders(outers: set[PurePosixPath], where: str) -> dict[PurePosixPath
     if None in split_of.values() or len({outer.parent for outer in outers}) > 1:
         places = ", ".join(str(outer) for outer in list(split_of)[:4])
         raise UserError(
-            f"dataset.path: {where} has class folders at several places ({places}); give one of them, or let them "
+            f"{where} has class folders at several places ({places}); give one of them, or let them "
             "be train, val and test"
         )
     folder_of = {}
     for outer, split in split_of.items():
         if split in folder_of:
-            raise UserError(
-                f"dataset.path: {where} has two folders for {split}, {folder_of[split]} and {outer}; allowed: one"
-            )
+            raise UserError(f"{where} has two folders for {split}, {folder_of[split]} and {outer}; allowed: one")
         folder_of[split] = outer
     if "train" not in folder_of:
         raise UserError(
-            f"dataset.path: {where} has the split folders {', '.join(folder_of)}; allowed: train, with val, test "
-            "or both"
+            f"{where} has the split folders {', '.join(folder_of)}; allowed: train, with val, test or both"
         )
     return split_of
 
@@ -138,9 +134,9 @@ def _refuse_empty_folders(
     with_those_around = folders.union(*(folder.parents for folder in folders))
     for folder in sorted(with_those_around - outers - parents):
         if folder.parent in around and split_named(folder.name):
-            raise UserError(f"dataset.path: {where}: split folder {folder.name!r} has no images")
+            raise UserError(f"{where}: split folder {folder.name!r} has no images")
         if folder.parent in outers and folder.name not in class_names and folder in folders:
-            raise UserError(f"dataset.path: {where}: class {folder.name!r} has no images")
+            raise UserError(f"{where}: class {folder.name!r} has no images")
 
 
 def _refuse_classes_of_one_split(
@@ -152,8 +148,7 @@ def _refuse_classes_of_one_split(
     for name, splits in splits_of_class.items():
         if len(splits) == 1:
             raise UserError(
-                f"dataset.path: {where}: class {name!r} is only in {splits[0]}; allowed: the same classes in every "
-                "split"
+                f"{where}: class {name!r} is only in {splits[0]}; allowed: the same classes in every split"
             )
 
 

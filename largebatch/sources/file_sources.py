@@ -1,77 +1,46 @@
-"""Images in a zip or a folder of class folders."""
+"""Images in class folders, in a zip or a folder."""
 
 import contextlib
-import functools
 import hashlib
-import os
-import pathlib
-import zipfile
-from collections.abc import Callable
 from pathlib import PurePosixPath
 
 import numpy as np
-from etils import epath
 
-from largebatch import untrusted
 from largebatch.decoding import images
 from largebatch.errors import UserError
-from largebatch.sources.class_folders import IMAGE_SUFFIXES, ParsedNames, is_hidden, is_image, parse_names
-from largebatch.sources.source import ReadPixels, Source
+from largebatch.sources import file_sets
+from largebatch.sources.class_folders import IMAGE_SUFFIXES, is_hidden, is_image, parse_names
+from largebatch.sources.file_sets import EncodedFile, FileSet
+from largebatch.sources.source import Source
 
 
-def zip_source(path: epath.Path, options: images.DecodeOptions, max_pixels: int) -> Source:
-    """The source of a zip of class folders.
+def class_source(files: FileSet, options: images.DecodeOptions, max_pixels: int) -> Source:
+    """The source of class folders.
 
     Raises:
-      UserError: the zip cannot be read, or its names are no class folders.
+      UserError: the names of the files are no class folders, or a file cannot be read.
     """
-    entries = untrusted.list_zip(path, "dataset.path")
-    parsed = parse_names([entry.filename for entry in entries], str(path))
-    by_name = {entry.filename: entry for entry in entries}
-    entries = [by_name[name] for name in parsed.names]
-    where = f"dataset.path: {path}"
-    for entry in entries:
-        untrusted.check_entry(entry, where)
-    # The directory of a zip holds the CRC-32 and size of every file: hashing it stands for the content.
-    listing = [f"{e.filename} {e.file_size} {e.CRC}" for e in entries]
+    parsed = parse_names(files.names, files.where)
+    listing = files.stamps(parsed.names)
 
     @contextlib.contextmanager
     def open_pixels():
-        with untrusted.ZipReader(path, "dataset.path") as reader, images.pillow_limited_to(max_pixels):
+        limits = images.Limits(max_pixels)
+        with files.opened() as file_of, images.pillow_limited_to(max_pixels):
 
-            def file_at(index: int) -> images.ImageFile:
-                return _from_zip(reader, entries[index], parsed.ids[index], parsed.labels[index])
+            def decode(index: int, place):
+                file = _image_file(file_of(parsed.names[index]), parsed.ids[index], parsed.labels[index])
+                return images.decode(file, options, limits, place)
 
-            yield _decoder(file_at, options, max_pixels)
+            def read(indices, out=None):
+                places = [None] * len(indices) if out is None else out
+                return [decode(index, place) for index, place in zip(indices, places, strict=True)]
 
-    return _source(path, _fingerprint(listing, options), parsed, open_pixels)
+            yield read
 
-
-def folder_source(path: epath.Path, options: images.DecodeOptions, max_pixels: int) -> Source:
-    """The source of a folder of class folders; raises as `zip_source`."""
-    if not path.is_dir():
-        raise UserError(f"dataset.path: {path} is not a folder; dataset.source 'folder' needs one")
-    paths = untrusted.list_folder(pathlib.Path(path), "dataset.path")
-    parsed = parse_names(list(paths), str(path))
-    stats = {name: _stat(paths[name], "dataset.path") for name in parsed.names}
-    listing = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats.items()]
-
-    @contextlib.contextmanager
-    def open_pixels():
-        def file_at(index: int) -> images.ImageFile:
-            name = parsed.names[index]
-            return _from_folder(paths[name], stats[name].st_size, parsed.ids[index], parsed.labels[index])
-
-        with images.pillow_limited_to(max_pixels):
-            yield _decoder(file_at, options, max_pixels)
-
-    return _source(path, _fingerprint(listing, options), parsed, open_pixels)
-
-
-def _source(path: epath.Path, fingerprint: str, parsed: ParsedNames, open_pixels) -> Source:
     return Source(
-        description=str(path),
-        fingerprint=fingerprint,
+        description=files.path,
+        fingerprint=fingerprint_of(listing, options),
         ids=parsed.ids,
         labels=np.array(parsed.labels, np.int32),
         class_names=parsed.class_names,
@@ -80,41 +49,13 @@ def _source(path: epath.Path, fingerprint: str, parsed: ParsedNames, open_pixels
     )
 
 
-def _decoder(
-    file_at: Callable[[int], images.ImageFile], options: images.DecodeOptions, max_pixels: int
-) -> ReadPixels:
-    """Of files by their index: a list of them all would take longer to make than to read the directory of a zip."""
-    limits = images.Limits(max_pixels)
-
-    def read(indices, out=None):
-        places = [None] * len(indices) if out is None else out
-        return [
-            images.decode(file_at(index), options, limits, place)
-            for index, place in zip(indices, places, strict=True)
-        ]
-
-    return read
-
-
-def _from_folder(path: pathlib.Path, num_bytes: int, example_id: str, label: int) -> images.ImageFile:
-    return images.ImageFile(
-        example_id, label, num_bytes, functools.partial(untrusted.read_regular, path, num_bytes)
-    )
-
-
-def _from_zip(reader: untrusted.ZipReader, entry: zipfile.ZipInfo, example_id: str, label: int) -> images.ImageFile:
-    return images.ImageFile(example_id, label, entry.file_size, functools.partial(reader.read, entry))
-
-
-def _stat(path: pathlib.Path, field: str) -> os.stat_result:
-    try:
-        return untrusted.stat_regular(path)
-    except OSError as error:
-        raise UserError(f"{field}: {path} cannot be read ({error.strerror})") from error
-
-
-def _fingerprint(listing: list[str], options: images.DecodeOptions) -> str:
+def fingerprint_of(listing: list[str], options: images.DecodeOptions) -> str:
+    """Changes when a file does, or how it is decoded."""
     return f"files {hashlib.sha256(chr(10).join(listing).encode()).hexdigest()} {options}"
+
+
+def _image_file(file: EncodedFile, example_id: str, label: int) -> images.ImageFile:
+    return images.ImageFile(example_id, label, file.num_bytes, file.read)
 
 
 def find_images(
@@ -128,24 +69,14 @@ def find_images(
     Raises:
       UserError: nothing there, or an image is damaged or has more than `max_image_pixels`.
     """
-    root, where = epath.Path(path).expanduser(), f"--images: {path}"
-    if not root.exists():
-        raise UserError(f"{where} does not exist")
-    with contextlib.ExitStack() as stack:
-        if root.is_dir():
-            paths = untrusted.list_folder(pathlib.Path(root), "--images")
-            names = [name for name in paths if is_image(name, where)]
-            sizes = {name: _stat(paths[name], "--images").st_size for name in names}
-            make = {name: functools.partial(_from_folder, paths[name], sizes[name]) for name in names}
-        else:
-            entries = {entry.filename: entry for entry in untrusted.list_zip(root, "--images")}
-            names = sorted(name for name in entries if is_image(name, where) and not is_hidden(PurePosixPath(name)))
-            for name in names:
-                untrusted.check_entry(entries[name], where)
-            reader = stack.enter_context(untrusted.ZipReader(root, "--images"))
-            make = {name: functools.partial(_from_zip, reader, entries[name]) for name in names}
-        if not names:
-            raise UserError(f"{where} holds no {'/'.join(IMAGE_SUFFIXES)} files")
-        index = {name: label for label, name in enumerate(class_names)}
-        encoded = [make[name](name, index.get(PurePosixPath(name).parent.name, -1)) for name in names]
+    files, where = file_sets.open_set(path, "--images"), f"--images: {path}"
+    names = sorted(name for name in files.names if is_image(name, where) and not is_hidden(PurePosixPath(name)))
+    if not names:
+        raise UserError(f"{where} holds no {'/'.join(IMAGE_SUFFIXES)} files")
+    files.stamps(names)  # refuses what cannot be read
+    label_of = {name: label for label, name in enumerate(class_names)}
+    with files.opened() as file_of:
+        encoded = [
+            _image_file(file_of(name), name, label_of.get(PurePosixPath(name).parent.name, -1)) for name in names
+        ]
         return images.decode_dataset(encoded, class_names, options, max_image_pixels)

@@ -7,7 +7,11 @@ from etils import epath
 from largebatch.decoding import images
 from largebatch.errors import UserError
 from largebatch.sources.download import download_eurosat
-from largebatch.sources.file_sources import folder_source, zip_source
+from largebatch.sources.file_sets import FolderFiles, ZipFiles, open_set
+from largebatch.sources.file_sources import class_source
+from largebatch.sources.map_files import map_source
+from largebatch.sources.scenes_source import PATTERNS, scenes_source
+from largebatch.sources.scenes_source import VERSION as SCENES_VERSION
 from largebatch.sources.source import Source, source_in_memory
 from largebatch.sources.synthetic import CLASSES, synthetic, synthetic_labels
 from largebatch.sources.tfds_source import is_readable, prepared_builder, tfds_source
@@ -27,22 +31,31 @@ def find_source(
     seed: int = 0,
     cache_dir: str = "~/.cache/largebatch",
     max_image_pixels: int = images.MAX_IMAGE_PIXELS,
+    of_pixels: bool = False,
 ) -> Source:
     """Finds and lists a data set without decoding it.
 
     Args:
-      name: "eurosat", "synthetic", a TFDS name, or what to call the images of a zip or folder.
+      name: "eurosat", "synthetic", "scenes", a TFDS name, or what to call the images of a zip or folder.
       source: "tfds", "zip", "folder", "synthetic", or "auto" to tell from `name` and `path`.
-      path: the zip, the folder of class folders, or the TFDS data directory. EuroSAT needs none: a
-        prepared TFDS set is used if there is one, else the zip is downloaded to `cache_dir`.
+      path: the zip, the folder of class folders or of masks and depths, or the TFDS data directory. EuroSAT
+        needs none: a prepared TFDS set is used if there is one, else the zip is downloaded to `cache_dir`. Scenes
+        stand on the images of a zip or folder.
       options: how images are decoded; a size is needed where they differ in it.
       tfds_split: which TFDS split (or "train+test") is read, to be split by us; None reads the published ones.
       num_examples, seed: of the synthetic set.
       max_image_pixels: above which an image is refused; its file may have 4 bytes for each.
+      of_pixels: whether what is to be predicted is of each pixel, and not of the image.
 
     Raises:
       UserError: nothing there, or it is not what `source` says.
     """
+    if name in PATTERNS:
+        if source not in ("auto", "synthetic"):
+            raise UserError(f"dataset.source: {source!r}; allowed: auto | synthetic with {name!r}")
+        as_colours = images.DecodeOptions(channels=3)
+        ground = class_source(open_set(path, "dataset.path"), as_colours, max_image_pixels) if path else None
+        return scenes_source(name, num_examples, seed, options, ground)
     if source == "auto":
         source = _guess_source(name, path)
     if source == "synthetic":
@@ -57,9 +70,20 @@ def find_source(
     root = epath.Path(path).expanduser()
     if not root.exists():
         raise UserError(f"dataset.path: {path} does not exist")
-    if source == "zip":
-        return zip_source(root, options, max_image_pixels)
-    return folder_source(root, options, max_image_pixels)
+    files = ZipFiles(root, "dataset.path") if source == "zip" else _folder(root)
+    make_source = map_source if of_pixels else class_source
+    return make_source(files, options, max_image_pixels)
+
+
+def version_of(name: str) -> dict[str, int]:
+    """What a cache of this set has to be made anew for, beside the fields of the config: {} of images in files."""
+    return {"scenes_version": SCENES_VERSION} if name in PATTERNS else {}
+
+
+def _folder(path: epath.Path) -> FolderFiles:
+    if not path.is_dir():
+        raise UserError(f"dataset.path: {path} is not a folder; dataset.source 'folder' needs one")
+    return FolderFiles(path, "dataset.path")
 
 
 def _guess_source(name: str, path: str | None) -> str:

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from largebatch.tasks.planes import NO_TARGETS, PixelTargets
+
 
 class ReadPixels(Protocol):
     """Decodes examples; several threads may call it at once."""
@@ -31,6 +33,7 @@ class Source:
       labels: int32 [N].
       class_names: by label.
       splits: "train", "val" or "test" for each example, where the source has published splits; else None.
+      targets: what lies behind the channels of the images.
       open: gives a `ReadPixels`, within a `with`. It may raise UserError for a damaged image, named by its id.
     """
 
@@ -41,6 +44,7 @@ class Source:
     class_names: list[str]
     open: Callable[[], contextlib.AbstractContextManager[ReadPixels]]
     splits: list[str] | None = None
+    targets: PixelTargets = NO_TARGETS
 
 
 def source_in_memory(

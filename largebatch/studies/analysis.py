@@ -2,7 +2,7 @@
 
 study = reader.read("studies/optimizers")
 for setting in analysis.leaderboard(study):
-    print(setting.values, setting.accuracy.mean, setting.statuses)
+    print(setting.values, setting.score.mean, setting.statuses)
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from largebatch.runs.reader import BATCH, Run, Study, number, setting_of
+from largebatch.runs.reader import BATCH, SCORES, Run, Study, number, setting_of
 
 OPTIMIZER = "optimizer.name"
 UNFINISHED = frozenset({"running", "interrupted", "pruned"})
@@ -62,14 +62,14 @@ class Setting:
       values: {dotted field: value}.
       runs: one per seed.
       objective: of the study's objective, over the seeds that have one.
-      accuracy: of the best validation accuracy.
+      score: of the best score.
       statuses: {status: number of runs}.
     """
 
     values: dict
     runs: list[Run]
     objective: Estimate
-    accuracy: Estimate
+    score: Estimate
     statuses: dict[str, int]
 
 
@@ -78,10 +78,10 @@ def leaderboard(study: Study) -> list[Setting]:
 
     First come settings with a finished seed, of these those without a diverged or failed one; then settings with
     a seed that runs, was stopped or pruned; then the rest. Within each of these four groups come first the settings
-    whose seeds all reached the target, ranked by the objective, and then the others, ranked by accuracy.
+    whose seeds all reached the target, ranked by the objective, and then the others, ranked by their score.
     """
     settings = [_setting_of_runs(runs, study) for runs in _runs_by_setting(study)]
-    return sorted(settings, key=lambda setting: _rank(setting, study.objective))
+    return sorted(settings, key=lambda setting: _rank(setting, study))
 
 
 def updates_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
@@ -95,10 +95,10 @@ def updates_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
 
 def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[list[str], list[list[str]]]:
     """The leaderboard as text, for a terminal or a CSV file: (header, rows), with the updates to `accuracies`."""
-    fields, has_target = study.fields, study.objective != "best_val_accuracy"
+    fields, has_target = study.fields, study.objective not in SCORES
     header = ["rank", *fields, study.objective, "low", "high", "std"]
     if has_target:
-        header += ["reached", "best_val_accuracy"]
+        header += ["reached", f"best_{study.kind.score_column}"]
     for accuracy in accuracies:
         header += [f"updates_to_{accuracy:g}", f"reached_{accuracy:g}"]
     header += ["seeds", "status"]
@@ -110,7 +110,7 @@ def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[li
         figures = (objective.mean, objective.low, objective.high, objective.std)
         row += [_rounded(figure, objective_digits) for figure in figures]
         if has_target:
-            row += [f"{objective.count}/{setting.accuracy.count}", _rounded(setting.accuracy.mean, 4)]
+            row += [f"{objective.count}/{setting.score.count}", _rounded(setting.score.mean, 4)]
         for accuracy in accuracies:
             updates, count = updates_to(setting, accuracy)
             row += [_rounded(updates.mean, 1), f"{updates.count}/{count}"]
@@ -135,7 +135,7 @@ def _setting_of_runs(runs: list[Run], study: Study) -> Setting:
         values=setting_of(runs[0], list(study.description.get("space") or {})),
         runs=runs,
         objective=estimate(run.value(study.objective) for run in counted),
-        accuracy=estimate(run.best_val_accuracy for run in counted),
+        score=estimate(run.best_score for run in counted),
         statuses=dict(Counter(run.status for run in runs)),
     )
 
@@ -147,7 +147,7 @@ def _runs_that_count(runs: list[Run]) -> list[Run]:
     return finished or unfinished or runs
 
 
-def _rank(setting: Setting, objective: str) -> tuple:
+def _rank(setting: Setting, study: Study) -> tuple:
     """Sorts settings, best first; see `leaderboard`."""
     statuses = setting.statuses.keys()
     tier = 3
@@ -155,13 +155,13 @@ def _rank(setting: Setting, objective: str) -> tuple:
         tier = 1 if statuses & BROKEN else 0
     elif statuses & UNFINISHED:
         tier = 2
-    accuracy = -math.inf if setting.accuracy.mean is None else setting.accuracy.mean
-    if objective == "best_val_accuracy":
-        return (tier, -accuracy)
-    all_reached = setting.objective.count == setting.accuracy.count
+    rank = study.kind.rank(setting.score.mean)
+    if study.objective in SCORES:
+        return (tier, rank)
+    all_reached = setting.objective.count == setting.score.count
     if all_reached and setting.objective.mean is not None:
-        return (tier, 0, setting.objective.mean, -accuracy)
-    return (tier, 1, 0.0, -accuracy)
+        return (tier, 0, setting.objective.mean, rank)
+    return (tier, 1, 0.0, rank)
 
 
 def _rounded(value: float | None, digits: int) -> str:
@@ -270,7 +270,7 @@ def _batch_point(study: Study, batch_size: int, runs: list[Run]) -> BatchPoint:
 def unreached_batch_sizes(study: Study) -> list[int]:
     """Batch sizes that ran with a target, at which no setting took all of its seeds there."""
     reached = {point.batch_size for point in steps_to_target(study)}
-    with_target = {run.batch_size for run in study.runs if run.field("train.target_accuracy") is not None}
+    with_target = {run.batch_size for run in study.runs if run.target is not None}
     return sorted(with_target - reached - {None})
 
 

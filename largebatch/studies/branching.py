@@ -150,7 +150,7 @@ def branch_space(options: BranchOptions, points: Sequence[BranchPoint]) -> Space
 def _become_branch(config: config_dict.ConfigDict, options: BranchOptions, point: BranchPoint) -> None:
     """Makes a run's config that of a branch from `point`, with its own batch.size."""
     config.train.init_from = options.run
-    config.train.target_accuracy = None
+    config.train.target_accuracy = config.train.target_score = None
     config.train.inner_steps, config.train.outer_steps = options.images // PARTS // config.batch.size, PARTS
     fixed = {"trace": None, "hold_last": False, "per_device_batch_size": None, "auto": False, "max_size": "full"}
     config.batch.update(fixed)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from rich import box, live, progress, table, text
 
+from largebatch.runs.reader import score_of
 from largebatch.studies.queue import Counts
+from largebatch.tasks.kinds import TaskKind
 from largebatch.terminal import Console, duration, four_digits
 
 SHOWN_TRIALS = 12
@@ -31,7 +33,7 @@ class _TrialLine:
     update: int
     started_at: float
     status: str = "running"
-    accuracy: float | None = None
+    score: float | None = None
     images_per_sec: float | None = None
 
     @property
@@ -51,12 +53,13 @@ class SweepTable:
 
     Args:
       name: of the study.
+      kind: of the task of its trials.
       counts: how many trials are waiting, running and ended by now, of all processes.
       enabled: else nothing is shown.
     """
 
-    def __init__(self, name: str, counts: Callable[[], Counts], *, enabled: bool):
-        self._name, self._counts, self._started = name, counts, time.monotonic()
+    def __init__(self, name: str, kind: TaskKind, counts: Callable[[], Counts], *, enabled: bool):
+        self._name, self._kind, self._counts, self._started = name, kind, counts, time.monotonic()
         self._console = Console(quiet=not enabled, highlight=False, width=None if sys.stdout.isatty() else 200)
         self._trials: dict[str, _TrialLine] = {}  # of this process, in the order of their start
         self._lock = threading.Lock()  # packed trials tell of themselves from threads
@@ -90,17 +93,17 @@ class SweepTable:
         """A trial was validated."""
         with self._lock:
             trial = self._trials[name]
-            trial.accuracy = max(trial.accuracy or 0.0, row["val_accuracy"])
+            trial.score = self._kind.best([trial.score, score_of(row)])
 
-    def end(self, name: str, status: str, accuracy: float | None, error: str | None = None) -> None:
-        """A trial has ended, with its best validation accuracy or an error."""
+    def end(self, name: str, status: str, score: float | None, error: str | None = None) -> None:
+        """A trial has ended, with its best score or an error."""
         now = time.monotonic()
         with self._lock:
             if name not in self._trials:  # it had ended before, or failed before its start
                 self._trials[name] = _TrialLine("", total_updates=1, first_update=0, update=1, started_at=now)
             trial = self._trials[name]
-            trial.status, trial.accuracy = status, accuracy
-        result = error or f"best val accuracy {four_digits(accuracy)}"
+            trial.status, trial.score = status, score
+        result = error or f"best val {self._kind.score_words} {four_digits(score)}"
         seconds = now - trial.started_at
         self._print_line(
             f"trial {name}  {trial.values}  {status}  {result}  {seconds:.1f} s; {self._summary_of_study()}"
@@ -126,7 +129,7 @@ class SweepTable:
         out = table.Table(box=box.SIMPLE, title=f"{self._name}: {self._summary_of_study()}", title_justify="left")
         for column in ("trial", "setting", "status"):
             out.add_column(column, justify="left")
-        for column in ("updates", "val accuracy", "images/s"):
+        for column in ("updates", f"val {self._kind.score_words}", "images/s"):
             out.add_column(column, justify="right")
         with self._lock:
             shown = list(self._trials.items())[-SHOWN_TRIALS:]
@@ -139,7 +142,7 @@ class SweepTable:
                 text.Text(trial.values),
                 status,
                 f"{trial.update:,}/{trial.total_updates:,}",
-                "" if trial.accuracy is None else four_digits(trial.accuracy),
+                "" if trial.score is None else four_digits(trial.score),
                 "" if trial.images_per_sec is None else f"{trial.images_per_sec:,.0f}",
             )
         return out

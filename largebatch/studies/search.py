@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
 from largebatch.errors import UserError
 from largebatch.studies.space import Space
+from largebatch.tasks.kinds import TaskKind
 
 # TPE has no points of its own: it looks at the trials that ended.
 SAMPLERS = ("grid", "random", "quasi-random", "tpe")
@@ -31,23 +33,28 @@ class MedianOfGroup(optuna.pruners.MedianPruner):
       fields: trials with the same values of these are a group.
     """
 
-    def __init__(self, fields: tuple[str, ...]):
+    def __init__(self, fields: tuple[str, ...], kind: TaskKind):
         super().__init__(n_startup_trials=FIRST_OF_GROUP, n_warmup_steps=FIRST_VALIDATIONS)
-        self._fields = fields
+        self._fields, self._kind = fields, kind
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
         """Whether the trial should end."""
-        return super().prune(_Group(study, self._fields, trial), trial)
+        return super().prune(_Group(study, self._fields, self._kind, trial), trial)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """As much of a study as a MedianPruner asks for: the trials of one group, by their accuracy."""
+    """As much of a study as a MedianPruner asks for: the trials of one group, by their score."""
 
     study: optuna.Study
     fields: tuple[str, ...]
+    kind: TaskKind
     trial: FrozenTrial
-    direction = optuna.study.StudyDirection.MAXIMIZE  # of what is reported, whatever the study's objective is
+
+    @property
+    def direction(self) -> StudyDirection:
+        """Of what is reported, the score, whatever the study's objective is."""
+        return StudyDirection.MAXIMIZE if self.kind.higher_is_better else StudyDirection.MINIMIZE
 
     def get_trials(self, **options) -> list[FrozenTrial]:
         return [trial for trial in self.study.get_trials(**options) if self._key(trial) == self._key(self.trial)]
@@ -67,9 +74,9 @@ MAX_GRID = 10_000  # points that are tried
 MAX_COMBINATIONS = 1_000_000  # before `includes` leaves some out
 
 
-def create_pruner(name: str, groups: tuple[str, ...]) -> optuna.pruners.BasePruner:
+def create_pruner(name: str, groups: tuple[str, ...], kind: TaskKind) -> optuna.pruners.BasePruner:
     """The pruner called `name`, a key of PRUNERS; "median" is that of the trial's group where there are groups."""
-    return MedianOfGroup(groups) if groups and name == "median" else PRUNERS[name]()
+    return MedianOfGroup(groups, kind) if groups and name == "median" else PRUNERS[name]()
 
 
 @dataclass(frozen=True)

@@ -10,29 +10,24 @@ from pathlib import Path
 from ml_collections import config_dict
 
 from largebatch.config import fields
+from largebatch.config.fields import target_of
 from largebatch.config.rules import Models, rules
 from largebatch.config.validate import validate
 from largebatch.data.batching import ORDER_VERSION
 from largebatch.errors import BadSetting, UserError
-from largebatch.runs.reader import lies_in
+from largebatch.runs.reader import SCORES, lies_in
 from largebatch.studies import branching
 from largebatch.studies.branching import BranchOptions
 from largebatch.studies.database import without_password
 from largebatch.studies.queue import TrialSpec
 from largebatch.studies.search import SearchOptions, fixed_settings, grid, refined
 from largebatch.studies.space import SpaceFile, as_json, read_space
+from largebatch.tasks.kinds import CLASSIFICATION, KINDS, TaskKind
 
 log = logging.getLogger("largebatch")
 
 ROOT = Path(__file__).resolve().parents[2]  # of this project
 
-# What a study ranks its trials by, and which way.
-OBJECTIVE_DIRECTIONS = {
-    "best_val_accuracy": "maximize",
-    "steps_to_target": "minimize",
-    "examples_to_target": "minimize",
-    "sec_to_target": "minimize",
-}
 # With other values some branches would have no loss to compare.
 BRANCH_OPTIONS = {"sampler": "grid", "pruner": "none", "best_seeds": 0, "trials": None}
 # Fields of study.json that may change when a study goes on.
@@ -49,7 +44,7 @@ class StudyOptions:
     Attributes:
       space: the space file; None for branches of a run.
       trials: searched runs in total; None for the whole grid.
-      objective: one of OBJECTIVE_DIRECTIONS; None for what fits the config.
+      objective: one of OBJECTIVES, by which trials are ranked; None for what fits the config.
       storage: a database URL; None for an SQLite file in the study folder.
     """
 
@@ -79,7 +74,8 @@ class StudyOptions:
         """These options, with the objective that fits `config` where none was given."""
         if self.objective:
             return self
-        default = "steps_to_target" if config.train.target_accuracy else "best_val_accuracy"
+        best = "best_val_accuracy" if KINDS[config.task.name] == CLASSIFICATION else "best_score"
+        default = best if target_of(config.train) is None else "steps_to_target"
         return dataclasses.replace(self, objective=default)
 
 
@@ -108,6 +104,16 @@ class Study:
     models: Models
     description: dict
     groups: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> TaskKind:
+        """Of the task that its trials train for."""
+        return KINDS[self.config.task.name]
+
+    @property
+    def maximizes(self) -> bool:
+        """Whether a larger objective is better."""
+        return self.objective in SCORES and self.kind.higher_is_better
 
     def config_of(self, values: dict, seed: int) -> config_dict.ConfigDict:
         """The config of one run.
@@ -316,9 +322,13 @@ def number_of_settings(space_file: SpaceFile, options: StudyOptions, config: con
         raise UserError(f"--trials: {trials}; allowed: up to {grid_size * seeds}, the grid x --seeds")
     if 0 < options.best_seeds <= seeds:
         raise UserError(f"--best_seeds: {options.best_seeds}; allowed: more than --seeds, {seeds}")
-    if options.objective != "best_val_accuracy":
-        if not config.train.target_accuracy:
-            raise UserError(f"--objective: {options.objective} needs train.target_accuracy, which is None")
+    if options.objective == "best_val_accuracy" and config.task.name != CLASSIFICATION.name:
+        raise UserError(f"--objective: best_val_accuracy; allowed with task.name {config.task.name!r}: best_score")
+    if options.objective not in SCORES:
+        if target_of(config.train) is None:
+            raise UserError(
+                f"--objective: {options.objective} needs train.target_accuracy or train.target_score; both are None"
+            )
         allowed = ("none", "median") if space_file.groups else ("none",)  # others would rank by the objective
         if options.pruner not in allowed:
             raise UserError(

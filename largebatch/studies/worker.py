@@ -13,12 +13,13 @@ import jax
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import InUse, RunFolder, writing
+from largebatch.runs.summary import summary_of_older_code
 from largebatch.studies.database import open_storage
 from largebatch.studies.display import SweepTable
 from largebatch.studies.packing import Pack, PackedProgramCache, Packer
 from largebatch.studies.queue import ClaimedTrial, TrialQueue, TrialSpec
 from largebatch.studies.search import create_pruner
-from largebatch.studies.study import OBJECTIVE_DIRECTIONS, Study, identity
+from largebatch.studies.study import Study, identity
 from largebatch.studies.trial import AssignedTrial, TrialReporter, TrialResult, train_trial
 
 log = logging.getLogger("largebatch")
@@ -43,8 +44,8 @@ def open_queue(study: Study) -> TrialQueue:
         open_storage(study.storage, study.heartbeat_sec),
         study.path.name,
         study.search,
-        direction=OBJECTIVE_DIRECTIONS[study.objective],
-        pruner=create_pruner(study.pruner, study.groups),
+        direction="maximize" if study.maximizes else "minimize",
+        pruner=create_pruner(study.pruner, study.groups, study.kind),
         heartbeat_sec=study.heartbeat_sec,
         description=description,
     )
@@ -201,8 +202,8 @@ class Worker:
         result = train_trial(self._study, trial.spec, train=self._train, cache=cache, reporter=reporter)
         if trial.claimed:
             self._end_in_queue(trial.claimed, result)
-        accuracy = result.summary.get("best_val_accuracy")
-        self._table.end(trial.spec.name, result.status, accuracy, result.error)
+        score = result.summary.get("best_score")
+        self._table.end(trial.spec.name, result.status, score, result.error)
         if result.error is None:
             self._failures_in_a_row = 0
             return
@@ -214,14 +215,13 @@ class Worker:
         if result.error is not None:
             self._queue.fail(claimed, result.error)
         elif result.status == "pruned":
-            self._queue.prune(claimed, result.summary["best_val_accuracy"])
+            self._queue.prune(claimed, summary_of_older_code(result.summary)["best_score"])
         else:
             self._queue.complete(claimed, self._objective_of(result), diverged=result.status == "diverged")
 
     def _objective_of(self, result: TrialResult) -> float:
         """The value by which the study ranks a trial; the worst one where a target was not reached."""
-        objective = self._study.objective
-        value = result.summary[objective]
+        value = result.summary[self._study.objective]
         if value is not None:
             return value
-        return 0.0 if OBJECTIVE_DIRECTIONS[objective] == "maximize" else math.inf
+        return -math.inf if self._study.maximizes else math.inf

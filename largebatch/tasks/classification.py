@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+
+from largebatch.tasks.kinds import CLASSIFICATION
 
 TOP = 5
 MIN_CLASSES_FOR_TOP5 = TOP + 1  # with fewer every example is among the first five
@@ -52,6 +55,19 @@ class Classification:
 
     num_classes: int
     label_smoothing: float = 0.0  # share of a label that is spread evenly over all classes
+    kind: ClassVar = CLASSIFICATION
+    target_planes: ClassVar = 0
+    metric_names: ClassVar = ("accuracy",)
+    kept_names: ClassVar = ()
+
+    @property
+    def outputs(self) -> int:
+        """See `task.Task`."""
+        return self.num_classes
+
+    def targets(self, labels, planes) -> jax.Array:
+        """The classes."""
+        return labels
 
     def losses(self, outputs, targets) -> jax.Array:
         """Cross-entropy against labels smoothed as by Szegedy et al. 2016, section 7."""
@@ -83,6 +99,14 @@ class Classification:
             hits_top5=jnp.sum(is_known & (rank < TOP), dtype=jnp.int32),
             count=jnp.sum(is_known, dtype=jnp.int32),
         )
+
+    def kept(self, outputs, targets) -> jax.Array:
+        """The logits."""
+        return outputs
+
+    def predictions(self, outputs) -> jax.Array:
+        """The logits."""
+        return outputs
 
     def scores(self, sums: ClassificationSums) -> ClassificationScores | None:
         """See `task.Task`."""

@@ -45,7 +45,9 @@ def lower_programs(
     predictions = {"validation": parts.logits_fn, "validation of copies": parts.logits_of_views_fn}
     for name, logits_fn in predictions.items():
         if logits_fn is not None:
-            predict = make_predict(logits_fn, parts.task, parts.prediction_micro_batch_size, devices=devices)
+            predict = make_predict(
+                logits_fn, parts.task, parts.stored_shape, parts.prediction_micro_batch_size, devices=devices
+            )
             lowered[name] = predict.lower(states.variables, block)
     return lowered
 
@@ -53,7 +55,7 @@ def lower_programs(
 def train_shapes(program: ProgramOptions, layout: RowLayout) -> dict:
     """Shapes of what a device has of the training set."""
     sharding, originals = program.sharding, program.sharding.max_originals
-    pixels = int(np.prod(program.image_shape))
+    pixels = int(np.prod(program.stored_shape))
     labels = jax.ShapeDtypeStruct((originals,), np.int32)
     if program.storage == "normalised":
         shape = whole_set.num_micro_batches(sharding, program.micro_batch_size), program.micro_batch_size

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from largebatch.data.rows import split_planes
 from largebatch.data.validation import UNKNOWN, DealtSplit
 from largebatch.hosts import collectives
 from largebatch.hosts.replicas import AXIS, pmap
@@ -16,19 +17,28 @@ from largebatch.tasks.task import Scores, Task
 
 
 def make_predict(
-    logits_fn: Callable, task: Task, micro_batch_size: int, *, packed: bool = False, devices: list | None = None
+    logits_fn: Callable,
+    task: Task,
+    stored_shape: tuple[int, int, int],
+    micro_batch_size: int,
+    *,
+    whole: bool = False,
+    packed: bool = False,
+    devices: list | None = None,
 ):
     """Predicts a block and reduces it where it lies, pmapped.
 
     Args:
-      logits_fn: (variables, integer images [M, ...]) -> float32 logits [M, num_classes].
+      logits_fn: (variables, integer images [M, H, W, C]) -> what the network gives for them, float32.
+      stored_shape: of an image, with what is to be predicted of it.
       micro_batch_size: images per forward pass, per device.
+      whole: all that is predicted is kept, in place of what a run keeps of it; see `task.Task`.
       packed: each device has a run of its own, and sums of its own [local devices, ...].
       devices: to compile for, where they are not here.
     Returns:
-      (variables, Block), both with a leading local-device axis -> the sums of the task over all devices, each
-      [micro-batches], or [local devices, micro-batches] if packed; and the logits [local devices, n', num_classes],
-      n' >= rows of the block, of this host's devices, which stay there.
+      (variables, Block), both with a leading local-device axis -> the sums of the task over all devices (see
+      `in_halves`), each [micro-batches, ...], or [local devices, micro-batches, ...] if packed; and what is kept of
+      the rows of this host's devices, which stays there: [local devices, n', ...], n' >= rows of the block.
     """
 
     def predict(variables, block):
@@ -40,47 +50,71 @@ def make_predict(
             rows = start + jnp.arange(size)
             within = jnp.minimum(rows, num_rows - 1)
             labels = block.labels[within]
-            logits = logits_fn(variables, block.images[within])
-            return task.sums(logits, labels, (rows < num_rows) & (labels != UNKNOWN)), logits
+            images, planes = split_planes(block.images[within].reshape(-1, *stored_shape), task.target_planes)
+            outputs = logits_fn(variables, images)
+            targets, is_known = task.targets(labels, planes), (rows < num_rows) & (labels != UNKNOWN)
+            kept = task.predictions(outputs) if whole else task.kept(outputs, targets)
+            return in_halves(task.sums(outputs, targets, is_known)), kept
 
         starts = jnp.arange(-(-num_rows // size)) * size
-        sums, logits = lax.map(some, starts)
-        return sums if packed else lax.psum(sums, AXIS), logits.reshape(-1, logits.shape[-1])
+        sums, kept = lax.map(some, starts)
+        return sums if packed else lax.psum(sums, AXIS), kept.reshape(-1, *kept.shape[2:])
 
     return pmap(predict, in_axes=(0, 0), out_axes=(0 if packed else None, 0), devices=devices)
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitLogits:
-    """The logits of a split, on the devices where they were computed.
+def in_halves(sums):
+    """Whole numbers int32 [...] of a pytree as [..., 2]: how many times 65,536, and what is left.
 
-    A slice `logits[first:last]` is those examples' as NumPy array [n, num_classes] in the split's order, on every
-    host; every host asks for it, and no more than the slice travels.
+    The pixels of all devices may be more than an int32 holds; the sums of halves are not.
+    """
+    return jax.tree.map(
+        lambda sum_: jnp.stack([sum_ >> 16, sum_ & 0xFFFF], axis=-1) if _is_whole(sum_) else sum_, sums
+    )
+
+
+def from_halves(sums):
+    """NumPy arrays of `in_halves` -> whole numbers int64."""
+    return jax.tree.map(
+        lambda sum_: (sum_[..., 0].astype(np.int64) << 16) + sum_[..., 1] if _is_whole(sum_) else sum_, sums
+    )
+
+
+def _is_whole(array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.integer)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitRows:
+    """What was kept of the examples of a split, as logits, on the devices where it was computed.
+
+    A slice `rows[first:last]` is those examples' as NumPy array [n, ...] in the split's order, on every host; every
+    host asks for it, and no more than the slice travels.
 
     Attributes:
-      blocks: float32 [local devices, rows of a block or more, num_classes] each.
+      blocks: [local devices, rows of a block or more, ...] each.
       rows_per_block: of a device.
       num_devices: see `DealtSplit`.
-      shape: (examples, num_classes).
+      shape: (examples, ...), as of classes (examples, num_classes).
     """
 
     blocks: list[jax.Array]
     rows_per_block: int
     num_devices: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     def __getitem__(self, examples: slice) -> np.ndarray:
         first, last, _ = examples.indices(self.shape[0])
         first_row, end_row = first // self.num_devices, -(-last // self.num_devices)
         here = self._rows_of_local_devices(first_row, end_row)
         collectives.barrier()  # a host may be late from writing what came before
-        of_all = collectives.gather(here).reshape(-1, *here.shape[1:])  # [devices, rows, num_classes]
-        in_order = of_all.swapaxes(0, 1).reshape(-1, self.shape[1])
+        of_all = collectives.gather(here).reshape(-1, *here.shape[1:])  # [devices, rows, ...]
+        in_order = of_all.swapaxes(0, 1).reshape(-1, *self.shape[1:])
         skipped = first - first_row * self.num_devices
         return in_order[skipped : skipped + last - first]
 
     def _rows_of_local_devices(self, first_row: int, end_row: int) -> np.ndarray:
-        """[local devices, end_row - first_row, num_classes]."""
+        """[local devices, end_row - first_row, ...]."""
         pieces = []
         for number, block in enumerate(self.blocks):
             start = number * self.rows_per_block
@@ -93,7 +127,7 @@ class SplitLogits:
 
 
 def _fetch_rows(shard: jax.Array, begin: int, end: int) -> np.ndarray:
-    """Rows of one device [1, rows, num_classes], on the host; of a small part only that is copied."""
+    """Rows of one device [1, rows, ...], on the host; of a small part only that is copied."""
     if 2 * (end - begin) > shard.shape[1]:
         return np.asarray(shard)[:, begin:end]
     return np.asarray(_slice_rows(shard, begin, end - begin))
@@ -109,7 +143,7 @@ class SplitPredictions:
     """What was predicted for a split; the scores are None where nothing is known of any example."""
 
     scores: Scores | None
-    logits: SplitLogits
+    rows: SplitRows
 
 
 def predict_split(
@@ -123,15 +157,15 @@ def predict_split(
     Raises:
       UserError: an image cannot be read; see `DealtSplit.blocks`.
     """
-    sums, logits = [], []
+    sums, rows = [], []
     for block in split.blocks(micro_batch_size):
         # Only started here: the next block is read while the devices work on this one.
-        sums_of_block, logits_of_block = predict(variables, block)
+        sums_of_block, rows_of_block = predict(variables, block)
         sums.append(sums_of_block)
-        logits.append(logits_of_block)
+        rows.append(rows_of_block)
         if len(sums) > 1:
             jax.block_until_ready(sums[-2])  # so that no more than two blocks are on the devices
-    shape = (len(split.labels), logits[0].shape[-1])
-    on_devices = SplitLogits(logits, split.rows_per_block(micro_batch_size), split.num_devices, shape)
+    shape = (len(split.labels), *rows[0].shape[2:])
+    on_devices = SplitRows(rows, split.rows_per_block(micro_batch_size), split.num_devices, shape)
     of_all = jax.tree.map(lambda *of_blocks: np.concatenate(of_blocks), *sums)
-    return SplitPredictions(task.scores(of_all), on_devices)
+    return SplitPredictions(task.scores(from_halves(of_all)), on_devices)

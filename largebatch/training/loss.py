@@ -43,7 +43,7 @@ def make_normalise(network, image_shape, mean, std):
 
 
 def make_logits_fn(network, image_shape, mean, std):
-    """(variables, integer images [M, H * W * C]) -> float32 logits, as for evaluation.
+    """(variables, integer images [M, H, W, C]) -> what the network gives, float32, as for evaluation.
 
     Variables are {"params": ..., and the collections that `model.init_variables` gives}.
     """

@@ -31,11 +31,16 @@ class ProgramParts:
     # (seed, hyper-parameters, kernel of the frozen stem or None) -> one replica's state before the first update
     init: Callable[..., TrainState]
     task: Task
+    stored_shape: tuple[int, int, int]  # of an image, with what is to be predicted of it
     logits_fn: Callable  # see evaluation.make_predict
     logits_of_views_fn: Callable | None  # the mean over views and shifts of an image; None where not asked for
     prediction_micro_batch_size: int
     sync_mode: str  # every_step | local | post_local
     sync_policy: str  # see local_sgd.LocalStep
+
+    def predictions(self, variables, images) -> jax.Array:
+        """See `Task.predictions`, of integer images [M, H, W, C]."""
+        return self.task.predictions(self.logits_fn(variables, images))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +53,7 @@ class CompiledPrograms:
     average: Callable | None  # see local_sgd.make_average; as local_loop
     predict: Callable  # (variables, block of a split) -> sums and logits, see evaluation.make_predict
     predict_views: Callable | None
+    predict_images: Callable  # (variables, integer images [M, H, W, C]) -> Task.predictions, on one device
     metric_names: tuple[str, ...]  # of what the loops return beside the state
     allreduce_bytes: int  # that a device puts into the all-reduce of a synchronous update
     sync_bytes: int  # that it puts into that of a synchronisation after local steps
@@ -102,6 +108,7 @@ def compile_programs(
         average=average,
         predict=predict,
         predict_views=predict_views,
+        predict_images=jax.jit(parts.predictions),
         metric_names=tuple(sorted(metric_names)),
         allreduce_bytes=_allreduce_bytes(parts.step, one_replica, data.train.arrays),
         sync_bytes=local_sgd.bytes_of_sync(one_replica, statistics, parts.sync_policy) if local_loop else 0,
@@ -113,7 +120,9 @@ def _compile_predictions(parts: ProgramParts, variables, split: DealtSplit) -> t
     block = next(split.blocks(micro_batch_size))
 
     def compiled(logits_fn):
-        predict = make_predict(logits_fn, parts.task, micro_batch_size, packed=parts.step.packed)
+        predict = make_predict(
+            logits_fn, parts.task, parts.stored_shape, micro_batch_size, packed=parts.step.packed
+        )
         jax.block_until_ready(predict(variables, block))
         return predict
 

@@ -11,6 +11,8 @@ from largebatch.runs.summary import timings
 from largebatch.training.costs import bytes_sent_per_update, flops_utilisation
 from largebatch.training.trainer import Trainer
 
+OF_CLASSIFICATION = ("train_accuracy", "val_accuracy", "val_accuracy_top5")  # None where another task is trained
+
 
 def metrics_row(
     experiment, trainer: Trainer, validation, watch: HostWatch, clock: Clock, seconds_before: dict[str, float]
@@ -44,19 +46,22 @@ def metrics_row(
         "global_batch_size": schedule.batch_size_at(last_update),
         "learning_rate": learning_rate * trainer.learning_rate_scale,
         "train_loss": mean("loss"),
-        "train_accuracy": mean("accuracy"),
+        **{f"train_{name}": mean(name) for name in experiment.setup.program.task.metric_names},
         "grad_norm": metrics["grad_norm"][-1],
         "skipped_updates": int((~is_applied).sum()),
         "noise_scale": measured_noise_scale(trainer, metrics),
         "bytes_sent": bytes_sent_per_update(
             experiment.setup.num_devices, programs.allreduce_bytes, programs.sync_bytes, metrics
         ),
+        "val_score": validation.scores.score,
         **validation.scores.row_fields(),
-        **validation.other_accuracies,
+        **validation.other_scores,
         **times,
         "mfu": flops_utilisation(experiment.flops_per_image, times["images_per_sec"], hardware),
         **watch.row_fields(),
     }
+    for name in OF_CLASSIFICATION:
+        row.setdefault(name, None)
     if schedule.scale_invariant:
         row["gain"] = mean("gain")
         row["scale_invariant_steps"] = trainer.schedule_step

@@ -20,6 +20,8 @@ from largebatch.optim.batch_sizes import resolve_batch_size
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import Schedule, make_schedule
+from largebatch.tasks.kinds import KINDS
+from largebatch.tasks.planes import NO_TARGETS, PixelTargets
 from largebatch.tasks.task import Task
 from largebatch.training.local_sgd import Sync
 
@@ -38,17 +40,20 @@ class DataFacts:
     num_classes: int
     mean: tuple[float, ...]  # of the training images, by channel
     std: tuple[float, ...]
+    targets: PixelTargets = NO_TARGETS  # which the last channels that are stored hold
 
     @classmethod
     def of(cls, cache: Cache) -> "DataFacts":
         """The properties of the data set in `cache`."""
-        mean, std = tuple(cache.manifest["mean"]), tuple(cache.manifest["std"])
-        return cls(cache.count("train"), cache.layout, len(cache.class_names), mean, std)
+        channels = cache.image_shape[-1] - cache.targets.planes
+        mean, std = (tuple(cache.manifest[name][:channels]) for name in ("mean", "std"))
+        return cls(cache.count("train"), cache.layout, len(cache.class_names), mean, std, cache.targets)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Height, width, channels."""
-        return self.layout.image_shape
+        """Height, width and channels that the network sees."""
+        height, width, channels = self.layout.image_shape
+        return height, width, channels - self.targets.planes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +61,7 @@ class ProgramOptions:
     """All that shapes the compiled programs. Runs that agree in it share them."""
 
     dataset: str  # see `dataset_key`
-    image_shape: tuple[int, int, int]
+    image_shape: tuple[int, int, int]  # height, width and channels that the network sees
     mean: tuple[float, ...]  # of the training images, by channel
     std: tuple[float, ...]
     storage: str  # augment.storage, where the config says "auto" what was chosen
@@ -81,6 +86,12 @@ class ProgramOptions:
     micro_batch_size: int  # examples per gradient evaluation of one device
     prediction_micro_batch_size: int  # images that one device predicts at once
     inputs_length: int  # updates that one call can do; a power of two, so that runs of other inner_steps share them
+
+    @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of an image as it is stored, with what is to be predicted of it."""
+        height, width, channels = self.image_shape
+        return height, width, channels + self.task.target_planes
 
     @property
     def stored_views(self) -> int:
@@ -261,7 +272,9 @@ def _smallest_micro_batch(fewest: int, most: int, size: int) -> int:
 
 
 def takes_whole_set(config, num_examples: int) -> bool:
-    """Whether every update of a run takes every example once, as it is."""
+    """Whether every update of a run takes every example once, as it is; sets of maps are not kept so."""
+    if KINDS[config.task.name].of_pixels:
+        return False
     batch, is_changed = config.batch, RandomAugment.from_config(config.augment, ()).is_on
     batch_changes = batch.auto or batch.trace is not None or batch.per_device_batch_size
     if is_changed or batch_changes or config.schedule.decay_by != "rate":
@@ -282,7 +295,8 @@ def storages_to_try(config, num_examples: int, platform: str, *, packed: bool) -
     if wanted == "normalised" and not whole_set:
         raise BadSetting(
             "augment.storage: 'normalised'; allowed: auto | expanded | on_device | streamed, unless every batch is "
-            "the whole set (batch.size 'full'), no image is changed at random and devices share the batch"
+            "the whole set (batch.size 'full') of images with classes, none is changed at random and devices share "
+            "the batch"
         )
     if packed and wanted == "streamed":
         raise BadSetting(

@@ -12,6 +12,7 @@ from largebatch.decoding.images import DecodeOptions
 from largebatch.hosts import memory
 from largebatch.sources.find import find_source
 from largebatch.sources.split import split_indices
+from largebatch.tasks.classification import Classification
 from largebatch.training.setup import choose_sharding
 
 
@@ -33,7 +34,7 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     for original in split_indices(dataset.example_ids, 0)["train"]:
         for view, image in enumerate(augment.expand(dataset.images[original][None], 8)[0]):
             original_and_view[image.tobytes(), int(dataset.labels[original])] = original, view
-    read, seen = augment.make_read(storage, (16, 16, 3), 8), []
+    read, seen = augment.make_read(storage, (16, 16, 3), 8, Classification(5)), []
     for device in range(num_devices):
         shard = jax.tree.map(lambda x, device=device: jnp.asarray(np.asarray(x)[device]), data.train.arrays)
         examples = jnp.arange(int(sharding.num_originals_of(device)) * 8)

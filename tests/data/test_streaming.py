@@ -16,6 +16,7 @@ from largebatch.errors import UserError
 from largebatch.hosts import collectives
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs
+from largebatch.tasks.classification import Classification
 from largebatch.training.setup import choose_sharding
 
 SEED = 3
@@ -117,7 +118,7 @@ def test_a_stream_is_read_as_resident_data_are(small_config, on_devices, tmp_pat
     results = []
     for storage, arrays in (("streamed", stream.arrays), ("on_device", resident)):
         shard = jax.tree.map(lambda x: x[0], arrays)
-        read = augment.make_read(storage, shape, sharding.views, random_augment)
+        read = augment.make_read(storage, shape, sharding.views, Classification(2), random_augment)
         results.append(read(shard, examples, examples.astype(np.uint32)))
     for streamed, kept in zip(*results, strict=True):
         np.testing.assert_array_equal(streamed, kept)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import facts_of
-from test_step import NUM_CLASSES, SCALE, SIZE, TASK, Problem, sgd_trainer, visited_examples
+from test_step import NUM_CLASSES, SCALE, SIZE, Problem, sgd_trainer, visited_examples
 
 import augment
 import model as models
@@ -116,7 +116,9 @@ def batch_norm_problem(images, labels, stem="conv") -> Problem:
     params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
     if stem == "whitened":
         model_state = models.with_whitening(model_state, models.whitening_kernel(network, images, *SCALE))
-    return Problem(images, labels, params, model_state, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, TASK))
+    task = Classification(NUM_CLASSES)
+    loss_fn = make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, task)
+    return Problem(task, images, labels, params, model_state, loss_fn)
 
 
 def model_state_after_one_update(trainer, batch_size):
@@ -225,8 +227,8 @@ def test_views_are_averaged_once_each():
     def first_pixels(variables, images):
         return images.reshape(len(images), -1)[:, :3].astype(jnp.float32)
 
-    average = augment.average_over_copies(first_pixels, (3, 3, 3), num_views=8)
-    averaged = average(None, jnp.asarray(image.reshape(1, -1)))
+    average = augment.average_over_copies(first_pixels, num_views=8)
+    averaged = average(None, jnp.asarray(image))
     # Each corner is the first pixel of two of the 8 views.
     corners = image[0][[0, 0, 2, 2], [0, 2, 0, 2]].astype(np.float32)
     np.testing.assert_allclose(averaged[0], corners.mean(axis=0))
@@ -238,10 +240,10 @@ def test_moved_copies_have_half_of_the_weight_of_an_average(num_views):
     weights = np.random.default_rng(1).standard_normal((6 * 8 * 3, 4))
 
     def squares(variables, images):
-        return (images.astype(jnp.float32) / 255) ** 2 @ variables
+        return (images.reshape(len(images), -1).astype(jnp.float32) / 255) ** 2 @ variables
 
-    average = augment.average_over_copies(squares, (6, 8, 3), num_views=num_views, shift=2)
-    averaged = average(jnp.float32(weights), jnp.asarray(images.reshape(5, -1)))
+    average = augment.average_over_copies(squares, num_views=num_views, shift=2)
+    averaged = average(jnp.float32(weights), jnp.asarray(images))
     padded = np.pad(images, ((0, 0), (2, 2), (2, 2), (0, 0)), mode="reflect")
     copies = [images, images, padded[:, 4:10, 4:12], padded[:, 0:6, 0:8]]  # a quarter each
     if num_views == 2:

@@ -31,7 +31,7 @@ def make(num_examples: int, seed=0) -> Predictions:
 
 
 def write(folder, predictions: Predictions) -> None:
-    parts = prediction_files.iterate_parts(predictions)
+    parts = predictions.parts()
     prediction_files.write(folder, parts, prediction_files.count_parts(predictions))
 
 
@@ -204,6 +204,6 @@ def test_a_full_disk_names_the_parts_and_leaves_the_old_ones(tmp_path, monkeypat
     monkeypatch.setattr(prediction_files.files, "write_through", full)
     new = make(11, seed=2)
     with pytest.raises(UserError, match=r"cannot write .*predictions \(No space left on device\)"):
-        run.write_predictions(prediction_files.iterate_parts(new), 3)
+        run.write_outcome(new, new.parts())
     assert_holds(tmp_path, make(11, seed=1))
     assert names_in(tmp_path) == ["predictions"]

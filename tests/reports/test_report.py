@@ -32,7 +32,7 @@ def test_page_of_a_study(study, tmp_path):
     for row, setting in zip(rows, settings, strict=True):
         assert f">{setting.values['optimizer.name']}<" in row
         assert f'data-v="{setting.values["optimizer.learning_rate"]}"' in row
-        assert f"{setting.accuracy.mean:.4f}" in row
+        assert f"{setting.score.mean:.4f}" in row
     for words in ("1 diverged", "1 running", "1 failed", "20 of 24", "21 of 24"):
         assert (words in text) == (words != "20 of 24"), words
     ids = panel_ids(page)

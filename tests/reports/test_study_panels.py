@@ -8,8 +8,9 @@ from report_pages import curve, data_of, make, small_study, text_of, write_predi
 from test_analysis import write_run, write_study
 
 import report
+from largebatch.predictions import files as prediction_files
 from largebatch.reports import study_panels
-from largebatch.reports.confusion_section import confusion_runs
+from largebatch.reports.best_runs import best_runs
 from largebatch.runs import reader
 
 
@@ -108,4 +109,4 @@ def test_a_study_shows_the_best_run(study):
     for name in ("0000", "0005"):
         write_predictions(study / "trials" / name, [0, 1], [1, 0], ["a", "b"])
     (group,) = report.read_groups([str(study)])
-    assert [run.path.name for run in confusion_runs(group)] == ["0005"]
+    assert [run.path.name for run in best_runs(group, prediction_files.exist)] == ["0005"]

@@ -10,22 +10,25 @@ from largebatch.errors import UserError
 from largebatch.hosts.clock import Clock
 from largebatch.predictions.files import Predictions
 from largebatch.runs.folder import RunFolder
-from largebatch.runs.summary import add_to_summary, empty_summary, timings
+from largebatch.runs.summary import add_to_summary, empty_summary, summary_of_older_code, timings
+from largebatch.tasks.kinds import CLASSIFICATION, KINDS
 
 
 def row(step, accuracy, train_sec=2.0, **more):
     return {
-        "step": step, "examples_seen": step * 10, "val_accuracy": accuracy, "images_per_sec": 5.0 * step,
-        "train_sec": train_sec,
+        "step": step, "examples_seen": step * 10, "val_score": accuracy, "val_accuracy": accuracy,
+        "images_per_sec": 5.0 * step, "train_sec": train_sec,
     } | more  # fmt: skip
 
 
 def test_summary_follows_the_rows():
-    summary = empty_summary() | {"target_accuracy": 0.8}
-    improved = [add_to_summary(summary, r) for r in (row(1, 0.5), row(2, 0.85), row(3, 0.84), row(4, 0.85))]
+    summary = empty_summary() | {"target_score": 0.8}
+    rows = row(1, 0.5), row(2, 0.85), row(3, 0.84), row(4, 0.85)
+    improved = [add_to_summary(summary, r, CLASSIFICATION) for r in rows]
     assert improved == [True, True, False, False]
     expected = {
-        "best_val_accuracy": 0.85, "best_step": 2, "final_val_accuracy": 0.85, "steps": 4, "examples_seen": 40,
+        "best_score": 0.85, "best_val_accuracy": 0.85, "best_step": 2, "final_score": 0.85,
+        "final_val_accuracy": 0.85, "steps": 4, "examples_seen": 40,
         "steps_to_target": 2, "examples_to_target": 20, "sec_to_target": 4.0, "images_per_sec": 12.5,
     }  # fmt: skip
     assert {key: summary[key] for key in expected} == expected
@@ -112,9 +115,9 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
     with pytest.raises(UserError, match=r"cannot write .*config.json \(No space left on device\)"):
         run.write_json("config.json", {"a": "x" * 300_000})
     assert run.read("config.json") == {"a": 1}
-    logits = np.random.default_rng(0).random((9, 5000))
+    predictions = Predictions(np.zeros(9), np.random.default_rng(0).random((9, 5000)), np.arange(9))
     with pytest.raises(UserError, match=r"cannot write .*predictions.npz \(No space left on device\)"):
-        run.write_predictions(iter([Predictions(np.zeros(9), logits, np.arange(9))]), 1)
+        run.write_outcome(predictions, predictions.parts())
 
     def fill():
         for step in range(2, 10_000):
@@ -171,3 +174,25 @@ def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path):
     run.log_event("done")
     assert run.events()[-1]["event"] == "done"
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_summary_of_older_code_goes_on():
+    """Its scores were accuracies alone."""
+    older = {"best_step": 3, "best_val_accuracy": 0.9, "final_val_accuracy": 0.8, "target_accuracy": 0.95}
+    summary = empty_summary() | summary_of_older_code(older)
+    assert [
+        add_to_summary(summary, row(step, score), CLASSIFICATION) for step, score in ((4, 0.85), (5, 0.96))
+    ] == [
+        False,
+        True,
+    ]
+    assert (summary["best_score"], summary["steps_to_target"]) == (0.96, 5)
+    assert summary_of_older_code(summary) == summary
+
+
+def test_a_score_that_should_be_low():
+    summary = empty_summary() | {"target_score": 0.1}
+    rows = [row(step, None) | {"val_score": score} for step, score in ((1, 0.3), (2, 0.2), (3, 0.25), (4, 0.05))]
+    assert [add_to_summary(summary, r, KINDS["depth"]) for r in rows] == [True, True, False, True]
+    found = [summary[name] for name in ("best_score", "best_step", "steps_to_target", "best_val_accuracy")]
+    assert found == [0.05, 4, 4, None]

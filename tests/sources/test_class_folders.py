@@ -15,7 +15,7 @@ def test_the_folders_that_hold_images_are_the_classes():
         "2750/b/.hidden.png",
         "__MACOSX/2750/a/1.JPG",
     ]
-    parsed = parse_names(names, "set")
+    parsed = parse_names(names, "dataset.path: set")
     assert parsed.names == ["2750/b/2.png", "2750/a/1.JPG"]
     assert parsed.ids == ["b/2.png", "a/1.JPG"]
     assert parsed.labels == [1, 0]
@@ -27,7 +27,7 @@ def test_the_folders_that_hold_images_are_the_classes():
 @pytest.mark.parametrize("val", ["val", "Validation", "valid", "DEV"])
 def test_split_folders_are_splits_below_any_common_folders(outer, val):
     names = [f"{outer}{split}/{label}/0001.png" for split in ("Train", val, "test") for label in ("cat", "dog")]
-    parsed = parse_names(names, "set")
+    parsed = parse_names(names, "dataset.path: set")
     assert parsed.names == names
     assert parsed.splits == ["train", "train", "val", "val", "test", "test"]
     assert parsed.ids == [
@@ -43,20 +43,20 @@ def test_split_folders_are_splits_below_any_common_folders(outer, val):
 
 
 def test_a_train_folder_alone_publishes_no_split():
-    parsed = parse_names(["train/a/1.png", "train/b/1.png"], "set")
+    parsed = parse_names(["train/a/1.png", "train/b/1.png"], "dataset.path: set")
     assert parsed.splits is None
     assert parsed.ids == ["a/1.png", "b/1.png"]
 
 
 def test_classes_may_be_named_as_splits_are():
-    parsed = parse_names(["bus/1.png", "train/1.png", "test/1.png"], "set")
+    parsed = parse_names(["bus/1.png", "train/1.png", "test/1.png"], "dataset.path: set")
     assert parsed.splits is None
     assert parsed.class_names == ["bus", "test", "train"]
 
 
 def test_a_class_that_one_of_three_splits_lacks_is_no_error():
     names = ["train/a/1.png", "train/b/1.png", "val/a/1.png", "test/a/1.png", "test/b/1.png", "val/b/"]
-    assert parse_names(names, "set").splits == ["train", "train", "val", "test", "test"]
+    assert parse_names(names, "dataset.path: set").splits == ["train", "train", "val", "test", "test"]
 
 
 TWO = ["train/a/1.png", "train/b/1.png", "test/a/1.png", "test/b/1.png"]
@@ -92,5 +92,5 @@ BAD_NAMES = {
 @pytest.mark.parametrize("message", BAD_NAMES)
 def test_names_that_say_nothing_clear_are_refused(message):
     with pytest.raises(UserError) as error:
-        parse_names(BAD_NAMES[message], "set")
+        parse_names(BAD_NAMES[message], "dataset.path: set")
     assert str(error.value) == f"dataset.path: {message}"

@@ -102,7 +102,7 @@ def test_a_whole_run_is_read_without_problems(tmp_path):
     run = reader.read(write_run(tmp_path / "run"))
     assert isinstance(run, reader.Run)
     assert run.problems == []
-    assert (run.status, run.batch_size, run.best_val_accuracy) == ("done", 512, 0.9)
+    assert (run.status, run.batch_size, run.best_score) == ("done", 512, 0.9)
     assert run.field("optimizer.name") == "lamb"
     assert run.field("optimizer.name.more") is None
     assert [row["step"] for row in run.rows] == [10, 20, 30]
@@ -147,7 +147,7 @@ def test_status_of_runs_that_did_not_end(tmp_path):
     assert reader.read_run(damaged).status == "unreadable"
     assert running.status == "running"
     assert running.batch_size == 512
-    assert running.best_val_accuracy == 0.9
+    assert running.best_score == 0.9
     (tmp_path / "empty").mkdir()
     assert reader.read_run(tmp_path / "empty").status == "unreadable"
     study = reader.read(write_study(tmp_path / "study", [{"error": "no space\nleft"}]))
@@ -222,7 +222,7 @@ def test_leaderboard_by_accuracy(tmp_path):
     assert leaderboard[1].objective.std == pytest.approx(np.std([0.8, 0.7], ddof=1))
     assert leaderboard[1].statuses == {"done": 2}
     assert leaderboard[2].statuses == {"done": 1, "diverged": 1}
-    assert leaderboard[2].accuracy == analysis.Estimate(0.95, None, None, None, 1)
+    assert leaderboard[2].score == analysis.Estimate(0.95, None, None, None, 1)
     header, rows = analysis.leaderboard_rows(study)
     assert all(len(row) == len(header) for row in rows)
     first = dict(zip(header, rows[0], strict=True))

@@ -14,6 +14,7 @@ from largebatch.studies import search
 from largebatch.studies.database import grace_sec, open_storage, without_password
 from largebatch.studies.queue import Counts, TrialQueue, TrialSpec
 from largebatch.studies.search import SearchOptions
+from largebatch.tasks.kinds import CLASSIFICATION
 
 SPACE = {
     "batch.size": CategoricalDistribution([64, 128]),
@@ -319,7 +320,7 @@ def test_groups_are_combinations_of_fields(url):
 
 
 def test_the_median_of_a_group_ends_its_trials_whatever_the_objective(url):
-    pruner = search.create_pruner("median", ("batch.size",))
+    pruner = search.create_pruner("median", ("batch.size",), CLASSIFICATION)
     queue = make_queue(url, pruner=pruner, direction="minimize")
     queue.enqueue_missing()
     claimed = [queue.claim() for _ in range(6)]
@@ -336,7 +337,7 @@ def test_the_median_of_a_group_ends_its_trials_whatever_the_objective(url):
 
 
 def test_further_seeds_are_never_pruned(url):
-    pruner = search.create_pruner("median", ("batch.size",))
+    pruner = search.create_pruner("median", ("batch.size",), CLASSIFICATION)
     queue = make_queue(url, pruner=pruner, best_seeds=2)
     late = search.FIRST_VALIDATIONS
     queue.enqueue_missing()

@@ -16,10 +16,10 @@ TASK = Classification(CLASSES)
 
 def logits_of_bytes(params, images):
     """Logits that are the image's bytes, scaled by the parameters: whole numbers, with many ties."""
-    return images.astype(jnp.float32) * params["scale"]
+    return images[:, 0, 0].astype(jnp.float32) * params["scale"]
 
 
-PREDICT = {size: make_predict(logits_of_bytes, TASK, size) for size in (3, 64)}
+PREDICT = {size: make_predict(logits_of_bytes, TASK, (1, 1, CLASSES), size) for size in (3, 64)}
 
 
 def deal(images, labels, num_devices: int, monkeypatch) -> DealtSplit:
@@ -56,7 +56,7 @@ def test_scores_are_numpys_over_all_examples_on_uneven_shards(
     split = deal(images, labels, num_devices, monkeypatch).placed()
     result = predict(split, micro_batch_size)
     logits = 0.5 * images.astype(np.float64)
-    np.testing.assert_array_equal(result.logits[:], logits)
+    np.testing.assert_array_equal(result.rows[:], logits)
     known = labels >= 0
     logits, labels = logits[known], labels[known]
     losses = -scipy.special.log_softmax(logits, axis=1)[np.arange(len(labels)), labels]
@@ -98,11 +98,11 @@ def test_a_split_read_in_blocks_gives_bitwise_what_one_that_stays_gives(num_devi
     assert {block.images.shape for block in blocks} == {(num_devices, 6, CLASSES)}
     one, other = predict(streamed), predict(streamed.placed())
     assert one.scores == other.scores
-    np.testing.assert_array_equal(one.logits[:], other.logits[:])
+    np.testing.assert_array_equal(one.rows[:], other.rows[:])
     for first, last in ((0, 1), (7, 30), (41, 57), (90, 101)):
         expected = 0.5 * images[first:last]
-        np.testing.assert_array_equal(one.logits[first:last], expected)
-        np.testing.assert_array_equal(other.logits[first:last], expected)
+        np.testing.assert_array_equal(one.rows[first:last], expected)
+        np.testing.assert_array_equal(other.rows[first:last], expected)
 
 
 def test_large_splits_are_read_again_and_small_ones_stay(monkeypatch):

@@ -14,18 +14,23 @@ import model as models
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding
 from largebatch.data.random_augment import RandomAugment
+from largebatch.data.rows import split_planes
 from largebatch.hosts import replicas
 from largebatch.optim import optimizers
 from largebatch.optim.optimizers import Hyperparams
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.tasks.classification import Classification
+from largebatch.tasks.depth import Depth
+from largebatch.tasks.mask_depth import MaskDepth
+from largebatch.tasks.planes import MASK_PLANES
+from largebatch.tasks.segmentation import Segmentation
+from largebatch.tasks.task import Task
 from largebatch.training.loss import Batch, make_loss_fn
 from largebatch.training.setup import choose_sharding
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 
 NUM_ORIGINALS, SIZE, NUM_CLASSES, MICRO_BATCH_SIZE = 50, 16, 4, 16
-TASK = Classification(NUM_CLASSES)
 MAX_UPDATES = 4
 SCALE = (120.0,) * 3, (70.0,) * 3
 
@@ -34,19 +39,22 @@ SCALE = (120.0,) * 3, (70.0,) * 3
 class Problem:
     """A training set, the variables to start from and a loss function."""
 
-    images: np.ndarray
+    task: Task
+    images: np.ndarray  # with what is to be predicted of their pixels
     labels: np.ndarray
     params: Any
     model_state: dict
     loss_fn: Callable
 
 
-def make_problem(network) -> Problem:
+def make_problem(network, task=None) -> Problem:
+    task = task or Classification(NUM_CLASSES)
     rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (NUM_ORIGINALS, SIZE, SIZE, 3), np.uint8)
+    images = rng.integers(0, 256, (NUM_ORIGINALS, SIZE, SIZE, 3 + task.target_planes), np.uint8)
+    images[..., 3 : 3 + MASK_PLANES] %= 2
     labels = rng.integers(0, NUM_CLASSES, NUM_ORIGINALS, np.int32)
     params, model_state = models.init_variables(network, (SIZE, SIZE, 3), 0)
-    return Problem(images, labels, params, model_state, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, TASK))
+    return Problem(task, images, labels, params, model_state, make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, task))
 
 
 def small_network(dtype="float32"):
@@ -57,6 +65,14 @@ def small_network(dtype="float32"):
 @pytest.fixture(scope="module")
 def problem():
     return make_problem(small_network())
+
+
+@pytest.fixture(scope="module")
+def problem_of_maps():
+    """A mask of two classes and a depth of 16 bits."""
+    task = MaskDepth(Segmentation(("floor", "thing"), "cross_entropy_dice"), Depth("berhu"), 2.0)
+    network = models.ResUNet(task.outputs, conv="dot", features=(8, 16), blocks=(1, 1))
+    return make_problem(network, task)
 
 
 def place(images, labels, num_devices, storage="expanded"):
@@ -124,7 +140,7 @@ def make_trainer(
 ) -> Trainer:
     """A trainer whose TrainStep has these `options`."""
     sharding, data = place(problem.images, problem.labels, num_devices, storage)
-    read = augment.make_read(storage, (SIZE, SIZE, 3), 8, random_augment)
+    read = augment.make_read(storage, problem.images.shape[1:], 8, problem.task, random_augment)
     reader = MicroBatchReader(read, sharding, micro_batch_size)
     loop = make_inner_loop(TrainStep(problem.loss_fn, optimizer, reader, **options))
     keeps_ema = "ema_decay" in options
@@ -202,6 +218,26 @@ def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(pro
         assert len(traces) == traces_of_first_size  # no other size traced, so none compiled, anything
 
 
+@pytest.mark.parametrize("num_devices", [*(pytest.param(few, marks=pytest.mark.full) for few in (1, 2)), 8])
+def test_gradient_of_maps_equals_the_full_batch_gradient(problem_of_maps, num_devices):
+    """Masks and depths are read, turned and dealt with their images, and each image has losses of its own."""
+    problem = problem_of_maps
+    trainer = sgd_trainer(problem, num_devices, storage="on_device")
+    expanded = augment.expand(problem.images, 8).reshape(-1, *problem.images.shape[1:])
+    images, planes = split_planes(expanded, problem.task.target_planes)
+    of_one = jax.jit(jax.value_and_grad(problem.loss_fn, has_aux=True))
+    for batch_size in (7, 133):
+        state, metrics = trainer.run([batch_size])
+        rows = visited_examples(trainer.sharding, 0, 0, batch_size)
+        batches = [Batch(images[[r]], problem.task.targets(None, planes[[r]]), np.ones(1)) for r in rows]
+        each = [of_one(problem.params, {}, batch) for batch in batches]
+        # Added in float64: what is left is the rounding of the step.
+        (loss, sums), grads = jax.tree.map(lambda *parts: np.mean(parts, axis=0, dtype=np.float64), *each)
+        assert_trees_close(grads, gradient_of_one_update(problem.params, state), 1e-6)
+        np.testing.assert_allclose(metrics["loss"][0], loss, rtol=1e-6)
+        np.testing.assert_allclose(metrics["depth_error"][0], sums.metrics["depth_error"], rtol=1e-5)
+
+
 def test_expanded_and_on_device_storage_give_the_same_gradients(problem):
     gradients, losses = [], []
     for storage in ("expanded", "on_device"):
@@ -249,8 +285,9 @@ def test_results_do_not_depend_on_how_the_loop_is_cut(problem):
     assert np.asarray(state.step).tolist() == [4, 4]
 
 
-def test_one_all_reduce_and_no_other_collective(problem):
-    text = sgd_trainer(problem, 8).compiled_text()
+@pytest.mark.parametrize("name", ["problem", "problem_of_maps"])
+def test_one_all_reduce_and_no_other_collective(name, request):
+    text = sgd_trainer(request.getfixturevalue(name), 8).compiled_text()
     calls = [line for line in text.splitlines() if "all-reduce(" in line or "all-reduce-start(" in line]
     assert len(calls) == 1, calls
     for other in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):

@@ -1,0 +1,173 @@
+"""Images with masks, depths or both, in a zip or a folder; see `map_folders` for how these are laid out."""
+
+import contextlib
+import dataclasses
+
+import numpy as np
+
+from largebatch.decoding import images
+from largebatch.errors import UserError
+from largebatch.sources.file_sets import FileSet, open_set
+from largebatch.sources.file_sources import find_images, fingerprint_of
+from largebatch.sources.map_folders import (
+    BACKGROUNDS,
+    DEPTHS,
+    IMAGES,
+    MASKS,
+    ParsedMaps,
+    has_images_folder,
+    parse_map_names,
+)
+from largebatch.sources.source import Source
+from largebatch.tasks import planes
+from largebatch.tasks.planes import PixelTargets
+
+MAX_CLASSES_BYTES = 2**16  # of the file that names them
+TWO_CLASSES, LARGEST_MASK_VALUE = ("background", "object"), 255
+SCALE_OF_8_BITS = planes.LARGEST_DEPTH // 255
+OPTIONS = {MASKS: images.DecodeOptions(indices=True), DEPTHS: images.DecodeOptions()}
+
+
+def map_source(files: FileSet, options: images.DecodeOptions, max_pixels: int) -> Source:
+    """The source of such a set.
+
+    Raises:
+      UserError: see `parse_map_names`; or classes.txt names fewer than 2 classes.
+    """
+    parsed = parse_map_names(files.names, files.where)
+    targets = _targets_of(files, parsed)
+    decoder = _Decoder(parsed, options, targets)
+
+    @contextlib.contextmanager
+    def open_pixels():
+        limits = images.Limits(max_pixels)
+        with files.opened() as file_of, images.pillow_limited_to(max_pixels):
+            yield lambda indices, out=None: [decoder.stored(index, file_of, limits) for index in indices]
+
+    every_name = [name for of_kind in parsed.names.values() for name in of_kind]
+    listing = files.stamps([*every_name, *([parsed.classes_file] if parsed.classes_file else [])])
+    return Source(
+        description=files.path,
+        fingerprint=f"maps-2 {fingerprint_of(listing, options)} {list(targets.classes)}",
+        ids=parsed.ids,
+        labels=np.zeros(len(parsed.ids), np.int32),
+        class_names=["image"],
+        open=open_pixels,
+        splits=parsed.splits,
+        targets=targets,
+    )
+
+
+def _targets_of(files: FileSet, parsed: ParsedMaps) -> PixelTargets:
+    classes = _read_classes(files, parsed.classes_file) if MASKS in parsed.names else ()
+    return PixelTargets(classes, DEPTHS in parsed.names)
+
+
+def _read_classes(files: FileSet, name: str | None) -> tuple[str, ...]:
+    if name is None:
+        return TWO_CLASSES
+    with files.opened() as file_of:
+        file, where = file_of(name), f"{files.where}: {name}"
+        if file.num_bytes > MAX_CLASSES_BYTES:
+            raise UserError(f"{where} has {file.num_bytes:,} bytes; allowed: up to {MAX_CLASSES_BYTES:,}")
+        lines = file.read().decode("utf-8-sig", "replace").splitlines()
+    classes = tuple(line.strip() for line in lines if line.strip())
+    repeated = [name for name in classes if classes.count(name) > 1]
+    if repeated:
+        raise UserError(f"{where} names {repeated[0]!r} twice; allowed: once")
+    if not 2 <= len(classes) <= LARGEST_MASK_VALUE:
+        raise UserError(f"{where} names {len(classes)} class(es); allowed: 2 to {LARGEST_MASK_VALUE}")
+    return classes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decoder:
+    """Puts an image and its maps together."""
+
+    parsed: ParsedMaps
+    options: images.DecodeOptions
+    targets: PixelTargets
+
+    def stored(self, index: int, file_of, limits: images.Limits) -> np.ndarray:
+        """uint8 [H, W, channels and planes]; planes of 0 where the set lacks what is to be predicted.
+
+        Raises:
+          UserError: the maps are not of the size of the image, or hold what is no class or no depth.
+        """
+        decoded = {}
+        for kind in self.parsed.names:
+            decoded[kind] = self._decode(kind, index, file_of, limits)
+            self._refuse(kind, index, decoded)
+        picture = np.concatenate([decoded[kind] for kind in (IMAGES, BACKGROUNDS) if kind in decoded], axis=-1)
+        if MASKS not in decoded and DEPTHS not in decoded:
+            picture = self._resized(picture)
+            return np.pad(picture, ((0, 0), (0, 0), (0, self.targets.planes)))
+        return planes.join(
+            self._resized(picture),
+            self._resized(decoded[MASKS], nearest=True)[..., 0] if MASKS in decoded else None,
+            self._resized(decoded[DEPTHS], nearest=True)[..., 0] if DEPTHS in decoded else None,
+        )
+
+    def _decode(self, kind: str, index: int, file_of, limits: images.Limits) -> np.ndarray:
+        """The file of a kind, of the size that it has: masks as classes uint8, depths as uint16."""
+        name = self.parsed.names[kind][index]
+        file = file_of(name)
+        options = OPTIONS.get(kind, dataclasses.replace(self.options, size=None))
+        pixels = images.decode(images.ImageFile(name, 0, file.num_bytes, file.read), options, limits)
+        if kind == MASKS and len(self.targets.classes) == 2 and pixels.dtype == np.uint8:
+            return np.where(pixels == LARGEST_MASK_VALUE, 1, pixels).astype(np.uint8)
+        if kind == DEPTHS and pixels.dtype == np.uint8:
+            return pixels.astype(np.uint16) * SCALE_OF_8_BITS
+        return pixels
+
+    def _refuse(self, kind: str, index: int, decoded: dict[str, np.ndarray]) -> None:
+        """Raises UserError where what was decoded last is not what belongs to the image."""
+        name, found = self.parsed.names[kind][index], decoded[kind]
+        (height, width, channels), (wanted_height, wanted_width, _) = found.shape, decoded[IMAGES].shape
+        if (height, width) != (wanted_height, wanted_width):
+            allowed = f"{wanted_width}x{wanted_height}, as its image"
+            raise UserError(f"{name} is of {width}x{height} pixels; allowed: {allowed}")
+        if kind in (MASKS, DEPTHS) and channels != 1:
+            raise UserError(f"{name} has {channels} channels; allowed: 1")
+        if kind != DEPTHS and found.dtype != np.uint8:
+            raise UserError(f"{name} is of {found.dtype}; allowed: uint8")
+        if kind == MASKS and found.max() >= (num_classes := len(self.targets.classes)):
+            allowed = f"0 to {num_classes - 1}" + (", or 0 and 255" if num_classes == 2 else "")
+            raise UserError(f"{name} has the value {found.max()}; allowed: {allowed}")
+
+    def _resized(self, pixels: np.ndarray, *, nearest: bool = False) -> np.ndarray:
+        return images.resized(pixels, self.options.size, self.options.resize, nearest=nearest)
+
+
+def find_maps(
+    path: str, targets: PixelTargets, channels: int, options: images.DecodeOptions, max_pixels: int
+) -> images.Dataset:
+    """All images in a folder or zip, with what is to be predicted of them.
+
+    Images without masks and depths have label -1, and planes of 0. Without backgrounds they may lie in any folders.
+
+    Args:
+      targets: what is to be predicted.
+      channels: of an image, with its background.
+    Raises:
+      UserError: nothing there, or it has something else to be predicted, or an image or a map is bad.
+    """
+    files = open_set(path, "--images")
+    if not has_images_folder(files.names):
+        found = find_images(path, [], dataclasses.replace(options, channels=channels), max_pixels)
+        return dataclasses.replace(found, images=np.pad(found.images, [(0, 0)] * 3 + [(0, targets.planes)]))
+    parsed = parse_map_names(files.names, files.where, may_lack_maps=True)
+    are_known = MASKS in parsed.names or DEPTHS in parsed.names
+    of_files = _targets_of(files, parsed)
+    if are_known and of_files != targets:
+        raise UserError(f"{files.where} has {of_files.text}; allowed: {targets.text}, as the run")
+    decoder = _Decoder(parsed, options, targets)
+    with files.opened() as file_of:
+        stored = images.decode_each(
+            parsed.ids, lambda index, limits: decoder.stored(index, file_of, limits), max_pixels
+        )
+    if stored.shape[-1] != channels + targets.planes:
+        found = stored.shape[-1] - targets.planes
+        raise UserError(f"{files.where} has images of {found} channels; allowed: {channels}, as the run")
+    labels = np.full(len(parsed.ids), 0 if are_known else -1, np.int32)
+    return images.Dataset(stored, labels, ["image"], parsed.ids)

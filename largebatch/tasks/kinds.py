@@ -1,0 +1,82 @@
+"""What is known of a task by its name: what is to be predicted, and by which score. JAX is not imported."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """A task that a config can name.
+
+    Attributes:
+      name: in a config's `task`.
+      has_mask, has_depth: whether each pixel has a class or a depth; with neither each image has a class.
+      score: what the score is; with "val_" before it, its column in metrics.jsonl.
+      score_words: what people call it.
+      higher_is_better: which way the score goes.
+      fields: of a config's `task` that it heeds.
+    """
+
+    name: str
+    has_mask: bool
+    has_depth: bool
+    score: str
+    score_words: str
+    higher_is_better: bool
+    fields: frozenset[str]
+
+    @property
+    def of_pixels(self) -> bool:
+        """Whether something is to be predicted of each pixel."""
+        return self.has_mask or self.has_depth
+
+    @property
+    def score_column(self) -> str:
+        """Of metrics.jsonl."""
+        return f"val_{self.score}"
+
+    def rank(self, score: float | None) -> float:
+        """A number by which scores are sorted, best first; None and NaN come last."""
+        if score is None or math.isnan(score):
+            return math.inf
+        return -score if self.higher_is_better else score
+
+    def is_better(self, score: float, other: float | None) -> bool:
+        """Whether a score is better than another one; any is better than none."""
+        return other is None or self.rank(score) < self.rank(other)
+
+    def reaches(self, score: float | None, target: float) -> bool:
+        """Whether a score is as good as the target."""
+        return self.rank(score) <= self.rank(target)
+
+    def best(self, scores: Iterable[float | None]) -> float | None:
+        """The best of those that are known."""
+        return min((score for score in scores if score is not None), key=self.rank, default=None)
+
+
+CLASSIFICATION = TaskKind("classification", False, False, "accuracy", "accuracy", True, frozenset())
+KINDS = {
+    kind.name: kind
+    for kind in (
+        CLASSIFICATION,
+        TaskKind("segmentation", True, False, "mean_iou", "mean IoU", True, frozenset({"mask_loss"})),
+        TaskKind("depth", False, True, "depth_rmse", "depth RMSE", False, frozenset({"depth_loss"})),
+        TaskKind(
+            "mask_depth",
+            True,
+            True,
+            "mean_iou",
+            "mean IoU",
+            True,
+            frozenset({"mask_loss", "depth_loss", "depth_weight"}),
+        ),
+    )
+}
+
+
+def kind_of(config: Mapping) -> TaskKind:
+    """The kind of a run, by its config; classification where that names none, as those of older code."""
+    task = config.get("task")
+    name = task.get("name") if isinstance(task, Mapping) else None
+    return KINDS.get(name, CLASSIFICATION) if isinstance(name, str) else CLASSIFICATION

@@ -1,0 +1,79 @@
+"""Losses of maps, one number for each image: means over its pixels, so that sums over images are exact however a
+batch is split, and equal on any number of devices.
+
+Masks have class logits [M, H, W, K] and classes int32 [M, H, W]; depths float32 [M, H, W]. Each gives float32 [M].
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+FOCUS = 2.0  # gamma of the focal loss
+BERHU_SHARE = 0.2  # of an image's largest error: where its BerHu loss goes from linear to quadratic
+SMOOTHING = 1.0  # pixels, added to both parts of Dice's fraction: a class that is nowhere costs nothing
+
+PIXELS = (1, 2)  # the axes of a map
+
+
+def cross_entropy(logits: jax.Array, classes: jax.Array) -> jax.Array:
+    """Mean over pixels, in nats; of two classes it is binary cross-entropy."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, classes).mean(PIXELS)
+
+
+def dice(logits: jax.Array, classes: jax.Array) -> jax.Array:
+    """1 - 2 |P and T| / (|P| + |T|) of each image, mean over the classes but the first, the background.
+
+    Milletari et al. 2016, "V-Net", with plain sums below the fraction.
+    """
+    shares = jax.nn.softmax(logits)[..., 1:]
+    truth = jax.nn.one_hot(classes, logits.shape[-1])[..., 1:]
+    both, either = (shares * truth).sum(PIXELS), (shares + truth).sum(PIXELS)
+    return jnp.mean(1 - (2 * both + SMOOTHING) / (either + SMOOTHING), axis=-1)
+
+
+def cross_entropy_dice(logits: jax.Array, classes: jax.Array) -> jax.Array:
+    """The sum of the two."""
+    return cross_entropy(logits, classes) + dice(logits, classes)
+
+
+def focal(logits: jax.Array, classes: jax.Array) -> jax.Array:
+    """Cross-entropy times (1 - share of the true class) ** 2: Lin et al. 2017, "Focal Loss", equation 4."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, classes)
+    return ((1 - jnp.exp(-losses)) ** FOCUS * losses).mean(PIXELS)
+
+
+def l1(depths: jax.Array, truth: jax.Array) -> jax.Array:
+    """Mean absolute error."""
+    return jnp.abs(depths - truth).mean(PIXELS)
+
+
+def berhu(depths: jax.Array, truth: jax.Array) -> jax.Array:
+    """Absolute error up to a threshold c, (e^2 + c^2) / (2 c) beyond it; c is a share of the image's largest error.
+
+    Laina et al. 2016, "Deeper Depth Prediction with Fully Convolutional Residual Networks", equation 1, where c is
+    by batch. The threshold is not differentiated.
+    """
+    errors = jnp.abs(depths - truth)
+    threshold = jax.lax.stop_gradient(BERHU_SHARE * errors.max(PIXELS, keepdims=True))
+    threshold = jnp.maximum(threshold, jnp.finfo(jnp.float32).tiny)
+    beyond = (errors**2 + threshold**2) / (2 * threshold)
+    return jnp.where(errors <= threshold, errors, beyond).mean(PIXELS)
+
+
+def gradient(depths: jax.Array, truth: jax.Array) -> jax.Array:
+    """L1 of the depths and of their differences between neighbours, which keep edges sharp."""
+    errors = depths - truth
+    pixels = errors.shape[1] * errors.shape[2]
+    across, down = (jnp.abs(jnp.diff(errors, axis=axis)).sum(PIXELS) for axis in (2, 1))
+    return l1(depths, truth) + (across + down) / pixels
+
+
+MASK_LOSSES: dict[str, Callable] = {
+    "cross_entropy": cross_entropy,
+    "dice": dice,
+    "cross_entropy_dice": cross_entropy_dice,
+    "focal": focal,
+}
+DEPTH_LOSSES: dict[str, Callable] = {"l1": l1, "berhu": berhu, "gradient": gradient}

@@ -1,0 +1,111 @@
+"""What is to be predicted of each pixel, stored as further channels of its image, of 8 bits as these.
+
+So masks and depths are cached, verified, dealt to devices, streamed and moved by augmentations with their image, as
+integers. First comes the mask, then the depth in two planes, the high byte first; either may be missing.
+
+NumPy and JAX arrays alike; JAX is not imported.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from largebatch.errors import BadSetting
+from largebatch.tasks.kinds import KINDS, TaskKind
+
+LARGEST_DEPTH = 65_535  # stored; it stands for 1
+MASK_PLANES, DEPTH_PLANES = 1, 2
+
+
+@dataclass(frozen=True)
+class PixelTargets:
+    """What a data set has for each pixel, behind the channels of its images; nothing where images have classes.
+
+    Attributes:
+      classes: names, by the value in the mask; () where there is no mask.
+      has_depth: whether there is a depth.
+    """
+
+    classes: tuple[str, ...] = ()
+    has_depth: bool = False
+
+    @classmethod
+    def recorded_in(cls, data: Mapping) -> "PixelTargets":
+        """What the description of a data set says of them; see `record`.
+
+        Raises:
+          ValueError: it is damaged.
+        """
+        if "targets" not in data:
+            return cls()
+        found = data["targets"] if isinstance(data["targets"], Mapping) else {}
+        classes, has_depth = found.get("classes"), found.get("has_depth")
+        are_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+        if not are_names or not isinstance(has_depth, bool):
+            raise ValueError(f"targets: {data['targets']}; allowed: classes and has_depth")
+        return cls(tuple(classes), has_depth)
+
+    def record(self) -> dict:
+        """For the description of a data set, plain JSON."""
+        return {"targets": {"classes": list(self.classes), "has_depth": self.has_depth}} if self.planes else {}
+
+    @property
+    def planes(self) -> int:
+        """How many channels it takes."""
+        return (MASK_PLANES if self.classes else 0) + (DEPTH_PLANES if self.has_depth else 0)
+
+    @property
+    def kind(self) -> TaskKind:
+        """The task that they are for."""
+        wanted = bool(self.classes), self.has_depth
+        return next(kind for kind in KINDS.values() if (kind.has_mask, kind.has_depth) == wanted)
+
+    def check_task(self, name: str, dataset: str) -> None:
+        """Raises BadSetting where the data set is not for the task of this name."""
+        if name != self.kind.name:
+            raise BadSetting(
+                f"task.name: {name!r}; allowed: {self.kind.name!r} with {dataset}, which has {self.text}"
+            )
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        masks = [f"masks of {', '.join(self.classes)}"] if self.classes else []
+        depths = ["depths"] if self.has_depth else []
+        return " and ".join([*masks, *depths]) or "classes of images"
+
+
+NO_TARGETS = PixelTargets()  # where images have classes
+
+
+def join(image: np.ndarray, mask: np.ndarray | None, depth: np.ndarray | None) -> np.ndarray:
+    """An image uint8 [H, W, C] with its planes, uint8 [H, W, C + planes].
+
+    Args:
+      mask: classes [H, W], below 256; None where there is none.
+      depth: uint16 [H, W]; None where there is none.
+    """
+    parts = [image]
+    if mask is not None:
+        parts.append(mask[..., None])
+    if depth is not None:
+        parts += [(depth >> 8)[..., None], (depth & 255)[..., None]]
+    return np.concatenate([part.astype(np.uint8) for part in parts], axis=-1)
+
+
+def two_bytes(depths: np.ndarray) -> list[np.ndarray]:
+    """Depths from 0 to 1 -> their high and low bytes, uint8."""
+    values = (depths * LARGEST_DEPTH + 0.5).astype(np.int32)
+    return [(values >> 8).astype(np.uint8), (values & 255).astype(np.uint8)]
+
+
+def classes_of(planes: np.ndarray) -> np.ndarray:
+    """Planes [M, H, W, P] with a mask -> classes int32 [M, H, W]."""
+    return planes[..., 0].astype(np.int32)
+
+
+def depths_of(planes: np.ndarray) -> np.ndarray:
+    """Planes [M, H, W, P] with a depth -> depths float32 [M, H, W], 0 to 1."""
+    high, low = (planes[..., index].astype(np.int32) for index in (-2, -1))
+    return (256 * high + low).astype(np.float32) / LARGEST_DEPTH

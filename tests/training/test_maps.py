@@ -1,0 +1,240 @@
+"""A run that predicts a mask and a depth: its rows, its pictures, its resume, and what others make of it."""
+
+import csv
+import functools
+import json
+import signal
+
+import numpy as np
+import pytest
+from PIL import Image
+from report_pages import make, text_of
+
+import augment
+import evaluate
+import model
+import train
+from configs import scenes_tiny
+from largebatch.errors import UserError
+from largebatch.hosts import preemption
+from largebatch.predictions import cases
+from largebatch.predictions.maps import mean_iou
+from largebatch.runs import reader
+from largebatch.tasks import planes
+from largebatch.training import trainer
+
+SMALL = "resunet_smallest"
+OUTER_STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_network():
+    """Compiled in a few seconds."""
+    network = functools.partial(model.ResUNet, features=(8,), blocks=(1,))
+    model.MODELS[SMALL] = model.Architecture(network, frozenset({"norm"}), of_pixels=True)
+    yield
+    del model.MODELS[SMALL]
+
+
+def run_config(cache_dir):
+    """100 scenes of 16 pixels."""
+    config = scenes_tiny.get_config()
+    config.augment.cache_dir = str(cache_dir)
+    config.dataset.num_examples, config.dataset.image_size = 100, 16
+    config.model.name, config.model.dtype = SMALL, "float32"
+    config.batch.size, config.batch.micro_batch_size = 40, 16
+    config.schedule.warmup_updates = 1
+    config.train.inner_steps, config.train.outer_steps = 2, OUTER_STEPS
+    config.eval.view_average, config.train.ema_decay = True, 0.5
+    return config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, session_cache):
+    """A finished run, and its rows."""
+    path = tmp_path_factory.mktemp("run")
+    train.train_and_evaluate(run_config(session_cache), str(path))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, session_cache):
+    """The cache of the run is the user's own."""
+    monkeypatch.setattr(evaluate, "own_cache_dir", lambda overrides: str(session_cache))
+
+
+def rows_of(path) -> list[dict]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows_and_summary_have_the_scores_of_the_task(run):
+    rows, summary = rows_of(run), json.loads((run / "summary.json").read_text())
+    best = max(rows, key=lambda row: row["val_score"])
+    assert len(rows) == OUTER_STEPS
+    for row in rows:
+        assert row["val_score"] == row["val_mean_iou"]
+        of_classes = [row["val_iou_background"], row["val_iou_object"]]
+        assert row["val_mean_iou"] == pytest.approx(np.mean([iou for iou in of_classes if iou is not None]))
+        assert row["val_depth_rmse"] > 0
+        assert 0 <= row["val_depth_near"] <= 1
+        assert (row["val_accuracy"], row["train_accuracy"], row["val_examples"]) == (None, None, 10)
+    assert (summary["score"], summary["best_val_accuracy"]) == ("val_mean_iou", None)
+    assert (summary["best_score"], summary["best_step"]) == (best["val_score"], best["step"])
+    assert reader.read(run).best_score == best["val_score"]
+
+
+def test_the_cases_are_the_extremes_and_what_evaluate_predicts(run, tmp_path, capsys):
+    score = evaluate.evaluate(run, out=str(tmp_path / "maps"))
+    assert score == json.loads((run / "summary.json").read_text())["best_score"]
+    text = capsys.readouterr().out
+    assert f"mean iou {score:.4f}" in text
+    assert "over 10 images" in text
+    found = cases.read(run)
+    assert found.columns.tolist() == ["loss", "mean_iou", "depth_rmse"]
+    assert len(found.ids) == 2 * cases.CASES_PER_END
+    assert (np.diff(found.scores[:, 0]) <= 0).all()
+    with (tmp_path / "maps" / "scores.csv").open() as file:
+        lines = {line["id"]: line for line in csv.DictReader(file)}
+    assert len(lines) == 10
+    for number, example_id in enumerate(found.ids):
+        mask, depth = (
+            np.asarray(Image.open(tmp_path / "maps" / f"{example_id}.{kind}.png")) for kind in ("mask", "depth")
+        )
+        predicted = found.predicted[number]
+        np.testing.assert_array_equal(mask == 255, planes.classes_of(predicted) == 1)
+        np.testing.assert_allclose(depth / 65_535, planes.depths_of(predicted), atol=1e-3)
+        truth = found.truth[number]
+        iou = mean_iou(planes.classes_of(predicted), planes.classes_of(truth), num_classes=2)
+        errors = planes.depths_of(predicted) - planes.depths_of(truth)
+        expected = [iou, np.sqrt(np.mean(errors**2))]
+        np.testing.assert_allclose(expected[0], found.scores[number, 1], atol=1e-6)
+        of_file = [float(lines[example_id][name]) for name in ("mean_iou", "depth_rmse")]
+        np.testing.assert_allclose(of_file, expected, atol=1e-3)
+
+
+def test_the_average_over_views_and_the_moving_average_are_those_of_the_run(run):
+    row = max(rows_of(run), key=lambda row: row["val_score"])
+    assert evaluate.evaluate(run, views=True) == row["val_mean_iou_views"]
+    assert evaluate.evaluate(run, ema=True) == row["val_mean_iou_ema"]
+    with pytest.raises(UserError, match=r"^--shift: 1; allowed: 0 with maps$"):
+        evaluate.evaluate(run, shift=1)
+
+
+def test_images_of_a_folder_with_and_without_masks(run, tmp_path, capsys):
+    found = cases.read(run)
+    folder = tmp_path / "set"
+    for kind in ("images", "masks", "depths"):
+        (folder / kind).mkdir(parents=True)
+    for number in range(len(found.ids)):
+        stored = {
+            "images": found.images[number],
+            "masks": planes.classes_of(found.truth[number]).astype(np.uint8),
+            "depths": np.rint(planes.depths_of(found.truth[number]) * planes.LARGEST_DEPTH).astype(np.uint16),
+        }
+        for kind, pixels in stored.items():
+            Image.fromarray(pixels).save(folder / kind / f"{number}.png")
+    score = evaluate.evaluate(run, images=str(folder), out=str(tmp_path / "all"))
+    assert 0 < score < 1
+    expected = found.predicted[0]
+    written = np.asarray(Image.open(tmp_path / "all" / "0.mask.png")) == 255
+    np.testing.assert_array_equal(written, planes.classes_of(expected) == 1)
+    assert evaluate.evaluate(run, images=str(folder / "images"), out=str(tmp_path / "only")) is None
+    assert "8 images without masks: predicted only" in capsys.readouterr().out
+    assert (tmp_path / "only" / "0.png.mask.png").read_bytes() == (tmp_path / "all" / "0.mask.png").read_bytes()
+    (folder / "classes.txt").write_text("sky\ncloud\n")
+    with pytest.raises(UserError, match=r"masks of sky, cloud and depths; allowed: masks of background, object"):
+        evaluate.evaluate(run, images=str(folder))
+
+
+@pytest.mark.full
+def test_a_resumed_run_has_the_same_bits(run, tmp_path, session_cache, monkeypatch):
+    calls = iter([0, 0, int(signal.SIGTERM)])
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "SECONDS_PER_CALL", 0.0)
+        patched.setattr(preemption, "agree", lambda vote=0: (next(calls), vote))
+        with pytest.raises(preemption.Stopped):
+            train.train_and_evaluate(run_config(session_cache), str(tmp_path / "run"))
+    summary = train.train_and_evaluate(run_config(session_cache), str(tmp_path / "run"))
+    assert summary["params_sha256"] == json.loads((run / "summary.json").read_text())["params_sha256"]
+    for one, other in zip(rows_of(run), rows_of(tmp_path / "run"), strict=True):
+        scores = {name: value for name, value in one.items() if name.startswith(("val_", "train_l"))}
+        assert scores == {name: other[name] for name in scores}
+    for one, other in zip(*(vars(cases.read(path)).values() for path in (run, tmp_path / "run")), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.full
+def test_local_steps_on_a_trace_from_a_stream(tmp_path, session_cache):
+    config = run_config(session_cache)
+    config.augment.storage, config.augment.crop_scale, config.augment.shift = "streamed", 0.5, 2
+    config.batch.trace, config.batch.hold_last = (40, 16, 24), True
+    config.sync.mode, config.sync.every, config.sync.optimizer_state = "local", 2, "keep"
+    config.eval.view_average, config.train.ema_decay = False, None
+    summary = train.train_and_evaluate(config, str(tmp_path / "run"))
+    rows = rows_of(tmp_path / "run")
+    assert [row["global_batch_size"] for row in rows] == [16, 24, 24]
+    assert all(row["replica_drift"] > 0 for row in rows)
+    assert summary["best_score"] == max(row["val_mean_iou"] for row in rows)
+
+
+@pytest.mark.full
+def test_a_mask_alone(tmp_path, session_cache, run):
+    """Three classes, of a folder: the same images with depths cut into far and near."""
+    found, folder = cases.read(run), tmp_path / "set"
+    for kind in ("images", "masks"):
+        (folder / kind).mkdir(parents=True)
+    (folder / "classes.txt").write_text("near\nmiddle\nfar\n")
+    for number in range(60):
+        image, truth = found.images[number % 8], found.truth[number % 8]
+        Image.fromarray(image).save(folder / "images" / f"{number}.png")
+        thirds = np.digitize(planes.depths_of(truth), (0.2, 0.5)).astype(np.uint8)
+        Image.fromarray(thirds).save(folder / "masks" / f"{number}.png")
+    config = run_config(session_cache)
+    config.dataset.name, config.dataset.path = "thirds", str(folder)
+    config.task.name, config.task.mask_loss, config.train.target_score = "segmentation", "dice", 0.05
+    train.train_and_evaluate(config, str(tmp_path / "run"))
+    (row,) = rows_of(tmp_path / "run")
+    assert {name for name in row if name.startswith("val_iou_")} == {
+        "val_iou_near",
+        "val_iou_middle",
+        "val_iou_far",
+    }
+    assert "val_depth_rmse" not in row
+    assert row["val_score"] >= 0.05  # where it ended
+    assert cases.read(tmp_path / "run").predicted.shape[-1] == planes.MASK_PLANES
+
+
+def test_a_data_set_of_another_task_is_named(tmp_path, session_cache):
+    config = run_config(session_cache)
+    config.task.name, config.task.depth_weight = "segmentation", 1.0
+    expected = (
+        r"task\.name: 'segmentation'; allowed: 'mask_depth' with .*scenes.*, which has masks of .* and depths"
+    )
+    with pytest.raises(UserError, match=expected):
+        train.train_and_evaluate(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_report_shows_the_cases_and_names_damaged_ones(run, tmp_path):
+    def text() -> str:
+        return text_of(make(run, out=tmp_path / "page.html"))
+
+    assert "Worst and best cases" in text()
+    content = (run / cases.FILE).read_bytes()
+    try:
+        (run / cases.FILE).write_bytes(content[:-2000])
+        damaged = text()
+    finally:
+        (run / cases.FILE).write_bytes(content)
+    assert "Worst and best cases" not in damaged
+    assert "cases.npz: damaged" in damaged
+
+
+def test_a_turned_image_is_predicted_as_the_turned_prediction():
+    """Averages over views turn maps back, so a network that copies its input gives the image."""
+    images = np.random.default_rng(0).random((2, 6, 6, 3)).astype(np.float32)
+    average = augment.average_over_copies(lambda _, copies: copies, num_views=8, gives_maps=True)
+    np.testing.assert_allclose(average(None, images), images, rtol=1e-6)
+    for view in range(8):
+        turned = augment.apply_view(augment.apply_view(images, view), augment.inverse_view(view))
+        np.testing.assert_array_equal(turned, images)
