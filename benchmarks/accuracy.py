@@ -1,4 +1,4 @@
-"""bench.py accuracy: seconds, images and updates to a target accuracy, over seeds.
+"""bench.py accuracy: seconds, images and updates to a target score, over seeds.
 
 Each seed is a run of train.py like any other; a run that is there already is not run again.
 """
@@ -27,12 +27,12 @@ def bench_accuracy(arguments: list[str], seeds: int, target: float, path: str) -
     return {
         "command": "accuracy",
         "arguments": arguments,
-        "target_accuracy": target,
+        "target_score": target,
         "seeds": seeds,
         "reached": sum(summary["steps_to_target"] is not None for summary in summaries),
         "to_target": {name: [summary[name] for summary in summaries] for name in COLUMNS},
-        "final_val_accuracy": [summary["final_val_accuracy"] for summary in summaries],
-        "best_val_accuracy": [summary["best_val_accuracy"] for summary in summaries],
+        "final_score": [summary["final_score"] for summary in summaries],
+        "best_score": [summary["best_score"] for summary in summaries],
         "images_per_sec": [summary["images_per_sec"] for summary in summaries],
         "devices": summaries[0]["devices"],
         "platform": summaries[0]["platform"],
@@ -47,7 +47,7 @@ def train(arguments: list[str], seed: int, target: float, workdir: Path) -> dict
     Raises:
       UserError: it failed; its message.
     """
-    options = [f"--config.seed={seed}", f"--config.train.target_accuracy={target}", f"--workdir={workdir}"]
+    options = [f"--config.seed={seed}", f"--config.train.target_score={target}", f"--workdir={workdir}"]
     command = [sys.executable, "train.py", *arguments, *options]
     done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     if done.returncode:
@@ -58,11 +58,11 @@ def train(arguments: list[str], seed: int, target: float, workdir: Path) -> dict
 
 def print_accuracy(result: dict) -> None:
     """Medians with their range over the seeds that reached the target, and how many did."""
-    print(f"{result['reached']} of {result['seeds']} seeds reached {result['target_accuracy']}")
+    print(f"{result['reached']} of {result['seeds']} seeds reached {result['target_score']}")
     for name, label in COLUMNS.items():
         costs = [cost for cost in result["to_target"][name] if cost is not None]
         if costs:
             print(f"{label:22} {statistics.median(costs):12,.1f} ({min(costs):,.1f} to {max(costs):,.1f})")
-    final = result["final_val_accuracy"]
+    final = result["final_score"]
     spread = f" ± {statistics.stdev(final):.4f}" if len(final) > 1 else ""
-    print(f"{'final accuracy':22} {statistics.mean(final):12.4f}{spread} (n = {len(final)})")
+    print(f"{'final score':22} {statistics.mean(final):12.4f}{spread} (n = {len(final)})")

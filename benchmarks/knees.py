@@ -62,7 +62,7 @@ def _rank(row: dict) -> tuple:
     """
     updates = row["updates_to_target"]
     if None in updates:
-        accuracies = [accuracy for accuracy in row["best_val_accuracy"] if accuracy is not None]
+        accuracies = [accuracy for accuracy in row["best_val_score"] if accuracy is not None]
         return 1, 0, -max(accuracies, default=0.0)
     return 0, -len(updates), statistics.mean(updates)
 

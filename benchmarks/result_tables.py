@@ -4,15 +4,21 @@ import statistics
 
 from benchmarks import knees, pages
 
+MAP_STUDIES = ("maps_losses", "maps_optimizers")
+
 
 def table_of(name: str, rows: list[dict]) -> str:
     """The table of this name. Above that of studies is a line for each with what its rows have in common."""
     if name == "recipes":
         return pages.markdown_table(*recipe_cells(rows))
+    if name == "maps":
+        return pages.markdown_table(*map_recipe_cells(rows))
     if name in knees.TABLES:
         table = knee_tables(rows)
     elif name == "rates":
         table = pages.markdown_table(*setting_cells(list(best_of(rows, "optimizer.name").values())))
+    elif name in MAP_STUDIES:
+        table = pages.markdown_table(*map_setting_cells(rows))
     else:
         table = pages.markdown_table(*setting_cells(rows))
     first_of_jobs = {row["job"]: row for row in reversed(rows)}
@@ -42,10 +48,43 @@ def recipe_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
             between(row["images"]),
             between(row["updates"]),
             f"{max(row['images']) * row['flops_per_image'] / 1e15:.3f}",
-            f"{each(row['val_accuracy'])}; {with_averaged(row['val_accuracy'], row['val_accuracy_averaged'])}",
-            with_averaged(row["test_accuracy"], row["test_accuracy_averaged"]),
+            f"{each(row['val_score'])}; {with_averaged(row['val_score'], row['val_score_averaged'])}",
+            with_averaged(row["test_score"], row["test_score_averaged"]),
             f"{statistics.median(row['train_sec']):,.0f}",
             f"{row['date']}, {row['commit'][:7]}",
+        ]
+        for row in rows
+    ]
+
+
+def map_recipe_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """The same of runs of a mask and a depth."""
+    header = ["command", "dtype", "updates", "mean IoU of validation at the last update", "depth RMSE"]
+    header += ["mean IoU of the test split", "seconds of training", "date, commit"]
+    return header, [
+        [
+            f"`{row['command']}`",
+            row["dtype"],
+            between(row["updates"]),
+            f"{each(row['val_score'])}; {spread(row['val_score'])}",
+            f"{each(row['val_depth_rmse'])}; {spread(row['val_depth_rmse'])}",
+            spread(row["test_score"]),
+            f"{statistics.median(row['train_sec']):,.0f}",
+            f"{row['date']}, {row['commit'][:7]}",
+        ]
+        for row in rows
+    ]
+
+
+def map_setting_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """A row for each setting of a study of masks and depths, best first."""
+    fields = list(rows[0]["values"])
+    return [*fields, "updates", "mean IoU at the last update", "depth RMSE"], [
+        [
+            *(str(row["values"][field]) for field in fields),
+            between(row["updates"]),
+            spread(row["val_score"]),
+            spread(row["val_depth_rmse"]),
         ]
         for row in rows
     ]
@@ -59,8 +98,8 @@ def setting_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
         [
             *(str(row["values"][field]) for field in fields),
             between(row["updates"]),
-            spread(row["best_val_accuracy"]),
-            spread(row["val_accuracy"]),
+            spread(row["best_val_score"]),
+            spread(row["val_score"]),
             reached(row["updates_to_0.9"]),
         ]
         for row in rows

@@ -73,6 +73,12 @@ def study(name: str, table: str, *arguments: str, data: str = EUROSAT, devices: 
     return Job(name, table, (*files, *arguments), data=data, devices=devices)
 
 
+def of_scenes(name: str, table: str, *arguments: str, seeds: int | None = None) -> Job:
+    """Runs of scenes_tiny.py, or a study of the space of this name around it."""
+    space = () if seeds else ("--space", f"configs/sweeps/{name}.py")
+    return Job(name, table, ("--config", "configs/scenes_tiny.py", *space, *arguments), seeds, data=None)
+
+
 def jobs() -> list[Job]:
     """All jobs, in the order in which they run."""
     tune = ("--pruner", "median", "--best_seeds", "3")
@@ -80,6 +86,8 @@ def jobs() -> list[Job]:
     cifar10 = ("--config.dataset.name", "cifar10", "--config.augment.views", "flip")
     fine = ("--config.train.inner_steps", "45", "--config.train.outer_steps", "15")
     three = ("--seeds", "3")
+    large_batch = ("--config.batch.size", "1024", "--config.train.inner_steps", "10")
+    large_batch += ("--config.train.outer_steps", "6", "--config.schedule.warmup_updates", "10")
     return [
         recipe("eurosat_fast", 6),
         recipe("eurosat_muon", 6),
@@ -99,6 +107,10 @@ def jobs() -> list[Job]:
         study("batch_growth", "batch_growth", *three, *SMALL),
         study("batch_schedules", "batch_schedules", *three, *SMALL),
         study("local_sgd", "local_sgd", *three, *SMALL, devices=8),
+        of_scenes("scenes_tiny", "maps", seeds=3),
+        of_scenes("scenes_unet", "maps", "--config.model.name", "unet_tiny", seeds=3),
+        of_scenes("scenes_losses", "maps_losses", *three, "--config.train.outer_steps", "3"),
+        of_scenes("scenes_optimizers", "maps_optimizers", *large_batch, "--best_seeds", "3"),
     ]
 
 
@@ -197,12 +209,12 @@ def rows_of(job: Job, path: Path, data: Path | None) -> list[dict]:
     row["parameters"] = [run.summary.get("params_sha256") for run in runs]
     for before in pages.read_rows(ROWS):
         if before.get("parameters") == row["parameters"]:  # the test split is looked at once
-            kept = {name: before[name] for name in ("test_accuracy", "test_accuracy_averaged")}
+            kept = {name: before[name] for name in ("test_score", "test_score_averaged")}
             return [row | kept]
     test = functools.partial(accuracy_on_test, data=data)
-    row["test_accuracy"] = [test(run) for run in runs]
-    has_copies = any(row["val_accuracy_averaged"])
-    row["test_accuracy_averaged"] = [test(run, averaged=True) if has_copies else None for run in runs]
+    row["test_score"] = [test(run) for run in runs]
+    has_copies = any(row["val_score_averaged"])
+    row["test_score_averaged"] = [test(run, averaged=True) if has_copies else None for run in runs]
     return [row]
 
 
@@ -225,9 +237,10 @@ def _row(job: Job, runs: list[Run]) -> dict:
         "updates": [row.get("step") for row in last],
         "images": [row.get("examples_seen") for row in last],
         "flops_per_image": runs[0].summary.get("flops_per_image"),
-        "val_accuracy": [row.get("val_accuracy") for row in last],
-        "val_accuracy_averaged": [row.get("val_accuracy_views") for row in last],
-        "best_val_accuracy": [run.best_val_accuracy for run in runs],
+        "val_score": [reader.score_of(row) for row in last],
+        "val_score_averaged": [row.get("val_accuracy_views") for row in last],
+        "best_val_score": [run.best_score for run in runs],
+        "val_depth_rmse": [row.get("val_depth_rmse") for row in last],
         "updates_to_0.9": [run.updates_to(0.9) for run in runs],
         "updates_to_target": [run.value("steps_to_target") for run in runs],
         "train_sec": [run.summary.get("train_sec") for run in runs],
@@ -271,6 +284,6 @@ def print_results(result: dict) -> None:
     """Prints what is kept, a line for each row."""
     for row in result["rows"]:
         values = ", ".join(f"{field} {value}" for field, value in row.get("values", {}).items())
-        accuracy = result_tables.spread(row["val_accuracy"])
+        accuracy = result_tables.spread(row["val_score"])
         print(f"{row['table']:12} {row['job']} {values}: {accuracy} at the last update")
     print(f"rows in {ROWS.relative_to(ROOT)}, tables in {PAGE.relative_to(ROOT)}")

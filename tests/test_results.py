@@ -61,7 +61,7 @@ def test_jobs_run_once_and_their_rows_replace_older_ones(page, tmp_path, monkeyp
         results.bench_results(str(tmp_path / "runs"), ".", None)
     (recipe, *_) = json.loads(results.ROWS.read_text())
     assert (recipe["seeds"], recipe["updates"], recipe["status"]) == (2, [2, 2], ["done", "done"])
-    assert all(0 <= accuracy <= 1 for accuracy in recipe["test_accuracy"])
+    assert all(0 <= accuracy <= 1 for accuracy in recipe["test_score"])
     text = page.read_text()
     assert "old" not in text
     assert text.startswith("# Results")
@@ -89,7 +89,7 @@ def test_the_table_of_knees_has_the_best_setting_of_each_batch_size():
     def row(optimizer, size, rate, steps):
         values = {"optimizer.name": optimizer, "batch.size": size, "optimizer.learning_rate": rate}
         row = {"values": values, "planned_updates": 1000, "updates_to_target": steps}
-        return row | {"best_val_accuracy": [0.8 - rate]}
+        return row | {"best_val_score": [0.8 - rate]}
 
     rows = [  # by their means, as a leaderboard has them
         row("muon", 128, 0.2, [105]),
@@ -111,7 +111,7 @@ def test_the_table_of_knees_has_the_best_setting_of_each_batch_size():
 def test_knees_are_fitted_to_all_seeds_of_the_best_settings(tmp_path):
     def row(size, steps):
         values = {"optimizer.name": "muon", "batch.size": size, "optimizer.learning_rate": 0.1}
-        return {"values": values, "planned_updates": 1000, "updates_to_target": steps, "best_val_accuracy": [0.9]}
+        return {"values": values, "planned_updates": 1000, "updates_to_target": steps, "best_val_score": [0.9]}
 
     steps = {size: 100 * (1 + 1000 / size) for size in (128, 512, 2048, 8192)}
     rows = [row(size, [round(mean * factor) for factor in (0.98, 1, 1.02)]) for size, mean in steps.items()]
