@@ -1,0 +1,22 @@
+"""LAMB, Adam and Muon on masks and depths at a batch of 1,024, each at rates of its own; 60 updates.
+
+    python sweep.py --config configs/scenes_tiny.py --space configs/sweeps/scenes_optimizers.py \\
+        --study runs/studies/scenes_optimizers --config.batch.size 1024 --config.train.inner_steps 10 \\
+        --config.train.outer_steps 6 --config.schedule.warmup_updates 10 --best_seeds 3
+"""
+
+from optuna.distributions import CategoricalDistribution
+
+WINDOWS = {"lamb": (3e-3, 3e-2), "adam": (1e-3, 1e-2), "muon": (3e-2, 0.3)}
+
+
+def get_space():
+    return {
+        "optimizer.name": CategoricalDistribution(list(WINDOWS)),
+        "optimizer.learning_rate": CategoricalDistribution([1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3]),
+    }
+
+
+def includes(values):
+    low, high = WINDOWS[values["optimizer.name"]]
+    return low <= values["optimizer.learning_rate"] <= high
