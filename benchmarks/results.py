@@ -87,7 +87,7 @@ def jobs() -> list[Job]:
     fine = ("--config.train.inner_steps", "45", "--config.train.outer_steps", "15")
     three = ("--seeds", "3")
     large_batch = ("--config.batch.size", "1024", "--config.train.inner_steps", "10")
-    large_batch += ("--config.train.outer_steps", "6", "--config.schedule.warmup_updates", "10")
+    large_batch += ("--config.train.outer_steps", "4", "--config.schedule.warmup_updates", "10")
     return [
         recipe("eurosat_fast", 6),
         recipe("eurosat_muon", 6),
