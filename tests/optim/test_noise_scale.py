@@ -115,14 +115,9 @@ def test_noise_scale_is_the_analytic_value(num_devices):
     assert noise_scale.noise_scale(noise) == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full), 8])
-@pytest.mark.parametrize(
-    ("part", "views"),
-    [
-        *(pytest.param(part, views, marks=pytest.mark.full) for part, views in ((0.2, 1), (0.9, 1), (0.9, 8))),
-        (0.5, 8),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize(("part", "views"), [(0.2, 1), (0.9, 1), (0.9, 8), (0.5, 8)])
 def test_noise_scale_near_the_size_of_the_set(num_devices, part, views):
     """Within 10 % where it is a large part of the originals: batches are drawn without replacement."""
     count = 2003  # which 2 and 8 devices share unevenly

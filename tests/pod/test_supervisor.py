@@ -141,6 +141,7 @@ def test_hosts_come_and_go_as_a_trace_says(start_pod, tmp_path):
     assert "waiting: 0 hosts are there" in told
 
 
+@pytest.mark.full
 def test_a_signal_while_hosts_save_for_others_does_not_stop_the_save(start_pod, tmp_path):
     pod = start_pod("kill save", "--return_sec=3")
     told = ""
@@ -155,6 +156,7 @@ def test_a_signal_while_hosts_save_for_others_does_not_stop_the_save(start_pod, 
     assert hosts_of_starts(tmp_path) == [3, 2]
 
 
+@pytest.mark.full
 def test_hosts_that_are_told_to_stop_before_they_answer_signals_have_not_failed(start_pod, tmp_path):
     pod = start_pod("kill early 0", "--return_sec=3", "--retries=1")
     _, told = pod.communicate(timeout=60)

@@ -60,9 +60,8 @@ def test_local_steps_are_looked_at_as_synchronous_ones(quick):
     assert "from update 0 on, parameters and more every 8 updates instead" in findings["traffic"].text
 
 
-@pytest.mark.parametrize(
-    "wrong", ["times the devices", pytest.param("one device left out", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("wrong", ["times the devices", "one device left out"])
 def test_a_wrong_reduction_fails(quick, monkeypatch, wrong):
     def reduce(tree):
         if wrong == "times the devices":

@@ -278,6 +278,7 @@ def momentum_buffers(state):
     return next(np.asarray(leaf) for leaf in inner if leaf.shape[1:] == (DIMENSIONS,))
 
 
+@pytest.mark.full
 def test_what_becomes_of_the_optimizer_s_state_when_devices_meet():
     problem = make_problem(4)
     before = momentum_buffers(run_local(problem, [64], sync_of(9), "keep", updates=3)[0])

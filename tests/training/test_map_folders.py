@@ -150,6 +150,7 @@ def test_a_study_of_depths_ranks_the_lowest_first(folders, session_cache, tmp_pa
     assert f"{min(run.best_score for run in best.runs):.4f}" in text
 
 
+@pytest.mark.full
 def test_the_report_draws_image_truth_prediction_and_error(folders, session_cache, tmp_path, shared):
     config = config_of("segmentation", folders, session_cache)
     config.train.outer_steps = 1

@@ -218,7 +218,8 @@ def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(pro
         assert len(traces) == traces_of_first_size  # no other size traced, so none compiled, anything
 
 
-@pytest.mark.parametrize("num_devices", [*(pytest.param(few, marks=pytest.mark.full) for few in (1, 2)), 8])
+@pytest.mark.full
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_gradient_of_maps_equals_the_full_batch_gradient(problem_of_maps, num_devices):
     """Masks and depths are read, turned and dealt with their images, and each image has losses of its own."""
     problem = problem_of_maps
@@ -285,7 +286,7 @@ def test_results_do_not_depend_on_how_the_loop_is_cut(problem):
     assert np.asarray(state.step).tolist() == [4, 4]
 
 
-@pytest.mark.parametrize("name", ["problem", "problem_of_maps"])
+@pytest.mark.parametrize("name", ["problem", pytest.param("problem_of_maps", marks=pytest.mark.full)])
 def test_one_all_reduce_and_no_other_collective(name, request):
     text = sgd_trainer(request.getfixturevalue(name), 8).compiled_text()
     calls = [line for line in text.splitlines() if "all-reduce(" in line or "all-reduce-start(" in line]
