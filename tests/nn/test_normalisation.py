@@ -157,6 +157,7 @@ def test_one_all_reduce_with_batch_norm(images_and_labels):
     assert sum("all-reduce(" in line or "all-reduce-start(" in line for line in text.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_padding_counts_in_no_statistic(images_and_labels):
     """A batch of 60 in micro-batches of 48 is 30 and 30, with 18 places of padding each."""
     images, labels = images_and_labels

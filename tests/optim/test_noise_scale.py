@@ -221,6 +221,7 @@ def test_gain(variance, signal, batch_size, expected):
     assert float(gain) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.full
 def test_adascale_at_scale_one_is_plain_sgd():
     """Bitwise: every gain is 1, every update a step of the schedule."""
     rates = np.float32([0.1, 0.2, 0.3, 0.4])

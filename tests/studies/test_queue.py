@@ -376,6 +376,7 @@ def test_a_database_that_is_away_is_waited_for(url, monkeypatch, caplog):
     assert "answers again after" in caplog.text
 
 
+@pytest.mark.full
 def test_after_the_database_was_away_all_may_send_a_heartbeat_first(url):
     alive = make_queue(url, heartbeat_sec=1, settings=1)
     alive.enqueue_missing()

@@ -188,7 +188,7 @@ def visited_examples(sharding, epoch, offset, batch_size) -> list[int]:
     return visited
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full), 8])
+@pytest.mark.parametrize("num_devices", [*(pytest.param(few, marks=pytest.mark.full) for few in (1, 2)), 8])
 def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(problem, num_devices):
     traces = []
 
@@ -239,6 +239,7 @@ def test_gradient_of_maps_equals_the_full_batch_gradient(problem_of_maps, num_de
         np.testing.assert_allclose(metrics["depth_error"][0], sums.metrics["depth_error"], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_expanded_and_on_device_storage_give_the_same_gradients(problem):
     gradients, losses = [], []
     for storage in ("expanded", "on_device"):
