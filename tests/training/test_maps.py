@@ -177,33 +177,6 @@ def test_local_steps_on_a_trace_from_a_stream(tmp_path, session_cache):
     assert summary["best_score"] == max(row["val_mean_iou"] for row in rows)
 
 
-@pytest.mark.full
-def test_a_mask_alone(tmp_path, session_cache, run):
-    """Three classes, of a folder: the same images with depths cut into far and near."""
-    found, folder = cases.read(run), tmp_path / "set"
-    for kind in ("images", "masks"):
-        (folder / kind).mkdir(parents=True)
-    (folder / "classes.txt").write_text("near\nmiddle\nfar\n")
-    for number in range(60):
-        image, truth = found.images[number % 8], found.truth[number % 8]
-        Image.fromarray(image).save(folder / "images" / f"{number}.png")
-        thirds = np.digitize(planes.depths_of(truth), (0.2, 0.5)).astype(np.uint8)
-        Image.fromarray(thirds).save(folder / "masks" / f"{number}.png")
-    config = run_config(session_cache)
-    config.dataset.name, config.dataset.path = "thirds", str(folder)
-    config.task.name, config.task.mask_loss, config.train.target_score = "segmentation", "dice", 0.05
-    train.train_and_evaluate(config, str(tmp_path / "run"))
-    (row,) = rows_of(tmp_path / "run")
-    assert {name for name in row if name.startswith("val_iou_")} == {
-        "val_iou_near",
-        "val_iou_middle",
-        "val_iou_far",
-    }
-    assert "val_depth_rmse" not in row
-    assert row["val_score"] >= 0.05  # where it ended
-    assert cases.read(tmp_path / "run").predicted.shape[-1] == planes.MASK_PLANES
-
-
 def test_a_data_set_of_another_task_is_named(tmp_path, session_cache):
     config = run_config(session_cache)
     config.task.name, config.task.depth_weight = "segmentation", 1.0
