@@ -36,6 +36,7 @@ from largebatch.sources.find import find_source, version_of
 from largebatch.sources.split import SPLITS, assign_splits
 from largebatch.sources.split_file import SplitFile, read_split_file
 from largebatch.tasks.kinds import KINDS
+from largebatch.tasks.planes import PixelTargets
 from largebatch.tasks.task import Task
 from largebatch.training.setup import choose_sharding
 
@@ -88,8 +89,9 @@ def select_views(images: jax.Array, views: jax.Array, num_views: int) -> jax.Arr
     return images
 
 
-def check_image_shape(config, image_shape: tuple[int, int, int]) -> None:
-    """Raises BadSetting where images of this shape do not go with `augment` or `eval`."""
+def check_data(config, image_shape: tuple[int, int, int], targets: PixelTargets, description: str) -> None:
+    """Raises BadSetting where a data set does not go with `augment`, `eval` or `task`; `description` is its own."""
+    targets.check_task(config.task.name, description)
     height, width, _ = image_shape
     if config.augment.views == "all" and height != width:
         raise BadSetting(
@@ -116,23 +118,18 @@ def make_read(
     A stream has "rows": [originals] too: in which row an original lies, if it does.
     """
 
-    def read_expanded(shard, examples):
-        return take_rows(shard["images"], examples).reshape(-1, *stored_shape)
+    def images_in(shard, rows):
+        return take_rows(shard["images"], rows).reshape(-1, *stored_shape)
 
-    def read_on_device(shard, examples):
-        originals = take_rows(shard["images"], examples // num_views).reshape(-1, *stored_shape)
-        return select_views(originals, examples % num_views, num_views)
-
-    def read_streamed(shard, examples):
-        rows = take_rows(shard["rows"], examples // num_views)
-        originals = take_rows(shard["images"], rows).reshape(-1, *stored_shape)
-        return select_views(originals, examples % num_views, num_views)
-
-    readers = {"expanded": read_expanded, "on_device": read_on_device, "streamed": read_streamed}
-    read_images = readers[storage]
+    def read_views(shard, examples):
+        if storage == "expanded":
+            return images_in(shard, examples)
+        originals = examples // num_views
+        rows = take_rows(shard["rows"], originals) if storage == "streamed" else originals
+        return select_views(images_in(shard, rows), examples % num_views, num_views)
 
     def read(shard, examples, visit_keys):
-        images, planes = split_planes(read_images(shard, examples), task.target_planes)
+        images, planes = split_planes(read_views(shard, examples), task.target_planes)
         if random_augment:
             images, planes = random_augment.apply(images, visit_keys), random_augment.move(planes, visit_keys)
         return images, task.targets(take_rows(shard["labels"], examples // num_views), planes)
@@ -250,17 +247,13 @@ def _list_and_build(config, cache_dir: epath.Path, requests: list[dict], split_f
     if before is not None and before != plan.folder:
         log.warning("dataset: %s changed since %s was made", plan.source.description, before)
     if sharing:
-        collectives.agreed(functools.partial(_check_plan, config, plan))  # before hours of work
+        source, shape = plan.source, plan_layout(plan).image_shape
+        # Before hours of work.
+        collectives.agreed(lambda: check_data(config, shape, source.targets, source.description))
         build_together(plan, sharing, missing=cache is None)
         cache = collectives.agreed(functools.partial(_open_built, plan.folder), cache is None) or cache
     known.note(cache_dir, request, cache)
     return cache
-
-
-def _check_plan(config, plan: CachePlan) -> None:
-    """Raises BadSetting where what is planned does not go with the config."""
-    plan.source.targets.check_task(config.task.name, plan.source.description)
-    check_image_shape(config, plan_layout(plan).image_shape)
 
 
 def estimate_cache(config) -> BuildEstimate | None:
@@ -381,7 +374,7 @@ def main(config) -> None:
     for attempt in cache_attempts(config, look_at_source=True):
         with attempt as cache:
             cache.verify()
-    check_image_shape(config, cache.image_shape)
+    check_data(config, cache.image_shape, cache.targets, f"dataset {config.dataset.name!r}")
     num_views = VIEW_COUNTS[config.augment.views]
     counts = ", ".join(f"{cache.count(split)} {split}" for split in SPLITS)
     print(f"cache   {cache.folder}")

@@ -61,8 +61,7 @@ def resolve_setup(
     Raises:
       BadSetting: the config does not go with the data set or the devices.
     """
-    augment.check_image_shape(config, data.image_shape)
-    data.targets.check_task(config.task.name, f"dataset {config.dataset.name!r}")
+    augment.check_data(config, data.image_shape, data.targets, f"dataset {config.dataset.name!r}")
     task = make_task(config, data.num_classes, data.targets)
     num_devices, views = hardware.num_devices, augment.VIEW_COUNTS[config.augment.views]
     sharding = choose_sharding(config.batch.virtual_shards, data.num_originals, num_devices, views)
@@ -70,17 +69,16 @@ def resolve_setup(
     schedule = make_schedule(config, sharding.num_examples, batch_sizes)
     possible = possible_batch_sizes(config.batch, schedule)
     micro_batch_size = choose_micro_batch_size(config, possible, sharding, hardware)
-    storage, buffer_rows = storage or config.augment.storage, None
-    if storage == "streamed":
-        largest = max(int(possible[-1]), micro_batch_size * num_devices)  # the second is what the doctor takes
-        buffer_rows = streaming.buffer_rows(sharding, data.layout.row_bytes, largest)
+    storage = storage or config.augment.storage
+    largest = max(int(possible[-1]), micro_batch_size * num_devices)  # the second is what the doctor takes
+    stream_rows = streaming.buffer_rows(sharding, data.layout.row_bytes, largest)
     program = ProgramOptions(
         dataset=dataset_key(config),
         image_shape=data.image_shape,
         mean=data.mean,
         std=data.std,
         storage=storage,
-        buffer_rows=buffer_rows,
+        buffer_rows=stream_rows if storage == "streamed" else None,
         random_augment=RandomAugment.from_config(config.augment, data.mean),
         sharding=sharding,
         packed=packed,
