@@ -1,11 +1,11 @@
 """What is known of a task by its name: what is to be predicted, and by which score. JAX is not imported."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TaskKind:
     """A task that a config can name.
 
@@ -55,24 +55,40 @@ class TaskKind:
         return min((score for score in scores if score is not None), key=self.rank, default=None)
 
 
-CLASSIFICATION = TaskKind("classification", False, False, "accuracy", "accuracy", True, frozenset())
-KINDS = {
-    kind.name: kind
-    for kind in (
-        CLASSIFICATION,
-        TaskKind("segmentation", True, False, "mean_iou", "mean IoU", True, frozenset({"mask_loss"})),
-        TaskKind("depth", False, True, "depth_rmse", "depth RMSE", False, frozenset({"depth_loss"})),
-        TaskKind(
-            "mask_depth",
-            True,
-            True,
-            "mean_iou",
-            "mean IoU",
-            True,
-            frozenset({"mask_loss", "depth_loss", "depth_weight"}),
-        ),
-    )
-}
+CLASSIFICATION = TaskKind(
+    name="classification",
+    has_mask=False,
+    has_depth=False,
+    score="accuracy",
+    score_words="accuracy",
+    higher_is_better=True,
+    fields=frozenset(),
+)
+SEGMENTATION = TaskKind(
+    name="segmentation",
+    has_mask=True,
+    has_depth=False,
+    score="mean_iou",
+    score_words="mean IoU",
+    higher_is_better=True,
+    fields=frozenset({"mask_loss"}),
+)
+DEPTH = TaskKind(
+    name="depth",
+    has_mask=False,
+    has_depth=True,
+    score="depth_rmse",
+    score_words="depth RMSE",
+    higher_is_better=False,
+    fields=frozenset({"depth_loss"}),
+)
+MASK_DEPTH = dataclasses.replace(
+    SEGMENTATION,
+    name="mask_depth",
+    has_depth=True,
+    fields=frozenset({"mask_loss", "depth_loss", "depth_weight"}),
+)
+KINDS = {kind.name: kind for kind in (CLASSIFICATION, SEGMENTATION, DEPTH, MASK_DEPTH)}
 
 
 def kind_of(config: Mapping) -> TaskKind:
