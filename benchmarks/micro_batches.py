@@ -14,12 +14,7 @@ from largebatch.hardware.targets import find_target
 
 TARGETS = ("v3:4x4", "v5e:4x8", "v6e:4x4")
 NETWORKS = ("convnet", "resconvnet", "resconvnet7", "resnet8", "resnet50")
-# With other images than EuroSAT's.
-CASES = {
-    "resnet50": Case("imagenet_resnet50", (("model.norm", "group"),)),
-    "resunet": Case("scenes_30m"),
-}
-# Parts of a device's share of 5,400, and of 1,024 for CASES.
+# Parts of a device's share of 5,400, and of 1,024 for ResNet-50.
 PARTS = (1, 2, 4, 8, 16, 32, 64)
 MOST_MEMORY = 0.6  # of a device: a larger set, or another optimizer, has to fit too
 
@@ -45,12 +40,11 @@ def bench_micro_batches(networks: str | None, targets: str | None) -> dict:
 
 def measure(network: str, target, parts: int) -> dict:
     """Cycles per image with a device's share in so many parts."""
-    num_devices = target.hardware.num_devices
-    if network in CASES:
-        case, share = CASES[network], 1024
-        batch_size = share * num_devices
+    if network == "resnet50":
+        case, share = Case("imagenet_resnet50", (("model.norm", "group"),)), 1024
+        batch_size = share * target.hardware.num_devices
     else:
-        case, share, batch_size = Case("eurosat_seed"), 172_800 // num_devices, "full"
+        case, share, batch_size = Case("eurosat_seed"), 172_800 // target.hardware.num_devices, "full"
     config = case.load()
     config.model.name, config.model.dtype, config.batch.size = network, "bfloat16", batch_size
     config.batch.micro_batch_size = -(-share // parts)

@@ -64,7 +64,7 @@ def get_config() -> config_dict.ConfigDict:
 
     c.model = config_dict.ConfigDict()
     # convnet | resconvnet | resconvnet7 | resconvnet_wide | airbench | airbench_small | resnet8 | resnet50;
-    # for segmentation and mask_depth resunet | resunet_tiny | unet_tiny
+    # for masks and depths resunet | resunet_tiny | unet_tiny
     c.model.name = "convnet"
     # Of the arithmetic; parameters stay float32: float32 | bfloat16 | auto: bfloat16 on TPUs, GPUs and CPUs with
     # AVX512_BF16 or AMX, else float32. A run or study keeps the one that it began with.

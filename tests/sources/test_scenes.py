@@ -67,6 +67,8 @@ def test_constants_know_little(scenes):
     mask, depth = (np.stack([getattr(scene, name) for scene in scenes]) for name in ("mask", "depth"))
     assert mean_iou(np.zeros_like(mask), mask) < 0.45
     assert rmse(depth.mean(), depth) > 0.18
+    half = NUM_SCENES // 2
+    assert rmse(depth[:half].mean(axis=0), depth[half:]) > 0.12  # the mean of each place
 
 
 def test_patches_of_5_x_5_tell_little_to_a_linear_model(scenes):
