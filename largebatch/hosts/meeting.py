@@ -14,8 +14,8 @@ import jax
 from jax._src import distributed
 
 FIRST_WAIT_MS = 1000
-FAILING_WAIT_MS = 5000
-LEAVING_SEC = 0.2
+FAILING_WAIT_MS = 5000  # for the others to say why they fail
+LEAVING_SEC = 0.2  # for the others to be gone before host 0
 SHORT_WAIT_SEC = 10.0  # of a wait, in which the store is asked every SHORT_POLL_SEC, and afterwards every POLL_SEC
 SHORT_POLL_SEC, POLL_SEC = 0.1, 1.0
 
