@@ -46,7 +46,7 @@ class ClassPredictions:
         return self.predictions.parts()
 
     def print_results(self, scores, heading: str) -> None:
-        """See below."""
+        """Scores, and a line for each class; see the function of this name."""
         print_results(self.dataset, self.classes, scores, heading)
 
     def write(self, path: str, parts: Iterable[Predictions]) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 FARTHEST = 12.0  # metres, depth 1
 CAMERA_HEIGHT = 1.25  # metres above the floor; were it another in each scene, no picture would tell its size
 FOCAL_LENGTH = 1.0  # of the side of the picture
+HORIZONS = 0.28, 0.32  # of the side, from above; over a wider range nobody could tell how far the wall is
+PERIODS = 0.6, 1.0  # metres, of patterns; over a wider range they would not tell how far they are
 FEWEST_OBJECTS, MOST_OBJECTS = 3, 8
 SHAPES = ("arch", "box", "ellipse", "triangle")
 BACKGROUND_PATTERNS, OBJECT_PATTERNS = ("stripes", "waves"), ("checks", "dots")
@@ -39,7 +41,7 @@ class _View:
 
     def __init__(self, size: int, rng: np.random.Generator):
         self.size = size
-        self.horizon = rng.uniform(0.28, 0.32) * size  # pixels from above
+        self.horizon = rng.uniform(*HORIZONS) * size  # pixels from above
         self.focal = FOCAL_LENGTH * size  # pixels
         rows, columns = np.mgrid[:size, :size] + 0.5
         self.right, self.up = (columns - size / 2) / self.focal, (self.horizon - rows) / self.focal  # at one metre
@@ -117,7 +119,7 @@ def patterns(kinds: tuple[str, ...]) -> Texture:
     """Patterns of these kinds in random colours, directions and periods."""
 
     def texture(right, up, rng):
-        kind, angle, period = str(rng.choice(kinds)), rng.uniform(0, np.pi), rng.uniform(0.6, 1.0)
+        kind, angle, period = str(rng.choice(kinds)), rng.uniform(0, np.pi), rng.uniform(*PERIODS)
         along = np.cos(angle) * right + np.sin(angle) * up
         across = np.cos(angle) * up - np.sin(angle) * right
         along, across = (np.sin(2 * np.pi * (axis / period + rng.random())) for axis in (along, across))
