@@ -7,7 +7,7 @@
 
 from optuna.distributions import CategoricalDistribution
 
-WINDOWS = {"lamb": (3e-3, 3e-2), "adam": (1e-3, 1e-2), "muon": (3e-2, 0.3)}
+WINDOWS = {"lamb": (3e-3, 0.1), "adam": (1e-3, 3e-2), "muon": (3e-2, 0.3)}
 
 
 def get_space():
