@@ -181,6 +181,8 @@ def get_config() -> config_dict.ConfigDict:
 
     c.log = config_dict.ConfigDict()
     c.log.tensorboard = True  # event files in WORKDIR/tensorboard
+    c.log.wandb = False  # Weights & Biases; offline, in WORKDIR/wandb, where there is no key or no network
+    c.log.wandb_project = "largebatch"  # 1..128 characters, none of / \ # ? % :
 
     c.devices = config_dict.ConfigDict()
     c.devices.platform = "auto"  # auto | cpu | gpu | tpu

@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "data": {"errors", "threads", "files", "hosts", "decoding", "cache", "tasks.planes"},
     "tasks": {"errors"},
     "predictions": {"errors", "files", "decoding", "tasks.planes"},
-    "runs": {"errors", "files", "terminal", "hosts", "optim", "config", "predictions", "tasks.kinds"},
+    "tracking": {"errors", "files"},
+    "runs": {"errors", "files", "terminal", "hosts", "optim", "config", "predictions", "tasks.kinds", "tracking"},
     "training": {"errors", "nn", "hardware", "hosts", "optim", "sources", "cache", "data", "tasks", "runs"},
     "studies": {"errors", "terminal", "hosts", "config", "data", "runs", "tasks.kinds"},
     # Reports are drawn without JAX, from what a run folder holds.

@@ -17,6 +17,8 @@ MISSING_FIELDS: dict[str, object] = {
     "augment.contrast": 0.0,
     "augment.cutout": 0,
     "eval.shift_average": 0,
+    "log.wandb": False,
+    "log.wandb_project": "largebatch",
     "model.side_heads": False,
     "optimizer.soap_every": 10,
     "schedule.b2_scaling": "none",

@@ -81,6 +81,11 @@ def _is_size(value) -> bool:
     return value is None or _SIDE.allows(value)
 
 
+def _is_project(value) -> bool:
+    """What Weights & Biases takes as the name of a project."""
+    return isinstance(value, str) and bool(value.strip()) and len(value) <= 128 and not set(value) & set("/\\#?%:")
+
+
 def _is_trace(value) -> bool:
     """The sizes in a tuple are checked with the trace; see `validate`."""
     return value is None or isinstance(value, list | tuple) or _TEXT.allows(value)
@@ -187,6 +192,8 @@ RULES: dict[str, Rule] = {
     "checkpoint.every_outer": _COUNT,
     "checkpoint.every_sec": _or(_number(0, math.inf, "a number >= 0"), "auto"),
     "log.tensorboard": _FLAG,
+    "log.wandb": _FLAG,
+    "log.wandb_project": Rule(_is_project, r"1 to 128 characters, none of / \ # ? % :"),
     "devices.platform": _one_of("auto", "cpu", "gpu", "tpu"),
     "devices.coordinator_address": _or(_TEXT, None),
     "devices.num_hosts": _or(_COUNT, None),

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,16 +54,14 @@ class InUse(UserError):
 
 
 class RunFolder:
-    """config.json, metrics.jsonl, events.jsonl, summary.json, predictions and tensorboard/ of one run.
+    """config.json, metrics.jsonl, events.jsonl, summary.json and predictions of one run.
 
     Only the primary host writes. Whole files are written under a temporary name and renamed; lines of the
     two .jsonl files are added one by one.
     """
 
-    def __init__(self, path: str | os.PathLike, *, tensorboard: bool = True):
+    def __init__(self, path: str | os.PathLike):
         self.path = Path(path).expanduser()
-        self._tensorboard = tensorboard
-        self._events = None
         self._lock = None
         self._is_new = False  # whether `lock` made the folder
         self._rows_bytes, self._rows_sha256 = 0, hashlib.sha256()
@@ -133,7 +130,6 @@ class RunFolder:
                 )
             file.truncate()
         self._rows_bytes, self._rows_sha256 = mark["bytes"], digest
-        self._close_events()  # the next row starts a new file, which takes the place of later steps
 
     def rows_mark(self) -> dict:
         """Where metrics.jsonl ends now: its length and SHA-256."""
@@ -176,10 +172,9 @@ class RunFolder:
             outcome.write(self.path, parts)
 
     def append_row(self, row: dict) -> None:
-        """Adds one line to metrics.jsonl, whole or not at all, and the same numbers to TensorBoard."""
+        """Adds one line to metrics.jsonl, whole or not at all."""
         path = self.path / "metrics.jsonl"
-        row = jsonable(row)
-        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        line = (json.dumps(jsonable(row), allow_nan=False) + "\n").encode()
         with writing(path), path.open("ab", buffering=0) as file:
             try:
                 if file.write(line) != len(line):
@@ -190,39 +185,9 @@ class RunFolder:
                 raise
         self._rows_bytes += len(line)
         self._rows_sha256.update(line)
-        if self._tensorboard:
-            self._write_events(row)
-
-    def _write_events(self, row: dict) -> None:
-        # Imported only now: where PyTorch is installed it comes along, 1.5 s before the first update.
-        from tensorboardX import summary
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-        folder = self.path / "tensorboard"
-        with writing(folder):
-            if self._events is None:
-                folder.mkdir(exist_ok=True)
-                # The synchronous writer: SummaryWriter's thread would hang the run when the disk is full.
-                self._events = EventsWriter(str(folder / "events"))
-                # TensorBoard drops what an earlier process wrote from this step on.
-                start = SessionLog(status=SessionLog.START)
-                self._events.write_event(Event(wall_time=time.time(), step=row["step"], session_log=start))
-            for name, value in row.items():
-                if value is not None:
-                    scalar = summary.scalar(name, value)
-                    self._events.write_event(Event(wall_time=time.time(), step=row["step"], summary=scalar))
-            self._events.flush()
-
-    def _close_events(self) -> None:
-        events, self._events = self._events, None
-        if events:
-            with writing(self.path / "tensorboard"):
-                events.close()
 
     def close(self) -> None:
-        """Closes the event file and lets other processes in; a new folder in which nothing was written goes."""
-        self._close_events()
+        """Lets other processes in; a new folder in which nothing was written goes."""
         if self._lock:
             (self.path / "lock").unlink(missing_ok=True)
             if self._is_new:

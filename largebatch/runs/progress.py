@@ -22,6 +22,8 @@ from largebatch.runs.folder import RunFolder, jsonable
 from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
 from largebatch.runs.summary import add_to_summary, empty_summary, summary_of_older_code
 from largebatch.tasks.kinds import kind_of
+from largebatch.tracking.tracked_run import TrackedRun
+from largebatch.tracking.trackers import Trackers, check_installed
 
 log = logging.getLogger("largebatch")
 
@@ -32,14 +34,16 @@ def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
     Args:
       config: as plain JSON.
     Raises:
-      UserError: the folder cannot be written, is in use, or holds a run of another config.
+      UserError: the folder cannot be written, is in use, or holds a run of another config; or a tracker that the
+        config asks for is not installed.
     """
-    run = RunFolder(workdir, tensorboard=config["log"]["tensorboard"])
+    run = RunFolder(workdir)
     summary = collectives.agreed(lambda: _ended_or_locked(run, config), collectives.is_primary())
     return run, collectives.json_from_primary(summary)
 
 
 def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
+    check_installed(config["log"])
     stored_config, summary = run.read("config.json"), run.read("summary.json")
     if stored_config:
         changed = fields.differences(fields.identity(config), fields.identity(stored_config), ("here", "there"))
@@ -84,6 +88,7 @@ class RunProgress:
         options = self.config["checkpoint"]
         self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", options["keep"])
         self._cadence = Cadence(options["every_sec"])
+        self._trackers: Trackers | None = None  # on host 0, from the start on
         self._is_training = False  # whether this process has told of its first update
         self._saved_step, self._saved_time = None, time.monotonic()
         self._like = trainer.snapshot()  # structure, shapes and types
@@ -178,6 +183,17 @@ class RunProgress:
         counted = sum(self._clock.seconds.get(section, 0.0) for section in COUNTED_SECTIONS)
         times = {"start_sec": self._clock.since_made(), "counted_sec": counted}
         self._run.log_event("start", step=self._trainer.step, **self._layout(), code=code, **times)
+        self._trackers = Trackers(self._tracked_run())
+
+    def _tracked_run(self) -> TrackedRun:
+        folder = self._run.path
+        is_trial = self._run.read("trial.json") is not None
+        return TrackedRun(
+            folder=folder,
+            name=folder.name,
+            group=folder.parents[1].name if is_trial else None,  # the study's folder
+            config=jsonable(self.config),
+        )
 
     def _log_what_happened(self, description: dict | None) -> None:
         events = self._run.events() if collectives.is_primary() else []
@@ -221,6 +237,7 @@ class RunProgress:
 
         def write(parts):
             self._run.append_row(row)
+            self._trackers.row(jsonable(row))
             if improved:
                 self._run.write_outcome(outcome, parts)
 
@@ -316,6 +333,7 @@ class RunProgress:
             except checkpoints.DamagedCheckpoint as damage:
                 raise UserError(str(damage)) from damage
             self._run.start_rows(description["rows"])
+            self._trackers.went_back()
             return self._for_these_devices(snapshot), description
 
         return self._from_primary(collectives.agreed(read, collectives.is_primary()))
@@ -350,6 +368,8 @@ class RunProgress:
                     write()
         finally:
             self._checkpoints.close()
+            if self._trackers:
+                self._trackers.end(jsonable(self.summary))
 
 
 def replicas_from_mean(mean, like):

@@ -61,7 +61,7 @@ def test_failures_are_read_from_events():
 
 
 def test_a_run_saves_more_often_once_it_has_failed(tmp_path, caplog):
-    run = RunFolder(tmp_path, tensorboard=False)
+    run = RunFolder(tmp_path)
     run.log_event("start", step=0)
     calm = Cadence("auto")
     for seconds in (0.5, 0.1, 0.1):

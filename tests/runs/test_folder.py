@@ -1,10 +1,8 @@
 import json
 import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from largebatch.errors import UserError
 from largebatch.hosts.clock import Clock
@@ -35,26 +33,13 @@ def test_summary_follows_the_rows():
 
 
 def test_no_number_is_written_as_nan(tmp_path):
-    run = RunFolder(tmp_path / "run", tensorboard=False)
+    run = RunFolder(tmp_path / "run")
     run.write_json("config.json", {"a": 1})
     run.append_row({"step": 1, "train_loss": np.float32("nan"), "grad_norm": float("inf"), "n": np.int64(3)})
     run.append_row({"step": 2, "train_loss": np.float32(0.5), "grad_norm": 1.0, "n": 4})
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0] == {"step": 1, "train_loss": None, "grad_norm": None, "n": 3}
     assert rows[1]["train_loss"] == 0.5
-
-
-def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
-    code = (
-        "import sys; from largebatch.runs.folder import RunFolder; run = RunFolder(sys.argv[1]);"
-        "run.append_row({'step': 7, 'val_accuracy': 0.25, 'noise_scale': None}); run.close();"
-        "assert 'tensorflow' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    content = events.read_bytes()
-    assert b"val_accuracy" in content
-    assert b"noise_scale" not in content
 
 
 def test_the_clock_adds_sections_up():
@@ -130,7 +115,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
     lines = (full_disk / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
     names = sorted(path.name for path in (full_disk / "run").iterdir())
-    assert names == ["config.json", "metrics.jsonl", "tensorboard"]
+    assert names == ["config.json", "metrics.jsonl"]
 
 
 def test_only_one_process_trains_in_a_folder(tmp_path):
@@ -145,14 +130,14 @@ def test_only_one_process_trains_in_a_folder(tmp_path):
 
 
 def test_rows_are_cut_back_to_a_mark(tmp_path):
-    run = RunFolder(tmp_path, tensorboard=False)
+    run = RunFolder(tmp_path)
     run.start_rows(None)
     run.append_row({"step": 1})
     mark = run.rows_mark()
     run.append_row({"step": 2})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "tor')
-    again = RunFolder(tmp_path, tensorboard=False)
+    again = RunFolder(tmp_path)
     again.start_rows(mark)
     again.append_row({"step": 2})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

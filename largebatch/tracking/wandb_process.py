@@ -1,0 +1,66 @@
+"""Writes what it reads to Weights & Biases: {"begin": ...}, then a {"row": ...} each, then {"end": summary}.
+
+Where there is no key or no network the record is written to the folder wandb/ of the run; `wandb sync` sends it.
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+
+import wandb
+
+INIT_SEC = 30
+ENDED_WELL = ("done", "pruned", "interrupted")
+
+
+def main() -> None:
+    """Reads until the run has ended; without an end it was killed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which then tells its end
+        signal.signal(number, signal.SIG_IGN)
+    messages = map(json.loads, sys.stdin)
+    record = open_record(next(messages)["begin"])
+    record.finish(exit_code=write(record, messages))
+
+
+def open_record(begin: dict):
+    """The record of a run: a new one, or the one of its earlier processes; offline where nothing else can be."""
+    try:
+        return _init(begin, mode=None)
+    except wandb.Error as error:
+        reason = " ".join(str(error).split())
+        hint = f"offline: wandb sync {begin['folder']}/wandb/offline-run-* sends it"
+        print(f"log.wandb: {reason}; {hint}", file=sys.stderr, flush=True)
+        return _init(begin, mode="offline")
+
+
+def _init(begin: dict, mode: str | None):
+    settings = wandb.Settings(console="off", silent=True, save_code=False, init_timeout=INIT_SEC)
+    record = wandb.init(
+        id=begin["id"],
+        resume="allow",
+        project=begin["project"],
+        group=begin["group"],
+        name=begin["name"],
+        config=begin["config"],
+        dir=begin["folder"],
+        mode=mode,
+        settings=settings,
+    )
+    record.define_metric("*", step_metric="step")
+    return record
+
+
+def write(record, messages: Iterator[dict]) -> int:
+    """Writes rows and summary; returns the exit code of the run."""
+    for message in messages:
+        if "end" in message:
+            summary = message["end"]
+            record.summary.update({name: value for name, value in summary.items() if not isinstance(value, list)})
+            return 0 if summary["status"] in ENDED_WELL else 1
+        record.log({name: value for name, value in message["row"].items() if value is not None})
+    return 1
+
+
+if __name__ == "__main__":
+    main()
