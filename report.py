@@ -25,7 +25,7 @@ from largebatch.reports.example_pictures import Place
 from largebatch.reports.labels import count_runs
 from largebatch.reports.page import GroupReport
 from largebatch.reports.panels import Group
-from largebatch.runs import reader
+from largebatch.runs import bucket, reader
 from largebatch.studies import analysis
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -96,7 +96,7 @@ def read_groups(paths: list[str]) -> list[Group]:
     """
     groups, single_runs = [], []
     for path in dict.fromkeys(paths):
-        content = reader.read(path)
+        content = reader.read(bucket.local_copy(path))
         if isinstance(content, reader.Study):
             groups.append(panels.group_study(content))
         else:

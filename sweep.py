@@ -32,7 +32,7 @@ from largebatch.errors import UserError
 from largebatch.files import replacing
 from largebatch.hardware.dtypes import AUTO
 from largebatch.hosts import collectives, preemption
-from largebatch.runs import reader
+from largebatch.runs import bucket, reader
 from largebatch.runs.folder import RunFolder, writing
 from largebatch.studies import analysis, critical_batch
 from largebatch.studies.database import is_sqlite_file_in, without_password
@@ -176,6 +176,8 @@ def main(config: config_dict.ConfigDict) -> int:
     """Runs the study; returns the exit code."""
     if not FLAGS.study:
         raise UserError("--study: missing; allowed: the study's folder, runs/studies/NAME")
+    if bucket.is_url(FLAGS.study):
+        raise UserError(f"--study: {FLAGS.study}; allowed: a folder of this machine, or one that several mount")
     cli.use_compilation_cache(config.augment.cache_dir)  # before a study.json may name another
     recorded = read_recorded(config)
     dtype_is_auto = config.model.dtype == AUTO

@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +115,14 @@ def _sync(path: Path) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run: saves in the background, keeps the last few and whatever is protected."""
+    """The checkpoints of one run: saves in the background, keeps the last few and whatever is protected.
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self._keep = folder.absolute(), keep
+    Args:
+      after_save: called when a checkpoint is on disk, in the background too; it may raise a UserError.
+    """
+
+    def __init__(self, folder: Path, keep: int, after_save: Callable[[], None] = lambda: None):
+        self.folder, self._keep, self._after_save = folder.absolute(), keep, after_save
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._pending: concurrent.futures.Future | None = None
 
@@ -179,6 +183,9 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
             _sync(self.folder)
             self._prune(protect)
+            self._after_save()
+        except UserError:
+            raise
         except Exception as error:  # TensorStore reports a full disk as ValueError
             shutil.rmtree(temporary, ignore_errors=True)
             raise UserError(f"--workdir: cannot write {target} ({_reason(error)})") from error

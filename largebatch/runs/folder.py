@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,11 @@ from largebatch import files
 from largebatch.errors import UserError
 from largebatch.predictions import files as prediction_files
 from largebatch.predictions.files import Outcome
+from largebatch.runs import bucket
 
 log = logging.getLogger("largebatch")
+
+LAST_COPY_SEC, RETRY_SEC = 60.0, 5.0  # of the copy to a bucket at the end of a run
 
 
 def jsonable(value):
@@ -57,11 +61,17 @@ class RunFolder:
     """config.json, metrics.jsonl, events.jsonl, summary.json and predictions of one run.
 
     Only the primary host writes. Whole files are written under a temporary name and renamed; lines of the
-    two .jsonl files are added one by one.
+    two .jsonl files are added one by one. That of a bucket is written on this machine; see `bucket`.
+
+    Attributes:
+      address: as the user gave it.
+      path: where it is written.
     """
 
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path).expanduser()
+    def __init__(self, address: str | os.PathLike):
+        self.address = str(address)
+        self._bucket = bucket.Bucket(self.address) if bucket.is_url(address) else None
+        self.path = self._bucket.folder if self._bucket else Path(address).expanduser()
         self._lock = None
         self._is_new = False  # whether `lock` made the folder
         self._rows_bytes, self._rows_sha256 = 0, hashlib.sha256()
@@ -69,18 +79,22 @@ class RunFolder:
     def read(self, name: str) -> dict | None:
         """A JSON file of the folder, or None where there is none."""
         path = self.path / name
-        if not path.exists():
-            return None
         try:
-            content = json.loads(path.read_text())
+            if self._bucket and not self._lock:  # before `lock` has fetched it
+                text = self._bucket.read(name)
+            else:
+                text = path.read_bytes() if path.exists() else None
+            content = None if text is None else json.loads(text)
         except (OSError, ValueError) as error:
             raise UserError(f"--workdir: {path} cannot be read ({error})") from error
-        if not isinstance(content, dict):
+        if not isinstance(content, dict | None):
             raise UserError(f"--workdir: {path} is not a JSON object")
         return content
 
     def lock(self) -> None:
         """Makes the folder, tries it, and keeps other processes out until this one ends, however it ends.
+
+        That of a bucket is brought up to what is there. Processes of other machines are not kept out of it.
 
         Raises:
           UserError: the folder cannot be written.
@@ -103,7 +117,7 @@ class RunFolder:
                 raise BlockingIOError  # a process that has just ended removed it; yet another may have made its own
         except BlockingIOError as error:
             lock.close()
-            raise InUse(f"--workdir: another process is training in {self.path}") from error
+            raise InUse(f"--workdir: another process is training in {self.address}") from error
         except OSError as error:  # some network file systems
             log.warning("--workdir: %s cannot be locked (%s): start one process in it only", path, error.strerror)
         self._lock = lock
@@ -111,6 +125,48 @@ class RunFolder:
             for left in self.path.glob(".*.tmp"):
                 files.remove(left)
             prediction_files.finish_writing(self.path)
+        if self._bucket:
+            try:
+                self._fetch(self._bucket)
+            except UserError:
+                self.close()
+                raise
+
+    def _fetch(self, its_bucket: bucket.Bucket) -> None:
+        """Brings the folder up to what is in the bucket."""
+        what = "is copied to after every checkpoint, from %s; a bucket has no locks: start one run in it only"
+        log.info(f"--workdir: %s {what}", self.address, self.path)
+        its_bucket.probe()
+        with writing(self.path):
+            its_bucket.pull()
+
+    def copy(self) -> None:
+        """Copies to the bucket, where the folder is of one; where that fails, a later copy makes up for it.
+
+        Raises:
+          UserError: another process has copied to it.
+        """
+        if self._bucket:
+            try:
+                self._bucket.push()
+            except bucket.Unreachable as error:
+                log.warning("%s; the run goes on, and the next checkpoint is copied with this one", error)
+
+    def copy_whole(self) -> None:
+        """Copies to the bucket, at the end of a run.
+
+        Raises:
+          UserError: it cannot be reached in LAST_COPY_SEC, or another process has copied to it.
+        """
+        deadline = time.monotonic() + LAST_COPY_SEC
+        while self._bucket:
+            try:
+                return self._bucket.push()
+            except bucket.Unreachable as error:
+                if time.monotonic() > deadline:
+                    hint = f"the whole run is in {self.path}; the same command on this machine copies it"
+                    raise UserError(f"{error}; {hint}") from error
+                time.sleep(RETRY_SEC)
 
     def start_rows(self, mark: dict | None) -> None:
         """Cuts metrics.jsonl back to `mark`, the `rows_mark` of a checkpoint; None is before the first row.

@@ -16,7 +16,7 @@ from largebatch.hosts.clock import Clock
 from largebatch.optim.batch_sizes import are_found_in_training
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.predictions.files import Outcome
-from largebatch.runs import checkpoints, provenance, start
+from largebatch.runs import bucket, checkpoints, provenance, start
 from largebatch.runs.cadence import Cadence
 from largebatch.runs.folder import RunFolder, jsonable
 from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
@@ -48,11 +48,11 @@ def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
     if stored_config:
         changed = fields.differences(fields.identity(config), fields.identity(stored_config), ("here", "there"))
         if changed:
-            raise UserError(f"--workdir: {run.path} holds a run of another config: {changed}")
+            raise UserError(f"--workdir: {run.address} holds a run of another config: {changed}")
     if stored_config and summary and summary.get("status") in ("done", "diverged", "pruned"):
         return summary
     if stored_config is None and (run.path / "metrics.jsonl").exists():
-        raise UserError(f"--workdir: {run.path} holds metrics.jsonl but no config.json; give a new folder")
+        raise UserError(f"--workdir: {run.address} holds metrics.jsonl but no config.json; give a new folder")
     run.lock()
     return None
 
@@ -86,7 +86,7 @@ class RunProgress:
         # The batch sizes of the checkpoint that was taken up, where only training finds them.
         self.batch_sizes: PiecewiseConstant | None = None
         options = self.config["checkpoint"]
-        self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", options["keep"])
+        self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", options["keep"], run.copy)
         self._cadence = Cadence(options["every_sec"])
         self._trackers: Trackers | None = None  # on host 0, from the start on
         self._is_training = False  # whether this process has told of its first update
@@ -144,10 +144,11 @@ class RunProgress:
     def _start_from_another_run(self) -> None:
         """Takes what train.init_from asks for; see `runs.start`."""
         train, state = self.config["train"], self._like["state"]
-        run, step = Path(train["init_from"]).expanduser(), train["init_step"]
+        step = train["init_step"]
 
         def read():
             try:
+                run = bucket.local_copy(train["init_from"])
                 return start.branch(run, step, state) if step else start.best_parameters(run, state)
             except UserError as error:
                 raise UserError(f"train.init_from: {error}") from error
@@ -190,7 +191,7 @@ class RunProgress:
         is_trial = self._run.read("trial.json") is not None
         return TrackedRun(
             folder=folder,
-            name=folder.name,
+            name=Path(self._run.address).name,
             group=folder.parents[1].name if is_trial else None,  # the study's folder
             config=jsonable(self.config),
         )
@@ -358,18 +359,21 @@ class RunProgress:
         def write():
             self._run.write_json("summary.json", self.summary)
             self._run.log_event(self.summary["status"], step=self._trainer.step, reason=reason)
-
-        try:
-            if self.summary["status"] != "failed":
-                collectives.agreed(write, collectives.is_primary())
-            elif collectives.is_primary():  # the others may not come here
-                # The failure itself (a full disk?) is what the user has to know.
-                with contextlib.suppress(UserError):
-                    write()
-        finally:
-            self._checkpoints.close()
             if self._trackers:
                 self._trackers.end(jsonable(self.summary))
+
+        def write_and_copy():
+            write()
+            self._run.copy_whole()
+
+        self._checkpoints.close()
+        if self.summary["status"] != "failed":
+            collectives.agreed(write_and_copy, collectives.is_primary())
+        elif collectives.is_primary():  # the others may not come here
+            # The failure itself (a full disk?) is what the user has to know.
+            with contextlib.suppress(UserError):
+                write()
+                self._run.copy()
 
 
 def replicas_from_mean(mean, like):

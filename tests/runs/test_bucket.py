@@ -1,0 +1,421 @@
+"""Run folders in a bucket: whole wherever a copy ends, and never written by two."""
+
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from buckets import gcs, open_files, s3
+from conftest import ROOT, assert_one_line_error, on_devices, run_script
+from test_resume import assert_same_run
+
+import train
+from largebatch.errors import UserError
+from largebatch.hosts import preemption
+from largebatch.runs import bucket, checkpoints, folder
+from largebatch.runs.best import best_checkpoint
+from largebatch.runs.bucket import Bucket
+from largebatch.runs.display import Reporter
+
+URL = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    """This machine's copies are in a folder of the test; memory:// is empty."""
+    monkeypatch.setattr(bucket, "LOCAL_FOLDERS", str(tmp_path / "here"))
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def config(small_config):
+    small_config.batch.size = 128
+    small_config.train.outer_steps = 4
+    small_config.log.tensorboard = False
+    small_config.checkpoint.keep = 2
+    return small_config
+
+
+def write_checkpoint(run: Path, step: int, content: str) -> None:
+    """A small one; the rows that go with it are written before, as in a run."""
+    with (run / "metrics.jsonl").open("a") as rows:
+        rows.write(f"{step}\n")
+    temporary = run / "checkpoints" / f".{step:08d}.tmp"
+    (temporary / "arrays").mkdir(parents=True)
+    for part in range(3):
+        (temporary / "arrays" / f".part{part}").write_text(content * (part + 1))
+    names = sorted(path for path in temporary.rglob("*") if path.is_file())
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(temporary)}" for path in names]
+    (temporary / "SHA256SUMS").write_text("\n".join(sums))
+    target = run / "checkpoints" / f"{step:08d}"
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
+def check_whole(run: Path) -> list[int]:
+    """Steps of the checkpoints, of which every file and the rows have to be there."""
+    steps = []
+    for sums in sorted(run.glob("checkpoints/*/SHA256SUMS")):
+        listed = [line.split("  ") for line in sums.read_text().splitlines()]
+        for digest, name in listed:
+            assert hashlib.sha256((sums.parent / name).read_bytes()).hexdigest() == digest
+        assert len(listed) == 3
+        steps.append(int(sums.parent.name))
+    rows = (run / "metrics.jsonl").read_text().split() if steps else []
+    assert {str(step) for step in steps} <= set(rows)
+    return steps
+
+
+def elsewhere(tmp_path: Path, url: str = URL) -> Path:
+    """What another machine gets."""
+    other = tmp_path / f"elsewhere{len(list(tmp_path.iterdir()))}"
+    other.mkdir()
+    Bucket(url, other).pull()
+    return other
+
+
+class Killed(BaseException):
+    """In place of the end of a process."""
+
+
+# ---- copies that end anywhere ---------------------------------------------------------------------------
+
+
+def next_checkpoint(run: Path) -> None:
+    write_checkpoint(run, 20, "c")
+
+
+def older_one_goes(run: Path) -> None:
+    write_checkpoint(run, 20, "c")
+    shutil.rmtree(run / "checkpoints" / "00000000")
+    shutil.rmtree(run / "checkpoints" / "00000010")
+
+
+def same_step_again(run: Path) -> None:
+    write_checkpoint(run, 10, "d")
+
+
+def the_end(run: Path) -> None:
+    write_checkpoint(run, 20, "c")
+    (run / "summary.json").write_text("{}")
+
+
+def rollback(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "00000010")
+    (run / "metrics.jsonl").write_text("0\n")
+    write_checkpoint(run, 5, "e")
+
+
+@pytest.mark.parametrize("change", [next_checkpoint, older_one_goes, same_step_again, the_end, rollback])
+def test_wherever_a_copy_ends_the_bucket_has_a_whole_checkpoint(tmp_path, monkeypatch, change):
+    memory = type(fsspec.filesystem("memory"))
+    places = 0
+    while True:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        fsspec.filesystem("memory").store.clear()
+        run = tmp_path / "run"
+        run.mkdir()
+        mine = Bucket(URL, run)
+        mine.pull()
+        for step, content in ((0, "a"), (10, "b")):
+            write_checkpoint(run, step, content)
+            mine.push()
+        change(run)
+        left = places
+
+        def count(operation, *arguments, **options):
+            nonlocal left
+            if not left:
+                raise Killed
+            left -= 1
+            return operation(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            for name in ("pipe_file", "put_file", "rm_file"):
+                operation = getattr(memory, name)
+                patch.setattr(
+                    memory, name, lambda *a, operation=operation, count=count, **o: count(operation, *a, **o)
+                )
+            try:
+                mine.push()
+                break
+            except Killed:
+                pass
+        other = elsewhere(tmp_path)
+        found = check_whole(other)
+        assert found, f"killed at change {places} of the bucket"
+        assert Bucket(URL, other).read("summary.json") is None or 20 in found
+        Bucket(URL, run).pull()  # the same machine again goes on from what it has
+        again = Bucket(URL, run)
+        again.pull()
+        again.push()
+        assert check_whole(elsewhere(tmp_path)) == check_whole(run)
+        places += 1
+    assert places > 5
+    assert check_whole(elsewhere(tmp_path)) == check_whole(run)
+    assert {path.rpartition("/run/")[2] for path in fsspec.filesystem("memory").find("/bucket/run")} == {
+        path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file() and path.name != bucket.STATE
+    } | {bucket.POINTER}
+
+
+def test_what_is_in_the_bucket_counts_unless_the_folder_goes_on_from_it(tmp_path, caplog):
+    run = tmp_path / "run"
+    run.mkdir()
+    mine = Bucket(URL, run)
+    mine.pull()
+    write_checkpoint(run, 0, "a")
+    mine.push()
+    write_checkpoint(run, 10, "b")  # and then this process is killed
+    Bucket(URL, run).pull()
+    assert check_whole(run) == [0, 10]
+    other = elsewhere(tmp_path)
+    write_checkpoint(other, 30, "c")
+    theirs = Bucket(URL, other)
+    theirs.pull()
+    theirs.push()
+    with pytest.raises(UserError, match="another process trains in memory://bucket/run"):
+        mine.push()
+    assert not caplog.records
+    Bucket(URL, run).pull()
+    assert check_whole(run) == [0, 30]
+    assert "something else than was copied from" in caplog.text
+
+
+def test_names_in_a_bucket_do_not_lead_outside(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    mine = Bucket(URL, run)
+    write_checkpoint(run, 0, "a")
+    mine.push()
+    fsspec.filesystem("memory").pipe_file("/bucket/run/x/../../../out", b"")
+    with pytest.raises(UserError, match="would lie outside"):
+        elsewhere(tmp_path)
+
+
+def test_a_damaged_pointer_is_named(tmp_path):
+    fsspec.filesystem("memory").pipe_file("/bucket/run/pointer.json", b"[1")
+    with pytest.raises(UserError, match=r"memory://bucket/run/pointer.json is damaged"):
+        elsewhere(tmp_path)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------
+
+
+class Stops(Reporter):
+    """Ends the run after the second validation, as SIGTERM would."""
+
+    def row(self, row, outer_steps):
+        if row["outer"] == 2:
+            raise preemption.Stopped(signal.SIGTERM)
+
+
+def lose_this_machine(tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "here")
+
+
+def test_a_run_goes_on_on_another_machine_with_the_same_bits(config, tmp_path):
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, URL, report=Stops(enabled=False))
+    lose_this_machine(tmp_path)
+    train.train_and_evaluate(config, URL)
+    train.train_and_evaluate(config, str(tmp_path / "whole"))
+    copy = bucket.local_copy(URL)
+    assert_same_run(copy, tmp_path / "whole")
+    events = [json.loads(line)["event"] for line in (copy / "events.jsonl").read_text().splitlines()]
+    assert events == ["start", "training", "interrupted", "start", "training", "done"]
+    assert bucket.local_copy(URL) == copy
+    assert train.train_and_evaluate(config, URL)["status"] == "done"  # and nothing is trained
+
+
+def test_a_checkpoint_that_was_damaged_in_the_bucket_is_not_used(config, tmp_path, caplog):
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, URL, report=Stops(enabled=False))
+    lose_this_machine(tmp_path)
+    store = fsspec.filesystem("memory").store
+    newest = max(name for name in store if name.endswith("checkpoint.json"))
+    store[newest] = type(store[newest])(None, newest, store[newest].getvalue().replace(b"step", b"stop", 1))
+    train.train_and_evaluate(config, URL)
+    assert "damaged checkpoint: " in caplog.text
+    train.train_and_evaluate(config, str(tmp_path / "whole"))
+    assert_same_run(bucket.local_copy(URL), tmp_path / "whole")
+
+
+def test_a_run_bears_a_bucket_that_is_away_and_says_where_it_is_at_the_end(config, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(folder, "LAST_COPY_SEC", 0.2)
+    monkeypatch.setattr(folder, "RETRY_SEC", 0.1)
+    memory = type(fsspec.filesystem("memory"))
+    pipe_file, is_away = memory.pipe_file, True
+
+    def pipe(files, path, *arguments, **options):
+        if is_away and path.endswith(bucket.POINTER):
+            raise OSError("Connection reset by peer")
+        return pipe_file(files, path, *arguments, **options)
+
+    monkeypatch.setattr(memory, "pipe_file", pipe)
+    with pytest.raises(UserError) as raised:
+        train.train_and_evaluate(config, URL)
+    assert "memory://bucket/run cannot be read or written (Connection reset by peer); the whole run is in" in str(
+        raised.value
+    )
+    assert "the run goes on, and the next checkpoint is copied with this one" in caplog.text
+    is_away = False
+    assert train.train_and_evaluate(config, URL)["status"] == "done"
+    train.train_and_evaluate(config, str(tmp_path / "whole"))
+    lose_this_machine(tmp_path)
+    assert_same_run(bucket.local_copy(URL), tmp_path / "whole")
+
+
+def test_a_run_starts_from_one_in_a_bucket(config, tmp_path):
+    train.train_and_evaluate(config, URL)
+    config.train.init_from = URL
+    config.train.outer_steps = 1
+    train.train_and_evaluate(config, str(tmp_path / "next"))
+    learned = best_checkpoint(bucket.local_copy(URL)).arrays
+    taken, _ = checkpoints.read_arrays(tmp_path / "next" / "checkpoints" / "00000000")
+    names = [name for name in learned if name.startswith("state.params.")]
+    assert names
+    assert all(np.array_equal(learned[name], taken[name]) for name in names)
+
+
+# ---- real processes, emulated buckets -------------------------------------------------------------------
+
+ARGUMENTS = {
+    "dataset.num_examples": 100,
+    "dataset.image_size": 16,
+    "train.inner_steps": 2,
+    "train.outer_steps": 6,
+    "checkpoint.keep": 1,
+}
+
+
+def arguments(cache, workdir) -> list[str]:
+    return [
+        f"--config.augment.cache_dir={cache}",
+        *(f"--config.{name}={value}" for name, value in ARGUMENTS.items()),
+        f"--workdir={workdir}",
+    ]
+
+
+@pytest.fixture
+def home(tmp_path) -> dict[str, str]:
+    """A machine of its own, with nothing on it and no account."""
+    (tmp_path / "home").mkdir()
+    return {"HOME": str(tmp_path / "home")}
+
+
+def kill_while_copying(command: list[str], environment: dict, files, count: int) -> bool:
+    """Runs train.py, and kills it when `count` files of a checkpoint are there that the pointer does not name."""
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *command],
+        cwd=ROOT, env=on_devices(2) | environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    named: set[str] = set()
+    begin = time.time()
+    try:
+        while process.poll() is None:
+            found = files.find("bucket/run", detail=True)
+            new = [name for name, info in found.items() if info["LastModified"].timestamp() > begin]
+            names = [name.removeprefix("bucket/run/") for name in new]
+            if bucket.POINTER in names:
+                named = set(json.loads(files.cat_file("bucket/run/pointer.json"))["checkpoints"])
+            of_checkpoints = [name.split("/")[1] for name in names if name.startswith("checkpoints/")]
+            unnamed = [step for step in of_checkpoints if step not in named and named and step > max(named)]
+            if len(unnamed) >= count:
+                process.kill()
+                return True
+    finally:
+        process.kill()
+        process.wait()
+    return False
+
+
+def check_kills(tmp_path, cache, home, counts: list[int]) -> None:
+    whole = tmp_path / "whole"
+    assert run_script("train.py", *arguments(cache, whole)).returncode == 0
+    with s3() as environment:
+        files = open_files("s3", environment)
+        command, environment = arguments(cache, "s3://bucket/run"), environment | home
+        for count in counts:
+            assert kill_while_copying(command, environment, files, count), "it ended before it was killed"
+            named = json.loads(files.cat_file("bucket/run/pointer.json"))["checkpoints"]
+            assert named
+            shutil.rmtree(home["HOME"])  # the machine is gone
+        last = run_script("train.py", *command, env=environment)
+        assert last.returncode == 0, last.stderr
+        assert "resuming at update" in last.stderr
+        shutil.rmtree(home["HOME"])
+        result = run_script("evaluate.py", "s3://bucket/run", env=environment)
+        assert result.returncode == 0, result.stderr
+        assert (
+            run_script("report.py", "s3://bucket/run", f"--out={tmp_path}/r.html", env=environment).returncode == 0
+        )
+        (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*.read")
+        assert_same_run(copy, whole)
+
+
+def test_a_process_that_is_killed_while_it_copies(tmp_path, session_cache, home):
+    check_kills(tmp_path, session_cache, home, [3])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_process_that_is_killed_again_and_again_while_it_copies(tmp_path, session_cache, home):
+    check_kills(tmp_path, session_cache, home, [1, 10, 25, 40])
+
+
+@pytest.mark.full
+def test_google_cloud_storage(tmp_path, session_cache, home):
+    with gcs() as environment:
+        environment |= home
+        command = arguments(session_cache, "gs://bucket/run")
+        first = run_script("train.py", *command, "--config.train.target_accuracy=1e-9", env=environment)
+        assert first.returncode == 0, first.stderr
+        assert "a bucket has no locks: start one run in it only" in first.stderr
+        shutil.rmtree(home["HOME"])
+        again = run_script("train.py", *command, "--config.train.target_accuracy=1e-9", env=environment)
+        assert "gs://bucket/run is a finished run of this config" in again.stderr
+        assert run_script("evaluate.py", "gs://bucket/run", env=environment).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("workdir", "environment", "words"),
+    [
+        ("s3://bucket/run", {"AWS_EC2_METADATA_DISABLED": "true"}, ["Unable to locate credentials"]),
+        (
+            "s3://bucket/run",
+            {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
+            ["127.0.0.1:9"],
+        ),
+        ("nothing://bucket/run", {}, ["nothing", "allowed: a folder, gs://... or s3://..."]),
+    ],
+    ids=["no credentials", "no network", "unknown"],
+)
+def test_a_bucket_that_cannot_be_used_is_named_before_the_run(session_cache, home, workdir, environment, words):
+    result = run_script("train.py", *arguments(session_cache, workdir), env=environment | home)
+    assert_one_line_error(result, "train.py: error: --workdir: ", workdir, *words)
+    assert not list(Path(home["HOME"]).rglob("config.json"))
+
+
+def test_a_bucket_that_is_not_there_is_named(session_cache, home):
+    with s3() as environment:
+        command = arguments(session_cache, "s3://none/run")
+        result = run_script("train.py", *command, env=environment | home)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert (
+        "train.py: error: --workdir: s3://none/run cannot be read or written (The specified bucket does"
+        in result.stderr
+    )
+    assert not list(Path(home["HOME"]).rglob("config.json"))
+
+
+def test_a_study_in_a_bucket_is_refused():
+    result = run_script("sweep.py", "--study=gs://bucket/study", "--space=configs/sweeps/adascale.py")
+    assert_one_line_error(result, "--study: gs://bucket/study", "allowed: a folder of this machine")
