@@ -321,8 +321,10 @@ def kill_while_copying(command: list[str], environment: dict, files, count: int)
     try:
         while process.poll() is None:
             found = files.find("bucket/run", detail=True)
-            new = [name for name, info in found.items() if info["LastModified"].timestamp() > begin]
-            names = [name.removeprefix("bucket/run/") for name in new]
+            objects = {
+                name.removeprefix("bucket/run/"): info for name, info in found.items() if info["type"] == "file"
+            }
+            names = [name for name, info in objects.items() if info["LastModified"].timestamp() > begin]
             if bucket.POINTER in names:
                 named = set(json.loads(files.cat_file("bucket/run/pointer.json"))["checkpoints"])
             of_checkpoints = [name.split("/")[1] for name in names if name.startswith("checkpoints/")]
