@@ -6,6 +6,7 @@
     python evaluate.py runs/eurosat --images photos.zip --out photos.csv
     python evaluate.py runs/scenes --images photos --out maps        a run of masks or depths: a PNG of each
     python evaluate.py runs/theirs --config.dataset.path EuroSAT.zip   the data from here, not from where it says
+    python evaluate.py model --images photos.zip                     the same of a folder that export.py wrote
 
 Takes the checkpoint with the best validation score. Images given by --images count as labelled where the folder
 they lie in is a class of the run, or, for masks, where there are images/ and masks/; all others are predicted only.
@@ -19,17 +20,12 @@ import logging
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
 from absl import flags
-from ml_collections import config_dict
 
 import augment
-import model
 from configs import default
 from largebatch import cli, terminal
 from largebatch.cache import recorded
-from largebatch.config.validate import validate
 from largebatch.data.validation import split_of_images
 from largebatch.decoding.images import Dataset, DecodeOptions
 from largebatch.errors import UserError
@@ -39,13 +35,12 @@ from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.predictions.maps import MapPredictions
 from largebatch.predictions.tables import ClassPredictions
-from largebatch.runs import checkpoints, reader
-from largebatch.runs.best import BestCheckpoint, arrays_of, best_checkpoint
+from largebatch.runs import reader
 from largebatch.sources import file_sources, map_files
-from largebatch.tasks.planes import PixelTargets
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
 from resolve import make_network, make_task
+from trained import TrainedRun, load_run, read_variables
 
 log = logging.getLogger("largebatch")
 
@@ -56,39 +51,6 @@ OVERRIDES = {
     "augment.cache_dir": flags.DEFINE_string,
     "dataset.max_image_pixels": flags.DEFINE_integer,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedRun:
-    """The best checkpoint of a run.
-
-    Attributes:
-      path: the run folder.
-      config: of the run, with the user's own limits and overrides.
-      data: what it was trained on; see `Cache.identity`.
-      step: updates before the checkpoint.
-      arrays: the state by name, on host 0; {} on the others.
-    """
-
-    path: Path
-    config: config_dict.ConfigDict
-    data: dict
-    step: int
-    arrays: dict[str, np.ndarray]
-
-    @property
-    def targets(self) -> PixelTargets:
-        """What it predicts of each pixel."""
-        try:
-            return PixelTargets.recorded_in(self.data)
-        except ValueError as error:
-            raise UserError(f"{self.path}: {error}") from error
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Height, width and channels that the network sees."""
-        height, width, stored = self.data["image_shape"]
-        return height, width, stored - self.targets.planes
 
 
 def evaluate(
@@ -134,7 +96,7 @@ def evaluate(
     heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
     heading += f", mean over {num_views} views" if views else ""
     heading += f", mean over shifts of {shift} px" if shift else ""
-    heading += ", moving average of the parameters" if ema else ""
+    heading += ", moving average of the parameters" if ema or run.is_average else ""
 
     def show(parts):
         predictions.print_results(result.scores, heading)
@@ -144,54 +106,6 @@ def evaluate(
     # Brought to the host part by part, by all hosts, and never kept whole.
     collectives.primary_takes(show, predictions.parts() if out else iter(()))
     return result.scores.score if result.scores else None
-
-
-# ---- the run -----------------------------------------------------------------------------------------
-
-
-def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> TrainedRun:
-    """A run at its best checkpoint, read by the primary host; `overrides` take the place of fields of its config.
-
-    Raises:
-      UserError: no such run, or its checkpoints or config cannot be used; on every host.
-    """
-    best = collectives.agreed(lambda: best_checkpoint(path), collectives.is_primary()) or BestCheckpoint({}, {})
-    description = collectives.json_from_primary(best.description)
-    config = default.get_config()
-    with config.unlocked():
-        config.update(config_dict.ConfigDict(description["config"]))
-    # How the batch changed is over, and its file may be gone.
-    config.batch.update({"trace": None, "per_device_batch_size": None, "hold_last": False})
-    # The user's own limit: a run may come from someone else.
-    config.dataset.max_image_pixels = default.get_config().dataset.max_image_pixels
-    config.update_from_flattened_dict(overrides or {})
-    validate(config, model.MODELS)
-    config = cli.settle_dtype(config)  # it is in every run; but a folder may come from someone else
-    return TrainedRun(path, config, description["data"], description["step"], best.arrays)
-
-
-def read_variables(run: TrainedRun, network, image_shape: tuple[int, ...], *, ema: bool) -> dict:
-    """What the network is applied to, on every host.
-
-    Raises:
-      UserError: the run keeps no moving average, or its arrays are not those of the network.
-    """
-    params, model_state = jax.eval_shape(lambda: model.init_variables(network, image_shape, 0))
-    expected = {"params": params, "model_state": model_state}
-    if ema:
-        expected = {"ema": expected}
-    expected = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), expected)
-
-    def fill():
-        arrays = arrays_of(expected, run.arrays)
-        if ema and not arrays:
-            raise UserError(f"--ema: {run.path} keeps no moving average; train with --config.train.ema_decay")
-        return checkpoints.fill(expected, arrays, str(run.path))
-
-    state = collectives.from_primary(collectives.agreed(fill, collectives.is_primary()) or expected)
-    if ema:
-        state = state["ema"]
-    return {"params": state["params"], **state["model_state"]}
 
 
 # ---- the images --------------------------------------------------------------------------------------
@@ -301,8 +215,7 @@ def predict(
     task = make_task(run.config, len(run.data["class_names"]), run.targets)
     network = make_network(run.config, task, hardware.platform)
     variables = read_variables(run, network, image_shape, ema=ema)
-    mean, std = (run.data[name][: image_shape[-1]] for name in ("mean", "std"))
-    logits_fn = make_logits_fn(network, image_shape, mean, std)
+    logits_fn = make_logits_fn(network, image_shape, *run.scale)
     if num_views > 1 or shift:
         logits_fn = augment.average_over_copies(logits_fn, num_views=num_views, shift=shift, gives_maps=gives_maps)
     micro_batch_size = auto_micro_batch_size(hardware, run.config.model.name)
@@ -330,7 +243,7 @@ def main() -> None:
         define(f"config.{field}", None, f"Instead of {field} in the run's config.")
     folders = cli.parse_plain_flags(sys.argv)
     if len(folders) != 1:
-        raise cli.UsageError(f"give one run folder; found {' '.join(folders) or 'none'}")
+        raise cli.UsageError(f"give one run folder, or one of export.py; found {' '.join(folders) or 'none'}")
     given = flags.FLAGS
     if given.images and given["split"].present:
         raise cli.UsageError("--images and --split: allowed: one of them")

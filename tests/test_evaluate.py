@@ -13,6 +13,7 @@ from PIL import Image
 
 import evaluate
 import train
+import trained
 from configs import default
 from largebatch.decoding.images import Dataset
 from largebatch.errors import UserError
@@ -107,7 +108,7 @@ def test_an_average_that_there_is_not_is_refused(run):
     config = default.get_config()
     config.augment.views = "none"
     with pytest.raises(UserError, match=r"^--views: runs/a has augment\.views 'none'; allowed: with more than one"):
-        evaluate.views_to_average(evaluate.TrainedRun(Path("runs/a"), config, {}, 0, {}))
+        evaluate.views_to_average(trained.TrainedRun(Path("runs/a"), config, {}, 0, {}))
 
 
 def test_a_run_without_moving_average_says_so(run):
@@ -231,10 +232,10 @@ def test_the_limit_of_pixels_is_the_users_own(run, monkeypatch):
         best.description["config"]["dataset"]["max_image_pixels"] = 10**12
         return best
 
-    monkeypatch.setattr(evaluate, "best_checkpoint", foreign)
-    config = evaluate.load_run(run).config
+    monkeypatch.setattr(trained, "best_checkpoint", foreign)
+    config = trained.load_run(run).config
     assert config.dataset.max_image_pixels == default.get_config().dataset.max_image_pixels
-    config = evaluate.load_run(run, {"dataset.max_image_pixels": 7}).config
+    config = trained.load_run(run, {"dataset.max_image_pixels": 7}).config
     assert config.dataset.max_image_pixels == 7
 
 
@@ -252,7 +253,10 @@ def test_bad_input_is_one_line(run, tmp_path):
     }
     for arguments, words in cases.items():
         assert_one_line_error(run_script("evaluate.py", *arguments), *words)
-    for arguments, words in {(): ("give one run folder",), (run, "--split=tset"): ("--split",)}.items():
+    for arguments, words in {
+        (): ("give one run folder, or one of export.py",),
+        (run, "--split=tset"): ("--split",),
+    }.items():
         assert_one_line_error(run_script("evaluate.py", *arguments), *words, code=2)
     cut = tmp_path / "cut"
     shutil.copytree(run, cut)
@@ -265,12 +269,12 @@ def test_bad_input_is_one_line(run, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def run_on_images(path: Path, image_shape: tuple, dtype: str, resize: str = "stretch") -> evaluate.TrainedRun:
+def run_on_images(path: Path, image_shape: tuple, dtype: str, resize: str = "stretch") -> trained.TrainedRun:
     """What `read_images` needs of a run."""
     config = default.get_config()
     config.dataset.resize = resize
     data = {"class_names": ["ash", "elm"], "image_shape": list(image_shape), "image_dtype": dtype}
-    return evaluate.TrainedRun(path / "run", config, data, 1, {})
+    return trained.TrainedRun(path / "run", config, data, 1, {})
 
 
 @pytest.mark.parametrize("resize", ["stretch", "crop", "pad"])

@@ -9,10 +9,10 @@ from conftest import assert_one_line_error, run_script
 from machines import SCRIPT_ON, become
 from test_resume import assert_same_run
 
-import evaluate
 import examine
 import model as models
 import train
+import trained
 from configs import eurosat, eurosat_muon
 from largebatch import cli
 from largebatch.errors import UserError
@@ -72,7 +72,7 @@ def test_a_run_goes_on_in_its_dtype_and_says_so(config, tmp_path, monkeypatch, s
     assert stored_dtype(tmp_path / "cut") == first
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         assert json.loads((path / checkpoints.DESCRIPTION).read_text())["config"]["model"]["dtype"] == first
-    assert evaluate.load_run(tmp_path / "cut").config.model.dtype == first
+    assert trained.load_run(tmp_path / "cut").config.model.dtype == first
 
 
 def test_another_dtype_is_another_run_and_the_same_one_is_not(config, tmp_path, monkeypatch, said):

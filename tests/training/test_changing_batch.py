@@ -9,9 +9,9 @@ import pytest
 from conftest import assert_one_line_error, facts_of, run_script
 from test_resume import rows_of, summary_of
 
-import evaluate
 import model as models
 import train
+import trained
 from benchmarks.ours import collectives
 from largebatch.config.fields import flatten
 from largebatch.config.validate import validate
@@ -68,7 +68,7 @@ def test_a_run_is_evaluated_without_its_trace(small_config, tmp_path):
     path.write_text("step,batchsize\n0,64\n5,128\n")
     rows, _ = run(small_config, tmp_path / "run", batch__trace=str(path), **LOCAL | {"train__inner_steps": 3})
     path.unlink()
-    assert evaluate.load_run(tmp_path / "run").config.batch.trace is None
+    assert trained.load_run(tmp_path / "run").config.batch.trace is None
     result = run_script("evaluate.py", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     assert f"{max(row['val_accuracy'] for row in rows):.4f}" in result.stdout

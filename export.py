@@ -1,0 +1,107 @@
+"""A finished run as a folder that others can use without this project.
+
+    python export.py runs/eurosat --out model
+    python export.py runs/eurosat --out model --ema     the moving average of the parameters
+
+Takes the checkpoint with the best validation score. The folder holds model.safetensors (the arrays),
+model.stablehlo (the network as a program of jax.export for CPUs, NVIDIA GPUs and TPUs, for any number of images),
+model.json (classes, normalisation, config), README.md (the model card) and SHA256SUMS. evaluate.py takes it in
+place of a run folder.
+"""
+
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from configs import default
+from largebatch import cli, terminal
+from largebatch.errors import UserError
+from largebatch.exports import card, contents, folder, program
+from largebatch.hosts.start import start_jax
+from largebatch.runs import provenance, reader
+from largebatch.training.loss import make_logits_fn
+from resolve import make_network, make_task
+from trained import TrainedRun, load_run, read_variables
+
+# What of a checkpoint's summary says how the network was made.
+OF_SUMMARY = ("examples_seen", "global_batch_size", "params", "devices", "hosts", "platform", "device_kind")
+
+
+def export(run_folder: Path, out: Path, *, ema: bool = False) -> str:
+    """Writes the network of a run's best checkpoint as the folder `out`.
+
+    Args:
+      ema: parameters are their moving average.
+    Returns:
+      The SHA-256 of its SHA256SUMS.
+    Raises:
+      UserError: the run cannot be used, or `out` not be written.
+    """
+    folder.check_out(out)  # before the work, and once more after it
+    # Never where the run says: programs are code.
+    cli.use_compilation_cache(default.get_config().augment.cache_dir)
+    start_jax()
+    run = load_run(run_folder)
+    if run.exported:
+        raise UserError(f"{run_folder} is an export already; allowed: a run folder")
+    task = make_task(run.config, len(run.data["class_names"]), run.targets)
+    # As a run computes: on each platform by the convolution that is quick there, unless the config names one.
+    networks = {platform: make_network(run.config, task, platform) for platform in ("cpu", "tpu")}
+    variables = read_variables(run, networks["cpu"], run.image_shape, ema=ema)
+    functions = [make_logits_fn(network, run.image_shape, *run.scale) for network in networks.values()]
+    dtype = run.data.get("image_dtype", "uint8")  # runs from before 16 bits do not say it
+    about = describe(run, networks["cpu"], ema=ema)
+    return folder.write(
+        out,
+        {
+            folder.ARRAYS: contents.arrays_as_bytes(variables),
+            folder.PROGRAM: program.serialized(*functions, variables, run.image_shape, dtype),
+            folder.DESCRIPTION: contents.description_as_bytes(about),
+            folder.CARD: card.card(about, default.get_config().to_dict()).encode(),
+        },
+    )
+
+
+def describe(run: TrainedRun, network, *, ema: bool) -> dict:
+    """model.json: what evaluate.py takes of it, what a card says, and what others need to build the network."""
+    summary = run.description["summary"]
+    rows = [row for row in reader.read_run(run.path).rows if row.get("step") == run.step]
+    scores = rows[-1] if rows else {"val_score": summary.get("best_score")}
+    return {
+        "step": run.step,
+        "ema": ema,
+        "task": run.config.task.name,
+        "score": run.targets.kind.score_column,
+        "scores": {name: value for name, value in scores.items() if name.startswith("val_") and value is not None},
+        "image_shape": list(run.image_shape),
+        "network": contents.network_of(network),
+        "run": {name: summary.get(name) for name in (*OF_SUMMARY, "git_commit", "versions")},
+        "exported_by": provenance.versions(),
+        "data": {"image_dtype": "uint8", **run.data},
+        "config": run.description["config"],
+    }
+
+
+def main() -> None:
+    """Reads the command line and exports.
+
+    Raises:
+      UsageError: the command line cannot be read.
+      UserError: see `export`.
+    """
+    terminal.log_to_stderr()
+    flags.DEFINE_string("out", None, "Write the folder here; it is new or empty.")
+    flags.DEFINE_bool("ema", False, "Take the moving average of the parameters.")
+    folders = cli.parse_plain_flags(sys.argv)
+    if len(folders) != 1:
+        raise cli.UsageError(f"give one run folder; found {' '.join(folders) or 'none'}")
+    if not flags.FLAGS.out:
+        raise cli.UsageError("--out: give the folder to write")
+    out = Path(flags.FLAGS.out).expanduser()
+    digest = export(Path(folders[0]).expanduser(), out, ema=flags.FLAGS.ema)
+    print(f"{out}: model.safetensors, model.stablehlo, model.json, README.md; SHA-256 of SHA256SUMS {digest}")
+
+
+if __name__ == "__main__":
+    cli.exit_after(main)

@@ -1,0 +1,1 @@
+"""A trained network as a folder that others can use without this project."""

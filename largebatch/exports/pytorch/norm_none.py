@@ -1,0 +1,2 @@
+def norm(layers, x):
+    return x
