@@ -82,13 +82,13 @@ def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> Train
     try:
         with config.unlocked():
             config.update(config_dict.ConfigDict(about["config"]))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        # How the batch changed is over, and its file may be gone.
+        config.batch.update({"trace": None, "per_device_batch_size": None, "hold_last": False})
+        # The user's own limit: a run may come from someone else.
+        config.dataset.max_image_pixels = default.get_config().dataset.max_image_pixels
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: its config cannot be read ({reason})") from error
-    # How the batch changed is over, and its file may be gone.
-    config.batch.update({"trace": None, "per_device_batch_size": None, "hold_last": False})
-    # The user's own limit: a run may come from someone else.
-    config.dataset.max_image_pixels = default.get_config().dataset.max_image_pixels
     config.update_from_flattened_dict(overrides or {})
     validate(config, model.MODELS)
     config = cli.settle_dtype(config)  # it is in every run; but a folder may come from someone else

@@ -222,7 +222,7 @@ def _task_problems(config, models: Models) -> list[str]:
         names = [name for name, architecture in models.items() if architecture.of_pixels == kind.of_pixels]
         problems.append(f"model.name: {config.model.name!r}; allowed {for_task}: {' | '.join(names)}")
     for name, value in config.task.items():
-        unset = MISSING_FIELDS[f"task.{name}"]
+        unset = MISSING_FIELDS.get(f"task.{name}", value)  # one of other code
         if name != "name" and name not in kind.fields and value != unset:
             problems.append(f"task.{name}: {value!r}; allowed {for_task}: {unset!r}")
     if train.target_accuracy is not None and (kind != CLASSIFICATION or train.target_score is not None):

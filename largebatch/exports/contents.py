@@ -18,6 +18,7 @@ from largebatch.tasks.planes import PixelTargets
 
 FORMAT = 1
 MOST_HEADER_BYTES = 2**22  # of model.safetensors; the largest of our networks has 60 KB
+MOST_NAME = 200
 IMAGE_DTYPES = ("uint8", "uint16")
 MOST_SIDE, MOST_CHANNELS = 2**14, 2**11
 
@@ -76,8 +77,10 @@ def _read_arrays(content: bytes, path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{path} is no safetensors file ({' '.join(str(error).split())[:200]})") from error
     arrays = {}
     for name, found in stored:
+        if len(name) > MOST_NAME:
+            raise UserError(f"{path}: array {name[:20]}... has a name of {len(name):,}; allowed: up to {MOST_NAME}")
         if found["dtype"] != "F32":
-            raise UserError(f"{path}: array {name[:100]} is of {found['dtype']}; allowed: F32")
+            raise UserError(f"{path}: array {name} is of {found['dtype']}; allowed: F32")
         arrays[name] = np.frombuffer(found["data"], "<f4").reshape(found["shape"])
     return arrays
 
@@ -105,6 +108,8 @@ def _read_description(content: bytes, path: Path) -> dict:
         planes = PixelTargets.recorded_in(data).planes
     except ValueError as error:
         raise UserError(f"{path}: data.{_short(error)}") from error
+    if not planes and not data["class_names"]:
+        raise UserError(f"{path}: data.class_names: []; allowed: one name or more")
     channels = data["image_shape"][-1]
     if channels <= planes or not len(data["mean"]) == len(data["std"]) == channels:
         found = f"{channels} channels with {len(data['mean'])} means and {len(data['std'])} deviations"

@@ -7,6 +7,7 @@ model/README.md          the model card
 model/SHA256SUMS         of these four; `sha256sum -c SHA256SUMS` checks it by hand
 """
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -72,7 +73,8 @@ def write(out: Path, contents: dict[str, bytes]) -> str:
     except OSError as error:
         raise UserError(f"--out: cannot write {out} ({error.strerror or error})") from error
     finally:
-        files.remove(temporary)
+        with contextlib.suppress(OSError):
+            files.remove(temporary)
     return hashlib.sha256(contents[SUMS]).hexdigest()
 
 

@@ -1,5 +1,6 @@
 """A network as one program for several platforms, that only JAX is needed to run."""
 
+import contextlib
 from collections.abc import Callable
 
 import jax
@@ -33,7 +34,20 @@ def serialized(
     shape = export.symbolic_shape(", ".join(["b", *map(str, image_shape)]))
     arrays = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named_leaves(variables).items()}
     images = jax.ShapeDtypeStruct(shape, np.dtype(image_dtype))
-    return bytes(export.export(jax.jit(program), platforms=PLATFORMS)(arrays, images).serialize())
+    with _without_places():
+        return bytes(export.export(jax.jit(program), platforms=PLATFORMS)(arrays, images).serialize())
+
+
+@contextlib.contextmanager
+def _without_places():
+    """A program would name the source file of every operation, with its folder on this machine."""
+    name = "jax_traceback_in_locations_limit"
+    limit = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, limit)
 
 
 def _keep_sums_of_head(layer: Callable, arguments, options, context):

@@ -1,0 +1,304 @@
+"""The round trip of a run: exported, loaded without this project's code, and the same logits."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, assert_one_line_error, make_small_config, run_script
+from PIL import Image
+
+import evaluate
+import export
+import train
+import trained
+from largebatch.errors import UserError
+from largebatch.exports import folder
+from largebatch.runs import reader
+from largebatch.sources import synthetic
+
+NUM_IMAGES = 200
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}  # of logits below 8; bfloat16 has steps of 0.03 from 4 to 8
+DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.full)]
+NAMES = (*folder.NAMES, folder.SUMS)
+NO_TORCH = "PyTorch is not installed: benchmarks/peers/torch_requirements.txt"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch, session_cache):
+    """A home of its own; splits come from the tests' cache."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(evaluate, "own_cache_dir", lambda overrides: str(session_cache))
+
+
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory, session_cache):
+    """Makes a finished run of a dtype, once: of the plain network, or of one with all that a convnet may have."""
+
+    @functools.cache
+    def make(dtype: str) -> Path:
+        config = make_small_config(session_cache)
+        config.model.dtype, config.batch.size = dtype, 80
+        config.train.outer_steps = 8  # of 3 updates, as other tests have compiled them
+        if dtype == "bfloat16":
+            config.train.ema_decay, config.train.label_smoothing = 0.5, 0.2
+            config.model.update(
+                {"name": "resconvnet", "norm": "batch", "stem": "whitened", "side_heads": True, "norm_decay": 0.5}
+            )
+        path = tmp_path_factory.mktemp("runs") / dtype
+        train.train_and_evaluate(config, str(path))
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make_model(make_run, tmp_path_factory):
+    """Makes what export.py makes of it, once."""
+
+    @functools.cache
+    def make(dtype: str) -> Path:
+        path = tmp_path_factory.mktemp("models") / dtype
+        export.export(make_run(dtype), path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def model_copy(make_model, tmp_path) -> Path:
+    """An exported folder that a test may damage."""
+    return Path(shutil.copytree(make_model("float32"), tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """Textures that no run has seen, in folders of their classes."""
+    path, images = tmp_path_factory.mktemp("pictures"), synthetic.synthetic(NUM_IMAGES, 16, seed=7)
+    for number, label in enumerate(synthetic.synthetic_labels(NUM_IMAGES)):
+        target = path / synthetic.CLASSES[label] / f"{number:03d}.png"
+        target.parent.mkdir(exist_ok=True)
+        Image.fromarray(images[number]).save(target)
+    return path
+
+
+def logits_of(path: Path, pictures: Path, **options):
+    """The images, and what evaluate.py makes of them."""
+    run = trained.load_run(path)
+    dataset = evaluate.read_images(str(pictures), run)
+    options = {"num_views": 1, "shift": 0, "ema": False} | options
+    return dataset.images, evaluate.predict(run, dataset, whole=True, **options).rows[: len(dataset.labels)]
+
+
+def blocks_of(model: Path) -> list[str]:
+    """The Python code of a card: the check, by JAX, by PyTorch."""
+    return re.findall(r"^```python\n(.*?)^```$", (model / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run_alone(code: str, cwd: Path) -> subprocess.CompletedProcess:
+    """Python code in another folder, without this project on its path."""
+    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-I", "-c", code]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def outputs_of(code: str, more: str, model: Path, images: np.ndarray, tmp_path: Path) -> np.ndarray:
+    """What the code of a card gives for images; `more` sets `found` to it."""
+    np.save(tmp_path / "images.npy", images)
+    beside = f"images = np.load({str(tmp_path / 'images.npy')!r})"
+    save = f"np.save({str(tmp_path / 'found.npy')!r}, found)"
+    ours = "import sys; assert not [name for name in sys.modules if name.startswith('largebatch')]"
+    result = run_alone("\n".join([code, "import numpy as np", beside, more, save, ours]), model)
+    assert result.returncode == 0, result.stderr
+    return np.load(tmp_path / "found.npy")
+
+
+def assert_same_logits(found: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
+    assert expected.shape == (NUM_IMAGES, len(synthetic.CLASSES))
+    assert len(np.unique(expected.argmax(axis=1))) >= 3
+    print(abs(expected).max(), np.bincount(expected.argmax(axis=1)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+    np.testing.assert_array_equal(found.argmax(axis=1), expected.argmax(axis=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_program_gives_the_logits_of_the_run_without_our_code(make_run, make_model, pictures, tmp_path, dtype):
+    images, expected = logits_of(make_run(dtype), pictures)
+    parts = "[images[:1], images[1:8], images[8:]]"
+    more = f"""found = np.asarray(program.call(arrays, images))
+in_parts = np.concatenate([program.call(arrays, part) for part in {parts}])
+np.testing.assert_allclose(in_parts, found, rtol=0, atol={TOLERANCES[dtype]})
+assert program.platforms == ("cpu", "cuda", "tpu"), program.platforms
+assert found.dtype == np.float32"""
+    found = outputs_of(blocks_of(make_model(dtype))[1], more, make_model(dtype), images, tmp_path)
+    assert_same_logits(found, expected, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pytorch_gives_the_logits_of_the_run(make_run, make_model, pictures, tmp_path, dtype):
+    pytest.importorskip("torch", reason=NO_TORCH)
+    images, expected = logits_of(make_run(dtype), pictures)
+    more = "import torch\nfound = logits(torch.from_numpy(images)).numpy()"
+    found = outputs_of(blocks_of(make_model(dtype))[2], more, make_model(dtype), images, tmp_path)
+    assert_same_logits(found, expected, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_evaluate_takes_an_export_in_place_of_the_run(make_run, make_model, pictures, tmp_path, capsys, dtype):
+    tables = []
+    for path in (make_run(dtype), make_model(dtype)):
+        accuracy = evaluate.evaluate(path, images=str(pictures), out=str(tmp_path / "out.csv"))
+        tables.append((accuracy, (tmp_path / "out.csv").read_text()))
+        capsys.readouterr()
+    assert tables[0] == tables[1]
+    assert len(tables[0][1].splitlines()) == 1 + NUM_IMAGES
+    for split in ("val", "test"):
+        assert evaluate.evaluate(make_model(dtype), split) == evaluate.evaluate(make_run(dtype), split)
+    assert evaluate.evaluate(make_model(dtype), views=True) == evaluate.evaluate(make_run(dtype), views=True)
+
+
+@pytest.mark.full
+def test_the_moving_average_is_exported_and_named(make_run, make_model, pictures, tmp_path, capsys):
+    run, model = make_run("bfloat16"), tmp_path / "model"
+    export.export(run, model, ema=True)
+    _, expected = logits_of(run, pictures, ema=True)
+    _, found = logits_of(model, pictures)
+    np.testing.assert_array_equal(found, expected)
+    assert abs(expected - logits_of(run, pictures)[1]).max() > 1e-3
+    evaluate.evaluate(model, images=str(pictures))
+    assert "moving average of the parameters" in capsys.readouterr().out
+    assert "The parameters are the moving average" in (model / "README.md").read_text()
+    for path, kept in ((model, "the"), (make_model("bfloat16"), "no")):
+        with pytest.raises(UserError, match=rf"^--ema: {path} is an export of {kept} moving average; allowed"):
+            evaluate.evaluate(path, images=str(pictures), ema=True)
+
+
+# ---- the card ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_card_has_the_figures_of_the_run(make_run, make_model, dtype):
+    run, model = make_run(dtype), make_model(dtype)
+    text, about = (model / "README.md").read_text(), json.loads((model / "model.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
+    row = next(row for row in reader.read_run(run).rows if row["step"] == summary["best_step"])
+    assert f"| validation: `val_accuracy` | {summary['best_val_accuracy']:.6g} |" in text
+    assert f"| updates | {summary['best_step']} |" in text
+    assert f"| images seen | {row['examples_seen']:,} |" in text
+    assert f"| arithmetic | {dtype} |" in text
+    assert f"| commit | {summary['git_commit']} |" in text
+    assert f"jax {summary['versions']['jax']}" in text
+    assert about["data"]["class_names"] == list(synthetic.CLASSES)
+    assert all(f"`{name}`" in text for name in synthetic.CLASSES)
+
+
+def test_neither_program_nor_card_names_folders_of_this_machine(make_model):
+    for name in (folder.PROGRAM, folder.CARD, folder.ARRAYS):
+        content = (make_model("float32") / name).read_bytes()
+        assert str(ROOT).encode() not in content
+        assert tempfile.gettempdir().encode() not in content
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_command_of_the_card_is_that_of_the_run(make_run, make_model, dtype):
+    text = (make_model(dtype) / "README.md").read_text()
+    command = re.search(r"^```\n(python train.py .*?)^```$", text, re.MULTILINE | re.DOTALL).group(1)
+    arguments = command.replace("\\\n", " ").split()[2:]
+    code = "import sys; from largebatch import cli; print(cli.parse_flags(['x', *sys.argv[1:]]).to_json())"
+    result = run_script("-c", code, *arguments)
+    found, expected = json.loads(result.stdout), json.loads((make_run(dtype) / "config.json").read_text())
+    found["augment"]["cache_dir"] = expected["augment"]["cache_dir"]
+    assert found == expected
+
+
+# ---- damage ------------------------------------------------------------------------------------------
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flipped_bit_is_refused_by_evaluate_and_by_the_card(model_copy, name):
+    check, path = blocks_of(model_copy)[0], model_copy / name
+    assert len(check.splitlines()) <= 12
+    whole = path.read_bytes()
+    assert run_alone(check, model_copy).returncode == 0
+    last = 8 * len(whole) - 1
+    for bit in [0, last, *np.random.default_rng(0).integers(0, last, 3).tolist()]:
+        flip_bit(path, bit)
+        with pytest.raises(UserError, match=r"does not match its SHA-256|is not the list of the digests"):
+            trained.load_run(model_copy)
+        result = run_alone(check, model_copy)
+        assert (result.returncode, result.stderr) == (1, "damaged, or with other files\n")
+        path.write_bytes(whole)
+    trained.load_run(model_copy)
+    path.write_bytes(whole[:-1])
+    assert run_alone(check, model_copy).returncode == 1
+    path.unlink()
+    assert run_alone(check, model_copy).returncode == 1
+    if name not in (folder.DESCRIPTION, folder.ARRAYS):  # without one of these it may be no export
+        with pytest.raises(UserError, match=rf"{name} is missing; allowed: "):
+            trained.load_run(model_copy)
+
+
+def test_sha256sum_checks_a_folder(model_copy):
+    def run():
+        return subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=model_copy, capture_output=True).returncode
+
+    assert run() == 0
+    flip_bit(model_copy / folder.PROGRAM, 12345)
+    assert run() == 1
+
+
+def test_a_file_that_is_not_listed_is_refused(model_copy):
+    (model_copy / ".extra").write_text("x")
+    with pytest.raises(UserError, match=r"\.extra is under no digest; allowed: README.md, model.json"):
+        trained.load_run(model_copy)
+    assert run_alone(blocks_of(model_copy)[0], model_copy).returncode == 1
+
+
+# ---- bad input ---------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_one_line_and_writes_nothing(make_run, make_model, tmp_path):
+    run, out, model = make_run("float32"), tmp_path / "out", make_model("float32")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    damaged = shutil.copytree(run, tmp_path / "damaged")
+    for path in damaged.glob("checkpoints/*/arrays/**/*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+    cases = {
+        (tmp_path / "nowhere", out): r"nowhere is no run folder: it has no config\.json",
+        (damaged, out): "has no sound checkpoint of a validated step",
+        (run, tmp_path / "full"): r"^--out: .*full exists and is not empty; allowed: a new or an empty folder$",
+        (run, tmp_path / "full" / "x"): r"^--out: .*x exists and is no folder; allowed: a new or an empty folder$",
+        (run, tmp_path / "full" / "x" / "y"): r"^--out: cannot write .*y \(Not a directory\)$",
+        (model, out): "is an export already; allowed: a run folder",
+    }
+    for arguments, message in cases.items():
+        with pytest.raises(UserError, match=message):
+            export.export(*arguments)
+    assert_one_line_error(run_script("export.py", run, "--out", tmp_path / "full"), "--out:", "is not empty")
+    assert_one_line_error(run_script("export.py", run), "--out: give the folder to write", code=2)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["damaged", "full"]
+
+
+def test_an_empty_folder_is_filled_by_the_command(make_run, make_model, tmp_path):
+    out = tmp_path / "deep" / "model"
+    out.mkdir(parents=True)
+    result = run_script("export.py", make_run("float32"), "--out", out)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    for name in folder.NAMES:
+        assert (out / name).read_bytes() == (make_model("float32") / name).read_bytes()
+    assert list(out.parent.iterdir()) == [out]
