@@ -46,7 +46,7 @@ def make_run(tmp_path_factory, session_cache):
     def make(dtype: str) -> Path:
         config = make_small_config(session_cache)
         config.model.dtype, config.batch.size = dtype, 80
-        config.train.outer_steps = 8  # of 3 updates, as other tests have compiled them
+        config.train.outer_steps = 5  # of 3 updates, as other tests have compiled them
         if dtype == "bfloat16":
             config.train.ema_decay, config.train.label_smoothing = 0.5, 0.2
             config.model.update(
@@ -123,7 +123,7 @@ def outputs_of(code: str, more: str, model: Path, images: np.ndarray, tmp_path: 
 def assert_same_logits(found: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
     assert expected.shape == (NUM_IMAGES, len(synthetic.CLASSES))
     assert len(np.unique(expected.argmax(axis=1))) >= 3
-    print(abs(expected).max(), np.bincount(expected.argmax(axis=1)))
+    assert abs(expected).max() < 8
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
     np.testing.assert_array_equal(found.argmax(axis=1), expected.argmax(axis=1))
 
@@ -290,7 +290,7 @@ def test_bad_input_is_one_line_and_writes_nothing(make_run, make_model, tmp_path
         with pytest.raises(UserError, match=message):
             export.export(*arguments)
     assert_one_line_error(run_script("export.py", run, "--out", tmp_path / "full"), "--out:", "is not empty")
-    assert_one_line_error(run_script("export.py", run), "--out: give the folder to write", code=2)
+    assert_one_line_error(run_script("export.py"), "give one run folder; found none", code=2)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["damaged", "full"]
 
 

@@ -1,0 +1,117 @@
+"""Every network as a program and in PyTorch, with random arrays, against the network itself."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax import export
+
+import model
+from largebatch.exports import card, contents, folder, program
+from largebatch.runs.checkpoints import named_leaves
+from largebatch.training.loss import make_logits_fn
+
+NUM_IMAGES = 5
+SHAPE = (15, 18, 3)  # odd sizes have other paddings than even ones
+MEAN, STD = [120.0, 110.0, 100.0], [60.0, 70.0, 80.0]
+MORE = {
+    "convnet": {"stem": "whitened", "norm": "group", "side_heads": True},
+    "resconvnet": {"norm": "batch"},
+    "airbench_small": {"stem": "whitened", "norm": "batch"},
+    "resnet8": {"norm": "batch"},
+    "unet_tiny": {"norm": "none"},
+}
+QUICK = "resnet8"  # tests/test_export.py has a convnet
+CASES = [
+    pytest.param(name, dtype, marks=[] if name == QUICK and dtype == "float32" else pytest.mark.full)
+    for name in model.MODELS
+    for dtype in ("float32", "bfloat16")
+]
+
+
+def make(name: str, dtype: str, conv: str):
+    outputs = (5, 1) if model.MODELS[name].of_pixels else 7
+    return model.create_model(name, outputs, dtype, conv, **MORE.get(name, {}))
+
+
+def random_variables(network) -> dict:
+    """Of the right sizes for values to keep theirs from layer to layer; scales and variances around 1."""
+    params, state = model.init_variables(network, SHAPE, 0)
+    rng = np.random.default_rng(0)
+
+    def fill(path, leaf):
+        name = path[-1].key
+        values = rng.normal(size=leaf.shape)
+        if name in ("scale", "variance"):
+            values = 1 + 0.2 * np.abs(values)
+        elif name == "kernel":
+            values /= np.sqrt(np.prod(leaf.shape[:-1]))
+        else:
+            values *= 0.2
+        return values.astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(fill, {"params": params, **state})
+
+
+def images_and_outputs(name: str, dtype: str, variables: dict):
+    images = np.random.default_rng(1).integers(0, 256, (NUM_IMAGES, *SHAPE), np.uint8)
+    expected = jax.jit(make_logits_fn(make(name, dtype, "dot"), SHAPE, MEAN, STD))(variables, images)
+    return images, np.asarray(expected)
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
+    assert found.dtype == np.float32
+    largest = abs(expected).max()
+    assert 0.1 < largest < 100
+    tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(1.0, largest))
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_the_program_is_the_network(name, dtype):
+    networks = [make(name, dtype, conv) for conv in ("dot", "lax")]
+    variables = random_variables(networks[0])
+    functions = [make_logits_fn(network, SHAPE, MEAN, STD) for network in networks]
+    loaded = export.deserialize(bytearray(program.serialized(*functions, variables, SHAPE, "uint8")))
+    assert loaded.platforms == program.PLATFORMS
+    images, expected = images_and_outputs(name, dtype, variables)
+    arrays = named_leaves(variables)
+    assert_close(np.asarray(loaded.call(arrays, images)), expected, dtype)
+    if dtype == "float32":
+        assert_close(np.asarray(loaded.call(arrays, images[:1])), expected[:1], dtype)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_the_text_of_pytorch_is_the_network(name, dtype, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: benchmarks/peers/torch_requirements.txt")
+    network = make(name, dtype, "dot")
+    variables, about = random_variables(network), contents.network_of(network)
+    images, expected = images_and_outputs(name, dtype, variables)
+    (tmp_path / folder.ARRAYS).write_bytes(contents.arrays_as_bytes(variables))
+    described = {"network": about, "data": {"mean": [*MEAN, 0.0], "std": [*STD, 1.0]}}  # of targets, too
+    (tmp_path / folder.DESCRIPTION).write_text(json.dumps(described))
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(card.pytorch_code(about), names)
+    found = names["maps" if model.MODELS[name].of_pixels else "logits"](torch.from_numpy(images))
+    assert_close(found.numpy(), expected, dtype)
+
+
+@pytest.mark.full
+def test_images_of_16_bits_and_many_bands_have_a_program():
+    shape, mean, std = (8, 8, 13), [2000.0] * 13, [900.0] * 13
+    network = model.create_model("convnet", 3, "float32", "dot")
+    params, state = model.init_variables(network, shape, 0)
+    variables = {"params": params, **state}
+    logits_fn = make_logits_fn(network, shape, mean, std)
+    loaded = export.deserialize(bytearray(program.serialized(logits_fn, logits_fn, variables, shape, "uint16")))
+    images = np.random.default_rng(0).integers(0, 2**16, (3, *shape), np.uint16)
+    found = loaded.call(named_leaves(variables), images)
+    np.testing.assert_allclose(found, jax.jit(logits_fn)(variables, images), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="uint8"):
+        loaded.call(named_leaves(variables), images.astype(np.uint8))
+
+
+def test_a_network_without_text_of_pytorch_has_none():
+    assert card.pytorch_code({"class": "Other", "norm": "none", "dtype": "float32"}) is None
