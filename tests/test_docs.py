@@ -24,6 +24,7 @@ TAKE_A_CONFIG = ("train.py", "augment.py", "sweep.py")
 SCRIPTS = (
     *TAKE_A_CONFIG,
     "evaluate.py",
+    "export.py",
     "report.py",
     "bench.py",
     "-m largebatch.pod",
@@ -152,7 +153,7 @@ def test_files_and_fields_that_are_named_exist(path):
             assert (ROOT / word).exists() or is_placeholder(word.removesuffix(".py")), f"{path.name}: {word}"
         elif re.fullmatch(r"\w+\.(py|md|js)", word):
             assert word in names, f"{path.name}: {word}"
-        elif word.split(".")[0] in FIELD_GROUPS and re.fullmatch(r"\w+\.(?!json)\w+", word):
+        elif word.split(".")[0] in FIELD_GROUPS and re.fullmatch(r"\w+\.(?!json|safetensors|stablehlo)\w+", word):
             assert word in RULES, f"{path.name}: no field {word}"
 
 

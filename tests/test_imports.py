@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "studies.knee",
         "tasks.planes",
     },
-    "exports": {"errors", "terminal", "files", "untrusted", "config.fields", "runs", "tasks.kinds", "tasks.planes"},
+    "exports": {"errors", "files", "untrusted", "config.fields", "runs", "tasks.kinds", "tasks.planes"},
     "doctor": {"errors", "hardware", "hosts", "optim", "cache", "data", "runs", "training"},
     "cli": {"errors", "terminal", "hardware", "hosts", "config"},
     "pod": {"errors", "hosts", "optim"},
