@@ -193,7 +193,7 @@ def test_the_card_has_the_figures_of_the_run(make_run, make_model, dtype):
     assert f"| updates | {summary['best_step']} |" in text
     assert f"| images seen | {row['examples_seen']:,} |" in text
     assert f"| arithmetic | {dtype} |" in text
-    assert f"| commit | {summary['git_commit']} |" in text
+    assert f"| commit | {summary['git_commit'] or 'not known'} |" in text
     assert f"jax {summary['versions']['jax']}" in text
     assert about["data"]["class_names"] == list(synthetic.CLASSES)
     assert all(f"`{name}`" in text for name in synthetic.CLASSES)
