@@ -35,7 +35,7 @@ from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.predictions.maps import MapPredictions
 from largebatch.predictions.tables import ClassPredictions
-from largebatch.runs import reader
+from largebatch.runs import bucket, reader
 from largebatch.sources import file_sources, map_files
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
@@ -249,7 +249,7 @@ def main() -> None:
         raise cli.UsageError("--images and --split: allowed: one of them")
     overrides = {field: given[f"config.{field}"].value for field in OVERRIDES}
     evaluate(
-        Path(folders[0]).expanduser(),
+        bucket.local_copy(folders[0]),
         given.split,
         images=given.images,
         out=given.out,

@@ -19,7 +19,7 @@ from largebatch import cli, terminal
 from largebatch.errors import UserError
 from largebatch.exports import card, contents, folder, program
 from largebatch.hosts.start import start_jax
-from largebatch.runs import provenance, reader
+from largebatch.runs import bucket, provenance, reader
 from largebatch.training.loss import make_logits_fn
 from resolve import make_network, make_task
 from trained import TrainedRun, load_run, read_variables
@@ -99,7 +99,7 @@ def main() -> None:
     if not flags.FLAGS.out:
         raise cli.UsageError("--out: give the folder to write")
     out = Path(flags.FLAGS.out).expanduser()
-    digest = export(Path(folders[0]).expanduser(), out, ema=flags.FLAGS.ema)
+    digest = export(bucket.local_copy(folders[0]), out, ema=flags.FLAGS.ema)
     print(f"{out}: model.safetensors, model.stablehlo, model.json, README.md; SHA-256 of SHA256SUMS {digest}")
 
 
