@@ -1,0 +1,93 @@
+"""The notebook, from a clean clone to the report, in a kernel of its own."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+from conftest import ROOT
+
+NOTEBOOK = ROOT / "notebooks" / "from_clone_to_report.ipynb"
+FIELDS = {
+    "dataset.name": "synthetic",
+    "dataset.image_size": 16,
+    "dataset.num_examples": 400,
+    "train.inner_steps": 5,
+    "train.outer_steps": 2,
+    "batch.size": 64,
+}
+
+
+def with_parameters(notebook, **values: str):
+    """The notebook with other values in its cell of parameters."""
+    (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+    lines = cell.source.splitlines()
+    names = [line.split(" = ")[0] for line in lines]
+    assert set(values) <= set(names)
+    cell.source = "\n".join(f"{name} = {values[name]!r}" if name in values else line
+                            for name, line in zip(names, lines, strict=True))  # fmt: skip
+    return notebook
+
+
+def run(notebook, folder: Path) -> list[str]:
+    """Runs all cells in a folder; what each of those with code has put out, as text."""
+    client = nbclient.NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute()
+    return [
+        "".join(
+            output.get("text", "")
+            + output.get("data", {}).get("text/html", "")
+            + output.get("data", {}).get("text/plain", "")
+            for output in cell.outputs
+        )
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_from_a_clean_clone_to_a_report(tmp_path, session_cache, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    fields = FIELDS | {"augment.cache_dir": session_cache}
+    notebook = with_parameters(
+        nbformat.read(NOTEBOOK, as_version=4),
+        REPOSITORY=f"file://{ROOT}",
+        FIELDS=" ".join(f"--config.{name}={value}" for name, value in fields.items()),
+        CONFIG="configs/default.py",
+        WORKDIR="runs/first",
+    )
+    _, install, trained, evaluated, report, exported, predicted = run(notebook, tmp_path)
+    clone = tmp_path / "largebatch"
+    assert "jax" in install
+    assert "final val accuracy" in trained
+    assert "test split" in evaluated
+    assert "iframe" in report
+    summary = json.loads((clone / "runs" / "first" / "summary.json").read_text())
+    assert f"{summary['best_val_accuracy']:.4f}" in (clone / "report.html").read_text()
+    assert "SHA-256 of SHA256SUMS" in exported
+    assert len(predicted.split(",")) == 4
+    assert subprocess.run(["git", "status", "--short"], cwd=clone, capture_output=True, text=True).stdout == ""
+
+
+def test_a_command_that_fails_ends_the_notebook(tmp_path):
+    notebook = with_parameters(nbformat.read(NOTEBOOK, as_version=4), CONFIG="configs/none.py")
+    notebook.cells = [
+        cell for cell in notebook.cells if "train.py --config" in cell.source or cell.metadata.get("tags")
+    ]
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"import os, sys; os.chdir({str(ROOT)!r})"))
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="it failed; what it says is above"):
+        run(notebook, tmp_path)
+
+
+def test_the_notebook_is_kept_without_outputs():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert not [
+        cell for cell in notebook.cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)
+    ]
