@@ -188,14 +188,17 @@ def _figures(about: dict) -> list[tuple[str, object]]:
             "optimizer",
             f"{optimizer['name']}, learning rate {optimizer['learning_rate']}, {config['schedule']['name']}",
         ),
-        ("parameters", f"{run['params']:,}, stored in float32"),
+        ("parameters", f"{_number(run['params'])}, stored in float32"),
         ("arithmetic", about["network"]["dtype"]),
         ("data set", f"{_code(dataset['name'])}; ids of its examples have SHA-256 `{about['data']['ids']}`"),
         ("split", split),
         ("seed", config["seed"]),
-        ("trained on", f"{run['devices']} x {_code(run['device_kind'])}, {run['hosts']} host(s)"),
+        (
+            "trained on",
+            f"{run['devices']} x {_code(run['device_kind'] or run['platform'])}, {run['hosts']} host(s)",
+        ),
         ("commit", run["git_commit"] or "not known"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in run["versions"].items())),
+        ("versions", ", ".join(f"{name} {version}" for name, version in (run["versions"] or {}).items())),
     ]
 
 

@@ -22,6 +22,7 @@ from conftest import ROOT
 from ml_collections import config_dict
 
 import evaluate
+import export
 import model
 import report
 import train
@@ -68,6 +69,16 @@ def config_of(run: Path) -> config_dict.ConfigDict:
 
 def rows_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RUNS)
+def test_an_old_run_is_exported(name, unpack, tmp_path):
+    run, model_folder = unpack(name), tmp_path / "model"
+    export.export(run, model_folder)
+    assert evaluate.evaluate(model_folder, "val") == evaluate.evaluate(run, "val")
+    row = max(rows_of(run), key=lambda row: row["val_accuracy"])
+    assert f"| validation: `val_accuracy` | {row['val_accuracy']:.6g} |" in (model_folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -12,6 +12,7 @@ from report_pages import make, text_of
 
 import augment
 import evaluate
+import export
 import model
 import train
 from configs import scenes_tiny
@@ -110,6 +111,19 @@ def test_the_cases_are_the_extremes_and_what_evaluate_predicts(run, tmp_path, ca
         np.testing.assert_allclose(expected[0], found.scores[number, 1], atol=1e-6)
         of_file = [float(lines[example_id][name]) for name in ("mean_iou", "depth_rmse")]
         np.testing.assert_allclose(of_file, expected, atol=1e-3)
+
+
+def test_an_export_predicts_the_same_maps(run, tmp_path):
+    export.export(run, tmp_path / "model")
+    scores = [evaluate.evaluate(path, out=str(tmp_path / "of" / path.name)) for path in (run, tmp_path / "model")]
+    assert scores[0] == scores[1]
+    for path in (tmp_path / "of" / run.name).rglob("*.*"):
+        other = tmp_path / "of" / "model" / path.relative_to(tmp_path / "of" / run.name)
+        assert other.read_bytes() == path.read_bytes()
+    text = (tmp_path / "model" / "README.md").read_text()
+    assert "It gives for each pixel, in this order: 2 logits of" in text
+    assert "; a depth, to be cut off at 0 and 1; float32 `[b, height, width, channels]`." in text
+    assert "def maps(images):" in text
 
 
 def test_the_average_over_views_and_the_moving_average_are_those_of_the_run(run):
