@@ -190,6 +190,7 @@ def test_the_card_has_the_figures_of_the_run(make_run, make_model, dtype):
     summary = json.loads((run / "summary.json").read_text())
     row = next(row for row in reader.read_run(run).rows if row["step"] == summary["best_step"])
     assert f"| validation: `val_accuracy` | {summary['best_val_accuracy']:.6g} |" in text
+    assert f"| validation: `val_loss` | {row['val_loss']:.6g} |" in text
     assert f"| updates | {summary['best_step']} |" in text
     assert f"| images seen | {row['examples_seen']:,} |" in text
     assert f"| arithmetic | {dtype} |" in text
