@@ -186,10 +186,12 @@ def get_config() -> config_dict.ConfigDict:
 
     c.devices = config_dict.ConfigDict()
     c.devices.platform = "auto"  # auto | cpu | gpu | tpu
-    # Several hosts find each other on TPU pods, Slurm, Open MPI and under largebatch.pod. Elsewhere give all three.
-    c.devices.coordinator_address = config_dict.placeholder(str)  # "address:port" of host 0
-    c.devices.num_hosts = config_dict.placeholder(int)
+    # Several hosts find each other on TPU pods, Slurm, Open MPI and under largebatch.pod; what is given of these is
+    # then heeded. Elsewhere give all three.
+    c.devices.coordinator_address = config_dict.placeholder(str)  # of host 0: "HOST:PORT", "HOST" or ":PORT"
+    c.devices.num_hosts = config_dict.placeholder(int)  # 1 with no address: alone, whatever is found
     c.devices.host_index = config_dict.placeholder(int)
+    c.devices.join_sec = 300.0  # 1 to 86400; how long the hosts wait for each other at the start
 
     c.seed = 0  # >= 0; of the parameters and the order of examples
     return c

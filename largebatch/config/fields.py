@@ -16,6 +16,7 @@ MISSING_FIELDS: dict[str, object] = {
     "augment.brightness": 0.0,
     "augment.contrast": 0.0,
     "augment.cutout": 0,
+    "devices.join_sec": 300.0,
     "eval.shift_average": 0,
     "log.wandb": False,
     "log.wandb_project": "largebatch",

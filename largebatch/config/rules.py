@@ -198,6 +198,7 @@ RULES: dict[str, Rule] = {
     "devices.coordinator_address": _or(_TEXT, None),
     "devices.num_hosts": _or(_COUNT, None),
     "devices.host_index": _or(_integer(0), None),
+    "devices.join_sec": _number(1, 86400, "a number of seconds, 1 to 86400"),
     "seed": _integer(0, 2**32 - 1),
 }
 

@@ -64,19 +64,20 @@ def _field_problems(values: dict[str, object], models: Models) -> list[str]:
 
 
 def _cluster_problems(values: dict[str, object]) -> list[str]:
-    """Where the hosts meet: all of the fields that say so are given, or none."""
-    given = [field for field in CLUSTER_FIELDS if values.get(field) is not None]
-    if not given:
-        return []
-    if len(given) < len(CLUSTER_FIELDS):
-        return [f"{', '.join(given)}: given alone; allowed: all of {', '.join(CLUSTER_FIELDS)}, or none"]
+    """Where the hosts meet. Whether what is not given can be found is known when JAX is started."""
+    address, num_hosts, host_index = (values.get(field) for field in CLUSTER_FIELDS)
     problems = []
-    address, num_hosts, host_index = (values[field] for field in CLUSTER_FIELDS)
-    if not re.fullmatch(r"\S+:\d+", str(address)):
-        problems.append(f"devices.coordinator_address: {address!r}; allowed: ADDRESS:PORT")
-    if host_index >= num_hosts:
+    if address is not None and not _is_address(str(address)):
+        problems.append(f"devices.coordinator_address: {address!r}; allowed: HOST:PORT, HOST or :PORT")
+    if isinstance(host_index, int) and isinstance(num_hosts, int) and host_index >= num_hosts:
         problems.append(f"devices.host_index: {host_index}; allowed: 0 to devices.num_hosts - 1")
     return problems
+
+
+def _is_address(text: str) -> bool:
+    """ "HOST:PORT", "HOST" or ":PORT", where an IPv6 address stands in brackets."""
+    found = re.fullmatch(r"(?P<host>\[[0-9a-fA-F:]+\]|[\w.-]*)(?::(?P<port>\d{1,5}))?", text)
+    return bool(text) and found is not None and 1 <= int(found["port"] or 1) <= 65535
 
 
 def _split_problems(config) -> list[str]:

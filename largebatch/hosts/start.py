@@ -8,13 +8,13 @@ import numpy as np
 from jax import lax
 
 from largebatch.errors import UserError
+from largebatch.hosts.clusters import Meeting, find_meeting, gpus_of_process
 from largebatch.hosts.collectives import barrier, gather, named_collective_errors
 from largebatch.hosts.replicas import AXIS, pmap
+from largebatch.hosts.roll_call import call_roll
 
-# Set by largebatch.pod for each of its processes, beside JAX's own JAX_COORDINATOR_ADDRESS.
-NUM_HOSTS_VARIABLE = "LARGEBATCH_NUM_HOSTS"
-HOST_INDEX_VARIABLE = "LARGEBATCH_HOST_INDEX"
 HEARTBEAT_TIMEOUT_SEC = 20
+JOIN_SEC = 300.0
 
 
 def start_jax(
@@ -22,30 +22,30 @@ def start_jax(
     coordinator_address: str | None = None,
     num_hosts: int | None = None,
     host_index: int | None = None,
+    join_sec: float = JOIN_SEC,
 ) -> None:
     """Starts JAX on this host, joined with the others where there are any.
 
-    Where no address is given, the other hosts are found by `largebatch.pod`'s variables, or by whatever
-    `jax.distributed` recognises (TPU pods, Slurm, Open MPI, Kubernetes); otherwise this host is alone.
+    What is not given of the other hosts is found by `largebatch.pod`'s variables, or by whatever `jax.distributed`
+    recognises (TPU pods, Slurm, Open MPI, Kubernetes); if nothing is given or found, this host is alone.
 
     Args:
       platform: "cpu", "gpu", "tpu", or "auto" for what JAX finds.
-      coordinator_address: "address:port" of host 0.
-      num_hosts, host_index: how many hosts there are, and which of them this is.
+      coordinator_address: "HOST:PORT" of host 0, or "HOST" or ":PORT" alone.
+      num_hosts, host_index: how many hosts there are, and which of them this is. 1 without an address: alone.
+      join_sec: how long the hosts wait for each other.
     Raises:
       UserError: no device of `platform` here, or the other hosts did not come.
     """
     _use_every_core()
     if platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
-    if coordinator_address is None and NUM_HOSTS_VARIABLE in os.environ:
-        coordinator_address = os.environ["JAX_COORDINATOR_ADDRESS"]
-        num_hosts = int(os.environ[NUM_HOSTS_VARIABLE])
-        host_index = int(os.environ[HOST_INDEX_VARIABLE])
     # JAX's own service would take SIGTERM, which `preemption` answers.
     jax.config.update("jax_enable_preemption_service", False)
     if not jax.distributed.is_initialized():
-        _join(coordinator_address, num_hosts, host_index)
+        meeting = find_meeting(coordinator_address, num_hosts, host_index, join_sec)
+        if meeting is not None:
+            _join(meeting, join_sec)
     if jax.distributed.is_initialized():
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
@@ -89,32 +89,22 @@ def _use_every_core() -> None:
             jax.config.update("jax_num_cpu_devices", num_cores)
 
 
-def _join(coordinator_address: str | None, num_hosts: int | None, host_index: int | None) -> None:
+def _join(meeting: Meeting, limit_sec: float) -> None:
     """Joins this host with the others; see `start_jax`."""
+    if meeting.num_hosts > 1:
+        call_roll(meeting, limit_sec)
     try:
         jax.distributed.initialize(
-            coordinator_address,
-            num_hosts,
-            host_index,
-            local_device_ids=None,
+            meeting.address,
+            meeting.num_hosts,
+            meeting.host_index,
+            local_device_ids=gpus_of_process(),
+            cluster_detection_method="deactivate",  # all is found, and JAX would give each process one GPU
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SEC,
         )
     except ValueError as error:
-        if coordinator_address is None and str(error).startswith("coordinator_address should be defined"):
-            _check_that_host_is_alone()
-            return
         raise UserError(f"devices: the hosts cannot be joined ({error})") from error
     except RuntimeError as error:
-        if coordinator_address is None and "before any JAX calls" in str(error):
+        if "before any JAX calls" in str(error) and meeting.num_hosts == 1:
             return  # a caller (a test, a notebook) that already uses its own devices
-        raise UserError(f"hosts did not meet at {coordinator_address}: {str(error).splitlines()[0]}") from error
-
-
-def _check_that_host_is_alone() -> None:
-    """Open MPI 5 does not set what JAX looks for: several hosts would each train alone, into the same folder."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(os.environ.get(name, 1)) > 1:
-            raise UserError(
-                f"devices: started as one of {os.environ[name]} processes ({name}) that JAX does not recognise; "
-                "give devices.coordinator_address, devices.num_hosts and devices.host_index"
-            )
+        raise UserError(f"hosts did not meet at {meeting.address}: {str(error).splitlines()[0]}") from error

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 
-from largebatch.hosts.start import HOST_INDEX_VARIABLE, NUM_HOSTS_VARIABLE
+from largebatch.hosts.clusters import HOST_INDEX_VARIABLE, NUM_HOSTS_VARIABLE
 
 GRACE_SEC = 5.0
 POLL_SEC = 0.1

@@ -1,0 +1,260 @@
+"""All hosts come together before JAX joins them, so that those that do not come can be named.
+
+JAX's own service ends a process that waited in vain by an abort, which names nobody. So host 0 first listens on
+the port that the service will have. The other hosts say there who they are, and host 0 tells all of them to go on
+or why not. Everything is one line of JSON.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import time
+
+from largebatch.errors import UserError
+from largebatch.hosts.clusters import Meeting
+
+log = logging.getLogger("largebatch")
+
+NOTICE_SEC = 20.0  # after which a host says for whom it waits
+RETRY_SEC = 0.2
+CONNECT_SEC = 5.0
+TAKEN_PORT_SEC = 30.0  # for a process of an earlier start to be gone
+ANSWER_SEC = 10.0  # beyond the limit, so that host 0 speaks first
+LONGEST_LINE = 64 * 1024
+MOST_NAMED = 8
+BACKLOG = 1024  # hosts that connect at once
+
+
+def call_roll(meeting: Meeting, limit_sec: float) -> None:
+    """Returns on every host once all of them are there.
+
+    Raises:
+      UserError: some are not there after `limit_sec`, or two say that they are the same host; on every host.
+    """
+    if meeting.host_index == 0:
+        _HostZero(meeting, limit_sec).wait_for_all()
+    else:
+        _report_to_host_zero(meeting, limit_sec)
+
+
+class _HostZero:
+    """Host 0's part: who has come, by the connection."""
+
+    def __init__(self, meeting: Meeting, limit_sec: float):
+        self._meeting, self._begin, self._limit_sec = meeting, time.monotonic(), limit_sec
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[socket.socket, bytes] = {}  # what was read of those that have not said who they are
+        self._hosts: dict[socket.socket, tuple[int, str]] = {}  # (host index, name) of those that have
+
+    def wait_for_all(self) -> None:
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(_listen(self._meeting, min(self._limit_sec, TAKEN_PORT_SEC)))
+            stack.callback(self._close)
+            self._selector.register(server, selectors.EVENT_READ)
+            is_noticed = False
+            while len(self._hosts) < self._meeting.num_hosts - 1:
+                waited = time.monotonic() - self._begin
+                if waited > self._limit_sec:
+                    self._fail(
+                        f"devices.join_sec: after {self._limit_sec:g} s {self._missing()}; {_advice(self._meeting)}"
+                    )
+                if waited > NOTICE_SEC and not is_noticed:
+                    is_noticed = True
+                    log.warning("waiting: %s; %s", self._missing(), _advice(self._meeting))
+                for key, _ in self._selector.select(timeout=RETRY_SEC):
+                    if key.fileobj is server:
+                        self._accept(server)
+                    else:
+                        self._read(key.fileobj)
+            self._tell_all({"go": True})
+
+    def _accept(self, server: socket.socket) -> None:
+        connection, _ = server.accept()
+        connection.setblocking(False)
+        self._lines[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> None:
+        """Takes what came: a host's line, the end of a host, or something that is no host of ours."""
+        try:
+            data = connection.recv(LONGEST_LINE)
+        except OSError:
+            data = b""
+        if not data or connection in self._hosts or len(self._lines[connection]) > LONGEST_LINE:
+            self._drop(connection)
+            return
+        self._lines[connection] += data
+        if not self._lines[connection].endswith(b"\n"):
+            return
+        said = _parse(self._lines[connection])
+        try:
+            host, hosts, name = int(said["host"]), int(said["hosts"]), str(said["name"])
+        except (KeyError, TypeError, ValueError):
+            host, hosts, name = -1, -1, ""
+        if not 0 < host < hosts:  # not from this program
+            self._drop(connection)
+            return
+        self._enter(connection, host, hosts, name)
+
+    def _enter(self, connection: socket.socket, host: int, hosts: int, name: str) -> None:
+        known = dict(self._hosts.values()) | {0: _own_name()}
+        self._hosts[connection] = (host, name)
+        if hosts != self._meeting.num_hosts:
+            self._fail(
+                f"devices.num_hosts: {self._meeting.num_hosts} on host 0, {hosts} on host {host} ({name}); "
+                "allowed: the same on all hosts"
+            )
+        if host in known:
+            self._fail(
+                f"devices.host_index: two processes say that they are host {host}, on {known[host]} and on {name}; "
+                "allowed: each index once. Was the command started twice?"
+            )
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._lines.pop(connection, None)
+        self._hosts.pop(connection, None)
+        connection.close()
+
+    def _missing(self) -> str:
+        came = dict(self._hosts.values()) | {0: _own_name()}
+        missing = [str(host) for host in range(self._meeting.num_hosts) if host not in came]
+        there = [f"{host} on {came[host]}" for host in sorted(came)]
+        word = "host" if len(missing) == 1 else "hosts"
+        return (
+            f"{word} {_listed(missing)} of {self._meeting.num_hosts} did not come to {self._meeting.address} "
+            f"(there are: {_listed(there)}; seen here: {self._meeting.seen})"
+        )
+
+    def _fail(self, text: str) -> None:
+        self._tell_all({"error": text})
+        raise UserError(text)
+
+    def _tell_all(self, answer: dict) -> None:
+        for connection in self._hosts:
+            with contextlib.suppress(OSError):  # it is gone, as JAX will find
+                connection.settimeout(CONNECT_SEC)
+                connection.sendall(_line(answer))
+
+    def _close(self) -> None:
+        for connection in list(self._lines):
+            self._drop(connection)
+        self._selector.close()
+
+
+def _report_to_host_zero(meeting: Meeting, limit_sec: float) -> None:
+    """The part of every other host."""
+    begin, is_noticed, problem = time.monotonic(), False, "no answer"
+    host, _, port = meeting.address.rpartition(":")
+    hello = {"host": meeting.host_index, "hosts": meeting.num_hosts, "name": _own_name()}
+    while (waited := time.monotonic() - begin) < limit_sec:
+        if waited > NOTICE_SEC and not is_noticed:
+            is_noticed = True
+            log.warning("waiting: %s; %s", _no_host_zero(meeting, problem), _advice(meeting))
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SEC) as connection:
+                connection.sendall(_line(hello))
+                answer = _wait_for_answer(connection, begin + limit_sec + ANSWER_SEC, meeting)
+        except OSError as error:
+            problem = error.strerror or str(error)
+            time.sleep(RETRY_SEC)
+            continue
+        if "error" in answer:
+            raise UserError(str(answer["error"]))
+        if answer.get("go") is True:
+            time.sleep(RETRY_SEC)  # for JAX's service to listen, which is then found at the first try
+            return
+        problem = "what answers there is not this program, or it has ended"
+        time.sleep(RETRY_SEC)
+    text = f"after {limit_sec:g} s {_no_host_zero(meeting, problem)}"
+    raise UserError(f"devices.join_sec: {text}; {_advice(meeting)}")
+
+
+def _wait_for_answer(connection: socket.socket, deadline: float, meeting: Meeting) -> dict:
+    """Host 0's answer; empty if there is none. Returns to Python now and then, so that signals are handled."""
+    data, is_noticed, begin = b"", False, time.monotonic()
+    connection.settimeout(1.0)
+    while time.monotonic() < deadline:
+        if time.monotonic() - begin > NOTICE_SEC and not is_noticed:
+            is_noticed = True
+            log.warning("waiting: host 0 at %s is there, other hosts are not; it names them", meeting.address)
+        try:
+            more = connection.recv(LONGEST_LINE)
+        except TimeoutError:
+            continue
+        data += more
+        if not more or data.endswith(b"\n"):
+            break
+    return _parse(data)
+
+
+def _listen(meeting: Meeting, patience_sec: float) -> socket.socket:
+    """A socket where JAX's service will be.
+
+    Raises:
+      UserError: something else is there.
+    """
+    bound, port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", ""), meeting.address.rpartition(":")[2]
+    host = ""
+    if bound:
+        host, _, port = bound.rpartition(":")
+    host = host.strip("[]")
+    deadline = time.monotonic() + patience_sec
+    while True:
+        try:
+            if host in ("", "::") and socket.has_dualstack_ipv6():
+                options = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+                return socket.create_server(("", int(port)), backlog=BACKLOG, **options)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"devices.coordinator_address: host 0 cannot listen on port {port} ({error.strerror}); "
+                    "allowed: a port that is free there, as :PORT or in JAX_COORDINATOR_PORT"
+                ) from error
+        time.sleep(RETRY_SEC)
+
+
+def _no_host_zero(meeting: Meeting, problem: str) -> str:
+    return (
+        f"host 0 did not answer at {meeting.address} ({problem}); this is host {meeting.host_index} of "
+        f"{meeting.num_hosts} on {_own_name()} (seen here: {meeting.seen})"
+    )
+
+
+def _advice(meeting: Meeting) -> str:
+    """What may be wrong. On a TPU pod everybody has once started a command on one host only."""
+    how = ""
+    if "Slurm" in meeting.seen:
+        how = " (srun does)"
+    elif "Open MPI" in meeting.seen or "MPI:" in meeting.seen:
+        how = " (mpirun does)"
+    elif "no variable" in meeting.seen or "TPU" in meeting.seen:
+        how = " (on a TPU pod: gcloud compute tpus tpu-vm ssh NAME --worker=all)"
+    return f"the same command must be started on every host{how}"
+
+
+def _listed(words: list[str]) -> str:
+    more = [f"{len(words) - MOST_NAMED} more"] if len(words) > MOST_NAMED else []
+    return ", ".join([*words[:MOST_NAMED], *more])
+
+
+def _own_name() -> str:
+    return socket.gethostname()
+
+
+def _line(message: dict) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _parse(line: bytes) -> dict:
+    """The message of a line; empty if it is none of ours."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return {}
+    return message if isinstance(message, dict) else {}
