@@ -10,7 +10,7 @@ import numpy as np
 
 from largebatch.errors import BadSetting
 from largebatch.hosts import collectives
-from largebatch.hosts.start import NUM_HOSTS_VARIABLE
+from largebatch.hosts.clusters import NUM_HOSTS_VARIABLE
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
