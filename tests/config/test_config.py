@@ -167,17 +167,27 @@ def test_unknown_and_missing_fields_are_named():
     assert "seed: missing" in str(error.value)
 
 
-def test_a_cluster_is_given_whole_or_not_at_all():
+@pytest.mark.parametrize("address", ["10.0.0.1:1234", "node-7.cluster", ":1234", "[fe80::1]:80", "[::1]", None])
+def test_a_part_of_a_meeting_place_is_allowed(address):
     c = default.get_config()
+    c.devices.coordinator_address = address
+    validate(c, models.MODELS)
     c.devices.num_hosts = 2
-    with pytest.raises(UserError, match=r"devices.num_hosts: given alone"):
+    validate(c, models.MODELS)
+
+
+@pytest.mark.parametrize("address", ["", ":", "host:", "host:port", "host:70000", "host:0", "a b", "http://host:1"])
+def test_what_is_no_address_is_refused(address):
+    c = default.get_config()
+    c.devices.coordinator_address = address
+    with pytest.raises(UserError, match=r"devices.coordinator_address: '.*'; allowed: "):
         validate(c, models.MODELS)
 
 
-def test_a_coordinator_without_a_port_is_refused():
+def test_a_host_that_is_not_among_the_hosts_is_refused():
     c = default.get_config()
-    c.devices.coordinator_address, c.devices.num_hosts, c.devices.host_index = "10.0.0.1", 2, 0
-    with pytest.raises(UserError, match=r"devices.coordinator_address: '10.0.0.1'; allowed: ADDRESS:PORT"):
+    c.devices.num_hosts, c.devices.host_index = 2, 2
+    with pytest.raises(UserError, match=r"devices.host_index: 2; allowed: 0 to devices.num_hosts - 1"):
         validate(c, models.MODELS)
 
 

@@ -53,7 +53,8 @@ from configs import default  # noqa: E402
 from largebatch.cache import build  # noqa: E402
 from largebatch.errors import UserError  # noqa: E402
 from largebatch.hosts import collectives, meeting, preemption  # noqa: E402
-from largebatch.hosts.start import HOST_INDEX_VARIABLE, start_jax  # noqa: E402
+from largebatch.hosts.clusters import HOST_INDEX_VARIABLE  # noqa: E402
+from largebatch.hosts.start import start_jax  # noqa: E402
 from largebatch.runs import checkpoints  # noqa: E402
 from largebatch.training import trainer  # noqa: E402
 

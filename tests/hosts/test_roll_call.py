@@ -1,0 +1,151 @@
+"""Hosts that come, that do not, and what comes that is no host: threads that meet on this machine."""
+
+import logging
+import socket
+import threading
+import time
+
+import pytest
+from conftest import ROOT, assert_one_line_error, on_devices, run_script
+
+from largebatch.errors import UserError
+from largebatch.hosts import roll_call
+from largebatch.hosts.clusters import Meeting
+from largebatch.pod.processes import free_port
+
+NAME = socket.gethostname()
+
+
+class Hosts:
+    """Hosts of one meeting, each a thread; what became of them."""
+
+    def __init__(self, num_hosts: int, limit_sec: float):
+        self.address, self._num_hosts, self._limit_sec = f"127.0.0.1:{free_port()}", num_hosts, limit_sec
+        self.ended: list[tuple[int, str]] = []
+        self._threads = []
+
+    def come(self, *indices: int, num_hosts: int | None = None) -> None:
+        for index in indices:
+            meeting = Meeting(self.address, num_hosts or self._num_hosts, index, "Slurm: SLURM_JOB_ID=7")
+            self._threads.append(threading.Thread(target=self._come, args=(meeting,)))
+            self._threads[-1].start()
+
+    def _come(self, meeting: Meeting) -> None:
+        try:
+            roll_call.call_roll(meeting, self._limit_sec)
+        except UserError as error:
+            self.ended.append((meeting.host_index, str(error)))
+        else:
+            self.ended.append((meeting.host_index, "joined"))
+
+    def all_ended(self) -> list[tuple[int, str]]:
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        return sorted(self.ended)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(roll_call, "RETRY_SEC", 0.02)
+    monkeypatch.setattr(roll_call, "NOTICE_SEC", 0.3)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_hosts_that_all_come_go_on(order):
+    hosts = Hosts(3, limit_sec=30)
+    for index in order:
+        hosts.come(index)
+        time.sleep(0.1)
+    assert hosts.all_ended() == [(0, "joined"), (1, "joined"), (2, "joined")]
+    hosts.come(0, 1, 2)  # the port is free again
+    assert [text for _, text in hosts.all_ended()] == ["joined"] * 6
+
+
+def test_hosts_that_do_not_come_are_named_on_all_that_did(caplog):
+    hosts = Hosts(5, limit_sec=1.5)
+    with caplog.at_level(logging.WARNING):
+        hosts.come(0, 2)
+        ended = hosts.all_ended()
+    missing = (
+        f"hosts 1, 3, 4 of 5 did not come to {hosts.address} (there are: 0 on {NAME}, 2 on {NAME}; "
+        "seen here: Slurm: SLURM_JOB_ID=7)"
+    )
+    advice = "the same command must be started on every host (srun does)"
+    text = f"devices.join_sec: after 1.5 s {missing}; {advice}"
+    assert ended == [(0, text), (2, text)]
+    assert f"waiting: {missing}; {advice}" in caplog.messages  # long before
+    assert f"waiting: host 0 at {hosts.address} is there, other hosts are not; it names them" in caplog.messages
+
+
+def test_without_host_zero_the_others_name_it(caplog):
+    hosts = Hosts(3, limit_sec=1)
+    with caplog.at_level(logging.WARNING):
+        hosts.come(1)
+        [(_, text)] = hosts.all_ended()
+    said = f"host 0 did not answer at {hosts.address} (Connection refused); this is host 1 of 3 on {NAME}"
+    assert text.startswith(f"devices.join_sec: after 1 s {said}")
+    assert any(message.startswith(f"waiting: {said}") for message in caplog.messages)
+
+
+def test_a_host_that_leaves_is_missing_again():
+    hosts = Hosts(3, limit_sec=1.5)
+    hosts.come(0)
+    time.sleep(0.2)
+    with socket.create_connection(("127.0.0.1", int(hosts.address.split(":")[1]))) as connection:
+        connection.sendall(b'{"host": 1, "hosts": 3, "name": "gone"}\n')
+        time.sleep(0.2)
+    hosts.come(2)
+    assert all("host 1 of 3 did not come" in text for _, text in hosts.all_ended())
+
+
+def test_two_that_say_they_are_the_same_host_are_told():
+    hosts = Hosts(3, limit_sec=30)
+    hosts.come(1)
+    hosts.come(1)
+    hosts.come(0)
+    text = f"devices.host_index: two processes say that they are host 1, on {NAME} and on {NAME}"
+    ended = hosts.all_ended()
+    assert [index for index, _ in ended] == [0, 1, 1]
+    assert all(said.startswith(text) for _, said in ended)
+
+
+def test_hosts_that_count_differently_are_told():
+    hosts = Hosts(3, limit_sec=30)
+    hosts.come(0)
+    hosts.come(1, num_hosts=4)
+    text = f"devices.num_hosts: 3 on host 0, 4 on host 1 ({NAME}); allowed: the same on all hosts"
+    assert hosts.all_ended() == [(0, text), (1, text)]
+
+
+@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"host": "x"}\n', b"\xff" * 300_000])
+def test_what_is_no_host_is_left_aside(noise):
+    hosts = Hosts(2, limit_sec=30)
+    hosts.come(0)
+    time.sleep(0.2)
+    with socket.create_connection(("127.0.0.1", int(hosts.address.split(":")[1]))) as stranger:
+        try:
+            stranger.sendall(noise)
+        except OSError:
+            pass  # it was cut off
+        hosts.come(1)
+        assert hosts.all_ended() == [(0, "joined"), (1, "joined")]
+
+
+def test_a_port_that_is_taken_is_told(monkeypatch):
+    monkeypatch.setattr(roll_call, "TAKEN_PORT_SEC", 0.2)
+    hosts = Hosts(2, limit_sec=30)
+    with socket.create_server(("", int(hosts.address.split(":")[1]))):
+        hosts.come(0)
+        [(_, text)] = hosts.all_ended()
+    assert text.startswith("devices.coordinator_address: host 0 cannot listen on port")
+    assert "Address already in use" in text
+
+
+def test_train_says_in_one_line_that_it_waited_in_vain(tmp_path):
+    fields = {"coordinator_address": f"127.0.0.1:{free_port()}", "num_hosts": 2, "host_index": 0, "join_sec": 1}
+    flags = [f"--config.devices.{name}={value}" for name, value in fields.items()]
+    workdir = tmp_path / "run"
+    result = run_script(ROOT / "train.py", f"--workdir={workdir}", *flags, env=on_devices(1))
+    assert_one_line_error(result, "train.py: error: devices.join_sec: after 1 s host 1 of 2 did not come")
+    assert not workdir.exists()

@@ -1,0 +1,96 @@
+"""The JobSet files against the schema that the Kubernetes projects publish, in which no field is unknown."""
+
+import copy
+import re
+
+import pytest
+import yaml
+from conftest import ROOT
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from test_docs import Command, check_config, given_flags
+
+from largebatch import cli
+
+FILES = sorted((ROOT / "launch").glob("jobset*.yaml"))
+
+
+def read(path) -> dict:
+    return yaml.safe_load(path.read_text())
+
+
+def check(job_set: dict) -> None:
+    """Raises unless every field is known and has a value of its type."""
+    taken = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(job_set)).to_dict()
+    assert taken == job_set  # what is not known is left out
+
+
+def parts_of(job_set: dict) -> tuple[dict, dict, dict]:
+    """The specs of its Job and of its pods, and their container."""
+    [replicated] = job_set["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    [container] = pod["containers"]
+    return job, pod, container
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_file_is_a_job_set(path):
+    check(read(path))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda job_set: job_set["spec"]["failurePolicy"].update(maxRestart=3),
+        lambda job_set: job_set["spec"]["failurePolicy"].update(maxRestarts="3"),
+        lambda job_set: job_set["spec"]["failurePolicy"]["rules"][0].pop("action"),
+        lambda job_set: job_set["spec"].update(replicatedJob=[]),
+        lambda job_set: parts_of(job_set)[0].update(completionmode="Indexed"),
+        lambda job_set: parts_of(job_set)[1].update(terminationGracePeriod=3),
+        lambda job_set: parts_of(job_set)[2].update(workDir="/app"),
+        lambda job_set: parts_of(job_set)[2]["resources"].update(limit={}),
+    ],
+)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_field_that_is_not_in_the_schema_is_found(path, damage):
+    job_set = read(path)
+    damage(job_set)
+    with pytest.raises((AssertionError, ValueError)):
+        check(job_set)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_the_schema_does_not_say(path):
+    job_set = read(path)
+    assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    job, pod, container = parts_of(job_set)
+    assert job["parallelism"] == job["completions"]
+    assert job["completionMode"] == "Indexed"
+    [rule] = job["podFailurePolicy"]["rules"]
+    assert pod["restartPolicy"] == "Never"  # which a podFailurePolicy demands
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert rule["onExitCodes"]["values"] == [cli.EXIT_USAGE, cli.EXIT_DIVERGED]
+    mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
+    assert mounts == {volume["name"] for volume in pod.get("volumes", [])}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_command_of_a_file_is_one_that_train_takes(path):
+    _, _, container = parts_of(read(path))
+    python, script, *arguments = container["command"]
+    assert (python, script) == ("python", "train.py")
+    command = Command(path.name, " ".join(arguments), script, tuple(arguments))
+    assert {name.split(".")[0] for name, _ in given_flags(command.arguments)} == {"config", "workdir"}
+    check_config(command, given_flags(command.arguments))
+
+
+def test_the_gpu_file_names_its_own_pods():
+    job_set = read(ROOT / "launch" / "jobset_gpu.yaml")
+    job, _, container = parts_of(job_set)
+    fields = dict(given_flags(tuple(container["command"])))
+    name, network = job_set["metadata"]["name"], job_set["spec"]["network"]
+    # <JobSet>-<replicated job>-<job>-<pod>.<subdomain>
+    first = f"{name}-{job_set['spec']['replicatedJobs'][0]['name']}-0-0.{network['subdomain']}"
+    assert fields["config.devices.coordinator_address"].rsplit(":")[0] == first
+    assert int(fields["config.devices.num_hosts"]) == job["parallelism"]
+    assert re.fullmatch(r"[a-z0-9-]+", name)
