@@ -84,7 +84,7 @@ copy() {
   # The runtimes' own Python may be too old; uv brings one.
   on all "set -e; mkdir -p largebatch; tar -xzf largebatch.tar.gz -C largebatch; cd largebatch
     python3 -m pip install --quiet --user uv; [ -d .venv ] || python3 -m uv venv --quiet --python 3.12 .venv
-    python3 -m uv pip install --quiet -r requirements.txt 'jax[tpu]' gcsfs" \
+    python3 -m uv pip install --quiet -r requirements-tpu.txt gcsfs" \
     || fail "$name: copying or installing failed on a worker; what it said is above"
 }
 

@@ -76,13 +76,22 @@ class Command:
     arguments: tuple[str, ...]
 
 
+def from_launcher(words: list[str]) -> list[str]:
+    """What the files of launch/ start: theirs is a command line of train.py."""
+    if words and words[0] == "sbatch" and "launch/slurm.sbatch" in words:
+        return ["python", "train.py", *words[words.index("launch/slurm.sbatch") + 1 :]]
+    if words and words[0] == "launch/tpu_vm.sh" and "python" in words:
+        return words[words.index("python") :]
+    return [] if words and words[0] in ("export", "launch/tpu_vm.sh") else words
+
+
 def parse(page: str, text: str) -> list[Command]:
     """The command in a line, and the one that it starts after "--"; none in a line that is only a comment.
 
     Raises:
       ValueError: the line is no command that these tests know.
     """
-    words = shlex.split(text, comments=True)
+    words = from_launcher(shlex.split(text, comments=True))
     if words and words[0] in LAUNCHERS:
         words = words[words.index("python") :]
     while words and re.match(r"[A-Z_]+=", words[0]):
@@ -144,7 +153,7 @@ def test_every_page_is_linked_from_the_readme():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_files_and_fields_that_are_named_exist(path):
-    folders = ("benchmarks", "configs", "docs", "largebatch", "tests")
+    folders = ("benchmarks", "configs", "docs", "largebatch", "launch", "tests")
     names = {file.name for folder in folders for file in (ROOT / folder).rglob("*.*")}
     names |= {file.name for file in ROOT.glob("*.*")}
     for span in spans_of(path.read_text()):

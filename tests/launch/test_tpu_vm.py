@@ -110,7 +110,7 @@ def test_a_run_that_is_preempted_starts_again_on_a_new_tpu(cloud, after_preempti
     for worker in ("worker-0", "worker-1"):
         assert (cloud / worker / "largebatch/train.py").read_text() == "the program"
         assert not (cloud / worker / "largebatch/runs").exists()
-    assert "pip install --quiet -r requirements.txt jax[tpu] gcsfs" in (cloud / "installed").read_text()
+    assert "pip install --quiet -r requirements-tpu.txt gcsfs" in (cloud / "installed").read_text()
 
 
 @pytest.mark.full
