@@ -133,6 +133,23 @@ def test_open_mpi_goes_on_with_the_same_bits(tmp_path, session_cache):
     assert_same_run(disturbed / "run", undisturbed / "run")
 
 
+@pytest.mark.parametrize(("code", "is_queued_again"), [(0, False), (1, False), (2, False), (143, True)])
+@pytest.mark.parametrize("workdir", [None, "/data/run"])
+def test_what_the_slurm_file_calls(tmp_path, code, is_queued_again, workdir):
+    for name, end in (("srun", code), ("scontrol", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\nexit {end}\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").touch()
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    variables = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    variables |= {"WORKDIR": workdir} if workdir else {}
+    bash = ["bash", str(SBATCH_FILE), "--config.seed", "3"]
+    done = subprocess.run(bash, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=30)
+    assert done.returncode == code
+    step = f"srun --wait=120 python train.py --workdir {workdir or 'runs/slurm-7'} --config.seed 3"
+    assert (tmp_path / "calls").read_text().splitlines() == [step, *["scontrol requeue 7"] * is_queued_again]
+
+
 def test_the_slurm_file_outside_of_slurm_is_refused(tmp_path):
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     bash = [shutil.which("bash"), str(SBATCH_FILE)]

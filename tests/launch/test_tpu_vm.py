@@ -126,15 +126,15 @@ def test_the_real_gcloud_knows_every_flag(after_preemption, tmp_path):
         assert "You do not currently have an active account" in done.stderr, (call, done.stderr)
 
 
-def test_what_ends_by_itself_is_not_started_again(cloud):
-    (cloud / "states").write_text("ACTIVE")
-    here = small_project(cloud / "here")
-    for code in (0, 2, 7, 143):
-        (cloud / "calls.jsonl").unlink(missing_ok=True)
-        done = tpu_vm(cloud, "run", "my-tpu", "bash", "-c", f"exit {code}", cwd=here)
-        assert done.returncode == code, done.stderr
-        assert f"the command ended with {code}; to give the TPU back: launch/tpu_vm.sh delete my-tpu" in done.stderr
-        assert names_of(calls_of(cloud)).count("scp all") == 1
+@pytest.mark.parametrize(
+    ("code", "afterwards"), [(0, "SUSPENDED"), (2, "SUSPENDED"), (3, "SUSPENDED"), (143, "ACTIVE")]
+)
+def test_what_ends_by_itself_is_not_started_again(cloud, code, afterwards):
+    (cloud / "states").write_text(f"ACTIVE {afterwards}")
+    done = tpu_vm(cloud, "run", "my-tpu", "bash", "-c", f"exit {code}", cwd=small_project(cloud / "here"))
+    assert done.returncode == code, done.stderr
+    assert f"the command ended with {code}; to give the TPU back: launch/tpu_vm.sh delete my-tpu" in done.stderr
+    assert names_of(calls_of(cloud)).count("scp all") == 1
 
 
 def test_a_command_that_runs_is_stopped_and_not_started_twice(cloud):
