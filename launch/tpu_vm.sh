@@ -83,7 +83,8 @@ copy() {
   cloud tpu-vm scp "$archive" "$name:largebatch.tar.gz" --worker=all
   # The runtimes' own Python may be too old; uv brings one.
   on all "set -e; mkdir -p largebatch; tar -xzf largebatch.tar.gz -C largebatch; cd largebatch
-    python3 -m pip install --quiet --user uv; [ -d .venv ] || python3 -m uv venv --quiet --python 3.12 .venv
+    PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
+    [ -d .venv ] || python3 -m uv venv --quiet --python 3.12 .venv
     python3 -m uv pip install --quiet -r requirements-tpu.txt gcsfs" \
     || fail "$name: copying or installing failed on a worker; what it said is above"
 }

@@ -207,9 +207,10 @@ def _check_that_host_is_alone(problem: str) -> None:
     """Several hosts that do not find each other would each train alone, into the same folder."""
     env = os.environ
     alone = "to train on this host alone give devices.num_hosts 1"
-    if ranks := _mpi_ranks():
+    processes = max(int(env.get(name) or 1) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    if processes > 1:
         raise UserError(
-            f"devices: started as one of {ranks.size} processes ({seen()}), and nothing says where they meet"
+            f"devices: started as one of {processes} processes ({seen()}), and nothing says where they meet"
             f"{f' ({problem})' if problem else ''}; give devices.coordinator_address, the machine of rank 0"
         )
     if problem:

@@ -122,6 +122,7 @@ def test_a_host_without_others_is_alone(launched_by, variables, given):
             (None,) * 3,
             ["one of 2 hosts of a TPU pod", "jax[tpu]"],
         ),
+        ({"PMI_SIZE": "4"}, (None, None, None), ["one of 4 processes (MPI: PMI_SIZE=4)"]),
         ({"JOB_COMPLETION_INDEX": "3"}, (None, None, None), ["pod 3 of a Kubernetes Job"]),
     ],
 )
