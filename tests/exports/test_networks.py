@@ -23,10 +23,10 @@ MORE = {
     "unet_tiny": {"norm": "none"},
 }
 QUICK = "resnet8"  # tests/test_export.py has a convnet
+OF_EACH_CLASS = ("convnet", "airbench_small", "resnet8", "unet_tiny")
 CASES = [
-    pytest.param(name, dtype, marks=[] if name == QUICK and dtype == "float32" else pytest.mark.full)
-    for name in model.MODELS
-    for dtype in ("float32", "bfloat16")
+    *(pytest.param(name, "float32", marks=[] if name == QUICK else pytest.mark.full) for name in model.MODELS),
+    *(pytest.param(name, "bfloat16", marks=pytest.mark.full) for name in OF_EACH_CLASS),
 ]
 
 
