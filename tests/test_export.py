@@ -45,8 +45,8 @@ def make_run(tmp_path_factory, session_cache):
     @functools.cache
     def make(dtype: str) -> Path:
         config = make_small_config(session_cache)
-        config.model.dtype, config.batch.size = dtype, 80
-        config.train.outer_steps = 5  # of 3 updates, as other tests have compiled them
+        config.model.dtype, config.batch.size = dtype, 128
+        config.train.inner_steps, config.train.outer_steps = 15, 1  # the best checkpoint is the last
         if dtype == "bfloat16":
             config.train.ema_decay, config.train.label_smoothing = 0.5, 0.2
             config.model.update(
@@ -292,7 +292,6 @@ def test_bad_input_is_one_line_and_writes_nothing(make_run, make_model, tmp_path
         with pytest.raises(UserError, match=message):
             export.export(*arguments)
     assert_one_line_error(run_script("export.py", run, "--out", tmp_path / "full"), "--out:", "is not empty")
-    assert_one_line_error(run_script("export.py"), "give one run folder; found none", code=2)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["damaged", "full"]
 
 

@@ -12,6 +12,8 @@ from largebatch.exports import card, contents, folder, program
 from largebatch.runs.checkpoints import named_leaves
 from largebatch.training.loss import make_logits_fn
 
+pytestmark = pytest.mark.full  # tests/test_export.py has a convnet
+
 NUM_IMAGES = 5
 SHAPE = (15, 18, 3)  # odd sizes have other paddings than even ones
 MEAN, STD = [120.0, 110.0, 100.0], [60.0, 70.0, 80.0]
@@ -22,11 +24,10 @@ MORE = {
     "resnet8": {"norm": "batch"},
     "unet_tiny": {"norm": "none"},
 }
-QUICK = "resnet8"  # tests/test_export.py has a convnet
 OF_EACH_CLASS = ("convnet", "airbench_small", "resnet8", "unet_tiny")
 CASES = [
-    *(pytest.param(name, "float32", marks=[] if name == QUICK else pytest.mark.full) for name in model.MODELS),
-    *(pytest.param(name, "bfloat16", marks=pytest.mark.full) for name in OF_EACH_CLASS),
+    *((name, "float32") for name in model.MODELS),
+    *((name, "bfloat16") for name in OF_EACH_CLASS),
 ]
 
 
@@ -98,7 +99,6 @@ def test_the_text_of_pytorch_is_the_network(name, dtype, tmp_path, monkeypatch):
     assert_close(found.numpy(), expected, dtype)
 
 
-@pytest.mark.full
 def test_images_of_16_bits_and_many_bands_have_a_program():
     shape, mean, std = (8, 8, 13), [2000.0] * 13, [900.0] * 13
     network = model.create_model("convnet", 3, "float32", "dot")
