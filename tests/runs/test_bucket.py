@@ -234,6 +234,7 @@ def test_a_run_goes_on_on_another_machine_with_the_same_bits(config, tmp_path):
     assert train.train_and_evaluate(config, URL)["status"] == "done"  # and nothing is trained
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_was_damaged_in_the_bucket_is_not_used(config, tmp_path, caplog):
     with pytest.raises(preemption.Stopped):
         train.train_and_evaluate(config, URL, report=Stops(enabled=False))
@@ -272,6 +273,7 @@ def test_a_run_bears_a_bucket_that_is_away_and_says_where_it_is_at_the_end(confi
     assert_same_run(bucket.local_copy(URL), tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_a_run_starts_from_one_in_a_bucket(config, tmp_path):
     train.train_and_evaluate(config, URL)
     config.train.init_from = URL
@@ -338,13 +340,15 @@ def kill_while_copying(command: list[str], environment: dict, files, count: int)
     return False
 
 
-def check_kills(tmp_path, cache, home, counts: list[int]) -> None:
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_process_that_is_killed_again_and_again_while_it_copies(tmp_path, session_cache, home):
     whole = tmp_path / "whole"
-    assert run_script("train.py", *arguments(cache, whole)).returncode == 0
+    assert run_script("train.py", *arguments(session_cache, whole)).returncode == 0
     with s3() as environment:
         files = open_files("s3", environment)
-        command, environment = arguments(cache, "s3://bucket/run"), environment | home
-        for count in counts:
+        command, environment = arguments(session_cache, "s3://bucket/run"), environment | home
+        for count in (1, 10, 25, 40):
             assert kill_while_copying(command, environment, files, count), "it ended before it was killed"
             named = json.loads(files.cat_file("bucket/run/pointer.json"))["checkpoints"]
             assert named
@@ -360,16 +364,6 @@ def check_kills(tmp_path, cache, home, counts: list[int]) -> None:
         )
         (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*.read")
         assert_same_run(copy, whole)
-
-
-def test_a_process_that_is_killed_while_it_copies(tmp_path, session_cache, home):
-    check_kills(tmp_path, session_cache, home, [3])
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_process_that_is_killed_again_and_again_while_it_copies(tmp_path, session_cache, home):
-    check_kills(tmp_path, session_cache, home, [1, 10, 25, 40])
 
 
 @pytest.mark.full

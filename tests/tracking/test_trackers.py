@@ -155,6 +155,7 @@ def test_wandb_gets_the_whole_run_and_goes_on_in_the_same_record(config, tmp_pat
     assert f"offline: wandb sync {run}/wandb" in told[0]
 
 
+@pytest.mark.full
 def test_wandb_groups_the_trials_of_a_study(config, tmp_path):
     config.train.outer_steps = 1
     rates = CategoricalDistribution([0.003, 0.01])
@@ -169,7 +170,7 @@ def test_wandb_groups_the_trials_of_a_study(config, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # it is left to itself
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_killing_its_process_changes_no_bit_of_a_run(config, tmp_path, monkeypatch, caplog, number):
     monkeypatch.setattr(weights_and_biases, "FINISH_SEC", 1.0)
 
