@@ -98,6 +98,8 @@ def main() -> None:
         raise cli.UsageError(f"give one run folder; found {' '.join(folders) or 'none'}")
     if not flags.FLAGS.out:
         raise cli.UsageError("--out: give the folder to write")
+    if bucket.is_url(flags.FLAGS.out):
+        raise cli.UsageError(f"--out: {flags.FLAGS.out}; allowed: a folder of this machine")
     out = Path(flags.FLAGS.out).expanduser()
     digest = export(bucket.local_copy(folders[0]), out, ema=flags.FLAGS.ema)
     print(f"{out}: model.safetensors, model.stablehlo, model.json, README.md; SHA-256 of SHA256SUMS {digest}")

@@ -28,7 +28,8 @@ from largebatch.optim.batch_sizes import follows_devices, read_trace
 from largebatch.runs.display import Reporter
 from largebatch.runs.ending import Diverged, recorded_end, roll_back
 from largebatch.runs.folder import RunFolder
-from largebatch.runs.progress import RunDescription, RunProgress, open_run
+from largebatch.runs.opening import open_run
+from largebatch.runs.progress import RunDescription, RunProgress
 from largebatch.runs.provenance import code_sha256, git_commit, versions
 from largebatch.runs.summary import empty_summary
 from largebatch.tasks.kinds import KINDS

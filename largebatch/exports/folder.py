@@ -41,6 +41,8 @@ def sums_of(contents: dict[str, bytes]) -> bytes:
 def check_out(out: Path) -> None:
     """Raises UserError where a folder cannot be written to `out`, for what is there already."""
     try:
+        if out.resolve() == Path.cwd():
+            raise UserError(f"--out: {out}; allowed: a new or an empty folder, not the current one")
         if out.is_dir() and not any(out.iterdir()):
             return
         if os.path.lexists(out):

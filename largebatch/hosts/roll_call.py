@@ -92,7 +92,7 @@ class _HostZero:
         said = _parse(self._lines[connection])
         try:
             host, hosts, name = int(said["host"]), int(said["hosts"]), str(said["name"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             host, hosts, name = -1, -1, ""
         if not 0 < host < hosts:  # not from this program
             self._drop(connection)
@@ -255,6 +255,6 @@ def _parse(line: bytes) -> dict:
     """The message of a line; empty if it is none of ours."""
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return message if isinstance(message, dict) else {}

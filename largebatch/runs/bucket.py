@@ -11,42 +11,36 @@ another one writes to the same place.
 """
 
 import contextlib
-import dataclasses
+import errno
+import functools
 import hashlib
 import json
 import logging
+import re
 import secrets
 from collections.abc import Collection, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import fsspec
 
 from largebatch import files
 from largebatch.errors import UserError
+from largebatch.runs.pointer import Pointer
 
 log = logging.getLogger("largebatch")
 
 POINTER, STATE = "pointer.json", ".copied.json"
 CHECKPOINTS, SUMS, SUMMARY = "checkpoints", "SHA256SUMS", "summary.json"
 LOCAL_FOLDERS = "~/.cache/largebatch/runs"
-NOT_COPIED = ("lock",)
-ATTEMPTS = 5  # to read what a process changes meanwhile
+PROBE = "probe-"  # how the name of an object begins that is there for a moment
+LOCK = "lock"
+ATTEMPTS = 5  # to read or copy what a process changes meanwhile
+NEVER_COPIED = [-1, -1]  # in place of size and time
 NOISY = ("gcsfs", "s3fs", "google", "aiobotocore", "botocore")  # what they log, they raise too
 
 
 class Unreachable(UserError):
     """The bucket cannot be read or written just now."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Pointer:
-    """What the pointer says; without an id there is none yet.
-
-    checkpoints: {name of the folder: SHA-256 of its SHA256SUMS}.
-    """
-
-    id: str | None = None
-    checkpoints: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def is_url(path) -> bool:
@@ -55,52 +49,80 @@ def is_url(path) -> bool:
 
 
 def local_copy(path) -> Path:
-    """A folder to read a run from: `path` itself, or where that is a bucket's, what it has now.
+    """A folder to read a run from: `path` itself, or where that is a bucket's, a copy of what is there now.
 
     Raises:
-      UserError: the bucket cannot be read.
+      UserError: the bucket cannot be read, or has no run there.
     """
     if not is_url(path):
         return Path(path).expanduser()
-    folder = folder_for(str(path))
-    folder = folder.with_name(f"{folder.name}.read")
-    if not Bucket(str(path), folder).is_copied():
-        temporary = files.beside(folder)
-        Bucket(str(path), temporary).pull()
-        files.remove(folder)
-        temporary.rename(folder)
+    found = Bucket(str(path))
+    pointer = found.read_pointer()
+    if pointer.id is None:
+        raise UserError(f"{path}: no run is there; allowed: what train.py --workdir {path} has written")
+    copies = found.folder.with_name(f"{found.folder.name}.read")
+    folder = copies / pointer.id / PurePosixPath(found.url).name
+    if not folder.exists():
+        temporary = files.beside(copies / pointer.id)
+        try:
+            Bucket(found.url, temporary / folder.name).pull()
+            with contextlib.suppress(FileExistsError):  # another process has read it, too
+                temporary.rename(copies / pointer.id)
+        except OSError as error:
+            raise UserError(f"cannot write {temporary} ({error.strerror or error})") from error
+        finally:
+            files.remove(temporary)
+        _remove_old(copies)
     return folder
 
 
-def folder_for(url: str) -> Path:
-    """Where a run of this machine is written before it is copied to `url`."""
-    url = url.rstrip("/")
-    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
-    return Path(LOCAL_FOLDERS).expanduser() / f"{Path(url).name}-{digest}"
+def _remove_old(copies: Path) -> None:
+    """Removes earlier copies, but the last: another process may read it."""
+    by_time = sorted(copies.iterdir(), key=lambda copy: copy.stat().st_mtime)
+    for copy in by_time[:-2]:
+        files.remove(copy)
 
 
 class Bucket:
-    """The copy of a folder in a bucket.
+    """A folder in a bucket, and the one on this machine that is copied there.
 
+    Args:
+      folder: the one on this machine; None takes one by the URL's name.
     Raises:
-      UserError: from the constructor, if no package for such a URL is installed.
+      UserError: from the constructor, if the URL is none of a folder in a bucket.
       Unreachable: from every method that reads or writes, if that fails.
     """
 
     def __init__(self, url: str, folder: Path | None = None):
         self.url = url.rstrip("/")
-        self.folder = folder or folder_for(url)
+        if not re.fullmatch(r"[a-z0-9+]+://[^/]+(/[^/]+)+", self.url):
+            raise UserError(f"--workdir: {url}; allowed: a folder, or gs://BUCKET/FOLDER or s3://BUCKET/FOLDER")
+        digest = hashlib.sha256(self.url.encode()).hexdigest()[:12]
+        own_folder = Path(LOCAL_FOLDERS).expanduser() / f"{PurePosixPath(self.url).name}-{digest}"
+        self.folder = folder or own_folder
+        self._pointer = Pointer()
+        self._ids: list[str | None] = [None]  # that the pointer may have, unless another process wrote it
+        self._copied: dict[str, list[int]] = {}  # files in the bucket, each as `_files_here` had it then
+
+    @functools.cached_property
+    def _files_and_root(self) -> tuple[fsspec.AbstractFileSystem, str]:
         for name in NOISY:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
-            self._files, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
+            return fsspec.url_to_fs(self.url, use_listings_cache=False)
         except ImportError as error:
             hint = "allowed: after pip install -r requirements-cloud.txt"
-            raise UserError(f"--workdir: {url} needs a package ({error}); {hint}") from error
+            raise UserError(f"--workdir: {self.url} needs a package ({error}); {hint}") from error
         except ValueError as error:
-            raise UserError(f"--workdir: {url} ({error}); allowed: a folder, gs://... or s3://...") from error
-        self._pointer = Pointer()
-        self._copied: dict[str, list[int]] = {}  # files in the bucket, each as `_files_here` had it then
+            raise UserError(f"--workdir: {self.url} ({error}); allowed: gs://... or s3://...") from error
+
+    @property
+    def _files(self) -> fsspec.AbstractFileSystem:
+        return self._files_and_root[0]
+
+    def _at(self, name: str) -> str:
+        """The path of an object in the bucket."""
+        return f"{self._files_and_root[1]}/{name}"
 
     # ---- reading --------------------------------------------------------------------------------------
 
@@ -108,64 +130,96 @@ class Bucket:
         """One file as the bucket has it; None where it has none."""
         with self._reached():
             try:
-                return self._files.cat_file(f"{self._root}/{name}")
+                return self._files.cat_file(self._at(name))
             except FileNotFoundError:
                 return None
 
+    def read_pointer(self) -> Pointer:
+        """What is there now."""
+        content = self.read(POINTER)
+        if content is None:
+            return Pointer()
+        try:
+            return Pointer.parse(content)
+        except ValueError as error:
+            raise UserError(f"--workdir: {self.url}/{POINTER} is damaged ({error})") from error
+
     def probe(self) -> None:
         """Writes and removes an object: a bucket that is not there, or is read-only, is found before the work."""
-        path = f"{self._root}/probe-{secrets.token_hex(8)}"
+        path = self._at(f"{PROBE}{secrets.token_hex(8)}")
         with self._reached():
             self._files.pipe_file(path, b"probe")
             self._files.rm_file(path)
 
-    def is_copied(self) -> bool:
-        """Whether the folder is what was copied last, from it or to it, or has gone on from there."""
-        return self._read_pointer().id in self._state()["ids"]
-
     def pull(self) -> None:
-        """Makes the folder what the bucket has, unless it goes on from that."""
-        state, self._pointer = self._state(), self._read_pointer()
-        if self._pointer.id in state["ids"]:
-            self._copied = state["copied"]
+        """Makes the folder what the bucket has, unless it goes on from that; what was in it is then put aside.
+
+        Raises:
+          OSError: the disk of this machine is full.
+        """
+        ids, copied = self._read_state()
+        self._pointer = self.read_pointer()
+        self._ids = [self._pointer.id]
+        if self._pointer.id in ids:
+            self._copied = copied
             return
-        self._empty_folder()
+        self._put_aside()
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 with self._reached(pass_missing=attempt < ATTEMPTS):
                     self._download()
                 break
             except FileNotFoundError:  # a checkpoint was removed since the pointer was read
-                self._pointer = self._read_pointer()
-        self._write_state(self._pointer.id)
+                self._pointer = self.read_pointer()
+                self._ids = [self._pointer.id]
+        self._set_damaged_aside()
+        self._write_state()
 
     def _download(self) -> None:
-        begin = f"{self._root}/"
-        names = [path.removeprefix(begin) for path in self._files.find(self._root)]
-        wanted = [name for name in names if self._is_whole(name)]
-        targets = [files.path_within(self.folder, name, "--workdir") for name in wanted]
+        for path in self._own_files():  # of an attempt before
+            files.remove(path)
+        begin = self._at("")
+        names = [path.removeprefix(begin) for path in self._files.find(self._at("")) if path.startswith(begin)]
+        for name in names:
+            if ".." in name.split("/") or name.startswith("/"):
+                raise UserError(f"--workdir: {self.url} has an object {name!r}; allowed: names within it")
+        wanted = [name for name in names if self._is_part_of_run(name)]
         self.folder.mkdir(parents=True, exist_ok=True)
         if wanted:
-            self._files.get([begin + name for name in wanted], [str(target) for target in targets])
+            self._files.get([self._at(name) for name in wanted], [str(self.folder / name) for name in wanted])
         here = self._files_here()
         # What is in the bucket alone, as half a checkpoint, is removed by the next copy.
-        self._copied = {name: here.get(name, [-1, -1]) for name in names if name != POINTER}
+        self._copied = {name: here.get(name, NEVER_COPIED) for name in names if name != POINTER}
 
-    def _is_whole(self, name: str) -> bool:
+    def _is_part_of_run(self, name: str) -> bool:
         parts = name.split("/")
         if parts[0] == CHECKPOINTS:
-            return parts[1] in self._pointer.checkpoints
-        return name != POINTER
+            return len(parts) > 2 and parts[1] in self._pointer.checkpoints
+        return name != POINTER and not name.startswith(PROBE)
 
-    def _empty_folder(self) -> None:
-        if not self.folder.exists():
-            return
-        left = [path for path in self.folder.iterdir() if path.name not in NOT_COPIED]
+    def _set_damaged_aside(self) -> None:
+        """Of a checkpoint that is not what the pointer names, nothing is used."""
+        here = self._checkpoints_here()
+        for name, digest in self._pointer.checkpoints.items():
+            if here.get(name) != digest:
+                folder = self.folder / CHECKPOINTS / name
+                log.warning("damaged checkpoint: %s of %s is not what %s names", name, self.url, POINTER)
+                if folder.exists():
+                    folder.rename(folder.with_suffix(".damaged"))
+
+    def _own_files(self) -> list[Path]:
+        """What is in the folder but its lock."""
+        return [path for path in self.folder.glob("*") if path.name != LOCK]
+
+    def _put_aside(self) -> None:
+        left = self._own_files()
         if left:
-            what = "%s has something else than was copied from %s, which is replaced"
-            log.warning(f"--workdir: {what}", self.url, self.folder)
-        for path in left:
-            files.remove(path)
+            aside = self.folder.with_name(f"{self.folder.name}.aside-{secrets.token_hex(4)}")
+            aside.mkdir()
+            for path in left:
+                path.rename(aside / path.name)
+            what = "has something else than was copied there from this machine, which is put aside"
+            log.warning("--workdir: %s %s in %s", self.url, what, aside)
 
     # ---- copying --------------------------------------------------------------------------------------
 
@@ -174,6 +228,7 @@ class Bucket:
 
         Raises:
           UserError: another process has copied to it since.
+          OSError: the disk of this machine is full.
         """
         self._check_alone()
         # The summary may say that the run has ended. So it is copied once all the rest is there and named.
@@ -190,43 +245,62 @@ class Bucket:
             changed = [name for name, stat in here.items() if self._copied.get(name) != stat]
             try:
                 with self._reached(pass_missing=attempt < ATTEMPTS):
-                    targets = [f"{self._root}/{name}" for name in changed]
-                    self._files.put([str(self.folder / name) for name in changed], targets)
+                    sources = [str(self.folder / name) for name in changed]
+                    self._files.put(sources, [self._at(name) for name in changed])
                 break
             except FileNotFoundError:  # predictions are replaced while this copies
                 continue
         self._copied.update({name: here[name] for name in changed})
         self._write_pointer(whole)
         self._remove_what_is_not_in(here)
-        self._write_state(self._pointer.id)
+        self._write_state()
 
-    def _remove_what_is_not_in(self, here: dict[str, list[int]]) -> None:
+    def _remove_what_is_not_in(self, here: Collection[str]) -> None:
         gone = [name for name in self._copied if name not in here]
         if gone:
             with self._reached():  # some may have gone before a process was killed
-                left = set(self._files.find(self._root)) & {f"{self._root}/{name}" for name in gone}
-                if left:
-                    self._files.rm(sorted(left))
+                left = set(self._files.find(self._at(""))) & {self._at(name) for name in gone}
+                # To `rm` these characters are patterns, and it would remove what they match.
+                patterns = {path for path in left if set(path) & set("*?[")}
+                if left - patterns:
+                    self._files.rm(sorted(left - patterns))
+                for path in patterns:
+                    self._files.rm_file(path)
         for name in gone:
             del self._copied[name]
 
     def _check_alone(self) -> None:
-        """Refuses to copy over what another process copied since this one began."""
-        found = self._read_pointer().id
-        if found != self._pointer.id:
+        """Refuses to copy over what another process copied since this one began.
+
+        A pointer that this process wrote may be there although it was not told so.
+        """
+        found = self.read_pointer()
+        if found.id not in self._ids:
             raise UserError(f"--workdir: another process trains in {self.url}: it has written there meanwhile")
+        self._pointer = found
 
     def _still_whole(self, here: dict[str, str]) -> dict[str, str]:
         """The named checkpoints that this copy leaves whole.
 
         Not those that it writes anew, nor those of later updates than the newest here: a rollback cut their rows.
         """
-        newest = max(here, default="")
+        newest = max(map(int, here), default=-1)
         return {
             name: digest
             for name, digest in self._pointer.checkpoints.items()
-            if name <= newest and here.get(name, digest) == digest
+            if int(name) <= newest and here.get(name, digest) == digest
         }
+
+    def _write_pointer(self, checkpoints: dict[str, str]) -> None:
+        self._check_alone()
+        pointer = Pointer.new(checkpoints)
+        self._ids = [self._pointer.id, pointer.id]  # either, if the process is killed or the answer lost
+        self._write_state()
+        with self._reached():
+            self._files.pipe_file(self._at(POINTER), pointer.content())
+        self._pointer, self._ids = pointer, [pointer.id]
+
+    # ---- this machine's folder ------------------------------------------------------------------------
 
     def _files_here(self) -> dict[str, list[int]]:
         """{name: [size, time in ns]} of all files that are to be copied."""
@@ -234,7 +308,7 @@ class Bucket:
         for path in self.folder.rglob("*"):
             name = path.relative_to(self.folder)
             hidden = name.parts[:2] if name.parts[0] == CHECKPOINTS else name.parts[:1]
-            if any(part.startswith(".") for part in hidden) or name.parts[0] in NOT_COPIED:
+            if any(part.startswith(".") for part in hidden) or name.parts[0] == LOCK:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file() and not path.is_symlink():
@@ -247,32 +321,24 @@ class Bucket:
         whole = [path for path in sums if path.parent.name.isdigit()]
         return {path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in whole}
 
-    # ---- pointer and state ----------------------------------------------------------------------------
+    def _read_state(self) -> tuple[list, dict]:
+        """What this machine knows of its last copy: the ids that the pointer may have, and `_copied`.
 
-    def _read_pointer(self) -> Pointer:
-        content = self.read(POINTER)
-        if content is None:
-            return Pointer()
-        try:
-            return Pointer(**json.loads(content))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"--workdir: {self.url}/{POINTER} is damaged ({error})") from error
-
-    def _write_pointer(self, checkpoints: dict[str, str]) -> None:
-        pointer = Pointer(secrets.token_hex(8), checkpoints)
-        self._write_state(self._pointer.id, pointer.id)  # either, if the process is killed here
-        with self._reached():
-            content = json.dumps(dataclasses.asdict(pointer), indent=1)
-            self._files.pipe_file(f"{self._root}/{POINTER}", content.encode())
-        self._pointer = pointer
-
-    def _state(self) -> dict:
-        """What this machine knows of its last copy: the ids that the pointer may have, and `_copied`."""
+        A folder that was never copied goes on from a bucket without a pointer.
+        """
         path = self.folder / STATE
-        return json.loads(path.read_text()) if path.exists() else {"ids": [None], "copied": {}}
+        if not path.exists():
+            return [None], {}
+        try:
+            state = json.loads(path.read_bytes())
+            return list(state["ids"]), dict(state["copied"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            log.warning("%s is damaged (%s)", path, error)
+            return [], {}
 
-    def _write_state(self, *ids: str | None) -> None:
-        state = {"ids": ids, "copied": self._copied}
+    def _write_state(self) -> None:
+        state = {"ids": self._ids, "copied": self._copied}
+        self.folder.mkdir(parents=True, exist_ok=True)
         with files.replacing(self.folder / STATE) as temporary:
             files.write_through(temporary, json.dumps(state).encode())
 
@@ -286,7 +352,9 @@ class Bucket:
         try:
             yield
         except Exception as error:  # those of gcsfs, s3fs, aiohttp, botocore, google.auth, ...
-            if isinstance(error, UserError) or (pass_missing and isinstance(error, FileNotFoundError)):
+            is_missing = pass_missing and isinstance(error, FileNotFoundError)
+            disk_is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            if isinstance(error, UserError) or is_missing or disk_is_full:
                 raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise Unreachable(f"--workdir: {self.url} cannot be read or written ({reason[:300]})") from error

@@ -78,18 +78,25 @@ class RunFolder:
 
     def read(self, name: str) -> dict | None:
         """A JSON file of the folder, or None where there is none."""
-        path = self.path / name
+        path = f"{self.address}/{name}"
         try:
-            if self._bucket and not self._lock:  # before `lock` has fetched it
-                text = self._bucket.read(name)
-            else:
-                text = path.read_bytes() if path.exists() else None
+            text = self._read(name)
             content = None if text is None else json.loads(text)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"--workdir: {path} cannot be read ({error})") from error
         if not isinstance(content, dict | None):
             raise UserError(f"--workdir: {path} is not a JSON object")
         return content
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        return self._read(name) is not None
+
+    def _read(self, name: str) -> bytes | None:
+        if self._bucket and not self._lock:  # before `lock` has fetched it
+            return self._bucket.read(name)
+        path = self.path / name
+        return path.read_bytes() if path.exists() else None
 
     def lock(self) -> None:
         """Makes the folder, tries it, and keeps other processes out until this one ends, however it ends.
@@ -148,7 +155,8 @@ class RunFolder:
         """
         if self._bucket:
             try:
-                self._bucket.push()
+                with writing(self.path):
+                    self._bucket.push()
             except bucket.Unreachable as error:
                 log.warning("%s; the run goes on, and the next checkpoint is copied with this one", error)
 
@@ -161,7 +169,8 @@ class RunFolder:
         deadline = time.monotonic() + LAST_COPY_SEC
         while self._bucket:
             try:
-                return self._bucket.push()
+                with writing(self.path):
+                    return self._bucket.push()
             except bucket.Unreachable as error:
                 if time.monotonic() > deadline:
                     hint = f"the whole run is in {self.path}; the same command on this machine copies it"

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from largebatch.config import fields
 from largebatch.errors import UserError
 from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
@@ -23,38 +22,9 @@ from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
 from largebatch.runs.summary import add_to_summary, empty_summary, summary_of_older_code
 from largebatch.tasks.kinds import kind_of
 from largebatch.tracking.tracked_run import TrackedRun
-from largebatch.tracking.trackers import Trackers, check_installed
+from largebatch.tracking.trackers import Trackers
 
 log = logging.getLogger("largebatch")
-
-
-def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
-    """The run folder, locked; or with its summary where it holds an ended run. The same answer on every host.
-
-    Args:
-      config: as plain JSON.
-    Raises:
-      UserError: the folder cannot be written, is in use, or holds a run of another config; or a tracker that the
-        config asks for is not installed.
-    """
-    run = RunFolder(workdir)
-    summary = collectives.agreed(lambda: _ended_or_locked(run, config), collectives.is_primary())
-    return run, collectives.json_from_primary(summary)
-
-
-def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
-    check_installed(config["log"])
-    stored_config, summary = run.read("config.json"), run.read("summary.json")
-    if stored_config:
-        changed = fields.differences(fields.identity(config), fields.identity(stored_config), ("here", "there"))
-        if changed:
-            raise UserError(f"--workdir: {run.address} holds a run of another config: {changed}")
-    if stored_config and summary and summary.get("status") in ("done", "diverged", "pruned"):
-        return summary
-    if stored_config is None and (run.path / "metrics.jsonl").exists():
-        raise UserError(f"--workdir: {run.address} holds metrics.jsonl but no config.json; give a new folder")
-    run.lock()
-    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,12 +329,13 @@ class RunProgress:
         def write():
             self._run.write_json("summary.json", self.summary)
             self._run.log_event(self.summary["status"], step=self._trainer.step, reason=reason)
-            if self._trackers:
-                self._trackers.end(jsonable(self.summary))
 
         def write_and_copy():
             write()
             self._run.copy_whole()
+            if self._trackers:
+                self._trackers.end(jsonable(self.summary))
+                self._run.copy()  # what they wrote at their end
 
         self._checkpoints.close()
         if self.summary["status"] != "failed":
@@ -374,6 +345,8 @@ class RunProgress:
             with contextlib.suppress(UserError):
                 write()
                 self._run.copy()
+            if self._trackers:
+                self._trackers.end(jsonable(self.summary))
 
 
 def replicas_from_mean(mean, like):

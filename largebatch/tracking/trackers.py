@@ -14,6 +14,8 @@ from largebatch.tracking.weights_and_biases import WeightsAndBiases, wandb_is_in
 
 log = logging.getLogger("largebatch")
 
+GOES_ON = "the run goes on without it"
+
 
 class Tracker(Protocol):
     """Hears of a run on host 0, in plain JSON. If it raises anything, it hears no more; the run goes on."""
@@ -66,17 +68,17 @@ class Trackers:
 
     def end(self, summary: dict) -> None:
         """See `Tracker.end`."""
-        self._tell(lambda tracker: tracker.end(summary))
+        self._tell(lambda tracker: tracker.end(summary), then="the run itself is whole")
 
-    def _tell(self, tell: Callable[[Tracker], None]) -> None:
+    def _tell(self, tell: Callable[[Tracker], None], then: str = GOES_ON) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 tell(tracker)
             except Exception as error:
                 del self._trackers[name]
-                _say_why(name, error)
+                _say_why(name, error, then)
 
 
-def _say_why(name: str, error: Exception) -> None:
+def _say_why(name: str, error: Exception, then: str = GOES_ON) -> None:
     reason = " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
-    log.warning("log.%s failed (%s); the run goes on without it", name, reason)
+    log.warning("log.%s: %s; %s", name, reason, then)

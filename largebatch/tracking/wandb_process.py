@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import wandb
 
-INIT_SEC = 30
+INIT_SEC = 15  # to reach the server
 ENDED_WELL = ("done", "pruned", "interrupted")
 
 
@@ -19,8 +19,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which then tells its end
         signal.signal(number, signal.SIG_IGN)
     messages = map(json.loads, sys.stdin)
-    record = open_record(next(messages)["begin"])
-    record.finish(exit_code=write(record, messages))
+    try:
+        record = open_record(next(messages)["begin"])
+        record.finish(exit_code=write(record, messages))
+    except (wandb.Error, ValueError) as error:  # the second of a bad WANDB_MODE and the like
+        sys.exit(f"log.wandb: {_one_line(error)}")
 
 
 def open_record(begin: dict):
@@ -28,10 +31,14 @@ def open_record(begin: dict):
     try:
         return _init(begin, mode=None)
     except wandb.Error as error:
-        reason = " ".join(str(error).split())
         hint = f"offline: wandb sync {begin['folder']}/wandb/offline-run-* sends it"
-        print(f"log.wandb: {reason}; {hint}", file=sys.stderr, flush=True)
+        print(f"log.wandb: {_one_line(error)}; {hint}", file=sys.stderr, flush=True)
+        wandb.teardown()  # or it would know the id already, and refuse it
         return _init(begin, mode="offline")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _init(begin: dict, mode: str | None):

@@ -14,7 +14,7 @@ from largebatch import files
 from largebatch.tracking.tracked_run import TrackedRun
 
 RECORD = "wandb.json"  # in a run folder: the id of its record, the same at every start
-FINISH_SEC = 30.0  # for the last rows to be sent
+FINISH_SEC, INTERRUPTED_SEC = 30.0, 3.0  # for the last rows to be sent; after a signal there is little time
 PIPE_BYTES = 1 << 20  # rows that may wait: hundreds
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +32,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, run: TrackedRun):
+        record_id = _record_id(run.folder)
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # In a session of its own: Ctrl-C is for the run, which then sends its last rows.
         self._process = subprocess.Popen(
@@ -49,7 +50,7 @@ class WeightsAndBiases:
                 fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         begin = {
             "folder": str(run.folder),
-            "id": _record_id(run.folder),
+            "id": record_id,
             "project": run.config["log"]["wandb_project"],
             "name": run.name,
             "group": run.group,
@@ -65,13 +66,14 @@ class WeightsAndBiases:
         """Nothing: the curves are drawn over `step`, and show both ways."""
 
     def end(self, summary: dict) -> None:
-        """Sends the summary and waits for the process to end; after FINISH_SEC it is left to end by itself."""
+        """Sends the summary and waits for the process to end, but not for long; then it ends by itself."""
         self._send({"end": summary})
         self._process.stdin.close()
+        limit = INTERRUPTED_SEC if summary["status"] == "interrupted" else FINISH_SEC
         try:
-            code = self._process.wait(FINISH_SEC)
+            code = self._process.wait(limit)
         except subprocess.TimeoutExpired as error:
-            raise OSError(f"it still sends after {FINISH_SEC:.0f} s, and goes on by itself") from error
+            raise OSError(f"its process still sends after {limit:.0f} s, and goes on by itself") from error
         if code:
             raise OSError(f"its process ended with exit code {code}")
 
@@ -99,4 +101,7 @@ def _record_id(folder: Path) -> str:
         content = json.dumps({"id": secrets.token_hex(8)})
         with files.replacing(path) as temporary:
             files.write_through(temporary, content.encode())
-    return json.loads(path.read_text())["id"]
+    try:
+        return json.loads(path.read_text())["id"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged") from error

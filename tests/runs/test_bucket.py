@@ -21,7 +21,7 @@ from largebatch.errors import UserError
 from largebatch.hosts import preemption
 from largebatch.runs import bucket, checkpoints, folder
 from largebatch.runs.best import best_checkpoint
-from largebatch.runs.bucket import Bucket
+from largebatch.runs.bucket import Bucket, Unreachable
 from largebatch.runs.display import Reporter
 
 URL = "memory://bucket/run"
@@ -62,7 +62,7 @@ def write_checkpoint(run: Path, step: int, content: str) -> None:
 def check_whole(run: Path) -> list[int]:
     """Steps of the checkpoints, of which every file and the rows have to be there."""
     steps = []
-    for sums in sorted(run.glob("checkpoints/*/SHA256SUMS")):
+    for sums in sorted(run.glob(f"checkpoints/{'[0-9]' * 8}/SHA256SUMS")):
         listed = [line.split("  ") for line in sums.read_text().splitlines()]
         for digest, name in listed:
             assert hashlib.sha256((sums.parent / name).read_bytes()).hexdigest() == digest
@@ -165,13 +165,20 @@ def test_wherever_a_copy_ends_the_bucket_has_a_whole_checkpoint(tmp_path, monkey
     } | {bucket.POINTER}
 
 
-def test_what_is_in_the_bucket_counts_unless_the_folder_goes_on_from_it(tmp_path, caplog):
+@pytest.fixture
+def mine(tmp_path) -> Bucket:
+    """A run of this machine with one checkpoint, which was copied."""
     run = tmp_path / "run"
     run.mkdir()
     mine = Bucket(URL, run)
     mine.pull()
     write_checkpoint(run, 0, "a")
     mine.push()
+    return mine
+
+
+def test_what_is_in_the_bucket_counts_unless_the_folder_goes_on_from_it(mine, tmp_path, caplog):
+    run = mine.folder
     write_checkpoint(run, 10, "b")  # and then this process is killed
     Bucket(URL, run).pull()
     assert check_whole(run) == [0, 10]
@@ -185,24 +192,131 @@ def test_what_is_in_the_bucket_counts_unless_the_folder_goes_on_from_it(tmp_path
     assert not caplog.records
     Bucket(URL, run).pull()
     assert check_whole(run) == [0, 30]
-    assert "something else than was copied from" in caplog.text
+    assert "something else than was copied there from this machine, which is put aside in" in caplog.text
+    (aside,) = tmp_path.glob("run.aside-*")
+    assert check_whole(aside) == [0, 10]  # nothing is lost
 
 
-def test_names_in_a_bucket_do_not_lead_outside(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    mine = Bucket(URL, run)
-    write_checkpoint(run, 0, "a")
+def test_two_that_copy_at_once_do_not_mix(mine, tmp_path, monkeypatch):
+    other = elsewhere(tmp_path)
+    theirs = Bucket(URL, other)
+    theirs.pull()
+    write_checkpoint(mine.folder, 10, "b")
+    write_checkpoint(other, 10, "c")
+    put, is_first = type(theirs._files).put, True
+
+    def put_after_the_other(*arguments):
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            mine.push()
+        put(*arguments)
+
+    monkeypatch.setattr(type(theirs._files), "put", put_after_the_other)
+    with pytest.raises(UserError, match="another process trains"):
+        theirs.push()
+    assert check_whole(elsewhere(tmp_path)) == [0]  # the other's was written over, which its digest tells
+
+
+def test_a_pointer_whose_answer_was_lost_is_ones_own(mine, tmp_path, monkeypatch):
+    memory = type(fsspec.filesystem("memory"))
+    pipe_file, lost = memory.pipe_file, []
+
+    def pipe(files, path, content, **options):
+        pipe_file(files, path, content, **options)
+        if path.endswith(bucket.POINTER) and not lost:
+            lost.append(path)
+            raise OSError("Connection reset by peer")
+
+    monkeypatch.setattr(memory, "pipe_file", pipe)
+    write_checkpoint(mine.folder, 10, "b")
+    with pytest.raises(Unreachable, match="Connection reset by peer"):
+        mine.push()
+    write_checkpoint(mine.folder, 20, "c")
     mine.push()
+    assert check_whole(elsewhere(tmp_path)) == [0, 10, 20]
+
+
+def test_only_what_is_gone_is_removed(mine):
+    (mine.folder / "[0-9].png").write_text("")
+    (mine.folder / "1.png").write_text("")
+    mine.push()
+    (mine.folder / "[0-9].png").unlink()
+    mine.push()
+    assert mine.read("[0-9].png") is None
+    assert mine.read("1.png") == b""
+
+
+def test_a_checkpoint_that_is_not_the_named_one_is_not_used(mine, tmp_path, caplog):
+    write_checkpoint(mine.folder, 10, "b")
+    mine.push()
+    write_checkpoint(mine.folder, 10, "c")
+    sums = (mine.folder / "checkpoints" / "00000010" / "SHA256SUMS").read_bytes()
+    fsspec.filesystem("memory").pipe_file("/bucket/run/checkpoints/00000010/SHA256SUMS", sums)
+    assert (elsewhere(tmp_path) / "checkpoints" / "00000010.damaged").is_dir()
+    assert "damaged checkpoint: 00000010 of memory://bucket/run" in caplog.text
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_left_out(mine, tmp_path, monkeypatch):
+    write_checkpoint(mine.folder, 10, "b")
+    mine.push()
+    memory = type(fsspec.filesystem("memory"))
+    get, is_first = memory.get, True
+
+    def get_while_it_goes(files, sources, targets):
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            shutil.rmtree(mine.folder / "checkpoints" / "00000000")
+            get(files, [s for s in sources if "00000000" in s], [t for t in targets if "00000000" in t])
+            mine.push()
+        get(files, sources, targets)
+
+    monkeypatch.setattr(memory, "get", get_while_it_goes)
+    other = elsewhere(tmp_path)
+    assert check_whole(other) == [10]
+    assert not (other / "checkpoints" / "00000000").exists()
+
+
+def test_a_damaged_state_is_as_none(mine, tmp_path):
+    (mine.folder / bucket.STATE).write_text('{"ids": 5}')
+    Bucket(URL, mine.folder).pull()
+    assert check_whole(mine.folder) == [0]
+
+
+def test_names_in_a_bucket_do_not_lead_outside(mine, tmp_path):
     fsspec.filesystem("memory").pipe_file("/bucket/run/x/../../../out", b"")
-    with pytest.raises(UserError, match="would lie outside"):
+    with pytest.raises(UserError, match="has an object"):
         elsewhere(tmp_path)
 
 
-def test_a_damaged_pointer_is_named(tmp_path):
-    fsspec.filesystem("memory").pipe_file("/bucket/run/pointer.json", b"[1")
+@pytest.mark.parametrize(
+    "content",
+    [b"[1", b"5", b"null", b"{}", b"[" * 100_000, b'{"id": "a", "checkpoints": ["00000010"]}',
+     b'{"id": "a", "checkpoints": {"../x": "00"}}', b'{"id": "a", "checkpoints": {"1": 5}}'],
+)  # fmt: skip
+def test_a_damaged_pointer_is_named(tmp_path, content):
+    fsspec.filesystem("memory").pipe_file("/bucket/run/pointer.json", content)
     with pytest.raises(UserError, match=r"memory://bucket/run/pointer.json is damaged"):
         elsewhere(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["gs://", "s3://bucket", "s3://bucket//run", "S3://bucket/run"])
+def test_what_is_no_folder_in_a_bucket_is_refused(url):
+    with pytest.raises(UserError, match="allowed: a folder, or gs://BUCKET/FOLDER or s3://BUCKET/FOLDER"):
+        Bucket(url)
+
+
+def test_readers_get_what_is_there_now(mine):
+    first = bucket.local_copy(URL)
+    assert first.name == "run"
+    assert bucket.local_copy(URL + "/") == first
+    write_checkpoint(mine.folder, 10, "b")
+    mine.push()
+    assert check_whole(bucket.local_copy(URL)) == [0, 10]
+    assert check_whole(first) == [0]  # another process may read it
+    with pytest.raises(UserError, match="memory://bucket/none: no run is there"):
+        bucket.local_copy("memory://bucket/none")
 
 
 # ---- runs -----------------------------------------------------------------------------------------------
@@ -248,18 +362,19 @@ def test_a_checkpoint_that_was_damaged_in_the_bucket_is_not_used(config, tmp_pat
     assert_same_run(bucket.local_copy(URL), tmp_path / "whole")
 
 
-def test_a_run_bears_a_bucket_that_is_away_and_says_where_it_is_at_the_end(config, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("away", ["pipe_file", pytest.param("put", marks=pytest.mark.full)])
+def test_a_run_bears_a_bucket_that_is_away_and_is_copied_later(config, tmp_path, monkeypatch, caplog, away):
     monkeypatch.setattr(folder, "LAST_COPY_SEC", 0.2)
     monkeypatch.setattr(folder, "RETRY_SEC", 0.1)
     memory = type(fsspec.filesystem("memory"))
-    pipe_file, is_away = memory.pipe_file, True
+    operation, is_away = getattr(memory, away), True
 
-    def pipe(files, path, *arguments, **options):
-        if is_away and path.endswith(bucket.POINTER):
+    def operate(files, path, *arguments, **options):
+        if is_away and bucket.PROBE not in path:
             raise OSError("Connection reset by peer")
-        return pipe_file(files, path, *arguments, **options)
+        return operation(files, path, *arguments, **options)
 
-    monkeypatch.setattr(memory, "pipe_file", pipe)
+    monkeypatch.setattr(memory, away, operate)
     with pytest.raises(UserError) as raised:
         train.train_and_evaluate(config, URL)
     assert "memory://bucket/run cannot be read or written (Connection reset by peer); the whole run is in" in str(
@@ -267,6 +382,10 @@ def test_a_run_bears_a_bucket_that_is_away_and_says_where_it_is_at_the_end(confi
     )
     assert "the run goes on, and the next checkpoint is copied with this one" in caplog.text
     is_away = False
+    config.seed += 1
+    with pytest.raises(UserError, match="holds a run of another config: seed"):
+        train.train_and_evaluate(config, URL)
+    config.seed -= 1
     assert train.train_and_evaluate(config, URL)["status"] == "done"
     train.train_and_evaluate(config, str(tmp_path / "whole"))
     lose_this_machine(tmp_path)
@@ -362,7 +481,7 @@ def test_a_process_that_is_killed_again_and_again_while_it_copies(tmp_path, sess
         assert (
             run_script("report.py", "s3://bucket/run", f"--out={tmp_path}/r.html", env=environment).returncode == 0
         )
-        (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*.read")
+        (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*.read/*/run")
         assert_same_run(copy, whole)
 
 
@@ -389,7 +508,7 @@ def test_google_cloud_storage(tmp_path, session_cache, home):
             {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
             ["127.0.0.1:9"],
         ),
-        ("nothing://bucket/run", {}, ["nothing", "allowed: a folder, gs://... or s3://..."]),
+        ("nothing://bucket/run", {}, ["Protocol not known: nothing", "allowed: gs://... or s3://..."]),
     ],
     ids=["no credentials", "no network", "unknown"],
 )

@@ -1,0 +1,48 @@
+"""How a run folder is opened: a new one, one that goes on, or one whose run has ended."""
+
+from largebatch.config import fields
+from largebatch.errors import UserError
+from largebatch.hosts import collectives
+from largebatch.runs.folder import RunFolder
+from largebatch.tracking.trackers import check_installed
+
+
+def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
+    """The run folder, locked; or with its summary where it holds an ended run. The same answer on every host.
+
+    Args:
+      config: as plain JSON.
+    Raises:
+      UserError: the folder cannot be written, is in use, or holds a run of another config; or a tracker that the
+        config asks for is not installed.
+    """
+    run = RunFolder(workdir)
+    summary = collectives.agreed(lambda: _ended_or_locked(run, config), collectives.is_primary())
+    return run, collectives.json_from_primary(summary)
+
+
+def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
+    check_installed(config["log"])
+    is_begun, summary = _holds_this_run(run, config), run.read("summary.json")
+    if is_begun and summary and summary.get("status") in ("done", "diverged", "pruned"):
+        return summary
+    run.lock()
+    try:
+        # Again: what this machine has of a run in a bucket may not have been copied there yet.
+        if not _holds_this_run(run, config) and run.holds("metrics.jsonl"):
+            raise UserError(f"--workdir: {run.address} holds metrics.jsonl but no config.json; give a new folder")
+    except UserError:
+        run.close()
+        raise
+    return None
+
+
+def _holds_this_run(run: RunFolder, config: dict) -> bool:
+    """Whether a run of this config is in the folder; one of another config is refused."""
+    stored = run.read("config.json")
+    if stored is None:
+        return False
+    changed = fields.differences(fields.identity(config), fields.identity(stored), ("here", "there"))
+    if changed:
+        raise UserError(f"--workdir: {run.address} holds a run of another config: {changed}")
+    return True
