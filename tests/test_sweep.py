@@ -402,6 +402,7 @@ def command(tmp_path_factory, session_cache):
     return run
 
 
+@pytest.mark.full
 def test_the_command_its_leaderboard_and_going_on(command, session_cache):
     result = command("--trials=2")
     assert result.returncode == 0, result.stderr

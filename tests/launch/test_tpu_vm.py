@@ -127,7 +127,13 @@ def test_the_real_gcloud_knows_every_flag(after_preemption, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "afterwards"), [(0, "SUSPENDED"), (2, "SUSPENDED"), (3, "SUSPENDED"), (143, "ACTIVE")]
+    ("code", "afterwards"),
+    [
+        pytest.param(0, "SUSPENDED", marks=pytest.mark.full),
+        (2, "SUSPENDED"),
+        pytest.param(3, "SUSPENDED", marks=pytest.mark.full),
+        (143, "ACTIVE"),
+    ],
 )
 def test_what_ends_by_itself_is_not_started_again(cloud, code, afterwards):
     (cloud / "states").write_text(f"ACTIVE {afterwards}")

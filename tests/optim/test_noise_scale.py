@@ -105,7 +105,7 @@ def measured_over_seeds(num_devices, sizes, seeds, **options) -> list[Noise]:
 # ---- the noise scale ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full), 8])
 def test_noise_scale_is_the_analytic_value(num_devices):
     """Within 10 %; batches that devices share unevenly, and that change."""
     _, expected = linear_problem()
@@ -160,7 +160,7 @@ def test_estimates_are_unbiased_for_uneven_groups():
     np.testing.assert_allclose(np.mean(estimates, 0), [10.0, 1.25], rtol=0.06)
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_views_of_an_image_in_one_batch_are_no_less_noise(num_devices):
     """The full batch: a device's share holds all views of its images, whose gradients are alike."""
     _, expected = linear_problem()

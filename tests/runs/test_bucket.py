@@ -362,7 +362,8 @@ def test_a_checkpoint_that_was_damaged_in_the_bucket_is_not_used(config, tmp_pat
     assert_same_run(bucket.local_copy(URL), tmp_path / "whole")
 
 
-@pytest.mark.parametrize("away", ["pipe_file", pytest.param("put", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("away", ["pipe_file", "put"])
 def test_a_run_bears_a_bucket_that_is_away_and_is_copied_later(config, tmp_path, monkeypatch, caplog, away):
     monkeypatch.setattr(folder, "LAST_COPY_SEC", 0.2)
     monkeypatch.setattr(folder, "RETRY_SEC", 0.1)
@@ -503,10 +504,11 @@ def test_google_cloud_storage(tmp_path, session_cache, home):
     ("workdir", "environment", "words"),
     [
         ("s3://bucket/run", {"AWS_EC2_METADATA_DISABLED": "true"}, ["Unable to locate credentials"]),
-        (
+        pytest.param(
             "s3://bucket/run",
             {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
             ["127.0.0.1:9"],
+            marks=pytest.mark.full,  # s3fs tries for 10 s
         ),
         ("nothing://bucket/run", {}, ["Protocol not known: nothing", "allowed: gs://... or s3://..."]),
     ],

@@ -166,6 +166,7 @@ def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_replicas_that_differ_and_a_full_device_are_named(quick, monkeypatch):
     experiment, state = prepare_examination(quick)
     start = replicas.first_replica(state)

@@ -47,7 +47,11 @@ def update_of_rows(session_cache):
     return one_update(make_config(session_cache, "expanded"))
 
 
-@pytest.mark.parametrize("micro_batch_size", [16, 12, 10_000], ids=["even", "uneven", "whole share"])
+@pytest.mark.parametrize(
+    "micro_batch_size",
+    [pytest.param(16, marks=pytest.mark.full), 12, 10_000],
+    ids=["even", "uneven", "whole share"],
+)
 def test_gradients_are_those_of_rows(config, update_of_rows, micro_batch_size):
     config.batch.micro_batch_size = micro_batch_size
     gradient, loss, noise = one_update(config)
