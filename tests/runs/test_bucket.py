@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -484,6 +485,32 @@ def test_a_process_that_is_killed_again_and_again_while_it_copies(tmp_path, sess
         )
         (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*.read/*/run")
         assert_same_run(copy, whole)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_pod_that_is_stopped_goes_on_on_other_machines(tmp_path, session_cache, home):
+    pod = ["-m", "largebatch.pod", "--hosts=2", "--devices=1", "--", sys.executable, "train.py"]
+    whole = run_script(*pod, *arguments(session_cache, tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    with s3() as environment:
+        files = open_files("s3", environment)
+        command, environment = [*pod, *arguments(session_cache, "s3://bucket/run")], environment | home
+        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=os.environ | environment)
+        try:
+            while process.poll() is None:
+                if files.exists("bucket/run/checkpoints/00000002/SHA256SUMS"):
+                    process.terminate()
+                    break
+            assert process.wait(120) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+        shutil.rmtree(home["HOME"])
+        last = run_script(*command, env=environment)
+        assert last.returncode == 0, last.stderr
+        assert "resuming at update" in last.stderr
+        (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*")
+        assert_same_run(copy, tmp_path / "whole")
 
 
 @pytest.mark.full

@@ -173,7 +173,8 @@ def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, mon
         return improved
 
     monkeypatch.setattr(RunProgress, "record", record_and_die)
-    monkeypatch.setattr(RunProgress, "write_end", lambda self, reason: None)  # a killed process writes no end
+    # A killed process writes no end; its files are closed.
+    monkeypatch.setattr(RunProgress, "write_end", lambda self, reason: self._trackers.end({}))
     with pytest.raises(KeyboardInterrupt):
         train.train_and_evaluate(config, str(tmp_path / "cut"))
     assert [row["step"] for row in rows_of(tmp_path / "cut")] == [4, 8]
