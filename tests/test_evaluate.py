@@ -239,6 +239,7 @@ def test_the_limit_of_pixels_is_the_users_own(run, monkeypatch):
     assert config.dataset.max_image_pixels == 7
 
 
+@pytest.mark.full
 def test_bad_input_is_one_line(run, tmp_path):
     (tmp_path / "empty").mkdir()
     make_folder(tmp_path / "photos", {"oak": 3})

@@ -228,7 +228,7 @@ def test_whitening_of_13_channels_has_the_identity_as_covariance():
     assert np.median(np.diag(expected)) > 0.97
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [0.0, pytest.param(0.1, marks=pytest.mark.full)])
 def test_side_heads_count_in_the_loss_alone(smoothing):
     rng, scale = np.random.default_rng(0), (120.0, 70.0)
     images = rng.integers(0, 256, (6, 16, 16, 3), np.uint8)

@@ -108,6 +108,7 @@ def test_a_run_writes_the_folder_that_design_promises(small_config, tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+@pytest.mark.full
 def test_runs_are_repeatable_and_depend_on_the_seed(small_config, tmp_path):
     digests = []
     for name, seed in (("a", 0), ("b", 0), ("c", 2**32 - 1)):
@@ -171,6 +172,7 @@ def test_damage_by_the_last_update_is_seen_in_validation(small_config, tmp_path)
     assert (summary["status"], summary["best_step"]) == ("diverged", None)
 
 
+@pytest.mark.full
 def test_a_loss_that_is_no_number_ends_the_run_as_diverged(small_config, tmp_path):
     small_config.optimizer.name = "sgd"
     small_config.optimizer.learning_rate = 1e30
@@ -198,6 +200,7 @@ def test_replicas_that_differ_stop_the_run(small_config, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.full
 def test_a_finished_run_says_so_and_another_config_is_refused(tmp_path, session_cache):
     flags = [*small_flags(session_cache), "--workdir", tmp_path / "run"]
     first = run_script("train.py", *flags)

@@ -134,7 +134,7 @@ LOCAL_STEPS_AND_AVERAGES = {**LOCAL_STEPS, "model.norm": "batch", "train.ema_dec
 @pytest.mark.parametrize(
     ("fields", "steps"),
     [
-        pytest.param({}, [4, 8, 12], id="mini-batch"),
+        pytest.param({}, [4, 8, 12], id="mini-batch", marks=pytest.mark.full),
         pytest.param({"batch.size": "full"}, [4, 8, 12], id="full batch", marks=pytest.mark.full),
         pytest.param(ALL_STATE, [4, 8, 9], id="all state", marks=pytest.mark.full),
         # Its gains say when it ends.

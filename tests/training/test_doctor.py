@@ -38,6 +38,7 @@ def quick(small_config, monkeypatch):
     return small_config
 
 
+@pytest.mark.full
 def test_a_sound_config_is_sound(quick, monkeypatch, capsys):
     findings = findings_by_name(quick)
     assert {finding.status for finding in findings.values()} == {"ok"}, findings

@@ -141,7 +141,7 @@ class Replica:
 # ---- batches that change ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("corrected", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_trace_is_the_replay_of_its_examples_with_one_compilation(corrected):
     """At rates that follow the batch. Sums of float32 gradients against float64: 2e-5."""
     sizes = [32, 64, 96, 7, 1024, 50, 1280, 1]
