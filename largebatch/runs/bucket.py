@@ -66,10 +66,10 @@ def local_copy(path) -> Path:
         temporary = files.beside(copies / pointer.id)
         try:
             Bucket(found.url, temporary / folder.name).pull()
-            with contextlib.suppress(FileExistsError):  # another process has read it, too
-                temporary.rename(copies / pointer.id)
+            temporary.rename(copies / pointer.id)
         except OSError as error:
-            raise UserError(f"cannot write {temporary} ({error.strerror or error})") from error
+            if not folder.exists():  # else another process was quicker
+                raise UserError(f"cannot write {temporary} ({error.strerror or error})") from error
         finally:
             files.remove(temporary)
         _remove_old(copies)

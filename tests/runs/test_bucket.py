@@ -1,5 +1,6 @@
 """Run folders in a bucket: whole wherever a copy ends, and never written by two."""
 
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -318,6 +319,14 @@ def test_readers_get_what_is_there_now(mine):
     assert check_whole(first) == [0]  # another process may read it
     with pytest.raises(UserError, match="memory://bucket/none: no run is there"):
         bucket.local_copy("memory://bucket/none")
+
+
+def test_readers_that_come_at_once_get_the_same(mine):
+    with concurrent.futures.ThreadPoolExecutor(4) as readers:
+        found = set(readers.map(bucket.local_copy, [URL] * 8))
+    (folder,) = found
+    assert check_whole(folder) == [0]
+    assert [path.name for path in folder.parents[1].iterdir()] == [folder.parent.name]  # nothing is left beside
 
 
 # ---- runs -----------------------------------------------------------------------------------------------
