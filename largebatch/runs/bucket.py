@@ -78,9 +78,10 @@ def local_copy(path) -> Path:
 
 def _remove_old(copies: Path) -> None:
     """Removes earlier copies, but the last: another process may read it."""
-    by_time = sorted(copies.iterdir(), key=lambda copy: copy.stat().st_mtime)
-    for copy in by_time[:-2]:
+    whole = [copy for copy in copies.iterdir() if not copy.name.startswith(".")]
+    for copy in sorted(whole, key=lambda copy: copy.stat().st_mtime)[:-2]:
         files.remove(copy)
+    files.remove_stale_in(copies)  # what killed processes left
 
 
 class Bucket:

@@ -322,11 +322,23 @@ def test_readers_get_what_is_there_now(mine):
 
 
 def test_readers_that_come_at_once_get_the_same(mine):
+    begun = bucket.local_copy(URL).parents[1] / f".0123.{'a' * 32}.tmp"  # another reader is at work
+    begun.mkdir()
+    for step in (10, 20, 30):
+        write_checkpoint(mine.folder, step, "b")
+        mine.push()
+        bucket.local_copy(URL)
+    assert begun.exists()
+    begun.rmdir()
+    write_checkpoint(mine.folder, 40, "c")
+    mine.push()
     with concurrent.futures.ThreadPoolExecutor(4) as readers:
         found = set(readers.map(bucket.local_copy, [URL] * 8))
     (folder,) = found
-    assert check_whole(folder) == [0]
-    assert [path.name for path in folder.parents[1].iterdir()] == [folder.parent.name]  # nothing is left beside
+    assert check_whole(folder) == [0, 10, 20, 30, 40]
+    copies = [path.name for path in folder.parents[1].iterdir()]
+    assert len(copies) == 2  # this one and the one before
+    assert folder.parent.name in copies
 
 
 # ---- runs -----------------------------------------------------------------------------------------------
