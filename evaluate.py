@@ -25,6 +25,7 @@ from absl import flags
 import augment
 from configs import default
 from largebatch import cli, terminal
+from largebatch.buckets import bucket
 from largebatch.cache import recorded
 from largebatch.data.validation import split_of_images
 from largebatch.decoding.images import Dataset, DecodeOptions
@@ -35,7 +36,7 @@ from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.predictions.maps import MapPredictions
 from largebatch.predictions.tables import ClassPredictions
-from largebatch.runs import bucket, reader
+from largebatch.runs import reader
 from largebatch.sources import file_sources, map_files
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn

@@ -16,10 +16,11 @@ from absl import flags
 
 from configs import default
 from largebatch import cli, terminal
+from largebatch.buckets import bucket
 from largebatch.errors import UserError
 from largebatch.exports import card, contents, folder, program
 from largebatch.hosts.start import start_jax
-from largebatch.runs import bucket, provenance, reader
+from largebatch.runs import provenance, reader
 from largebatch.training.loss import make_logits_fn
 from resolve import make_network, make_task
 from trained import TrainedRun, load_run, read_variables

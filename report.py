@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from largebatch.buckets import bucket
 from largebatch.errors import UserError, printable
 from largebatch.files import replacing
 from largebatch.predictions import files as prediction_files
@@ -25,7 +26,7 @@ from largebatch.reports.example_pictures import Place
 from largebatch.reports.labels import count_runs
 from largebatch.reports.page import GroupReport
 from largebatch.reports.panels import Group
-from largebatch.runs import bucket, reader
+from largebatch.runs import reader
 from largebatch.studies import analysis
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130

@@ -28,11 +28,12 @@ import model as models
 import train
 from experiment import ProgramCache
 from largebatch import cli, terminal
+from largebatch.buckets import bucket
 from largebatch.errors import UserError
 from largebatch.files import replacing
 from largebatch.hardware.dtypes import AUTO
 from largebatch.hosts import collectives, preemption
-from largebatch.runs import bucket, reader
+from largebatch.runs import reader
 from largebatch.runs.folder import RunFolder, writing
 from largebatch.studies import analysis, critical_batch
 from largebatch.studies.database import is_sqlite_file_in, without_password

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from largebatch import files
+from largebatch.buckets import bucket
 from largebatch.errors import UserError
 from largebatch.predictions import files as prediction_files
 from largebatch.predictions.files import Outcome
-from largebatch.runs import bucket
 
 log = logging.getLogger("largebatch")
 

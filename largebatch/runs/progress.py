@@ -9,13 +9,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from largebatch.buckets import bucket
 from largebatch.errors import UserError
 from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
 from largebatch.optim.batch_sizes import are_found_in_training
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.predictions.files import Outcome
-from largebatch.runs import bucket, checkpoints, provenance, start
+from largebatch.runs import checkpoints, provenance, start
 from largebatch.runs.cadence import Cadence
 from largebatch.runs.folder import RunFolder, jsonable
 from largebatch.runs.reader import COUNTED_SECTIONS, ENDED

@@ -24,8 +24,8 @@ from pathlib import Path, PurePosixPath
 import fsspec
 
 from largebatch import files
+from largebatch.buckets.pointer import Pointer
 from largebatch.errors import UserError
-from largebatch.runs.pointer import Pointer
 
 log = logging.getLogger("largebatch")
 

@@ -14,16 +14,17 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from buckets import gcs, open_files, s3
 from conftest import ROOT, assert_one_line_error, on_devices, run_script
+from emulators import gcs, open_files, s3
 from test_resume import assert_same_run
 
 import train
+from largebatch.buckets import bucket
+from largebatch.buckets.bucket import Bucket, Unreachable
 from largebatch.errors import UserError
 from largebatch.hosts import preemption
-from largebatch.runs import bucket, checkpoints, folder
+from largebatch.runs import checkpoints, folder
 from largebatch.runs.best import best_checkpoint
-from largebatch.runs.bucket import Bucket, Unreachable
 from largebatch.runs.display import Reporter
 
 URL = "memory://bucket/run"

@@ -1,0 +1,1 @@
+"""Run folders in a bucket: copied there whole, and fetched from there."""
