@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -48,13 +49,13 @@ def least_available_bytes() -> int | None:
     return None if None in by_host else min(by_host)
 
 
-def check_fits(sizes: dict[str, int], available: int | None, hint: str) -> None:
-    """Compares an estimate with what a device has free.
+def check_fits(sizes: dict[str, int], available: int | None, hint: Callable[[], str]) -> None:
+    """Compare an estimate with what a device has free.
 
     Args:
       sizes: bytes per device, by part.
       available: bytes free for a device, or None where that is not known.
-      hint: what the user can change.
+      hint: returns what the user can change; called only where it does not fit.
     Raises:
       BadSetting: it does not fit; lists the parts.
     """
@@ -63,5 +64,5 @@ def check_fits(sizes: dict[str, int], available: int | None, hint: str) -> None:
         parts = " + ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
         raise BadSetting(
             f"does not fit on a device: {parts} = {total / 1e6:,.1f} MB needed, "
-            f"{available / 1e6:,.1f} MB free, {(total - available) / 1e6:,.1f} MB too few; {hint}"
+            f"{available / 1e6:,.1f} MB free, {(total - available) / 1e6:,.1f} MB too few; {hint()}"
         )

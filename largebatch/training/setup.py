@@ -330,7 +330,7 @@ def setup_that_fits(
         compared.append(f"{storage} needs {sum(sizes.values()) / 1e6:,.1f} MB a device")
         if free is None or sum(sizes.values()) <= free:
             break
-    memory.check_fits(sizes, free, _hint(setup, sizes))
+    memory.check_fits(sizes, free, lambda: _hint(setup, sizes))
     if len(storages) > 1:
         told = "this platform does not tell how much is free" if free is None else f"{free / 1e6:,.1f} MB are free"
         log.info("augment.storage: auto takes %s: %s, %s", setup.program.storage, ", ".join(compared), told)
@@ -338,14 +338,13 @@ def setup_that_fits(
 
 
 def _hint(setup: Setup, sizes: dict[str, int]) -> str:
-    """What helps where images do not fit; `sizes` are what they need, by part."""
+    """Return what a user can change where images do not fit; `sizes` are the bytes they need, by part."""
     program = setup.program
     if program.packed:
         return "without --pack devices share the images"
-    if program.stored_views > 1:
-        return "augment.storage 'on_device' or 'streamed' needs less, and so does each of more devices"
-    if program.storage == "on_device":
-        return "augment.storage 'streamed' needs less, and so does each of more devices"
+    if program.storage != "streamed":
+        smaller = "'on_device' or 'streamed'" if program.stored_views > 1 else "'streamed'"
+        return f"augment.storage {smaller} needs less, and so does each of more devices"
     if sizes[BUFFERS] > 2 * streaming.BUFFER_BYTES:
         return "a buffer holds all that a device needs for one update: a smaller batch.size, or more devices"
     return "a smaller batch.micro_batch_size needs less"

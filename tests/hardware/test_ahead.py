@@ -70,3 +70,24 @@ def test_what_does_not_fit_there_says_by_how_much_and_what_helps(small_config):
     small_config.augment.storage = "auto"
     setup = choose_setup(small_config, examine.data_facts(small_config), hardware, free_bytes=free)
     assert setup.program.storage == "on_device"
+
+
+@pytest.mark.parametrize("views", ["all", "flip", "none"])
+@pytest.mark.parametrize(
+    ("storage", "hint"),
+    [
+        ("auto", "smaller batch"),
+        ("normalised", "'streamed' needs less"),
+        ("expanded", "'streamed' needs less"),
+        ("on_device", "'streamed' needs less"),
+        ("streamed", "smaller batch"),
+    ],
+)
+def test_every_storage_fits_or_says_what_needs_less(small_config, views, storage, hint):
+    small_config.dataset.name, small_config.dataset.image_size = "imagenet2012", 224
+    small_config.augment.views, small_config.augment.storage = views, storage
+    data, hardware = examine.data_facts(small_config), Hardware("tpu", "TPU v3", 32)
+    with pytest.raises(BadSetting, match=rf"does not fit on a device: .* MB too few; .*{hint}") as error:
+        choose_setup(small_config, data, hardware, free_bytes=1000)
+    assert ("'on_device' or" in str(error.value)) == (views != "none" and storage in ("normalised", "expanded"))
+    assert choose_setup(small_config, data, hardware, free_bytes=10**14).program.storage in (storage, "normalised")
