@@ -15,12 +15,14 @@ import augment
 import model as models
 from largebatch.cache.cache import RowLayout
 from largebatch.config.rules import MODEL_OPTIONS
+from largebatch.config.validate import length_problems
 from largebatch.data import streaming, whole_set
 from largebatch.data.placement import bytes_per_device
 from largebatch.data.random_augment import RandomAugment
+from largebatch.errors import BadSetting
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory
-from largebatch.optim.batch_sizes import batch_sizes_of_devices
+from largebatch.optim.batch_sizes import batch_sizes_of_devices, resolve_batch_size
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_optimizer
 from largebatch.optim.schedules import make_schedule
 from largebatch.tasks.classification import Classification
@@ -61,6 +63,7 @@ def resolve_setup(
     Raises:
       BadSetting: the config does not go with the data set or the devices.
     """
+    config = with_inner_steps(config, data.num_originals)
     augment.check_data(config, data.image_shape, data.targets, f"dataset {config.dataset.name!r}")
     task = make_task(config, data.num_classes, data.targets)
     num_devices, views = hardware.num_devices, augment.VIEW_COUNTS[config.augment.views]
@@ -110,6 +113,26 @@ def resolve_setup(
         first_local_step=None if config.sync.mode == "every_step" else config.sync.start_step,
         batch_sizes=tuple(possible.tolist()),
     )
+
+
+def with_inner_steps(config, num_originals: int):
+    """Return `config` with a number of updates in place of train.inner_steps "pass".
+
+    Args:
+      num_originals: training images of all hosts, before they are expanded to their views.
+    Raises:
+      BadSetting: the config does not go with that number, or the batch is larger than the training set.
+    """
+    if config.train.inner_steps != "pass":
+        return config
+    config = config.copy_and_resolve_references()
+    num_examples = num_originals * augment.VIEW_COUNTS[config.augment.views]
+    batch_size = resolve_batch_size(config.batch.size, num_examples)
+    with config.ignore_type():
+        config.train.inner_steps = -(-num_originals // batch_size)
+    if problems := length_problems(config):
+        raise BadSetting("; ".join(problems))
+    return config
 
 
 def choose_setup(

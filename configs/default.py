@@ -151,7 +151,9 @@ def get_config() -> config_dict.ConfigDict:
     c.sync.outer_momentum = 0.0  # 0..1
 
     c.train = config_dict.ConfigDict()
-    c.train.inner_steps = 10  # updates between two validations, >= 1
+    # Updates between two validations: an integer >= 1, or "pass" for as many as take every original about once
+    # (originals / batch.size, rounded up; only where the batch size stays as it is).
+    c.train.inner_steps = config_dict.FieldReference(10, field_type=object)
     c.train.outer_steps = 5  # validations, >= 1
     # Stop when validation reaches it: the accuracy, 0..1; or the score of any task.
     c.train.target_accuracy = config_dict.placeholder(float)

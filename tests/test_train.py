@@ -1,6 +1,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -387,9 +388,14 @@ def test_a_signal_saves_and_a_start_goes_on(number, code, tmp_path, session_cach
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=on_devices(2),
         )  # fmt: skip
+        lines = []
         for line in process.stdout:
+            lines.append(line)
             if line.startswith("outer ") and int(line.split()[1].split("/")[0]) >= reached + 2:
                 break
+        (how_long,) = (number for number, line in enumerate(lines) if " of training, at " in line)
+        assert re.fullmatch(r"about [\d.]+ h of training, at [\d,]+ images/s\n", lines[how_long])
+        assert lines[how_long + 1].startswith("outer ")  # the first row comes after it
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == code, stderr

@@ -175,7 +175,7 @@ RULES: dict[str, Rule] = {
     "sync.optimizer_state": _one_of("average", "keep", "reset"),
     "sync.outer_learning_rate": _POSITIVE,
     "sync.outer_momentum": _FRACTION,
-    "train.inner_steps": _integer(1, 1_000_000),
+    "train.inner_steps": _or(_integer(1, 1_000_000), "pass"),
     "train.outer_steps": _COUNT,
     "train.init_from": _or(_TEXT, None),
     "train.init_step": _or(_COUNT, None),

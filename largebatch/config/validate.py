@@ -30,17 +30,14 @@ def validate(config: config_dict.ConfigDict, models: Models) -> None:
     values = flatten(config.to_dict())
     problems = [*_field_problems(values, models), *_cluster_problems(values)]
     if not problems:
-        num_updates = config.train.inner_steps * config.train.outer_steps
         problems = [
             *_split_problems(config),
             *_resize_problems(config),
-            *_length_problems(config, num_updates),
-            *schedule_options.problems(ScheduleOptions.from_config(config.schedule), num_updates),
+            *length_problems(config),
             *_adascale_problems(config),
             *_b2_problems(config),
             *_batch_problems(config),
-            *_trace_problems(config, num_updates),
-            *_sync_problems(config, num_updates),
+            *_sync_problems(config),
             *_model_problems(config, models),
             *_view_problems(config),
             *_task_problems(config, models),
@@ -48,6 +45,36 @@ def validate(config: config_dict.ConfigDict, models: Models) -> None:
         ]
     if problems:
         raise UserError("; ".join(sorted(problems)))
+
+
+def length_problems(config) -> list[str]:
+    """Return what does not go with the number of updates.
+
+    With train.inner_steps "pass" that number is known once the data are: `resolve.resolve_setup` asks again then.
+    """
+    if config.train.inner_steps == "pass":
+        return _pass_problems(config)
+    num_updates = config.train.inner_steps * config.train.outer_steps
+    return [
+        *_count_problems(config, num_updates),
+        *schedule_options.problems(ScheduleOptions.from_config(config.schedule), num_updates),
+        *_trace_problems(config, num_updates),
+        *_local_start_problems(config, num_updates),
+    ]
+
+
+def _pass_problems(config) -> list[str]:
+    """Return what makes the updates of a pass over the images differ from one pass to the next."""
+    changes = {
+        "batch.trace": config.batch.trace is not None,
+        "batch.auto": config.batch.auto,
+        "batch.per_device_batch_size": config.batch.per_device_batch_size is not None,
+        "schedule.scaling 'adascale'": config.schedule.scaling == "adascale",
+    }
+    found = [name for name, is_on in changes.items() if is_on]
+    if not found:
+        return []
+    return [f"train.inner_steps: 'pass'; allowed: an integer from 1 to 1000000 with {', '.join(found)}"]
 
 
 def _field_problems(values: dict[str, object], models: Models) -> list[str]:
@@ -101,7 +128,7 @@ def _resize_problems(config) -> list[str]:
     return []
 
 
-def _length_problems(config, num_updates: int) -> list[str]:
+def _count_problems(config, num_updates: int) -> list[str]:
     """More updates than the training state can count."""
     limit = MOST_SCALE_INVARIANT_STEPS if config.schedule.scaling == "adascale" else traces.LARGEST
     if num_updates <= limit:
@@ -175,11 +202,17 @@ def _trace_problems(config, num_updates: int) -> list[str]:
     return []
 
 
-def _sync_problems(config, num_updates: int) -> list[str]:
+def _local_start_problems(config, num_updates: int) -> list[str]:
+    """Return a first local step that is not within the run."""
+    sync = config.sync
+    if sync.mode != "post_local" or 1 <= sync.start_step < num_updates:
+        return []
+    return [f"sync.start_step: {sync.start_step}; allowed: 1 to {num_updates - 1} with 'post_local'"]
+
+
+def _sync_problems(config) -> list[str]:
     """What does not go with local steps, or with a synchronisation in every step."""
     sync, problems = config.sync, []
-    if sync.mode == "post_local" and not 1 <= sync.start_step < num_updates:
-        problems.append(f"sync.start_step: {sync.start_step}; allowed: 1 to {num_updates - 1} with 'post_local'")
     if sync.mode != "post_local" and sync.start_step:
         problems.append(f"sync.start_step: {sync.start_step}; allowed: 0 with sync.mode {sync.mode!r}")
     if sync.mode == "every_step":

@@ -22,6 +22,7 @@ from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.optim import optimizers, schedule_text
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.runs import checkpoints
+from largebatch.runs.display import LONG_RUN_SEC
 from largebatch.training.costs import bytes_beside_images
 from largebatch.training.loss import Batch
 from largebatch.training.setup import Setup
@@ -343,7 +344,7 @@ def check_memory(experiment, state: TrainState) -> Finding:
 
 
 def estimate_time(experiment, state: TrainState, timings: dict[int, _SizeTiming]) -> Finding:
-    """Time of all updates and validations, from the times above."""
+    """Estimate the time of all updates and validations from the times above."""
     setup = experiment.setup
     own = timings[setup.micro_batch_size]
     if own.error:
@@ -360,6 +361,8 @@ def estimate_time(experiment, state: TrainState, timings: dict[int, _SizeTiming]
     text = f"{about}{duration(total)}: {duration(update)} an update, {duration(validation)} a validation"
     if validation > inner_steps * update:
         return Finding(WARN, "time", text, "validations take most of it: raise train.inner_steps")
+    if total > LONG_RUN_SEC:
+        return Finding(WARN, "time", text, "fewer train.outer_steps or a smaller batch.size take less")
     return Finding(OK, "time", text)
 
 

@@ -6,8 +6,9 @@ import sys
 from rich import box, progress, table
 
 from largebatch.tasks.kinds import CLASSIFICATION, TaskKind
-from largebatch.terminal import Console, four_digits
+from largebatch.terminal import Console, duration, four_digits
 
+LONG_RUN_SEC = 600  # a run that will train for longer says so after its first call
 SHOWN_SLOWNESS = 1.1  # of the slowest host, its time over the median of hosts
 
 
@@ -15,7 +16,7 @@ class Reporter:
     """What a person sees: a progress bar and a line per outer loop on a terminal, plain lines elsewhere."""
 
     def __init__(self, kind: TaskKind = CLASSIFICATION, *, enabled: bool):
-        self._kind = kind
+        self._kind, self._is_first_call = kind, True
         width = None if sys.stdout.isatty() else 200  # a log is not cut at 80 columns
         self._console = Console(quiet=not enabled, highlight=False, width=width)
         self._bar = progress.Progress(
@@ -45,8 +46,16 @@ class Reporter:
         """Prints one line above the bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def at(self, step: int, images_per_sec: float) -> None:
-        """Moves the bar to update `step`."""
+    def at(self, step: int, images_per_sec: float, images_left: int) -> None:
+        """Move the bar to update `step`; the first time, say how long a long run will take.
+
+        Args:
+          images_left: training images from here to the last update.
+        """
+        seconds_left = images_left / images_per_sec
+        if self._is_first_call and seconds_left > LONG_RUN_SEC:
+            self.line(f"about {duration(seconds_left)} of training, at {images_per_sec:,.0f} images/s")
+        self._is_first_call = False
         self._bar.update(self._task, completed=step, rate=f"{images_per_sec:,.0f} images/s")
 
     def row(self, row: dict, outer_steps: int) -> None:

@@ -61,8 +61,8 @@ class TrialReporter(Reporter):
             earlier_rows = read_run(self._study.folder_of(self._spec)).rows if self._claimed else []
             self._report_to_queue(earlier_rows)
 
-    def at(self, step: int, images_per_sec: float) -> None:
-        """Moves the trial's bar."""
+    def at(self, step: int, images_per_sec: float, images_left: int) -> None:
+        """Move the trial's bar to update `step`."""
         self._table.at(self._spec.name, step, images_per_sec)
 
     def row(self, row: dict, outer_steps: int) -> None:

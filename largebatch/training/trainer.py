@@ -112,6 +112,12 @@ class Trainer:
         return self._counters.scale_invariant_steps if self.schedule.scale_invariant else self.step
 
     @property
+    def examples_left(self) -> int:
+        """Training examples from here to the last update, by the schedule as it is now."""
+        schedule = self.schedule
+        return schedule.examples_before(schedule.num_updates) - schedule.examples_before(int(self.schedule_step))
+
+    @property
     def done(self) -> bool:
         """Whether the run's last update is done."""
         return self.schedule_step >= self.schedule.num_updates
