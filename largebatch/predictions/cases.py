@@ -85,7 +85,7 @@ def write(folder: Path, cases: Cases) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, **dataclasses.asdict(cases))
     with files.replacing(folder / FILE) as temporary:
-        files.write_through(temporary, buffer.getbuffer())
+        files.write_through(temporary, buffer.getvalue())
 
 
 def exist(folder: Path) -> bool:

@@ -141,7 +141,7 @@ def _write_file(path: Path, part: Predictions) -> None:
     """Its zip's CRCs guard the file."""
     buffer = io.BytesIO()
     np.savez(buffer, labels=part.labels, logits=part.logits, ids=part.ids)
-    files.write_through(path, buffer.getbuffer())
+    files.write_through(path, buffer.getvalue())
 
 
 def _remove_folder(path: Path) -> None:
