@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -32,7 +33,18 @@ URL = "memory://bucket/run"
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path, monkeypatch):
-    """This machine's copies are in a folder of the test; memory:// is empty."""
+    """This machine's copies are in a folder of the test; memory:// is empty.
+
+    Each reader opens a file of its own there, as in any bucket: fsspec's have one position in it for all.
+    """
+    memory = type(fsspec.filesystem("memory"))
+    open_shared = memory._open
+
+    def open_own(files, path, mode="rb", **options):
+        opened = open_shared(files, path, mode, **options)
+        return io.BytesIO(opened.getvalue()) if mode == "rb" else opened
+
+    monkeypatch.setattr(memory, "_open", open_own)
     monkeypatch.setattr(bucket, "LOCAL_FOLDERS", str(tmp_path / "here"))
     fsspec.filesystem("memory").store.clear()
 
