@@ -169,10 +169,15 @@ class Bucket:
             try:
                 with self._reached(pass_missing=attempt < ATTEMPTS):
                     self._download()
-                break
-            except FileNotFoundError:  # a checkpoint was removed since the pointer was read
-                self._pointer = self.read_pointer()
-                self._ids = [self._pointer.id]
+                if attempt == ATTEMPTS or not self._damaged():
+                    break
+                now = self.read_pointer()
+                if now.id == self._pointer.id:
+                    break
+            except FileNotFoundError:
+                now = self.read_pointer()
+            # A checkpoint was removed or written anew since the pointer was read.
+            self._pointer, self._ids = now, [now.id]
         self._set_damaged_aside()
         self._write_state()
 
@@ -198,15 +203,18 @@ class Bucket:
             return len(parts) > 2 and parts[1] in self._pointer.checkpoints
         return name != POINTER and not name.startswith(PROBE)
 
-    def _set_damaged_aside(self) -> None:
-        """Of a checkpoint that is not what the pointer names, nothing is used."""
+    def _damaged(self) -> list[str]:
+        """Return the checkpoints here that are not what the pointer names."""
         here = self._checkpoints_here()
-        for name, digest in self._pointer.checkpoints.items():
-            if here.get(name) != digest:
-                folder = self.folder / CHECKPOINTS / name
-                log.warning("damaged checkpoint: %s of %s is not what %s names", name, self.url, POINTER)
-                if folder.exists():
-                    folder.rename(folder.with_suffix(".damaged"))
+        return [name for name, digest in self._pointer.checkpoints.items() if here.get(name) != digest]
+
+    def _set_damaged_aside(self) -> None:
+        """Put aside the checkpoints of which nothing is to be used."""
+        for name in self._damaged():
+            folder = self.folder / CHECKPOINTS / name
+            log.warning("damaged checkpoint: %s of %s is not what %s names", name, self.url, POINTER)
+            if folder.exists():
+                folder.rename(folder.with_suffix(".damaged"))
 
     def _own_files(self) -> list[Path]:
         """What is in the folder but its lock."""

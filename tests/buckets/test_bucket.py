@@ -293,6 +293,30 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_left_out(mine, tmp_path, mon
     assert not (other / "checkpoints" / "00000000").exists()
 
 
+@pytest.mark.parametrize("change", [older_one_goes, same_step_again])
+def test_a_checkpoint_that_changes_before_it_is_read_is_not_called_damaged(
+    mine, tmp_path, monkeypatch, caplog, change
+):
+    write_checkpoint(mine.folder, 10, "b")
+    mine.push()
+    memory = type(fsspec.filesystem("memory"))
+    find, is_first = memory.find, True
+
+    def find_after_a_change(*arguments, **options):
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            change(mine.folder)
+            mine.push()
+        return find(*arguments, **options)
+
+    monkeypatch.setattr(memory, "find", find_after_a_change)
+    other = elsewhere(tmp_path)
+    assert check_whole(other) == check_whole(mine.folder)
+    assert not list(other.glob("checkpoints/*.damaged"))
+    assert not caplog.records
+
+
 def test_a_damaged_state_is_as_none(mine, tmp_path):
     (mine.folder / bucket.STATE).write_text('{"ids": 5}')
     Bucket(URL, mine.folder).pull()
