@@ -9,6 +9,9 @@ QUICKLY := --xla_backend_optimization_level=0
 COMPILERS := $(VENV)/compilers
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
+# make hands what stands behind it to every program, and launch/slurm.sbatch would take that PYTHON.
+unexport PYTHON VENV ARGS DATA
+
 .PHONY: train test test-full test-compilers test-tpu test-gpu test-postgres lint bench faults results
 
 train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosat.py ..." for anything else

@@ -20,6 +20,24 @@ from largebatch.sources.find import find_source
 from largebatch.sources.split import split_indices
 
 
+def test_make_keeps_its_variables_to_itself(tmp_path):
+    """With PYTHON in its environment a job of Slurm would run by it."""
+    for name in (".run", ".dev"):
+        (tmp_path / name).touch()
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "python"
+    program.write_text(f'#!/bin/sh\nenv > {tmp_path}/environment\necho "$@" > {tmp_path}/arguments\n')
+    program.chmod(0o755)
+    given = {"VENV": str(tmp_path), "PYTHON": "python3.13", "ARGS": "-x", "DATA": "data"}
+    environment = {name: value for name, value in os.environ.items() if name not in (*given, "MAKEFLAGS")}
+    command = ["make", "test", *(f"{name}={value}" for name, value in given.items())]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=60)
+    assert (tmp_path / "arguments").read_text().endswith(" -x\n")
+    handed_on = {line.partition("=")[0] for line in (tmp_path / "environment").read_text().splitlines()}
+    assert "XLA_FLAGS" in handed_on
+    assert not handed_on & set(given)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_make_train_on_a_fresh_clone_learns_what_colour_does_not_tell(tmp_path):

@@ -141,12 +141,14 @@ def test_what_the_slurm_file_calls(tmp_path, code, is_queued_again, workdir):
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").touch()
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    variables = os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    variables |= {"WORKDIR": workdir} if workdir else {}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "WORKDIR")}
+    variables = inherited | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    variables |= {"WORKDIR": workdir, "PYTHON": "python3.13"} if workdir else {}
     bash = ["bash", str(SBATCH_FILE), "--config.seed", "3"]
     done = subprocess.run(bash, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=30)
     assert done.returncode == code
-    step = f"srun --wait=120 python train.py --workdir {workdir or 'runs/slurm-7'} --config.seed 3"
+    python, folder = ("python3.13", workdir) if workdir else ("python", "runs/slurm-7")
+    step = f"srun --wait=120 {python} train.py --workdir {folder} --config.seed 3"
     assert (tmp_path / "calls").read_text().splitlines() == [step, *["scontrol requeue 7"] * is_queued_again]
 
 
