@@ -226,6 +226,7 @@ BAD_RUNS = {
     "unknown optimizer": ({"optimizer.name": "lamp"}, ["optimizer.name: 'lamp'", "did you mean 'lamb'?"]),
     "no such path": ({"dataset.name": "x", "dataset.path": "/nowhere.zip"}, ["/nowhere.zip does not exist"]),
     "platform that is not here": ({"devices.platform": "tpu"}, ["devices.platform: 'tpu' has no device"]),
+    "platform without a plugin": ({"devices.platform": "gpu"}, ["devices.platform: 'gpu' has no device"]),
 }
 
 

@@ -50,8 +50,8 @@ def start_jax(
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         devices = jax.local_devices()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    except (RuntimeError, AssertionError) as error:  # an AssertionError without words where no plugin knows it
+        reason = (str(error) or "JAX knows none").splitlines()[0]
         raise UserError(
             f"devices.platform: {platform!r} has no device on this host ({reason}); "
             f"allowed: a platform that JAX finds here, or 'auto'"
