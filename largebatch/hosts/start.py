@@ -1,11 +1,13 @@
 """Starts JAX on this host, joined with the others where there are any."""
 
 import contextlib
+import logging
 import os
 
 import jax
 import numpy as np
 from jax import lax
+from jax._src import xla_bridge
 
 from largebatch.errors import UserError
 from largebatch.hosts.clusters import Meeting, find_meeting, gpus_of_process
@@ -40,6 +42,7 @@ def start_jax(
     _use_every_core()
     if platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
+    _choose_plugins()
     # JAX's own service would take SIGTERM, which `preemption` answers.
     jax.config.update("jax_enable_preemption_service", False)
     if not jax.distributed.is_initialized():
@@ -73,6 +76,25 @@ def _connect() -> None:
         gather(np.zeros(1, np.float32))
         ones = np.ones(jax.local_device_count(), np.float32)
         jax.block_until_ready(pmap(lambda x: lax.psum(x, AXIS))(ones))
+
+
+def _choose_plugins() -> None:
+    """Load no plugin of JAX where the CPU alone is wanted; elsewhere tell of one that fails in a line.
+
+    JAX would load those of GPUs for the CPU too, and print a traceback of each that finds no driver.
+    """
+    if jax.config.jax_platforms == "cpu":
+        xla_bridge.discover_pjrt_plugins = lambda: None
+    logging.getLogger(xla_bridge.__name__).addFilter(_in_a_line)
+
+
+def _in_a_line(record: logging.LogRecord) -> bool:
+    """Put the error of a record in the place of its traceback; the record is shown."""
+    if record.exc_info and record.exc_info[1]:
+        reason = " ".join(str(record.exc_info[1]).split())
+        record.msg = f"{record.getMessage()}: {reason}; JAX_PLATFORMS=cpu loads no plugin"
+        record.args, record.exc_info = (), None
+    return True
 
 
 def _use_every_core() -> None:
