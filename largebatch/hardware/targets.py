@@ -71,12 +71,13 @@ def find_target(name: str) -> Target:
     """The devices that `name` stands for; see above.
 
     From here on JAX uses this machine's CPU alone: a plugin that looks for its own devices and finds none cannot
-    compile.
+    compile. It keeps no programs either: those of devices that are not here cannot be read back.
 
     Raises:
       UserError: there is no such slice or card, or its compiler is not installed, or not of jax's version.
     """
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
     kind, _, size = name.partition(":")
     if kind in CARD_NAMES and re.fullmatch(r"[1-9]\d{0,3}|", size):
         return _find_cards(name, CARD_NAMES[kind], size or "1")

@@ -85,14 +85,15 @@ def test_a_config_compiles_and_fits(case, target_name, session_cache):
 
 
 @pytest.mark.compilers
-def test_train_compiles_for_a_card_in_a_process_of_its_own():
+def test_train_compiles_for_a_card_in_a_process_of_its_own(tmp_path):
     """There the plugin has not been told yet that it has no card."""
     target_or_skip("h200")
-    done = run_script(
-        "train.py", "--config", "configs/cifar10_resnet8.py", "--compile_for", "h200", env={"XLA_FLAGS": ""}
-    )
+    environment = {"XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    command = ["train.py", "--config", "configs/cifar10_resnet8.py", "--compile_for", "h200"]
+    done = run_script(*command, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())  # a second time JAX would warn that it cannot read the programs
     for words in ("kernels and calls", "at the bandwidth", "compiled for h200, 1 x NVIDIA H200"):
         assert words in done.stdout
 
