@@ -12,10 +12,12 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 # make hands what stands behind it to every program, and launch/slurm.sbatch would take that PYTHON.
 unexport PYTHON VENV ARGS DATA
 
-.PHONY: train test test-full test-compilers test-tpu test-gpu test-postgres lint bench faults results
+.PHONY: train compilers test test-full test-compilers test-tpu test-gpu test-postgres lint bench faults results
 
 train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosat.py ..." for anything else
 	$(BIN)/python train.py $(ARGS)
+
+compilers: $(COMPILERS)/.done  ## for --compile_for: .venv/compilers/bin/python train.py --config ... --compile_for h200
 
 test: $(VENV)/.dev  ## for every change: each module, with real processes and real data; minutes on 2 cores
 	XLA_FLAGS="$(XLA_FLAGS) $(QUICKLY)" $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
@@ -23,13 +25,13 @@ test: $(VENV)/.dev  ## for every change: each module, with real processes and re
 test-full: $(VENV)/.dev  ## what `test` leaves out: pods, a fresh clone, PostgreSQL, a browser, long resumes, short faults
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m full $(ARGS)
 
-test-compilers: $(COMPILERS)/.done  ## three configs compiled for TPUs and a GPU, with what must be found if it is wrong
+test-compilers: $(VENV)/.dev $(COMPILERS)/.done  ## three configs compiled for TPUs and a GPU, with what must be found if it is wrong
 	$(COMPILERS)/bin/python -m pytest -m compilers $(ARGS)
 
-test-tpu: $(COMPILERS)/.done  ## every config compiled for TPUs; no TPU is needed
+test-tpu: $(VENV)/.dev $(COMPILERS)/.done  ## every config compiled for TPUs; no TPU is needed
 	$(COMPILERS)/bin/python -m pytest tests/hardware -m "compilers or tpu" -k "not h200" $(ARGS)
 
-test-gpu: $(COMPILERS)/.done  ## every config compiled for a GPU; no GPU is needed
+test-gpu: $(VENV)/.dev $(COMPILERS)/.done  ## every config compiled for a GPU; no GPU is needed
 	$(COMPILERS)/bin/python -m pytest tests/hardware -m "compilers or gpu" -k "h200" $(ARGS)
 
 lint: $(VENV)/.dev
@@ -61,7 +63,7 @@ $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
-$(COMPILERS)/.done: requirements-tpu.txt requirements-cuda.txt $(VENV)/.dev
+$(COMPILERS)/.done: requirements-tpu.txt requirements-cuda.txt $(VENV)/.run
 	$(PYTHON) -m venv $(COMPILERS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > $$($(COMPILERS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/project.pth
 	$(COMPILERS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-tpu.txt -r requirements-cuda.txt

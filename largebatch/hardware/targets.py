@@ -5,6 +5,7 @@ h200       one card
 h200:8     8 of them in one machine
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -39,9 +40,9 @@ KNOWN = (
     f"({', '.join(TPU_GENERATIONS)}; sides of 2, 4, 8, 16, ... chips, or 1x1), "
     f"or cards, as h200 or h200:8 ({', '.join(CARD_NAMES)})"
 )
-# What a compiler is a package of, and the extra of jax that brings it.
-TPU_COMPILER, CARD_COMPILER = ("libtpu", "tpu"), ("jax-cuda12-plugin", "cuda12-local")
-REQUIREMENTS = {"tpu": "requirements-tpu.txt", "cuda12-local": "requirements-cuda.txt"}
+# Packages of compilers, and the extra of jax that brings each; one of them is enough.
+TPU_COMPILERS = {"libtpu": "tpu"}
+CARD_COMPILERS = {"jax-cuda12-plugin": "cuda12-local", "jax-cuda13-plugin": "cuda13-local"}
 # Or libtpu looks for the TPU of this machine, says on stderr that it finds none, and locks out other compilers.
 TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -87,7 +88,7 @@ def find_target(name: str) -> Target:
 
 
 def _find_cards(name: str, device_kind: str, count: str) -> Target:
-    _check_compiler(name, *CARD_COMPILER)
+    _check_compiler(name, CARD_COMPILERS)
     specification = card_specification(device_kind, CARDS[device_kind])
     topology = f"1x1x{count}"
     devices = _describe(name, device_kind, platform="cuda", target_config=specification, topology=topology)
@@ -95,7 +96,7 @@ def _find_cards(name: str, device_kind: str, count: str) -> Target:
 
 
 def _find_slice(name: str, device_kind: str, chips: str) -> Target:
-    _check_compiler(name, *TPU_COMPILER)
+    _check_compiler(name, TPU_COMPILERS)
     for variable, value in TPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     # libtpu takes hosts of 2x2 chips, so a single chip has to be said.
@@ -114,25 +115,38 @@ def _describe(name: str, topology_name: str, **options) -> list:
         raise UserError(f"--compile_for: {name!r}: its compiler says {reason!r}; allowed: {KNOWN}") from error
 
 
-def _check_compiler(name: str, package: str, extra: str) -> None:
-    """Raises UserError where a compiler is not installed, or is another version than this jax asks for."""
-    requirements = [Requirement(text) for text in importlib.metadata.requires("jax")]
-    wanted = next(
-        requirement.specifier
-        for requirement in requirements
-        if requirement.name == package and requirement.marker and requirement.marker.evaluate({"extra": extra})
+def _check_compiler(name: str, extras: dict[str, str]) -> None:
+    """Check that a compiler is installed, in a version that this jax asks for.
+
+    Args:
+      extras: {package: the extra of jax that brings it}, of which one is needed.
+    Raises:
+      UserError: there is none, or one of another version.
+    """
+    hint = (
+        "make compilers installs it beside the environment that trains; then "
+        f".venv/compilers/bin/python train.py ... --compile_for {name}"
     )
-    install = f"pip install -r {REQUIREMENTS[extra]}"
-    try:
-        found = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError as error:
+    requirements = [Requirement(text) for text in importlib.metadata.requires("jax")]
+    is_installed = False
+    for package, extra in extras.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found, is_installed = importlib.metadata.version(package), True
+            wanted = next(
+                requirement.specifier
+                for requirement in requirements
+                if requirement.name == package
+                and requirement.marker
+                and requirement.marker.evaluate({"extra": extra})
+            )
+            if found not in wanted:
+                raise UserError(
+                    f"--compile_for: {name!r}: {package} {found} does not go with jax {jax.__version__}; "
+                    f"allowed: {package}{wanted}; {hint}"
+                )
+    if not is_installed:
         raise UserError(
-            f"--compile_for: {name!r} needs the package {package}, which is not installed: {install}"
-        ) from error
-    if found not in wanted:
-        raise UserError(
-            f"--compile_for: {name!r}: {package} {found} does not go with jax {jax.__version__}; "
-            f"allowed: {package}{wanted}: {install}"
+            f"--compile_for: {name!r} needs the package {' or '.join(extras)}, which is not installed; {hint}"
         )
 
 
