@@ -97,7 +97,8 @@ def get_config() -> config_dict.ConfigDict:
     c.batch.per_device_batch_size = config_dict.placeholder(int)
     c.batch.time_per_update = 1.0  # > 0, in the unit of such a trace's time; seconds where it has dates
     c.batch.hold_last = False  # the last size of a trace lasts until the end of the run
-    # After a validation, the batch grows with the measured noise scale: from batch.size by powers of two.
+    # After a validation, the batch grows with the measured noise scale: from batch.size by powers of two. With
+    # LAMB, Muon and SOAP-Muon that is about 2 to 20 times below the critical batch, so it grows late or never.
     c.batch.auto = False
     c.batch.max_size = config_dict.FieldReference("full", field_type=object)  # largest batch of batch.auto
 

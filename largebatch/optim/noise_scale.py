@@ -1,4 +1,4 @@
-"""How noisy the gradient is, and with that how large a batch still pays.
+"""The noise of the gradient, measured between the micro-batches of an update.
 
 A batch is summed in groups, the micro-batches of all devices. Group k has n_k of the B examples and the gradient
 sum s_k; G is the mean gradient. With the covariance S of a single example's gradient and the true gradient g, of
@@ -130,9 +130,14 @@ def gain(noise: Noise, batch_size, reference_batch_size: int) -> jax.Array:
 
 
 def noise_scale(noise: Noise) -> float | None:
-    """The simple noise scale tr S / |g|^2, in examples: about the critical batch size (McCandlish et al., eq. 2.9).
+    """Return the simple noise scale tr S / |g|^2 in examples (McCandlish et al., eq. 2.9).
 
-    None where nothing was measured, infinite where the signal is lost in the noise. `noise` is of NumPy numbers.
+    It is no estimate of the critical batch of other optimizers than SGD: docs/batches.md compares the two.
+
+    Args:
+      noise: NumPy numbers.
+    Returns:
+      None where nothing was measured; infinity where the signal is lost in the noise.
     """
     if not noise.count:
         return None

@@ -1,4 +1,4 @@
-"""The panel of a study of branches: the critical batch over the run, beside what else tells it."""
+"""The panel of a study of branches: the critical batch over the run, beside the noise scale and the knee."""
 
 import math
 

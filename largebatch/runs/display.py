@@ -1,6 +1,5 @@
 """What a person sees of a run while it trains."""
 
-import math
 import sys
 
 from rich import box, progress, table
@@ -120,12 +119,6 @@ def _hardware(row: dict) -> str:
 
 
 def _noise(row: dict) -> str:
-    """How the batch stands to the gradient's noise scale, where it was measured."""
-    scale, size = row["noise_scale"], row["global_batch_size"]
-    if not scale:
-        return ""
-    if math.isinf(scale):
-        return "  batch is far below the critical batch"
-    ratio = size / scale
-    times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
-    return f"  batch is {times} x the critical batch"
+    """Return the gradient's noise scale in words, or nothing where it was not measured."""
+    scale = row["noise_scale"]
+    return "" if scale is None else f"  noise scale {scale:,.0f}"

@@ -52,6 +52,7 @@ def test_steps_picture_and_knee(tmp_path):
     assert f"The knee is at batch {knee.critical_batch_size:,.0f} (95 % interval" in text_of(page)
     assert marks["noise scale 500"]["points"] == [[500, None]]
     assert "noise scale at the target was 500 (median of 8 runs, 400 to 600)" in text_of(page)
+    assert "Larger batches may pay far beyond it" in text_of(page)
     assert "500 examples: median noise scale at the target" in text_of(page)
     assert (tmp_path / "png" / "steps_to_target.png").exists()
 
