@@ -18,6 +18,7 @@ log = logging.getLogger("largebatch")
 
 SEC_WITHOUT_FAILURE = 86_400.0  # assumed between failures until one was seen: a day
 LONGEST_SEC = 3600.0  # nobody waits longer for a checkpoint
+TOLD_COST = 0.01  # share of the time that saves take, from which on it is said
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Cadence:
         self._interval = None
 
     def interval(self, read_events: Callable[[], list[dict]], run_sec: float) -> float:
-        """Seconds from one save to the next; the first time it is said why.
+        """Return the seconds from one save to the next; once it is said why, if saves cost 1% of the time or more.
 
         Args:
           read_events: gives the lines of events.jsonl.
@@ -109,7 +110,7 @@ class Cadence:
 
     def _choose(self, save_sec: float, failures: Failures) -> float:
         interval = best_interval(save_sec, failures.mean_sec)
-        if not self._is_told:
+        if not self._is_told and save_sec >= TOLD_COST * (interval + save_sec):
             self._is_told = True
             seen = f"a failure every {failures.mean_sec:,.0f} s" if failures.count else "no failure yet"
             goodput = 100 * expected_goodput(interval, save_sec, failures)
