@@ -203,6 +203,35 @@ RULES: dict[str, Rule] = {
 }
 
 
+# What fields are called elsewhere, by the last part of the name.
+ALIASES = {
+    "lr": "optimizer.learning_rate",
+    "base_lr": "optimizer.learning_rate",
+    "max_lr": "optimizer.learning_rate",
+    "wd": "optimizer.weight_decay",
+    "l2": "optimizer.weight_decay",
+    "b1": "optimizer.momentum",
+    "beta1": "optimizer.momentum",
+    "beta2": "optimizer.b2",
+    "grad_clip": "optimizer.clip_norm",
+    "clip": "optimizer.clip_norm",
+    "bs": "batch.size",
+    "batch_size": "batch.size",
+    "global_batch_size": "batch.size",
+    "epochs": "train.outer_steps",
+    "num_epochs": "train.outer_steps",
+    "steps": "train.inner_steps",
+    "num_steps": "train.inner_steps",
+    "iterations": "train.inner_steps",
+    "warmup_steps": "schedule.warmup_updates",
+    "warmup": "schedule.warmup_updates",
+    "arch": "model.name",
+    "precision": "model.dtype",
+    "data_dir": "dataset.path",
+    "resolution": "dataset.image_size",
+}
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """ " (did you mean ...?)" with the closest of the `known` names, or nothing if none is close."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
@@ -210,11 +239,22 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def nearest_field(field: str) -> str:
-    """ " (did you mean ...?)" with a field of the same group whose last name is close, else as `nearest`."""
+    """Return " (did you mean ...?)" with the field that was probably meant, or nothing.
+
+    By the last name: what it is called elsewhere, a close one of the same group, the same one of another group. By
+    the whole name only where there is no such group.
+    """
     group, _, last_name = field.rpartition(".")
-    full_names = {name.rpartition(".")[2]: name for name in RULES if name.rpartition(".")[0] == group}
-    close = difflib.get_close_matches(last_name, full_names, n=1)
-    return f" (did you mean {full_names[close[0]]!r}?)" if close else nearest(field, RULES)
+    in_group = {name.rpartition(".")[2]: name for name in RULES if name.rpartition(".")[0] == group}
+    same_name = [name for name in RULES if name.rpartition(".")[2] == last_name]
+    close = difflib.get_close_matches(last_name, in_group, n=1)
+    if last_name in ALIASES:
+        meant = ALIASES[last_name]
+    elif close or len(same_name) == 1:
+        meant = in_group[close[0]] if close else same_name[0]
+    else:
+        return "" if in_group and group else nearest(field, RULES)
+    return f" (did you mean {meant!r}?)"
 
 
 def rules(models: Models) -> dict[str, Rule]:

@@ -12,7 +12,7 @@ import model as models
 from configs import default
 from largebatch import cli
 from largebatch.config import fields
-from largebatch.config.rules import RULES
+from largebatch.config.rules import ALIASES, RULES, nearest_field
 from largebatch.config.validate import validate
 from largebatch.errors import UserError
 from largebatch.optim.batch_sizes import resolve_batch_size
@@ -225,6 +225,7 @@ def test_resolve_batch_size():
 USAGE = {
     "unknown field": (["--config.optimizer.nam", "sgd"], "--config.optimizer.nam: unknown field"),
     "unknown group": (["--config.optimiser.name=sgd"], "did you mean 'optimizer.name'?"),
+    "alias of a field": (["--config.optimizer.lr", "0.1"], "did you mean 'optimizer.learning_rate'?"),
     "text for a number": (["--config.seed", "abc"], "seed: 'abc'; allowed: an integer"),
     "text for a rate": (["--config.optimizer.learning_rate=abc"], "optimizer.learning_rate: 'abc'; allowed"),
     "unknown flag": (["--workdri", "x"], "workdri"),
@@ -366,3 +367,28 @@ def test_compiled_programs_are_kept_where_the_user_says_first(tmp_path):
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        *(("optimizer.lr", "optimizer.learning_rate"), ("lr", "optimizer.learning_rate")),
+        *(("train.lr", "optimizer.learning_rate"), ("optimizer.wd", "optimizer.weight_decay")),
+        *(("train.epochs", "train.outer_steps"), ("epochs", "train.outer_steps")),
+        *(("train.steps", "train.inner_steps"), ("train.batch_size", "batch.size"), ("bs", "batch.size")),
+        *(("optimizer.beta1", "optimizer.momentum"), ("optimizer.beta2", "optimizer.b2")),
+        *(
+            ("train.learning_rate", "optimizer.learning_rate"),
+            ("optimizer.warmup_steps", "schedule.warmup_updates"),
+        ),
+        *(("optimizer.weigth_decay", "optimizer.weight_decay"), ("optimiser.b2", "optimizer.b2")),
+        *(("optimizer.eps", None), ("model.qqq", None)),
+    ],
+)
+def test_the_field_that_was_meant_is_suggested(given, meant):
+    assert nearest_field(given) == (f" (did you mean {meant!r}?)" if meant else "")
+
+
+def test_aliases_are_no_fields_and_mean_fields():
+    assert set(ALIASES.values()) <= RULES.keys()
+    assert not ALIASES.keys() & {name.rpartition(".")[2] for name in RULES}
