@@ -6,6 +6,7 @@ SGD and LARS linearly. After Merrill et al. 2025, "Critical Batch Size Revisited
 in `critical_batch`.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ MOST_POINTS = 6  # checkpoints that are branched from, if the user names none
 PARTS = 4  # a branch is validated so often; its loss is that of the last part
 LARGEST_GROWTH = 64  # of the batch, if the user names no sizes
 LINEAR = ("sgd", "lars")  # optimizers whose rate follows the batch linearly
+NEARLY_ZERO = 0.01  # of the run's highest rate: with that or less every batch keeps up
+
+log = logging.getLogger("largebatch")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class BranchPoint:
 
 
 def branch_points(run: Path) -> list[BranchPoint]:
-    """Where branches of a run may begin.
+    """Return where branches of a run may begin. Warns of checkpoints where its learning rate is nearly 0.
 
     Raises:
       UserError: there is no place, or this is no run folder.
@@ -78,7 +82,15 @@ def branch_points(run: Path) -> list[BranchPoint]:
             f"--branch: {run} has no checkpoint of a validation; allowed: a run with checkpoint.keep as large as "
             "train.outer_steps"
         )
-    return points
+    least = NEARLY_ZERO * max(number(row.get("learning_rate")) or 0.0 for row in rows)
+    still = [point for point in points if point.learning_rate <= least]
+    if still:
+        updates = ", ".join(str(point.step) for point in still)
+        problem = f"--branch: the learning rate of {run} is nearly 0 at update {updates}: branches tell nothing"
+        if len(still) == len(points):
+            raise UserError(f"{problem}; allowed: a run at a constant rate")
+        log.warning("%s; none begins there", problem)
+    return [point for point in points if point.learning_rate > least]
 
 
 def recorded_points(description: dict) -> list[BranchPoint]:

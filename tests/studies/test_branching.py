@@ -8,7 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import run_script
+from conftest import assert_one_line_error, run_script
 from test_analysis import write_run
 
 import model as models
@@ -111,6 +111,37 @@ def test_nothing_is_held_to_a_base_that_diverged(tmp_path, of_seeds):
     good = [1.0, 1.0, 1.0, 1.2]
     study = write_branches(tmp_path / "s", {100: [of_seeds, good], 200: [good, good]})
     assert [critical.step for critical in critical_batch.critical_batches(study)] == [200]
+
+
+def write_trunk(path, rates: dict[int, float]):
+    """A run with a checkpoint at each of these updates, and the learning rate there."""
+    write_run(path)
+    (path / "config.json").write_text(json.dumps(default.get_config().to_dict()))
+    row = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
+    rows = [row | {"step": step, "learning_rate": rate, "global_batch_size": 128} for step, rate in rates.items()]
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for step in rates:
+        (path / "checkpoints" / f"{step:08d}").mkdir(parents=True)
+    return path
+
+
+def test_no_branch_begins_where_the_rate_is_nearly_zero(tmp_path, caplog):
+    trunk = write_trunk(tmp_path / "trunk", {100: 0.1, 200: 0.05, 300: 1e-4, 400: 0.0})
+    options = BranchOptions(str(trunk), images=16_384)
+    assert [point.step for point in branching.chosen_points(options)] == [100, 200]
+    assert f"the learning rate of {trunk} is nearly 0 at update 300, 400" in caplog.text
+    options = BranchOptions(str(trunk), images=16_384, steps=[100, 400])
+    with pytest.raises(UserError, match=r"--branch_steps: 400; allowed: validations .* 100, 200"):
+        branching.chosen_points(options)
+    done = write_trunk(tmp_path / "done", {100: 0.0})
+    study = tmp_path / "study"
+    refused = run_script("sweep.py", "--branch", done, "--study", study)
+    assert_one_line_error(refused, "rate of", "nearly 0 at update 100", "allowed: a run at a constant rate")
+    assert not study.exists()
+    steady = write_trunk(tmp_path / "steady", {100: 0.1, 200: 0.1})
+    caplog.clear()
+    assert len(branching.chosen_points(BranchOptions(str(steady), images=16_384))) == 2
+    assert caplog.text == ""
 
 
 def space_of(**options):
