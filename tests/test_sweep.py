@@ -449,6 +449,36 @@ def test_bad_input_is_one_line(command, arguments, words):
     assert not {"x", "y", "none"} & {path.name for path in command.folder.iterdir()}
 
 
+TUPLES_FILE = """
+from optuna.distributions import CategoricalDistribution
+
+def get_space():
+    return {"schedule.decay_steps": CategoricalDistribution([(1,), (1, 2)]),
+            "optimizer.clip_norm": CategoricalDistribution([None, 1.0])}
+"""
+
+
+@pytest.mark.full
+def test_tuples_and_none_in_a_space_are_trained_and_shown(command):
+    (command.folder / "tuples.py").write_text(TUPLES_FILE)
+    step = ["--config.schedule.name=step", "--config.schedule.decay_steps=(1,)", "--config.train.outer_steps=1"]
+    given = {"study": "tuples", "config": [*command.config, *step]}
+    first = command("--trials=1", space="tuples.py", **given)
+    assert first.returncode == 0, first.stderr
+    result = command("--trials=3", space="tuples.py", **given)  # goes on from what the database gives back
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in first.stderr + result.stderr
+    table = [line.split() for line in result.stdout.splitlines() if line.endswith("1 done  ")]
+    assert sorted(row[1:-4] for row in table) == [["[1,", "2]", "None"], ["[1]", "1"], ["[1]", "None"]]
+    for name, steps in {"0000-0": [1], "0002-0": [1, 2]}.items():
+        config = json.loads((command.folder / "tuples" / "trials" / name / "config.json").read_text())
+        assert config["schedule"]["decay_steps"] == steps
+    again = command(space=None, study="tuples", config=[])
+    assert again.returncode == 0, again.stderr
+    assert "3 of" not in again.stdout  # nothing is left but to tell the result
+    assert again.stdout == result.stdout[-len(again.stdout) :]
+
+
 @pytest.mark.full
 def test_another_study_in_the_folder_is_refused(command):
     (command.folder / "other.py").write_text(SPACE_FILE.replace("0.01", "0.02"))

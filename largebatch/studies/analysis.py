@@ -106,7 +106,10 @@ def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[li
     rows = []
     for rank, setting in enumerate(leaderboard(study), 1):
         objective = setting.objective
-        row = [str(rank), *(_config_value(setting.values.get(field)) for field in fields)]
+        row = [
+            str(rank),
+            *(_config_value(setting.values[field]) if field in setting.values else "" for field in fields),
+        ]
         figures = (objective.mean, objective.low, objective.high, objective.std)
         row += [_rounded(figure, objective_digits) for figure in figures]
         if has_target:
@@ -169,8 +172,6 @@ def _rounded(value: float | None, digits: int) -> str:
 
 
 def _config_value(value) -> str:
-    if value is None:
-        return ""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

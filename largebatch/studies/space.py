@@ -3,6 +3,7 @@
 import hashlib
 import json
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from largebatch.errors import UserError
 NOT_SEARCHED = ("devices", "log", "checkpoint", "seed", "augment.cache_dir", "dataset.max_image_pixels")
 
 Space = dict[str, BaseDistribution]
+
+# A tuple of a choice is kept as JSON, which Optuna advises against but does.
+warnings.filterwarnings("ignore", message="Choices for a categorical distribution should be a tuple")
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def _problems(field: str, distribution: object, rules: Mapping[str, Rule]) -> li
     if any(field == name or field.startswith(f"{name}.") for name in NOT_SEARCHED):
         return [f"{field}: cannot be searched"]
     if isinstance(distribution, CategoricalDistribution):
-        tried = distribution.choices
+        tried = [tuple(choice) if isinstance(choice, list) else choice for choice in distribution.choices]
     elif isinstance(distribution, FloatDistribution | IntDistribution):
         tried = (distribution.low, distribution.high)
     else:

@@ -144,7 +144,7 @@ class Study:
 def _set_field(config: config_dict.ConfigDict, field: str, value: object) -> None:
     group, _, name = field.rpartition(".")
     target = config[group] if group else config
-    target[name] = value
+    target[name] = tuple(value) if isinstance(value, list) else value  # a database gives tuples back as lists
 
 
 # ---- a study from the command line and a folder -----------------------------------------------------

@@ -231,6 +231,14 @@ def test_leaderboard_by_accuracy(tmp_path):
     assert rows[-1][-1] == "1 failed"
 
 
+def test_a_setting_of_none_is_shown_and_one_that_is_not_there_is_empty(tmp_path):
+    path = write_study(tmp_path / "study", [{"rate": None}, {}])
+    trial = path / "trials" / "0001" / "trial.json"
+    trial.write_text(trial.read_text().replace('"optimizer.learning_rate": 0.01', '"seed": 0'))
+    header, rows = analysis.leaderboard_rows(reader.read(path))
+    assert [row[header.index("optimizer.learning_rate")] for row in rows] == ["None", ""]
+
+
 def test_leaderboard_by_updates_to_target(tmp_path):
     trials = [
         {"rate": 0.01, "accuracies": (0.2, 0.2, 0.9)},

@@ -127,3 +127,12 @@ def test_what_a_space_file_defines_beside_its_space(tmp_path, line, message):
     )
     with pytest.raises(UserError, match=re.escape(message)):
         read_space(path, RULES)
+
+
+def test_tuples_in_a_space_are_checked_as_they_stand_there(tmp_path):
+    """A database gives them back as lists."""
+    text = 'def get_space():\n    return {"schedule.decay_steps": CategoricalDistribution(%s)}'
+    space = read(tmp_path, text % "[(1,), (1, 2), ()]").space
+    assert grid(space) == [{"schedule.decay_steps": steps} for steps in ([1], [1, 2], [])]
+    with pytest.raises(UserError, match=r"schedule\.decay_steps: \(0,\); allowed: a tuple of integers >= 1"):
+        read(tmp_path, text % "[(0,), (1, 2)]")
