@@ -20,6 +20,12 @@ log = logging.getLogger("largebatch")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
 # Control characters, line ends, and what stands for bytes that are no UTF-8: no line of text can hold them.
 UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# Words in the names of folders that hold a split, plain images, or what belongs to each pixel of them.
+SPLIT_WORD = re.compile(r"train(ing|val)?|val(id(ation)?)?|dev|eval(uation)?|test(ing)?|holdout|(un)?labell?ed")
+IMAGE_WORD = re.compile(r"(image|img)s?")
+MAP_WORD = re.compile(r"(mask|label|annotation|depth|background)s?|gt|groundtruth|seg(s|mentations?)?")
+BETWEEN_WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
+SHOWN_NAMES = 10
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,8 @@ def parse_names(names: list[str], where: str) -> ParsedNames:
       where: the folder or zip that they are of, with the field that says so, for messages.
     Raises:
       UserError: a name twice; classes at several places, without images, fewer than two, or in one split only;
-        split folders without images or without train, or two for one split.
+        classes that are all called as splits or as kinds of maps; split folders without images or without train,
+        or two for one split.
     """
     parent_of, folders = _images_and_folders(names, where)
     parents = set(parent_of.values())
@@ -57,8 +64,9 @@ def parse_names(names: list[str], where: str) -> ParsedNames:
         raise UserError(f"{where}: {stray!r} is in no class folder; expected Class/image.jpg")
     outers = {parent.parent for parent in parents}
     split_of = _split_folders(outers, where)
-    _refuse_empty_folders(folders, parents, outers, where)
     class_names = sorted({parent.name for parent in parents})
+    _refuse_names_of_no_classes(class_names, where)
+    _refuse_empty_folders(folders, parents, outers, where)
     if len(class_names) < 2:
         raise UserError(f"{where} has one class, {class_names[0]!r}; at least 2 are needed")
     if split_of:
@@ -123,6 +131,41 @@ def _split_folders(outers: set[PurePosixPath], where: str) -> dict[PurePosixPath
             f"{where} has the split folders {', '.join(folder_of)}; allowed: train, with val, test or both"
         )
     return split_of
+
+
+def _refuse_names_of_no_classes(class_names: list[str], where: str) -> None:
+    """Refuse folders that are all called as splits or as kinds of maps, with numbers behind or not.
+
+    Such sets hold the images of a split in one folder, or masks beside images. Where one folder has another name,
+    all of them are classes.
+
+    Raises:
+      UserError: no folder has the name of a class.
+    """
+    words_of = [_words(name) for name in class_names]
+    if not all(words and all(map(_is_no_class, words)) for words in words_of):
+        return
+    shown = ", ".join(map(repr, class_names[:SHOWN_NAMES])) + (", ..." if len(class_names) > SHOWN_NAMES else "")
+    of_splits = all(any(map(SPLIT_WORD.fullmatch, words)) for words in words_of)
+    if of_splits and not any(MAP_WORD.fullmatch(word) for words in words_of for word in words):
+        raise UserError(
+            f"{where} has its images in {shown}, which are names of splits, not of classes; allowed: class folders "
+            "inside the splits (train/CLASS/image.jpg), or class folders alone, with dataset.split_file or without"
+        )
+    raise UserError(
+        f"{where} has its images in {shown}, which are names of images and their maps, not of classes; allowed: "
+        "task.name segmentation | depth | mask_depth with images/NAME.jpg and masks/NAME.png, depths/NAME.png or "
+        "both, or class folders"
+    )
+
+
+def _words(name: str) -> list[str]:
+    """Return the words in a folder's name: "train_2017" and "Train" are the word train."""
+    return [word.lower() for word in BETWEEN_WORDS.split(name) if word]
+
+
+def _is_no_class(word: str) -> bool:
+    return any(kind.fullmatch(word) for kind in (SPLIT_WORD, IMAGE_WORD, MAP_WORD))
 
 
 def _refuse_empty_folders(

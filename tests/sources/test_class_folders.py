@@ -1,9 +1,14 @@
 """Classes and published splits, from names of files alone."""
 
+import numpy as np
 import pytest
+from test_map_files import save
+from test_sources import zip_of
 
 from largebatch.errors import UserError
 from largebatch.sources.class_folders import parse_names
+from largebatch.sources.find import find_source
+from largebatch.tasks.kinds import KINDS
 
 
 def test_the_folders_that_hold_images_are_the_classes():
@@ -52,6 +57,76 @@ def test_classes_may_be_named_as_splits_are():
     parsed = parse_names(["bus/1.png", "train/1.png", "test/1.png"], "dataset.path: set")
     assert parsed.splits is None
     assert parsed.class_names == ["bus", "test", "train"]
+
+
+IN_SPLITS = ("names of splits, not of classes", "train/CLASS/image.jpg", "dataset.split_file")
+OF_MAPS = ("names of images and their maps, not of classes", "masks/NAME.png", "class folders")
+
+
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        (["train", "test"], IN_SPLITS),
+        (["Training", "VALIDATION", "testing"], IN_SPLITS),
+        (["train_1", "train-2", "test2"], IN_SPLITS),
+        (["train2017", "val2017", "test-dev2017", "unlabeled2017"], IN_SPLITS),
+        (["data/train", "data/dev", "data/holdout"], IN_SPLITS),
+        (["train_images", "TestImages"], IN_SPLITS),
+        (["images/train", "images/valid"], IN_SPLITS),
+        (["train"], IN_SPLITS),
+        (["images", "masks"], OF_MAPS),
+        (["Images_256", "labels-256"], OF_MAPS),
+        (["img", "gt"], OF_MAPS),
+        (["image", "depth", "seg", "annotations"], OF_MAPS),
+        (["train_images", "train_masks", "test_images"], OF_MAPS),
+        (["train/images", "train/masks", "val/images", "val/masks"], OF_MAPS),
+        (["images_1", "images_2"], OF_MAPS),
+    ],
+)
+@pytest.mark.parametrize("as_zip", [False, True])
+def test_folders_of_splits_or_of_maps_are_no_classes(folders, words, as_zip, tmp_path):
+    root = tmp_path / "set"
+    for folder in folders:
+        save(root / folder / "1.png", np.zeros((4, 4, 3), np.uint8))
+    (root / "labels.csv").write_text("image,label")
+    where = zip_of(root, tmp_path / "set.zip") if as_zip else root
+    names = sorted({folder.rpartition("/")[2] for folder in folders})
+    with pytest.raises(UserError) as error:
+        find_source("mine", path=str(where))
+    text = str(error.value)
+    assert text.startswith(f"dataset.path: {where} has its images in {', '.join(map(repr, names))}, ")
+    assert "\n" not in text
+    assert all(word in text for word in words), text
+
+
+def test_the_tasks_that_fit_images_with_masks_are_named(tmp_path):
+    for kind in ("images", "masks"):
+        save(tmp_path / kind / "1.png", np.zeros((4, 4), np.uint8))
+    with pytest.raises(UserError) as error:
+        find_source("mine", path=str(tmp_path))
+    of_pixels = [kind.name for kind in KINDS.values() if kind.of_pixels]
+    assert f"task.name {' | '.join(of_pixels)} with images/" in str(error.value)
+    assert find_source("mine", path=str(tmp_path), of_pixels=True).targets.classes
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ["train", "bus"],
+        ["mask", "no_mask"],
+        ["with_mask", "without_mask"],
+        ["depth", "shallow"],
+        ["valid", "invalid"],
+        ["0", "1"],
+        ["20", "images"],
+        ["2750/train", "2750/tränen"],
+        ["train/test", "train/exam", "test/test", "test/exam"],
+    ],
+)
+def test_names_that_only_partly_look_so_are_classes(folders):
+    names = [f"{folder}/{number}.png" for folder in folders for number in range(2)]
+    class_names = parse_names(names, "dataset.path: set").class_names
+    assert class_names == sorted({folder.rpartition("/")[2] for folder in folders})
 
 
 def test_a_class_that_one_of_three_splits_lacks_is_no_error():
