@@ -24,6 +24,8 @@ from largebatch.tasks.planes import PixelTargets
 
 MAX_CLASSES_BYTES = 2**16  # of the file that names them
 TWO_CLASSES, LARGEST_MASK_VALUE = ("background", "object"), 255
+NO_VOID = ", for no value means yet that a pixel is not labelled"
+SHOWN_VALUES = 8
 SCALE_OF_8_BITS = planes.LARGEST_DEPTH // 255
 OPTIONS = {MASKS: images.DecodeOptions(indices=True), DEPTHS: images.DecodeOptions()}
 
@@ -48,7 +50,7 @@ def map_source(files: FileSet, options: images.DecodeOptions, max_pixels: int) -
     listing = files.stamps([*every_name, *([parsed.classes_file] if parsed.classes_file else [])])
     return Source(
         description=files.path,
-        fingerprint=f"maps-2 {fingerprint_of(listing, options)} {list(targets.classes)}",
+        fingerprint=f"maps-3 {fingerprint_of(listing, options)} {list(targets.classes)}",
         ids=parsed.ids,
         labels=np.zeros(len(parsed.ids), np.int32),
         class_names=["image"],
@@ -80,6 +82,14 @@ def _read_classes(files: FileSet, name: str | None) -> tuple[str, ...]:
     return classes
 
 
+def _listed(values: np.ndarray) -> str:
+    """Return the values of a mask in words, as "0, 1 and 255"; of many the first and the last."""
+    *others, last = map(str, values)
+    if len(others) > SHOWN_VALUES:
+        others = [*others[:SHOWN_VALUES], "..."]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 @dataclasses.dataclass(frozen=True)
 class _Decoder:
     """Puts an image and its maps together."""
@@ -87,6 +97,8 @@ class _Decoder:
     parsed: ParsedMaps
     options: images.DecodeOptions
     targets: PixelTargets
+    # The values that stood for the object of two classes, each with the mask that had it.
+    object_in: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def stored(self, index: int, file_of, limits: images.Limits) -> np.ndarray:
         """uint8 [H, W, channels and planes]; planes of 0 where the set lacks what is to be predicted.
@@ -98,6 +110,8 @@ class _Decoder:
         for kind in self.parsed.names:
             decoded[kind] = self._decode(kind, index, file_of, limits)
             self._refuse(kind, index, decoded)
+        if MASKS in decoded and len(self.targets.classes) == 2:
+            decoded[MASKS] = np.minimum(decoded[MASKS], 1)  # 255 is the object, too
         picture = np.concatenate([decoded[kind] for kind in (IMAGES, BACKGROUNDS) if kind in decoded], axis=-1)
         if MASKS not in decoded and DEPTHS not in decoded:
             picture = self._resized(picture)
@@ -109,13 +123,11 @@ class _Decoder:
         )
 
     def _decode(self, kind: str, index: int, file_of, limits: images.Limits) -> np.ndarray:
-        """The file of a kind, of the size that it has: masks as classes uint8, depths as uint16."""
+        """The file of a kind, of the size that it has: masks uint8, depths uint16."""
         name = self.parsed.names[kind][index]
         file = file_of(name)
         options = OPTIONS.get(kind, dataclasses.replace(self.options, size=None))
         pixels = images.decode(images.ImageFile(name, 0, file.num_bytes, file.read), options, limits)
-        if kind == MASKS and len(self.targets.classes) == 2 and pixels.dtype == np.uint8:
-            return np.where(pixels == LARGEST_MASK_VALUE, 1, pixels).astype(np.uint8)
         if kind == DEPTHS and pixels.dtype == np.uint8:
             return pixels.astype(np.uint16) * SCALE_OF_8_BITS
         return pixels
@@ -131,9 +143,31 @@ class _Decoder:
             raise UserError(f"{name} has {channels} channels; allowed: 1")
         if kind != DEPTHS and found.dtype != np.uint8:
             raise UserError(f"{name} is of {found.dtype}; allowed: uint8")
-        if kind == MASKS and found.max() >= (num_classes := len(self.targets.classes)):
-            allowed = f"0 to {num_classes - 1}" + (", or 0 and 255" if num_classes == 2 else "")
-            raise UserError(f"{name} has the value {found.max()}; allowed: {allowed}")
+        if kind == MASKS:
+            self._refuse_values(name, found)
+
+    def _refuse_values(self, name: str, mask: np.ndarray) -> None:
+        """Refuse values that are no class, and 255 beside 1: then it means that a pixel is not labelled.
+
+        1 and 255 may also come in two masks of a set. Several threads look: each notes first what it found itself.
+        """
+        num_classes = len(self.targets.classes)
+        if num_classes > 2:
+            if mask.max() == LARGEST_MASK_VALUE:
+                values = _listed(np.unique(mask))
+                raise UserError(f"{name} has the values {values}; allowed: 0 to {num_classes - 1}{NO_VOID}")
+            if mask.max() >= num_classes:
+                raise UserError(f"{name} has the value {mask.max()}; allowed: 0 to {num_classes - 1}")
+            return
+        if (largest := np.where(mask == LARGEST_MASK_VALUE, 0, mask).max()) > 1:
+            raise UserError(f"{name} has the value {largest}; allowed: 0 and 1, or 0 and 255")
+        self.object_in.update({value: name for value in (1, LARGEST_MASK_VALUE) if (mask == value).any()})
+        if len(self.object_in) == 2:
+            with_1, with_255 = self.object_in[1], self.object_in[LARGEST_MASK_VALUE]
+            found = f"{with_1} has the value 1, and {with_255} the value 255"
+            if with_1 == with_255 == name:
+                found = f"{name} has the values {_listed(np.unique(mask))}"
+            raise UserError(f"{found}; allowed: 0 and 1, or 0 and 255{NO_VOID}")
 
     def _resized(self, pixels: np.ndarray, *, nearest: bool = False) -> np.ndarray:
         return images.resized(pixels, self.options.size, self.options.resize, nearest=nearest)

@@ -185,6 +185,11 @@ def with_palette_as_depth(root):
     picture.save(root / "depths/a/1.png")
 
 
+def with_void(mask):
+    """Its first row is not labelled."""
+    return np.concatenate([np.full_like(mask[:1], 255), mask[1:]])
+
+
 BAD = {
     "1 of 4 images have no file in masks/, as others have; the first is images/a/2": lambda root: (
         root / "masks/a/2.png"
@@ -194,9 +199,24 @@ BAD = {
     "masks/a/1.png is of 11x10 pixels; allowed: 12x10, as its image": lambda root: save(
         root / "masks/a/1.png", MASKS[1][:, 1:]
     ),
-    "masks/a/1.png has the value 7; allowed: 0 to 1, or 0 and 255": lambda root: save(
+    "masks/a/1.png has the value 7; allowed: 0 and 1, or 0 and 255": lambda root: save(
         root / "masks/a/1.png", 7 * MASKS[1]
     ),
+    # 255 beside 1 means that a pixel is not labelled.
+    "masks/a/1.png has the values 0, 1 and 255; allowed: 0 and 1, or 0 and 255": lambda root: save(
+        root / "masks/a/1.png", with_void(MASKS[1])
+    ),
+    "masks/a/1.png has the values 1 and 255; allowed: 0 and 1, or 0 and 255": lambda root: save(
+        root / "masks/a/1.png", with_void(MASKS[1] | 1)
+    ),
+    "masks/a/1.png has the value 1, and masks/a/0.png the value 255; allowed: 0 and 1, or 0 and 255": lambda root: (
+        save(root / "masks/a/1.png", MASKS[1])
+    ),
+    "masks/a/1.png has the values 0, 1 and 255; allowed: 0 to 2, for no value means yet": lambda root: [
+        (root / "classes.txt").write_text("sky\nroad\ntree\n"),
+        [save(root / f"masks/a/{number}.png", MASKS[number]) for number in range(4)],
+        save(root / "masks/a/1.png", with_void(MASKS[1])),
+    ],
     "masks/a/1.png has 3 channels; allowed: 1": lambda root: save(root / "masks/a/1.png", IMAGES[1]),
     "masks/a/1.png is of uint16; allowed: uint8": lambda root: save(root / "masks/a/1.png", DEPTHS[1]),
     "depths/a/1.tif has 3 channels; allowed: 1": lambda root: save(root / "depths/a/1.tif", IMAGES[1]),
