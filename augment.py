@@ -29,12 +29,12 @@ from largebatch.data.pictures import draw_preview, export
 from largebatch.data.placement import originals_of_hosts
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.rows import split_planes, take_rows
-from largebatch.decoding import images
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import collectives
-from largebatch.sources.find import find_source, version_of
+from largebatch.sources.find import places_of, source_of, version_of
 from largebatch.sources.split import SPLITS, assign_splits
 from largebatch.sources.split_file import SplitFile, read_split_file
+from largebatch.sources.stamp import stamp_of
 from largebatch.tasks.kinds import KINDS
 from largebatch.tasks.planes import PixelTargets
 from largebatch.tasks.task import Task
@@ -183,24 +183,28 @@ def _moved_both_ways(images: jax.Array, pixels: int) -> list[jax.Array]:
 # ---- the cache ----------------------------------------------------------------------------------------
 
 
-def prepare_cache(config, *, look_at_source: bool = False, to_train: bool = False) -> Cache:
-    """The cache of `config`, built where it is missing or damaged; of the same data on all hosts.
+def prepare_cache(config, *, look_at_source: bool | None = None, to_train: bool = False) -> Cache:
+    """The cache of `config`, built where it is missing, damaged or of other files; of the same data on all hosts.
 
     Args:
       to_train: hosts that share no file system need the training images of their own devices alone.
-      look_at_source: list the source even where the cache of these settings is known, and see whether it changed.
+      look_at_source: whether to list the source where its cache is known; None: where files changed on any host.
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
     cache_dir = epath.Path(config.augment.cache_dir).expanduser()
     request, split_file = _request(config)
     requests = [request, known.request_of_part(request, config.batch.virtual_shards)] if to_train else [request]
-    cache = None
+    places = places_of(config.dataset, config.augment.cache_dir)
+    cache, stamp = None, None if look_at_source is False else stamp_of(places)
     for asked in requests:
         if cache is None and not look_at_source:
-            cache = _known_on_all(config, cache_dir, asked)
+            cache = _known_on_all(config, cache_dir, asked, stamp)
     if cache is None:
-        cache = _list_and_build(config, cache_dir, requests, split_file)
+        cache = _list_and_build(config, cache_dir, requests, split_file, stamp)
+    elif stamp is None and look_at_source is None:
+        where, built = " and ".join(map(str, places)), cache.manifest["built"]
+        log.warning("dataset: %s cannot be read; takes the cache %s of %s", where, cache.folder, built)
     content = [cache.identity(), cache.manifest["counts"]]
     if len(set(collectives.gather_text(json.dumps(content, sort_keys=True)))) > 1:
         raise UserError(f"dataset: hosts hold different data under {config.dataset.path or config.dataset.name!r}")
@@ -218,9 +222,9 @@ def _request(config) -> tuple[dict, SplitFile | None]:
     return known.request_of(asked, digest), split_file
 
 
-def _known_on_all(config, cache_dir: epath.Path, request: dict) -> Cache | None:
-    """The cache that was noted for a request; None on every host, if one of them has none."""
-    cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request)))
+def _known_on_all(config, cache_dir: epath.Path, request: dict, stamp: str | None) -> Cache | None:
+    """The cache that was noted for a request; None on every host, if one has none or other files."""
+    cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request, stamp)))
     return None if _missing_somewhere(cache) else cache
 
 
@@ -228,11 +232,14 @@ def _missing_somewhere(cache: Cache | None) -> bool:
     return "none" in collectives.gather_text("none" if cache is None else "there")
 
 
-def _list_and_build(config, cache_dir: epath.Path, requests: list[dict], split_file: SplitFile | None) -> Cache:
+def _list_and_build(
+    config, cache_dir: epath.Path, requests: list[dict], split_file: SplitFile | None, stamp: str | None
+) -> Cache:
     """Lists the source and opens its cache, which is built on the hosts where there is none.
 
     Args:
       requests: for the whole cache, and for this host's part, if that serves.
+      stamp: of the source before this.
     """
     plan, request = _find_plan(config, cache_dir, split_file), requests[0]
     cache = collectives.agreed(lambda: open_sound_cache(plan.folder))
@@ -252,7 +259,7 @@ def _list_and_build(config, cache_dir: epath.Path, requests: list[dict], split_f
         collectives.agreed(lambda: check_data(config, shape, source.targets, source.description))
         build_together(plan, sharing, missing=cache is None)
         cache = collectives.agreed(functools.partial(_open_built, plan.folder), cache is None) or cache
-    known.note(cache_dir, request, cache)
+    known.note(cache_dir, request, cache, stamp)
     return cache
 
 
@@ -265,7 +272,8 @@ def estimate_cache(config) -> BuildEstimate | None:
     cache_dir = epath.Path(config.augment.cache_dir).expanduser()
     request, split_file = _request(config)
     of_part = known.request_of_part(request, config.batch.virtual_shards)
-    if any(_known_on_all(config, cache_dir, asked) for asked in (request, of_part)):
+    stamp = stamp_of(places_of(config.dataset, config.augment.cache_dir))
+    if any(_known_on_all(config, cache_dir, asked, stamp) for asked in (request, of_part)):
         return None
     plan = _find_plan(config, cache_dir, split_file)
     return collectives.agreed(lambda: estimate_build(plan))
@@ -296,18 +304,7 @@ def _find_plan(config, cache_dir: epath.Path, split_file: SplitFile | None) -> C
 
 def _plan_cache(config, cache_dir: epath.Path, split_file: SplitFile | None) -> CachePlan:
     fields = config.dataset
-    source = find_source(
-        fields.name,
-        fields.source,
-        fields.path,
-        options=images.DecodeOptions.from_config(fields),
-        tfds_split=fields.tfds_split,
-        num_examples=fields.num_examples,
-        seed=fields.split_seed,
-        cache_dir=config.augment.cache_dir,
-        max_image_pixels=fields.max_image_pixels,
-        of_pixels=KINDS[config.task.name].of_pixels,
-    )
+    source = source_of(fields, config.augment.cache_dir, of_pixels=KINDS[config.task.name].of_pixels)
     splits = assign_splits(
         source.ids,
         source.labels,
@@ -324,7 +321,7 @@ def _plan_cache(config, cache_dir: epath.Path, split_file: SplitFile | None) -> 
 class CacheAttempt:
     """One try at reading the cache; see `cache_attempts`."""
 
-    def __init__(self, config, *, is_last: bool, **options: bool):
+    def __init__(self, config, *, is_last: bool, **options: bool | None):
         self._is_last = is_last
         self._cache = prepare_cache(config, **options)
         self.succeeded = False
@@ -345,7 +342,7 @@ class CacheAttempt:
         return True
 
 
-def cache_attempts(config, *, look_at_source: bool = False, to_train: bool = False) -> Iterator[CacheAttempt]:
+def cache_attempts(config, *, look_at_source: bool | None = None, to_train: bool = False) -> Iterator[CacheAttempt]:
     """The cache of `config`, to be read within a `with`; built anew for one more try where it is damaged.
 
         for attempt in cache_attempts(config):

@@ -126,7 +126,8 @@ class ProgramCache:
             return None
         network = setup.program.network
         if network.patches not in self._kernels:
-            for attempt in augment.cache_attempts(setup.config, to_train=True):
+            # Of the files as they were when the data were placed.
+            for attempt in augment.cache_attempts(setup.config, to_train=True, look_at_source=False):
                 with attempt as cache:
                     kernel = np.zeros(models.whitening_shape(network, cache.image_shape), np.float32)
                     if collectives.is_primary():

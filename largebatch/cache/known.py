@@ -1,7 +1,8 @@
-"""Which cache belongs to which settings, so that a start from a warm cache does not look at the source.
+"""Which cache belongs to which settings, so that a start from a warm cache does not list the source.
 
 A cache's folder is named by what the source holds. To know that, the source has to be listed, which takes long for
-millions of files. So CACHE_DIR/.known/KEY.json notes the folder for the settings that it was found by.
+millions of files. So CACHE_DIR/.known/KEY.json notes the folder for the settings that it was found by, with the
+stamp of the source (see `stamp_of`) before it was listed. Where the stamp is another now, it is listed again.
 """
 
 import contextlib
@@ -53,27 +54,36 @@ def request_of_part(request: dict, virtual_shards: int | None) -> dict:
 
 def known_folder(cache_dir: epath.Path, request: dict) -> epath.Path | None:
     """The folder that was noted for a request, or None."""
+    return _read_note(cache_dir, request)[0]
+
+
+def known_cache(cache_dir: epath.Path, request: dict, stamp: str | None) -> Cache | None:
+    """The sound cache that was noted for a request, or None.
+
+    Args:
+      stamp: of the source as it is now, which must be as noted; None takes any.
+    """
+    folder, noted_stamp = _read_note(cache_dir, request)
+    return open_sound_cache(folder) if folder is not None and stamp in (None, noted_stamp) else None
+
+
+def _read_note(cache_dir: epath.Path, request: dict) -> tuple[epath.Path | None, object]:
+    """Return the folder and the stamp that were noted; notes of older code have no stamp."""
     try:
         with untrusted.open_any(_note_path(cache_dir, request)) as file:
             noted = json.loads(file.read(MAX_NOTE_BYTES))
-        name = noted["folder"]
-    except (OSError, ValueError, KeyError, TypeError):  # none, or not a whole one: the source is listed
-        return None
+        name, stamp = noted["folder"], noted.get("stamp")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or damaged: the source is listed
+        return None, None
     if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
-        return None
-    return cache_dir / name
+        return None, None
+    return cache_dir / name, stamp
 
 
-def known_cache(cache_dir: epath.Path, request: dict) -> Cache | None:
-    """The sound cache that was noted for a request, or None."""
-    folder = known_folder(cache_dir, request)
-    return open_sound_cache(folder) if folder is not None else None
-
-
-def note(cache_dir: epath.Path, request: dict, cache: Cache) -> None:
-    """Notes the cache that a request was answered with."""
+def note(cache_dir: epath.Path, request: dict, cache: Cache, stamp: str | None) -> None:
+    """Notes the cache that a request was answered with, and the stamp of the source before it was listed."""
     path = _note_path(cache_dir, request)
-    content = json.dumps({"folder": cache.folder.name, "request": request}, indent=1)
+    content = json.dumps({"folder": cache.folder.name, "stamp": stamp, "request": request}, indent=1)
     with contextlib.suppress(OSError):  # a folder that is read only: the next start lists the source again
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:

@@ -23,9 +23,14 @@ EUROSAT_MIRRORS = (
 )
 
 
+def eurosat_path(cache_dir: epath.Path) -> epath.Path:
+    """Return where the zip is kept once it was downloaded."""
+    return cache_dir / "EuroSAT.zip"
+
+
 def download_eurosat(cache_dir: epath.Path) -> epath.Path:
     """Path of the official zip in `cache_dir`, downloaded, checked against its SHA-256 and kept."""
-    target = cache_dir / "EuroSAT.zip"
+    target = eurosat_path(cache_dir)
     if target.exists():
         return target
     try:

@@ -6,7 +6,7 @@ from etils import epath
 
 from largebatch.decoding import images
 from largebatch.errors import UserError
-from largebatch.sources.download import download_eurosat
+from largebatch.sources.download import download_eurosat, eurosat_path
 from largebatch.sources.file_sets import FolderFiles, ZipFiles, open_set
 from largebatch.sources.file_sources import class_source
 from largebatch.sources.map_files import map_source
@@ -14,7 +14,7 @@ from largebatch.sources.scenes_source import PATTERNS, scenes_source
 from largebatch.sources.scenes_source import VERSION as SCENES_VERSION
 from largebatch.sources.source import Source, source_in_memory
 from largebatch.sources.synthetic import CLASSES, synthetic, synthetic_labels
-from largebatch.sources.tfds_source import is_readable, prepared_builder, tfds_source
+from largebatch.sources.tfds_source import is_readable, prepared_builder, tfds_dir, tfds_source
 
 EUROSAT_TFDS_NAME = "eurosat/rgb"
 DEFAULT_SIZE = 32  # pixels, of synthetic images
@@ -61,8 +61,7 @@ def find_source(
     if source == "synthetic":
         return _synthetic_source(num_examples, seed, options)
     if source == "tfds":
-        tfds_name = EUROSAT_TFDS_NAME if name == "eurosat" else name
-        return tfds_source(tfds_name, path, tfds_split, options, max_image_pixels)
+        return tfds_source(_tfds_name(name), path, tfds_split, options, max_image_pixels)
     if path is None:
         if name != "eurosat":
             raise UserError(f"dataset.path: not given; dataset.source {source!r} of {name!r} needs one")
@@ -78,6 +77,51 @@ def find_source(
 def version_of(name: str) -> dict[str, int]:
     """What a cache of this set has to be made anew for, beside the fields of the config: {} of images in files."""
     return {"scenes_version": SCENES_VERSION} if name in PATTERNS else {}
+
+
+def source_of(fields, cache_dir: str, *, of_pixels: bool) -> Source:
+    """Return the source of a config's `dataset`; see `find_source`."""
+    return find_source(
+        fields.name,
+        fields.source,
+        fields.path,
+        options=images.DecodeOptions.from_config(fields),
+        tfds_split=fields.tfds_split,
+        num_examples=fields.num_examples,
+        seed=fields.split_seed,
+        cache_dir=cache_dir,
+        max_image_pixels=fields.max_image_pixels,
+        of_pixels=of_pixels,
+    )
+
+
+def places_of(fields, cache_dir: str) -> list[epath.Path]:
+    """Return the folders and files that `source_of` would read.
+
+    They need not exist. There are none where images are made, and two where EuroSAT may be either of them.
+    """
+    name, source, path = fields.name, fields.source, fields.path
+    given = [] if path is None else [epath.Path(path).expanduser()]
+    if name in PATTERNS:
+        return given
+    if source == "synthetic" or (name == "synthetic" and path is None):
+        return []
+    prepared = epath.Path(tfds_dir(path)).expanduser() / _tfds_name(name).split(":")[0]
+    if given and (source in ("zip", "folder") or (source == "auto" and not _is_there(prepared))):
+        return given
+    is_downloaded = name == "eurosat" and not given and source != "tfds"
+    return [prepared, *([eurosat_path(epath.Path(cache_dir).expanduser())] if is_downloaded else [])]
+
+
+def _is_there(folder: epath.Path) -> bool:
+    try:
+        return folder.is_dir()
+    except (OSError, ValueError, RuntimeError, ImportError):  # of a bucket that cannot be reached
+        return False
+
+
+def _tfds_name(name: str) -> str:
+    return EUROSAT_TFDS_NAME if name == "eurosat" else name
 
 
 def _folder(path: epath.Path) -> FolderFiles:
@@ -96,8 +140,7 @@ def _guess_source(name: str, path: str | None) -> str:
     root = epath.Path(path).expanduser()
     if not root.is_dir():
         return "zip"
-    tfds_name = EUROSAT_TFDS_NAME if name == "eurosat" else name
-    return "tfds" if (root / tfds_name.split(":")[0]).is_dir() else "folder"
+    return "tfds" if (root / _tfds_name(name).split(":")[0]).is_dir() else "folder"
 
 
 def _synthetic_source(num_examples: int, seed: int, options: images.DecodeOptions) -> Source:

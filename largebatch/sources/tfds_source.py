@@ -9,6 +9,7 @@ from etils import epath
 
 from largebatch.decoding import images
 from largebatch.errors import UserError
+from largebatch.files import num_bytes
 from largebatch.sources.source import Source
 from largebatch.sources.split_names import split_named
 from largebatch.threads import iterate_batches
@@ -83,7 +84,7 @@ def tfds_source(
     info, what = builder.info, f"published {split}" if splits else split
     return Source(
         description=f"TFDS {info.full_name} [{split}]",
-        fingerprint=f"tfds {info.full_name} {builder.data_dir} {what} {len(rows)} {options}",
+        fingerprint=f"tfds {info.full_name} {_sizes(builder)} {what} {len(rows)} {options}",
         ids=ids,
         labels=np.array(labels, np.int32),
         class_names=class_names,
@@ -139,6 +140,11 @@ def _readable_builder(name: str, data_dir: str | None):
             f"dataset.name: TFDS set {name!r} has features {features}; allowed: sets with image and label"
         )
     return builder
+
+
+def _sizes(builder) -> list[tuple[str, int]]:
+    """Return name and bytes of each file, which are the same in all copies of a set, unlike times and places."""
+    return sorted((path.name, num_bytes(path)) for path in epath.Path(builder.data_dir).iterdir())
 
 
 def _open_split(builder, split: str):
