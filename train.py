@@ -17,9 +17,10 @@ from ml_collections import config_dict
 import model as models
 from experiment import Experiment, ProgramCache, Validation, prepare
 from largebatch import cli
+from largebatch.cache.cache import Cache
 from largebatch.config.fields import target_of
 from largebatch.data import batching
-from largebatch.errors import UserError
+from largebatch.errors import UserError, printable
 from largebatch.hosts import collectives, preemption, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.watch import HostWatch
@@ -39,6 +40,8 @@ from largebatch.training.state import TrainState, params_sha256
 from largebatch.training.trainer import NonFinite, Trainer, TrainerOptions
 
 log = logging.getLogger("largebatch")
+
+SHOWN_CLASSES = 10  # in the lines before the first update
 
 
 def train_and_evaluate(
@@ -246,7 +249,7 @@ def describe_run(experiment: Experiment, plain_config: dict) -> RunDescription:
 
 
 def headline(experiment: Experiment, clock: Clock) -> str:
-    """Three lines that say what is about to run."""
+    """Return four lines that say what is about to run."""
     setup, cache = experiment.setup, experiment.cache
     batch_sizes = setup.schedule.batch_sizes.first(setup.schedule.num_updates).values
     largest_shares = -(-batch_sizes // setup.num_devices)
@@ -255,11 +258,27 @@ def headline(experiment: Experiment, clock: Clock) -> str:
         f"{jax.process_count()} hosts, computing in {setup.config.model.dtype}; "
         f"{cache.count('train'):,} training images as {setup.num_examples:,} views, "
         f"{cache.count('val'):,} validation images, decoded {cache.manifest['built'][:10]}\n"
+        f"{what_is_learned(cache)}\n"
         f"batch {schedule_text.format_range(batch_sizes)} = {schedule_text.format_range(largest_shares)} a device "
         f"in micro-batches of up to {setup.micro_batch_size}{how_batches_change(setup.config)}; "
         f"data {clock.seconds['data']:.1f} s, compiling {clock.seconds['compile']:.1f} s\n"
         f"{setup.config.optimizer.name}, {schedule_text.describe(setup.schedule)}"
     )
+
+
+def what_is_learned(cache: Cache) -> str:
+    """Return the first classes in a line, with the number of training images of each; of masks those of pixels."""
+    targets = cache.targets
+    texts = list(map(printable, targets.classes or cache.class_names))
+    if not targets.planes:
+        counts = np.bincount(cache.small_array("train_labels"), minlength=len(texts))
+        texts = [f"{text} {count:,}" for text, count in zip(texts, counts, strict=True)]
+    more = f" and {len(texts) - SHOWN_CLASSES} more" if len(texts) > SHOWN_CLASSES else ""
+    classes = f"{len(texts)} classes: {', '.join(texts[:SHOWN_CLASSES])}{more}"
+    if not targets.planes:
+        return f"training images of {classes}"
+    masks = [f"masks of {classes}"] if targets.classes else []
+    return " and ".join(["depths"] * targets.has_depth + masks)
 
 
 def how_batches_change(config) -> str:

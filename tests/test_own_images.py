@@ -1,80 +1,109 @@
-"""The config for a user's own images: its length follows from how many there are."""
+"""Own images, as their owner sees them: what a start says of them, and which run it goes on with."""
 
-import json
+import contextlib
+import shutil
 
+import numpy as np
 import pytest
-from conftest import facts_of, make_folder, run_script
+from conftest import assert_one_line_error, make_folder, make_small_config, run_script
+from test_changed_files import Maps, OwnImages
+from test_map_files import save
 
-import model as models
-from configs import own_images
-from largebatch.config.validate import validate
-from largebatch.errors import BadSetting, UserError
-from largebatch.hardware.chips import Hardware
-from resolve import resolve_setup
-
-SMALL = (
-    "--config.dataset.image_size=16", "--config.batch.size=24", "--config.train.outer_steps=2",
-    "--config.model.name=convnet", "--config.model.norm=none", "--config.augment.shift=0",
-)  # fmt: skip
+import augment
+import train
 
 
-def train_on(folder, workdir, cache, *flags):
-    paths = (f"--config.dataset.path={folder}", f"--config.augment.cache_dir={cache}", f"--workdir={workdir}")
-    return run_script("train.py", "--config", "configs/own_images.py", *paths, *SMALL, *flags)
+def configure(config, path, cache_dir):
+    """Sets a config of own images; a run of it takes seconds."""
+    config.dataset.name, config.dataset.path = "mine", str(path)
+    config.augment.cache_dir, config.augment.views = str(cache_dir), "flip"
+    config.train.outer_steps = 1
+    return config
 
 
-def test_an_outer_loop_is_a_pass_over_the_images(tmp_path, session_cache):
-    folder = make_folder(tmp_path / "pets", {"cat": 50, "dog": 50})
-    result = train_on(folder, tmp_path / "run", session_cache)
-    assert result.returncode == 0, result.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    # 80 training images: 3 updates of 24 are less than a pass, 4 are more.
-    assert [(row["step"], row["outer"], row["examples_seen"]) for row in rows] == [(4, 1, 96), (8, 2, 192)]
-    assert "of training, at" not in result.stdout  # a run of a second does not say how long it will take
-    again = train_on(folder, tmp_path / "run", session_cache)
-    assert "finished run of this config; nothing to do" in again.stderr
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["train"]["inner_steps"] == "pass"
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A folder with images, a finished run on them, and what it printed."""
+    root = tmp_path_factory.mktemp("first")
+    config = configure(make_small_config(root), OwnImages(root).path, root / "caches")
+    with (root / "printed").open("w") as file, contextlib.redirect_stdout(file):
+        train.train_and_evaluate(config, str(root / "run"))
+    return root
 
 
-@pytest.mark.parametrize(
-    ("num_images", "batch_size", "updates"), [(100, 25, 4), (101, 25, 5), (30, 60, 1), (30, "full", 1)]
-)
-def test_updates_of_a_pass(num_images, batch_size, updates):
-    config = own_images.get_config()
-    config.batch.size = batch_size
-    config.model.dtype = "float32"
-    setup = resolve_setup(config, facts_of(num_images, (16, 16, 3)), Hardware("cpu", "cpu", 1))
-    assert setup.config.train.inner_steps == updates
-    assert setup.schedule.num_updates == 20 * updates
-    assert config.train.inner_steps == "pass"
+@pytest.fixture
+def own(small_config, first, tmp_path):
+    """The config of a copy of these images, with a copy of the run and caches of its own."""
+    for name in ("images", "run"):
+        shutil.copytree(first / name, tmp_path / name)
+    return configure(small_config, tmp_path / "images", tmp_path / "caches")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("batch.trace", (8, 16)), ("batch.auto", True), ("batch.per_device_batch_size", 8)],
-)
-def test_a_pass_has_no_length_where_the_batch_changes(field, value):
-    config = own_images.get_config()
-    with config.ignore_type():
-        config.update_from_flattened_dict({field: value})
-    with pytest.raises(UserError, match=rf"train\.inner_steps: 'pass'; allowed: an integer .* with {field}"):
-        validate(config, models.MODELS)
+def test_a_run_names_its_classes_with_their_images(first):
+    assert "training images of 2 classes: a 10, b 10" in (first / "printed").read_text().splitlines()
 
 
-def test_what_needs_the_number_of_updates_is_checked_once_it_is_known():
-    config = own_images.get_config()
-    config.model.dtype = "float32"
-    config.schedule.warmup_epochs, config.schedule.warmup_updates = None, 90
-    validate(config, models.MODELS)
-    hardware = Hardware("cpu", "cpu", 1)
-    resolve_setup(config, facts_of(1000, (16, 16, 3)), hardware)  # 160 updates
-    with pytest.raises(BadSetting, match=r"schedule\.warmup_updates: 90; allowed: fewer than the run's 80 updates"):
-        resolve_setup(config, facts_of(500, (16, 16, 3)), hardware)
+def test_of_many_classes_the_first_ten_are_named_in_one_line(small_config, tmp_path):
+    names = ["[red]", "a\u202eb", *(f"class {letter}" for letter in "abcdefghij")]
+    counts = {name: 10 if name == "[red]" else 5 for name in names}
+    make_folder(tmp_path / "images", counts)
+    rows = ["id,split"]
+    for name, count in counts.items():
+        splits = ["val", "test", *["train"] * (count - 2)]
+        rows += [f"{name}/{name}_{number}.png,{split}" for number, split in enumerate(splits)]
+    (tmp_path / "split.csv").write_text("\n".join(rows))
+    configure(small_config, tmp_path / "images", tmp_path / "caches")
+    small_config.dataset.split_file = str(tmp_path / "split.csv")
+    shown = ", ".join(f"class {letter} 3" for letter in "abcdefgh")
+    line = train.what_is_learned(augment.prepare_cache(small_config))
+    assert line == f"training images of 12 classes: [red] 8, a\\u202eb 3, {shown} and 2 more"
 
 
-def test_too_few_images_for_the_batch_are_told_so(tmp_path, session_cache):
-    folder = make_folder(tmp_path / "pets", {"cat": 10, "dog": 10})
-    result = train_on(folder, tmp_path / "run", session_cache, "--config.batch.size=128")
-    assert result.returncode == 1
-    assert "batch.size: 128; allowed: an integer from 1 to 32" in result.stderr.splitlines()[-1]
-    assert not (tmp_path / "run").exists()
+def test_a_run_names_the_classes_of_its_masks(small_config, tmp_path):
+    maps = Maps(tmp_path)
+    maps.names()
+    small_config.task.name, small_config.dataset.name = "segmentation", "mine"
+    small_config.dataset.path, small_config.augment.cache_dir = str(maps.path), str(tmp_path / "caches")
+    assert train.what_is_learned(augment.prepare_cache(small_config)) == "masks of 2 classes: ground, tree"
+
+
+# ---- by the command -----------------------------------------------------------------------------------
+
+
+def flags_of(config, **changed) -> list[str]:
+    values = {
+        "dataset.name": "mine",
+        "dataset.path": config.dataset.path,
+        "augment.cache_dir": config.augment.cache_dir,
+        "train.inner_steps": 1,
+        "train.outer_steps": 1,
+        "batch.micro_batch_size": 16,
+        **changed,
+    }
+    return [f"--config.{name}={value}" for name, value in values.items()]
+
+
+def test_a_set_without_classes_is_refused_and_nothing_is_written(own, tmp_path):
+    for name, other in (("a", "train"), ("b", "test_1")):
+        (tmp_path / "images" / name).rename(tmp_path / "images" / other)
+    result = run_script("train.py", "--workdir", tmp_path / "new", *flags_of(own))
+    words = (
+        "dataset.path: ",
+        "has its images in 'test_1', 'train', which are names of splits",
+        "allowed: class folders",
+    )
+    assert_one_line_error(result, *words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_masks_with_unlabelled_pixels_are_refused_and_leave_no_cache(own, tmp_path):
+    maps = Maps(tmp_path)
+    mask = np.eye(16, dtype=np.uint8)
+    mask[0] = 255
+    for number in range(12):
+        save(maps.path / "masks" / f"{number}.png", mask)
+    fields = {"dataset.path": maps.path, "task.name": "segmentation", "model.name": "unet_tiny"}
+    result = run_script("train.py", "--workdir", tmp_path / "new", *flags_of(own, **fields))
+    assert_one_line_error(result, ".png has the values 0, 1 and 255; allowed: 0 and 1, or 0 and 255, ")
+    assert not (tmp_path / "new").exists()
+    assert [path.name for path in (tmp_path / "caches").iterdir()] == []
