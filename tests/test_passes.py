@@ -1,0 +1,80 @@
+"""The config for a user's own images: its length follows from how many there are."""
+
+import json
+
+import pytest
+from conftest import facts_of, make_folder, run_script
+
+import model as models
+from configs import own_images
+from largebatch.config.validate import validate
+from largebatch.errors import BadSetting, UserError
+from largebatch.hardware.chips import Hardware
+from resolve import resolve_setup
+
+SMALL = (
+    "--config.dataset.image_size=16", "--config.batch.size=24", "--config.train.outer_steps=2",
+    "--config.model.name=convnet", "--config.model.norm=none", "--config.augment.shift=0",
+)  # fmt: skip
+
+
+def train_on(folder, workdir, cache, *flags):
+    paths = (f"--config.dataset.path={folder}", f"--config.augment.cache_dir={cache}", f"--workdir={workdir}")
+    return run_script("train.py", "--config", "configs/own_images.py", *paths, *SMALL, *flags)
+
+
+def test_an_outer_loop_is_a_pass_over_the_images(tmp_path, session_cache):
+    folder = make_folder(tmp_path / "pets", {"cat": 50, "dog": 50})
+    result = train_on(folder, tmp_path / "run", session_cache)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    # 80 training images: 3 updates of 24 are less than a pass, 4 are more.
+    assert [(row["step"], row["outer"], row["examples_seen"]) for row in rows] == [(4, 1, 96), (8, 2, 192)]
+    assert "of training, at" not in result.stdout  # a run of a second does not say how long it will take
+    again = train_on(folder, tmp_path / "run", session_cache)
+    assert "finished run of this config; nothing to do" in again.stderr
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["train"]["inner_steps"] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("num_images", "batch_size", "updates"), [(100, 25, 4), (101, 25, 5), (30, 60, 1), (30, "full", 1)]
+)
+def test_updates_of_a_pass(num_images, batch_size, updates):
+    config = own_images.get_config()
+    config.batch.size = batch_size
+    config.model.dtype = "float32"
+    setup = resolve_setup(config, facts_of(num_images, (16, 16, 3)), Hardware("cpu", "cpu", 1))
+    assert setup.config.train.inner_steps == updates
+    assert setup.schedule.num_updates == 20 * updates
+    assert config.train.inner_steps == "pass"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("batch.trace", (8, 16)), ("batch.auto", True), ("batch.per_device_batch_size", 8)],
+)
+def test_a_pass_has_no_length_where_the_batch_changes(field, value):
+    config = own_images.get_config()
+    with config.ignore_type():
+        config.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError, match=rf"train\.inner_steps: 'pass'; allowed: an integer .* with {field}"):
+        validate(config, models.MODELS)
+
+
+def test_what_needs_the_number_of_updates_is_checked_once_it_is_known():
+    config = own_images.get_config()
+    config.model.dtype = "float32"
+    config.schedule.warmup_epochs, config.schedule.warmup_updates = None, 90
+    validate(config, models.MODELS)
+    hardware = Hardware("cpu", "cpu", 1)
+    resolve_setup(config, facts_of(1000, (16, 16, 3)), hardware)  # 160 updates
+    with pytest.raises(BadSetting, match=r"schedule\.warmup_updates: 90; allowed: fewer than the run's 80 updates"):
+        resolve_setup(config, facts_of(500, (16, 16, 3)), hardware)
+
+
+def test_too_few_images_for_the_batch_are_told_so(tmp_path, session_cache):
+    folder = make_folder(tmp_path / "pets", {"cat": 10, "dog": 10})
+    result = train_on(folder, tmp_path / "run", session_cache, "--config.batch.size=128")
+    assert result.returncode == 1
+    assert "batch.size: 128; allowed: an integer from 1 to 32" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
