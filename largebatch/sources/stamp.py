@@ -1,4 +1,4 @@
-"""Whether the files of a data set are those that they were, told without opening them."""
+"""A digest of the files of a data set, which tells without opening them that they changed."""
 
 import contextlib
 import hashlib
