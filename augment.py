@@ -31,6 +31,7 @@ from largebatch.data.random_augment import RandomAugment
 from largebatch.data.rows import split_planes, take_rows
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import collectives
+from largebatch.paths import expanded
 from largebatch.sources.find import places_of, source_of, version_of
 from largebatch.sources.split import SPLITS, assign_splits
 from largebatch.sources.split_file import SplitFile, read_split_file
@@ -192,7 +193,7 @@ def prepare_cache(config, *, look_at_source: bool | None = None, to_train: bool 
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
-    cache_dir = epath.Path(config.augment.cache_dir).expanduser()
+    cache_dir = epath.Path(expanded(config.augment.cache_dir, "augment.cache_dir"))
     request, split_file = _request(config)
     requests = [request, known.request_of_part(request, config.batch.virtual_shards)] if to_train else [request]
     places = places_of(config.dataset, config.augment.cache_dir)
@@ -269,7 +270,7 @@ def estimate_cache(config) -> BuildEstimate | None:
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
-    cache_dir = epath.Path(config.augment.cache_dir).expanduser()
+    cache_dir = epath.Path(expanded(config.augment.cache_dir, "augment.cache_dir"))
     request, split_file = _request(config)
     of_part = known.request_of_part(request, config.batch.virtual_shards)
     stamp = stamp_of(places_of(config.dataset, config.augment.cache_dir))
@@ -386,8 +387,8 @@ def main(config) -> None:
 
 if __name__ == "__main__":
     import model as models
-    from largebatch.cli import run_script
+    from largebatch.cli import path_flag, run_script
 
-    flags.DEFINE_string("preview", None, "Draw some training images with their views to this PNG.")
-    flags.DEFINE_string("export", None, "Write the test images of a set of masks as PNG files to this folder.")
+    path_flag("preview", None, "Draw some training images with their views to this PNG.")
+    path_flag("export", None, "Write the test images of a set of masks as PNG files to this folder.")
     run_script(main, models.MODELS)

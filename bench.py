@@ -52,7 +52,7 @@ from benchmarks import (
     step,
     stream,
 )
-from largebatch.cli import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags
+from largebatch.cli import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags, path_flag
 from largebatch.errors import UserError
 from largebatch.runs.folder import jsonable
 
@@ -129,15 +129,15 @@ def define_flags() -> None:
     flags.DEFINE_integer("images", 50_000, "build: generated images.", lower_bound=100)
     flags.DEFINE_integer("seeds", 3, "accuracy: runs.", lower_bound=1)
     flags.DEFINE_float("target", 0.9, "accuracy: validation accuracy to reach.", lower_bound=0, upper_bound=1)
-    flags.DEFINE_string(
+    path_flag(
         "path",
         None,
         "input, stream: EuroSAT.zip or its folder; loop: a run folder; accuracy: a new folder; "
         "build: a folder with room; results: a folder for runs and studies.",
     )
-    flags.DEFINE_string("data", ".", "results: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip.")
+    path_flag("data", ".", "results: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip.")
     flags.DEFINE_string("only", None, "results: its tables or jobs, with commas between; all by default.")
-    flags.DEFINE_string("cache_dir", "~/.cache/largebatch", "stream: where the data cache is.")
+    path_flag("cache_dir", "~/.cache/largebatch", "stream: where the data cache is.")
     flags.DEFINE_string("configs", None, "compile: names of config files, with commas between; all by default.")
     flags.DEFINE_string("networks", None, "micro_batches: names of networks, with commas between; all by default.")
     flags.DEFINE_string(
@@ -145,8 +145,8 @@ def define_flags() -> None:
         None,
         "compile, micro_batches, reading, growth: devices, with commas between; see train.py --compile_for.",
     )
-    flags.DEFINE_string("json", None, "Write all figures to this file.")
-    flags.DEFINE_string("plot", None, "step, scaling: draw the figures to this PNG.")
+    path_flag("json", None, "Write all figures to this file.")
+    path_flag("plot", None, "step, scaling: draw the figures to this PNG.")
 
 
 def parse_command(argv: list[str], train_arguments: list[str]) -> Command:

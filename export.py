@@ -92,7 +92,7 @@ def main() -> None:
       UserError: see `export`.
     """
     terminal.log_to_stderr()
-    flags.DEFINE_string("out", None, "Write the folder here; it is new or empty.")
+    cli.path_flag("out", None, "Write the folder here; it is new or empty.")
     flags.DEFINE_bool("ema", False, "Take the moving average of the parameters.")
     folders = cli.parse_plain_flags(sys.argv)
     if len(folders) != 1:
@@ -101,7 +101,7 @@ def main() -> None:
         raise cli.UsageError("--out: give the folder to write")
     if bucket.is_url(flags.FLAGS.out):
         raise cli.UsageError(f"--out: {flags.FLAGS.out}; allowed: a folder of this machine")
-    out = Path(flags.FLAGS.out).expanduser()
+    out = Path(flags.FLAGS.out)
     digest = export(bucket.local_copy(folders[0]), out, ema=flags.FLAGS.ema)
     print(f"{out}: model.safetensors, model.stablehlo, model.json, README.md; SHA-256 of SHA256SUMS {digest}")
 

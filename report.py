@@ -19,6 +19,7 @@ from pathlib import Path
 from largebatch.buckets import bucket
 from largebatch.errors import UserError, printable
 from largebatch.files import replacing
+from largebatch.paths import address_argument, path_argument
 from largebatch.predictions import files as prediction_files
 from largebatch.reports import example_pictures, page, panels
 from largebatch.reports.best_runs import best_runs
@@ -46,11 +47,15 @@ class Parser(argparse.ArgumentParser):
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", metavar="RUN_OR_STUDY", help="run folder or study folder")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page; default %(default)s")
-    parser.add_argument("--png", type=Path, metavar="DIR", help="write every picture as a PNG too")
     parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write the leaderboard of a study, the rows of a run"
+        "paths", nargs="+", type=address_argument, metavar="RUN_OR_STUDY", help="run folder or study folder"
+    )
+    parser.add_argument(
+        "--out", type=path_argument, default=Path("report.html"), help="the page; default %(default)s"
+    )
+    parser.add_argument("--png", type=path_argument, metavar="DIR", help="write every picture as a PNG too")
+    parser.add_argument(
+        "--csv", type=path_argument, metavar="FILE", help="write the leaderboard of a study, the rows of a run"
     )
     parser.add_argument(
         "--updates_to",

@@ -62,7 +62,7 @@ def read_recorded(config: config_dict.ConfigDict) -> dict:
     Raises:
       UserError: there is none, and no space is given to start one; or it is damaged.
     """
-    path = Path(FLAGS.study).expanduser()
+    path = Path(FLAGS.study)
     recorded = RunFolder(path).read("study.json") or {}
     if not recorded and not FLAGS.space and not FLAGS.branch:
         raise UserError(f"--study: no study in {path}; give --space FILE to start one, or --branch RUN")
@@ -72,7 +72,7 @@ def read_recorded(config: config_dict.ConfigDict) -> dict:
     if FLAGS.branch and config_given:
         raise UserError("--config: given; allowed with --branch, which takes the config of its run: none")
     if FLAGS.branch and not recorded:
-        run = Path(FLAGS.branch).expanduser()
+        run = Path(FLAGS.branch)
         adopt_recorded_config(config, RunFolder(run).read("config.json"), run / "config.json")
     if recorded and not config_given:
         adopt_recorded_config(config, recorded.get("config"), path / "study.json")
@@ -90,7 +90,7 @@ def read_study(config: config_dict.ConfigDict, recorded: dict, *, dtype_is_auto:
     Raises:
       UserError: a flag, the space or a point of it is not allowed; or the folder holds another study.
     """
-    path = Path(FLAGS.study).expanduser()
+    path = Path(FLAGS.study)
     study = define_study(
         path,
         config,
@@ -228,8 +228,8 @@ def print_results(study: Study) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("study", None, "Study folder, e.g. runs/studies/NAME.")
-    flags.DEFINE_string("space", None, "Search space, e.g. configs/sweeps/optimizers.py; not needed to go on.")
+    cli.path_flag("study", None, "Study folder, e.g. runs/studies/NAME.")
+    cli.path_flag("space", None, "Search space, e.g. configs/sweeps/optimizers.py; not needed to go on.")
     flags.DEFINE_integer("trials", None, "Searched runs of the study in total; the whole grid if left out.", 1)
     flags.DEFINE_integer("seeds", 1, "Runs of each setting, which differ by seed.", 1)
     flags.DEFINE_integer(
@@ -246,7 +246,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("study_seed", 0, "Of the sampler.", 0)
     flags.DEFINE_string("storage", None, "Database URL; default is SQLite in the study folder.")
     flags.DEFINE_integer("heartbeat_sec", 20, "A trial without a sign for 3 times as long is taken for dead.", 1)
-    flags.DEFINE_string("branch", None, "Run folder: find how large a batch keeps up, by branches of this run.")
+    cli.path_flag("branch", None, "Run folder: find how large a batch keeps up, by branches of this run.")
     flags.DEFINE_integer("branch_images", 16_384, "That a branch trains on.", 1)
     whole_numbers("branch_sizes", "Batch sizes of branches; default: the run's own times powers of two.")
     whole_numbers("branch_steps", "Updates of the run after which branches begin; default: 6, spread evenly.")

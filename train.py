@@ -327,7 +327,7 @@ def main(config: config_dict.ConfigDict) -> int:
 
 def define_flags() -> None:
     """Defines the flags of this script."""
-    flags.DEFINE_string("workdir", None, "Run folder; default runs/NAME-DATE-TIME-XXXXXXXX, the end at random.")
+    cli.path_flag("workdir", None, "Run folder; default runs/NAME-DATE-TIME-XXXXXXXX, the end at random.")
     flags.DEFINE_bool("doctor", False, "Check this config on this machine before a long run; trains nothing.")
     flags.DEFINE_string(
         "compile_for", None, "Compile for devices that are not here, as v3:4x4 or h200:8; trains nothing."

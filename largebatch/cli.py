@@ -23,8 +23,10 @@ from largebatch.errors import UserError, printable
 from largebatch.hardware.dtypes import AUTO, DTYPES, auto_dtype_here, with_dtype
 from largebatch.hosts import collectives, meeting
 from largebatch.hosts.start import start_jax
+from largebatch.paths import expanded
 
 log = logging.getLogger("largebatch")
+flags.disclaim_key_flags()  # what `path_flag` defines are flags of the script that calls it
 
 ROOT = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED = 1, 2, 3, 130, 143
@@ -43,7 +45,8 @@ def use_compilation_cache(cache_dir: str) -> None:
     that others may have made calls this before it reads the config, with a `cache_dir` of the user's own.
     """
     if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(epath.Path(cache_dir).expanduser() / "xla"))
+        folder = epath.Path(expanded(cache_dir, "augment.cache_dir")) / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     # Programs that are small or quick to compile are kept too.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -163,6 +166,21 @@ class UsageError(Exception):
     """The command line cannot be read; its text is one line."""
 
 
+class _PathParser(flags.ArgumentParser):
+    """Reads a path, or the URL of a bucket."""
+
+    def parse(self, argument: str) -> str:
+        try:
+            return expanded(argument)
+        except UserError as error:
+            raise ValueError(str(error)) from error
+
+
+def path_flag(name: str, default: str | None, help_text: str) -> None:
+    """Defines a flag that names a file or folder."""
+    flags.DEFINE(_PathParser(), name, default, help_text, serializer=flags.ArgumentSerializer())
+
+
 def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
     """The config that `argv` asks for.
 
@@ -172,6 +190,7 @@ def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
     if "--help" in argv:
         show_help(CONFIG_HELP)
     argv = _join_values(argv)
+    argv = [_with_expanded_file(before, arg) for before, arg in zip(["", *argv], argv, strict=False)]
     is_none = _fields_set_to_none(argv)
     argv = [arg for arg in argv if arg not in is_none]
     try:
@@ -236,6 +255,21 @@ def _join_values(argv: list[str]) -> list[str]:
         else:
             joined.append(arg)
     return joined
+
+
+def _with_expanded_file(before: str, arg: str) -> str:
+    """Return an argument, given the one before it, with ~ replaced in what is the path of a config file.
+
+    Raises:
+      UsageError: there is no such home folder.
+    """
+    flag, equals, path = arg.partition("=")
+    try:
+        if before == "--config":
+            return expanded(arg, "--config")
+        return f"{flag}={expanded(path, '--config')}" if flag == "--config" and equals else arg
+    except UserError as error:
+        raise UsageError(str(error)) from error
 
 
 def _fields_set_to_none(argv: list[str]) -> dict[str, str]:

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from largebatch import terminal
-from largebatch.errors import BadSetting, UserError
+from largebatch.errors import BadSetting, UserError, printable
 from largebatch.optim import traces
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedule_text import format_range
 from largebatch.optim.schedules import SCALING
+from largebatch.paths import address_argument, path_argument
 
 RULES = ("none", "linear", "sqrt")  # whose rates follow from the batch sizes alone
 SHOWN = 24  # rows of a table
@@ -26,7 +27,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m largebatch.trace_check", description="Checks a batch-size trace.", allow_abbrev=False
     )
-    parser.add_argument("trace", metavar="TRACE.csv")
+    parser.add_argument("trace", type=address_argument, metavar="TRACE.csv")
     parser.add_argument("--dataset-size", type=_positive, required=True, help="examples in an epoch, views counted")
     parser.add_argument("--devices", type=_positive, required=True, help="devices of all hosts")
     parser.add_argument("--micro-batch-size", type=_positive, default=16, help="default 16")
@@ -38,7 +39,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--learning-rate", type=_positive_number, default=0.01, help="at the reference batch; default 0.01"
     )
     parser.add_argument("--reference-batch-size", type=_positive, default=512, help="default 512")
-    parser.add_argument("--plot", metavar="FILE.png", help="a picture of batch sizes and rates")
+    parser.add_argument("--plot", type=path_argument, metavar="FILE.png", help="a picture of batch sizes and rates")
     return parser.parse_args(argv)
 
 
@@ -160,7 +161,7 @@ def plot_trace(options: argparse.Namespace) -> None:
     below.legend(frameon=False, ncols=len(RULES), loc="lower left", bbox_to_anchor=(0, 1))
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
-    above.set_title(Path(options.trace).name, loc="left", weight="bold")
+    above.set_title(Path(options.trace).name, loc="left", weight="bold", parse_math=False)
     try:
         figure.savefig(options.plot)
     except (OSError, ValueError) as error:  # ValueError: the name's end is no kind of picture
@@ -176,7 +177,7 @@ def main(argv: list[str]) -> int:
         if options.plot:
             plot_trace(options)
     except UserError as error:
-        print(f"trace_check: error: {error}", file=sys.stderr)
+        print(f"trace_check: error: {printable(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -18,6 +18,7 @@ from typing import BinaryIO
 from etils import epath
 
 from largebatch.errors import BadSetting, UserError
+from largebatch.paths import expanded
 
 KINDS = {
     stat.S_IFIFO: "FIFO",
@@ -233,10 +234,11 @@ def read_text(path: str, field: str) -> str:
     Raises:
       BadSetting: it cannot be read, is larger or is no text.
     """
+    found = epath.Path(expanded(path, field))
     try:
-        with open_any(epath.Path(path).expanduser()) as file:
+        with open_any(found) as file:
             content = file.read(MAX_TEXT_BYTES + 1)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:  # the path may be none, or of nobody's home
+    except (OSError, ValueError, ImportError) as error:  # the path may be none
         raise BadSetting(f"{field}: {path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if len(content) > MAX_TEXT_BYTES:
         raise BadSetting(f"{field}: {path} is too large; allowed: up to {MAX_TEXT_BYTES} bytes of text")

@@ -170,7 +170,7 @@ def test_names_that_no_terminal_shows_are_refused(tmp_path, read, name):
 
 def test_a_home_that_is_nobodys_is_named():
     for read in (traces.read, traces.read_once):
-        with pytest.raises(BadSetting, match=r"batch.trace: ~nobody_at_all/x.csv cannot be read"):
+        with pytest.raises(BadSetting, match=r"batch.trace: ~nobody_at_all/x.csv: there is no home folder"):
             read("~nobody_at_all/x.csv")
 
 

@@ -26,6 +26,7 @@ import fsspec
 from largebatch import files
 from largebatch.buckets.pointer import Pointer
 from largebatch.errors import UserError
+from largebatch.paths import expanded
 
 log = logging.getLogger("largebatch")
 
@@ -55,7 +56,7 @@ def local_copy(path) -> Path:
       UserError: the bucket cannot be read, or has no run there.
     """
     if not is_url(path):
-        return Path(path).expanduser()
+        return Path(expanded(path))
     found = Bucket(str(path))
     pointer = found.read_pointer()
     if pointer.id is None:
@@ -99,7 +100,7 @@ class Bucket:
         if not re.fullmatch(r"[a-z0-9+]+://[^/]+(/[^/]+)+", self.url):
             raise UserError(f"--workdir: {url}; allowed: a folder, or gs://BUCKET/FOLDER or s3://BUCKET/FOLDER")
         digest = hashlib.sha256(self.url.encode()).hexdigest()[:12]
-        own_folder = Path(LOCAL_FOLDERS).expanduser() / f"{PurePosixPath(self.url).name}-{digest}"
+        own_folder = Path(expanded(LOCAL_FOLDERS)) / f"{PurePosixPath(self.url).name}-{digest}"
         self.folder = folder or own_folder
         self._pointer = Pointer()
         self._ids: list[str | None] = [None]  # that the pointer may have, unless another process wrote it

@@ -18,6 +18,7 @@ from largebatch import untrusted
 from largebatch.cache.cache import Cache, open_sound_cache
 from largebatch.files import replacing
 from largebatch.hosts import replicas
+from largebatch.paths import expanded
 
 FOLDER = ".known"
 MAX_NOTE_BYTES = 2**16
@@ -36,7 +37,7 @@ def request_of(fields: dict, split_file_digest: str | None = None) -> dict:
     for name in PATHS:
         path = request.get(name)
         if path is not None and "://" not in path:
-            request[name] = str(Path(path).expanduser().absolute())
+            request[name] = str(Path(expanded(path, f"dataset.{name}")).absolute())
     request["split_file_digest"] = split_file_digest
     request["TFDS_DATA_DIR"] = os.environ.get("TFDS_DATA_DIR")
     return request

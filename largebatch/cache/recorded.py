@@ -8,7 +8,9 @@ from etils import epath
 
 from largebatch.cache.cache import Cache, DamagedCache, open_cache
 from largebatch.decoding.images import Dataset
+from largebatch.errors import BadSetting
 from largebatch.hosts import collectives
+from largebatch.paths import expanded
 
 log = logging.getLogger("largebatch")
 
@@ -25,7 +27,12 @@ def find_split(cache_dir: str, split: str, recorded: dict) -> Dataset | None:
             dataset = read_split(cache, split)
     except DamagedCache as damage:
         log.warning("damaged cache: %s", damage)
-    except (OSError, ValueError, ImportError):  # nothing there that this host can read; a path that is none
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+        BadSetting,
+    ):  # nothing there that this host can read; a path that is none
         pass
     on_every_host = all(map(json.loads, collectives.gather_text(json.dumps(dataset is not None))))
     return dataset if on_every_host else None
@@ -33,7 +40,7 @@ def find_split(cache_dir: str, split: str, recorded: dict) -> Dataset | None:
 
 def find_cache(cache_dir: str, split: str, recorded: dict) -> Cache | None:
     """The first cache in `cache_dir` with a split of just the data of `recorded`; others there may be damaged."""
-    for manifest in sorted(epath.Path(cache_dir).expanduser().glob("[!.]*/manifest.json")):
+    for manifest in sorted(epath.Path(expanded(cache_dir)).glob("[!.]*/manifest.json")):
         try:
             cache = open_cache(manifest.parent)
         except DamagedCache:  # of some data set; who needs it will say so

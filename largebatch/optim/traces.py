@@ -19,6 +19,7 @@ import numpy as np
 from largebatch import untrusted
 from largebatch.errors import BadSetting
 from largebatch.optim.piecewise import PiecewiseConstant
+from largebatch.paths import expanded
 
 STEP_COLUMNS = ("step", "update", "iteration")
 BATCH_COLUMNS = ("batchsize", "batch")
@@ -113,9 +114,9 @@ def read_availability(path: str, setting: str) -> AvailableDevices:
 def read_once(path: str, *arguments) -> Trace:
     """`read`, which a run asks for again and again: parsed once, unless the file changes."""
     try:
-        stat = Path(path).expanduser().stat()
+        stat = Path(expanded(path)).stat()
         version = stat.st_mtime_ns, stat.st_size, stat.st_ino
-    except (OSError, ValueError, RuntimeError):
+    except (OSError, ValueError, BadSetting):
         version = None  # `read` says what is wrong
     return _read_version(version, path, *arguments)
 

@@ -17,6 +17,7 @@ import sys
 
 from largebatch.errors import UserError, printable
 from largebatch.optim import traces
+from largebatch.paths import address_argument
 from largebatch.pod.availability import Availability, ReturningHosts, TracedHosts
 from largebatch.pod.elastic import ElasticOptions, Supervisor
 from largebatch.pod.processes import Hosts, Signals
@@ -47,7 +48,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--elastic", action="store_true", help="start again on the hosts that are left")
     for flag, (default, text) in ELASTIC_FLAGS.items():
         parser.add_argument(f"--{flag}", type=type(default), help=f"elastic: {text} (default {default})")
-    parser.add_argument("--availability", metavar="CSV", help="elastic, as a trace of devices says")
+    parser.add_argument(
+        "--availability", type=address_argument, metavar="CSV", help="elastic, as a trace of devices says"
+    )
     for flag, (default, text) in TRACE_FLAGS.items():
         parser.add_argument(f"--{flag}", type=type(default), help=f"availability: {text} (default {default})")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command to run on every host")

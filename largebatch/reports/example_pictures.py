@@ -16,6 +16,7 @@ from largebatch import untrusted
 from largebatch.decoding import images
 from largebatch.decoding.colours import to_rgb8
 from largebatch.errors import UserError
+from largebatch.paths import expanded
 from largebatch.runs.reader import Run, lies_in
 
 MAX_SIDE = 96  # pixels of a picture, on its longer side
@@ -159,9 +160,9 @@ def open_images(place: Place) -> ImageFolder | ImageZip:
       NoPictures: there is neither a folder nor a readable zip.
     """
     try:
-        path = Path(place.path).expanduser()
+        path = Path(expanded(place.path))
         mode = path.stat().st_mode
-    except (OSError, ValueError, RuntimeError) as error:  # "~nobody", a NUL
+    except (OSError, ValueError, UserError) as error:  # "~nobody", a NUL
         raise NoPictures(f"{place.field} {place.path} does not exist here") from error
     if stat.S_ISDIR(mode):
         return ImageFolder(path)

@@ -19,6 +19,7 @@ import numpy as np
 from largebatch import files
 from largebatch.buckets import bucket
 from largebatch.errors import UserError
+from largebatch.paths import expanded
 from largebatch.predictions import files as prediction_files
 from largebatch.predictions.files import Outcome
 
@@ -71,7 +72,7 @@ class RunFolder:
     def __init__(self, address: str | os.PathLike):
         self.address = str(address)
         self._bucket = bucket.Bucket(self.address) if bucket.is_url(address) else None
-        self.path = self._bucket.folder if self._bucket else Path(address).expanduser()
+        self.path = self._bucket.folder if self._bucket else Path(expanded(address, "--workdir"))
         self._lock = None
         self._is_new = False  # whether `lock` made the folder
         self._rows_bytes, self._rows_sha256 = 0, hashlib.sha256()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from largebatch.errors import UserError
+from largebatch.paths import expanded
 from largebatch.tasks.kinds import TaskKind, kind_of
 
 ENDED = ("done", "diverged", "interrupted", "failed", "pruned")  # how a process's part of a run ends
@@ -247,7 +248,7 @@ def read(path) -> Run | Study:
     Raises:
       UserError: it is neither.
     """
-    path = Path(path).expanduser()
+    path = Path(expanded(path))
     if (path / "study.json").exists():
         return read_study(path)
     if (path / "config.json").exists() or (path / "trial.json").exists():
@@ -273,8 +274,8 @@ def _what_is_at(path: Path) -> str:
 def lies_in(path, folder) -> bool:
     """Whether a path is within a folder once links are followed; no path that cannot be followed is."""
     try:
-        return Path(path).expanduser().resolve().is_relative_to(Path(folder).resolve())
-    except (OSError, ValueError, RuntimeError):  # "~nobody", a NUL, links in a circle
+        return Path(expanded(path)).resolve().is_relative_to(Path(folder).resolve())
+    except (OSError, ValueError, RuntimeError, UserError):  # "~nobody", a NUL, links in a circle
         return False
 
 

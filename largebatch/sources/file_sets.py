@@ -12,6 +12,7 @@ from etils import epath
 
 from largebatch import untrusted
 from largebatch.errors import UserError
+from largebatch.paths import expanded
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def open_set(path: str, field: str) -> FileSet:
     Raises:
       UserError: there is none, or it cannot be read.
     """
-    root = epath.Path(path).expanduser()
+    root = epath.Path(expanded(path, field))
     if not root.exists():
         raise UserError(f"{field}: {path} does not exist")
     return FolderFiles(root, field) if root.is_dir() else ZipFiles(root, field)

@@ -6,6 +6,7 @@ from etils import epath
 
 from largebatch.decoding import images
 from largebatch.errors import UserError
+from largebatch.paths import expanded
 from largebatch.sources.download import download_eurosat, eurosat_path
 from largebatch.sources.file_sets import FolderFiles, ZipFiles, open_set
 from largebatch.sources.file_sources import class_source
@@ -65,8 +66,8 @@ def find_source(
     if path is None:
         if name != "eurosat":
             raise UserError(f"dataset.path: not given; dataset.source {source!r} of {name!r} needs one")
-        path = download_eurosat(epath.Path(cache_dir).expanduser())
-    root = epath.Path(path).expanduser()
+        path = download_eurosat(epath.Path(expanded(cache_dir, "augment.cache_dir")))
+    root = epath.Path(expanded(path, "dataset.path"))
     if not root.exists():
         raise UserError(f"dataset.path: {path} does not exist")
     files = ZipFiles(root, "dataset.path") if source == "zip" else _folder(root)
@@ -101,16 +102,19 @@ def places_of(fields, cache_dir: str) -> list[epath.Path]:
     They need not exist. There are none where images are made, and two where EuroSAT may be either of them.
     """
     name, source, path = fields.name, fields.source, fields.path
-    given = [] if path is None else [epath.Path(path).expanduser()]
+    given = [] if path is None else [epath.Path(expanded(path, "dataset.path"))]
     if name in PATTERNS:
         return given
     if source == "synthetic" or (name == "synthetic" and path is None):
         return []
-    prepared = epath.Path(tfds_dir(path)).expanduser() / _tfds_name(name).split(":")[0]
+    prepared = epath.Path(expanded(tfds_dir(path), "dataset.path")) / _tfds_name(name).split(":")[0]
     if given and (source in ("zip", "folder") or (source == "auto" and not _is_there(prepared))):
         return given
     is_downloaded = name == "eurosat" and not given and source != "tfds"
-    return [prepared, *([eurosat_path(epath.Path(cache_dir).expanduser())] if is_downloaded else [])]
+    return [
+        prepared,
+        *([eurosat_path(epath.Path(expanded(cache_dir, "augment.cache_dir")))] if is_downloaded else []),
+    ]
 
 
 def _is_there(folder: epath.Path) -> bool:
@@ -137,7 +141,7 @@ def _guess_source(name: str, path: str | None) -> str:
         return "tfds" if builder and is_readable(builder) else "zip"
     if path is None:
         return "synthetic" if name == "synthetic" else "tfds"
-    root = epath.Path(path).expanduser()
+    root = epath.Path(expanded(path, "dataset.path"))
     if not root.is_dir():
         return "zip"
     return "tfds" if (root / _tfds_name(name).split(":")[0]).is_dir() else "folder"

@@ -10,6 +10,7 @@ from etils import epath
 from largebatch.decoding import images
 from largebatch.errors import UserError
 from largebatch.files import num_bytes
+from largebatch.paths import expanded
 from largebatch.sources.source import Source
 from largebatch.sources.split_names import split_named
 from largebatch.threads import iterate_batches
@@ -24,7 +25,7 @@ def prepared_builder(name: str, data_dir: str | None):
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow_datasets as tfds
 
-    data_dir = epath.Path(tfds_dir(data_dir)).expanduser()
+    data_dir = epath.Path(expanded(tfds_dir(data_dir), "dataset.path"))
     try:
         return tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:

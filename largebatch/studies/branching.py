@@ -15,6 +15,7 @@ from ml_collections import config_dict
 from optuna.distributions import CategoricalDistribution
 
 from largebatch.errors import UserError
+from largebatch.paths import expanded
 from largebatch.runs import reader
 from largebatch.runs.checkpoints import Checkpoints
 from largebatch.runs.reader import BATCH, number
@@ -111,7 +112,7 @@ def chosen_points(options: BranchOptions) -> list[BranchPoint]:
     Raises:
       UserError: the run has no checkpoint there.
     """
-    points, steps = branch_points(Path(options.run).expanduser()), options.steps
+    points, steps = branch_points(Path(expanded(options.run, "--branch"))), options.steps
     if steps is None:
         count = min(MOST_POINTS, len(points))
         return [points[-(-number * len(points) // count) - 1] for number in range(1, count + 1)]

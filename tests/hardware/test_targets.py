@@ -64,7 +64,9 @@ def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, pa
 )
 def test_a_compiler_of_another_version_is_refused(monkeypatch, name, package):
     pretend(monkeypatch, {package: "0.0.1"})
-    allowed = rf"{package} 0\.0\.1 does not go with jax .*; allowed: {package}[^; ]*\d[^; ]*; make compilers installs it"
+    allowed = (
+        rf"{package} 0\.0\.1 does not go with jax .*; allowed: {package}[^; ]*\d[^; ]*; make compilers installs it"
+    )
     with pytest.raises(UserError, match=allowed):
         targets.find_target(name)
 
