@@ -25,6 +25,7 @@ from benchmarks.timing import (
 )
 from largebatch.hosts.start import start_jax
 from largebatch.nn import convolution
+from largebatch.terminal import Console
 from largebatch.training.costs import training_costs
 
 DTYPES = ("float32", "bfloat16")
@@ -210,7 +211,6 @@ def _ratios(contenders: list[Contender], times: dict[str, list[float]]) -> dict:
 def print_step(result: dict) -> None:
     """The result of `bench_step` as a table."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE)
@@ -229,7 +229,7 @@ def print_step(result: dict) -> None:
             f"{row['share_of_ceiling']:.2f}" if "gflops" in row else "",
             f"{row['bytes_per_device'] / 1e6:,.1f}" if row["bytes_per_device"] else "",
         )
-    console = Console(width=max(120, Console().width), highlight=False)
+    console = Console()
     console.print(
         f"batch {result['batch_size']}, {result['devices']} {result['platform']} devices, "
         f"{result['flops_per_image'] / 1e6:.1f} MFLOP per image, median of {result['repeats']} interleaved "

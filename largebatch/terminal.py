@@ -33,7 +33,23 @@ def log_to_stderr() -> None:
 
 
 class Console(console.Console):
-    """Goes quiet when nobody reads any more (`| head`, a `| tee` that Ctrl-C ended), where rich would exit."""
+    """The terminal, or a log that is not cut at 80 columns.
+
+    A text is shown as it stands, printed or in a table: brackets are no markup, ":cat:" is no emoji, and what would
+    steer the terminal is escaped. Colours are those of `rich.text.Text`. It goes quiet when nobody reads any more
+    (`| head`, a `| tee` that Ctrl-C ended), where rich would exit.
+
+    Args:
+      enabled: else it is quiet.
+    """
+
+    def __init__(self, *, enabled: bool = True):
+        width = None if sys.stdout.isatty() else 200
+        super().__init__(quiet=not enabled, highlight=False, markup=False, emoji=False, width=width)
+
+    def render_str(self, text: str, **options) -> text.Text:
+        """Returns a text as rich prints it, in lines."""
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -46,10 +62,10 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     for column, name in enumerate(header):
         is_numeric = all(_is_number(row[column]) for row in rows if row[column])
         justify = "right" if is_numeric else "left"
-        out.add_column(text.Text(printable(name)), justify=justify, overflow="fold")
+        out.add_column(printable(name), justify=justify, overflow="fold")
     for row in rows:
-        out.add_row(*(text.Text(printable(cell)) for cell in row))
-    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(out)
+        out.add_row(*map(printable, row))
+    Console().print(out)
 
 
 def _is_number(cell: str) -> bool:

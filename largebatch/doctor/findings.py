@@ -3,10 +3,11 @@
 import dataclasses
 
 import numpy as np
-from rich import box, console, table
+from rich import box, table, text
 
 from largebatch.errors import UserError
 from largebatch.hosts import collectives
+from largebatch.terminal import Console
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
@@ -28,12 +29,12 @@ def show(findings: list[Finding], ending: str = "") -> None:
       UserError: one of them is a fail.
     """
     if collectives.is_primary():
-        out = console.Console(highlight=False, width=None if console.Console().is_terminal else 200)
+        out = Console()
         rows = table.Table(box=box.SIMPLE, show_header=False)
         colours = {OK: "green", WARN: "yellow", FAIL: "red"}
         for finding in findings:
-            text = finding.text + (f"\n-> {finding.advice}" if finding.advice else "")
-            rows.add_row(f"[{colours[finding.status]}]{finding.status}[/]", finding.name, text)
+            seen = finding.text + (f"\n-> {finding.advice}" if finding.advice else "")
+            rows.add_row(text.Text(finding.status, style=colours[finding.status]), finding.name, seen)
         out.print(rows)
         if ending:
             out.print(ending)

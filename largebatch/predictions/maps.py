@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from rich import box, console, table, text
+from rich import box, table
 
 from largebatch.decoding.images import Dataset
 from largebatch.errors import UserError, printable
 from largebatch.files import path_within, replacing
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets
+from largebatch.terminal import Console
 
 WHITE = 255  # of a mask of two classes, so that people see it
 BYTES_PER_PART = 2**26
@@ -55,8 +56,8 @@ class MapPredictions:
 
     def print_results(self, scores, heading: str) -> None:
         """The IoU of each class, and the other scores; None where nothing is known of any image."""
-        out = console.Console(highlight=False)
-        out.print(printable(heading), markup=False, soft_wrap=True)
+        out = Console()
+        out.print(printable(heading), soft_wrap=True)
         if scores is None:
             missing = "masks" if self.targets.classes else "depths"
             out.print(f"{self.predicted.shape[0]:,} images without {missing}: predicted only")
@@ -69,7 +70,7 @@ class MapPredictions:
         for name, value in fields.items():
             shown = "none" if value is None else f"{value:.4f}"
             if name.startswith(IOU):
-                of_classes.add_row(text.Text(printable(name.removeprefix(IOU))), shown)
+                of_classes.add_row(printable(name.removeprefix(IOU)), shown)
             else:
                 others.append(f"{name.replace('_', ' ')} {shown}")
         out.print(of_classes)

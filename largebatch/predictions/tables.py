@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich import box, console, table, text
+from rich import box, table
 
 from largebatch.decoding.images import Dataset
 from largebatch.errors import UserError, printable
 from largebatch.files import replacing
 from largebatch.predictions.files import Predictions
+from largebatch.terminal import Console
 
 COLUMNS = ("images", "recall", "precision", "most often taken for")
 
@@ -62,13 +63,13 @@ def print_results(dataset: Dataset, predicted: np.ndarray, scores, heading: str)
       predicted: int [N], the class of every image.
       scores: `classification.ClassificationScores` of the labelled images; None where there are none.
     """
-    out = console.Console(highlight=False)
-    out.print(printable(heading), markup=False, soft_wrap=True)
+    out = Console()
+    out.print(printable(heading), soft_wrap=True)
     names = [printable(name) for name in dataset.class_names]
     if scores is None:
         counts = np.bincount(predicted, minlength=len(names))
         listed = ", ".join(f"{count} {name}" for name, count in zip(names, counts, strict=True) if count)
-        out.print(f"{len(predicted):,} images without labels; predicted {listed}", markup=False, soft_wrap=True)
+        out.print(f"{len(predicted):,} images without labels; predicted {listed}", soft_wrap=True)
         return
     labelled = dataset.labels >= 0
     out.print(class_table(names, dataset.labels[labelled], predicted[labelled]))
@@ -91,11 +92,11 @@ def class_table(names: list[str], labels: np.ndarray, predicted: np.ndarray) -> 
         wrong = np.bincount(predicted[of_class & ~called_so], minlength=len(names))
         taken_for = f"{names[wrong.argmax()]} ({wrong.max()})" if wrong.any() else ""
         rows.add_row(
-            text.Text(name),
+            name,
             f"{of_class.sum():,}",
             _share(right, np.count_nonzero(of_class)),
             _share(right, np.count_nonzero(called_so)),
-            text.Text(taken_for),
+            taken_for,
         )
     return rows
 

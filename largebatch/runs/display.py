@@ -1,9 +1,8 @@
 """What a person sees of a run while it trains."""
 
-import sys
-
 from rich import box, progress, table
 
+from largebatch.errors import printable
 from largebatch.tasks.kinds import CLASSIFICATION, TaskKind
 from largebatch.terminal import Console, duration, four_digits
 
@@ -16,8 +15,7 @@ class Reporter:
 
     def __init__(self, kind: TaskKind = CLASSIFICATION, *, enabled: bool):
         self._kind, self._is_first_call = kind, True
-        width = None if sys.stdout.isatty() else 200  # a log is not cut at 80 columns
-        self._console = Console(quiet=not enabled, highlight=False, width=width)
+        self._console = Console(enabled=enabled)
         self._bar = progress.Progress(
             progress.BarColumn(),
             progress.TextColumn("{task.completed:.0f}/{task.total:.0f} updates"),
@@ -43,7 +41,7 @@ class Reporter:
 
     def line(self, text: str) -> None:
         """Prints one line above the bar."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     def at(self, step: int, images_per_sec: float, images_left: int) -> None:
         """Move the bar to update `step`; the first time, say how long a long run will take.
@@ -95,7 +93,7 @@ class Reporter:
             )
         for name, value in rows.items():
             if value:
-                out.add_row(name, value)
+                out.add_row(name, printable(value))
         self._console.print(out)
 
     def _others(self, row: dict) -> str:

@@ -68,7 +68,7 @@ def _download(url: str, target: epath.Path) -> str:
 
     digest = hashlib.sha256()
     columns = (
-        progress.TextColumn("downloading {task.description}"),
+        progress.TextColumn("downloading {task.description}", markup=False),
         progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),

@@ -110,11 +110,10 @@ def places_of(fields, cache_dir: str) -> list[epath.Path]:
     prepared = epath.Path(expanded(tfds_dir(path), "dataset.path")) / _tfds_name(name).split(":")[0]
     if given and (source in ("zip", "folder") or (source == "auto" and not _is_there(prepared))):
         return given
-    is_downloaded = name == "eurosat" and not given and source != "tfds"
-    return [
-        prepared,
-        *([eurosat_path(epath.Path(expanded(cache_dir, "augment.cache_dir")))] if is_downloaded else []),
-    ]
+    places = [prepared]
+    if name == "eurosat" and not given and source != "tfds":
+        places.append(eurosat_path(epath.Path(expanded(cache_dir, "augment.cache_dir"))))
+    return places
 
 
 def _is_there(folder: epath.Path) -> bool:

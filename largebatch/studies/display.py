@@ -1,12 +1,11 @@
 """What a person sees of a study while it runs."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rich import box, live, progress, table, text
+from rich import box, live, progress, table
 
 from largebatch.runs.reader import score_of
 from largebatch.studies.queue import Counts
@@ -60,7 +59,7 @@ class SweepTable:
 
     def __init__(self, name: str, kind: TaskKind, counts: Callable[[], Counts], *, enabled: bool):
         self._name, self._kind, self._counts, self._started = name, kind, counts, time.monotonic()
-        self._console = Console(quiet=not enabled, highlight=False, width=None if sys.stdout.isatty() else 200)
+        self._console = Console(enabled=enabled)
         self._trials: dict[str, _TrialLine] = {}  # of this process, in the order of their start
         self._lock = threading.Lock()  # packed trials tell of themselves from threads
         self._live = live.Live(
@@ -111,7 +110,7 @@ class SweepTable:
 
     def _print_line(self, line: str) -> None:
         if not self._console.is_terminal:
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
 
     def _summary_of_study(self) -> str:
         """How many trials have ended, and about how long the rest will take this process."""
@@ -139,7 +138,7 @@ class SweepTable:
                 status = progress.ProgressBar(total=trial.total_updates, completed=trial.update, width=12)
             out.add_row(
                 name,
-                text.Text(trial.values),
+                trial.values,
                 status,
                 f"{trial.update:,}/{trial.total_updates:,}",
                 "" if trial.score is None else four_digits(trial.score),

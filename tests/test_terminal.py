@@ -1,0 +1,64 @@
+"""What others named is shown as it stands: no markup, no emoji, nothing that steers the terminal."""
+
+import re
+
+import numpy as np
+from conftest import ROOT
+
+from largebatch import terminal
+from largebatch.decoding.images import Dataset
+from largebatch.doctor.findings import OK, Finding, show
+from largebatch.predictions import tables
+from largebatch.runs.display import Reporter
+from largebatch.runs.summary import empty_summary
+from largebatch.studies.display import SweepTable
+from largebatch.studies.queue import Counts
+from largebatch.tasks.classification import ClassificationScores
+from largebatch.tasks.kinds import CLASSIFICATION
+
+NAME = "[/lr] [bold]x[/bold] :cat: [red \x1b[2J"
+SHOWN = r"[/lr] [bold]x[/bold] :cat: [red \x1b[2J"
+
+
+def test_a_run_shows_its_folder_and_headline(capsys):
+    reporter = Reporter(enabled=True)
+    with reporter:
+        reporter.start(1, 0, f"classes {NAME}")
+    summary = {**empty_summary(), "status": "done", "best_score": 0.5, "final_score": 0.5, "final_others": {}}
+    summary |= {"steps": 1, "best_step": 1, "examples_seen": 1, "images_per_sec": 1.0, "seconds": {"train": 1.0}}
+    summary |= {"devices": 1, "platform": "cpu", "target_score": None}
+    reporter.results(summary, f"runs/{NAME}")
+    shown = capsys.readouterr().out
+    assert f"classes {SHOWN}" in shown
+    assert f"runs/{SHOWN}" in shown
+
+
+def test_a_study_shows_its_name_settings_and_errors(capsys):
+    table = SweepTable(NAME, CLASSIFICATION, lambda: Counts(0, 0, 1), enabled=True)
+    with table:
+        table.start(f"t{NAME}", {"dataset.name": NAME}, 1, 0)
+        table.end(f"t{NAME}", "failed", None, error=NAME)
+    table._console.print(table._render())  # as on a terminal
+    shown = capsys.readouterr().out
+    for text in (f"{SHOWN}: 1 of 1", f"trial t{SHOWN}", f"name {SHOWN}", f"failed  {SHOWN}"):
+        assert text in shown
+    assert shown.count(f"t{SHOWN}") == 3
+
+
+def test_predictions_and_findings_show_classes_and_folders(capsys):
+    dataset = Dataset(np.zeros((2, 8, 8, 3), np.uint8), np.array([0, 1]), [NAME, "b"], ["0", "1"])
+    scores = ClassificationScores(loss=1.0, accuracy=0.5, accuracy_top5=None, num_examples=2)
+    tables.print_results(dataset, np.array([1, 1]), scores, f"runs/{NAME}")
+    tables.print_results(dataset, np.array([0, 1]), None, f"runs/{NAME}")
+    show([Finding(OK, NAME, NAME, advice=NAME)], ending=f"see {NAME}")
+    terminal.print_table([NAME], [[NAME]])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.count(SHOWN) for line in lines) == 2 + 2 + 4 + 2  # the first table has the class once more: b's
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_only_the_terminal_makes_a_console():
+    """Any other would take brackets for markup."""
+    pattern = re.compile(r"rich\.console|rich import .*\bconsole\b|rich import print|from_markup")
+    files = [*ROOT.glob("*.py"), *ROOT.glob("largebatch/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
+    assert [path.name for path in files if pattern.search(path.read_text())] == ["terminal.py"]
