@@ -31,6 +31,8 @@ def branch_panel(study: Study, knees: dict[str, Knee]) -> dict | None:
     if scales:
         marks.append(mark("points", "noise scale of the gradient", 2, scales, ["noise scale"] * len(scales)))
     ends = [found[0].examples_seen, found[-1].examples_seen]
+    if ends[0] == ends[1]:  # a line of no length would not be seen
+        ends = [ends[0] / 1.2, ends[1] * 1.2]
     for number, (title, knee) in enumerate(knees.items()):
         line = [[end, rounded(knee.critical_batch_size)] for end in ends]
         label = f"knee of {title}"

@@ -207,6 +207,7 @@ def _draw_points(axes, mark: dict) -> None:
     for x, _, *interval in mark["points"]:
         if interval and interval[0] is not None:
             low, high = interval
+            high = axes.get_ylim()[1] if high is None else high  # no end was measured
             axes.errorbar(x, (low + high) / 2, (high - low) / 2, color=colour, capsize=3, lw=1.3, alpha=0.65)
 
 

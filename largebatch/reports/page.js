@@ -158,7 +158,7 @@ function draw(section, group, panel, box) {
   const x = scale(shown.x, ...range.x, left, width - 10, Math.max(3, Math.floor(width / 90)));
   const svg = add(box, "svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", tabindex: 0, "aria-label": `${panel.title}. ${panel.note} Arrow keys step through the points.` });
   axes(svg, x, y, shown, width, height, left);
-  const clip = `clip-${group.key}-${panel.id}`;
+  const clip = `clip-${group.key}${group.panels.indexOf(panel)}`;
   add(add(add(svg, "defs"), "clipPath", { id: clip }), "rect", { x: left, y: 16, width: Math.max(width - left - 4, 1), height: height - 52 });
   const inside = add(svg, "g", { "clip-path": `url(#${clip})` }), above = add(svg, "g");
   const spots = marks.flatMap((mark) => drawMark(inside, above, mark, x, y, shown));
@@ -209,8 +209,10 @@ function drawMark(inside, above, mark, x, y, panel) {
   mark.points.forEach(([, , low, high], i) => {
     const [px, py] = places[i];
     if (low !== null && low !== undefined) {
-      const from = y.log && low <= 0 ? bottom : y.at(low), to = y.at(high);
-      put(inside, "path", { class: `whisker${pale}`, d: `M${px},${from}V${to}M${px - 4},${from}h8M${px - 4},${to}h8` });
+      const open = high === null || high === undefined; // no end was measured
+      const from = y.log && low <= 0 ? bottom : y.at(low), to = open ? top : y.at(high);
+      const end = open ? "" : `M${px - 4},${to}h8`;
+      put(inside, "path", { class: `whisker${pale}`, d: `M${px},${from}V${to}M${px - 4},${from}h8${end}` });
     }
     if (mark.kind === "cross") put(above, "path", { class: "cross", d: cross(px, py === null ? bottom - 9 : py, 4.5) });
     else if (mark.kind === "hollow") put(inside, "circle", { class: "hollow", cx: px, cy: py, r: panel.kind === "xy" ? 5 : 3.5 });
@@ -219,7 +221,8 @@ function drawMark(inside, above, mark, x, y, panel) {
   if (!mark.tip && !mark.tips) return [];
   return mark.points.map(([px, py, low, high], i) => {
     const words = (mark.tips ? mark.tips[i] : mark.tip) + `\n${panel.x.label} ${figure(px)}`;
-    const span = low === null || low === undefined ? "" : ` (${figure(low)} to ${figure(high)})`;
+    const last = high === null || high === undefined ? "beyond what was measured" : figure(high);
+    const span = low === null || low === undefined ? "" : ` (${figure(low)} to ${last})`;
     const value = py === null || py === undefined ? "" : `\n${panel.y.label} ${figure(py)}${span}`;
     return { x: places[i][0], y: places[i][1] === null ? bottom - 9 : places[i][1], text: words + value, run: run ?? null };
   });
@@ -340,6 +343,31 @@ function sortable(table) {
 
 // ---- start ---------------------------------------------------------------------------------------
 
+// An error in one picture leaves the others, and is told in the console.
+function attempt(box, work) {
+  try {
+    work();
+  } catch (error) {
+    if (box) box.textContent = "This picture could not be drawn.";
+    reportError(error);
+  }
+}
+
+function startPanel(section, group, panel, box) {
+  const paint = () => attempt(box, () => (panel.kind === "bars" ? bars : draw)(section, group, panel, box));
+  if (panel.kind !== "curve") {
+    const labels = panel.kind === "bars" ? panel.sections : panel.marks.filter((mark) => mark.label && mark.kind !== "rule");
+    const entries = labels.map((part) => ({ key: group.key + panel.id + part.label, label: part.label, index: part.colour, kind: part.style || part.kind }));
+    const bar = document.createElement("div");
+    bar.className = "legend";
+    box.before(bar);
+    legend(bar, entries, paint);
+  }
+  let width = 0;
+  new ResizeObserver(() => { if (box.clientWidth !== width) { width = box.clientWidth; paint(); } }).observe(box);
+  return paint;
+}
+
 function startGroup(group, index) {
   group.key = `g${index}-`;
   const section = document.getElementById(`group-${index}`);
@@ -356,19 +384,8 @@ function startGroup(group, index) {
     legend(add(controls, "span", { class: "legend", role: "group", "aria-label": group.legend.title }), entries, redraw);
   }
   for (const panel of group.panels) {
-    const box = section.querySelector(`[data-panel="${panel.id}"]`);
-    const paint = () => (panel.kind === "bars" ? bars : draw)(section, group, panel, box);
-    if (panel.kind !== "curve") {
-      const labels = panel.kind === "bars" ? panel.sections : panel.marks.filter((mark) => mark.label && mark.kind !== "rule");
-      const entries = labels.map((part) => ({ key: group.key + panel.id + part.label, label: part.label, index: part.colour, kind: part.style || part.kind }));
-      const bar = document.createElement("div");
-      bar.className = "legend";
-      box.before(bar);
-      legend(bar, entries, paint);
-    }
-    redraws.push(paint);
-    let width = 0;
-    new ResizeObserver(() => { if (box.clientWidth !== width) { width = box.clientWidth; paint(); } }).observe(box);
+    const box = section.querySelector(`[data-panel="${CSS.escape(panel.id)}"]`);
+    attempt(box, () => redraws.push(startPanel(section, group, panel, box)));
   }
   for (const row of section.querySelectorAll("tr[data-run]")) {
     row.addEventListener("pointerenter", () => light(section, row.dataset.run));

@@ -139,7 +139,14 @@ class Part:
 
 
 def section(report: GroupReport, key: str, accuracies: Sequence[float], *, titled: bool) -> Html:
-    """All of one group; `key` begins the ids of its elements."""
+    """Return all of one group.
+
+    Args:
+      key: begins the ids of the elements.
+      titled: put the group's title above.
+    Raises:
+      ValueError: a panel has no place, or two: page.js could not draw it.
+    """
     parts = list(make_parts(report, key, accuracies))
     pieces = [element("nav", *(element("a", part.link, href=f"#{key}-{part.anchor}") for part in parts))]
     if titled:
@@ -147,7 +154,12 @@ def section(report: GroupReport, key: str, accuracies: Sequence[float], *, title
     pieces.append(element("div", *tiles(report.group), cls="tiles"))
     for part in parts:
         pieces += [element("h2", part.heading, id=f"{key}-{part.anchor}"), part.content]
-    return element("section", *pieces, id=key)
+    html = element("section", *pieces, id=key)
+    for panel in report.described["panels"]:
+        places = html.count(place(panel))
+        if places != 1:
+            raise ValueError(f"panel {panel['id']!r} has {places} places on the page; allowed: 1")
+    return html
 
 
 def make_parts(report: GroupReport, key: str, accuracies: Sequence[float]) -> Iterator[Part]:
@@ -161,14 +173,16 @@ def make_parts(report: GroupReport, key: str, accuracies: Sequence[float]) -> It
             yield Part("target", "Updates to the target", "Updates to the target", join([curve, steps]))
     if "learning_rate_study" in drawn:
         yield Part("rates", "Learning rates", "Learning rates", card(drawn["learning_rate_study"]))
+    if "critical_batch" in drawn:
+        yield Part("branches", "Critical batch", "Critical batch", card(drawn["critical_batch"]))
     curves = [panel for panel in report.described["panels"] if panel["kind"] == "curve"]
     if curves:
         charts = element("div", *map(card, curves), cls="charts")
         yield Part("curves", "Curves", "Curves", join([element("div", cls="controls"), charts]))
     yield Part("runs", "Runs", "Runs", tables.run_table(group, report.described, key))
-    if "time" in drawn:
-        devices = card(drawn["devices"]) if "devices" in drawn else None
-        yield Part("time", "Time", "Time", join([card(drawn["time"]), devices]))
+    times = [card(drawn[name]) for name in ("time", "devices") if name in drawn]
+    if times:
+        yield Part("time", "Time", "Time", join(times))
     if report.confusions:
         cards = confusion_section.confusion_cards(group, report.confusions, key)
         yield Part("confusions", "Confusions", "Confusions", cards)
@@ -187,11 +201,15 @@ def config_part(group: Group, key: str) -> Part:
 
 
 def card(panel: dict) -> Html:
-    """The place where page.js draws a panel."""
+    """Return a panel's title and notes above its place."""
     notes = [] if panel["kind"] == "curve" else [element("p", line) for line in panel["note"].splitlines()]
     caption = element("figcaption", element("h3", panel["title"]), *notes)
-    plot = element("div", cls=f"plot {panel['kind']}", data_panel=panel["id"])
-    return element("figure", caption, plot, cls="card")
+    return element("figure", caption, place(panel), cls="card")
+
+
+def place(panel: dict) -> Html:
+    """Return the empty element that page.js fills with a panel."""
+    return element("div", cls=f"plot {panel['kind']}", data_panel=panel["id"])
 
 
 # ---- tiles -------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def describe(group: Group, knees: dict[str, Knee] | None = None) -> dict:
         "title": group.title,
         "runs": runs,
         "legend": {"title": colours.title, "labels": [plain(value) for value in legend]},
-        "panels": [panel for panel in panels if panel],
+        # A foreign column may have the name of a panel.
+        "panels": list({panel["id"]: panel for panel in panels if panel}.values()),
     }
 
 

@@ -107,6 +107,20 @@ def test_damaged_and_unfinished_runs_are_named(study, tmp_path):
     assert text_of(page).count("unreadable") >= 2
 
 
+def test_a_panel_that_has_no_place_is_an_error(study, tmp_path, monkeypatch):
+    describe = panels.describe
+    new = {"id": "new", "title": "New", "kind": "xy", "note": "", "marks": []}
+
+    def described(*arguments):
+        group = describe(*arguments)
+        return group | {"panels": [*group["panels"], new]}
+
+    monkeypatch.setattr(panels, "describe", described)
+    with pytest.raises(ValueError, match="panel 'new' has 0 places on the page"):
+        make(study, out=tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_an_empty_study_is_a_page_too(tmp_path):
     page = make(write_study(tmp_path / "new", []), out=tmp_path / "page.html")
     assert "study of 0 runs" in text_of(page)
