@@ -215,6 +215,8 @@ def print_results(study: Study) -> None:
     if not study.description.get("branch_points"):
         terminal.print_table(*analysis.leaderboard_rows(trials))
         return
+    for run in critical_batch.left_out(trials):
+        log.warning("%s: %s", run.path, critical_batch.LEFT_OUT)
     found = critical_batch.critical_batches(trials)
     if not found:
         log.warning("%s: no point whose own batch and another have ended: no critical batch", study.path)

@@ -58,7 +58,11 @@ def _finite(value: float | None) -> float | None:
 
 def _tip(critical: CriticalBatch) -> str:
     losses = "\n".join(f"batch {size:,}: loss {loss:.4f}" for size, loss in critical.losses.items())
-    return f"update {critical.step:,} of batch {critical.base:,}\n{losses}"
+    return f"update {critical.step:,} of batch {critical.base:,}, {_seeds(critical.seeds)}\n{losses}"
+
+
+def _seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds"
 
 
 def _note(found: list[CriticalBatch]) -> str:
@@ -66,6 +70,9 @@ def _note(found: list[CriticalBatch]) -> str:
         "From each point, branches of several batch sizes trained on. The critical batch is the largest whose "
         f"training loss over the last quarter of its images is at most {TOLERANCE:.0%} above that of the run's own."
     )
+    fewest, most = (count(critical.seeds for critical in found) for count in (min, max))
+    counts = _seeds(most) if fewest == most else f"{fewest} to {most} seeds"
+    text += f" Sizes are compared on {counts} that ended at all of them."
     if any(critical.low is not None for critical in found):
         text += " Bars are 95 % intervals over seeds."
     return text

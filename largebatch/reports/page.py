@@ -12,7 +12,7 @@ from largebatch.reports.labels import count_runs, plain, score_words
 from largebatch.reports.markup import Html, document, element, join
 from largebatch.reports.panels import Group
 from largebatch.runs.reader import Run, number
-from largebatch.studies import analysis
+from largebatch.studies import analysis, critical_batch
 
 STOPPED = ("diverged", "interrupted", "failed")  # a pruned run ended as its study wants
 MAX_PROBLEMS = 100  # lines of the box at the top
@@ -110,6 +110,9 @@ def problems_of(group: Group) -> list[Problem]:
     problems = []
     if group.study:
         problems += [Problem(str(group.study.path), text) for text in group.study.problems]
+        problems += [
+            Problem(str(run.path), critical_batch.LEFT_OUT) for run in critical_batch.left_out(group.study)
+        ]
     for run in group.runs:
         if run.status in STOPPED and not run.trial_error:
             problems.append(Problem(str(run.path), why_stopped(run)))

@@ -229,9 +229,19 @@ def read_study(path) -> Study:
     if not isinstance(description.get("space", {}), dict):
         problems.append("study.json: damaged: space is not a JSON object")
         description["space"] = {}
+    points = description.get("branch_points") or []
+    if not isinstance(points, list) or not all(map(_is_branch_point, points)):
+        problems.append("study.json: damaged: branch_points")
+        description["branch_points"] = []
     trials = path / "trials"
     folders = sorted(p for p in trials.iterdir() if p.is_dir()) if trials.is_dir() else []
     return Study(path, description, sorted(map(read_run, folders), key=_trial_order), problems)
+
+
+def _is_branch_point(content) -> bool:
+    """Return whether this is a point of a study of branches, as far as its numbers are needed."""
+    names = ("step", "examples_seen", "batch_size")
+    return isinstance(content, dict) and all((number(content.get(name)) or 0) >= 1 for name in names)
 
 
 def _trial_order(run: Run) -> tuple:

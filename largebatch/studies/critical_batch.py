@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from largebatch.runs.reader import BATCH, Study, number
+from largebatch.runs.reader import BATCH, Run, Study, number
 
 STEP = "train.init_step"  # the field that says from where a run branches
 # Of the loss of the run's own batch. With it branches of LAMB and Muon are within a factor of 2 of their knees, and
 # those of SOAP-Muon, which had no part in the choice, are too (LOG.md).
 TOLERANCE = 0.15
 RESAMPLES = 1000
+LEFT_OUT = "no training loss in its last row: left out of the critical batch"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class CriticalBatch:
       low, high: ends of its 95 % interval, a bootstrap over seeds; None with one seed.
       noise_scale: what the run measured there; None where it did not.
       losses: mean over seeds, by batch size.
+      seeds: how many seeds those are; they ended at each of these sizes.
     """
 
     step: int
@@ -38,33 +40,54 @@ class CriticalBatch:
     high: float | None
     noise_scale: float | None
     losses: dict[int, float]
+    seeds: int
 
 
 def critical_batches(study: Study) -> list[CriticalBatch]:
-    """Those of a study of branches, along the run.
+    """Return the critical batches of a study of branches, along the run.
 
     Without points where the run's own batch has not ended, or diverged: nothing can be held to it.
     """
     found = []
     for point in study.description.get("branch_points") or []:
-        sizes, losses = _losses_at(study, point["step"])
+        sizes, losses = _losses_at(study, point)
         has_base = point["batch_size"] in sizes and np.isfinite(losses[:, sizes.index(point["batch_size"])]).all()
         if has_base and len(sizes) > 1:
             found.append(_critical_batch(point, sizes, losses))
     return found
 
 
-def _losses_at(study: Study, step: int) -> tuple[list[int], np.ndarray]:
-    """The batch sizes at which all seeds ended, and their losses [seeds, sizes]; inf of those that diverged."""
+def left_out(study: Study) -> list[Run]:
+    """Return the branches that are done and of which LEFT_OUT is to be said."""
+    has_points = bool(study.description.get("branch_points"))
+    return [run for run in study.runs if has_points and run.status == "done" and _last_loss(run) is None]
+
+
+def _last_loss(run: Run) -> float | None:
+    """Return the training loss of a branch's last row, inf where it diverged; None where it is not known."""
+    if run.status == "diverged":
+        return math.inf
+    return number(run.rows[-1].get("train_loss")) if run.status == "done" and run.rows else None
+
+
+def _losses_at(study: Study, point: dict) -> tuple[list[int], np.ndarray]:
+    """Return the batch sizes that can be compared at a point, and their losses [seeds, sizes].
+
+    Sizes are compared on the seeds that ended at all of them, since another seed sees other images. Those with more
+    seeds of the run's own size come first; one that would leave no seed is left out.
+    """
     by_size: dict[int, dict[int, float]] = {}
     for run in study.runs:
-        if run.status in ("done", "diverged") and run.field(STEP) == step:
-            loss = number(run.rows[-1].get("train_loss")) if run.status == "done" and run.rows else math.inf
-            by_size.setdefault(run.field(BATCH), {})[run.field("seed")] = loss
-    most = max(map(len, by_size.values()), default=0)
-    sizes = sorted(size for size, losses in by_size.items() if len(losses) == most)
-    seeds = sorted(by_size[sizes[0]]) if sizes else []
-    return sizes, np.array([[by_size[size].get(seed, math.nan) for size in sizes] for seed in seeds])
+        loss, size, seed = _last_loss(run), number(run.field(BATCH)), number(run.field("seed"))
+        if run.field(STEP) == point["step"] and None not in (loss, size, seed):
+            by_size.setdefault(size, {})[seed] = loss
+    seeds = set(by_size.get(point["batch_size"], ()))
+    sizes = []
+    for size in sorted(by_size, key=lambda size: (-len(seeds & by_size[size].keys()), size)):
+        common = seeds & by_size[size].keys()
+        if common:
+            seeds, sizes = common, sorted([*sizes, size])
+    return sizes, np.array([[by_size[size][seed] for size in sizes] for seed in sorted(seeds)])
 
 
 def _critical_batch(point: dict, sizes: list[int], losses: np.ndarray) -> CriticalBatch:
@@ -83,8 +106,9 @@ def _critical_batch(point: dict, sizes: list[int], losses: np.ndarray) -> Critic
         size=largest_that_keeps_up(sizes, mean, base),
         low=low,
         high=high,
-        noise_scale=point["noise_scale"],
+        noise_scale=number(point.get("noise_scale")),
         losses=dict(zip(sizes, mean.tolist(), strict=True)),
+        seeds=num_seeds,
     )
 
 
@@ -107,8 +131,8 @@ def largest_that_keeps_up(sizes: list[int], losses: np.ndarray, base: int, toler
 
 
 def rows(found: list[CriticalBatch]) -> tuple[list[str], list[list[str]]]:
-    """A table for a terminal: (header, rows)."""
-    header = ["update", "images_seen", "batch", "critical_batch", "low", "high", "noise_scale"]
+    """Return a table for a terminal: (header, rows)."""
+    header = ["update", "images_seen", "batch", "critical_batch", "low", "high", "seeds", "noise_scale"]
     return header, [
         [
             str(critical.step),
@@ -117,6 +141,7 @@ def rows(found: list[CriticalBatch]) -> tuple[list[str], list[list[str]]]:
             f"above {max(critical.losses)}" if math.isinf(critical.size) else _rounded(critical.size),
             _rounded(critical.low),
             _rounded(critical.high),
+            str(critical.seeds),
             _rounded(critical.noise_scale),
         ]
         for critical in found

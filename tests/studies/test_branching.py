@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import assert_one_line_error, run_script
+from report_pages import make, text_of
 from test_analysis import write_run
 
 import model as models
@@ -26,8 +27,13 @@ from largebatch.studies.knee import Knee
 SIZES = [128, 256, 512, 1024]
 
 
-def write_branches(path, losses: dict[int, list[list[float]]], noise_scale=300.0):
-    """A study whose branches ended with these losses [seeds][sizes], by the update that they begin from."""
+def write_branches(path, losses: dict[int, list[list[float | None]]], noise_scale=300.0):
+    """Write and read a study of branches.
+
+    Args:
+      losses: their last training losses [seeds][sizes], by the update that they begin from; inf where one
+        diverged, NaN where its row has none, None where it has not ended.
+    """
     points = [
         {
             "step": step,
@@ -48,8 +54,8 @@ def write_branches(path, losses: dict[int, list[list[float]]], noise_scale=300.0
     for step, of_seeds in losses.items():
         for seed, of_sizes in enumerate(of_seeds):
             for size, loss in zip(SIZES, of_sizes, strict=True):
-                status = "done" if math.isfinite(loss) else "diverged"
-                last = 1.0 if math.isinf(loss) else loss
+                status = "running" if loss is None else "diverged" if math.isinf(loss) else "done"
+                last = loss if status == "done" and math.isfinite(loss) else None
                 run = write_run(path / "trials" / f"{step}-{size}-{seed}", batch=size, seed=seed, status=status)
                 config = json.loads((run / "config.json").read_text())
                 config["train"]["init_step"] = step
@@ -87,6 +93,44 @@ def test_critical_batches_over_a_run_with_intervals(tmp_path):
     assert [(stage.first_update, stage.batch_size) for stage in stages] == [(0, 128), (100, 256), (150, 1024)]
     rows = critical_batch.rows([first, second])[1]
     assert [row[3] for row in rows] == ["362", "above 1024"]
+
+
+def test_sizes_are_compared_on_the_seeds_that_ended_at_all_of_them(tmp_path):
+    seeds = [[1.0, 9.0, 1.0, 1.0], [1.0, None, 1.0, 1.0], [None, 9.0, 1.0, 1.0], [None, None, 1.0, None]]
+    study = write_branches(tmp_path / "s", {100: seeds})
+    (found,) = critical_batch.critical_batches(study)
+    assert found.losses == {128: 1.0, 256: 9.0, 512: 1.0, 1024: 1.0}
+    assert found.size == pytest.approx(128 * 2 ** (0.15 / 8))
+    header, (row,) = critical_batch.rows([found])
+    assert row[header.index("seeds")] == "1"
+    assert "on 1 seed that ended at all of them" in text_of(make(tmp_path / "s", out=tmp_path / "page.html"))
+
+
+def test_a_size_that_shares_no_seed_with_the_others_is_left_out(tmp_path):
+    study = write_branches(
+        tmp_path / "s", {100: [[1.0, 1.0, None, 1.3], [1.0, 1.0, None, 1.3], [None, None, 9.0, None]]}
+    )
+    (found,) = critical_batch.critical_batches(study)
+    assert (found.seeds, found.losses) == (2, {128: 1.0, 256: 1.0, 1024: 1.3})
+
+
+@pytest.mark.parametrize("sizes_left", [3, 1])
+def test_a_branch_without_a_training_loss_is_left_out_and_named(tmp_path, sizes_left):
+    losses = [1.0, 1.2, 1.2, 1.2][:sizes_left] + [math.nan] * (4 - sizes_left)
+    study = write_branches(tmp_path / "s", {100: [losses]})
+    assert [list(found.losses) for found in critical_batch.critical_batches(study)] == [SIZES[:3]][
+        : sizes_left // 3
+    ]
+    line = "100-1024-0 no training loss in its last row: left out of the critical batch"
+    more = ["--png", tmp_path / "png"]
+    assert line in text_of(make(tmp_path / "s", out=tmp_path / "page.html", more=more))
+
+
+@pytest.mark.parametrize("points", ["x", [1], [{"step": 100}], [{"step": [], "examples_seen": 1, "batch_size": 2}]])
+def test_damaged_points_of_branches_are_named(tmp_path, points):
+    study = write_branches(tmp_path / "s", {100: [[1.0, 1.0, 1.2, 1.4]]})
+    (study.path / "study.json").write_text(json.dumps(study.description | {"branch_points": points}))
+    assert "study.json: damaged: branch_points" in text_of(make(study.path, out=tmp_path / "page.html"))
 
 
 def test_a_warm_up_takes_batches_that_lose_nothing(tmp_path):
@@ -211,10 +255,14 @@ def test_branches_of_a_real_run_give_a_trace(small_config, tmp_path):
     done = run_script(*command)
     assert done.returncode == 0, done.stderr
     (study / "batch_warmup.csv").unlink()
+    rows = max(study.glob("trials/*/metrics.jsonl"))
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {"train_loss": None})]) + "\n")
     shutil.rmtree(trunk)  # the study says from where it branched
     done = run_script("sweep.py", "--study", study)  # nothing is left but to tell the result
     assert done.returncode == 0, done.stderr
     assert "critical_batch" in done.stdout
+    assert f"{rows.parent}: no training loss in its last row: left out of the critical batch" in done.stderr
     read = reader.read(study)
     assert len(read.runs) == 2 * 2 * 2  # points, sizes, seeds
     for run in read.runs:
