@@ -86,8 +86,9 @@ def knee_cells(knees: dict[str, Knee | None]) -> tuple[list[str], list[list[str]
             cells.append([optimizer, "fewer than 3 batch sizes reached the target", "", "", ""])
             continue
         interval = "" if knee.low is None else f"{knee.low:,.0f} to {knee.high:,.0f}"
-        numbers = [knee.critical_batch_size, knee.min_steps, knee.min_examples]
-        critical, steps, examples = (f"{number:,.0f}" for number in numbers)
+        critical = f"{knee.critical_batch_size:,.0f}"
+        steps = "larger batches still save updates" if knee.min_steps is None else f"{knee.min_steps:,.0f}"
+        examples = "smaller batches still save images" if knee.min_examples is None else f"{knee.min_examples:,.0f}"
         cells.append([optimizer, critical, interval, steps, examples])
     return header, cells
 

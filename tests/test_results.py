@@ -121,5 +121,15 @@ def test_knees_are_fitted_to_all_seeds_of_the_best_settings(tmp_path):
     assert knee.low < 1000 < knee.high
     (cells,) = knees.knee_cells({"muon": knee})[1]
     assert cells[:2] == ["muon", f"{knee.critical_batch_size:,.0f}"]
+    flat, straight = (
+        [row(size, [steps(size)]) for size in (64, 256, 1024)] for steps in (lambda _: 8, lambda b: 8192 // b)
+    )
+    cells = knees.knee_cells(
+        {name: knees.knees_of(knees.tuned_of(rows))["muon"] for name, rows in (("f", flat), ("s", straight))}
+    )[1]
+    assert cells == [
+        ["f", "0", "", "8", "smaller batches still save images"],
+        ["s", "inf", "", "larger batches still save updates", "8,192"],
+    ]
     knees.plot_knees(tuned, str(tmp_path / "knees.png"))
     assert (tmp_path / "knees.png").stat().st_size > 10_000

@@ -293,9 +293,16 @@ def knee_note(points: list[BatchPoint], knee: Knee | None) -> str:
     if knee is None:
         return "A knee needs at least 3 batch sizes that reached the target."
     if math.isinf(knee.critical_batch_size):
-        return f"No knee up to batch {points[-1].batch_size:,}: twice the batch still halves the updates."
+        return (
+            f"No knee up to batch {points[-1].batch_size:,}: twice the batch still halves the updates, and no "
+            "smaller batch saves images."
+        )
     if knee.critical_batch_size == 0:
-        return f"The knee lies below batch {points[0].batch_size:,}: larger batches save no updates."
+        first = points[0]
+        return (
+            f"The knee lies below batch {first.batch_size:,}: larger batches save no updates. The fewest images "
+            f"that were seen, {first.updates.mean * first.batch_size:,.0f}, are those of the smallest batch."
+        )
     interval = ""
     if knee.low is not None:
         high = f"{knee.high:,.0f}" if math.isfinite(knee.high) else "beyond what was measured"

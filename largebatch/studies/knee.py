@@ -14,15 +14,15 @@ class Knee:
       critical_batch_size: where twice the fewest updates and twice the fewest examples are needed. inf where
         updates still fall in proportion at the largest batch measured; 0 where they do not fall at all.
       low, high: ends of its 95 % interval; None where no batch size has two seeds.
-      min_steps: the fewest updates to the target, at any batch size.
-      min_examples: the fewest examples to the target.
+      min_steps: the fewest updates to the target, at any batch size; None where the knee is inf.
+      min_examples: the fewest examples to the target; None where the knee is 0.
     """
 
     critical_batch_size: float
     low: float | None
     high: float | None
-    min_steps: float
-    min_examples: float
+    min_steps: float | None
+    min_examples: float | None
 
     def steps_at(self, batch_size):
         """Updates to the target at a batch size, or an array of them."""
@@ -58,9 +58,9 @@ def fit_knee(batch_sizes, steps, *, resamples: int = 1000, seed: int = 0) -> Kne
         low, high = (float(end) for end in np.quantile(draws, [0.025, 0.975], method="inverted_cdf"))
     if math.isinf(critical):
         min_examples = float(np.exp(np.log(steps * batch).mean()))
-        return Knee(critical, low, high, min_steps=0.0, min_examples=min_examples)
+        return Knee(critical, low, high, min_steps=None, min_examples=min_examples)
     min_steps = float(np.exp((np.log(steps) - np.log1p(critical / batch)).mean()))
-    return Knee(critical, low, high, min_steps, min_examples=min_steps * critical)
+    return Knee(critical, low, high, min_steps, min_examples=min_steps * critical or None)
 
 
 def _best_critical(log_critical: np.ndarray, log_min_steps: np.ndarray, weights: np.ndarray) -> np.ndarray:

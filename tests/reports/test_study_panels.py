@@ -84,6 +84,25 @@ def test_optimizers_that_were_tuned_apart_have_a_curve_and_a_knee_each(tmp_path)
     assert f"{knees[0]} examples per update at the knee of lamb" in text
 
 
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (
+            (4, 4, 4),
+            "larger batches save no updates. The fewest images that were seen, 2,560, are those of the smallest",
+        ),
+        ((16, 4, 1), "twice the batch still halves the updates, and no smaller batch saves images"),
+    ],
+)
+def test_curves_without_a_knee_are_told_in_words(tmp_path, counts, words):
+    trials = [
+        {"batch": batch, "target": 0.8, "accuracies": (*[0.1] * (count - 1), 0.9)}
+        for batch, count in zip((64, 256, 1024), counts, strict=True)
+    ]
+    path = write_study(tmp_path / "study", trials, "steps_to_target", ["batch.size"])
+    assert words in text_of(make(path, out=tmp_path / "page.html", more=["--png", tmp_path / "png"]))
+
+
 @pytest.mark.parametrize("changing", [{"trace": "t.csv"}, {"auto": True}])
 def test_a_batch_that_changes_is_no_point_of_the_curve(tmp_path, changing):
     path = write_run(tmp_path / "run")

@@ -371,6 +371,7 @@ def test_knee_beyond_what_was_measured():
     assert (straight.critical_batch_size, straight.min_examples) == (math.inf, pytest.approx(1e6))
     np.testing.assert_allclose(straight.steps_at(SIZES), 1e6 / SIZES)
     assert (flat.critical_batch_size, flat.min_steps) == (0, pytest.approx(100))
+    assert (straight.min_steps, flat.min_examples) == (None, None)  # beyond what was measured as well
 
 
 def test_no_knee_from_two_batch_sizes_and_no_interval_from_one_seed():
