@@ -68,15 +68,15 @@ class Run:
 
     @property
     def batch_size(self) -> int | None:
-        """Examples per update over all devices, a number even where the config says "full"; None if it changes."""
+        """Examples per update over all devices, a number even where the config says "full"; None if it changed."""
         grows_by_schedule = self.field("schedule.decay_by") in ("batch", "seesaw")
         if self.field("batch.trace") or self.field("batch.auto") or grows_by_schedule:
             return None
-        of_rows = (row.get("global_batch_size") for row in reversed(self.rows))
-        for size in (self.summary.get("global_batch_size"), *of_rows, self.field(BATCH)):
-            if (number(size) or 0) >= 1:
-                return int(size)
-        return None
+        measured = [number(content.get("global_batch_size")) for content in (self.summary, *self.rows)]
+        sizes = {int(size) for size in measured if (size or 0) >= 1}
+        if not sizes and (number(self.field(BATCH)) or 0) >= 1:
+            sizes = {int(self.field(BATCH))}
+        return sizes.pop() if len(sizes) == 1 else None
 
     @property
     def kind(self) -> TaskKind:

@@ -155,6 +155,15 @@ def test_status_of_runs_that_did_not_end(tmp_path):
     assert study.runs[0].problems == ["trial.json: the trial failed: no space left"]
 
 
+@pytest.mark.parametrize(("sizes", "expected"), [((64, 64, 64), 64), ((64, 32, 32), None), ((32, 64, 64), None)])
+def test_a_run_whose_batch_changed_has_no_batch_size(tmp_path, sizes, expected):
+    path = write_run(tmp_path / "run", batch=sizes[-1])
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"global_batch_size": size} for row, size in zip(rows, sizes, strict=True)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert reader.read_run(path).batch_size == expected
+
+
 def test_numbers_that_json_should_not_hold_become_none(tmp_path):
     path = write_run(tmp_path / "run", grad_norm=math.nan, val_loss=math.inf, huge=10**400, words="x", flag=True)
     row = reader.read_run(path).rows[0]
