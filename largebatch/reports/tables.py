@@ -117,7 +117,9 @@ def run_table(group: Group, described: dict, key: str) -> Html:
         swatch = element("span", cls="swatch", style=f"--c: var(--c{of_run['colour'] % panels.MAX_COLOURS})")
         cells = [
             Cell(join([swatch, of_run["label"]]), sort_by=of_run["label"]),
-            status_text(run.status),
+            status_text(
+                run.status, f"running, {reader.last_sign_of_life(run.path)}" if run.status == "running" else None
+            ),
             number_cell(run.best_score, ".4f"),
             number_cell(reader.score_of(last), ".4f"),
             number_cell(last.get("step")),

@@ -5,9 +5,11 @@ trial.json beside. A damaged or unfinished run raises nothing: what is wrong wit
 Folders may come from someone else; `lies_in` tells whether a path that one names leads outside of it.
 """
 
+import contextlib
 import datetime
 import json
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 from largebatch.errors import UserError
 from largebatch.paths import expanded
 from largebatch.tasks.kinds import TaskKind, kind_of
+from largebatch.terminal import duration
 
 ENDED = ("done", "diverged", "interrupted", "failed", "pruned")  # how a process's part of a run ends
 SCORES = ("best_val_accuracy", "best_score")  # the first is its name where the task is classification
@@ -114,6 +117,15 @@ class Run:
         return next((row.get("step") for row in self.rows if self.kind.reaches(score_of(row), score)), None)
 
 
+def last_sign_of_life(path: Path) -> str:
+    """Return in words how long ago something was last written into a run folder, by the times of its files."""
+    times = []
+    for file in (*path.glob("*"), *path.glob("checkpoints/*")):
+        with contextlib.suppress(OSError):  # it was replaced meanwhile
+            times.append(file.stat().st_mtime)
+    return f"last sign of life {duration(max(time.time() - max(times, default=0), 0))} ago"
+
+
 def score_of(row: dict) -> float | None:
     """The score of a row of metrics.jsonl; rows of older code have an accuracy alone."""
     return row.get("val_score", row.get("val_accuracy"))
@@ -131,7 +143,7 @@ def read_run(path) -> Run:
         problems.append(f"trial.json: the trial failed: {_one_line(error)}")
     # A trial that failed may have left neither file, and its error says why.
     config = _read_object(path / "config.json", problems, if_missing=None if error else "the run never began")
-    unfinished = "the run goes on, or was killed" if config and not error else None
+    unfinished = f"the run goes on, or was killed; {last_sign_of_life(path)}" if config and not error else None
     summary = _read_object(path / "summary.json", problems, if_missing=unfinished)
     rows = _read_lines(path / "metrics.jsonl", problems)
     if rows is None and summary and summary.get("steps"):

@@ -1,9 +1,11 @@
 """The page of report.py: what it shows of studies and runs."""
 
 import json
+import os
 import random
 import re
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -227,6 +229,18 @@ def test_pruned_runs_are_counted_and_no_problem(tmp_path):
     text = text_of(page)
     assert "Every run is whole, and done or pruned." in text
     assert "1 of 2 runs done, 1 pruned" in text
+
+
+def test_a_run_that_was_killed_tells_its_last_sign_of_life(tmp_path):
+    path = write_run(tmp_path / "killed", status="running")
+    for file in path.iterdir():
+        os.utime(file, (time.time() - 7200,) * 2)
+    os.utime(path / "metrics.jsonl", (time.time() - 180,) * 2)
+    page = make(path, out=tmp_path / "page.html")
+    assert "summary.json: missing: the run goes on, or was killed; last sign of life 3 min ago" in text_of(page)
+    assert ">running, last sign of life 3 min ago<" in page
+    done = write_run(tmp_path / "done")
+    assert "sign of life" not in make(done, out=tmp_path / "page.html")
 
 
 def test_24_long_runs_stay_below_3_mb(tmp_path):
