@@ -63,8 +63,7 @@ def resolve_setup(
     Raises:
       BadSetting: the config does not go with the data set or the devices.
     """
-    config = with_inner_steps(config, data.num_originals)
-    augment.check_data(config, data.image_shape, data.targets, f"dataset {config.dataset.name!r}")
+    config = with_inner_steps(config, data)
     task = make_task(config, data.num_classes, data.targets)
     num_devices, views = hardware.num_devices, augment.VIEW_COUNTS[config.augment.views]
     sharding = choose_sharding(config.batch.virtual_shards, data.num_originals, num_devices, views)
@@ -115,21 +114,22 @@ def resolve_setup(
     )
 
 
-def with_inner_steps(config, num_originals: int):
-    """Return `config` with a number of updates in place of train.inner_steps "pass".
+def with_inner_steps(config, data: DataFacts):
+    """Check that a config goes with its data, and give it a number of updates where train.inner_steps is "pass".
 
-    Args:
-      num_originals: training images of all hosts, before they are expanded to their views.
+    Returns:
+      The config itself, or a copy with train.inner_steps set to the updates of one pass over the originals.
     Raises:
-      BadSetting: the config does not go with that number, or the batch is larger than the training set.
+      BadSetting: the config does not go with the data, or with that number of updates.
     """
+    augment.check_data(config, data.image_shape, data.targets, f"dataset {config.dataset.name!r}")
     if config.train.inner_steps != "pass":
         return config
     config = config.copy_and_resolve_references()
-    num_examples = num_originals * augment.VIEW_COUNTS[config.augment.views]
+    num_examples = data.num_originals * augment.VIEW_COUNTS[config.augment.views]
     batch_size = resolve_batch_size(config.batch.size, num_examples)
     with config.ignore_type():
-        config.train.inner_steps = -(-num_originals // batch_size)
+        config.train.inner_steps = -(-data.num_originals // batch_size)
     if problems := length_problems(config):
         raise BadSetting("; ".join(problems))
     return config
