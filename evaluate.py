@@ -144,8 +144,11 @@ def read_split(run: TrainedRun, split: str, overrides: dict[str, str | int]) -> 
     for attempt in augment.cache_attempts(config):
         with attempt as cache:
             dataset = recorded.read_split(cache, split)
-    if cache.identity()["ids"] != run.data["ids"]:
-        raise UserError(f"dataset: the examples of {cache.manifest['source']} are not those of the run")
+    identity, source = cache.identity(), cache.manifest["source"]
+    if identity["ids"] != run.data["ids"]:
+        raise UserError(f"dataset: the examples of {source} are not those of the run")
+    if identity["pixels"] != run.data.get("pixels", identity["pixels"]):  # which runs of older code do not have
+        log.warning("dataset: the examples of %s have other pixels than those of the run had", source)
     return dataset
 
 

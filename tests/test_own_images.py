@@ -1,6 +1,7 @@
 """Own images, as their owner sees them: what a start says of them, and which run it goes on with."""
 
 import contextlib
+import json
 import shutil
 
 import numpy as np
@@ -8,9 +9,12 @@ import pytest
 from conftest import assert_one_line_error, make_folder, make_small_config, run_script
 from test_changed_files import Maps, OwnImages
 from test_map_files import save
+from test_sources import zip_of
 
 import augment
+import evaluate
 import train
+from largebatch.errors import UserError
 
 
 def configure(config, path, cache_dir):
@@ -39,6 +43,12 @@ def own(small_config, first, tmp_path):
     return configure(small_config, tmp_path / "images", tmp_path / "caches")
 
 
+def train_again(config, workdir):
+    """Goes on with a run that was killed after its last checkpoint."""
+    (workdir / "summary.json").unlink(missing_ok=True)
+    return train.train_and_evaluate(config, str(workdir))
+
+
 def test_a_run_names_its_classes_with_their_images(first):
     assert "training images of 2 classes: a 10, b 10" in (first / "printed").read_text().splitlines()
 
@@ -65,6 +75,81 @@ def test_a_run_names_the_classes_of_its_masks(small_config, tmp_path):
     small_config.task.name, small_config.dataset.name = "segmentation", "mine"
     small_config.dataset.path, small_config.augment.cache_dir = str(maps.path), str(tmp_path / "caches")
     assert train.what_is_learned(augment.prepare_cache(small_config)) == "masks of 2 classes: ground, tree"
+
+
+def elsewhere(place, folder, tmp_path):
+    """The path of the same images by another name."""
+    if place == "spelling":
+        return folder.parent / "run" / ".." / folder.name
+    other = tmp_path / "other"
+    if place == "link":
+        other.symlink_to(folder)
+        return other
+    return shutil.copytree(folder, other) if place == "copy" else zip_of(folder, tmp_path / "other.zip")
+
+
+@pytest.mark.parametrize("place", ["spelling", "link", "copy", "zip"])
+def test_the_same_images_at_another_place_are_the_same_run(place, own, first, tmp_path, caplog):
+    workdir, before = first / "run", first / "images"
+    own.dataset.path = str(elsewhere(place, before, tmp_path))
+    summary = json.loads((workdir / "summary.json").read_text())
+    caplog.set_level("INFO", "largebatch")
+    assert train.train_and_evaluate(own, str(workdir)) == summary
+    assert "is a finished run of this config; nothing to do" in caplog.text
+    not_looked_at = f"{workdir} has ended, with dataset.path {before}; {own.dataset.path} was not looked at"
+    assert (not_looked_at in caplog.text) == (place in ("copy", "zip"))
+    workdir = tmp_path / "run"
+    assert train_again(own, workdir)["params_sha256"] == summary["params_sha256"]
+    assert "resuming at update 3; " in caplog.text
+    assert json.loads((workdir / "config.json").read_text())["dataset"]["path"] == own.dataset.path
+
+
+def add_class(images: OwnImages) -> None:
+    for number in range(12):
+        save(images.path / "c" / f"{number}.png", np.full((16, 16, 3), number, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        pytest.param(OwnImages.move, "ids", marks=pytest.mark.full),
+        (OwnImages.replace, "pixels"),
+        pytest.param(add_class, "ids", marks=pytest.mark.full),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_images(change, what, own, tmp_path):
+    """It stays as it is."""
+    workdir = tmp_path / "run"
+    (workdir / "summary.json").unlink()
+    change(OwnImages.at(own.dataset.path))
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    with pytest.raises(
+        UserError, match=rf"^dataset: its {what} changed since the checkpoint was saved in {workdir}"
+    ):
+        train.train_and_evaluate(own, str(workdir))
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_is_evaluated_on_the_images_that_it_had(own, first, tmp_path, caplog):
+    """Those are in its cache. Where that is gone, others are refused, or named if they have the same names."""
+    images = OwnImages.at(own.dataset.path)
+    score = json.loads((first / "run" / "summary.json").read_text())["best_score"]
+    overrides = {"augment.cache_dir": str(first / "caches"), "dataset.path": own.dataset.path}
+    for path in images.path.rglob("*.png"):
+        save(path, np.zeros((16, 16, 3), np.uint8))
+    assert evaluate.evaluate(first / "run", overrides=overrides) == pytest.approx(score)
+    assert "other pixels" not in caplog.text
+    overrides["augment.cache_dir"] = own.augment.cache_dir
+    run = tmp_path / "run"  # which names no cache but this one
+    config = json.loads((run / "config.json").read_text())
+    config["augment"]["cache_dir"] = own.augment.cache_dir
+    (run / "config.json").write_text(json.dumps(config))
+    evaluate.evaluate(run, overrides=overrides)
+    assert f"the examples of {images.path} have other pixels than those of the run had" in caplog.text
+    images.add()
+    shutil.rmtree(own.augment.cache_dir)
+    with pytest.raises(UserError, match="are not those of the run"):
+        evaluate.evaluate(run, overrides=overrides)
 
 
 # ---- by the command -----------------------------------------------------------------------------------
@@ -107,3 +192,28 @@ def test_masks_with_unlabelled_pixels_are_refused_and_leave_no_cache(own, tmp_pa
     assert_one_line_error(result, ".png has the values 0, 1 and 255; allowed: 0 and 1, or 0 and 255, ")
     assert not (tmp_path / "new").exists()
     assert [path.name for path in (tmp_path / "caches").iterdir()] == []
+
+
+@pytest.mark.full
+def test_train_takes_what_is_there_and_says_so(own, tmp_path):
+    """Trained, moved between classes, trained again, and with the folder gone."""
+    images = OwnImages.at(own.dataset.path)
+
+    def trained(workdir, path=images.path):
+        result = run_script("train.py", "--workdir", tmp_path / workdir, *flags_of(own, **{"dataset.path": path}))
+        assert result.returncode == 0, result.stderr
+        return result.stdout + result.stderr
+
+    assert "changed since" not in trained("first")
+    assert "resuming" not in trained("second")
+    images.move()
+    again = trained("third")
+    assert f"dataset: {images.path} changed since {tmp_path / 'caches'}" in again
+    (tmp_path / "third" / "summary.json").unlink()
+    assert "resuming at update 1; " in trained("third", tmp_path / "first" / ".." / images.path.name)
+    (tmp_path / "first" / "summary.json").unlink()
+    result = run_script("train.py", "--workdir", tmp_path / "first", *flags_of(own))
+    assert result.returncode == 1
+    assert "error: dataset: its ids changed since the checkpoint was saved" in result.stderr.splitlines()[-1]
+    shutil.rmtree(images.path)
+    assert f"dataset: {images.path} cannot be read; takes the cache {tmp_path / 'caches'}" in trained("fourth")

@@ -2,6 +2,7 @@
 
 # Fields that may name a file or folder to be read.
 PATHS = ("dataset.path", "dataset.split_file", "augment.cache_dir", "batch.trace", "train.init_from")
+DATA_PATHS = ("path", "split_file")  # of `dataset`
 
 # Fields that a config stored by an earlier version lacks, each with the value that means what that version did. A
 # new field needs a line here, or runs and studies from before it are those of another config.
@@ -60,6 +61,13 @@ def identity(config: dict) -> dict:
         kept[group] = {name: value for name, value in config.get(group, {}).items() if name not in fields}
     if _has_idle_tfds_split(kept["dataset"]):
         kept["dataset"]["tfds_split"] = None
+    return kept
+
+
+def identity_of_run(config: dict) -> dict:
+    """The same without the places of data whose digests are in every checkpoint."""
+    kept = identity(config)
+    kept["dataset"] = {name: value for name, value in kept["dataset"].items() if name not in DATA_PATHS}
     return kept
 
 

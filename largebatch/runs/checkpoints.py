@@ -209,11 +209,14 @@ class Checkpoints:
             if later > step:
                 self._remove(later)
 
-    def restore_newest(self, like) -> tuple[Any, dict] | None:
+    def restore_newest(
+        self, like, check: Callable[[dict], None] = lambda description: None
+    ) -> tuple[Any, dict] | None:
         """The newest sound checkpoint; damaged ones are named and set aside as NAME.damaged.
 
         Args:
           like: pytree of what is expected, with shapes and dtypes.
+          check: see `restore`.
         Returns:
           Tree of NumPy arrays and description, or None where there is no checkpoint yet.
         Raises:
@@ -228,7 +231,7 @@ class Checkpoints:
         damages: dict[int, DamagedCheckpoint] = {}
         for step in reversed(self.steps()):
             try:
-                newest_sound = restore(self.path(step), like)
+                newest_sound = restore(self.path(step), like, check)
             except DamagedCheckpoint as damage:
                 damages[step] = damage
                 continue
@@ -321,14 +324,17 @@ def read_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
     return {current_name(name): array for name, array in arrays.items()}, description
 
 
-def restore(folder: Path, like) -> tuple[Any, dict]:
+def restore(folder: Path, like, check: Callable[[dict], None] = lambda description: None) -> tuple[Any, dict]:
     """A checkpoint as the pytree `like`, and its description.
 
+    Args:
+      check: takes the description before the arrays are compared with `like`; raises UserError to refuse it.
     Raises:
       DamagedCheckpoint: see `read_arrays`.
       UserError: it holds other arrays than `like` has.
     """
     arrays, description = read_arrays(folder)
+    check(description)
     return fill(like, arrays, str(folder)), description
 
 

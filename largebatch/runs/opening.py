@@ -1,10 +1,15 @@
 """How a run folder is opened: a new one, one that goes on, or one whose run has ended."""
 
+import logging
+from pathlib import Path
+
 from largebatch.config import fields
 from largebatch.errors import UserError
 from largebatch.hosts import collectives
 from largebatch.runs.folder import RunFolder
 from largebatch.tracking.trackers import check_installed
+
+log = logging.getLogger("largebatch")
 
 
 def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
@@ -25,6 +30,7 @@ def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
     check_installed(config["log"])
     is_begun, summary = _holds_this_run(run, config), run.read("summary.json")
     if is_begun and summary and summary.get("status") in ("done", "diverged", "pruned"):
+        _name_other_places(run, config)
         return summary
     run.lock()
     try:
@@ -38,11 +44,28 @@ def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
 
 
 def _holds_this_run(run: RunFolder, config: dict) -> bool:
-    """Whether a run of this config is in the folder; one of another config is refused."""
+    """Whether a run of this config is in the folder; one of another config is refused.
+
+    Where the data are does not matter: checkpoints have their digests.
+    """
     stored = run.read("config.json")
     if stored is None:
         return False
-    changed = fields.differences(fields.identity(config), fields.identity(stored), ("here", "there"))
+    changed = fields.differences(fields.identity_of_run(config), fields.identity_of_run(stored), ("here", "there"))
     if changed:
         raise UserError(f"--workdir: {run.address} holds a run of another config: {changed}")
     return True
+
+
+def _name_other_places(run: RunFolder, config: dict) -> None:
+    """Says that an ended run had its data from elsewhere: what lies in these places now, nobody has looked at."""
+    there = run.read("config.json")["dataset"]
+    for name in fields.DATA_PATHS:
+        if _place(there.get(name)) != _place(here := config["dataset"][name]):
+            log.warning(
+                "%s has ended, with dataset.%s %s; %s was not looked at", run.address, name, there.get(name), here
+            )
+
+
+def _place(path: str | None) -> str | None:
+    return path if path is None or "://" in path else str(Path(path).expanduser().resolve())

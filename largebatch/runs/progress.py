@@ -96,15 +96,17 @@ class RunProgress:
             self.save(after_validation=True)
 
     def _read_newest(self) -> tuple[dict, dict] | None:
-        newest = self._checkpoints.restore_newest(self._like)
+        newest = self._checkpoints.restore_newest(self._like, self._refuse_other_data)
         if newest is None:
             self._run.start_rows(None)
             return None
         snapshot, description = newest
-        trace = self.config["batch"]["trace"]
-        provenance.refuse_other_data(description["data"], self._data, self._run.path, trace)
         self._run.start_rows(description["rows"])
         return self._for_these_devices(snapshot), description
+
+    def _refuse_other_data(self, description: dict) -> None:
+        trace = self.config["batch"]["trace"]
+        provenance.refuse_other_data(description["data"], self._data, self._run.path, trace)
 
     def _for_these_devices(self, snapshot: dict) -> dict:
         """Of replicas that were more or fewer, each of the new ones starts from their mean."""
@@ -181,7 +183,7 @@ class RunProgress:
             log.info("starting again at update 0, for there is no sound checkpoint; %s", end)
             return
         log.info("resuming at update %d; %s", self._trainer.step, end)
-        for warning in provenance.warnings_on_resuming(description, self._layout(), self._data, self.summary):
+        for warning in provenance.warnings_on_resuming(description, self._layout(), self.summary):
             log.warning("%s", warning)
 
     def _layout(self) -> dict:

@@ -52,11 +52,14 @@ def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> 
       folder: of the run.
       trace: the config's batch.trace.
     Raises:
-      UserError: ids, labels, the trace or the order of examples changed.
+      UserError: ids, labels, images, the trace or the order of examples changed.
     """
-    for name in ("ids", "labels"):
-        if theirs[name] != ours[name]:
-            raise UserError(f"dataset: its {name} changed since the checkpoint was saved ({theirs[name][:8]} then)")
+    for name in ("ids", "labels", "pixels"):
+        if theirs.get(name, ours[name]) != ours[name]:  # older code had another digest of the pixels
+            raise UserError(
+                f"dataset: its {name} changed since the checkpoint was saved in {folder}; allowed: the images that "
+                "the run began with, or another --workdir"
+            )
     if theirs.get("trace") != ours.get("trace"):
         raise UserError(f"batch.trace: {trace} changed since the checkpoint was saved")
     version_then, version_now = theirs.get("order_version", 1), ours["order_version"]
@@ -72,19 +75,15 @@ def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> 
         )
 
 
-def warnings_on_resuming(description: dict, layout: dict, data: dict, summary: dict) -> list[str]:
+def warnings_on_resuming(description: dict, layout: dict, summary: dict) -> list[str]:
     """Why a resumed run may differ from one that was never stopped; a line each.
 
     Args:
       description: of the checkpoint.
-      layout, data, summary: of this process: devices, hosts and platform; the data; the run.
+      layout, summary: of this process: devices, hosts and platform; the run.
     """
     warnings = []
-    theirs, ours = dict(description["layout"]), dict(layout)
-    if "pixels" in description["data"]:  # older code had another digest of the images
-        theirs["decoded images"] = description["data"]["pixels"][:8]
-        ours["decoded images"] = data["pixels"][:8]
-    if changed := _changes(theirs, ours):
+    if changed := _changes(description["layout"], layout):
         warnings.append(
             f"resuming with {changed}: the examples come in the same order as before, but results will not be "
             "bitwise those of an uninterrupted run"
