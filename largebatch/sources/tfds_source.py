@@ -120,6 +120,8 @@ def _published_splits(builder, name: str) -> dict[str, str]:
 
 
 def _readable_builder(name: str, data_dir: str | None):
+    import tensorflow_datasets as tfds
+
     where = tfds_dir(data_dir)
     prepare = (
         'to prepare it: pip install tensorflow importlib_resources, then python -c "import '
@@ -140,6 +142,11 @@ def _readable_builder(name: str, data_dir: str | None):
         raise UserError(
             f"dataset.name: TFDS set {name!r} has features {features}; allowed: sets with image and label"
         )
+    for feature, kind in (("image", tfds.features.Image), ("label", tfds.features.ClassLabel)):
+        if not isinstance(found := info.features[feature], kind):
+            raise UserError(
+                f"dataset.name: TFDS set {name!r} has {feature} as {type(found).__name__}; allowed: {kind.__name__}"
+            )
     return builder
 
 
@@ -176,7 +183,8 @@ def _list_rows(rows, name: str, split: str, class_names: list[str]) -> tuple[lis
                     f"dataset.tfds_split: {split!r} of TFDS set {name!r} has rows without label; allowed: "
                     "splits that have labels, as 'train'"
                 )
-            file = row.get("filename", f"{number:09d}".encode()).decode()
+            file = row.get("filename", f"{number:09d}")
+            file = file.decode() if isinstance(file, bytes) else str(file)
             ids.append(file if "/" in file else f"{class_names[label]}/{file}")
             labels.append(label)
     return ids, labels

@@ -40,11 +40,12 @@ def zip_of(folder, path, prefix=""):
     return write_zip(path, files)
 
 
-def write_prepared_tfds(data_dir, name, rows, class_names):
+def write_prepared_tfds(data_dir, name, rows, class_names=None, **other_features):
     """A prepared array_record set, written without TensorFlow.
 
     Args:
       rows: (encoded image, label, file name) of the split train, or a dict of such rows by split.
+      other_features: in place of an image, a class label and a text.
     """
     import tensorflow_datasets as tfds
 
@@ -64,6 +65,7 @@ def write_prepared_tfds(data_dir, name, rows, class_names):
             "label": tfds.features.ClassLabel(names=class_names),
             "filename": tfds.features.Text(),
         }
+        | other_features
     )
     info = tfds.core.DatasetInfo(builder=identity, features=features, supervised_keys=("image", "label"))
     writer = tfds.core.SequentialWriter(info, max_examples_per_shard=1000, file_format="array_record")
@@ -128,6 +130,50 @@ def test_a_tfds_set_prepared_as_tfrecord_is_refused(tmp_path):
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     with pytest.raises(UserError, match=r"'tiny' is prepared as tfrecord, not array_record"):
         find_source("tiny", path=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["numbers", "texts"])
+@pytest.mark.xfail(
+    strict=True, raises=UserError, reason="a label of a TFDS set that is a number or a text makes no classes yet"
+)
+def test_numbers_and_texts_are_labels_of_a_tfds_set(kind, tmp_path):
+    import tensorflow_datasets as tfds
+
+    feature, labels = {
+        "numbers": (tfds.features.Scalar(np.int64), [7, 10]),
+        "texts": (tfds.features.Text(), ["cat", "dog"]),
+    }[kind]
+    rows = [(png(seed=i), labels[i % 2], f"{i}.png") for i in range(12)]
+    write_prepared_tfds(tmp_path, "tiny", rows, label=feature)
+    source = find_source("tiny", path=str(tmp_path))
+    assert source.class_names == [str(label) for label in labels]
+    assert source.labels.tolist() == [0, 1] * 6
+    assert source.ids[:2] == [f"{labels[0]}/0.png", f"{labels[1]}/1.png"]
+
+
+def test_labels_and_images_of_a_tfds_set_that_are_none_are_refused(tmp_path):
+    import tensorflow_datasets as tfds
+
+    vector = tfds.features.Tensor(shape=(3,), dtype=np.float32)
+    rows = [(png(seed=i), np.zeros(3, np.float32), f"{i}.png") for i in range(12)]
+    write_prepared_tfds(tmp_path, "vectors", rows, label=vector)
+    with pytest.raises(
+        UserError, match=r"^dataset.name: TFDS set 'vectors' has label as Tensor; allowed: ClassLabel"
+    ):
+        find_source("vectors", path=str(tmp_path))
+    tensor = tfds.features.Tensor(shape=(8, 8, 3), dtype=np.uint8)
+    rows = [(np.zeros((8, 8, 3), np.uint8), i % 2, f"{i}.png") for i in range(12)]
+    write_prepared_tfds(tmp_path, "tensors", rows, image=tensor, class_names=["a", "b"])
+    with pytest.raises(UserError, match=r"^dataset.name: TFDS set 'tensors' has image as Tensor; allowed: Image"):
+        find_source("tensors", path=str(tmp_path))
+
+
+def test_file_names_of_a_tfds_set_may_be_numbers(tmp_path):
+    import tensorflow_datasets as tfds
+
+    rows = [(png(seed=i), i % 2, 100 + i) for i in range(12)]
+    write_prepared_tfds(tmp_path, "tiny", rows, ["a", "b"], filename=tfds.features.Scalar(np.int64))
+    assert decode_all(find_source("tiny", path=str(tmp_path))).example_ids[:2] == ["a/100", "b/101"]
 
 
 def test_an_unknown_tfds_split_is_named(tmp_path):
