@@ -197,7 +197,7 @@ def test_every_panel_is_drawn(browser, make_case, tmp_path, session_cache, train
         " card.querySelector('h3').textContent, card.querySelectorAll(arguments[0]).length,"
         " card.querySelector('.plot').firstElementChild.getBoundingClientRect().height,"
         " card.querySelector('.plot').firstElementChild.getBoundingClientRect().width,"
-        " [...card.querySelectorAll('.plot.xy path.line')].every(line => line.getTotalLength() > 1)])",
+        " [...card.querySelectorAll('.plot.xy path.line[d*=L]')].every(line => line.getTotalLength() > 1)])",
         MARKS,
     )
     held = [(f"group-{k}", panel["title"]) for k, group in enumerate(data) for panel in group["panels"]]
