@@ -232,7 +232,7 @@ def test_a_cache_of_another_version_is_rebuilt(fresh_cache, caplog, monkeypatch)
 
 def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
     config, folder = fresh_cache
-    monkeypatch.setattr("augment.find_source", lambda *_, **__: pytest.fail("listed again"))
+    monkeypatch.setattr("augment.source_of", lambda *_, **__: pytest.fail("listed again"))
     assert augment.prepare_cache(config).folder == folder
     assert ProgramCache().load(config).cache.folder == folder
 
