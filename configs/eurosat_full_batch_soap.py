@@ -1,6 +1,6 @@
-"""SOAP in place of SOAP-Muon in eurosat_full_batch.py, for 60 updates.
+r"""SOAP in place of SOAP-Muon in eurosat_full_batch.py, for 60 updates.
 
-    python train.py --config configs/eurosat_full_batch_soap.py --config.dataset.path EuroSAT.zip \\
+    python train.py --config configs/eurosat_full_batch_soap.py --config.dataset.path EuroSAT.zip \
         --workdir runs/soap
 
 Expected: about 29 minutes on one CPU core, validation accuracy about 0.950 after 60 updates.

@@ -1,4 +1,4 @@
-"""The settings of eurosat_seed.py on a TPU v3-32: 4 hosts x 8 devices, 5,400 of the 172,800 views on each.
+r"""The settings of eurosat_seed.py on a TPU v3-32: 4 hosts x 8 devices, 5,400 of the 172,800 views on each.
 
     python train.py --config configs/eurosat_v3_32.py --config.dataset.path EuroSAT.zip --workdir runs/v3_32
 

@@ -1,4 +1,4 @@
-"""What each ingredient of eurosat_muon.py is worth: the recipe with one thing changed at a time.
+r"""What each ingredient of eurosat_muon.py is worth: the recipe with one thing changed at a time.
 
     python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/ablation.py \
         --study runs/studies/ablation --seeds 3 --config.dataset.image_size 32

@@ -1,6 +1,6 @@
-"""SGD of a batch of 128 beside 2,048 at a rate scaled linearly and by AdaScale, for 20 passes' worth of progress.
+r"""SGD of a batch of 128 beside 2,048 at a rate scaled linearly and by AdaScale, for 20 passes' worth of progress.
 
-    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/adascale.py \\
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/adascale.py \
         --study runs/studies/adascale --seeds 3 --config.dataset.image_size 32
 
 Linear scaling has a sixteenth of the updates. AdaScale goes on until it has made 3,375 scale-invariant steps.

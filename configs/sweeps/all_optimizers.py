@@ -1,6 +1,6 @@
-"""Every optimizer at six learning rates, two to a decade, with all else as in the config, on small images.
+r"""Every optimizer at six learning rates, two to a decade, with all else as in the config, on small images.
 
-    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/all_optimizers.py \\
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/all_optimizers.py \
         --study runs/studies/all_optimizers --config.dataset.image_size 32
 
 Each has a window of its own: the best rate of SGD is many times that of Adam. tuned_optimizers.py goes on.

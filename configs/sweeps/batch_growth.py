@@ -1,6 +1,6 @@
-"""A rate that is cut to a fifth twice beside a batch that grows fivefold instead: Smith et al. 2018.
+r"""A rate that is cut to a fifth twice beside a batch that grows fivefold instead: Smith et al. 2018.
 
-    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/batch_growth.py \\
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/batch_growth.py \
         --study runs/studies/batch_growth --seeds 3 --config.dataset.image_size 32
 """
 

@@ -1,6 +1,6 @@
-"""A fixed batch beside batches that grow: Seesaw, and the sizes that branches of a run were measured to bear.
+r"""A fixed batch beside batches that grow: Seesaw, and the sizes that branches of a run were measured to bear.
 
-    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/batch_schedules.py \\
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/batch_schedules.py \
         --study runs/studies/batch_schedules --seeds 3 --config.dataset.image_size 32
 
 All see 345,600 images (with the trace 345,088). configs/eurosat_batch_warmup.csv is what `sweep.py --branch` wrote

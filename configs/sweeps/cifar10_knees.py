@@ -1,8 +1,8 @@
-"""Updates of SGD and Muon to 0.70 on CIFAR-10 over batch size: rates first, then shorter runs, then seeds.
+r"""Updates of SGD and Muon to 0.70 on CIFAR-10 over batch size: rates first, then shorter runs, then seeds.
 
-    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/cifar10_knees.py \\
-        --study runs/studies/cifar10_knees --pruner median --best_seeds 3 --config.train.target_accuracy 0.7 \\
-        --config.dataset.name cifar10 --config.dataset.path CIFAR-10.zip --config.augment.views flip
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/cifar10_knees.py \
+        --study runs/studies/cifar10_knees --pruner median --best_seeds 3 --config.train.target_accuracy 0.7 \
+        --config.dataset.name cifar10 --config.dataset.path CIFAR-10-jpeg.zip --config.augment.views flip
 
 As knees.py, at three batch sizes. Views are an image and its mirror image, since objects have an upside.
 """

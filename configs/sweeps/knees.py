@@ -1,6 +1,6 @@
-"""How many updates does each optimizer need to a target, at each batch size? Rates first, then shorter runs.
+r"""How many updates does each optimizer need to a target, at each batch size? Rates first, then shorter runs.
 
-    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/knees.py --study runs/studies/knees \\
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/knees.py --study runs/studies/knees \
         --pruner median --best_seeds 3 --config.train.target_accuracy 0.9 --config.dataset.image_size 32
 
 Each optimizer is tuned at each batch size: four rates with a linear decay over up to 400,000 images (1,000,000 for

@@ -1,7 +1,7 @@
-"""knees.py for LAMB alone, to 0.85: with batches of 2,048 and more it does not reach 0.90 within so many images.
+r"""knees.py for LAMB alone, to 0.85: with batches of 2,048 and more it does not reach 0.90 within so many images.
 
-    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/knees_lamb.py \\
-        --study runs/studies/knees_lamb --pruner median --best_seeds 3 --config.train.target_accuracy 0.85 \\
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/knees_lamb.py \
+        --study runs/studies/knees_lamb --pruner median --best_seeds 3 --config.train.target_accuracy 0.85 \
         --config.dataset.image_size 32
 """
 

@@ -1,6 +1,6 @@
-"""Devices that average every update, every 4 and every 16, and from half way on; for eight devices.
+r"""Devices that average every update, every 4 and every 16, and from half way on; for eight devices.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python sweep.py --config configs/eurosat_muon.py \\
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python sweep.py --config configs/eurosat_muon.py \
         --space configs/sweeps/local_sgd.py --study runs/studies/local_sgd --seeds 3 --config.dataset.image_size 32
 """
 

@@ -1,4 +1,4 @@
-"""A search around a recipe: rate, momentum and weight decay of the config's own optimizer.
+r"""A search around a recipe: rate, momentum and weight decay of the config's own optimizer.
 
     python sweep.py --config configs/eurosat.py --space configs/sweeps/recipes.py --study runs/studies/recipes \
         --sampler tpe --pruner median --trials 30

@@ -1,6 +1,6 @@
-"""Every loss of masks beside l1 for depths, and every loss of depths beside cross-entropy for masks.
+r"""Every loss of masks beside l1 for depths, and every loss of depths beside cross-entropy for masks.
 
-    python sweep.py --config configs/scenes_tiny.py --space configs/sweeps/scenes_losses.py \\
+    python sweep.py --config configs/scenes_tiny.py --space configs/sweeps/scenes_losses.py \
         --study runs/studies/scenes_losses --config.train.outer_steps 3 --seeds 3
 """
 

@@ -1,6 +1,6 @@
-"""Every optimizer at the best of its rates in all_optimizers.py, on images of full size.
+r"""Every optimizer at the best of its rates in all_optimizers.py, on images of full size.
 
-    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/tuned_optimizers.py \\
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/tuned_optimizers.py \
         --study runs/studies/tuned_optimizers --seeds 3 --config.train.inner_steps 45 --config.train.outer_steps 15
 """
 
