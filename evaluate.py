@@ -2,7 +2,7 @@
 
     python evaluate.py runs/eurosat                                  the validation split, per class
     python evaluate.py runs/eurosat --split test --out test.csv
-    python evaluate.py runs/eurosat --split test --views --ema       another accuracy, never the plain one
+    python evaluate.py runs/NAME --split test --views --ema          another accuracy, never the plain one
     python evaluate.py runs/eurosat --images photos.zip --out photos.csv
     python evaluate.py runs/scenes --images photos --out maps        a run of masks or depths: a PNG of each
     python evaluate.py runs/theirs --config.dataset.path EuroSAT.zip   the data from here, not from where it says

@@ -1,7 +1,7 @@
 """A finished run as a folder that others can use without this project.
 
     python export.py runs/eurosat --out model
-    python export.py runs/eurosat --out model --ema     the moving average of the parameters
+    python export.py runs/NAME --out average --ema      the moving average of the parameters
 
 Takes the checkpoint with the best validation score. The folder holds model.safetensors (the arrays),
 model.stablehlo (the network as a program of jax.export for CPUs, NVIDIA GPUs and TPUs, for any number of images),
