@@ -1,8 +1,8 @@
 """Pictures and tables of runs and studies, as one HTML page that needs nothing else.
 
-    python report.py studies/optimizers                            writes report.html
+    python report.py runs/studies/optimizers                       writes report.html
     python report.py runs/a runs/b --out both.html --png pictures --csv rows.csv
-    python report.py studies/optimizers --watch                    a page that follows a running study
+    python report.py runs/studies/optimizers --watch               a page that follows a running study
 
 Damaged and unfinished runs are named on the page. JAX is not needed.
 """

@@ -3,8 +3,8 @@
     python sweep.py --config configs/eurosat.py --space configs/sweeps/optimizers.py --study runs/studies/NAME
     python sweep.py --study runs/studies/NAME                       goes on where it was stopped or killed
     python sweep.py ... --sampler tpe --pruner median --trials 40   searches instead of trying a grid
-    python sweep.py --study runs/studies/NAME --branch RUN          how large a batch keeps up over a run
-    python sweep.py ... --storage postgresql://HOST/DB              several machines share one study
+    python sweep.py --study runs/studies/branches --branch RUN      how large a batch keeps up over a run
+    python sweep.py ... --storage postgresql+psycopg://HOST/DB      several machines share one study
 
 A trial is a run of train.py in STUDY/trials/SETTING-SEED, with all that a run has; a killed one goes on from its
 checkpoints. Started several times, the processes share the trials.
