@@ -78,10 +78,17 @@ def local_copy(path) -> Path:
 
 
 def _remove_old(copies: Path) -> None:
-    """Removes earlier copies, but the last: another process may read it."""
-    whole = [copy for copy in copies.iterdir() if not copy.name.startswith(".")]
-    for copy in sorted(whole, key=lambda copy: copy.stat().st_mtime)[:-2]:
-        files.remove(copy)
+    """Remove earlier copies, but the last: another process may read it."""
+    times = {}
+    for copy in copies.iterdir():
+        if not copy.name.startswith("."):
+            with contextlib.suppress(FileNotFoundError):  # another reader removes it too
+                times[copy] = copy.stat().st_mtime_ns
+    for copy in sorted(times, key=times.get)[:-2]:
+        hidden = files.beside(copy)  # half removed under its name, it would be the newest to another reader
+        with contextlib.suppress(FileNotFoundError):
+            copy.rename(hidden)
+            files.remove(hidden)
     files.remove_stale_in(copies)  # what killed processes left
 
 

@@ -378,6 +378,28 @@ def test_readers_that_come_at_once_get_the_same(mine):
     assert folder.parent.name in copies
 
 
+def test_a_reader_that_removes_old_copies_leaves_what_another_reads(mine, monkeypatch):
+    for step in (10, 20):
+        bucket.local_copy(URL)
+        write_checkpoint(mine.folder, step, "b")
+        mine.push()
+    rmtree, came = shutil.rmtree, []
+
+    def rmtree_while_another_comes(path, **options):
+        if not came:
+            came.append("while a part is removed")
+            (path / "run").rename(path / "half")
+            write_checkpoint(mine.folder, 30, "c")
+            mine.push()
+            came.append(bucket.local_copy(URL))
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree_while_another_comes)
+    folder = bucket.local_copy(URL)
+    assert check_whole(folder) == [0, 10, 20]
+    assert check_whole(came[1]) == [0, 10, 20, 30]
+
+
 # ---- runs -----------------------------------------------------------------------------------------------
 
 
