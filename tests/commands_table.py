@@ -57,13 +57,14 @@ MUON = f"{EUROSAT} {WARMUP}"
 SCENES = f"{STEPS} {WARMUP} --config.batch.size 16 --config.dataset.num_examples 60 --config.dataset.image_size 16"
 BRANCHES = "--branch_images 512 --branch_sizes 64,128 --branch_steps 2"
 RECIPE = f"{STEPS} {WARMUP} --config.batch.size 64"
+PLAIN = f"{ZIP} --config.model.name convnet --config.model.norm none"  # compiles quickly
 POD = {"--hosts 4": "--hosts 2", "--devices 8": "--devices 2"}
 
 
-def study(name: str, add: str = ZIP) -> Row:
+def study(name: str, add: str = PLAIN) -> Row:
     """The row of the studies with a space of configs/sweeps; `SPACES` has what stays of its grid."""
     pattern = f"*python sweep.py *--space configs/sweeps/{name}.py*"
-    return Row(pattern, f"{add} --config.dataset.image_size None")
+    return Row(pattern, f"{add} --config.dataset.image_size {'16' if 'scenes' in name else '8'}")
 
 
 def recipe(name: str, add: str = RECIPE) -> Row:
@@ -191,18 +192,18 @@ PODS = (
     Row("python -m largebatch.pod --hosts * -- python train.py ...", SYNTHETIC, POD | {" ...": ""}),
     Row("python -m largebatch.pod --hosts *--config.batch.size 2048", EUROSAT, POD),
     Row("python -m largebatch.pod --hosts *--config configs/eurosat_v3_32.py *", f"{ZIP} {STEP}", POD),
-    Row("python -m largebatch.pod --elastic", f"--hosts 1 -- python train.py {SYNTHETIC}"),
+    Row("python -m largebatch.pod --elastic", f"--hosts 1 --devices 2 -- python train.py {SYNTHETIC}"),
     Row("python -m largebatch.pod --elastic --hosts *", EUROSAT, {"--hosts 4": "--hosts 2"}),
     Row("python -m largebatch.pod --availability *", EUROSAT, {"--hosts 4": "--hosts 2"}),
 )
 SWEEPS = {
     "all_optimizers": study("all_optimizers"),
-    "tuned_optimizers": study("tuned_optimizers", f"{ZIP} {STEP} {WARMUP}"),
-    "ablation": study("ablation", f"{ZIP} {STEP} {WARMUP}"),
+    "tuned_optimizers": study("tuned_optimizers", f"{PLAIN} {STEPS} {WARMUP}"),
+    "ablation": study("ablation", f"{ZIP} {STEPS} {WARMUP}"),
     "knees": study("knees"),
     "knees_between": study("knees_between"),
     "knees_lamb": study("knees_lamb"),
-    "cifar10_knees": study("cifar10_knees", "--config.dataset.path CIFAR-10-jpeg.zip"),
+    "cifar10_knees": study("cifar10_knees", f"{PLAIN} --config.dataset.path CIFAR-10-jpeg.zip"),
     "adascale": study("adascale"),
     "batch_growth": study("batch_growth"),
     "batch_schedules": study("batch_schedules"),
@@ -225,7 +226,7 @@ RESULTS = (
     Row(
         "python train.py --config configs/NAME *", MUON, {"configs/NAME": "configs/eurosat.py", "seed S": "seed 1"}
     ),
-    Row("python evaluate.py RUN --split test", fill={"RUN": "runs/scenes_tiny-1"}, prints=("test split",)),
+    Row("python evaluate.py RUN --split test", fill={"RUN": "runs/eurosat"}, prints=("test split",)),
     SWEEPS["knees_between"],
     SWEEPS["knees_lamb"],
     SWEEPS["cifar10_knees"],
@@ -273,6 +274,7 @@ TRAINING = (
     Row("python evaluate.py runs/NAME --split test --views --ema", fill={"NAME": "eurosat"}, prints=("average",)),
     Row("sha256sum *", fill={"sha256sum": "cd runs/eurosat/checkpoints/00000003 && sha256sum"}),
 )
+IMAGENET = "--config.dataset.image_size 8 --config.schedule.decay_steps '(1, 2)'"
 CONFIGS = (
     Row("python train.py", SYNTHETIC),
     recipe("cifar10_fast", RECIPE),
@@ -288,7 +290,7 @@ CONFIGS = (
     recipe("eurosat_seed"),
     recipe("eurosat_v3_32"),
     Row("python -m largebatch.pod *", STEP, POD),
-    recipe("imagenet_resnet50", f"{MUON} --config.model.name resnet8 --config.dataset.image_size 8"),
+    recipe("imagenet_resnet50", f"{MUON} --config.model.name resnet8 {IMAGENET}"),
     recipe("scenes_30m", f"{SCENES} --config.model.name resunet_tiny"),
     recipe("scenes_tiny", SCENES),
 )
@@ -328,7 +330,7 @@ PAGES = {
     "docs/hardware.md": Page(HARDWARE),
     "docs/maps.md": Page(MAPS),
     "docs/pods.md": Page(PODS),
-    "docs/results.md": Page(RESULTS),
+    "docs/results.md": Page(RESULTS, first=(A_RUN,)),
     "docs/studies.md": Page(STUDIES, first=(A_RUN, A_TRUNK)),
     "docs/training.md": Page(TRAINING),
     "configs/*.py": Page(CONFIGS),
@@ -361,7 +363,7 @@ SPACES = {
 SHORT_STUDY = """
 from optuna.distributions import CategoricalDistribution
 if "PARTS" in globals():  # of knees.py: updates of its runs
-    PARTS = [3, 2, 1]
+    PARTS = [4, 3, 2]
 _get_space, _derive = get_space, globals().get("derive")
 def get_space():
     return _get_space() | {field: CategoricalDistribution(values) for field, values in KEPT.items()}
