@@ -104,6 +104,14 @@ def test_the_same_images_at_another_place_are_the_same_run(place, own, first, tm
     assert json.loads((workdir / "config.json").read_text())["dataset"]["path"] == own.dataset.path
 
 
+def test_an_ended_run_may_be_named_with_a_home_that_is_not_here(own, first, caplog):
+    workdir, before = first / "run", first / "images"
+    own.dataset.path = "~nosuch/images"
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert train.train_and_evaluate(own, str(workdir)) == summary
+    assert f"{workdir} has ended, with dataset.path {before}; ~nosuch/images was not looked at" in caplog.text
+
+
 def add_class(images: OwnImages) -> None:
     for number in range(12):
         save(images.path / "c" / f"{number}.png", np.full((16, 16, 3), number, np.uint8))

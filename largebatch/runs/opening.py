@@ -6,6 +6,7 @@ from pathlib import Path
 from largebatch.config import fields
 from largebatch.errors import UserError
 from largebatch.hosts import collectives
+from largebatch.paths import expanded
 from largebatch.runs.folder import RunFolder
 from largebatch.tracking.trackers import check_installed
 
@@ -68,4 +69,9 @@ def _name_other_places(run: RunFolder, config: dict) -> None:
 
 
 def _place(path: str | None) -> str | None:
-    return path if path is None or "://" in path else str(Path(path).expanduser().resolve())
+    if path is None or "://" in path:
+        return path
+    try:
+        return str(Path(expanded(path)).resolve())
+    except UserError:  # ~USER of another machine
+        return path
