@@ -57,6 +57,7 @@ MUON = f"{EUROSAT} {WARMUP}"
 SCENES = f"{STEPS} {WARMUP} --config.batch.size 16 --config.dataset.num_examples 60 --config.dataset.image_size 16"
 BRANCHES = "--branch_images 512 --branch_sizes 64,128 --branch_steps 2"
 RECIPE = f"{STEPS} {WARMUP} --config.batch.size 64"
+OWN_IMAGES = "--config.dataset.image_size 8 --config.batch.size 16 --config.train.outer_steps 2"
 PLAIN = f"{ZIP} --config.model.name convnet --config.model.norm none"  # compiles quickly
 POD = {"--hosts 4": "--hosts 2", "--devices 8": "--devices 2"}
 
@@ -78,6 +79,7 @@ MEASURES = "measures for minutes, at a size that no flag makes smaller; tests/te
 COMPILES = "compiles for half an hour or more; tests/hardware compiles the same programs"
 EVERYWHERE = (
     Row("make train", skip="tests/test_readme.py runs it on a fresh clone"),
+    Row("make compilers", skip="installs gigabytes; `make test-compilers` does the same first"),
     Row("make test*", skip="it runs these tests"),
     Row("make lint", skip="it looks at the code"),
     Row("make bench", skip=MEASURES),
@@ -123,9 +125,7 @@ README = (
     Row("python report.py runs/eurosat", makes=("report.html",)),
     Row("python export.py runs/eurosat --out model", makes=("model/model.safetensors", "model/README.md")),
     Row("python train.py --config configs/eurosat_v3_32.py --work*", f"{ZIP} {STEP}"),
-    Row(
-        "python train.py --config.dataset.name mine *", f"{STEP} --config.dataset.image_size 8", {"FOLDER": "mine"}
-    ),
+    Row("python train.py --config configs/own_images.py *", OWN_IMAGES, {"FOLDER": "mine"}),
     Row(
         "python train.py --config configs/NAME *",
         MUON,
@@ -167,6 +167,7 @@ EXPORT = (
     Row("sha256sum *", fill={"sha256sum": "cd model && sha256sum"}, prints=("model.safetensors: OK",)),
 )
 HARDWARE = (
+    Row(". .venv/compilers/bin/activate", skip="the environment that `make compilers` makes"),
     Row("python train.py *--compile_for v3:*", needs="v3:4x4"),
     Row("python train.py *--compile_for h200:8", needs="h200"),
 )
@@ -291,6 +292,7 @@ CONFIGS = (
     recipe("eurosat_v3_32"),
     Row("python -m largebatch.pod *", STEP, POD),
     recipe("imagenet_resnet50", f"{MUON} --config.model.name resnet8 {IMAGENET}"),
+    Row("python train.py --config configs/own_images.py *", OWN_IMAGES, {"FOLDER": "mine"}),
     recipe("scenes_30m", f"{SCENES} --config.model.name resunet_tiny"),
     recipe("scenes_tiny", SCENES),
 )
