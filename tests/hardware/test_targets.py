@@ -10,6 +10,8 @@ from benchmarks import compile as compile_command
 from largebatch.errors import UserError
 from largebatch.hardware import targets
 from largebatch.hardware.chips import CARDS, TPUS
+from largebatch.sources.published_sizes import SIZES
+from largebatch.sources.scenes_source import PATTERNS
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +88,11 @@ def test_every_name_has_a_chip():
 def test_the_page_shows_the_rows_that_are_kept():
     rows = compile_command.read_rows()
     assert compile_command.table([rows[key] for key in sorted(rows)]) in compile_command.PAGE.read_text()
+
+
+def test_every_config_whose_data_are_known_is_compiled():
+    names = {case.config for case in compile_command.all_cases("h200")}
+    assert {path.stem for path in (compile_command.ROOT / "configs").glob("*.py")} - names == {"own_images"}
+    for name in names:
+        dataset = compile_command.Case(name).load().dataset
+        assert dataset.name in SIZES or dataset.name in PATTERNS or dataset.name == "synthetic", name
