@@ -51,7 +51,12 @@ def test_updates_of_a_pass(num_images, batch_size, updates):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("batch.trace", (8, 16)), ("batch.auto", True), ("batch.per_device_batch_size", 8)],
+    [
+        ("batch.trace", (8, 16)),
+        ("batch.auto", True),
+        ("batch.per_device_batch_size", 8),
+        ("schedule.decay_by", "seesaw"),
+    ],
 )
 def test_a_pass_has_no_length_where_the_batch_changes(field, value):
     config = own_images.get_config()

@@ -70,6 +70,7 @@ def _pass_problems(config) -> list[str]:
         "batch.auto": config.batch.auto,
         "batch.per_device_batch_size": config.batch.per_device_batch_size is not None,
         "schedule.scaling 'adascale'": config.schedule.scaling == "adascale",
+        f"schedule.decay_by {config.schedule.decay_by!r}": config.schedule.decay_by != "rate",
     }
     found = [name for name, is_on in changes.items() if is_on]
     if not found:
