@@ -131,7 +131,7 @@ def covering_array() -> tuple[list[dict], list[dict]]:
 
 
 def _chosen(candidates: list[tuple[dict, set]], uncovered: set) -> list[dict]:
-    """Of the candidates, again and again the one with the most pairs that the others before it do not have."""
+    """Return candidates, chosen one by one: each has the most pairs that none before it has."""
     chosen = []
     while uncovered:
         fields, pairs = max(candidates, key=lambda candidate: len(candidate[1] & uncovered))

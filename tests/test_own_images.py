@@ -126,7 +126,7 @@ def add_class(images: OwnImages) -> None:
     ],
 )
 def test_a_run_does_not_go_on_with_other_images(change, what, own, tmp_path):
-    """It stays as it is."""
+    """The run stays as it is."""
     workdir = tmp_path / "run"
     (workdir / "summary.json").unlink()
     change(OwnImages.at(own.dataset.path))
@@ -139,7 +139,7 @@ def test_a_run_does_not_go_on_with_other_images(change, what, own, tmp_path):
 
 
 def test_a_run_is_evaluated_on_the_images_that_it_had(own, first, tmp_path, caplog):
-    """Those are in its cache. Where that is gone, others are refused, or named if they have the same names."""
+    """Where its cache is gone, other images are refused, or named if they have the same names."""
     images = OwnImages.at(own.dataset.path)
     score = json.loads((first / "run" / "summary.json").read_text())["best_score"]
     overrides = {"augment.cache_dir": str(first / "caches"), "dataset.path": own.dataset.path}

@@ -65,7 +65,7 @@ def identity(config: dict) -> dict:
 
 
 def identity_of_run(config: dict) -> dict:
-    """The same without the places of data whose digests are in every checkpoint."""
+    """Return the identity of a run: without the places of its data, whose digests are in every checkpoint."""
     kept = identity(config)
     kept["dataset"] = {name: value for name, value in kept["dataset"].items() if name not in DATA_PATHS}
     return kept

@@ -45,7 +45,7 @@ def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
 
 
 def _holds_this_run(run: RunFolder, config: dict) -> bool:
-    """Whether a run of this config is in the folder; one of another config is refused.
+    """Return whether a run of this config is in the folder; one of another config is refused.
 
     Where the data are does not matter: checkpoints have their digests.
     """
@@ -59,7 +59,7 @@ def _holds_this_run(run: RunFolder, config: dict) -> bool:
 
 
 def _name_other_places(run: RunFolder, config: dict) -> None:
-    """Says that an ended run had its data from elsewhere: what lies in these places now, nobody has looked at."""
+    """Warn where an ended run had its data from elsewhere: nobody has looked at what lies in these places now."""
     there = run.read("config.json")["dataset"]
     for name in fields.DATA_PATHS:
         if _place(there.get(name)) != _place(here := config["dataset"][name]):

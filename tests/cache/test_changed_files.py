@@ -15,7 +15,7 @@ from largebatch import untrusted
 
 
 def times_of(folder: Path, ns: int) -> None:
-    """As from an archive: all files have one time."""
+    """Give all files one time, as an archive does."""
     for path in folder.rglob("*"):
         os.utime(path, ns=(ns, ns))
 
@@ -28,7 +28,7 @@ class OwnImages:
 
     @classmethod
     def at(cls, path: str) -> "OwnImages":
-        """Those that are there."""
+        """Return the images that are there."""
         images = cls.__new__(cls)
         images.path = Path(path)
         return images
@@ -70,7 +70,7 @@ class LinkToImages(OwnImages):
 
 
 class LinkWithinImages(LinkToImages):
-    """The same with links for the classes."""
+    """A folder whose classes are links."""
 
     def __init__(self, root: Path):
         super().__init__(root)
@@ -210,7 +210,7 @@ def test_what_systems_leave_in_folders_makes_no_other_cache(name, small_config, 
 
 
 def test_a_note_of_older_code_means_that_the_files_are_listed(small_config, tmp_path):
-    """It has no stamp."""
+    """Such a note has no stamp."""
     images = OwnImages(tmp_path)
     config = configure(small_config, images, tmp_path / "caches")
     folder = augment.prepare_cache(config).folder

@@ -16,7 +16,7 @@ from largebatch.sources.scenes_source import PATTERNS
 
 @pytest.fixture(autouse=True)
 def settings_of_jax():
-    """Those that `find_target` changes are of this process."""
+    """Restore what `find_target` sets for this process."""
     yield
     jax.config.update("jax_enable_compilation_cache", True)
 

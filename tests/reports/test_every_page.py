@@ -96,7 +96,7 @@ def masks_and_depths(folder, cache, trained):
 
 
 def branches(folder, cache, trained):
-    """Of a real run; of written ones, whose interval has no end; and beside the knee of another study."""
+    """Branches of a real run; written ones, whose interval has no end; and beside them the knee of a study."""
     command = ["sweep.py", "--branch", trained, "--study", folder / "branches", "--branch_images", 256]
     done = run_script(*command, "--branch_steps", 6)
     assert done.returncode == 0, done.stderr
@@ -149,7 +149,7 @@ def write_events(run: Path, events) -> Path:
 
 
 def a_pod_with_lost_hosts(folder, cache, trained):
-    """Of two runs: one is done; the other lost hosts before its first validation, and was killed."""
+    """Two runs: one is done; the other lost hosts before its first validation, and was killed."""
     fields = {"slowest_host": 3, "slowest_host_ratio": 1.2}
     done = write_events(write_run(folder / "done", **fields), EVENTS)
     killed = write_events(write_run(folder / "killed", (), status="running"), EVENTS[:-1])
