@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import re
 import secrets
 from collections.abc import Collection, Iterator
@@ -66,7 +67,9 @@ def local_copy(path) -> Path:
     if not folder.exists():
         temporary = files.beside(copies / pointer.id)
         try:
-            Bucket(found.url, temporary / folder.name).pull()
+            copy = Bucket(found.url, temporary / folder.name)
+            copy.pull()
+            copy.date_back()
             temporary.rename(copies / pointer.id)
         except OSError as error:
             if not folder.exists():  # else another process was quicker
@@ -188,6 +191,13 @@ class Bucket:
             self._pointer, self._ids = now, [now.id]
         self._set_damaged_aside()
         self._write_state()
+
+    def date_back(self) -> None:
+        """Give the files that `pull` fetched the time at which the run was last copied to the bucket."""
+        with self._reached():
+            seconds = self._files.modified(self._at(POINTER)).timestamp()
+        for path in self.folder.rglob("*"):
+            os.utime(path, (seconds, seconds))
 
     def _download(self) -> None:
         for path in self._own_files():  # of an attempt before

@@ -1,6 +1,7 @@
 """Run folders in a bucket: whole wherever a copy ends, and never written by two."""
 
 import concurrent.futures
+import datetime
 import hashlib
 import io
 import json
@@ -24,7 +25,7 @@ from largebatch.buckets import bucket
 from largebatch.buckets.bucket import Bucket, Unreachable
 from largebatch.errors import UserError
 from largebatch.hosts import preemption
-from largebatch.runs import checkpoints, folder
+from largebatch.runs import checkpoints, folder, reader
 from largebatch.runs.best import best_checkpoint
 from largebatch.runs.display import Reporter
 
@@ -356,6 +357,15 @@ def test_readers_get_what_is_there_now(mine):
     assert check_whole(first) == [0]  # another process may read it
     with pytest.raises(UserError, match="memory://bucket/none: no run is there"):
         bucket.local_copy("memory://bucket/none")
+
+
+def test_a_copy_to_read_from_is_as_old_as_what_is_there(mine):
+    """A report says by its files when a run last gave a sign of life."""
+    stored = mine._files.store[mine._at("pointer.json")]
+    stored.modified = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=2)
+    copy = bucket.local_copy(URL)
+    assert reader.last_sign_of_life(copy) == "last sign of life 2.0 h ago"
+    assert check_whole(copy) == [0]
 
 
 def test_readers_that_come_at_once_get_the_same(mine):
