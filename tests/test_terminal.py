@@ -33,6 +33,18 @@ def test_a_run_shows_its_folder_and_headline(capsys):
     assert f"runs/{SHOWN}" in shown
 
 
+def test_a_long_run_says_how_long_by_its_second_call(capsys):
+    """The first one is slower than all others."""
+    for rates, said in [((1.0, 100.0, 10.0), "about 33 min of training, at 100 images/s\n"), ((1.0, 1e4), "")]:
+        reporter = Reporter(enabled=True)
+        with reporter:
+            reporter.start(100, 0, "")
+            capsys.readouterr()
+            for step, rate in enumerate(rates, 1):
+                reporter.at(step, rate, 200_000)
+        assert capsys.readouterr().out.strip() == said.strip()
+
+
 def test_a_study_shows_its_name_settings_and_errors(capsys):
     table = SweepTable(NAME, CLASSIFICATION, lambda: Counts(0, 0, 1), enabled=True)
     with table:

@@ -27,12 +27,7 @@ def find_split(cache_dir: str, split: str, recorded: dict) -> Dataset | None:
             dataset = read_split(cache, split)
     except DamagedCache as damage:
         log.warning("damaged cache: %s", damage)
-    except (
-        OSError,
-        ValueError,
-        ImportError,
-        BadSetting,
-    ):  # nothing there that this host can read; a path that is none
+    except (OSError, ValueError, ImportError, BadSetting):  # nothing there that this host can read, or no path
         pass
     on_every_host = all(map(json.loads, collectives.gather_text(json.dumps(dataset is not None))))
     return dataset if on_every_host else None

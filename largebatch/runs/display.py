@@ -6,7 +6,7 @@ from largebatch.errors import printable
 from largebatch.tasks.kinds import CLASSIFICATION, TaskKind
 from largebatch.terminal import Console, duration, four_digits
 
-LONG_RUN_SEC = 600  # a run that will train for longer says so after its first call
+LONG_RUN_SEC = 600  # a run that will train for longer says so once its speed is known
 SHOWN_SLOWNESS = 1.1  # of the slowest host, its time over the median of hosts
 
 
@@ -14,7 +14,7 @@ class Reporter:
     """What a person sees: a progress bar and a line per outer loop on a terminal, plain lines elsewhere."""
 
     def __init__(self, kind: TaskKind = CLASSIFICATION, *, enabled: bool):
-        self._kind, self._is_first_call = kind, True
+        self._kind, self._num_calls = kind, 0
         self._console = Console(enabled=enabled)
         self._bar = progress.Progress(
             progress.BarColumn(),
@@ -44,15 +44,17 @@ class Reporter:
         self._console.print(text, soft_wrap=True)
 
     def at(self, step: int, images_per_sec: float, images_left: int) -> None:
-        """Move the bar to update `step`; the first time, say how long a long run will take.
+        """Move the bar to update `step`; the second time, say how long a long run will take.
+
+        The first call is one update, which may be several times slower than later ones.
 
         Args:
           images_left: training images from here to the last update.
         """
         seconds_left = images_left / images_per_sec
-        if self._is_first_call and seconds_left > LONG_RUN_SEC:
+        self._num_calls += 1
+        if self._num_calls == 2 and seconds_left > LONG_RUN_SEC:
             self.line(f"about {duration(seconds_left)} of training, at {images_per_sec:,.0f} images/s")
-        self._is_first_call = False
         self._bar.update(self._task, completed=step, rate=f"{images_per_sec:,.0f} images/s")
 
     def row(self, row: dict, outer_steps: int) -> None:
