@@ -62,10 +62,10 @@ PLAIN = f"{ZIP} --config.model.name convnet --config.model.norm none"  # compile
 POD = {"--hosts 4": "--hosts 2", "--devices 8": "--devices 2"}
 
 
-def study(name: str, add: str = PLAIN) -> Row:
+def study(name: str, add: str = PLAIN, **others) -> Row:
     """The row of the studies with a space of configs/sweeps; `SPACES` has what stays of its grid."""
     pattern = f"*python sweep.py *--space configs/sweeps/{name}.py*"
-    return Row(pattern, f"{add} --config.dataset.image_size {'16' if 'scenes' in name else '8'}")
+    return Row(pattern, f"{add} --config.dataset.image_size {'16' if 'scenes' in name else '8'}", **others)
 
 
 def recipe(name: str, add: str = RECIPE) -> Row:
@@ -197,6 +197,7 @@ PODS = (
     Row("python -m largebatch.pod --elastic --hosts *", EUROSAT, {"--hosts 4": "--hosts 2"}),
     Row("python -m largebatch.pod --availability *", EUROSAT, {"--hosts 4": "--hosts 2"}),
 )
+EIGHT = "--xla_force_host_platform_device_count=8"
 SWEEPS = {
     "all_optimizers": study("all_optimizers"),
     "tuned_optimizers": study("tuned_optimizers", f"{PLAIN} {STEPS} {WARMUP}"),
@@ -208,7 +209,7 @@ SWEEPS = {
     "adascale": study("adascale"),
     "batch_growth": study("batch_growth"),
     "batch_schedules": study("batch_schedules"),
-    "local_sgd": study("local_sgd"),
+    "local_sgd": study("local_sgd", fill={EIGHT: f"'{EIGHT} --xla_backend_optimization_level=0'"}),
     "scenes_losses": study("scenes_losses", SCENES),
     "scenes_optimizers": study("scenes_optimizers", SCENES),
     "optimizers": study("optimizers", EUROSAT),
@@ -355,7 +356,7 @@ SPACES = {
     "adascale": {},
     "batch_growth": {},
     "batch_schedules": {},
-    "local_sgd": {"sync.every": [1, 4]},
+    "local_sgd": {"sync.mode": ["every_step", "post_local"], "sync.every": [1, 4]},
     "scenes_losses": {"task.mask_loss": ["cross_entropy", "dice"], "task.depth_loss": ["l1", "berhu"]},
     "scenes_optimizers": {RATES: [0.03]},
     "optimizers": {RATES: [0.003, 0.01]},

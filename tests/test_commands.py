@@ -222,6 +222,7 @@ def complaints(page: str, command: str, folder: Path, environment: dict[str, str
     print(f"{time.time() - started:6.1f} s  {line}", flush=True)
     wrong = [f"exit code {code}, not {row.code}"] if code != row.code else []
     wrong += ["a traceback"] if "Traceback" in output else []
+    wrong += ["failed trials"] if re.search(r"\d failed|  failed  ", output) else []  # sweep.py leaves with 0
     wrong += [f"it does not print {text!r}" for text in row.prints if text not in output]
     wrong += [f"it does not make {name}" for name in (*row.makes, *promised(line)) if not (folder / name).exists()]
     old = [name for name in row.makes if (folder / name).exists() and (folder / name).stat().st_mtime < started - 1]
