@@ -269,7 +269,7 @@ TRAINING = (
     Row("*--config.log.wandb *", AVERAGED, makes=("runs/tracked/wandb",)),
     Row("*--doctor", AVERAGED),
     Row("*--profile", f"{AVERAGED} --workdir runs/profiled", makes=("runs/profiled/profile",)),
-    Row("python evaluate.py runs/eurosat", prints=("validation split",)),
+    Row("python evaluate.py runs/eurosat", prints=("val split",)),
     Row("python evaluate.py runs/eurosat --split test --out test.csv"),
     Row("python evaluate.py runs/eurosat --images photos.zip"),
     Row("python evaluate.py runs/eurosat --split test --views*", prints=("accuracy",)),
@@ -359,7 +359,7 @@ SPACES = {
     "local_sgd": {"sync.mode": ["every_step", "post_local"], "sync.every": [1, 4]},
     "scenes_losses": {"task.mask_loss": ["cross_entropy", "dice"], "task.depth_loss": ["l1", "berhu"]},
     "scenes_optimizers": {RATES: [0.03]},
-    "optimizers": {RATES: [0.003, 0.01]},
+    "optimizers": {"optimizer.name": ["lamb", "sgd"], RATES: [0.003, 0.01]},
     "recipes": {},
 }
 # Is added to each of these files: the grid becomes small, the runs short.
