@@ -193,10 +193,9 @@ def prepare_cache(config, *, look_at_source: bool | None = None, to_train: bool 
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
-    cache_dir = epath.Path(expanded(config.augment.cache_dir, "augment.cache_dir"))
+    cache_dir, places = collectives.agreed(lambda: _places(config))
     request, split_file = _request(config)
     requests = [request, known.request_of_part(request, config.batch.virtual_shards)] if to_train else [request]
-    places = places_of(config.dataset, config.augment.cache_dir)
     cache, stamp = None, None if look_at_source is False else stamp_of(places)
     for asked in requests:
         if cache is None and not look_at_source:
@@ -210,6 +209,12 @@ def prepare_cache(config, *, look_at_source: bool | None = None, to_train: bool 
     if len(set(collectives.gather_text(json.dumps(content, sort_keys=True)))) > 1:
         raise UserError(f"dataset: hosts hold different data under {config.dataset.path or config.dataset.name!r}")
     return cache
+
+
+def _places(config) -> tuple[epath.Path, list[epath.Path]]:
+    """Return the folder of caches, and the folders and files that the data are read from."""
+    cache_dir = epath.Path(expanded(config.augment.cache_dir, "augment.cache_dir"))
+    return cache_dir, places_of(config.dataset, config.augment.cache_dir)
 
 
 def _request(config) -> tuple[dict, SplitFile | None]:
@@ -270,10 +275,10 @@ def estimate_cache(config) -> BuildEstimate | None:
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
-    cache_dir = epath.Path(expanded(config.augment.cache_dir, "augment.cache_dir"))
+    cache_dir, places = collectives.agreed(lambda: _places(config))
     request, split_file = _request(config)
     of_part = known.request_of_part(request, config.batch.virtual_shards)
-    stamp = stamp_of(places_of(config.dataset, config.augment.cache_dir))
+    stamp = stamp_of(places)
     if any(_known_on_all(config, cache_dir, asked, stamp) for asked in (request, of_part)):
         return None
     plan = _find_plan(config, cache_dir, split_file)

@@ -56,9 +56,10 @@ def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> 
     """
     for name in ("ids", "labels", "pixels"):
         if theirs.get(name, ours[name]) != ours[name]:  # older code had another digest of the pixels
+            decoded = ", or other libraries decode them" if name == "pixels" else ""
             raise UserError(
-                f"dataset: its {name} changed since the checkpoint was saved in {folder}; allowed: the images that "
-                "the run began with, or another --workdir"
+                f"dataset: its {name} changed since the checkpoint was saved in {folder}{decoded}; allowed: the "
+                "images that the run began with, or another --workdir"
             )
     if theirs.get("trace") != ours.get("trace"):
         raise UserError(f"batch.trace: {trace} changed since the checkpoint was saved")
