@@ -357,8 +357,8 @@ SPACES = {
     "batch_growth": {},
     "batch_schedules": {},
     "local_sgd": {"sync.mode": ["every_step", "post_local"], "sync.every": [1, 4]},
-    "scenes_losses": {"task.mask_loss": ["cross_entropy", "dice"], "task.depth_loss": ["l1", "berhu"]},
-    "scenes_optimizers": {RATES: [0.03]},
+    "scenes_losses": {"task.mask_loss": ["cross_entropy", "dice"], "task.depth_loss": ["l1"]},
+    "scenes_optimizers": {"optimizer.name": ["lamb", "adam"], RATES: [0.01]},
     "optimizers": {"optimizer.name": ["lamb", "sgd"], RATES: [0.003, 0.01]},
     "recipes": {},
 }
