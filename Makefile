@@ -26,7 +26,7 @@ test-full: $(VENV)/.dev  ## what `test` leaves out: pods, a fresh clone, Postgre
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m full $(ARGS)
 
 test-compilers: $(VENV)/.dev $(COMPILERS)/.done  ## three configs compiled for TPUs and a GPU, with what must be found if it is wrong
-	$(COMPILERS)/bin/python -m pytest -n 2 --dist worksteal -m compilers tests/hardware $(ARGS)
+	$(COMPILERS)/bin/python -m pytest -n 2 --dist worksteal -m compilers tests/hardware tests/test_commands.py $(ARGS)
 
 test-tpu: $(VENV)/.dev $(COMPILERS)/.done  ## every config compiled for TPUs; no TPU is needed
 	$(COMPILERS)/bin/python -m pytest tests/hardware -m "compilers or tpu" -k "not h200" $(ARGS)

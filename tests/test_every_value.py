@@ -25,6 +25,7 @@ SMALL = {
     "dataset.image_size": 8,
     "batch.size": 16,
     "batch.micro_batch_size": 4,
+    "model.conv": "lax",  # compiles in half the time of "dot", which has a case of its own
     "train.inner_steps": 1,
     "train.outer_steps": 1,
     "log.tensorboard": False,
