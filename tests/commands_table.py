@@ -168,7 +168,8 @@ EXPORT = (
 )
 HARDWARE = (
     Row(". .venv/compilers/bin/activate", skip="the environment that `make compilers` makes"),
-    Row("python train.py *--compile_for v3:*", needs="v3:4x4"),
+    Row("python train.py *eurosat_v3_32.py --compile_for v3:*", needs="v3:4x4"),
+    Row("python train.py *scenes_30m.py --compile_for v3:*", "--config.model.name resunet_tiny", needs="v3:2x2"),
     Row("python train.py *--compile_for h200:8", needs="h200"),
 )
 MAPS = (
