@@ -12,7 +12,7 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 # make hands what stands behind it to every program, and launch/slurm.sbatch would take that PYTHON.
 unexport PYTHON VENV ARGS DATA
 
-.PHONY: train compilers test test-full test-compilers test-tpu test-gpu test-postgres lint bench faults results
+.PHONY: train compilers test test-full test-commands test-compilers test-tpu test-gpu test-postgres lint bench faults results
 
 train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosat.py ..." for anything else
 	$(BIN)/python train.py $(ARGS)
@@ -27,6 +27,9 @@ test-full: $(VENV)/.dev  ## what `test` leaves out: pods, a fresh clone, Postgre
 
 test-compilers: $(VENV)/.dev $(COMPILERS)/.done  ## three configs compiled for TPUs and a GPU, with what must be found if it is wrong
 	$(COMPILERS)/bin/python -m pytest -n 2 --dist worksteal -m compilers tests/hardware tests/test_commands.py $(ARGS)
+
+test-commands: $(VENV)/.dev  ## every command of the pages and of docstrings, on few small images; a quarter of an hour
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "full or commands" tests/test_commands.py $(ARGS)
 
 test-tpu: $(VENV)/.dev $(COMPILERS)/.done  ## every config compiled for TPUs; no TPU is needed
 	$(COMPILERS)/bin/python -m pytest tests/hardware -m "compilers or tpu" -k "not h200" $(ARGS)

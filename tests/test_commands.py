@@ -72,6 +72,9 @@ def commands_of(page: str) -> list[str]:
     return [command for command in dict.fromkeys(" ".join(line.split()) for line in lines) if command]
 
 
+LONG = ("docs/results.md",)  # whose studies take minutes; with the commands of docstrings in `make test-commands`
+
+
 def matches(row: Row, command: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, row.pattern.split("*"))), command) is not None
 
@@ -274,9 +277,14 @@ def test_commands_for_devices_that_are_not_here_run(page, row, reader, tmp_path)
     fail_by([line for command in commands for line in complaints(page, command, reader, environment)])
 
 
-@pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.commands if page.endswith(".py") or page in LONG else pytest.mark.full)
+        for page in PAGES
+    ],
+)
 def test_every_command_runs(page, reader, tmp_path):
     folder = tmp_path / "project"
     shutil.copytree(reader, folder, symlinks=True)

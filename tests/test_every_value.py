@@ -77,11 +77,14 @@ def named_values() -> dict[str, list]:
 
 
 def single_cases() -> dict[str, dict]:
-    """For each named value a config, as fields beside the default's; the ones that are SMALL itself once."""
+    """For each named value a config, as fields beside the default's; the ones that are SMALL itself once.
+
+    Values of SHAPING are left out: each is in several configs of the covering array.
+    """
     cases, small = {}, flatten(default.get_config().to_dict()) | SMALL
     for field, values in named_values().items():
         for value in values:
-            if (field, value) in NOT_HERE:
+            if (field, value) in NOT_HERE or value in SHAPING.get(field, ()):
                 continue
             fields = SMALL | BESIDE.get(field, {}).get(value, {}) | {field: value}
             changed = {name: other for name, other in fields.items() if other != small[name]}
