@@ -18,7 +18,7 @@ def stamp_of(places: list[epath.Path]) -> str | None:
     Links are followed, and what is hidden is left out, as where these files are listed. Times are in ns, but in a
     bucket in seconds.
 
-    This takes one `stat` a file, 11 us on a local disk: 0.3 s for 27,000 files, 2.2 s for 200,000. On a network
+    This takes one `stat` a file, 4 us on a local disk: 0.11 s for 27,000 files. On a network
     disk it takes as long as that answers so many.
 
     Args:
