@@ -108,7 +108,7 @@ def run_outer_loops(
         try:
             for call in trainer.finish_outer_loop():
                 watch.after_call(call.seconds)
-                report.at(trainer.schedule_step, call.examples / call.seconds, trainer.examples_left)
+                report.at(trainer.schedule_step, call.examples, call.seconds, trainer.examples_left)
                 progress.note_training()
                 if not trainer.at_validation:
                     progress.save_if_due()

@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pytest
 from conftest import ROOT
 
 from largebatch import terminal
@@ -33,16 +34,25 @@ def test_a_run_shows_its_folder_and_headline(capsys):
     assert f"runs/{SHOWN}" in shown
 
 
-def test_a_long_run_says_how_long_by_its_second_call(capsys):
-    """The first one is slower than all others."""
-    for rates, said in [((1.0, 100.0, 10.0), "about 33 min of training, at 100 images/s\n"), ((1.0, 1e4), "")]:
-        reporter = Reporter(enabled=True)
-        with reporter:
-            reporter.start(100, 0, "")
-            capsys.readouterr()
-            for step, rate in enumerate(rates, 1):
-                reporter.at(step, rate, 200_000)
-        assert capsys.readouterr().out.strip() == said.strip()
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        (
+            [(1, 1.0), (100, 1.0), (10, 1.0)],
+            "about 33 min of training, at 100 images/s",
+        ),  # the first update is slow
+        ([(100, 10.0), (100, 1.0)], "about 5.6 h of training, at 10 images/s"),  # and so is the network
+        ([(1, 1.0), (10_000, 1.0), (1, 1.0)], ""),
+    ],
+)
+def test_a_long_run_says_once_how_long_it_takes(calls, said, capsys):
+    reporter = Reporter(enabled=True)
+    with reporter:
+        reporter.start(100, 0, "")
+        capsys.readouterr()
+        for step, (images, seconds) in enumerate(calls, 1):
+            reporter.at(step, images, seconds, 200_000)
+    assert capsys.readouterr().out.strip() == said
 
 
 def test_a_study_shows_its_name_settings_and_errors(capsys):

@@ -7,6 +7,7 @@ from largebatch.tasks.kinds import CLASSIFICATION, TaskKind
 from largebatch.terminal import Console, duration, four_digits
 
 LONG_RUN_SEC = 600  # a run that will train for longer says so once its speed is known
+SLOW_CALL_SEC = 5  # beside which what the first update does once takes no time
 SHOWN_SLOWNESS = 1.1  # of the slowest host, its time over the median of hosts
 
 
@@ -14,7 +15,7 @@ class Reporter:
     """What a person sees: a progress bar and a line per outer loop on a terminal, plain lines elsewhere."""
 
     def __init__(self, kind: TaskKind = CLASSIFICATION, *, enabled: bool):
-        self._kind, self._num_calls = kind, 0
+        self._kind, self._num_calls, self._knows_speed = kind, 0, False
         self._console = Console(enabled=enabled)
         self._bar = progress.Progress(
             progress.BarColumn(),
@@ -43,18 +44,23 @@ class Reporter:
         """Prints one line above the bar."""
         self._console.print(text, soft_wrap=True)
 
-    def at(self, step: int, images_per_sec: float, images_left: int) -> None:
-        """Move the bar to update `step`; the second time, say how long a long run will take.
+    def at(self, step: int, images: int, seconds: float, images_left: int) -> None:
+        """Move the bar to update `step`, and say once how long a long run will take.
 
-        The first call is one update, which may be several times slower than later ones.
+        The first call is a single update, which may be several times slower than later ones. It tells the speed
+        only if it takes long.
 
         Args:
+          images, seconds: of the call of the compiled loop that has just ended.
           images_left: training images from here to the last update.
         """
+        images_per_sec = images / seconds
         seconds_left = images_left / images_per_sec
+        if not self._knows_speed and (self._num_calls or seconds > SLOW_CALL_SEC):
+            self._knows_speed = True
+            if seconds_left > LONG_RUN_SEC:
+                self.line(f"about {duration(seconds_left)} of training, at {images_per_sec:,.0f} images/s")
         self._num_calls += 1
-        if self._num_calls == 2 and seconds_left > LONG_RUN_SEC:
-            self.line(f"about {duration(seconds_left)} of training, at {images_per_sec:,.0f} images/s")
         self._bar.update(self._task, completed=step, rate=f"{images_per_sec:,.0f} images/s")
 
     def row(self, row: dict, outer_steps: int) -> None:

@@ -61,9 +61,9 @@ class TrialReporter(Reporter):
             earlier_rows = read_run(self._study.folder_of(self._spec)).rows if self._claimed else []
             self._report_to_queue(earlier_rows)
 
-    def at(self, step: int, images_per_sec: float, images_left: int) -> None:
+    def at(self, step: int, images: int, seconds: float, images_left: int) -> None:
         """Move the trial's bar to update `step`."""
-        self._table.at(self._spec.name, step, images_per_sec)
+        self._table.at(self._spec.name, step, images / seconds)
 
     def row(self, row: dict, outer_steps: int) -> None:
         """Shows a validation and asks the pruner. The last validation ends the run anyway.
