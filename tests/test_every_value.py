@@ -77,7 +77,7 @@ def named_values() -> dict[str, list]:
 
 
 def single_cases() -> dict[str, dict]:
-    """For each named value a config, as fields beside the default's; the ones that are SMALL itself once.
+    """For each named value a config, as fields beside the default's; each config once.
 
     Values of SHAPING are left out: each is in several configs of the covering array.
     """
@@ -89,7 +89,8 @@ def single_cases() -> dict[str, dict]:
             fields = SMALL | BESIDE.get(field, {}).get(value, {}) | {field: value}
             changed = {name: other for name, other in fields.items() if other != small[name]}
             name = f"{field}={value}" if changed else "as it is"
-            cases[name] = fields
+            if fields not in cases.values():
+                cases[name] = fields
     return cases
 
 
