@@ -124,6 +124,7 @@ class Cache:
         self._open_file = functools.cache(self._open_file_once)
         self._digests = functools.cache(lambda split: self.small_array(f"{split}_digests"))
         self._rows_of_part = functools.cache(lambda: self.small_array("train_rows"))
+        self._class_counts = functools.cache(self._count_classes)
 
     @property
     def class_names(self) -> list[str]:
@@ -159,6 +160,13 @@ class Cache:
         pixels = "".join(self.manifest["pixels"][split] for split in SPLITS)
         kept["pixels"] = hashlib.sha256(pixels.encode()).hexdigest()
         return kept
+
+    def class_counts(self) -> np.ndarray:
+        """Return the number of training images of each class, read once: runs of a study say it each time."""
+        return self._class_counts()
+
+    def _count_classes(self) -> np.ndarray:
+        return np.bincount(self.small_array("train_labels"), minlength=len(self.class_names))
 
     def rows_here(self, split: str) -> np.ndarray:
         """The originals of a split whose images are here, ascending."""
