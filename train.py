@@ -271,7 +271,7 @@ def what_is_learned(cache: Cache) -> str:
     targets = cache.targets
     texts = list(map(printable, targets.classes or cache.class_names))
     if not targets.planes:
-        texts = [f"{text} {count:,}" for text, count in zip(texts, cache.class_counts(), strict=True)]
+        texts = [f"{text} {count:,}" for text, count in zip(texts, cache.class_counts, strict=True)]
     more = f" and {len(texts) - SHOWN_CLASSES} more" if len(texts) > SHOWN_CLASSES else ""
     classes = f"{len(texts)} classes: {', '.join(texts[:SHOWN_CLASSES])}{more}"
     if not targets.planes:

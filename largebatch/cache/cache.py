@@ -124,7 +124,6 @@ class Cache:
         self._open_file = functools.cache(self._open_file_once)
         self._digests = functools.cache(lambda split: self.small_array(f"{split}_digests"))
         self._rows_of_part = functools.cache(lambda: self.small_array("train_rows"))
-        self._class_counts = functools.cache(self._count_classes)
 
     @property
     def class_names(self) -> list[str]:
@@ -161,11 +160,9 @@ class Cache:
         kept["pixels"] = hashlib.sha256(pixels.encode()).hexdigest()
         return kept
 
+    @functools.cached_property
     def class_counts(self) -> np.ndarray:
-        """Return the number of training images of each class, read once: runs of a study say it each time."""
-        return self._class_counts()
-
-    def _count_classes(self) -> np.ndarray:
+        """Training images of each class, int64 [classes]. Kept, since every run of a study names them."""
         return np.bincount(self.small_array("train_labels"), minlength=len(self.class_names))
 
     def rows_here(self, split: str) -> np.ndarray:
