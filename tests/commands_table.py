@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Row:
-    """How the commands run that a pattern matches.
+    """The way in which commands that match a pattern run.
 
     Attributes:
       pattern: the command without its comment; `*` stands for anything.

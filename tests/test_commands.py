@@ -108,7 +108,7 @@ def repeats(page: str, command: str) -> bool:
 
 
 def promised(line: str) -> list[str]:
-    """What the arguments of a command say that it writes."""
+    """Return the files and folders that a command writes by its arguments."""
     named = re.findall(rf"--({'|'.join(WRITTEN)}) (\S+)", line)
     return [str(Path(path) / file) for flag, path in named for file in WRITTEN[flag]]
 
@@ -128,7 +128,7 @@ def image_bytes(rng: np.random.Generator, suffix: str) -> bytes:
 
 
 def write_zip(path: Path, folders: list[str], each: int, suffix: str = ".jpg") -> list[str]:
-    """Random images as Class/Class_N in each folder; returns their names."""
+    """Write random images as Class/Class_N into each folder, and return their names."""
     rng, names = np.random.default_rng(0), []
     with zipfile.ZipFile(path, "w") as archive:
         for folder in folders:
@@ -164,7 +164,7 @@ def write_data(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def reader(tmp_path_factory) -> Path:
-    """What a reader has before the first command: the project, an environment, images."""
+    """A folder as a reader has it before the first command: the project, an environment, images."""
     folder = tmp_path_factory.mktemp("reader") / "project"
     names = subprocess.check_output(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True
@@ -195,7 +195,7 @@ def environment_of(home: Path) -> dict[str, str]:
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output of a command line; what it leaves running is killed."""
+    """Run a command line, kill what it leaves running, and return its exit code and output."""
     process = subprocess.Popen(
         ["bash", "-c", f". .venv/bin/activate\n{command}"],
         cwd=folder,
@@ -218,7 +218,7 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> tuple[int, s
 
 
 def complaints(page: str, command: str, folder: Path, environment: dict[str, str]) -> list[str]:
-    """What is wrong with what a command did, each beginning with the command."""
+    """Run a command and return what is wrong with what it did."""
     row, line = shortened(page, command)
     started = time.time()
     code, output = run(line, folder, environment)
@@ -234,7 +234,7 @@ def complaints(page: str, command: str, folder: Path, environment: dict[str, str
 
 
 def fail_by(wrong: list[str]) -> None:
-    """Fails with what is wrong, and without lines of this file."""
+    """Fail with what is wrong, and without lines of this file."""
     if wrong:
         pytest.fail("\n\n".join([f"{len(wrong)} commands", *wrong]), pytrace=False)
 

@@ -204,7 +204,7 @@ def test_masks_with_unlabelled_pixels_are_refused_and_leave_no_cache(own, tmp_pa
 
 @pytest.mark.full
 def test_train_takes_what_is_there_and_says_so(own, tmp_path):
-    """Trained, moved between classes, trained again, and with the folder gone."""
+    """Images are moved between classes after a run, and then all are removed."""
     images = OwnImages.at(own.dataset.path)
 
     def trained(workdir, path=images.path):

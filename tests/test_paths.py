@@ -43,7 +43,7 @@ def calls_of(path, name: str) -> list[ast.Call]:
 
 
 def test_every_flag_that_names_a_file_or_folder_expands_it():
-    """By their help: one that speaks of a file or folder is defined by `path_flag`, or has its type."""
+    """A flag whose help speaks of a file or folder is defined by `path_flag`, or has its type."""
     for path in ROOT.glob("*.py"):
         for call in calls_of(path, "DEFINE_string"):
             name, help_text = call.args[0].value, ast.unparse(call.args[2])

@@ -21,7 +21,7 @@ from largebatch.sources.split import split_indices
 
 
 def test_make_keeps_its_variables_to_itself(tmp_path):
-    """With PYTHON in its environment a job of Slurm would run by it."""
+    """A job of Slurm that finds PYTHON in its environment would run by it."""
     for name in (".run", ".dev"):
         (tmp_path / name).touch()
     (tmp_path / "bin").mkdir()

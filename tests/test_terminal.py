@@ -80,7 +80,7 @@ def test_predictions_and_findings_show_classes_and_folders(capsys):
 
 
 def test_only_the_terminal_makes_a_console():
-    """Any other would take brackets for markup."""
+    """A console made elsewhere would take brackets for markup."""
     pattern = re.compile(r"rich\.console|rich import .*\bconsole\b|rich import print|from_markup")
     files = [*ROOT.glob("*.py"), *ROOT.glob("largebatch/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
     assert [path.name for path in files if pattern.search(path.read_text())] == ["terminal.py"]

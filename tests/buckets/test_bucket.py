@@ -34,7 +34,7 @@ URL = "memory://bucket/run"
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path, monkeypatch):
-    """This machine's copies are in a folder of the test; memory:// is empty.
+    """Put this machine's copies into a folder of the test, and empty memory://.
 
     Each reader opens a file of its own there, as in any bucket: fsspec's have one position in it for all.
     """

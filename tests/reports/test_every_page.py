@@ -162,7 +162,7 @@ def a_pod_that_never_validated(folder, cache, trained):
 
 
 def odd_names(folder, cache, trained):
-    """Columns by classes of one's own, and one that is called as a panel is."""
+    """A run with columns of classes of one's own, and with one that is called as a panel is."""
     fields = {"val_iou_Sea/Lake 'ice' \"old\"": 0.5, "val_iou_]": 0.4, "time": 1.0}
     title = "Intersection over union of Sea/Lake 'ice' \"old\""
     return Case([write_run(folder / "run", **fields)], {title, *CURVES, SPENT}, {"Runs"})

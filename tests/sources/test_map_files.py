@@ -186,7 +186,7 @@ def with_palette_as_depth(root):
 
 
 def with_void(mask):
-    """Its first row is not labelled."""
+    """Return the mask with a first row that is not labelled."""
     return np.concatenate([np.full_like(mask[:1], 255), mask[1:]])
 
 
