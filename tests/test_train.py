@@ -395,7 +395,7 @@ def test_a_signal_saves_and_a_start_goes_on(number, code, tmp_path, session_cach
             if line.startswith("outer ") and int(line.split()[1].split("/")[0]) >= reached + 2:
                 break
         (how_long,) = (number for number, line in enumerate(lines) if " of training, at " in line)
-        assert re.fullmatch(r"about [\d.]+ h of training, at [\d,]+ images/s\n", lines[how_long])
+        assert re.fullmatch(r"about [\d.]+ (min|h) of training, at [\d,]+ images/s\n", lines[how_long])
         assert lines[how_long + 1].startswith("outer ")  # the first row comes after it
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
