@@ -221,6 +221,7 @@ def describe_run(experiment: Experiment, plain_config: dict) -> RunDescription:
     data = {
         **experiment.cache.identity(),
         "order_version": batching.ORDER_VERSION,
+        "network_version": models.NETWORK_VERSION,
         "virtual_shards": experiment.setup.program.sharding.num_shards,
     }
     trace = plain_config["batch"]["trace"]

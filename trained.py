@@ -15,7 +15,7 @@ from largebatch.errors import UserError
 from largebatch.exports import contents
 from largebatch.exports.folder import is_export
 from largebatch.hosts import collectives
-from largebatch.runs import checkpoints
+from largebatch.runs import checkpoints, provenance
 from largebatch.runs.best import BestCheckpoint, arrays_of, best_checkpoint
 from largebatch.tasks.planes import PixelTargets
 
@@ -78,6 +78,7 @@ def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> Train
     read = contents.read if exported else best_checkpoint
     best = collectives.agreed(lambda: read(path), collectives.is_primary()) or BestCheckpoint({}, {})
     about = collectives.json_from_primary(best.description)
+    provenance.refuse_other_network(about["data"], model.NETWORK_VERSION, path)
     config = default.get_config()
     try:
         with config.unlocked():

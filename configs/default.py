@@ -69,7 +69,8 @@ def get_config() -> config_dict.ConfigDict:
     # Of the arithmetic; parameters stay float32: float32 | bfloat16 | auto: bfloat16 on TPUs, GPUs and CPUs with
     # AVX512_BF16 or AMX, else float32. A run or study keeps the one that it began with.
     c.model.dtype = "float32"
-    # Convolution: dot (slices and one matrix product) | lax | lax_padded | auto: dot on CPU, else lax.
+    # Convolution: dot (slices and one matrix product) | lax | lax_blocks (lax, with a first layer for tensor cores)
+    # | auto: dot on CPUs, lax_blocks on GPUs, else lax.
     c.model.conv = "auto"
     # Normalisation: none | batch (statistics of each micro-batch) | group | auto: none (convnets), group (others).
     c.model.norm = "auto"

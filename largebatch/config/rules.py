@@ -129,7 +129,7 @@ RULES: dict[str, Rule] = {
     "task.depth_weight": _POSITIVE,
     "model.name": _TEXT,  # `rules` has the networks
     "model.dtype": _one_of("auto", "float32", "bfloat16"),
-    "model.conv": _one_of("auto", "dot", "lax", "lax_padded"),
+    "model.conv": _one_of("auto", "dot", "lax", "lax_blocks"),
     "model.norm": _one_of("auto", "none", "batch", "group"),
     "model.norm_decay": _FRACTION,
     "model.stem": _one_of("conv", "whitened"),

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+TENSOR_CORE_CHANNELS = 8  # a multiple of which cuDNN wants of 16-bit numbers
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def conv_as_dot(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """A "SAME" convolution as strided slices, one concatenate and one matrix product; for CPUs.
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def conv_as_dot(x: jax.Array, kernel: jax.Array, stride: int, padding: int) -> jax.Array:
+    """Convolve by strided slices, one concatenate and one matrix product; for CPUs.
 
     Gradients of `lax.conv` inside a loop miss XLA's fast path on CPU (about 50x slower: jax issue 12868);
     matrix products do not. With bfloat16 operands all three products (output and both gradients) stay in
@@ -19,26 +21,27 @@ def conv_as_dot(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
 
     Args:
       x: [N, H, W, C]; its dtype is that of the arithmetic.
-      kernel: float32 [KH, KW, C, C_out]; its gradient is not rounded.
+      kernel: float32 [K, K, C, C_out]; its gradient is not rounded.
+      padding: rows and columns of zeros on each side of x.
     Returns:
-      float32 [N, ceil(H / stride), ceil(W / stride), C_out].
+      float32 [N, OH, OW, C_out], sizes as `output_size` gives them.
     """
-    return _conv_as_dot_forward(x, kernel, stride)[0]
+    return _conv_as_dot_forward(x, kernel, stride, padding)[0]
 
 
-def _conv_as_dot_forward(x, kernel, stride):
-    height, width, channels, features = kernel.shape
-    patches = _from_bits(extract_patches(_bits(x), height, width, stride), x.dtype)
+def _conv_as_dot_forward(x, kernel, stride, padding):
+    size, _, channels, features = kernel.shape
+    patches = _from_bits(extract_patches(_bits(x), size, stride, padding), x.dtype)
     out_shape = (*patches.shape[:3], features)
-    patches = patches.reshape(-1, height * width * channels)
+    patches = patches.reshape(-1, size**2 * channels)
     kernel = kernel.astype(x.dtype)
     out = _dot(patches, kernel.reshape(-1, features), 0).reshape(out_shape)
     return out, (patches, kernel, x[:0])  # of x, the backward pass needs but shape and dtype
 
 
-def _conv_as_dot_backward(stride, residuals, grad):
+def _conv_as_dot_backward(stride, padding, residuals, grad):
     patches, kernel, no_x = residuals
-    height, width, _, features = kernel.shape
+    features = kernel.shape[-1]
     rows = grad.reshape(-1, features).astype(kernel.dtype)
     if patches.shape[1] < 32:  # a first layer: its product is too small to pay for a transposition
         kernel_grad = patches.astype(jnp.float32).T @ rows.astype(jnp.float32)
@@ -49,7 +52,7 @@ def _conv_as_dot_backward(stride, residuals, grad):
         kernel_grad = lax.optimization_barrier(_dot(columns, patches, 0)).T
     patches_grad = _dot(rows, kernel.reshape(-1, features), 1).reshape(*grad.shape[:3], -1)
     add_up = jax.linear_transpose(
-        functools.partial(extract_patches, height=height, width=width, stride=stride),
+        functools.partial(extract_patches, size=len(kernel), stride=stride, padding=padding),
         jax.ShapeDtypeStruct((len(grad), *no_x.shape[1:]), jnp.float32),
     )
     (x_grad,) = add_up(patches_grad)
@@ -59,23 +62,29 @@ def _conv_as_dot_backward(stride, residuals, grad):
 conv_as_dot.defvjp(_conv_as_dot_forward, _conv_as_dot_backward)
 
 
-def extract_patches(x, height: int, width: int, stride: int):
-    """[N, H, W, C] -> [N, OH, OW, height * width * C]: what each output of a "SAME" convolution sees."""
-    n, in_height, in_width, channels = x.shape
-    (out_height, *pad_height) = _same_padding(in_height, height, stride)
-    (out_width, *pad_width) = _same_padding(in_width, width, stride)
-    x = jnp.pad(x, ((0, 0), pad_height, pad_width, (0, 0)))
+def extract_patches(x, size: int, stride: int, padding: int):
+    """Return what each output of a convolution sees: [N, H, W, C] -> [N, OH, OW, size * size * C]."""
+    n, height, width, channels = x.shape
+    out_height, out_width = (output_size(length, size, stride, padding) for length in (height, width))
+    row_end, column_end = ((out - 1) * stride + 1 for out in (out_height, out_width))
+    # What no output sees behind the image is neither padded nor kept.
+    behind = [end - 1 + size - length - padding for end, length in ((row_end, height), (column_end, width))]
+    pads = [(0, 0, 0), *((padding, high, 0) for high in behind), (0, 0, 0)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), pads)
     taps = [
-        lax.slice(
-            x,
-            (0, i, j, 0),
-            (n, i + (out_height - 1) * stride + 1, j + (out_width - 1) * stride + 1, channels),
-            (1, stride, stride, 1),
-        )
-        for i in range(height)
-        for j in range(width)
+        lax.slice(x, (0, i, j, 0), (n, i + row_end, j + column_end, channels), (1, stride, stride, 1))
+        for i in range(size)
+        for j in range(size)
     ]
     return jnp.concatenate(taps, axis=-1)
+
+
+def output_size(length: int, size: int, stride: int, padding: int) -> int:
+    """Return how many outputs a convolution or pooling has along an axis.
+
+    For an odd kernel padded by size // 2 that is ceil(length / stride).
+    """
+    return (length + 2 * padding - size) // stride + 1
 
 
 def _dot(rows, matrix, contracted: int):
@@ -93,39 +102,54 @@ def _from_bits(x, dtype):
     return lax.bitcast_convert_type(x, dtype)
 
 
-def conv_lax(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """The same convolution by `lax.conv_general_dilated`, in and out in the dtype of x."""
-    kernel = kernel.astype(x.dtype)
-    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def conv_lax(x: jax.Array, kernel: jax.Array, stride: int, padding: int) -> jax.Array:
+    """Convolve by `lax.conv_general_dilated`, in and out in the dtype of x; see `conv_as_dot`."""
+    kernel, pads = kernel.astype(x.dtype), [(padding, padding)] * 2
+    return lax.conv_general_dilated(x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def conv_lax_padded(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
-    """`conv_lax` with fewer than 8 input channels padded to 8 by zeros, as tensor cores want them.
+def conv_lax_blocks(x: jax.Array, kernel: jax.Array, stride: int, padding: int) -> jax.Array:
+    """Convolve as `conv_lax` does, but over blocks of pixels where channels do not fill tensor cores; for GPUs.
 
-    On GPU, XLA does so by itself for float16 but not for bfloat16. Not measured yet: `bench.py step` on a
-    GPU times it beside "lax".
+    cuDNN has no tensor-core kernel for 3 channels of bfloat16, and XLA pads channels for float16 alone: as it is, a
+    first layer took 54 of the 153 ms of a full-batch update (docs/hardware.md). So blocks of stride x stride pixels
+    become pixels with stride^2 times the channels, padded to a multiple of TENSOR_CORE_CHANNELS by zeros, and the
+    kernel a smaller one of stride 1. The sums are the same, in another order.
     """
-    missing = max(0, 8 - x.shape[-1])
+    size, _, channels, features = kernel.shape
+    if channels % TENSOR_CORE_CHANNELS == 0:
+        return conv_lax(x, kernel, stride, padding)
+    blocks = -(-size // stride)  # of a side of the kernel
+    outputs = [output_size(length, size, stride, padding) for length in x.shape[1:3]]
+    behind = [
+        (out - 1 + blocks) * stride - length - padding for out, length in zip(outputs, x.shape[1:3], strict=True)
+    ]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((padding, high, 0) for high in behind), (0, 0, 0)])
+    larger = blocks * stride - size
+    kernel = jnp.pad(kernel, ((0, larger), (0, larger), (0, 0), (0, 0)))
+    x = x.reshape(len(x), -1, stride, x.shape[2] // stride, stride, channels).transpose(0, 1, 3, 2, 4, 5)
+    kernel = kernel.reshape(blocks, stride, blocks, stride, channels, features).transpose(0, 2, 1, 3, 4, 5)
+    x, kernel = x.reshape(*x.shape[:3], -1), kernel.reshape(blocks, blocks, -1, features)
+    missing = -x.shape[-1] % TENSOR_CORE_CHANNELS
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing)))
-    return conv_lax(x, jnp.pad(kernel, ((0, 0), (0, 0), (0, missing), (0, 0))), stride)
+    return conv_lax(x, jnp.pad(kernel, ((0, 0), (0, 0), (0, missing), (0, 0))), 1, 0)
 
 
-CONVS = {"dot": conv_as_dot, "lax": conv_lax, "lax_padded": conv_lax_padded}
-
-
-def _same_padding(size: int, kernel: int, stride: int) -> tuple[int, int, int]:
-    """Output size and the padding before and after, as XLA's "SAME"."""
-    out = -(-size // stride)
-    total = max((out - 1) * stride + kernel - size, 0)
-    return out, total // 2, total - total // 2
+CONVS = {"dot": conv_as_dot, "lax": conv_lax, "lax_blocks": conv_lax_blocks}
 
 
 class Conv(nn.Module):
-    """A square convolution with "SAME" padding; its parameters are those of `nn.Conv`."""
+    """A square convolution; its parameters are those of `nn.Conv`.
+
+    By default the image is padded by kernel_size // 2 on every side, as in PyTorch, so an odd kernel gives
+    ceil(size / stride) outputs. cuDNN pads both sides alike: for XLA's "SAME", which pads one side more where sizes
+    are even, each activation would be copied into a larger array first.
+    """
 
     features: int
     kernel_size: int = 3
     stride: int = 1
+    padding: int | None = None  # None for kernel_size // 2
     use_bias: bool = True
     dtype: jnp.dtype = jnp.float32
     implementation: str = "lax"
@@ -134,7 +158,8 @@ class Conv(nn.Module):
     def __call__(self, x):
         shape = (self.kernel_size, self.kernel_size, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        x = CONVS[self.implementation](x.astype(self.dtype), kernel, self.stride)
+        padding = self.kernel_size // 2 if self.padding is None else self.padding
+        x = CONVS[self.implementation](x.astype(self.dtype), kernel, self.stride, padding)
         if self.use_bias:
             x += self.param("bias", nn.initializers.zeros, (self.features,)).astype(x.dtype)
         return x

@@ -5,6 +5,7 @@ gives float32, in which elementwise work is faster on CPUs (LOG.md), "lax" the n
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -84,6 +85,14 @@ class NoNorm(nn.Module):
 NORMS = {"none": NoNorm, "batch": BatchNorm, "group": GroupNorm}
 
 
+class Patches(NamedTuple):
+    """Which squares of an image a convolution looks at, in pixels."""
+
+    size: int
+    stride: int
+    padding: int
+
+
 class WhitenedPatches(nn.Module):
     """A frozen convolution after which the training images' patches have the identity as covariance.
 
@@ -91,20 +100,22 @@ class WhitenedPatches(nn.Module):
     your ResNet"; Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU").
     """
 
-    size: int
-    stride: int
+    patches: Patches
     dtype: jnp.dtype
     implementation: str
 
     @nn.compact
     def __call__(self, x):
-        features = self.size**2 * x.shape[-1]
-        kernel = self.variable(FROZEN, "kernel", jnp.zeros, (self.size, self.size, x.shape[-1], features))
-        return CONVS[self.implementation](x.astype(self.dtype), kernel.value, self.stride)
+        size, stride, padding = self.patches
+        shape = (size, size, x.shape[-1], size**2 * x.shape[-1])
+        kernel = self.variable(FROZEN, "kernel", jnp.zeros, shape)
+        return CONVS[self.implementation](x.astype(self.dtype), kernel.value, stride, padding)
 
 
-def whitening_kernel(images: np.ndarray, size: int, stride: int, epsilon: float) -> np.ndarray:
-    """The kernel of `WhitenedPatches`: eigenvectors of the patches' covariance over the roots of its eigenvalues.
+def whitening_kernel(images: np.ndarray, patches: Patches, epsilon: float) -> np.ndarray:
+    """Return the kernel of `WhitenedPatches`, from the patches that no padding is in.
+
+    It is made of the eigenvectors of their covariance, each over the root of its eigenvalue.
 
     Args:
       images: float32 [N, H, W, C], normalised as for the network.
@@ -112,13 +123,14 @@ def whitening_kernel(images: np.ndarray, size: int, stride: int, epsilon: float)
     Returns:
       float32 [size, size, C, size * size * C]; filters in the order of falling eigenvalues.
     """
-    border = -(-(size - 1) // stride)  # within it a patch holds padding
+    size, stride, padding = patches
+    first = -padding % stride  # row and column of the first patch without padding
     total, count = 0.0, 0
     for begin in range(0, len(images), 128):
-        patches = np.asarray(extract_patches(jnp.asarray(images[begin : begin + 128]), size, size, stride))
-        patches = patches[:, border:-border, border:-border].reshape(-1, patches.shape[-1])
-        patches = np.concatenate([patches, np.ones_like(patches[:, :1])], axis=1).astype(np.float64)
-        total, count = total + patches.T @ patches, count + len(patches)
+        inside = jnp.asarray(images[begin : begin + 128, first:, first:])
+        rows = np.asarray(extract_patches(inside, size, stride, 0)).reshape(-1, size**2 * images.shape[-1])
+        rows = np.concatenate([rows, np.ones_like(rows[:, :1])], axis=1).astype(np.float64)
+        total, count = total + rows.T @ rows, count + len(rows)
     moments = total / count  # with the means in the last column
     values, vectors = np.linalg.eigh(moments[:-1, :-1] - np.outer(moments[:-1, -1], moments[:-1, -1]))
     order = np.argsort(-values)

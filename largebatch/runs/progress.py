@@ -117,12 +117,14 @@ class RunProgress:
     def _start_from_another_run(self) -> None:
         """Takes what train.init_from asks for; see `runs.start`."""
         train, state = self.config["train"], self._like["state"]
-        step = train["init_step"]
+        step, version = train["init_step"], self._data["network_version"]
 
         def read():
             try:
                 run = bucket.local_copy(train["init_from"])
-                return start.branch(run, step, state) if step else start.best_parameters(run, state)
+                if step:
+                    return start.branch(run, step, state, version)
+                return start.best_parameters(run, state, version)
             except UserError as error:
                 raise UserError(f"train.init_from: {error}") from error
 

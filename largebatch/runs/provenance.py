@@ -63,6 +63,7 @@ def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> 
             )
     if theirs.get("trace") != ours.get("trace"):
         raise UserError(f"batch.trace: {trace} changed since the checkpoint was saved")
+    refuse_other_network(theirs, ours["network_version"], folder)
     version_then, version_now = theirs.get("order_version", 1), ours["order_version"]
     if version_then != version_now:
         raise UserError(
@@ -73,6 +74,24 @@ def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> 
         raise UserError(
             f"batch.virtual_shards: {ours['virtual_shards']} here, {theirs['virtual_shards']} in the checkpoint of "
             f"{folder}: the run cannot go on; allowed: evaluate.py, report.py, or train.init_from in a new run"
+        )
+
+
+def refuse_other_network(theirs: dict, version: int, folder: Path) -> None:
+    """Refuse parameters that were trained in another version of the networks.
+
+    Args:
+      theirs: the data that a run or an export describes.
+      version: of this code's networks.
+      folder: of the run or export.
+    Raises:
+      UserError: they would give other outputs here.
+    """
+    found = theirs.get("network_version", 1)
+    if found != version:
+        raise UserError(
+            f"{folder}: its network is of version {found}, those of this code of version {version}, where the same "
+            "parameters give other outputs; allowed: the code that trained it, or a new run"
         )
 
 

@@ -27,7 +27,7 @@ def description() -> dict:
     """What model.json holds at least."""
     config = json.loads(default.get_config().to_json())
     data = {"class_names": CLASSES, "image_shape": list(SHAPE), "image_dtype": "uint8", "mean": [1.0] * 3}
-    data |= {"std": [2.0] * 3, "ids": "1", "labels": "2", "pixels": "3"}
+    data |= {"std": [2.0] * 3, "ids": "1", "labels": "2", "pixels": "3", "network_version": model.NETWORK_VERSION}
     return {"format": contents.FORMAT, "step": 3, "ema": False, "config": config, "data": data}
 
 

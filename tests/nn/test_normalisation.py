@@ -87,13 +87,14 @@ def test_group_norm_knows_no_other_image():
 
 def test_whitened_patches_have_the_identity_as_covariance(images_and_labels):
     images = (images_and_labels[0].astype(np.float32) - 120) / 70
-    kernel = normalisation.whitening_kernel(images, 3, 2, epsilon=0.0)
-    layer = normalisation.WhitenedPatches(3, 2, jnp.float32, "dot")
+    patches = normalisation.Patches(size=3, stride=2, padding=1)
+    kernel = normalisation.whitening_kernel(images, patches, epsilon=0.0)
+    layer = normalisation.WhitenedPatches(patches, jnp.float32, "dot")
     assert kernel.shape == (3, 3, 3, 27)
     out = np.asarray(layer.apply({"frozen": {"kernel": kernel}}, images))
-    inner = out[:, 1:-1, 1:-1].reshape(-1, 27)  # without the patches that padding is in
+    inner = out[:, 1:, 1:].reshape(-1, 27)  # without the patches that padding is in: sizes are even
     np.testing.assert_allclose(np.cov(inner, rowvar=False), np.eye(27), atol=2e-3)
-    damped = normalisation.whitening_kernel(images, 3, 2, epsilon=0.1)
+    damped = normalisation.whitening_kernel(images, patches, epsilon=0.1)
     norms, damped = (np.linalg.norm(k.reshape(27, 27), axis=0) for k in (kernel, damped))
     assert (np.diff(norms) > -1e-5).all()  # falling eigenvalues
     np.testing.assert_allclose(damped, 1 / np.sqrt(norms**-2.0 + 0.1), rtol=1e-3)

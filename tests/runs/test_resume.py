@@ -12,6 +12,7 @@ import pytest
 from conftest import decode_all, run_script
 
 import augment
+import report
 import train
 from experiment import Experiment, ProgramCache
 from largebatch.cache.cache import Cache
@@ -30,6 +31,7 @@ from largebatch.sources.find import find_source
 from largebatch.sources.split import split_indices
 from largebatch.training import trainer
 from largebatch.training.loss import make_loss_fn
+from trained import load_run
 
 WALL_CLOCK = {"images_per_sec", "step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec"}
 WALL_CLOCK |= {"mfu", "device_memory_peak_bytes", "slowest_host", "slowest_host_ratio"}
@@ -390,6 +392,28 @@ def test_a_run_of_another_order_of_examples_is_evaluated_and_not_resumed(config,
     result = run_script("report.py", tmp_path, "--out", tmp_path / "report.html")
     assert result.returncode == 0, result.stderr
     assert "1 interrupted" in result.stdout
+
+
+@pytest.mark.full
+def test_parameters_of_another_version_of_the_networks_are_refused_everywhere(config, tmp_path, stop_at):
+    """The same parameters would give other outputs, and nobody would notice."""
+    stop_at(6)
+    run, page = tmp_path / "run", tmp_path / "report.html"
+    with pytest.raises(preemption.Stopped):
+        train.train_and_evaluate(config, str(run))
+    rewrite_descriptions(run, lambda description: description["data"].update(network_version=1))
+    before, message = files_of(run), f"{run}: its network is of version 1, those of this code of version 2, "
+    with pytest.raises(UserError, match=message):
+        train.train_and_evaluate(config, str(run))
+    with pytest.raises(UserError, match=message):
+        load_run(run)
+    config.train.init_from = str(run)
+    for step in (None, 4):
+        config.train.init_step = step
+        with pytest.raises(UserError, match=f"train.init_from: {message}"):
+            train.train_and_evaluate(config, str(tmp_path / f"new_{step}"))
+    assert files_of(run) == before
+    assert report.main([str(run), "--out", str(page)]) == 0
 
 
 def test_other_code_and_libraries_are_named_when_a_run_goes_on(config, tmp_path, stop_at, caplog):

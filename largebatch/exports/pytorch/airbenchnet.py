@@ -15,12 +15,12 @@ def pooled(x):
 def logits(images):  # integers [N, H, W, C] -> [N, classes]
     layers, x = Layers(), normalised(images)
     if NET["stem"] == "whitened":
-        x = convolved(x, ARRAYS["frozen.WhitenedPatches_0.kernel"])
+        x = convolved(x, ARRAYS["frozen.WhitenedPatches_0.kernel"], padding=0)
         x = torch.cat([x, -x], 1)
     else:
-        x = layers.conv(x)
-    x = gelu(x[:, :, :-1, :-1])
+        x = layers.conv(x, padding=0)
+    x = gelu(x)
     for _ in NET["features"]:
         x = gelu(norm(layers, pooled(layers.conv(x))))
         x = gelu(norm(layers, layers.conv(x)))
-    return layers.dense(x.amax((2, 3)), "head")
+    return layers.head(x.amax((2, 3)))

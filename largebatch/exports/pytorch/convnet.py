@@ -12,5 +12,6 @@ def logits(images):  # integers [N, H, W, C] -> [N, classes]
             x = x + F.gelu(norm(layers, layers.conv(x)), approximate="tanh")
     x = x.mean((2, 3))
     if NET["hidden"]:
-        x = F.gelu(rounded(layers.dense(x, "Dense_0")), approximate="tanh")
-    return layers.dense(x, "head")
+        kernel, bias = (rounded(ARRAYS[f"params.Dense_0.{part}"]) for part in ("kernel", "bias"))
+        x = rounded(F.gelu(rounded(rounded(x) @ kernel + bias), approximate="tanh"))
+    return layers.head(x)

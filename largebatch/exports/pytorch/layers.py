@@ -19,14 +19,9 @@ def normalised(images):  # integers [N, H, W, C] -> [N, C, H, W]
     return ((x - x.new_tensor(mean)) * x.new_tensor([1 / s for s in std])).permute(0, 3, 1, 2)
 
 
-def padded(x, size, stride, value=0.0):  # as XLA's "SAME": of an odd number of pixels more stand behind the image
-    pads = [max((-(-n // stride) - 1) * stride + size - n, 0) for n in (x.shape[3], x.shape[2])]
-    return F.pad(x, [part for pad in pads for part in (pad // 2, pad - pad // 2)], value=value)
-
-
-def convolved(x, kernel, stride=1, bias=None, operand=rounded):
-    x = padded(operand(x), kernel.shape[0], stride)
-    return F.conv2d(x, operand(kernel).permute(3, 2, 0, 1), bias, stride)
+def convolved(x, kernel, stride=1, bias=None, padding=None, operand=rounded):
+    padding = kernel.shape[0] // 2 if padding is None else padding
+    return F.conv2d(operand(x), operand(kernel).permute(3, 2, 0, 1), bias, stride, padding)
 
 
 class Layers:  # those below a name: of each kind they are numbered in the order of their calls
@@ -37,9 +32,9 @@ class Layers:  # those below a name: of each kind they are numbered in the order
         self.counts[kind] += 1
         return f"{self.name}{kind}_{self.counts[kind] - 1}"
 
-    def conv(self, x, stride=1):
+    def conv(self, x, stride=1, padding=None):
         name = f"params.{self.next('Conv')}"
-        return convolved(x, ARRAYS[f"{name}.kernel"], stride, ARRAYS.get(f"{name}.bias"))
+        return convolved(x, ARRAYS[f"{name}.kernel"], stride, ARRAYS.get(f"{name}.bias"), padding)
 
-    def dense(self, x, name):
-        return rounded(x) @ rounded(ARRAYS[f"params.{name}.kernel"]) + rounded(ARRAYS[f"params.{name}.bias"])
+    def head(self, x):  # in float32
+        return x @ ARRAYS["params.head.kernel"] + ARRAYS["params.head.bias"]

@@ -1,0 +1,102 @@
+"""What an update of the full batch moves on NVIDIA cards, by its text compiled without one: make test-compilers."""
+
+import re
+
+import jax
+import pytest
+from jax import lax
+
+import examine
+from benchmarks.compile import Case
+from largebatch.errors import UserError
+from largebatch.hardware import hlo
+from largebatch.hardware.compiled import compile_and_look
+from largebatch.hardware.dtypes import with_dtype
+from largebatch.hardware.targets import find_target
+from largebatch.nn import convolution
+from largebatch.training.ahead import lower_programs
+from resolve import choose_setup, make_parts, state_shapes
+
+pytestmark = pytest.mark.compilers
+
+
+@pytest.fixture(autouse=True)
+def without_programs_of_other_tests():
+    yield
+    jax.clear_caches()
+
+
+def card_or_skip(name: str):
+    try:
+        return find_target(name)
+    except UserError as error:
+        if "not installed" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.fixture(scope="module")
+def full_batch_on():
+    """Look at a compiled update of eurosat_v3_32 in micro-batches of 5,400, by card and changed fields."""
+
+    def look(card: str, **fields):
+        target = card_or_skip(card)
+        given = {
+            "batch.micro_batch_size": 5400,
+            **{name.replace("__", "."): value for name, value in fields.items()},
+        }
+        config = with_dtype(Case("eurosat_v3_32", tuple(given.items())).load(), "bfloat16")
+        data, free = examine.data_facts(config), target.chip.memory_bytes
+        setup = choose_setup(config, data, target.hardware, free_bytes=free)
+        lowered = lower_programs(
+            make_parts(setup.program), setup, state_shapes(setup), data.layout, free, target.devices
+        )
+        return what_it_does(lowered["update"])
+
+    return look
+
+
+def what_it_does(lowered) -> dict:
+    """Return bytes of an update, and the convolutions and activations of its micro-batches."""
+    program = hlo.parse(lowered.compile().as_text())
+    (loop,) = [one for one in program.loops() if one.op_name.endswith("micro_batches/while")]
+    inside = [one for one, _ in program.executions(lambda loop: 1, loop)]
+    convolutions = [one for one in inside if one.target.startswith("__cudnn$conv")]
+    images = [one for one in inside if re.search(r"\[5400,\d+,\d+,\d+\]", one.shape)]
+    sizes = [re.search(r"\[5400,(\d+),(\d+),(\d+)\]", one.shape) for one in images]
+    return {
+        "bytes": compile_and_look(lowered, {"updates": 1, "micro_batches": 32}).moved_bytes,
+        "inputs": [program.named[one.operands[0]].shape for one in convolutions],
+        "activations": {tuple(map(int, size.groups())) for size in sizes},
+        "copies": [one.name for one in images if one.opcode in ("copy", "transpose", "pad")],
+    }
+
+
+@pytest.mark.parametrize("card", ["h100", "h200"])
+def test_a_full_batch_on_a_card_moves_activations_once_and_pads_none(card, full_batch_on):
+    found = full_batch_on(card)
+    assert found["bytes"] <= 240e9
+    assert not found["copies"]
+    blocks = (33, 33, 16)  # of 2x2 pixels: what the first convolution reads
+    assert found["activations"] == {blocks, (32, 32, 32), (16, 16, 64), (8, 8, 128), (4, 4, 256)}
+    assert len(found["inputs"]) == 11  # forward and kernel gradients of four layers, three inputs' gradients
+    assert not [shape for shape in found["inputs"] if shape.split("]")[0].endswith(",3")]
+
+
+def test_a_first_layer_of_3_channels_would_be_found(full_batch_on):
+    found = full_batch_on("h200", model__conv="lax")
+    assert [shape for shape in found["inputs"] if shape.split("]")[0].endswith(",3")]
+    assert (33, 33, 16) not in found["activations"]
+
+
+def test_padding_on_one_side_would_be_found(full_batch_on, monkeypatch):
+    """With XLA's "SAME" activations would be written into arrays of odd sizes first, which takes more bytes."""
+
+    def conv_same(x, kernel, stride, padding):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, kernel.astype(x.dtype), [stride] * 2, "SAME", dimension_numbers=numbers)
+
+    monkeypatch.setitem(convolution.CONVS, "lax_blocks", conv_same)
+    found = full_batch_on("h200")
+    assert found["bytes"] > 240e9
+    assert {(33, 33, 32), (17, 17, 64), (9, 9, 128)} < found["activations"]
