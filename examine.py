@@ -117,7 +117,7 @@ def compile_for(config: config_dict.ConfigDict, target: Target) -> Compiled:
 def _compile(name: str, program: jax.stages.Lowered, lengths: dict[str, float], target: Target) -> CompiledProgram:
     """Compiles a program; its compiler may find that it does not fit, where the estimate said that it would."""
     try:
-        return compile_and_look(program, lengths)
+        return compile_and_look(program, lengths, target.hardware.platform)
     except jax.errors.JaxRuntimeError as error:
         text = " ".join(str(error).split())
         if "RESOURCE_EXHAUSTED" not in text:

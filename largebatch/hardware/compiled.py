@@ -8,6 +8,7 @@ import jax
 
 from largebatch.hardware import hlo, traffic
 from largebatch.hardware.hlo import Instruction, Program
+from largebatch.hosts.compiler_options import compile_with, options_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +61,17 @@ class CompiledProgram:
     num_operations: float  # that are run on their own: on a GPU, kernels and library calls
 
 
-def compile_and_look(lowered: jax.stages.Lowered, lengths: dict[str, float]) -> CompiledProgram:
+def compile_and_look(
+    lowered: jax.stages.Lowered, lengths: dict[str, float], platform: str = "cpu"
+) -> CompiledProgram:
     """Compiles a program and reads what came out.
 
     Args:
       lengths: turns of the loops whose length is known only when they run, by the name of their scope. A scope
         "updates" makes an update the unit: what lies outside of it is left out.
+      platform: whose options of the compiler are taken.
     """
-    compiled = lowered.compile()
+    compiled = compile_with(lowered, options_for(platform))
     program = hlo.parse(compiled.as_text())
     updates = [loop for loop in program.loops() if _scope_of(loop) == "updates"]
     of_update = list(program.executions(_turns(program, lengths), updates[0] if updates else None))

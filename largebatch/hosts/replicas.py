@@ -1,5 +1,6 @@
 """Pytrees with a leading device axis, as `jax.pmap` wants them: placed, replicated, read back, compared."""
 
+import logging
 from collections.abc import Callable
 
 import jax
@@ -9,18 +10,24 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from largebatch.hosts.collectives import gather
+from largebatch.hosts.compiler_options import compile_with, options_for
+
+log = logging.getLogger(__name__)
 
 # The axis of every pmap. Arrays made here are sharded along it, so that pmap takes them without a copy.
 AXIS = "devices"
 
 
-def pmap(function: Callable, in_axes=0, out_axes=0, donate_argnums=(), devices: list | None = None) -> Callable:
+def pmap(
+    function: Callable, in_axes=0, out_axes=0, donate_argnums=(), devices: list | None = None
+) -> "PmappedFunction":
     """`jax.pmap` over all devices of all hosts, along AXIS. Every pmap of the project is made here.
 
     Args:
+      in_axes, out_axes: 0 or None, for all arguments or results or one by one.
       devices: to compile for, where they are not here.
     """
-    return jax.pmap(
+    pmapped = jax.pmap(
         function,
         axis_name=AXIS,
         in_axes=in_axes,
@@ -28,6 +35,88 @@ def pmap(function: Callable, in_axes=0, out_axes=0, donate_argnums=(), devices: 
         donate_argnums=donate_argnums,
         devices=devices,
     )
+    return PmappedFunction(pmapped, in_axes, donate_argnums)
+
+
+class PmappedFunction:
+    """A pmapped function whose programs are compiled with this platform's options, which jax.pmap does not take.
+
+    So they are compiled ahead of time, one for each signature. Where there are no options it is jax.pmap alone.
+    """
+
+    def __init__(self, pmapped: Callable, in_axes, donate_argnums: tuple[int, ...]):
+        self.lower = pmapped.lower
+        self._pmapped = pmapped
+        self._in_axes = in_axes
+        self._donated = donate_argnums
+        self._programs: dict = {}
+
+    def __call__(self, *arguments):
+        """The results, as those of jax.pmap."""
+        options = options_for(jax.default_backend())
+        if not options:
+            return self._pmapped(*arguments)
+        leaves, structure = jax.tree.flatten(arguments)
+        signature = structure, tuple(map(jax.typeof, leaves))
+        if signature not in self._programs:
+            self._programs[signature] = self._compile(arguments, options)
+        return self._run(self._programs[signature], arguments)
+
+    def _compile(self, arguments: tuple, options: dict[str, str]) -> Callable:
+        """Compile for arguments like these, and run once to see that it works.
+
+        A convolution may need an algorithm that a CUDA graph cannot hold, which is known only when it is recorded.
+        """
+        lowered = self.lower(*arguments)
+        program = compile_with(lowered, options)
+        try:
+            jax.block_until_ready(self._run(program, self._with_copies(arguments)))
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            log.warning("compiled again without %s, with which it fails here: %s", " ".join(options), reason)
+            return lowered.compile()
+        return program
+
+    def _with_copies(self, arguments: tuple) -> tuple:
+        """The arguments, with copies of those that are given away."""
+
+        def copy(leaf):
+            return jax.device_put(leaf, leaf.sharding, may_alias=False)
+
+        return tuple(
+            jax.tree.map(copy, argument) if number in self._donated else argument
+            for number, argument in enumerate(arguments)
+        )
+
+    def _run(self, program: Callable, arguments: tuple):
+        if jax.process_count() == 1:
+            return program(*arguments)
+        axes = self._in_axes if isinstance(self._in_axes, tuple) else (self._in_axes,) * len(arguments)
+        everywhere = [
+            jax.tree.map(_join_hosts, one) if axis == 0 else one for one, axis in zip(arguments, axes, strict=True)
+        ]
+        return jax.tree.map(_part_of_this_host, program(*everywhere))
+
+
+def _join_hosts(leaf) -> jax.Array:
+    """An array over all devices, of which `leaf` [devices of this host, ...] is this host's part."""
+    devices = [device for host in range(jax.process_count()) for device in jax.local_devices(host)]
+    sharding = NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
+    if not isinstance(leaf, jax.Array):
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+    shards = [shard.data for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays((len(devices), *leaf.shape[1:]), sharding, shards)
+
+
+def _part_of_this_host(leaf: jax.Array) -> jax.Array:
+    """The inverse of `_join_hosts`; what all devices have alike stays so on those of this host."""
+    shards = [shard.data for shard in leaf.addressable_shards]
+    mesh = Mesh(np.array([shard.device for shard in leaf.addressable_shards]), (AXIS,))
+    if leaf.is_fully_replicated:
+        sharding, shape = NamedSharding(mesh, PartitionSpec()), leaf.shape
+    else:
+        sharding, shape = NamedSharding(mesh, PartitionSpec(AXIS)), (len(shards), *leaf.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def local_indices() -> list[int]:

@@ -4,6 +4,7 @@ Each is broken on purpose below, too: a test that cannot fail shows nothing.
 """
 
 import dataclasses
+import re
 
 import flax.linen as nn
 import jax
@@ -19,6 +20,7 @@ from benchmarks.compile import Case, all_cases
 from largebatch.errors import UserError
 from largebatch.hardware.compiled import compile_and_look
 from largebatch.hardware.targets import find_target
+from largebatch.hosts.compiler_options import compile_with, options_for
 from largebatch.hosts.replicas import AXIS
 from largebatch.nn.activation import gelu
 from largebatch.training.ahead import lower_programs
@@ -126,6 +128,45 @@ def test_a_gpu_moves_fewer_bytes_for_our_gelu():
 
     one_array = 4096 * 512 * 2
     assert moved(nn.gelu) - moved(gelu) >= 2 * one_array
+
+
+@pytest.fixture
+def started_by_host(tmp_path):
+    """(name of a target, options) -> what the host starts of a call, and of an update where it starts those."""
+
+    def look(name, options):
+        target = target_or_skip(name)
+        config = Case("cifar10_resnet8", (("batch.size", 1024),)).load()
+        data, free = examine.data_facts(config), target.chip.memory_bytes
+        setup = choose_setup(config, data, target.hardware, free_bytes=free)
+        parts, state = make_parts(setup.program), state_shapes(setup)
+        lowered = lower_programs(parts, setup, state, data.layout, free, target.devices)["update"]
+        compile_with(lowered, options | {"xla_dump_to": str(tmp_path)})
+        (text,) = [path.read_text() for path in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")]
+        of_call = re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)
+        body = re.split(r"^\d", text.partition("\n  body:\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+        return of_call, re.findall(r"^ {4}\d+: (k\w+)", body, re.MULTILINE)
+
+    return look
+
+
+@pytest.mark.compilers
+def test_a_card_starts_all_updates_of_a_call_at_once(started_by_host):
+    """They are one CUDA graph. Without our options convolutions cut it, and the host turns the loops."""
+    assert started_by_host("h200", options_for("gpu"))[0] == ["kCommandBuffer"]
+
+
+@pytest.mark.compilers
+def test_without_options_a_card_starts_convolutions_one_by_one(started_by_host):
+    of_call, of_update = started_by_host("h200", {})
+    assert "kWhile" in of_call
+    assert "kWhile" in of_update
+
+
+@pytest.mark.compilers
+def test_cards_have_two_graphs_in_an_update(started_by_host):
+    of_update = started_by_host("h200:8", options_for("gpu"))[1]
+    assert of_update == ["kCommandBuffer", "kAllReduce", "kCommandBuffer"]
 
 
 # ---- what is wrong is found -----------------------------------------------------------------------------

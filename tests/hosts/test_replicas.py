@@ -1,0 +1,106 @@
+import logging
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+from largebatch.hosts import compiler_options, replicas
+from largebatch.hosts.replicas import AXIS
+
+KNOWN = {"xla_cpu_enable_fast_math": "True"}  # to this platform's compiler
+
+
+def add_sum(state, data, count):
+    """Something of every kind of argument and result: mapped, given away, replicated, whole."""
+    total = lax.psum(data["x"].sum(), AXIS) * count
+    return jax.tree.map(lambda leaf: leaf + total, state), total
+
+
+def arguments():
+    rows = [np.full((1, 3), number, np.float32) for number in range(jax.local_device_count())]
+    placed = [jax.device_put({"w": row}, device) for row, device in zip(rows, jax.local_devices(), strict=True)]
+    return replicas.stack(placed), {"x": np.ones((len(rows), 2), np.float32)}, np.int32(5)
+
+
+@pytest.fixture
+def with_options(monkeypatch):
+    """(options) -> the function above, pmapped, as if this platform had these options."""
+
+    def make(options):
+        monkeypatch.setattr(replicas, "options_for", lambda platform: options)
+        compiler_options._dropped.clear()
+        return replicas.pmap(add_sum, in_axes=(0, 0, None), out_axes=(0, None), donate_argnums=(0,))
+
+    return make
+
+
+def test_programs_with_options_do_as_without(with_options):
+    plain = with_options({})(*arguments())
+    loop = with_options(KNOWN)
+    state, *rest = arguments()
+    found = loop(state, *rest)
+    jax.tree.map(np.testing.assert_array_equal, found, plain)
+    assert state["w"].is_deleted()  # given away
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), found, plain))
+
+    again, _ = loop(found[0], *rest)
+    np.testing.assert_array_equal(again["w"], np.asarray(plain[0]["w"]) + np.asarray(plain[1]))
+    assert len(loop._programs) == 1
+    longer = {"x": np.ones((jax.local_device_count(), 3), np.float32)}
+    assert float(loop(again, longer, np.int32(1))[1]) == 3 * jax.device_count()
+    assert len(loop._programs) == 2
+
+
+def test_an_option_that_this_jaxlib_does_not_know_is_left_out_and_told_once(with_options, caplog):
+    loop = with_options(KNOWN | {"xla_no_such_option": "7"})
+    with caplog.at_level(logging.WARNING):
+        loop(*arguments())
+        loop(arguments()[0], {"x": np.ones((jax.local_device_count(), 3), np.float32)}, np.int32(1))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"jaxlib {jax.lib.__version__} does not know --xla_no_such_option=7: left out"
+    ]
+
+
+def test_what_is_wrong_with_a_program_is_no_fault_of_options():
+    """As where it does not fit."""
+
+    class Lowered:
+        def compile(self, compiler_options):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: While setting option xla_other, no memory")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        compiler_options.compile_with(Lowered(), KNOWN)
+
+
+def test_a_program_that_fails_with_options_runs_without(with_options, monkeypatch, caplog):
+    plain = with_options({})(*arguments())
+    loop = with_options(KNOWN)
+
+    def compile_with(lowered, options):
+        program = lowered.compile()
+
+        def fails(*arguments):
+            jax.block_until_ready(program(*arguments))  # takes what it was given
+            raise jax.errors.JaxRuntimeError("INTERNAL: operation not permitted when stream is capturing\nmore")
+
+        return fails
+
+    monkeypatch.setattr(replicas, "compile_with", compile_with)
+    with caplog.at_level(logging.WARNING):
+        found = loop(*arguments())
+    jax.tree.map(np.testing.assert_array_equal, found, plain)
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiled again without xla_cpu_enable_fast_math, with which it fails here: "
+        "INTERNAL: operation not permitted when stream is capturing"
+    ]
+
+
+def test_a_users_flag_goes_first(monkeypatch):
+    name = "xla_gpu_enable_command_buffer"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert compiler_options.options_for("gpu") == compiler_options.GPU_OPTIONS
+    assert {"WHILE", "CONVOLUTION"} < set(compiler_options.options_for("cuda")[name].split(","))
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=true --{name}=")
+    assert name not in compiler_options.options_for("gpu")
+    assert compiler_options.options_for("cpu") == compiler_options.options_for("tpu") == {}
