@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "terminal": {"errors"},
     "nn": set(),
     "hardware": {"errors"},
-    "hosts": {"errors"},
+    "hosts": {"errors", "hardware.compiler_options"},
     "optim": {"errors", "paths", "untrusted"},
     "config": {"errors", "optim", "tasks.kinds"},
     "decoding": {"errors", "threads"},

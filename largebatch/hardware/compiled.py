@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax
 
 from largebatch.hardware import hlo, traffic
+from largebatch.hardware.compiler_options import compile_with, options_for
 from largebatch.hardware.hlo import Instruction, Program
-from largebatch.hosts.compiler_options import compile_with, options_for
 
 
 @dataclasses.dataclass(frozen=True)

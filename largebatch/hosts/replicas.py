@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from largebatch.hardware.compiler_options import compile_with, options_for
 from largebatch.hosts.collectives import gather
-from largebatch.hosts.compiler_options import compile_with, options_for
 
 log = logging.getLogger(__name__)
 

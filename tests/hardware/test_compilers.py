@@ -19,8 +19,8 @@ from benchmarks import growth
 from benchmarks.compile import Case, all_cases
 from largebatch.errors import UserError
 from largebatch.hardware.compiled import compile_and_look
+from largebatch.hardware.compiler_options import compile_with, options_for
 from largebatch.hardware.targets import find_target
-from largebatch.hosts.compiler_options import compile_with, options_for
 from largebatch.hosts.replicas import AXIS
 from largebatch.nn.activation import gelu
 from largebatch.training.ahead import lower_programs

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from largebatch.hosts import compiler_options, replicas
+from largebatch.hardware import compiler_options
+from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS
 
 KNOWN = {"xla_cpu_enable_fast_math": "True"}  # to this platform's compiler
