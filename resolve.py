@@ -41,6 +41,7 @@ from largebatch.training.setup import (
     Setup,
     choose_micro_batch_size,
     choose_sharding,
+    has_one_micro_batch,
     possible_batch_sizes,
     resolve_micro_batch_size,
     setup_that_fits,
@@ -99,6 +100,7 @@ def resolve_setup(
         view_average=config.eval.view_average,
         shift_average=config.eval.shift_average,
         micro_batch_size=micro_batch_size,
+        single_micro_batch=not packed and has_one_micro_batch(possible, micro_batch_size, sharding, hardware),
         prediction_micro_batch_size=resolve_micro_batch_size(config, hardware),
         inputs_length=1 << (config.train.inner_steps - 1).bit_length(),
     )
@@ -255,7 +257,7 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
         read = augment.make_read(
             options.storage, options.stored_shape, num_views, options.task, options.random_augment
         )
-        reader = MicroBatchReader(read, options.sharding, options.micro_batch_size)
+        reader = MicroBatchReader(read, options.sharding, options.micro_batch_size, options.single_micro_batch)
     step = TrainStep(
         loss_fn=make_loss_fn(network, options.image_shape, *options.stored_scale, options.task),
         optimizer=create_optimizer(options.optimizer, Hyperparams(), options.optimizer_options),

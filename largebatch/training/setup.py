@@ -84,6 +84,7 @@ class ProgramOptions:
     view_average: bool  # eval.view_average
     shift_average: int  # eval.shift_average, in pixels
     micro_batch_size: int  # examples per gradient evaluation of one device
+    single_micro_batch: bool  # see `has_one_micro_batch`
     prediction_micro_batch_size: int  # images that one device predicts at once
     inputs_length: int  # updates that one call can do; a power of two, so that runs of other inner_steps share them
 
@@ -228,6 +229,20 @@ def choose_micro_batch_size(config, batch_sizes: np.ndarray, sharding: DataShard
     if measures_noise:
         _refuse_a_single_micro_batch(int(batch_sizes[0]), size, sharding)
     return size
+
+
+def has_one_micro_batch(
+    batch_sizes: np.ndarray, micro_batch_size: int, sharding: DataSharding, hardware: Hardware
+) -> bool:
+    """Tell whether programs are to know that every device has one micro-batch in every update of a run.
+
+    On a GPU each turn of a loop costs launches. Elsewhere it costs next to nothing, and programs serve more runs.
+
+    Args:
+      batch_sizes: all that the run may come to, ascending.
+    """
+    fewest, most = sharding.share_bounds(int(batch_sizes[0]))[0], sharding.share_bounds(int(batch_sizes[-1]))[1]
+    return hardware.platform == "gpu" and fewest > 0 and most <= micro_batch_size
 
 
 def _even_size(size: int, count: int) -> int:

@@ -3,7 +3,7 @@
 Each device sums weighted gradients over its part of the batch, micro-batch by micro-batch; one psum
 adds the devices; the sum is divided by the true batch size. The loops over updates and micro-batches
 have traced trip counts, so a batch size that changes, or a call that is cut shorter, compiles nothing new.
-Only where every batch is the whole set, the number of micro-batches may be a constant.
+Only where every batch is the whole set, or one micro-batch, their number may be a constant.
 """
 
 import dataclasses
@@ -47,6 +47,7 @@ class MicroBatchReader:
     read: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     sharding: DataSharding
     micro_batch_size: int  # examples per gradient evaluation, per device
+    single: bool = False  # whether each device has one micro-batch in every update; see `setup.has_one_micro_batch`
 
     def example_batch(self, data) -> Batch:
         """A micro-batch to trace by: example 0, again and again."""
@@ -54,8 +55,8 @@ class MicroBatchReader:
         return Batch(*self.read(data, examples, examples.astype(jnp.uint32)), examples.astype(jnp.float32))
 
     def num_micro_batches(self, batch: DeviceBatch):
-        """Those of a device's part of a batch."""
-        return batch.num_micro_batches(self.micro_batch_size)
+        """Those of a device's part of a batch. Of a loop that is known to have one turn nothing is left."""
+        return 1 if self.single else batch.num_micro_batches(self.micro_batch_size)
 
     def find(self, batch: DeviceBatch, index, num_micro_batches, seed):
         """What `micro_batch` takes, of number `index` of the micro-batches of a device's part of a batch."""

@@ -73,8 +73,10 @@ def test_a_config_compiles_and_fits(case, target_name, session_cache):
         assert update.collectives[0].times == 1
     else:
         assert not update.collectives
-    # Where a batch is the whole set, the number of micro-batches is known.
-    unknown = ["updates"] if compiled.setup.program.storage == "normalised" else ["updates", "micro_batches"]
+    # Where a batch is the whole set, or one micro-batch on a card, the number of micro-batches is known.
+    program = compiled.setup.program
+    is_known = program.storage == "normalised" or program.single_micro_batch
+    unknown = ["updates"] if is_known else ["updates", "micro_batches"]
     assert [loop.partition(" ")[0] for loop in update.unknown_loops] == unknown
     assert update.aliased_outputs == len(jax.tree.leaves(state_shapes(compiled.setup)))
     for name, program in compiled.programs.items():

@@ -1,0 +1,66 @@
+"""Runs whose devices have one micro-batch in every update: on a GPU their programs have no loop over them."""
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_small_config
+
+import resolve
+from experiment import ProgramCache, prepare
+from largebatch.hardware import hlo
+from largebatch.hardware.chips import Hardware
+from largebatch.hosts import replicas
+from largebatch.hosts.clock import Clock
+from largebatch.training.setup import DataFacts
+
+
+@pytest.fixture
+def config(session_cache):
+    c = make_small_config(session_cache)
+    c.optimizer.name, c.optimizer.momentum, c.optimizer.learning_rate = "sgd", 0.0, 1.0
+    c.batch.size, c.batch.micro_batch_size = 100, 16  # up to 14 images on each of 8 devices
+    return c
+
+
+def one_update(config):
+    """The gradient of the first update, and in how many loops over micro-batches it is found."""
+    experiment, state = prepare(config, Clock(), ProgramCache())
+    before = replicas.first_replica(state.params)
+    inputs = experiment.setup.schedule.inputs(0, experiment.setup.program.inputs_length)
+    arguments = state, experiment.data.train.arrays, inputs, np.int32(1)
+    program = hlo.parse(experiment.programs.inner_loop.lower(*arguments).compile().as_text())
+    loops = [loop for loop in program.loops() if loop.op_name.endswith("micro_batches/while")]
+    state, _ = experiment.programs.inner_loop(*arguments)
+    return jax.tree.map(np.subtract, before, replicas.first_replica(state.params)), len(loops)
+
+
+def test_a_program_that_knows_it_has_no_loop_and_the_same_gradient(config, monkeypatch):
+    expected, loops = one_update(config)
+    assert loops == 1
+    monkeypatch.setattr(resolve, "has_one_micro_batch", lambda *arguments: True)
+    gradient, loops = one_update(config)
+    assert loops == 0
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * largest)
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_devices", "fields", "knows"),
+    [
+        ("gpu", 8, {}, True),
+        ("cpu", 8, {}, False),
+        ("tpu", 8, {}, False),
+        ("gpu", 1, {}, False),  # 7 micro-batches
+        ("gpu", 1, {"micro_batch_size": 100}, True),
+        ("gpu", 8, {"micro_batch_size": 12}, False),  # some devices have 2
+        ("gpu", 8, {"size": 4}, False),  # some devices have none
+        ("gpu", 8, {"auto": True, "max_size": 256}, False),  # 2 in the largest batch
+    ],
+)
+def test_which_programs_know(config, platform, num_devices, fields, knows):
+    config.batch.update(fields)
+    data = DataFacts.of(ProgramCache().load(config).cache)
+    hardware = Hardware(platform, "NVIDIA H200", num_devices)
+    for packed, expected in ((False, knows), (True, False)):
+        assert resolve.resolve_setup(config, data, hardware, packed=packed).program.single_micro_batch == expected
