@@ -17,7 +17,7 @@ from jax import tree_util
 
 from largebatch.optim.adam import scale_by_adam
 from largebatch.optim.muon import orthogonalize_directions, scale_by_muon
-from largebatch.optim.soap import SOAP_EVERY, scale_by_soap
+from largebatch.optim.soap import SOAP_EVERY, add_decayed_weights, has_bases, scale_by_soap
 
 LAMB_EPSILON = 1e-6  # beside the root of the second moment
 LARS_TRUST = 0.001  # the paper's trust coefficient; a factor of the learning rate
@@ -130,32 +130,41 @@ def _lamb(learning_rate, hyperparams, options, mask):
 
 def _muon(learning_rate, hyperparams, options, mask):
     momentum = scale_by_muon(hyperparams.momentum, nesterov=options.nesterov)
-    return _beside_adamw(momentum, learning_rate, hyperparams, options, mask)
+    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
+    return _beside_adamw(momentum, decay, learning_rate, hyperparams, options)
 
 
 def _soap_muon(learning_rate, hyperparams, options, mask):
     # "SOAP-Muon" of modded-nanogpt, track 3, 2026.
     soap = scale_by_soap(hyperparams.momentum, hyperparams.b2, every=options.soap_every)
-    return _beside_adamw(optax.chain(soap, orthogonalize_directions()), learning_rate, hyperparams, options, mask)
+    of_kernels = optax.chain(soap, orthogonalize_directions())
+
+    def waits(params):  # AdamW's part moves in the first update, and decays in it
+        return jax.tree.map(lambda part, has_bases: part == "muon" and has_bases, _parts(params), has_bases(params))
+
+    decay = add_decayed_weights(hyperparams.weight_decay, mask, waits)
+    return _beside_adamw(of_kernels, decay, learning_rate, hyperparams, options)
 
 
-def _beside_adamw(of_kernels, learning_rate, hyperparams: Hyperparams, options: OptimizerOptions, mask):
-    # The head, biases and norms are AdamW's.
-    def names(params):
-        def of(path, p):
-            is_head = any(getattr(key, "key", None) == HEAD for key in path)
-            return "adamw" if p.ndim < 2 or is_head else "muon"
+def _parts(params):
+    """The head, biases and norms are AdamW's."""
 
-        return tree_util.tree_map_with_path(of, params)
+    def of(path, p):
+        is_head = any(getattr(key, "key", None) == HEAD for key in path)
+        return "adamw" if p.ndim < 2 or is_head else "muon"
 
+    return tree_util.tree_map_with_path(of, params)
+
+
+def _beside_adamw(of_kernels, decay, learning_rate, hyperparams: Hyperparams, options: OptimizerOptions):
     adam = scale_by_adam(hyperparams.momentum, hyperparams.b2, nesterov=options.nesterov)
     directions = {
         "muon": of_kernels,  # a name in checkpoints
         "adamw": optax.chain(adam, optax.scale(hyperparams.adamw_multiplier)),
     }
     return optax.chain(
-        optax.partition(directions, names),
-        optax.add_decayed_weights(hyperparams.weight_decay, mask=mask),
+        optax.partition(directions, _parts),
+        decay,
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -163,7 +172,7 @@ def _beside_adamw(of_kernels, learning_rate, hyperparams: Hyperparams, options: 
 def _soap(learning_rate, hyperparams, options, mask):
     return optax.chain(
         scale_by_soap(hyperparams.momentum, hyperparams.b2, every=options.soap_every),
-        optax.add_decayed_weights(hyperparams.weight_decay, mask=mask),
+        add_decayed_weights(hyperparams.weight_decay, mask, has_bases),
         optax.scale_by_learning_rate(learning_rate),
     )
 

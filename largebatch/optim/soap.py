@@ -1,6 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,13 @@ class SoapState:
     moments: tuple[Moments, ...]  # leaf by leaf
 
 
+@struct.dataclass
+class DecayState:
+    """Of `add_decayed_weights`."""
+
+    count: jax.Array  # int32, updates done
+
+
 @dataclasses.dataclass(frozen=True)
 class _Soap:
     """The numbers of algorithm 3; both decays may be traced."""
@@ -69,11 +77,11 @@ def scale_by_soap(
     soap = _Soap(b1, b2, eps, every)
 
     def init_leaf(p):
-        def side(size):
-            return None if size > max_side else Side(jnp.zeros((size, size)), jnp.eye(size))
+        def side(size, has_basis):
+            return Side(jnp.zeros((size, size)), jnp.eye(size)) if has_basis else None
 
         matrix = _matrix(p)
-        sides = tuple(map(side, matrix.shape)) if p.ndim > 1 else (None, None)
+        sides = tuple(map(side, matrix.shape, _with_basis(p, max_side)))
         return Moments(Average.start(matrix), Average.start(matrix), sides)
 
     def init(params):
@@ -93,9 +101,52 @@ def scale_by_soap(
     return optax.GradientTransformation(init, update)
 
 
+def add_decayed_weights(weight_decay, mask: Callable, waits: Callable) -> optax.GradientTransformation:
+    """Weight decay that leaves alone what SOAP leaves alone at the first update.
+
+    As the authors' program, which skips its first step wholly.
+
+    Args:
+      weight_decay: may be traced.
+      mask: params -> a pytree of bools alike, which parameters decay.
+      waits: the same, which of them only from the second update on.
+    """
+
+    def init(params):
+        del params
+        return DecayState(jnp.zeros((), jnp.int32))
+
+    def update(directions, state, params):
+        after_first = jnp.where(state.count == 0, 0.0, weight_decay)
+
+        def decayed(direction, p, decays, waits):
+            return direction + (after_first if waits else weight_decay) * p if decays else direction
+
+        decayed_directions = jax.tree.map(decayed, directions, params, mask(params), waits(params))
+        return decayed_directions, DecayState(state.count + 1)
+
+    return optax.GradientTransformation(init, update)
+
+
+def has_bases(params, max_side: int = SOAP_MAX_SIDE):
+    """A pytree like `params` of bools: which of them `scale_by_soap` leaves alone at the first update."""
+    return jax.tree.map(lambda p: any(_with_basis(p, max_side)), params)
+
+
+def _with_basis(p, max_side: int) -> tuple[bool, bool]:
+    """Whether the rows and the columns of a parameter have a basis."""
+    rows, columns = _matrix_shape(p)
+    return p.ndim > 1 and rows <= max_side, p.ndim > 1 and columns <= max_side
+
+
+def _matrix_shape(p) -> tuple[int, int]:
+    columns = p.shape[-1] if p.ndim else 1
+    return p.size // columns, columns
+
+
 def _matrix(p):
     """[..., output channels] -> [inputs, output channels]; a vector is one row."""
-    return p.reshape(-1, p.shape[-1]) if p.ndim else p.reshape(1, 1)
+    return p.reshape(_matrix_shape(p))
 
 
 def _update_leaf(soap: _Soap, grad, moments: Moments, count) -> tuple[jax.Array, Moments]:

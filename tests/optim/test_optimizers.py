@@ -1,5 +1,6 @@
 """Every optimizer against its paper in NumPy, in float64."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -175,7 +176,6 @@ def soap_reference(path, p, grads, rates, *, every=10, of_direction=lambda matri
         left, right = B2 * left + (1 - B2) * g @ g.T, B2 * right + (1 - B2) * g.T @ g
         if t == 1:
             in_left, in_right = np.linalg.eigh(left)[1][:, ::-1], np.linalg.eigh(right)[1][:, ::-1]
-            p = p - rate * DECAY * p
             continue
         m = BETA * m + (1 - BETA) * g
         v = B2 * v + (1 - B2) * (in_left.T @ g @ in_right) ** 2
@@ -254,6 +254,24 @@ def test_soap_muon_orthogonalises_soaps_direction(matrices):
         return soap_reference(path, p, grads, rates, of_direction=orthogonal)
 
     assert_follows(ours, params, grads, reference, rates, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"), [("soap", {"bias"}), ("soap_muon", {"bias", "head"}), ("muon", {"bias", "head", "kernel"})]
+)
+def test_soap_leaves_its_kernels_alone_at_the_first_update(name, moved):
+    """As the authors' program does, decay and all. What is AdamW's moves and decays."""
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (3, 3, 2, 5), "head": (5, 4), "bias": (5,)}
+    params = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    grads = [jax.tree.map(np.ones_like, params)] * 2
+    after_one, after_two = (run(name, params, grads[:count], [0.1] * count, HYPERPARAMS) for count in (1, 2))
+    assert {key for key in params if (after_one[key] != params[key]).any()} == moved
+    without = dataclasses.replace(HYPERPARAMS, weight_decay=0.0)
+    for count, ours in enumerate((after_one, after_two), 1):
+        plain = run(name, params, grads[:count], [0.1] * count, without)
+        decayed = {key for key in params if (ours[key] != plain[key]).any()}
+        assert decayed == ({"kernel", "head"} & moved if count == 1 else {"kernel", "head"})
 
 
 def test_a_refresh_of_soaps_bases_does_not_throw_it_about():
@@ -431,8 +449,9 @@ def test_lars_without_momentum_correction_is_that_of_optax(params):
 
 @pytest.mark.parametrize("name", ALL)
 def test_without_a_gradient_only_kernels_decay(name, params):
-    zero = [jax.tree.map(np.zeros_like, params)]
-    moved = run(name, params, zero, [0.1], Hyperparams(weight_decay=0.5))
+    rates = [0.0, 0.1] if "soap" in name else [0.1]  # SOAP begins with the second update
+    zero = [jax.tree.map(np.zeros_like, params)] * len(rates)
+    moved = run(name, params, zero, rates, Hyperparams(weight_decay=0.5))
     for layer, leaves in params.items():
         np.testing.assert_array_equal(moved[layer]["bias"], leaves["bias"])
         assert not np.array_equal(moved[layer]["kernel"], leaves["kernel"])
