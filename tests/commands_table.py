@@ -283,6 +283,7 @@ CONFIGS = (
     recipe("cifar10_fast", RECIPE),
     Row("python evaluate.py * --split test*", prints=("accuracy",)),
     recipe("cifar10_resnet8"),
+    recipe("cifar10_speedrun", RECIPE),
     recipe("eurosat"),
     recipe("eurosat_best"),
     recipe("eurosat_fast"),
