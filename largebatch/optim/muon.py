@@ -3,6 +3,8 @@
 optax.contrib.muon gives the same. On a CPU it takes three times as long (LOG.md).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -36,33 +38,62 @@ def scale_by_muon(beta, *, nesterov: bool) -> optax.GradientTransformation:
         del params
         momentum = momentum.add(grads, beta)
         directions = look_ahead(momentum, grads, beta) if nesterov else momentum.corrected
-        return jax.tree.map(_direction, directions), momentum
+        return _directions(directions), momentum
 
     return optax.GradientTransformation(init, update)
 
 
 def orthogonalize_directions() -> optax.GradientTransformation:
     """Orthogonalises any direction of a kernel, with the factor for its shape, as `scale_by_muon` the momentum."""
-    return optax.stateless(lambda directions, params=None: jax.tree.map(_direction, directions))
+    return optax.stateless(lambda directions, params=None: _directions(directions))
 
 
-def _direction(kernel: jax.Array) -> jax.Array:
-    matrix = kernel.reshape(-1, kernel.shape[-1])
-    inputs, outputs = matrix.shape
-    return orthogonalize(matrix).reshape(kernel.shape) * max(1.0, outputs / inputs) ** 0.5
+def _directions(kernels):
+    """The orthogonalised kernels of a pytree, each times the factor for its shape."""
+    leaves, structure = jax.tree.flatten(kernels)
+    matrices = orthogonalize([kernel.reshape(-1, kernel.shape[-1]) for kernel in leaves])
+    scaled = [
+        matrix.reshape(kernel.shape) * max(1.0, matrix.shape[1] / matrix.shape[0]) ** 0.5
+        for matrix, kernel in zip(matrices, leaves, strict=True)
+    ]
+    return structure.unflatten(scaled)
 
 
-def orthogonalize(matrix: jax.Array) -> jax.Array:
-    """A matrix with the singular vectors of `matrix`, and singular values between 0.7 and 1.2.
+def orthogonalize(matrices: list[jax.Array]) -> list[jax.Array]:
+    """Matrices with the singular vectors of these, and singular values between 0.7 and 1.2.
 
-    (Those that are 1000 times smaller than the largest ones become less.)
+    (Those that are 1000 times smaller than the largest ones of a matrix become less.)
     """
-    rows, columns = matrix.shape
-    if rows < columns:
-        return orthogonalize(matrix.T).T
-    matrix = matrix / (jnp.linalg.norm(matrix) + EPSILON)
-    # Elsewhere matrix products are in less than float32 unless one pays for it, and Gram matrices need it.
-    return lax.platform_dependent(matrix, cpu=by_gram_matrix, default=by_newton_schulz)
+    of_shape: dict[tuple[int, int], list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        of_shape.setdefault((max(matrix.shape), min(matrix.shape)), []).append(number)
+    results = list(matrices)
+    for numbers in of_shape.values():
+        tall = [_made_tall(matrices[number]) for number in numbers]
+        # Elsewhere than on a CPU matrix products are in less than float32 unless one pays for it, and Gram matrices
+        # need it. A GPU starts one kernel for all products of a shape, which are small.
+        found = lax.platform_dependent(
+            *tall, cpu=_one_by_one(by_gram_matrix), cuda=_at_once, default=_one_by_one(by_newton_schulz)
+        )
+        for number, matrix in zip(numbers, found, strict=True):
+            results[number] = matrix if matrix.shape == matrices[number].shape else matrix.T
+    return results
+
+
+def _made_tall(matrix: jax.Array) -> jax.Array:
+    return matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+
+
+def _one_by_one(function: Callable) -> Callable:
+    return lambda *matrices: tuple(function(_normalised(matrix)) for matrix in matrices)
+
+
+def _at_once(*matrices):
+    return tuple(jax.vmap(lambda matrix: by_newton_schulz(_normalised(matrix)))(jnp.stack(matrices)))
+
+
+def _normalised(matrix: jax.Array) -> jax.Array:
+    return matrix / (jnp.linalg.norm(matrix) + EPSILON)
 
 
 def by_newton_schulz(matrix: jax.Array, iterations: int = ITERATIONS) -> jax.Array:

@@ -244,6 +244,24 @@ def test_soap_follows_its_paper_over_refreshes_of_its_bases(matrices, every):
     assert np.abs(stale).max() > 1e-3  # the refreshes count
 
 
+def test_matrices_of_a_shape_are_orthogonalised_at_once_as_one_by_one(monkeypatch):
+    """As a GPU does; those that are wide lie among them transposed."""
+    rng = np.random.default_rng(0)
+    shapes = [(9, 4), (4, 9), (9, 5), (9, 4), (6, 6)]
+    matrices = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    groups = []
+
+    def on_gpu(*arguments, cuda, **others):
+        groups.append(len(arguments))
+        return cuda(*arguments)
+
+    monkeypatch.setattr(muon_module.lax, "platform_dependent", on_gpu)
+    found = muon_module.orthogonalize(matrices)
+    assert groups == [3, 1, 1]
+    for ours, matrix in zip(found, matrices, strict=True):
+        np.testing.assert_allclose(ours, orthogonal(matrix.astype(np.float64)), atol=2e-5)
+
+
 def test_soap_muon_orthogonalises_soaps_direction(matrices):
     (params, grads), rates = matrices, [0.01] * 14
     ours = run("soap_muon", params, grads, rates, HYPERPARAMS)
@@ -337,8 +355,9 @@ def test_both_ways_to_orthogonalize_are_those_of_numpy(way, tolerance, shape, mo
     rng = np.random.default_rng(0)
     spectrum = np.exp(2 * rng.standard_normal(shape[1]))  # over three decades
     matrix = (rng.standard_normal(shape) * spectrum).astype(np.float32)
-    monkeypatch.setattr(muon_module.lax, "platform_dependent", lambda matrix, **ways: way(matrix))
-    found = muon_module.orthogonalize(matrix)
+    one_by_one = muon_module._one_by_one(way)
+    monkeypatch.setattr(muon_module.lax, "platform_dependent", lambda matrix, **ways: one_by_one(matrix))
+    (found,) = muon_module.orthogonalize([matrix])
     np.testing.assert_allclose(found, orthogonal(matrix.astype(np.float64)), atol=tolerance)
 
 
