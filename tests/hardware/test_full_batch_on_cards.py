@@ -11,6 +11,7 @@ from benchmarks.compile import Case
 from largebatch.errors import UserError
 from largebatch.hardware import hlo
 from largebatch.hardware.compiled import compile_and_look
+from largebatch.hardware.compiler_options import compile_with, options_for
 from largebatch.hardware.dtypes import with_dtype
 from largebatch.hardware.targets import find_target
 from largebatch.nn import convolution
@@ -58,14 +59,14 @@ def full_batch_on():
 
 def what_it_does(lowered) -> dict:
     """Return bytes of an update, and the convolutions and activations of its micro-batches."""
-    program = hlo.parse(lowered.compile().as_text())
+    program = hlo.parse(compile_with(lowered, options_for("gpu")).as_text())
     (loop,) = [one for one in program.loops() if one.op_name.endswith("micro_batches/while")]
     inside = [one for one, _ in program.executions(lambda loop: 1, loop)]
     convolutions = [one for one in inside if one.target.startswith("__cudnn$conv")]
     images = [one for one in inside if re.search(r"\[5400,\d+,\d+,\d+\]", one.shape)]
     sizes = [re.search(r"\[5400,(\d+),(\d+),(\d+)\]", one.shape) for one in images]
     return {
-        "bytes": compile_and_look(lowered, {"updates": 1, "micro_batches": 32}).moved_bytes,
+        "bytes": compile_and_look(lowered, {"updates": 1, "micro_batches": 32}, "gpu").moved_bytes,
         "inputs": [program.named[one.operands[0]].shape for one in convolutions],
         "activations": {tuple(map(int, size.groups())) for size in sizes},
         "copies": [one.name for one in images if one.opcode in ("copy", "transpose", "pad")],
