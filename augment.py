@@ -28,7 +28,6 @@ from largebatch.cache.plan import CachePlan, plan_layout
 from largebatch.data.pictures import draw_preview, export
 from largebatch.data.placement import originals_of_hosts
 from largebatch.data.random_augment import RandomAugment
-from largebatch.data.rows import split_planes, take_rows
 from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import collectives
 from largebatch.paths import expanded
@@ -38,56 +37,13 @@ from largebatch.sources.split_file import SplitFile, read_split_file
 from largebatch.sources.stamp import stamp_of
 from largebatch.tasks.kinds import KINDS
 from largebatch.tasks.planes import PixelTargets
-from largebatch.tasks.task import Task
 from largebatch.training.setup import choose_sharding
+from largebatch.training.views import VIEW_COUNTS, apply_view, expand, inverse_view
+from largebatch.training.views import expansion as expansion
+from largebatch.training.views import make_read as make_read
+from largebatch.training.views import select_views as select_views
 
 log = logging.getLogger("largebatch")
-
-# How many of the views of `apply_view` an original has, by augment.views.
-VIEW_COUNTS = {"all": 8, "flip": 2, "none": 1}
-
-
-# ---- the views --------------------------------------------------------------------------------------
-
-
-def apply_view(images, view: int):
-    """View `view` of images [..., H, W, C]: bit 0 flips left/right, bit 1 up/down, bit 2 transposes.
-
-    These are the 8 symmetries of the square (four rotations, each with and without a flip); 0 is the
-    identity. NumPy and JAX arrays alike.
-    """
-    if view & 1:
-        images = images[..., :, ::-1, :]
-    if view & 2:
-        images = images[..., ::-1, :, :]
-    if view & 4:
-        images = images.swapaxes(-3, -2)
-    return images
-
-
-def expand(images: np.ndarray, num_views: int) -> np.ndarray:
-    """The first `num_views` views of images [n, H, W, C], as [n, num_views, H, W, C]."""
-    views = np.empty((len(images), num_views, *images.shape[1:]), images.dtype)
-    for view in range(num_views):
-        views[:, view] = apply_view(images, view)
-    return views
-
-
-def expansion(storage: str, num_views: int) -> Callable[[np.ndarray], np.ndarray] | None:
-    """What makes the views that devices hold of originals [n, H, W, C]; None where they hold the originals."""
-    return functools.partial(expand, num_views=num_views) if storage in ("normalised", "expanded") else None
-
-
-def select_views(images: jax.Array, views: jax.Array, num_views: int) -> jax.Array:
-    """`apply_view` with one traced view per image: images [M, H, W, C], views int32 [M], below `num_views`."""
-    views = views[:, None, None, None]
-    if num_views > 1:
-        images = jnp.where(views & 1, images[:, :, ::-1], images)
-    if num_views > 2:
-        images = jnp.where(views & 2, images[:, ::-1], images)
-    if num_views > 4:
-        images = jnp.where(views & 4, images.swapaxes(1, 2), images)
-    return images
 
 
 def check_data(config, image_shape: tuple[int, int, int], targets: PixelTargets, description: str) -> None:
@@ -103,44 +59,6 @@ def check_data(config, image_shape: tuple[int, int, int], targets: PixelTargets,
     shift, side = config.eval.shift_average, min(height, width)
     if shift >= side:
         raise BadSetting(f"eval.shift_average: {shift}; allowed: below {side}, the size of an image")
-
-
-def make_read(
-    storage: str,
-    stored_shape: tuple[int, int, int],
-    num_views: int,
-    task: Task,
-    random_augment: RandomAugment | None = None,
-):
-    """The `read` of `step.MicroBatchReader` for {"images": [n, H * W * C], "labels": [originals]}.
-
-    From the storage comes a view of an original, which is then changed at random. Images lie as flat rows: a TPU
-    pads the last two dimensions of an array to its tile of 8 x 128.
-    A stream has "rows": [originals] too: in which row an original lies, if it does.
-    """
-
-    def images_in(shard, rows):
-        return take_rows(shard["images"], rows).reshape(-1, *stored_shape)
-
-    def read_views(shard, examples):
-        if storage == "expanded":
-            return images_in(shard, examples)
-        originals = examples // num_views
-        rows = take_rows(shard["rows"], originals) if storage == "streamed" else originals
-        return select_views(images_in(shard, rows), examples % num_views, num_views)
-
-    def read(shard, examples, visit_keys):
-        images, planes = split_planes(read_views(shard, examples), task.target_planes)
-        if random_augment:
-            images, planes = random_augment.apply(images, visit_keys), random_augment.move(planes, visit_keys)
-        return images, task.targets(take_rows(shard["labels"], examples // num_views), planes)
-
-    return read
-
-
-def inverse_view(view: int) -> int:
-    """The view that undoes `view`: a transposition swaps the two flips, other views undo themselves."""
-    return 4 | (view & 1) << 1 | (view & 2) >> 1 if view & 4 else view
 
 
 # ---- averages over views and shifts -----------------------------------------------------------------

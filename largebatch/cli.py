@@ -8,12 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import jax
 from absl import flags
 from etils import epath
-from ml_collections import config_dict, config_flags
 
 from largebatch import terminal
 from largebatch.config.fields import differences
@@ -24,6 +23,9 @@ from largebatch.hardware.dtypes import AUTO, DTYPES, auto_dtype_here, with_dtype
 from largebatch.hosts import collectives, meeting
 from largebatch.hosts.start import start_jax
 from largebatch.paths import expanded
+
+if TYPE_CHECKING:  # bench.py measures cards where ml_collections is missing
+    from ml_collections import config_dict
 
 log = logging.getLogger("largebatch")
 flags.disclaim_key_flags()  # what `path_flag` defines are flags of the script that calls it
@@ -53,12 +55,12 @@ def use_compilation_cache(cache_dir: str) -> None:
 
 
 def start(
-    config: config_dict.ConfigDict,
+    config: "config_dict.ConfigDict",
     models: Models,
     recorded: Callable[[], dict | None] | None = None,
     *,
     of: str = "run",
-) -> tuple[config_dict.ConfigDict, dict]:
+) -> tuple["config_dict.ConfigDict", dict]:
     """Starts JAX on a config that all hosts agree on.
 
     Args:
@@ -84,8 +86,8 @@ def start(
 
 
 def settle_dtype(
-    config: config_dict.ConfigDict, recorded: Callable[[], dict | None] | None = None, *, of: str = "run"
-) -> config_dict.ConfigDict:
+    config: "config_dict.ConfigDict", recorded: Callable[[], dict | None] | None = None, *, of: str = "run"
+) -> "config_dict.ConfigDict":
     """The config with the dtype that model.dtype "auto" stands for, the same on all hosts, which call it together.
 
     What goes on keeps the dtype that it began with, wherever it does; a machine that would choose another says so.
@@ -117,7 +119,7 @@ def _dtype_in(recorded: object) -> str | None:
 # ---- scripts ----------------------------------------------------------------------------------------
 
 
-def run_script(main: Callable[[config_dict.ConfigDict], int | None], models: Models) -> NoReturn:
+def run_script(main: Callable[["config_dict.ConfigDict"], int | None], models: Models) -> NoReturn:
     """Parses --config and its overrides, validates the config, runs `main` and exits; see `exit_after`.
 
     Args:
@@ -181,12 +183,14 @@ def path_flag(name: str, default: str | None, help_text: str) -> None:
     flags.DEFINE(_PathParser(), name, default, help_text, serializer=flags.ArgumentSerializer())
 
 
-def parse_flags(argv: list[str]) -> config_dict.ConfigDict:
+def parse_flags(argv: list[str]) -> "config_dict.ConfigDict":
     """The config that `argv` asks for.
 
     Raises:
       UsageError: unknown or malformed flag, or a config file that cannot be run.
     """
+    from ml_collections import config_dict, config_flags
+
     if "--help" in argv:
         show_help(CONFIG_HELP)
     argv = _join_values(argv)

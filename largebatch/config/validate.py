@@ -1,8 +1,7 @@
 """Validation of a whole config, before a device is touched."""
 
 import re
-
-from ml_collections import config_dict
+from typing import TYPE_CHECKING
 
 from largebatch.config.fields import MISSING_FIELDS, flatten
 from largebatch.config.rules import MODEL_OPTIONS, RULES, Models, nearest, nearest_field, rules
@@ -13,13 +12,16 @@ from largebatch.optim.optimizers import WITH_BASES
 from largebatch.optim.schedule_options import ScheduleOptions
 from largebatch.tasks.kinds import CLASSIFICATION, KINDS
 
+if TYPE_CHECKING:  # bench.py measures cards where ml_collections is missing
+    from ml_collections import config_dict
+
 # Beyond it a float32, as the training state counts them in, no longer grows by 1.
 MOST_SCALE_INVARIANT_STEPS = 2**24
 
 CLUSTER_FIELDS = ("devices.coordinator_address", "devices.num_hosts", "devices.host_index")
 
 
-def validate(config: config_dict.ConfigDict, models: Models) -> None:
+def validate(config: "config_dict.ConfigDict", models: Models) -> None:
     """Checks every field by itself, and if all are allowed, how they go together.
 
     Args:

@@ -1,15 +1,17 @@
 """The batch size of every update: one size, a trace, or sizes that only training finds."""
 
 from collections.abc import Mapping
-
-from ml_collections import config_dict
+from typing import TYPE_CHECKING
 
 from largebatch.errors import BadSetting
 from largebatch.optim import traces
 from largebatch.optim.piecewise import PiecewiseConstant
 
+if TYPE_CHECKING:  # bench.py measures cards where ml_collections is missing
+    from ml_collections import config_dict
 
-def read_trace(fields: config_dict.ConfigDict, largest: int = traces.LARGEST) -> traces.Trace:
+
+def read_trace(fields: "config_dict.ConfigDict", largest: int = traces.LARGEST) -> traces.Trace:
     """The trace that a config's `batch` names, of batches of at most `largest` examples.
 
     Raises:
@@ -43,7 +45,7 @@ def are_found_in_training(fields: Mapping) -> bool:
 
 
 def batch_sizes_of_devices(
-    fields: config_dict.ConfigDict, num_devices: int, num_examples: int
+    fields: "config_dict.ConfigDict", num_devices: int, num_examples: int
 ) -> PiecewiseConstant | None:
     """The batch sizes of a run on so many devices, where they follow the devices; else None.
 
@@ -61,7 +63,7 @@ def batch_sizes_of_devices(
     return PiecewiseConstant.constant(batch_size)
 
 
-def planned_batch_sizes(fields: config_dict.ConfigDict, num_examples: int) -> PiecewiseConstant:
+def planned_batch_sizes(fields: "config_dict.ConfigDict", num_examples: int) -> PiecewiseConstant:
     """The batch sizes that a config's `batch` asks for, before the schedule or training changes them.
 
     Args:
