@@ -15,6 +15,8 @@
     python bench.py micro_batches [--targets v3:4x4] [--networks convnet,resnet8]
     python bench.py build --images 400000 --path /tmp
     python bench.py results --path runs/results --data DATA [--only recipes,knees]
+    python bench.py card --minutes 10 --json card.json [--path EuroSAT.zip]
+    python bench.py measured --path card.json
 
 Every figure is of synchronised work, as a median over repeats with its spread; contenders take turns
 within a repeat, so that a noisy machine is noisy to all. A contender whose work did not happen (its
@@ -22,12 +24,14 @@ parameters or update count stand still) is an error, not a figure. --json FILE k
 """
 
 import contextlib
+import importlib
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 # Contenders share a GPU with PyTorch in a process of its own: nobody may take all of its memory.
@@ -35,23 +39,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from absl import flags
 
-from benchmarks import (
-    accuracy,
-    compile,
-    growth,
-    inputs,
-    large_set,
-    loop,
-    memory,
-    micro_batches,
-    noise,
-    pack,
-    reading,
-    results,
-    scaling,
-    step,
-    stream,
-)
 from largebatch.cli import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags, path_flag
 from largebatch.errors import UserError
 from largebatch.runs.folder import jsonable
@@ -59,62 +46,75 @@ from largebatch.runs.folder import jsonable
 
 @dataclass(frozen=True)
 class Command:
-    """A command of bench.py.
+    """A command of bench.py. Its module is imported when it is run, since packages that others need may be missing.
 
     Attributes:
-      measure: (flags, arguments of train.py) -> result, plain JSON.
-      show: prints a result.
+      module: a file of benchmarks/, which has a function `print_` with the name of the command.
+      measure: (module, flags, arguments of train.py) -> result, plain JSON.
       needs_path: whether --path must be given.
       trains: whether it takes arguments of train.py behind --.
+      writes_json: whether it writes the file of --json by itself.
       plot: function of benchmarks/plot.py that draws the result; None where there is no picture.
     """
 
-    measure: Callable[[Any, list[str]], dict]
-    show: Callable[[dict], None]
+    module: str
+    measure: Callable[[ModuleType, Any, list[str]], dict]
     needs_path: bool = False
     trains: bool = False
+    writes_json: bool = False
     plot: str | None = None
 
 
 COMMANDS = {
     "step": Command(
-        lambda given, _: step.bench_step(given.batch_size, given.repeats, given.peers),
-        step.print_step,
+        "step",
+        lambda step, given, _: step.bench_step(given.batch_size, given.repeats, given.peers),
         plot="plot_step",
     ),
-    "input": Command(lambda given, _: inputs.bench_input(given.path), inputs.print_input, needs_path=True),
+    "input": Command("inputs", lambda inputs, given, _: inputs.bench_input(given.path), needs_path=True),
     "stream": Command(
-        lambda given, _: stream.bench_stream(given.path, given.cache_dir, given.batch_size, given.repeats),
-        stream.print_stream,
+        "stream",
+        lambda stream, given, _: stream.bench_stream(given.path, given.cache_dir, given.batch_size, given.repeats),
         needs_path=True,
     ),
     "scaling": Command(
-        lambda given, _: scaling.bench_scaling(given.repeats), scaling.print_scaling, plot="plot_scaling"
+        "scaling", lambda scaling, given, _: scaling.bench_scaling(given.repeats), plot="plot_scaling"
     ),
-    "memory": Command(lambda *_: memory.bench_memory(), memory.print_memory),
+    "memory": Command("memory", lambda memory, *_: memory.bench_memory()),
     "accuracy": Command(
-        lambda given, arguments: accuracy.bench_accuracy(arguments, given.seeds, given.target, given.path),
-        accuracy.print_accuracy,
+        "accuracy",
+        lambda accuracy, given, arguments: accuracy.bench_accuracy(
+            arguments, given.seeds, given.target, given.path
+        ),
         needs_path=True,
         trains=True,
     ),
-    "loop": Command(lambda given, _: loop.bench_loop(given.path), loop.print_loop, needs_path=True),
-    "pack": Command(lambda given, _: pack.bench_pack(given.repeats), pack.print_pack),
-    "noise": Command(lambda given, _: noise.bench_noise(given.batch_size, given.repeats), noise.print_noise),
+    "loop": Command("loop", lambda loop, given, _: loop.bench_loop(given.path), needs_path=True),
+    "pack": Command("pack", lambda pack, given, _: pack.bench_pack(given.repeats)),
+    "noise": Command("noise", lambda noise, given, _: noise.bench_noise(given.batch_size, given.repeats)),
     "build": Command(
-        lambda given, _: large_set.bench_build(given.images, given.path, given.repeats), large_set.print_build
+        "large_set",
+        lambda large_set, given, _: large_set.bench_build(given.images, given.path, given.repeats),
     ),
-    "compile": Command(lambda given, _: compile.bench_compile(given.configs, given.targets), compile.print_compile),
+    "compile": Command("compile", lambda compile, given, _: compile.bench_compile(given.configs, given.targets)),
     "micro_batches": Command(
-        lambda given, _: micro_batches.bench_micro_batches(given.networks, given.targets),
-        micro_batches.print_micro_batches,
+        "micro_batches",
+        lambda micro_batches, given, _: micro_batches.bench_micro_batches(given.networks, given.targets),
     ),
-    "reading": Command(lambda given, _: reading.bench_reading(given.targets), reading.print_reading),
-    "growth": Command(lambda given, _: growth.bench_growth(given.targets), growth.print_growth),
+    "reading": Command("reading", lambda reading, given, _: reading.bench_reading(given.targets)),
+    "growth": Command("growth", lambda growth, given, _: growth.bench_growth(given.targets)),
     "results": Command(
-        lambda given, _: results.bench_results(given.path, given.data, given.only),
-        results.print_results,
+        "results",
+        lambda results, given, _: results.bench_results(given.path, given.data, given.only),
         needs_path=True,
+    ),
+    "card": Command(
+        "card",
+        lambda card, given, _: card.bench_card(given.minutes, given.size, given.json, given.path, given.cifar10),
+        writes_json=True,
+    ),
+    "measured": Command(
+        "measured", lambda measured, given, _: measured.bench_measured(given.path), needs_path=True
     ),
 }
 
@@ -133,8 +133,12 @@ def define_flags() -> None:
         "path",
         None,
         "input, stream: EuroSAT.zip or its folder; loop: a run folder; accuracy: a new folder; "
-        "build: a folder with room; results: a folder for runs and studies.",
+        "build: a folder with room; results: a folder for runs and studies; card: EuroSAT.zip, for the recipes; "
+        "measured: what card wrote.",
     )
+    path_flag("cifar10", None, "card: CIFAR-10-jpeg.zip, for its recipe.")
+    flags.DEFINE_float("minutes", 10, "card: after which it ends.", lower_bound=0)
+    flags.DEFINE_enum("size", None, ["card", "cpu", "tiny"], "card: its batch sizes; by the machine if not given.")
     path_flag("data", ".", "results: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip.")
     flags.DEFINE_string("only", None, "results: its tables or jobs, with commas between; all by default.")
     path_flag("cache_dir", "~/.cache/largebatch", "stream: where the data cache is.")
@@ -149,8 +153,8 @@ def define_flags() -> None:
     path_flag("plot", None, "step, scaling: draw the figures to this PNG.")
 
 
-def parse_command(argv: list[str], train_arguments: list[str]) -> Command:
-    """The command that `argv` asks for; its flags are then in flags.FLAGS.
+def parse_command(argv: list[str], train_arguments: list[str]) -> str:
+    """The name of the command that `argv` asks for; its flags are then in flags.FLAGS.
 
     Raises:
       UsageError: unknown command or flag, or flags that do not go together.
@@ -164,28 +168,29 @@ def parse_command(argv: list[str], train_arguments: list[str]) -> Command:
     if command.needs_path and not given.path:
         raise UsageError(
             "--path: not given; input and stream need EuroSAT.zip or its folder, loop and accuracy a run folder, "
-            "results a folder for all of its runs"
+            "results a folder for all of its runs, measured a file that card wrote"
         )
     if train_arguments and not command.trains:
         raise UsageError(f"--: only accuracy takes the arguments of train.py; found {' '.join(train_arguments)}")
     if given.plot and not command.plot:
         raise UsageError(f"--plot: {name} draws nothing; allowed with step and scaling")
-    return command
+    return name
 
 
-def run_command(command: Command, train_arguments: list[str]) -> None:
+def run_command(name: str, train_arguments: list[str]) -> None:
     """Measures, prints, and writes the files that --json and --plot name.
 
     Raises:
       UserError, OSError: something cannot be measured, or a file not be written.
     """
-    given = flags.FLAGS
+    given, command = flags.FLAGS, COMMANDS[name]
+    module = importlib.import_module(f"benchmarks.{command.module}")
     with contextlib.ExitStack() as stack:  # a file that cannot be written is found before the work
-        json_file = stack.enter_context(open(given.json, "w")) if given.json else None
+        json_file = stack.enter_context(open(given.json, "w")) if given.json and not command.writes_json else None
         if given.plot:
             stack.enter_context(open(given.plot, "wb"))
-        result = command.measure(given, train_arguments)
-        command.show(result)
+        result = command.measure(module, given, train_arguments)
+        getattr(module, f"print_{name}")(result)
         if json_file:
             json.dump(jsonable(result), json_file, indent=1, allow_nan=False)
     if given.plot:

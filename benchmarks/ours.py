@@ -1,38 +1,51 @@
-"""Our inner loop as a contender, on random images that lie on the devices."""
+"""Our inner loop as a contender, on random images that lie on the devices.
+
+It is built without a config, from JAX, NumPy, optax and flax alone, and so runs where nothing else is installed.
+tests/test_card.py compares it with what train.py makes of a config.
+"""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import augment
 import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
-from configs import default
-from largebatch.cache.plan import make_layout
+from largebatch.data import whole_set
 from largebatch.data.batching import DataSharding
 from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware
+from largebatch.hardware.dtypes import auto_dtype_here
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
-from largebatch.optim.piecewise import PiecewiseConstant
-from largebatch.optim.schedules import UpdateInputs
+from largebatch.optim.optimizers import create_optimizer
+from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.tasks.classification import Classification
-from largebatch.training.loss import Batch, make_loss_fn
-from largebatch.training.setup import DataFacts, Setup
-from largebatch.training.state import count_params
-from largebatch.training.step import make_inner_loop
-from resolve import make_parts, resolve_setup
+from largebatch.training.loss import Batch, make_loss_fn, make_normalise
+from largebatch.training.setup import choose_micro_batch_size, choose_sharding
+from largebatch.training.state import count_params, create_train_state
+from largebatch.training.step import MicroBatchReader, TrainStep, WholeShareReader, make_inner_loop
+from largebatch.training.views import VIEW_COUNTS, make_read
+
+NETWORK, OPTIMIZER = "convnet", "adam"
+VIEWS = VIEW_COUNTS["all"]
+B2 = 0.999
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What our step is built with; micro_batch_size is per device, conv a key of CONVS."""
+    """What our step is built with; micro_batch_size is per device, conv a key of CONVS.
+
+    `auto_options` says what "auto" means.
+    """
 
     batch_size: int
     micro_batch_size: int | str
@@ -40,31 +53,58 @@ class StepOptions:
     conv: str
     storage: str = "expanded"
     measure_noise: bool = True
+    num_images: int = serve.NUM_IMAGES  # that devices hold, at least a batch
 
 
 def auto_conv() -> str:
     """The convolution that train.py takes by itself."""
-    return model.resolve_conv("auto", jax.default_backend())
+    return model.resolve_conv(AUTO, jax.default_backend())
 
 
 def auto_options(batch_size: int, dtype: str, *, num_devices: int) -> StepOptions:
-    """What train.py takes by itself for a batch that is shared by so many devices."""
-    options = StepOptions(batch_size, "auto", dtype, auto_conv())
-    return dataclasses.replace(
-        options, micro_batch_size=_resolve_setup(options, Hardware.here(num_devices)).micro_batch_size
+    """What train.py takes by itself for a batch that is shared by so many devices, but for the storage."""
+    return resolve(StepOptions(batch_size, AUTO, dtype, AUTO), Hardware.here(num_devices))
+
+
+def resolve(options: StepOptions, hardware: Hardware) -> StepOptions:
+    """What train.py makes of options that are "auto", where everything fits on the devices."""
+    dtype, conv, storage = options.dtype, options.conv, options.storage
+    if dtype == AUTO:
+        dtype = auto_dtype_here()
+    if conv == AUTO:
+        conv = model.resolve_conv(AUTO, hardware.platform)
+    sharding = _sharding(options, hardware.num_devices)
+    if storage == AUTO:
+        is_whole_set = options.batch_size == sharding.num_examples
+        storage = "normalised" if is_whole_set and hardware.platform != "cpu" else "expanded"
+    size = _micro_batch_size(options, sharding, hardware)
+    return dataclasses.replace(options, dtype=dtype, conv=conv, storage=storage, micro_batch_size=size)
+
+
+def _micro_batch_size(options: StepOptions, sharding: DataSharding, hardware: Hardware) -> int:
+    """What train.py takes; the one place that knows which fields of a config that depends on."""
+    config = SimpleNamespace(
+        batch=SimpleNamespace(micro_batch_size=options.micro_batch_size, auto=False),
+        model=SimpleNamespace(name=NETWORK, norm="none"),
+        schedule=SimpleNamespace(scaling="none"),
     )
+    return choose_micro_batch_size(config, np.array([options.batch_size]), sharding, hardware)
+
+
+def _sharding(options: StepOptions, num_devices: int) -> DataSharding:
+    num_originals = -(-max(options.batch_size, options.num_images) // VIEWS)
+    return choose_sharding(None, num_originals, num_devices, VIEWS)
 
 
 def make_network(dtype: str, conv: str):
     """The network of every contender."""
-    return model.create_model("convnet", serve.NUM_CLASSES, dtype, conv)
+    return model.create_model(NETWORK, serve.NUM_CLASSES, dtype, conv)
 
 
-def make_loss(network) -> Callable:
-    """The loss on the images of every contender."""
-    return make_loss_fn(
-        network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3, Classification(serve.NUM_CLASSES)
-    )
+def make_loss(network, storage: str = "expanded") -> Callable:
+    """The loss on the images of every contender, as they lie on the devices."""
+    mean, std = (0.0, 1.0) if storage == "normalised" else (serve.MEAN, serve.STD)
+    return make_loss_fn(network, serve.IMAGE_SHAPE, (mean,) * 3, (std,) * 3, Classification(serve.NUM_CLASSES))
 
 
 class OurStep(serve.Step):
@@ -75,20 +115,46 @@ class OurStep(serve.Step):
     def __init__(self, options: StepOptions):
         self.batch_size = options.batch_size
         self._next_update = 0
-        self._setup = _resolve_setup(options, Hardware.here(1 if self.packed else None), packed=self.packed)
-        parts = make_parts(self._setup.program)
-        step = parts.step
-        if not options.measure_noise:
-            step = dataclasses.replace(step, noise_decay=None)
-        self.network = parts.network
-        self._data = _random_data(self._setup.program.sharding, options.storage)
-        self._inner_loop = make_inner_loop(step)
-        self._state = replicas.replicate(parts.init(np.uint32(0), self._setup.hyperparams, None))
+        hardware = Hardware.here(1 if self.packed else None)
+        self.options = resolve(options, hardware)
+        self.network = make_network(self.options.dtype, self.options.conv)
+        self._sharding = _sharding(self.options, hardware.num_devices)
+        self._data = self._make_data()
+        self._inner_loop = make_inner_loop(self._make_step())
+        self._state = replicas.replicate(jax.jit(_first_state, static_argnums=0)(self.network))
+
+    def _make_step(self) -> TrainStep:
+        """See `resolve.make_parts`, which makes it of a config."""
+        storage, size = self.options.storage, self.options.micro_batch_size
+        if storage == "normalised":
+            reader = WholeShareReader(whole_set.read, self._sharding, size)
+        else:
+            read = make_read(storage, serve.IMAGE_SHAPE, VIEWS, Classification(serve.NUM_CLASSES))
+            reader = MicroBatchReader(read, self._sharding, size)
+        step = TrainStep(make_loss(self.network, storage), create_optimizer(OPTIMIZER), reader, packed=self.packed)
+        return step if self.options.measure_noise else dataclasses.replace(step, noise_decay=None)
+
+    def _make_data(self) -> dict:
+        storage = self.options.storage
+        rows = _random_rows(self._sharding, 1 if storage == "on_device" else VIEWS, math.prod(serve.IMAGE_SHAPE))
+        if storage != "normalised":
+            return rows
+        normalise = make_normalise(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
+        size = self.options.micro_batch_size
+        return whole_set.normalise_whole_set(rows, self._sharding, size, normalise, seed=0)
 
     def _inputs(self) -> UpdateInputs:
         """Inputs of the next updates."""
-        schedule = self._setup.with_batch_sizes(PiecewiseConstant.constant(self.batch_size)).schedule
-        return schedule.inputs(self._next_update, MAX_ROUNDS)
+        before = np.arange(self._next_update, self._next_update + MAX_ROUNDS, dtype=np.int64) * self.batch_size
+        epoch, offset = epoch_and_offset(before, self._sharding.num_examples)
+        every = np.ones(MAX_ROUNDS, np.float32)
+        return UpdateInputs(
+            epoch=epoch,
+            offset=offset,
+            batch_size=np.full(MAX_ROUNDS, self.batch_size, np.int32),
+            learning_rate=serve.LEARNING_RATE * every,
+            b2=B2 * every,
+        )
 
     def _count(self, updates: int):
         """How many updates a call does, as the inner loop takes it."""
@@ -109,8 +175,9 @@ class OurStep(serve.Step):
         return jax.tree.leaves(replicas.first_replica(self._state.params))
 
     def facts(self) -> dict:
-        """The collectives of the compiled program, and the number of parameters."""
+        """The options that were resolved, the collectives of the compiled program, the number of parameters."""
         return {
+            "options": dataclasses.asdict(self.options),
             "collectives": collectives(self.compiled().as_text()),
             "params": count_params(self.state_shapes().params),
         }
@@ -145,24 +212,16 @@ class PackedStep(OurStep):
         return np.full(jax.local_device_count(), updates, np.int32)
 
 
-def _resolve_setup(options: StepOptions, hardware: Hardware, *, packed: bool = False) -> Setup:
-    """What train.py makes of a config with these options, on images of the shape that all contenders have."""
-    config = default.get_config()
-    config.batch.size, config.batch.micro_batch_size = options.batch_size, options.micro_batch_size
-    config.model.name, config.model.dtype, config.model.conv = "convnet", options.dtype, options.conv
-    config.optimizer.name, config.optimizer.learning_rate = "adam", serve.LEARNING_RATE
-    config.augment.storage = options.storage
-    views = augment.VIEW_COUNTS[config.augment.views]
-    num_originals = -(-max(options.batch_size, serve.NUM_IMAGES) // views)
-    counts = {"train": num_originals, "val": 0, "test": 0}
-    layout = make_layout(counts, serve.IMAGE_SHAPE, np.dtype(np.uint8))
-    data = DataFacts(num_originals, layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
-    return resolve_setup(config, data, hardware, packed=packed)
+def _first_state(network):
+    """The state before the first update."""
+    params, model_state = model.init_variables(network, serve.IMAGE_SHAPE, 0)
+    return create_train_state(params, create_optimizer(OPTIMIZER), 0, model_state)
 
 
-def _random_data(sharding: DataSharding, storage: str):
-    views = sharding.views if storage == "expanded" else 1
-    rows, image_size = sharding.max_originals * views, math.prod(serve.IMAGE_SHAPE)
+@functools.lru_cache(maxsize=1)  # gigabytes, which the next contender mostly wants again
+def _random_rows(sharding: DataSharding, views: int, image_size: int) -> dict:
+    """Random images of this host's devices in so many views, as flat rows, and the labels of the originals."""
+    rows = sharding.max_originals * views
     shards = []
     for index, device in enumerate(jax.local_devices()):
         rng = np.random.default_rng(index)
@@ -225,7 +284,7 @@ DEFAULTS = {"batch_size": 512, "micro_batch_size": 16, "dtype": "bfloat16"}
 def build(options: dict) -> OurStep:
     """`OurStep` with options as in DEFAULTS and the automatic convolution."""
     start_jax()
-    return OurStep(StepOptions(**options, conv=auto_conv()))
+    return OurStep(StepOptions(**options, conv=AUTO))
 
 
 if __name__ == "__main__":

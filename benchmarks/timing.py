@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import select
 import statistics
 import subprocess
 import sys
@@ -49,16 +50,20 @@ class Contender:
 # ---- the clock ---------------------------------------------------------------------------------------
 
 
-def interleave(contenders: list[Contender], repeats: int) -> dict[str, list[float]]:
+def interleave(
+    contenders: list[Contender], repeats: int, min_timed_sec: float | None = None
+) -> dict[str, list[float]]:
     """Seconds per round of each contender, `repeats` times in turn, after a warm-up of its own.
 
+    Args:
+      min_timed_sec: that a contender takes for one of its turns; None for MIN_TIMED_SEC.
     Raises:
       UserError: the work of one of them did not happen.
     """
-    rounds = {}
+    rounds, min_timed_sec = {}, MIN_TIMED_SEC if min_timed_sec is None else min_timed_sec
     for contender in contenders:
         contender.work.run(1)
-        fitting = int(MIN_TIMED_SEC / seconds_per_round(contender, 1))
+        fitting = int(min_timed_sec / seconds_per_round(contender, 1))
         rounds[contender.name] = min(max(1, fitting), MAX_ROUNDS)
     before = {contender.name: contender.work.progress() for contender in contenders}
     times = {contender.name: [] for contender in contenders}
@@ -153,10 +158,15 @@ def in_process(name: str, build: Callable[[dict], serve.Step], options: dict) ->
 
 
 class Child:
-    """A peer in its own process, driven over lines of JSON (peers/serve.py); a context manager."""
+    """A peer in its own process, driven over lines of JSON (peers/serve.py); a context manager.
+
+    Attributes:
+      deadline: by the clock of `time.monotonic`; if it has not answered by then it is killed. None waits for ever.
+    """
 
     def __init__(self, module: str, env: dict[str, str] | None = None):
         self._module = module
+        self.deadline: float | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, "--serve"],
             stdin=subprocess.PIPE,
@@ -170,11 +180,12 @@ class Child:
         """The answer to one request.
 
         Raises:
-          UserError: the peer says that it failed, or is gone.
+          UserError: the peer says that it failed, or is gone, or has not answered by the deadline.
         """
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
+            self._wait_for_answer()
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
@@ -185,10 +196,28 @@ class Child:
             raise UserError(f"{self._module}: {answer['error']}")
         return answer
 
+    def _wait_for_answer(self) -> None:
+        if self.deadline is None:
+            return
+        left = max(0.0, self.deadline - time.monotonic())
+        if not select.select([self._process.stdout], [], [], left)[0]:
+            self._process.kill()
+            self._process.wait()
+            raise UserError(f"{self._module}: did not answer in the time that was left")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
     def contender(self, name: str, options: dict) -> Contender:
         """Builds what `options` say, in place of what was built under this name before."""
         self.ask(build=options, name=name)
         return Contender(name, ChildStep(self, name), options["batch_size"])
+
+    def contender_of(self, title: str, name: str, images: int) -> Contender:
+        """What was built under `name`, as a contender with another title."""
+        return Contender(title, ChildStep(self, name), images)
 
     def __enter__(self):
         return self
