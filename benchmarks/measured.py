@@ -48,7 +48,7 @@ def rows_of(path: str) -> list[dict]:
     if not isinstance(result, dict) or result.get("command") != "card" or "device_kind" not in result:
         raise UserError(f"--path: {path}; allowed: a file that bench.py card --json wrote")
     about = {name: result[name] for name in ("device_kind", "devices", "platform", "date", "versions")}
-    about["commit"] = result["git_commit"] or f"code {result['code_sha256'][:12]}"
+    about["commit"] = result["git_commit"] or result["code_sha256"]  # the second outside a checkout
     return [{**about, **as_kept(row)} for row in result["rows"] if row["status"] == "measured"]
 
 
@@ -97,7 +97,8 @@ def origin(row: dict) -> str:
     """Date, code and libraries of a row."""
     torch = (row.get("pytorch") or {}).get("torch")
     libraries = [f"jax {row['versions']['jax']}", *([f"torch {torch}"] if torch else [])]
-    return ", ".join([row["date"], row["commit"][:12], *libraries])
+    changed = "+" if row["commit"].endswith("+") else ""  # files differed from the commit
+    return ", ".join([row["date"], row["commit"][:12] + changed, *libraries])
 
 
 def ceiling_cells(row: dict) -> list[str]:
