@@ -1,7 +1,6 @@
 """The rows of `bench.py card` about recipes: train.py over seeds, with accuracies and times."""
 
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.card_sizes import Size
+from benchmarks.card_workers import is_installed
 from benchmarks.timing import ROOT
 from largebatch.errors import UserError
 
@@ -52,14 +52,6 @@ def why_not(config: str, flag: str, path: str | None) -> str | None:
     if missing := [name for name in NEEDED if not is_installed(name)]:
         return f"train.py needs {', '.join(missing)}, not installed here"
     return None
-
-
-def is_installed(name: str) -> bool:
-    """Whether a package can be imported."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def train(size: Size, config: str, seed: int, path: str, folder: str, deadline: float) -> dict:

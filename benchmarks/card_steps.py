@@ -5,7 +5,6 @@ Each function that measures takes the deadline of its row, by `time.monotonic`, 
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import statistics
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import ours
 from benchmarks.card_sizes import Size
-from benchmarks.card_workers import OURS, TORCH, Workers, environment
+from benchmarks.card_workers import OURS, TORCH, Workers, environment, is_installed
 from benchmarks.timing import Child, ChildStep, Contender, interleave, ratio
 from largebatch.errors import UserError
 from largebatch.hardware.chips import Hardware
@@ -169,7 +168,7 @@ def measure_step(bench: Bench, batch_size: int, deadline: float) -> dict:
     alone = bench.time(mine)
     found = {"batch_size": batch_size, "ours": our_figures(mine, alone[mine.name])}
     found["flops_per_image"] = mine.work.facts()["flops_per_image"]
-    if not importlib.util.find_spec("torch"):
+    if not is_installed("torch"):
         return found | {"pytorch": None, "note": NO_TORCH}
     try:
         best, tried = best_torch(bench, batch_size, deadline)
@@ -186,7 +185,7 @@ def measure_step(bench: Bench, batch_size: int, deadline: float) -> dict:
 def best_torch(bench: Bench, batch_size: int, deadline: float) -> tuple[Contender, list[dict]]:
     """PyTorch's fastest options, and all that were tried, while there is time for another.
 
-    Micro-batches first, then the best of them with a padded stem, at last without its compiler.
+    Micro-batches first, then the best of them with a padded stem. Without its compiler only where that fails.
 
     Raises:
       UserError: it sees no card where JAX sees one, or nothing works.
@@ -209,9 +208,8 @@ def best_torch(bench: Bench, batch_size: int, deadline: float) -> tuple[Contende
             if not child.is_running or "no card" in str(error):
                 raise
             tried.append({"options": options, "error": " ".join(str(error).split())[:200]})
-        if working and not choices and not any("stem_channels" in one["options"] for one in tried):
-            fastest = json.loads(min(working, key=lambda name: working[name][0]["ms"]["median"]))
-            choices = [{**fastest, "stem_channels": channels} for channels in STEM_CHANNELS]
+        if not choices and not any("stem_channels" in one["options"] for one in tried):
+            choices = next_choices(options, working)
         if working and time.monotonic() + 2.5 * (time.monotonic() - begin) > deadline:
             break  # the next one, and the turns beside ours, may not fit
     if not working:
@@ -223,8 +221,15 @@ def torch_choices(bench: Bench, batch_size: int) -> list[dict]:
     """Micro-batches and compilers, before the stem; launches limit only small batches on a card."""
     sizes = bench.size.torch_micro_batch_sizes[batch_size]
     modes = ["reduce-overhead", ""] if bench.platform == "gpu" and 0 in sizes else [""]
-    compiled = [{"micro_batch_size": size, "compile": True, "mode": mode} for size in sizes for mode in modes]
-    return [*compiled, {"micro_batch_size": sizes[0], "compile": False, "mode": ""}]
+    return [{"micro_batch_size": size, "compile": True, "mode": mode} for size in sizes for mode in modes]
+
+
+def next_choices(last: dict, working: dict[str, tuple[dict, Contender]]) -> list[dict]:
+    """The fastest with padded stems; if nothing works, the last without its compiler, which may be missing."""
+    if working:
+        fastest = json.loads(min(working, key=lambda name: working[name][0]["ms"]["median"]))
+        return [{**fastest, "stem_channels": channels} for channels in STEM_CHANNELS]
+    return [{**last, "compile": False, "mode": ""}] if last["compile"] else []
 
 
 def measure_variant(bench: Bench, options: dict, xla_flags: str, deadline: float) -> dict:
@@ -248,13 +253,16 @@ def measure_variant(bench: Bench, options: dict, xla_flags: str, deadline: float
 
 
 def measure_start(bench: Bench, batch_size: int, cache_dir: str, deadline: float) -> dict:
-    """Seconds from the start of a process to the end of its first update, with an empty and a filled cache."""
+    """Seconds from the start of a process to the end of its first update, with an empty and a filled cache.
+
+    How many programs are in the cache after either shows whether the second found them.
+    """
     env = environment(
         JAX_COMPILATION_CACHE_DIR=cache_dir,
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
     )
-    found = {"batch_size": batch_size}
+    found = {"batch_size": batch_size, "cached_programs": []}
     for state in ("cold_sec", "warm_sec"):
         begin = time.monotonic()
         with Child(OURS, env) as child:
@@ -265,6 +273,7 @@ def measure_start(bench: Bench, batch_size: int, cache_dir: str, deadline: float
             found[state] = time.monotonic() - begin
             if step.progress().updates != 1:
                 raise UserError("the first update did not happen")
+        found["cached_programs"].append(len(list(Path(cache_dir).glob("*-cache"))))
     return found
 
 

@@ -1,11 +1,20 @@
 """The processes that `bench.py card` measures in."""
 
+import importlib.util
 import json
 import os
 
 from benchmarks.timing import Child, Contender
 
 OURS, TORCH = "benchmarks.card_child", "benchmarks.peers.torch_step"
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package can be imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def environment(**changes: str) -> dict[str, str]:

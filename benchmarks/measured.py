@@ -157,7 +157,7 @@ def spread(figure: dict, form: str = ":,.2f") -> str:
 def our_options(options: dict) -> str:
     """What our step was built with."""
     parts = [f"micro-batch {options['micro_batch_size']:,}", options["storage"], options["conv"], options["dtype"]]
-    return ", ".join([*parts, *([f"`{options['xla_flags']}`"] if "xla_flags" in options else [])])
+    return ", ".join([*parts, *([f"`XLA_FLAGS={options['xla_flags']}`"] if "xla_flags" in options else [])])
 
 
 def torch_options(options: dict) -> str:

@@ -53,7 +53,7 @@ class StepOptions:
     conv: str
     storage: str = "expanded"
     measure_noise: bool = True
-    num_images: int = serve.NUM_IMAGES  # that devices hold, at least a batch
+    num_images: int | None = None  # that devices hold, or a batch if that is more; None is as many as peers have
 
 
 def auto_conv() -> str:
@@ -92,7 +92,7 @@ def _micro_batch_size(options: StepOptions, sharding: DataSharding, hardware: Ha
 
 
 def _sharding(options: StepOptions, num_devices: int) -> DataSharding:
-    num_originals = -(-max(options.batch_size, options.num_images) // VIEWS)
+    num_originals = -(-max(options.batch_size, options.num_images or serve.NUM_IMAGES) // VIEWS)
     return choose_sharding(None, num_originals, num_devices, VIEWS)
 
 

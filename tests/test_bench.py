@@ -168,15 +168,47 @@ def test_torch_has_the_same_network_and_accumulates(small):
     mirrored = torch.from_numpy(images[:, ::-1, ::-1].transpose(0, 3, 1, 2).copy())
     np.testing.assert_allclose(theirs(mirrored).detach().numpy(), expected, atol=1e-5)
 
+    options = torch_step.DEFAULTS | {"batch_size": 64, "channels_last": True}
     after = []
     for size in (0, 16):
-        ready = torch_step.TorchStep(
-            {"batch_size": 64, "micro_batch_size": size, "channels_last": True, "autocast": False, "compile": False}
-        )
+        ready = torch_step.TorchStep(options | {"micro_batch_size": size})
         ready.run(1)
         assert ready.updates() == 1
         after.append(ready.params())
     assert share_of_equal(*after) > 0.98
+
+
+def test_a_padded_stem_of_torch_is_the_same_network(small):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: benchmarks/peers/torch_requirements.txt")
+    from benchmarks.peers import torch_step
+
+    options = torch_step.DEFAULTS | {"batch_size": 64, "channels_last": True}
+    plain, padded = torch_step.TorchStep(options), torch_step.TorchStep(options | {"stem_channels": 8})
+    assert padded.params()[0].shape[1] == 8
+    with torch.no_grad():
+        of_padded = iter(padded._network.parameters())
+        for number, parameter in enumerate(plain._network.parameters()):
+            target = next(of_padded)
+            (target if number else target[:, :3]).copy_(parameter)
+    before = padded.params()[0].copy()
+    for ready in (plain, padded):
+        ready.run(2)
+    after = padded.params()
+    np.testing.assert_array_equal(after[0][:, 3:], before[:, 3:])  # they see zeros
+    assert not np.array_equal(after[0][:, :3], before[:, :3])
+    assert share_of_equal(plain.params(), [after[0][:, :3], *after[1:]]) > 0.98
+
+
+def test_batches_of_torch_have_each_image_once_a_pass(small):
+    pytest.importorskip("torch", reason="PyTorch is not installed: benchmarks/peers/torch_requirements.txt")
+    from benchmarks.peers import torch_step
+
+    for batch_size, passes in ((64, 1), (96, 3), (512, 2)):
+        ready = torch_step.TorchStep(torch_step.DEFAULTS | {"batch_size": batch_size})
+        count = passes * serve.NUM_IMAGES // batch_size
+        drawn = np.concatenate([np.asarray(ready._next_batch()) for _ in range(count)])
+        in_passes = drawn.reshape(passes, -1)
+        assert np.array_equal(np.sort(in_passes, axis=1), np.tile(np.arange(serve.NUM_IMAGES), (passes, 1)))
 
 
 @pytest.mark.full

@@ -28,7 +28,7 @@ from largebatch.training.setup import DataFacts
 
 # What a machine that is lent with JAX on it may lack.
 MISSING = (
-    *("ml_collections", "optuna", "sqlalchemy", "alembic", "tensorflow", "tensorflow_datasets", "array_record"),
+    *("ml_collections", "optuna", "sqlalchemy", "alembic", "tensorflow_datasets", "array_record"),
     *("orbax", "safetensors", "tifffile", "imagecodecs", "PIL", "tensorboardX", "matplotlib", "torch"),
 )
 BLOCK = f"""
@@ -53,7 +53,7 @@ def without_packages(tmp_path) -> dict[str, str]:
     """An environment in which no process can import what is MISSING."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(BLOCK)
-    return {"PYTHONPATH": str(tmp_path / "site"), **on_devices(1)}
+    return on_devices(1) | {"PYTHONPATH": str(tmp_path / "site")}
 
 
 def numbers_in(value):
@@ -215,10 +215,12 @@ class FakeTorch:
 
     is_running = True
 
-    def __init__(self, device="cuda"):
-        self.device = device
+    def __init__(self, device, compiles):
+        self.device, self.compiles = device, compiles
 
     def contender(self, name, options):
+        if options["compile"] and not self.compiles:
+            raise UserError("torch_step: no compiler")
         if options["micro_batch_size"] == 43_200:
             raise UserError("torch_step: OutOfMemoryError")
         work = FakeWork(self.device, 1.0 - 0.1 * (options.get("stem_channels") == 8) - 0.2 * options["compile"])
@@ -240,10 +242,10 @@ class FakeWork:
 def fake_torch(monkeypatch):
     """A bench of a card whose PyTorch is fake, and whose clock asks it."""
 
-    def make(device="cuda"):
+    def make(device="cuda", *, compiles=True):
         class FakeWorkers:
             def child(self, module, deadline):
-                return FakeTorch(device)
+                return FakeTorch(device, compiles)
 
         monkeypatch.setattr(card_steps.Bench, "time", lambda self, *all_: {c.name: [c.work.seconds] for c in all_})
         return card_steps.Bench(FakeWorkers(), SIZES["card"], "gpu", "bfloat16")
@@ -254,11 +256,21 @@ def fake_torch(monkeypatch):
 def test_pytorch_gets_the_same_padded_stem_and_its_best_is_found(fake_torch):
     best, tried = card_steps.best_torch(fake_torch(), 172_800, time.monotonic() + 60)
     assert json.loads(best.name)["stem_channels"] == 8
-    assert [one["options"]["micro_batch_size"] for one in tried if "error" in one] == [43_200, 43_200]
+    assert [one["options"]["micro_batch_size"] for one in tried if "error" in one] == [43_200]
     assert [one["options"]["stem_channels"] for one in tried[-2:]] == [4, 8]
     assert all(one["options"]["channels_last"] and one["options"]["autocast"] for one in tried)
     small = card_steps.torch_choices(fake_torch(), 512)
-    assert [one["mode"] for one in small] == ["reduce-overhead", "", ""]
+    assert [one["mode"] for one in small] == ["reduce-overhead", ""]
+
+
+def test_pytorch_without_a_compiler_runs_without(fake_torch):
+    best, tried = card_steps.best_torch(fake_torch(compiles=False), 172_800, time.monotonic() + 60)
+    assert not json.loads(best.name)["compile"]
+    assert [one["options"]["compile"] for one in tried] == [True, True, True, False, False, False]
+    tiny = dataclasses.replace(fake_torch(compiles=False), size=SIZES["tiny"])
+    too_large = dataclasses.replace(tiny.size, torch_micro_batch_sizes={64: (43_200,)})
+    with pytest.raises(UserError, match=r"PyTorch: nothing works: torch_step: OutOfMemoryError"):
+        card_steps.best_torch(dataclasses.replace(tiny, size=too_large), 64, time.monotonic() + 60)
 
 
 def test_pytorch_without_the_card_is_no_peer(fake_torch):
@@ -305,7 +317,7 @@ def test_a_trace_of_jax_is_read(tmp_path):
     table = kernels.read_trace(str(tmp_path), updates=3)
     assert table["ms_per_update"] == pytest.approx(sum(one["ms"] for one in table["kernels"]))
     assert table["kernels"][0]["ms"] > 0
-    assert table["kernels"][0]["launches"] == 1
+    assert table["kernels"][0]["launches"] >= 1  # a product may be shared by threads
 
 
 # ---- the whole command ------------------------------------------------------------------------------------
@@ -346,7 +358,9 @@ def test_a_machine_with_jax_alone_is_measured(without_packages, tmp_path):
     flags = rows["--xla_cpu_multi_thread_eigen=false at 64"]["ours"]["options"]["xla_flags"]
     assert flags == "--xla_cpu_multi_thread_eigen=false"
     start = rows["start at 64"]
-    assert start["cold_sec"] > start["warm_sec"] > 0
+    assert min(start["cold_sec"], start["warm_sec"]) > 0
+    after_cold, after_warm = start["cached_programs"]
+    assert after_cold == after_warm > 0  # what it did not find it would have added
     profile = rows["kernels at 64"]
     assert profile["ms_per_update"] == pytest.approx(sum(one["ms"] for one in profile["kernels"]))
     assert rows["eurosat_fast seed 0"]["reason"].startswith("train.py needs ml_collections, PIL, tifffile, orbax")
