@@ -25,7 +25,7 @@ DEFAULTS = {
 
 
 def make_network(stem_channels: int = serve.IMAGE_SHAPE[-1]) -> nn.Sequential:
-    """The seed network. Padding stands before the image, in JAX's "SAME" behind it: mirrored, it is the same.
+    """The seed network, padded as ours is.
 
     Channels of the stem beyond those of the image see zeros, and so neither act nor learn.
     """
