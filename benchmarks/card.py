@@ -152,7 +152,8 @@ def describe(row: dict) -> str:
             parts.append(f"{who} {row[who]['ms']['median']:,.2f} ms, {row[who]['images_per_sec']:,.0f} images/s")
     if row.get("ratio"):
         ratio = row["ratio"]
-        parts.append(f"ratio {ratio['median']:.3f} ({ratio['min']:.3f}-{ratio['max']:.3f})")
+        spread = f" ({ratio['min']:.3f}-{ratio['max']:.3f})" if "min" in ratio else ""
+        parts.append(f"ratio {ratio['median']:.3f}{spread}")
     parts += [
         f"{name} {row[name]:,.1f} s" for name in ("cold_sec", "warm_sec", "train_sec", "total_sec") if name in row
     ]

@@ -100,7 +100,7 @@ EVERYWHERE = (
     Row("python bench.py micro_batches*", skip=COMPILES),
     Row("python bench.py growth"),
     Row("python bench.py card*", skip="takes ten minutes; tests/test_card.py measures a small one"),
-    Row("python bench.py measured *", skip="changes the pages; tests/test_card.py does so in a copy"),
+    Row("python bench.py measured *", skip="changes the pages; tests/test_measured.py does so elsewhere"),
     Row("srun *", skip="tests/pod/test_engines.py starts runs by Slurm where it is there"),
     Row("mpirun *", skip="tests/pod/test_engines.py starts runs by Open MPI where it is there"),
 )

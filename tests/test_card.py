@@ -1,4 +1,4 @@
-"""bench.py card and bench.py measured: what a card is measured by, and what becomes of the rows."""
+"""bench.py card: our step without a config, rows in their time, PyTorch at its best, and the whole command."""
 
 import dataclasses
 import json
@@ -10,13 +10,12 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from conftest import ROOT, assert_one_line_error, make_folder, on_devices, run_script
 
 import resolve
-from benchmarks import card, card_recipes, card_steps, kernels, measured, ours, pages, timing
+from benchmarks import card, card_recipes, card_steps, ours, timing
 from benchmarks.card_sizes import SIZES
 from benchmarks.card_workers import OURS, Workers
 from benchmarks.peers import serve
@@ -254,7 +253,8 @@ def fake_torch(monkeypatch):
 
 
 def test_pytorch_gets_the_same_padded_stem_and_its_best_is_found(fake_torch):
-    best, tried = card_steps.best_torch(fake_torch(), 172_800, time.monotonic() + 60)
+    tried = []
+    best = card_steps.best_torch(fake_torch(), 172_800, time.monotonic() + 60, tried)
     assert json.loads(best.name)["stem_channels"] == 8
     assert [one["options"]["micro_batch_size"] for one in tried if "error" in one] == [43_200]
     assert [one["options"]["stem_channels"] for one in tried[-2:]] == [4, 8]
@@ -264,60 +264,27 @@ def test_pytorch_gets_the_same_padded_stem_and_its_best_is_found(fake_torch):
 
 
 def test_pytorch_without_a_compiler_runs_without(fake_torch):
-    best, tried = card_steps.best_torch(fake_torch(compiles=False), 172_800, time.monotonic() + 60)
+    tried = []
+    best = card_steps.best_torch(fake_torch(compiles=False), 172_800, time.monotonic() + 60, tried)
     assert not json.loads(best.name)["compile"]
     assert [one["options"]["compile"] for one in tried] == [True, True, True, False, False, False]
     tiny = dataclasses.replace(fake_torch(compiles=False), size=SIZES["tiny"])
     too_large = dataclasses.replace(tiny.size, torch_micro_batch_sizes={64: (43_200,)})
     with pytest.raises(UserError, match=r"PyTorch: nothing works: torch_step: OutOfMemoryError"):
-        card_steps.best_torch(dataclasses.replace(tiny, size=too_large), 64, time.monotonic() + 60)
+        card_steps.best_torch(dataclasses.replace(tiny, size=too_large), 64, time.monotonic() + 60, [])
 
 
 def test_pytorch_without_the_card_is_no_peer(fake_torch):
     with pytest.raises(UserError, match="PyTorch finds no card where JAX finds one"):
-        card_steps.best_torch(fake_torch("cpu"), 172_800, time.monotonic() + 60)
+        card_steps.best_torch(fake_torch("cpu"), 172_800, time.monotonic() + 60, [])
 
 
-# ---- kernels ----------------------------------------------------------------------------------------------
-
-
-def event(line, name, begin, length, pid=1, **arguments):
-    return {"ph": "X", "pid": pid, "tid": line, "name": name, "ts": begin, "dur": length, "args": arguments}
-
-
-def line_of(line, name, pid=1):
-    return {"ph": "M", "pid": pid, "tid": line, "name": "thread_name", "args": {"name": name}}
-
-
-def test_kernels_are_those_of_the_streams_without_what_is_within_them():
-    events = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
-        {"ph": "M", "pid": 2, "name": "process_name", "args": {"name": "/host:CPU"}},
-        line_of(7, "Stream #13(Compute)"),
-        line_of(8, "XLA Modules"),
-        line_of(7, "python", pid=2),
-        event(7, "conv", 0, 10, hlo_op="conv.1"),
-        event(7, "conv", 20, 14, hlo_op="conv.1"),
-        event(8, "jit_inner_loop", 0, 100),
-        event(7, "launch", 0, 1000, pid=2, hlo_op="conv.1"),
-    ]
-    assert [one["ts"] for one in kernels.kernel_events(events)] == [0, 20]
-    on_cpu = [event(1, "while", 0, 100, hlo_op="while"), event(1, "dot", 10, 30, hlo_op="dot"), event(1, "x", 0, 9)]
-    assert kernels.kernel_events(on_cpu) == on_cpu[:2]
-    assert [own for _, own in kernels.own_times(on_cpu[:2])] == [70, 30]
-
-
-def test_a_trace_of_jax_is_read(tmp_path):
-    product = jax.jit(lambda x: (x @ x).sum())
-    x = np.ones((300, 300), np.float32)
-    product(x)
-    with jax.profiler.trace(str(tmp_path)):
-        for _ in range(3):
-            jax.block_until_ready(product(x))
-    table = kernels.read_trace(str(tmp_path), updates=3)
-    assert table["ms_per_update"] == pytest.approx(sum(one["ms"] for one in table["kernels"]))
-    assert table["kernels"][0]["ms"] > 0
-    assert table["kernels"][0]["launches"] >= 1  # a product may be shared by threads
+def test_pytorch_keeps_what_it_was_tried_with_when_its_time_is_over():
+    slow, fast = ({"ms": {"median": ms}, "images_per_sec": 1e3 / ms} for ms in (4.0, 2.0))
+    tried = [slow, {"error": "out of memory"}, fast]
+    found = card_steps.best_tried({"images_per_sec": 250.0}, tried)
+    assert found == {"pytorch": fast | {"tried": tried}, "ratio": {"median": 0.5}}
+    assert card_steps.best_tried({"images_per_sec": 250.0}, tried[1:2]) == {"pytorch": None}
 
 
 # ---- the whole command ------------------------------------------------------------------------------------
@@ -421,48 +388,3 @@ def test_bad_input_is_one_line(tmp_path):
     (tmp_path / "other.json").write_text('{"command": "step"}')
     done = run_script("bench.py", "measured", "--path", tmp_path / "other.json")
     assert_one_line_error(done, "allowed: a file that bench.py card --json wrote", code=1)
-
-
-# ---- the page ---------------------------------------------------------------------------------------------
-
-
-def test_the_page_has_the_rows_that_are_kept():
-    begin, end = "<!-- measured: begin -->\n\n", "\n<!-- measured: end -->"
-    page = measured.PAGE.read_text()
-    assert page.split(begin)[1].split(end)[0] == measured.tables(pages.read_rows(measured.ROWS))
-
-
-def a_step(name, images_per_sec):
-    options = {"micro_batch_size": 5400, "storage": "normalised", "conv": "lax", "dtype": "bfloat16"}
-    ms = {"median": 1e3, "min": 900.0, "max": 1100.0}
-    figures = {"options": options, "ms": ms, "images_per_sec": images_per_sec}
-    return {
-        "section": "step",
-        "name": name,
-        "status": "measured",
-        "batch_size": 100,
-        "ours": figures,
-        "pytorch": None,
-    }
-
-
-def test_new_rows_replace_those_of_their_name_and_card(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(measured, "ROWS", tmp_path / "measured.json")
-    monkeypatch.setattr(measured, "PAGE", tmp_path / "hardware.md")
-    measured.PAGE.write_text("before\n<!-- measured: begin -->\n<!-- measured: end -->\nafter\n")
-    about = {"device_kind": "NVIDIA H200", "devices": 1, "platform": "gpu", "date": "2026-12-01"}
-    about |= {"command": "card", "versions": {"jax": "0.11.2"}, "git_commit": None, "code_sha256": "abc" * 20}
-    skipped = {"section": "step", "name": "c", "status": "skipped", "reason": "no time"}
-    first = [a_step("a", 100.0), a_step("b", 200.0), skipped]
-    for rows in (first, [a_step("a", 300.0) | {"note": "no PyTorch"}]):
-        (tmp_path / "card.json").write_text(json.dumps(about | {"rows": rows}))
-        measured.print_measured(measured.bench_measured(str(tmp_path / "card.json")))
-    assert [row["ours"]["images_per_sec"] for row in pages.read_rows(measured.ROWS)] == [300.0, 200.0]
-    page = measured.PAGE.read_text()
-    assert page.startswith("before\n")
-    assert page.endswith("after\n")
-    row = (
-        "| NVIDIA H200 | 100 | micro-batch 5,400, normalised, lax, bfloat16 | 1,000.00 (900.00 to 1,100.00) | 300 |"
-    )
-    assert f"{row} no PyTorch |  |  | 2026-12-01, abcabcabcabc, jax 0.11.2 |" in page
-    assert "1 new rows; 2 in docs/measured.json" in capsys.readouterr().out
