@@ -38,6 +38,7 @@ from largebatch.predictions.maps import MapPredictions
 from largebatch.predictions.tables import ClassPredictions
 from largebatch.runs import reader
 from largebatch.sources import file_sources, map_files
+from largebatch.training.costs import training_costs
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
 from resolve import make_network, make_task
@@ -222,7 +223,9 @@ def predict(
     logits_fn = make_logits_fn(network, image_shape, *run.scale)
     if num_views > 1 or shift:
         logits_fn = augment.average_over_copies(logits_fn, num_views=num_views, shift=shift, gives_maps=gives_maps)
-    micro_batch_size = auto_micro_batch_size(hardware, run.config.model.name)
+    micro_batch_size = auto_micro_batch_size(
+        hardware, run.config.model.name, lambda: training_costs(network, image_shape).activation_bytes
+    )
     split = split_of_images(dataset.images, dataset.labels)
     program = make_predict(logits_fn, task, dataset.images.shape[1:], micro_batch_size, whole=whole)
     return predict_split(program, replicas.replicate(variables), split, micro_batch_size, task)

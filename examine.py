@@ -131,7 +131,7 @@ def _compile(name: str, program: jax.stages.Lowered, lengths: dict[str, float], 
 def num_micro_batches(setup: Setup) -> int:
     """That the device with the largest share has in an update of the largest batch."""
     share = setup.program.sharding.share_bounds(setup.schedule.max_batch_size)[1]
-    return -(-share // setup.micro_batch_size)
+    return setup.program.grouping.num_micro_batches(share)
 
 
 def data_facts(config: config_dict.ConfigDict) -> DataFacts:

@@ -52,7 +52,7 @@ def _normalisation(options: ProgramOptions) -> Normalisation | None:
     if options.normalised_dtype is None:
         return None
     apply = make_normalise(options.network, options.image_shape, options.mean, options.std)
-    return Normalisation(apply, options.micro_batch_size)
+    return Normalisation(apply, options.grouping)
 
 
 @dataclasses.dataclass(frozen=True)

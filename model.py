@@ -1,8 +1,9 @@
 """The networks, by name: the seed's convolution stack, three with residuals, two of airbench, and ResNets.
 
-All take float images [N, H, W, C], and while training weights [N], 0 for padding; they give float32 logits
-[N, num_classes]. Parameters are float32; `dtype` is what the arithmetic runs in. What is not trained is in
-collections of its own: the statistics of batch normalisation and the whitening of the stem.
+All take float images [N, H, W, C], and while training weights [groups, N / groups], 0 for padding, whose rows are
+the groups that batch normalisation takes together; they give float32 logits [N, num_classes]. Parameters are
+float32; `dtype` is what the arithmetic runs in. What is not trained is in collections of its own: the statistics of
+batch normalisation and the whitening of the stem.
 """
 
 import dataclasses

@@ -32,6 +32,13 @@ from largebatch.tasks.planes import PixelTargets
 from largebatch.tasks.segmentation import Segmentation
 from largebatch.tasks.task import Task
 from largebatch.training.costs import bytes_beside_images
+from largebatch.training.grouping import (
+    choose_grouping,
+    has_one_micro_batch,
+    plan_noise,
+    resolve_micro_batch_size,
+    with_noise_groups,
+)
 from largebatch.training.local_sgd import Sync
 from largebatch.training.loss import make_logits_fn, make_loss_fn
 from largebatch.training.programs import ProgramParts
@@ -39,11 +46,8 @@ from largebatch.training.setup import (
     DataFacts,
     ProgramOptions,
     Setup,
-    choose_micro_batch_size,
     choose_sharding,
-    has_one_micro_batch,
     possible_batch_sizes,
-    resolve_micro_batch_size,
     setup_that_fits,
     storages_to_try,
 )
@@ -71,9 +75,15 @@ def resolve_setup(
     batch_sizes = batch_sizes_of_devices(config.batch, num_devices, sharding.num_examples)
     schedule = make_schedule(config, sharding.num_examples, batch_sizes)
     possible = possible_batch_sizes(config.batch, schedule)
-    micro_batch_size = choose_micro_batch_size(config, possible, sharding, hardware)
+    network = make_network(config, task, hardware.platform)
+    wanted_size = resolve_micro_batch_size(config, hardware, network, data.image_shape)
+    grouping = choose_grouping(config, possible, sharding, wanted_size)
+    noise = plan_noise(config, possible, sharding, grouping, hardware.platform)
     storage = storage or config.augment.storage
-    largest = max(int(possible[-1]), micro_batch_size * num_devices)  # the second is what the doctor takes
+    if storage == "normalised":
+        grouping = with_noise_groups(grouping, noise)
+    # The second is what the doctor takes.
+    largest = max(int(possible[-1]), grouping.micro_batch_size * num_devices)
     stream_rows = streaming.buffer_rows(sharding, data.layout.row_bytes, largest)
     program = ProgramOptions(
         dataset=dataset_key(config),
@@ -85,13 +95,13 @@ def resolve_setup(
         random_augment=RandomAugment.from_config(config.augment, data.mean),
         sharding=sharding,
         packed=packed,
-        network=make_network(config, task, hardware.platform),
+        network=network,
         optimizer=config.optimizer.name,
         optimizer_options=OptimizerOptions.from_config(config.optimizer),
         task=task,
         statistics_decay=config.model.norm_decay,
         ema_decay=config.train.ema_decay,
-        noise_decay=config.schedule.noise_decay,
+        noise=noise,
         adascale_reference=config.schedule.reference_batch_size if schedule.scale_invariant else None,
         rate_table_length=len(schedule.rate_table) if schedule.scale_invariant else None,
         sync_mode=config.sync.mode,
@@ -99,9 +109,9 @@ def resolve_setup(
         max_nonfinite=config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0,
         view_average=config.eval.view_average,
         shift_average=config.eval.shift_average,
-        micro_batch_size=micro_batch_size,
-        single_micro_batch=not packed and has_one_micro_batch(possible, micro_batch_size, sharding, hardware),
-        prediction_micro_batch_size=resolve_micro_batch_size(config, hardware),
+        grouping=grouping,
+        single_micro_batch=not packed and has_one_micro_batch(possible, grouping, sharding, hardware.platform),
+        prediction_micro_batch_size=wanted_size,
         inputs_length=1 << (config.train.inner_steps - 1).bit_length(),
     )
     return Setup(
@@ -183,7 +193,7 @@ def needed_bytes(setup: Setup, layout: RowLayout, free_bytes: int | None = None)
         packed=program.packed,
         free_bytes=free_bytes,
     )
-    size, platform = program.micro_batch_size, setup.hardware.platform
+    size, platform = setup.micro_batch_size, setup.hardware.platform
     return of_images | bytes_beside_images(program.network, state, program.image_shape, size, platform)
 
 
@@ -252,12 +262,12 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
     network, scale = options.network, (options.image_shape, options.mean, options.std)
     num_views = options.sharding.views
     if options.storage == "normalised":
-        reader = WholeShareReader(whole_set.read, options.sharding, options.micro_batch_size)
+        reader = WholeShareReader(whole_set.read, options.sharding, options.grouping)
     else:
         read = augment.make_read(
             options.storage, options.stored_shape, num_views, options.task, options.random_augment
         )
-        reader = MicroBatchReader(read, options.sharding, options.micro_batch_size, options.single_micro_batch)
+        reader = MicroBatchReader(read, options.sharding, options.grouping, options.single_micro_batch)
     step = TrainStep(
         loss_fn=make_loss_fn(network, options.image_shape, *options.stored_scale, options.task),
         optimizer=create_optimizer(options.optimizer, Hyperparams(), options.optimizer_options),
@@ -265,7 +275,7 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
         max_nonfinite=options.max_nonfinite,
         statistics_decay=options.statistics_decay,
         ema_decay=options.ema_decay or 0.0,
-        noise_decay=options.noise_decay,
+        noise=options.noise,
         adascale_reference=options.adascale_reference,
         packed=options.packed,
     )

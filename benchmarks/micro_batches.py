@@ -41,7 +41,7 @@ def bench_micro_batches(networks: str | None, targets: str | None) -> dict:
 def measure(network: str, target, parts: int) -> dict:
     """Cycles per image with a device's share in so many parts."""
     if network == "resnet50":
-        case, share = Case("imagenet_resnet50", (("model.norm", "group"),)), 1024
+        case, share = Case("imagenet_resnet50", (("model.norm", "group"), ("batch.ghost_size", None))), 1024
         batch_size = share * target.hardware.num_devices
     else:
         case, share, batch_size = Case("eurosat_seed"), 172_800 // target.hardware.num_devices, "full"

@@ -13,14 +13,14 @@ DTYPES = ("float32", "bfloat16")
 
 
 def bench_noise(batch_size: int, repeats: int) -> dict:
-    """The step with and without the measurement, in turns. On one device it is between micro-batches."""
+    """The step with a measurement in every update and without one, in turns."""
     start_jax()
     num_devices = jax.device_count()
     rows = []
     for dtype in DTYPES:
         options = auto_options(batch_size, dtype, num_devices=num_devices)
-        measuring = our_step(f"{dtype}, measuring", options)
-        plain = our_step(f"{dtype}, plain", dataclasses.replace(options, measure_noise=False))
+        measuring = our_step(f"{dtype}, measuring", dataclasses.replace(options, noise_every=1))
+        plain = our_step(f"{dtype}, plain", dataclasses.replace(options, noise_every=0))
         times = interleave([measuring, plain], repeats)
         rates = {c.name: c.images / statistics.median(times[c.name]) for c in (measuring, plain)}
         rows.append({"dtype": dtype, "images_per_sec": rates, "cost": ratio(plain, measuring, times)})

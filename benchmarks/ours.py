@@ -19,24 +19,32 @@ import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
 from largebatch.data import whole_set
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, Grouping
 from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware
 from largebatch.hardware.dtypes import auto_dtype_here
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
+from largebatch.optim.noise_scale import NoisePlan
 from largebatch.optim.optimizers import create_optimizer
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.tasks.classification import Classification
+from largebatch.training.grouping import (
+    choose_grouping,
+    has_one_micro_batch,
+    plan_noise,
+    resolve_micro_batch_size,
+    with_noise_groups,
+)
 from largebatch.training.loss import Batch, make_loss_fn, make_normalise
-from largebatch.training.setup import choose_micro_batch_size, choose_sharding
+from largebatch.training.setup import choose_sharding
 from largebatch.training.state import count_params, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, WholeShareReader, make_inner_loop
 from largebatch.training.views import VIEW_COUNTS, make_read
 
 NETWORK, OPTIMIZER = "convnet", "adam"
 VIEWS = VIEW_COUNTS["all"]
-B2 = 0.999
+B2, NOISE_DECAY = 0.999, 0.98
 AUTO = "auto"
 
 
@@ -52,7 +60,7 @@ class StepOptions:
     dtype: str
     conv: str
     storage: str = "expanded"
-    measure_noise: bool = True
+    noise_every: int | str = AUTO  # log.noise_every
     num_images: int | None = None  # that devices hold, or a batch if that is more; None is as many as peers have
 
 
@@ -77,18 +85,25 @@ def resolve(options: StepOptions, hardware: Hardware) -> StepOptions:
     if storage == AUTO:
         is_whole_set = options.batch_size == sharding.num_examples
         storage = "normalised" if is_whole_set and hardware.platform != "cpu" else "expanded"
-    size = _micro_batch_size(options, sharding, hardware)
-    return dataclasses.replace(options, dtype=dtype, conv=conv, storage=storage, micro_batch_size=size)
+    options = dataclasses.replace(options, dtype=dtype, conv=conv, storage=storage)
+    grouping, noise = _plans(options, sharding, hardware)
+    every = noise.every if noise else 0
+    return dataclasses.replace(options, micro_batch_size=grouping.micro_batch_size, noise_every=every)
 
 
-def _micro_batch_size(options: StepOptions, sharding: DataSharding, hardware: Hardware) -> int:
-    """What train.py takes; the one place that knows which fields of a config that depends on."""
+def _plans(options: StepOptions, sharding: DataSharding, hardware: Hardware) -> tuple[Grouping, NoisePlan | None]:
+    """Plan micro-batches and noise as train.py does: the one place that knows which fields of a config it takes."""
+    batch_sizes = np.array([options.batch_size])
     config = SimpleNamespace(
-        batch=SimpleNamespace(micro_batch_size=options.micro_batch_size, auto=False),
+        batch=SimpleNamespace(micro_batch_size=options.micro_batch_size, ghost_size=None, auto=False),
         model=SimpleNamespace(name=NETWORK, norm="none"),
-        schedule=SimpleNamespace(scaling="none"),
+        schedule=SimpleNamespace(scaling="none", noise_decay=NOISE_DECAY),
+        log=SimpleNamespace(noise_every=options.noise_every),
     )
-    return choose_micro_batch_size(config, np.array([options.batch_size]), sharding, hardware)
+    network = make_network(options.dtype, options.conv)
+    wanted = resolve_micro_batch_size(config, hardware, network, serve.IMAGE_SHAPE)
+    grouping = choose_grouping(config, batch_sizes, sharding, wanted)
+    return grouping, plan_noise(config, batch_sizes, sharding, grouping, hardware.platform)
 
 
 def _sharding(options: StepOptions, num_devices: int) -> DataSharding:
@@ -119,20 +134,30 @@ class OurStep(serve.Step):
         self.options = resolve(options, hardware)
         self.network = make_network(self.options.dtype, self.options.conv)
         self._sharding = _sharding(self.options, hardware.num_devices)
+        self._grouping, self._noise = _plans(self.options, self._sharding, hardware)
+        if self.options.storage == "normalised":
+            self._grouping = with_noise_groups(self._grouping, self._noise)
         self._data = self._make_data()
         self._inner_loop = make_inner_loop(self._make_step())
         self._state = replicas.replicate(jax.jit(_first_state, static_argnums=0)(self.network))
 
     def _make_step(self) -> TrainStep:
         """See `resolve.make_parts`, which makes it of a config."""
-        storage, size = self.options.storage, self.options.micro_batch_size
+        storage = self.options.storage
         if storage == "normalised":
-            reader = WholeShareReader(whole_set.read, self._sharding, size)
+            reader = WholeShareReader(whole_set.read, self._sharding, self._grouping)
         else:
             read = make_read(storage, serve.IMAGE_SHAPE, VIEWS, Classification(serve.NUM_CLASSES))
-            reader = MicroBatchReader(read, self._sharding, size)
-        step = TrainStep(make_loss(self.network, storage), create_optimizer(OPTIMIZER), reader, packed=self.packed)
-        return step if self.options.measure_noise else dataclasses.replace(step, noise_decay=None)
+            sizes = np.array([self.options.batch_size])
+            single = has_one_micro_batch(sizes, self._grouping, self._sharding, jax.default_backend())
+            reader = MicroBatchReader(read, self._sharding, self._grouping, single and not self.packed)
+        return TrainStep(
+            make_loss(self.network, storage),
+            create_optimizer(OPTIMIZER),
+            reader,
+            noise=self._noise,
+            packed=self.packed,
+        )
 
     def _make_data(self) -> dict:
         storage = self.options.storage
@@ -140,8 +165,7 @@ class OurStep(serve.Step):
         if storage != "normalised":
             return rows
         normalise = make_normalise(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
-        size = self.options.micro_batch_size
-        return whole_set.normalise_whole_set(rows, self._sharding, size, normalise, seed=0)
+        return whole_set.normalise_whole_set(rows, self._sharding, self._grouping, normalise, seed=0)
 
     def _inputs(self) -> UpdateInputs:
         """Inputs of the next updates."""
@@ -266,7 +290,7 @@ def count_by_xla(dtype: str, conv: str, micro_batch_size: int) -> dict[str, floa
     batch = Batch(
         jax.ShapeDtypeStruct((micro_batch_size, math.prod(serve.IMAGE_SHAPE)), jnp.uint8),
         jax.ShapeDtypeStruct((micro_batch_size,), jnp.int32),
-        jax.ShapeDtypeStruct((micro_batch_size,), jnp.float32),
+        jax.ShapeDtypeStruct((1, micro_batch_size), jnp.float32),
     )
     gradient = jax.jit(jax.value_and_grad(make_loss(network), has_aux=True))
     costs = gradient.lower(params, model_state, batch).compile().cost_analysis()

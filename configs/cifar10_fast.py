@@ -23,7 +23,7 @@ def get_config():
     c.model.stem = "whitened"
     c.model.zero_head = True
     c.batch.size = 500
-    c.batch.micro_batch_size = 125
+    c.batch.ghost_size = 125
     c.optimizer.name = "muon"
     c.optimizer.learning_rate = 0.1
     c.optimizer.momentum = 0.8

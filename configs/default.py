@@ -72,7 +72,7 @@ def get_config() -> config_dict.ConfigDict:
     # Convolution: dot (slices and one matrix product) | lax | lax_blocks (lax, with a first layer for tensor cores)
     # | auto: dot on CPUs, lax_blocks on GPUs, else lax.
     c.model.conv = "auto"
-    # Normalisation: none | batch (statistics of each micro-batch) | group | auto: none (convnets), group (others).
+    # Normalisation: none | batch (statistics of each ghost batch) | group | auto: none (convnets), group (others).
     c.model.norm = "auto"
     c.model.norm_decay = 0.9  # 0..1, per update; of the running statistics of batch normalisation
     # First layer of convnets and airbench: conv | whitened (frozen, from the training images).
@@ -84,8 +84,11 @@ def get_config() -> config_dict.ConfigDict:
     c.batch = config_dict.ConfigDict()
     # Images per update over all devices: an integer from 1 to views x originals, or "full" for all of them.
     c.batch.size = config_dict.FieldReference("full", field_type=object)
-    # Images per gradient evaluation on one device: an integer >= 1, or "auto".
+    # Images per gradient evaluation on one device: an integer >= 1, a multiple of ghost_size; or "auto".
     c.batch.micro_batch_size = config_dict.FieldReference("auto", field_type=object)
+    # Up to as many images of a device are normalised together by model.norm batch: an integer >= 2. None: a
+    # micro-batch is.
+    c.batch.ghost_size = config_dict.placeholder(int)
     # Parts of the training set, from which a batch takes images in turn: at least as many as there will be devices.
     # None chooses by the number of training images: 480 for EuroSAT.
     c.batch.virtual_shards = config_dict.placeholder(int)
@@ -139,7 +142,7 @@ def get_config() -> config_dict.ConfigDict:
     # grows, the numbers of updates in this file count updates of the first batch size.
     c.schedule.decay_by = "rate"
     c.schedule.decay_over = "updates"  # of linear and cosine: updates | images; differ where the batch changes
-    c.schedule.noise_decay = 0.98  # 0..1, per update; of the averages behind noise scale and AdaScale's gain
+    c.schedule.noise_decay = 0.98  # 0..1, per measurement; of the averages behind noise scale and AdaScale's gain
 
     c.sync = config_dict.ConfigDict()
     # every_step: one gradient psum per update | local: devices make updates of their own, and average their
@@ -187,6 +190,9 @@ def get_config() -> config_dict.ConfigDict:
     c.log.tensorboard = True  # event files in WORKDIR/tensorboard
     c.log.wandb = False  # Weights & Biases; offline, in WORKDIR/wandb, where there is no key or no network
     c.log.wandb_project = "largebatch"  # 1..128 characters, none of / \ # ? % :
+    # Updates from one measurement of the gradient's noise to the next: an integer >= 0 (0: never), or "auto": 1 on
+    # a CPU; elsewhere 10 with batch.auto or adascale, which need it, and else 0.
+    c.log.noise_every = config_dict.FieldReference("auto", field_type=object)
 
     c.devices = config_dict.ConfigDict()
     c.devices.platform = "auto"  # auto | cpu | gpu | tpu

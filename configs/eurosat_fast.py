@@ -16,7 +16,7 @@ def get_config():
     c.model.zero_head = True
     c.model.side_heads = True
     c.batch.size = 64
-    c.batch.micro_batch_size = 64
+    c.batch.ghost_size = 64
     c.optimizer.learning_rate = 0.08
     c.optimizer.momentum = 0.8
     c.optimizer.bias_multiplier = 8.0

@@ -19,7 +19,7 @@ def get_config():
     c.model.norm = "batch"
     c.model.norm_decay = 0.95
     c.batch.size = 128
-    c.batch.micro_batch_size = 32  # the ghost batches of the normalisation
+    c.batch.ghost_size = 32
     c.optimizer.name = "muon"
     c.optimizer.learning_rate = 0.05
     c.optimizer.momentum = 0.9

@@ -10,8 +10,8 @@ divided by 10 after 30, 60 and 80 of 90 epochs, and scales of the last normalisa
 taken from that. And 50,000 of the training images are kept for test, since the labels of ImageNet's test images are
 not published; the numbers of updates stay the paper's.
 
-Not run here. The paper's accuracy, 0.763, is of other crops, from images of full size, and of a training set
-4% larger: less is to be expected. A device holds 6.3 GB of images.
+Not run here. Expected: less than the paper's 0.763, which is of other crops, from images of full size, and of a
+training set 4% larger. A device holds 6.3 GB of images.
 """
 
 from configs import default
@@ -32,8 +32,8 @@ def get_config():
     c.model.dtype = "auto"
     c.model.norm = "batch"
     c.batch.size = 8192
-    # The ghost batches of the normalisation. A device has up to 257 images of a batch: 4 times 64, and one more.
-    c.batch.micro_batch_size = 65
+    # A device has up to 257 images of a batch: 4 times 64, and one more.
+    c.batch.ghost_size = 65
     c.optimizer.name = "sgd"
     c.optimizer.learning_rate = 0.1
     c.optimizer.momentum = 0.9

@@ -18,7 +18,7 @@ def get_config():
     c.augment.views = "flip"
     c.model.name = "resunet"
     c.batch.size = 2048
-    c.batch.micro_batch_size = 128
+    c.batch.ghost_size = c.batch.micro_batch_size = 128  # 256 at once do not fit on a core
     c.optimizer.name = "lamb"
     c.optimizer.learning_rate = 0.01
     c.optimizer.adamw_multiplier = 1.0

@@ -21,7 +21,7 @@ def get_config():
     c.model.dtype = "auto"
     c.model.norm = "batch"
     c.batch.size = 64
-    c.batch.micro_batch_size = 32
+    c.batch.ghost_size = 32
     c.optimizer.name = "muon"
     c.optimizer.learning_rate = 0.05
     c.optimizer.nesterov = True

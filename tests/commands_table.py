@@ -58,7 +58,9 @@ SCENES = f"{STEPS} {WARMUP} --config.batch.size 16 --config.dataset.num_examples
 BRANCHES = "--branch_images 512 --branch_sizes 64,128 --branch_steps 2"
 RECIPE = f"{STEPS} {WARMUP} --config.batch.size 64"
 OWN_IMAGES = "--config.dataset.image_size 8 --config.batch.size 16 --config.train.outer_steps 2"
-PLAIN = f"{ZIP} --config.model.name convnet --config.model.norm none"  # compiles quickly
+PLAIN = (
+    f"{ZIP} --config.model.name convnet --config.model.norm none --config.batch.ghost_size None"  # compiles quickly
+)
 POD = {"--hosts 4": "--hosts 2", "--devices 8": "--devices 2"}
 
 

@@ -76,16 +76,17 @@ def test_auto_is_what_a_config_makes_of_it(where, batch_size):
     layout = make_layout({"train": 21_600, "val": 0, "test": 0}, serve.IMAGE_SHAPE, np.dtype(np.uint8))
     data = DataFacts(21_600, layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
     expected = resolve.resolve_setup(config, data, hardware).program
+    every = expected.noise.every if expected.noise else 0
     options = ours.StepOptions(batch_size, "auto", "bfloat16", "auto", "auto", num_images=172_800)
     found = ours.resolve(options, hardware)
-    assert found.micro_batch_size == expected.micro_batch_size
+    assert (found.micro_batch_size, found.noise_every) == (expected.grouping.micro_batch_size, every)
     assert found.conv == expected.network.conv
     assert found.storage == resolve.possible_storages(config, data, hardware)[0]
 
 
 def test_the_step_is_that_of_a_config():
     config = default.get_config()
-    config.optimizer.name, config.model.name = "adam", "convnet"
+    config.optimizer.name, config.model.name, config.batch.size = "adam", "convnet", 64
     layout = make_layout({"train": 512, "val": 0, "test": 0}, serve.IMAGE_SHAPE, np.dtype(np.uint8))
     data = DataFacts(512, layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
     hardware = Hardware.here()
@@ -202,7 +203,8 @@ def test_variants_are_all_that_a_card_can_do_but_what_was_chosen(batch_size, who
         "convolution dot",
         f"convolution {chosen['conv']}",
     }
-    assert ("micro-batch 5,400" in names) == whole
+    assert ("micro-batch 2,700" in names) == whole
+    assert f"micro-batch {chosen['micro_batch_size']:,}" not in names
     assert ("--xla_gpu_enable_command_buffer=+WHILE", {}, "--xla_gpu_enable_command_buffer=+WHILE") in found
 
 

@@ -221,7 +221,7 @@ def test_side_heads_count_in_the_loss_alone(smoothing):
     rng, scale = np.random.default_rng(0), (120.0, 70.0)
     images = rng.integers(0, 256, (6, 16, 16, 3), np.uint8)
     labels, weights = jnp.arange(6) % 5, jnp.array([1.0, 1, 1, 1, 0, 0])
-    batch = Batch(jnp.asarray(images.reshape(6, -1)), labels, weights)
+    batch = Batch(jnp.asarray(images.reshape(6, -1)), labels, weights[None])
     options = {"num_classes": 5, "features": (4, 8, 12, 16), "norm": "batch"}
     network, plain = models.ConvNet(side_heads=True, **options), models.ConvNet(**options)
     params, model_state = models.init_variables(network, (16, 16, 3), 0)
@@ -243,7 +243,7 @@ def test_side_heads_count_in_the_loss_alone(smoothing):
 
     pixels = make_normalise(plain, (16, 16, 3), *scale)(batch.images)
     _, state = plain.apply(
-        {"params": params, **model_state}, pixels, weights, mutable=["batch_stats", "intermediates"],
+        {"params": params, **model_state}, pixels, weights[None], mutable=["batch_stats", "intermediates"],
         capture_intermediates=lambda module, _: isinstance(module, normalisation.BatchNorm),
     )  # fmt: skip
     inner = [models.gelu(state["intermediates"][f"BatchNorm_{layer}"]["__call__"][0]) for layer in (1, 2)]

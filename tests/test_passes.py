@@ -14,7 +14,8 @@ from resolve import resolve_setup
 
 SMALL = (
     "--config.dataset.image_size=16", "--config.batch.size=24", "--config.train.outer_steps=2",
-    "--config.model.name=convnet", "--config.model.norm=none", "--config.augment.shift=0",
+    "--config.model.name=convnet", "--config.model.norm=none", "--config.batch.ghost_size=None",
+    "--config.augment.shift=0",
 )  # fmt: skip
 
 

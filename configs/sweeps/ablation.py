@@ -33,6 +33,8 @@ def includes(values):
 
 
 def derive(config):
+    if config.model.norm != "batch":
+        config.batch.ghost_size = None
     if config.batch.size != 128:  # as many images in fewer updates
         factor = config.batch.size // 128
         config.train.inner_steps = -(-config.train.inner_steps // factor)

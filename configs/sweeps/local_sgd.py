@@ -21,7 +21,7 @@ def includes(values):
 
 
 def derive(config):
-    config.batch.size, config.batch.micro_batch_size = 512, 32
+    config.batch.size = 512
     config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.2
     config.train.inner_steps, config.train.outer_steps = 40, UPDATES // 40
     if config.sync.mode == "post_local":

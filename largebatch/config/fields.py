@@ -7,6 +7,7 @@ DATA_PATHS = ("path", "split_file")  # of `dataset`
 # Fields that a config stored by an earlier version lacks, each with the value that means what that version did. A
 # new field needs a line here, or runs and studies from before it are those of another config.
 MISSING_FIELDS: dict[str, object] = {
+    "batch.ghost_size": None,
     "batch.virtual_shards": None,
     "dataset.channels": None,
     "dataset.resize": "stretch",
@@ -19,6 +20,7 @@ MISSING_FIELDS: dict[str, object] = {
     "augment.cutout": 0,
     "devices.join_sec": 300.0,
     "eval.shift_average": 0,
+    "log.noise_every": 1,
     "log.wandb": False,
     "log.wandb_project": "largebatch",
     "model.side_heads": False,

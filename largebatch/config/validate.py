@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from largebatch.config.fields import MISSING_FIELDS, flatten
 from largebatch.config.rules import MODEL_OPTIONS, RULES, Models, nearest, nearest_field, rules
 from largebatch.errors import BadSetting, UserError
-from largebatch.optim import schedule_options, traces
+from largebatch.optim import noise_scale, schedule_options, traces
 from largebatch.optim.batch_sizes import are_found_in_training, read_trace
 from largebatch.optim.optimizers import WITH_BASES
 from largebatch.optim.schedule_options import ScheduleOptions
@@ -39,6 +39,8 @@ def validate(config: "config_dict.ConfigDict", models: Models) -> None:
             *_adascale_problems(config),
             *_b2_problems(config),
             *_batch_problems(config),
+            *_ghost_problems(config),
+            *_noise_problems(config),
             *_sync_problems(config),
             *_model_problems(config, models),
             *_view_problems(config),
@@ -182,6 +184,29 @@ def _batch_problems(config) -> list[str]:
     if batch.max_size != "full" and not batch.auto:
         problems.append(f"batch.max_size: {batch.max_size}; allowed: with batch.auto")
     return problems
+
+
+def _ghost_problems(config) -> list[str]:
+    """Ghost batches where nothing is normalised by them, or micro-batches that would cut them."""
+    batch, norm, problems = config.batch, config.model.norm, []
+    if batch.ghost_size is None:
+        return problems
+    if norm != "batch":
+        problems.append(f"batch.ghost_size: {batch.ghost_size}; allowed: None with model.norm {norm!r}")
+    if batch.micro_batch_size != "auto" and batch.micro_batch_size % batch.ghost_size:
+        problems.append(
+            f"batch.micro_batch_size: {batch.micro_batch_size}; allowed: a multiple of batch.ghost_size, "
+            f"{batch.ghost_size}, or 'auto'"
+        )
+    return problems
+
+
+def _noise_problems(config) -> list[str]:
+    """No measurement of the noise that the run depends on."""
+    if config.log.noise_every != 0 or not noise_scale.is_needed(config):
+        return []
+    needed_by = "batch.auto" if config.batch.auto else "schedule.scaling 'adascale'"
+    return [f"log.noise_every: 0; allowed: an integer >= 1, or 'auto', with {needed_by}"]
 
 
 def _trace_problems(config, num_updates: int) -> list[str]:

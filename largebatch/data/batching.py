@@ -117,6 +117,44 @@ class DataSharding:
         return int(shares.min()), int(shares.max())
 
 
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """How a device's part of a batch is cut into groups, and these are taken into micro-batches.
+
+    The examples are dealt evenly over the fewest groups that hold them, so that none is left with a few: sizes
+    differ by one at most. Each group is padded at its end. A micro-batch takes the next groups; those beyond the
+    last are empty.
+    """
+
+    micro_batch_size: int  # M, places of one gradient evaluation
+    group_size: int  # places of a group, which batch normalisation takes together: a divisor of M
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups in a micro-batch."""
+        return self.micro_batch_size // self.group_size
+
+    def num_groups(self, count):
+        """The groups of `count` examples, which may be traced."""
+        return -(-count // self.group_size)
+
+    def num_micro_batches(self, count):
+        """The micro-batches of `count` examples, which may be traced."""
+        return -(-self.num_groups(count) // self.groups_at_once)
+
+    def groups_of(self, count, index):
+        """Where each group of micro-batch `index` begins among `count` examples, and how many it has.
+
+        Args:
+          count, index: integers, which may be traced.
+        Returns:
+          Two int32 [groups at once].
+        """
+        group, num_groups = index * self.groups_at_once + jnp.arange(self.groups_at_once), self.num_groups(count)
+        begins, lengths = even_part(count, group, num_groups)
+        return begins, jnp.where(group < num_groups, lengths, 0)
+
+
 @struct.dataclass
 class DeviceBatch:
     """The part of one batch that falls to one device; all int32 scalars, which may be traced."""
@@ -127,14 +165,10 @@ class DeviceBatch:
     num_in_epoch: jax.Array  # examples that are still of that epoch; the rest begin the next one
     count: jax.Array  # examples in all; 0 is possible
 
-    def num_micro_batches(self, micro_batch_size: int):
-        """The fewest micro-batches that hold the examples."""
-        return -(-self.count // micro_batch_size)
-
 
 @struct.dataclass
 class MicroBatchIndices:
-    """Which examples of a device form one micro-batch of M."""
+    """Which examples of a device form one micro-batch of M, group by group."""
 
     examples: jax.Array  # int32 [M], original * views + view, by the device's own numbering; padding is a valid one
     visit_keys: jax.Array  # uint32 [M], for what is random about a visit; the same on any number of devices
@@ -162,21 +196,12 @@ def even_part(count, index, num_parts):
     return begin, examples_each + (index < one_more)
 
 
-def micro_batch(sharding: DataSharding, batch: DeviceBatch, index, num_micro_batches, size: int, seed):
-    """Number `index` of the `num_micro_batches` parts of a device's batch, padded to `size` examples.
-
-    A batch is split evenly, so that no micro-batch is left with a few examples: sizes differ by one at most.
-
-    Args:
-      index, num_micro_batches, seed: integers, which may be traced.
-    Returns:
-      MicroBatchIndices.
-    """
-    begin, length = even_part(batch.count, index, num_micro_batches)
-
-    slot = jnp.arange(size, dtype=jnp.int32)
-    is_example = slot < length
-    position_in_batch = jnp.where(is_example, begin + slot, 0)
+def micro_batch(sharding: DataSharding, batch: DeviceBatch, index, grouping: Grouping, seed) -> MicroBatchIndices:
+    """Number `index` of the micro-batches of a device's batch; index and seed may be traced."""
+    begins, lengths = grouping.groups_of(batch.count, index)
+    place = jnp.arange(grouping.group_size, dtype=jnp.int32)
+    is_example = (place < lengths[:, None]).ravel()
+    position_in_batch = jnp.where(is_example, (begins[:, None] + place).ravel(), 0)
 
     # From the position in the batch to the device's position in its epoch.
     in_first_epoch = position_in_batch < batch.num_in_epoch

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from largebatch.cache.cache import Cache, RowLayout
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, Grouping
 from largebatch.data.streaming import Resident, Stream
 from largebatch.data.validation import DealtSplit, bytes_on_device, place_validation
 from largebatch.data.whole_set import normalise_whole_set
@@ -39,7 +39,7 @@ class Normalisation:
     """How whole sets are kept; see `whole_set.normalise_whole_set`."""
 
     apply: Callable
-    micro_batch_size: int
+    grouping: Grouping
 
 
 def originals_of_hosts(sharding: DataSharding, hosts: list[int], seed: int) -> np.ndarray:
@@ -118,7 +118,7 @@ def place(
     placed = [jax.device_put(rows, device) for rows, device in zip(rows_by_device, local_devices, strict=True)]
     train = replicas.stack(placed)
     if normalisation is not None:
-        train = normalise_whole_set(train, sharding, normalisation.micro_batch_size, normalisation.apply, seed)
+        train = normalise_whole_set(train, sharding, normalisation.grouping, normalisation.apply, seed)
     return DeviceData(Resident(train), validation, val_ids)
 
 

@@ -23,13 +23,13 @@ import numpy as np
 
 from largebatch.cache.cache import Cache, DamagedCache, discard_cache
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding, DeviceBatch
+from largebatch.data.batching import DataSharding, DeviceBatch, Grouping
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, memory, replicas
 
 # Of images, in each of a device's two buffers, where the examples of one update do not need more.
 BUFFER_BYTES = 2**28
-PLANNED_AT_ONCE = 4096  # visits; a fixed number, so that the order is compiled once
+PLANNED = Grouping(4096, 4096)  # visits at once; a fixed number, so that the order is compiled once
 READING_THREADS = max(1, (os.cpu_count() or 1) // 4)  # on a CPU, training has the others
 
 
@@ -199,12 +199,11 @@ class Stream:
         visits = int(self._sharding.count_before(end, device) - self._sharding.count_before(begin, device))
         if not visits:
             return np.empty(0, np.int64)
-        num_parts = -(-visits // PLANNED_AT_ONCE)
         with jax.default_device(_host_cpu()):
             batch = batching.device_batch(self._sharding, device, epoch, offset, end - begin)
             parts = [
-                _visited_examples(self._sharding, batch, part, num_parts, np.uint32(seed))
-                for part in range(num_parts)
+                _visited_examples(self._sharding, batch, part, np.uint32(seed))
+                for part in range(PLANNED.num_micro_batches(visits))
             ]
         originals = np.unique(np.concatenate(parts) // self._sharding.views)  # padding is one of them
         assert len(originals) <= self._num_rows, f"{len(originals)} originals for a buffer of {self._num_rows}"
@@ -254,9 +253,9 @@ def load_inputs(data: Resident | Stream, sharding: DataSharding, seed, inputs) -
 
 
 @functools.partial(jax.jit, static_argnames="sharding")
-def _visited_examples(sharding: DataSharding, batch: DeviceBatch, part, num_parts, seed) -> jax.Array:
-    """One of `num_parts` parts of the examples that a device visits in a batch, padded: int32 [PLANNED_AT_ONCE]."""
-    return batching.micro_batch(sharding, batch, part, num_parts, PLANNED_AT_ONCE, seed).examples
+def _visited_examples(sharding: DataSharding, batch: DeviceBatch, part, seed) -> jax.Array:
+    """One part of the examples that a device visits in a batch, padded: int32 [4096]."""
+    return batching.micro_batch(sharding, batch, part, PLANNED, seed).examples
 
 
 @functools.cache

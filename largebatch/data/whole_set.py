@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, Grouping
 from largebatch.hosts.replicas import AXIS, pmap
 
 
 def normalise_whole_set(
-    rows: dict, sharding: DataSharding, micro_batch_size: int, normalise: Callable, seed: int
+    rows: dict, sharding: DataSharding, grouping: Grouping, normalise: Callable, seed: int
 ) -> dict:
     """The data of this host's devices, which replace the rows that they are made of.
 
@@ -29,20 +29,19 @@ def normalise_whole_set(
     Args:
       rows: "images" uint8 or uint16 [local devices, examples, H * W * C], and "labels" int32 [local devices,
         originals].
-      micro_batch_size: M, at most the examples of a device.
+      grouping: of what is read in an update.
       normalise: (rows [M, H * W * C]) -> images [M, H, W, C], as the network takes them.
       seed: of the order.
     Returns:
       "images" [local devices, micro-batches, M, H, W, C], "labels" int32 [local devices, micro-batches, M].
     """
-    count = num_micro_batches(sharding, micro_batch_size)
+    count = num_micro_batches(sharding, grouping)
 
     def normalise_share(share, seed):
         epoch = batching.device_batch(sharding, lax.axis_index(AXIS), 0, 0, sharding.num_examples)
-        filled = epoch.num_micro_batches(micro_batch_size)
 
         def convert(index):
-            examples = batching.micro_batch(sharding, epoch, index, filled, micro_batch_size, seed).examples
+            examples = batching.micro_batch(sharding, epoch, index, grouping, seed).examples
             return normalise(share["images"][examples]), share["labels"][examples // sharding.views]
 
         images, labels = lax.map(convert, jnp.arange(count))
@@ -51,9 +50,9 @@ def normalise_whole_set(
     return pmap(normalise_share, in_axes=(0, None))(rows, np.uint32(seed))
 
 
-def num_micro_batches(sharding: DataSharding, micro_batch_size: int) -> int:
+def num_micro_batches(sharding: DataSharding, grouping: Grouping) -> int:
     """That the device with the most examples keeps."""
-    return -(-sharding.max_originals * sharding.views // micro_batch_size)
+    return grouping.num_micro_batches(sharding.max_originals * sharding.views)
 
 
 def read(share: dict, rows: jax.Array, visit_keys: jax.Array) -> tuple[jax.Array, jax.Array]:

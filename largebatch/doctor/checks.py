@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from largebatch.data import batching
+from largebatch.data.batching import Grouping
 from largebatch.data.placement import bytes_per_device
 from largebatch.data.streaming import load_inputs
 from largebatch.doctor.findings import FAIL, OK, WARN, Finding, duration, show
@@ -99,14 +100,15 @@ class CheckedBatch:
     """The batch whose gradient is checked: the first of a run, in one micro-batch on each device."""
 
     size: int  # examples over all devices
-    most_per_device: int
+    grouping: Grouping
 
     @classmethod
     def of(cls, setup: Setup) -> "CheckedBatch":
         """As large as a run's micro-batches allow."""
         sharding = setup.program.sharding
         size = min(setup.micro_batch_size * setup.num_devices, sharding.num_originals)
-        return cls(size, sharding.share_bounds(size)[1])
+        most_per_device = sharding.share_bounds(size)[1]
+        return cls(size, Grouping(most_per_device, most_per_device))
 
 
 def plain_gradient(experiment, start: TrainState):
@@ -117,10 +119,10 @@ def plain_gradient(experiment, start: TrainState):
     def gradient(state, data):
         device = lax.axis_index(AXIS)
         batch = batching.device_batch(sharding, device, 0, 0, checked.size)
-        chosen = batching.micro_batch(sharding, batch, 0, 1, checked.most_per_device, jnp.uint32(0))
+        chosen = batching.micro_batch(sharding, batch, 0, checked.grouping, jnp.uint32(0))
         images, labels = step.reader.read(data, chosen.examples, chosen.visit_keys)
         grads, _ = jax.grad(step.loss_fn, has_aux=True)(
-            state.params, state.model_state, Batch(images, labels, chosen.weights)
+            state.params, state.model_state, Batch(images, labels, chosen.weights[None])
         )
         return jax.tree.map(lambda g: lax.psum(g, AXIS) / checked.size, grads)
 
@@ -139,7 +141,7 @@ def check_gradient(experiment, start: TrainState, expected) -> Finding:
     # Plain SGD at rate 1: the update is the gradient.
     optimizer = optimizers.create_optimizer("sgd", optimizers.Hyperparams(momentum=0.0))
     step = experiment.programs.parts.step
-    reader = MicroBatchReader(step.reader.read, sharding, checked.most_per_device)
+    reader = MicroBatchReader(step.reader.read, sharding, checked.grouping)
     loop = make_inner_loop(TrainStep(step.loss_fn, optimizer, reader))
     state = replicas.replicate(create_train_state(start.params, optimizer, 0, start.model_state))
     inputs = _inputs(experiment, checked.size, learning_rate=1.0, length=1)
@@ -295,10 +297,12 @@ def _loops_by_size(experiment) -> dict[int, Callable]:
     own_size = setup.micro_batch_size
     largest = -(-setup.schedule.max_batch_size // setup.num_devices)
     loops = {own_size: experiment.programs.inner_loop}
+    ghost_size = setup.config.batch.ghost_size and setup.program.grouping.group_size
     for size in (own_size // 2, own_size * 2):
         # On a pod a host that runs out of memory alone would leave the others in a collective.
-        if 1 <= size <= largest and jax.process_count() == 1:
-            reader = MicroBatchReader(step.reader.read, setup.program.sharding, size)
+        if 1 <= size <= largest and size % (ghost_size or 1) == 0 and jax.process_count() == 1:
+            grouping = Grouping(size, ghost_size or size)
+            reader = MicroBatchReader(step.reader.read, setup.program.sharding, grouping)
             loops[size] = make_inner_loop(TrainStep(step.loss_fn, step.optimizer, reader))
     return loops
 
@@ -307,13 +311,14 @@ def check_micro_batch(experiment, timings: dict[int, _SizeTiming]) -> Finding:
     """Whether the size fits, and whether half or twice of it is faster."""
     own_size, name = experiment.setup.micro_batch_size, "micro-batch"
     if timings[own_size].error:
-        advice = f"set batch.micro_batch_size {max(own_size // 2, 1)}"
+        ghost_size = experiment.setup.config.batch.ghost_size or 1
+        advice = f"set batch.micro_batch_size {max(own_size // 2 // ghost_size, 1) * ghost_size}"
         return Finding(FAIL, name, f"{own_size} does not run: {timings[own_size].error}", advice)
     images_per_sec = {size: 1 / timing.seconds for size, timing in timings.items() if not timing.error}
     text = ", ".join(f"{size}: {images_per_sec[size]:,.0f}" for size in sorted(images_per_sec))
     best = max(images_per_sec, key=images_per_sec.get)
     text = f"{own_size} fits; images/s in {experiment.setup.config.model.dtype} at size {text}"
-    if experiment.programs.network.norm == "batch":
+    if experiment.programs.network.norm == "batch" and experiment.setup.config.batch.ghost_size is None:
         return Finding(OK, name, f"{text}; another size is another normalisation")
     if images_per_sec[best] > BETTER * images_per_sec[own_size]:
         return Finding(WARN, name, text, f"set batch.micro_batch_size {best}")
@@ -331,7 +336,7 @@ def check_memory(experiment, state: TrainState) -> Finding:
         normalised=program.normalised_dtype,
         buffer_rows=program.buffer_rows,
     )
-    size, platform = program.micro_batch_size, experiment.setup.hardware.platform
+    size, platform = experiment.setup.micro_batch_size, experiment.setup.hardware.platform
     of_rest = bytes_beside_images(program.network, one_replica, program.image_shape, size, platform)
     images, rest, free = sum(of_images.values()), sum(of_rest.values()), memory.available_bytes()
     text = f"{(images + rest) / 1e6:,.0f} MB a device, {images / 1e6:,.0f} MB of it images"

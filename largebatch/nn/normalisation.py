@@ -19,38 +19,63 @@ EPSILON = 1e-5
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation (Ioffe and Szegedy 2015) by the statistics of one micro-batch.
+    """Batch normalisation (Ioffe and Szegedy 2015) by the statistics of ghost batches.
 
-    These are the "ghost batches" of Hoffer et al. 2017, "Train longer, generalize better": the statistics that
-    train are those of one device's micro-batch, so nothing crosses devices; `weights` keep padding out of them.
-    With weights, "batch_stats" is set to the micro-batch's own mean and variance, which the step averages over
-    the batch and smooths over updates; without, the smoothed ones normalise.
+    These are those of Hoffer et al. 2017, "Train longer, generalize better": groups of the images that a device
+    takes at once, so nothing crosses devices. `weights` [groups, images of a group] say which images are together,
+    and keep padding out of the statistics. With weights, "batch_stats" is set to the mean over images of their
+    groups' means and variances, which the step averages over the batch and smooths over updates; without, the
+    smoothed ones normalise.
     """
 
     scale_init: Callable = nn.initializers.ones
 
     @nn.compact
     def __call__(self, x, weights=None):
-        shape, dtype = x.shape[-1:], x.dtype
-        mean = self.variable(STATISTICS, "mean", jnp.zeros, shape)
-        variance = self.variable(STATISTICS, "variance", jnp.ones, shape)
+        shape, features, dtype = x.shape, x.shape[-1:], x.dtype
+        mean = self.variable(STATISTICS, "mean", jnp.zeros, features)
+        variance = self.variable(STATISTICS, "variance", jnp.ones, features)
         scale, bias = (
-            self.param("scale", self.scale_init, shape),
-            self.param("bias", nn.initializers.zeros, shape),
+            self.param("scale", self.scale_init, features),
+            self.param("bias", nn.initializers.zeros, features),
         )
         x = x.astype(jnp.float32)
         if weights is not None:
-            share = (weights / jnp.maximum(weights.sum(), 1.0))[:, None]
-            spatial = tuple(range(1, x.ndim - 1))
-            own_mean = jnp.sum(x.mean(spatial) * share, axis=0)
-            # Loses digits only where the mean is far from zero; after a convolution it is not.
-            own_variance = jnp.maximum(jnp.sum(jnp.square(x).mean(spatial) * share, axis=0) - own_mean**2, 0.0)
+            # XLA does more on a CPU with an axis of one group.
+            weights = weights[0] if len(weights) == 1 else weights
+            own_mean, own_variance = _statistics_of_groups(x, weights)
             if not self.is_initializing():
                 mean.value, variance.value = own_mean, own_variance
+            if weights.ndim == 2:
+                if not self.is_initializing():
+                    of_all = (weights.sum(1) / jnp.maximum(weights.sum(), 1.0))[:, None]
+                    mean.value, variance.value = jnp.sum(own_mean * of_all, 0), jnp.sum(own_variance * of_all, 0)
+                x = x.reshape(*weights.shape, *shape[1:])
+                of_group = (len(weights), *[1] * (x.ndim - 2), *features)
+                own_mean, own_variance = own_mean.reshape(of_group), own_variance.reshape(of_group)
         else:
             own_mean, own_variance = mean.value, variance.value
         factor = scale * jax.lax.rsqrt(own_variance + EPSILON)
-        return (x * factor + (bias - own_mean * factor)).astype(dtype)
+        return (x * factor + (bias - own_mean * factor)).astype(dtype).reshape(shape)
+
+
+def _statistics_of_groups(x, weights) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance of each group, float32 [groups, C], or of the only one, [C].
+
+    Args:
+      x: float32 [M, ..., C].
+      weights: float32 [groups, M / groups] or [M]; where a group's are all zero, its padding counts, so that what
+        the network makes of it stays finite. No loss sees it.
+    """
+    totals = weights.sum(-1, keepdims=True)
+    share = jnp.where(totals > 0, weights / jnp.maximum(totals, 1.0), 1 / weights.shape[-1])[..., None]
+    spatial, grouped = tuple(range(1, x.ndim - 1)), (*weights.shape, -1)
+    # Images first and then groups, or XLA reads all of x twice on a GPU. And all of the mean before the squares: of
+    # both at once it makes a loop that is slower on a CPU.
+    mean = jnp.sum(x.mean(spatial).reshape(grouped) * share, axis=-2)
+    mean_square = jnp.sum(jnp.square(x).mean(spatial).reshape(grouped) * share, axis=-2)
+    # Loses digits only where the mean is far from zero; after a convolution it is not.
+    return mean, jnp.maximum(mean_square - mean**2, 0.0)
 
 
 class GroupNorm(nn.Module):

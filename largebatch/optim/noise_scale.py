@@ -1,6 +1,7 @@
-"""The noise of the gradient, measured between the micro-batches of an update.
+"""The noise of the gradient, measured between parts of an update's batch.
 
-A batch is summed in groups, the micro-batches of all devices. Group k has n_k of the B examples and the gradient
+A batch is summed in groups: the micro-batches of all devices, which may be smaller in an update that measures
+(`NoisePlan`). Group k has n_k of the B examples and the gradient
 sum s_k; G is the mean gradient. With the covariance S of a single example's gradient and the true gradient g, of
 examples that are drawn independently E |s_k|^2 / n_k = n_k |g|^2 + tr S and E |G|^2 = |g|^2 + tr S / B. So with K
 groups
@@ -21,6 +22,8 @@ where the views of an original count as one example: their gradients differ less
 (LOG.md). A scale that took the set for endless would be too large by 1 / (1 - scale / N).
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,11 +38,11 @@ LEAST_FREEDOM = 0.01
 
 @struct.dataclass
 class Noise:
-    """Moving averages of both estimates over updates."""
+    """Moving averages of both estimates over measurements."""
 
     variance: jax.Array  # float32, tr S
     signal: jax.Array  # float32, |g|^2
-    count: jax.Array  # int32, updates that the averages hold
+    count: jax.Array  # int32, measurements that the averages hold
 
 
 @struct.dataclass
@@ -72,6 +75,30 @@ def sampling(offset, batch_size, num_originals: int) -> Sampling:
     tail = (batch_size - head) % num_originals
     noisy = sum(part * (1 - part / num_originals) for part in (head, tail))
     return Sampling(batch_size / num_originals, noisy / batch_size)
+
+
+def is_needed(config) -> bool:
+    """Whether training depends on the noise of the gradient."""
+    return config.batch.auto or config.schedule.scaling == "adascale"
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisePlan:
+    """When the noise is measured, and in micro-batches of which size."""
+
+    decay: float  # of the moving averages, per measurement: their errors depend on how many measurements they hold
+    every: int  # updates from one measurement to the next
+    sizes: tuple[int, ...]  # of micro-batches in an update that measures, falling
+    least_groups: int  # of a device, for which it takes the largest size that gives as many, or else the last size
+
+    def choice(self, num_groups: list[jax.Array]) -> jax.Array:
+        """The number of the size that a device takes, int32.
+
+        Args:
+          num_groups: that each size would give there, int32.
+        """
+        too_few = [groups < self.least_groups for groups in num_groups[:-1]]
+        return sum(too_few, jnp.zeros_like(num_groups[-1]))
 
 
 def _squares(x) -> jax.Array:
@@ -108,7 +135,10 @@ def measure(group_terms, num_groups, mean_gradient_norm, batch_size, drawn: Samp
 
 
 def add(noise: Noise, measured: Measured, decay: float) -> Noise:
-    """The moving averages with one more update, as the paper smooths them: each by itself, not their quotient."""
+    """The moving averages with one more measurement.
+
+    As the paper smooths them: each by itself, not their quotient.
+    """
     variance = smooth(noise.variance, measured.variance, decay, noise.count)
     signal = smooth(noise.signal, measured.signal, decay, noise.count)
     new = Noise(variance, signal, noise.count + 1)

@@ -36,7 +36,7 @@ def lower_programs(
         lowered["update"] = make_inner_loop(parts.step, devices).lower(states, data, inputs, count)
     if parts.sync_mode != "every_step":
         statistics = (STATISTICS,) if STATISTICS in state.model_state else ()
-        step = dataclasses.replace(parts.step, noise_decay=None)
+        step = dataclasses.replace(parts.step, noise=None)
         loop = local_sgd.make_local_loop(LocalStep(step, parts.sync_policy, statistics), devices)
         lowered["local update"] = loop.lower(states, data, inputs, count, _shapes(setup.sync))
         average = local_sgd.make_average(statistics, parts.sync_policy, devices=devices)
@@ -58,7 +58,8 @@ def train_shapes(program: ProgramOptions, layout: RowLayout) -> dict:
     pixels = int(np.prod(program.stored_shape))
     labels = jax.ShapeDtypeStruct((originals,), np.int32)
     if program.storage == "normalised":
-        shape = whole_set.num_micro_batches(sharding, program.micro_batch_size), program.micro_batch_size
+        grouping = program.grouping
+        shape = whole_set.num_micro_batches(sharding, grouping), grouping.micro_batch_size
         images = jax.ShapeDtypeStruct((*shape, *program.image_shape), program.normalised_dtype)
         return {"images": images, "labels": jax.ShapeDtypeStruct(shape, np.int32)}
     if program.storage == "streamed":

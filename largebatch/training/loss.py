@@ -18,7 +18,8 @@ class Batch:
 
     images: jax.Array  # pixel values of any dtype [M, H, W, C], or flat rows [M, H * W * C]
     targets: Any  # what the task asks for: of classification the class, int32 [M]
-    weights: jax.Array  # float32 [M], 1, and 0 for padding
+    # float32 [groups, M / groups], 1, and 0 for padding. Batch normalisation takes each group by itself.
+    weights: jax.Array
 
 
 @struct.dataclass
@@ -73,14 +74,13 @@ def make_loss_fn(network, image_shape, mean, std, task: Task):
             batch.weights,
             mutable=[STATISTICS, SIDE_LOGITS],
         )
+        weights = batch.weights.ravel()
         sides = jax.tree.leaves(collections.pop(SIDE_LOGITS, {}))
         losses = task.losses(outputs, batch.targets)
         if sides:
             losses += sum(task.losses(side, batch.targets) for side in sides) / len(sides)
-        metrics = {
-            name: jnp.sum(values * batch.weights) for name, values in task.metrics(outputs, batch.targets).items()
-        }
-        statistics = jax.tree.map(lambda x: x * batch.weights.sum(), collections)
-        return jnp.sum(losses * batch.weights), BatchSums(metrics, statistics)
+        metrics = {name: jnp.sum(x * weights) for name, x in task.metrics(outputs, batch.targets).items()}
+        statistics = jax.tree.map(lambda x: x * weights.sum(), collections)
+        return jnp.sum(losses * weights), BatchSums(metrics, statistics)
 
     return loss_fn

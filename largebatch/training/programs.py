@@ -93,7 +93,7 @@ def compile_programs(
         state, metrics = inner_loop(state, data.train.arrays, inputs, no_updates)
         metric_names.update(metrics)
     if parts.sync_mode != "every_step":
-        step = dataclasses.replace(parts.step, noise_decay=None)
+        step = dataclasses.replace(parts.step, noise=None)
         local_loop = local_sgd.make_local_loop(LocalStep(step, parts.sync_policy, statistics))
         average = local_sgd.make_average(statistics, parts.sync_policy)
         state, metrics = local_loop(state, data.train.arrays, inputs, no_updates, sync)

@@ -9,14 +9,14 @@ from flax import linen as nn
 
 from largebatch.cache.cache import Cache, RowLayout
 from largebatch.data import batching, streaming
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, Grouping
 from largebatch.data.placement import BUFFERS
 from largebatch.data.random_augment import RandomAugment
 from largebatch.errors import BadSetting
 from largebatch.hardware.chips import Hardware
-from largebatch.hardware.micro_batches import auto_micro_batch_size
 from largebatch.hosts import memory
 from largebatch.optim.batch_sizes import resolve_batch_size
+from largebatch.optim.noise_scale import NoisePlan
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import Schedule, make_schedule
@@ -75,7 +75,7 @@ class ProgramOptions:
     task: Task
     statistics_decay: float  # model.norm_decay
     ema_decay: float | None  # train.ema_decay
-    noise_decay: float  # schedule.noise_decay
+    noise: NoisePlan | None  # how the gradient's noise is measured; None where it is not
     adascale_reference: int | None  # schedule.reference_batch_size; None without AdaScale
     rate_table_length: int | None  # see schedules.UpdateInputs; None without AdaScale
     sync_mode: str  # sync.mode
@@ -83,8 +83,8 @@ class ProgramOptions:
     max_nonfinite: int  # train.max_nonfinite, 0 where the run does not skip updates
     view_average: bool  # eval.view_average
     shift_average: int  # eval.shift_average, in pixels
-    micro_batch_size: int  # examples per gradient evaluation of one device
-    single_micro_batch: bool  # see `has_one_micro_batch`
+    grouping: Grouping  # of a device's part of a batch
+    single_micro_batch: bool  # see `grouping.has_one_micro_batch`
     prediction_micro_batch_size: int  # images that one device predicts at once
     inputs_length: int  # updates that one call can do; a power of two, so that runs of other inner_steps share them
 
@@ -117,7 +117,7 @@ class ProgramOptions:
             return False
         if self.storage != "normalised":
             return True
-        return self.network.dtype == other.network.dtype and self.micro_batch_size == other.micro_batch_size
+        return self.network.dtype == other.network.dtype and self.grouping == other.grouping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Setup:
     @property
     def micro_batch_size(self) -> int:
         """Examples per gradient evaluation of one device."""
-        return self.program.micro_batch_size
+        return self.program.grouping.micro_batch_size
 
     def with_batch_sizes(self, batch_sizes: PiecewiseConstant) -> "Setup":
         """The same run with the batch sizes that training has come to."""
@@ -154,7 +154,7 @@ class Setup:
         return dataclasses.replace(self, schedule=schedule)
 
 
-# ---- the batch sizes and micro-batches of a run ------------------------------------------------------
+# ---- the batch sizes of a run ------------------------------------------------------
 
 
 def choose_sharding(virtual_shards: int | None, num_originals: int, num_devices: int, views: int) -> DataSharding:
@@ -198,89 +198,6 @@ def possible_batch_sizes(fields, schedule: Schedule) -> np.ndarray:
         raise BadSetting(f"batch.max_size: {largest}; allowed: at least batch.size, {smallest}")
     doublings = smallest * 2 ** np.arange((largest // smallest).bit_length())
     return np.unique([*doublings, largest])
-
-
-def resolve_micro_batch_size(config, hardware: Hardware) -> int:
-    """Examples per gradient evaluation that batch.micro_batch_size means on `hardware`, whatever the batch."""
-    if config.batch.micro_batch_size == "auto":
-        return auto_micro_batch_size(hardware, config.model.name)
-    return config.batch.micro_batch_size
-
-
-def choose_micro_batch_size(config, batch_sizes: np.ndarray, sharding: DataSharding, hardware: Hardware) -> int:
-    """Examples per gradient evaluation of one device in a run.
-
-    Args:
-      batch_sizes: all that the run may come to, ascending.
-    Raises:
-      BadSetting: batch normalisation would see single images, or the noise could not be measured.
-    """
-    wanted, measures_noise = config.batch.micro_batch_size, _measures_noise(config)
-    most_per_device = sharding.share_bounds(int(batch_sizes[-1]))[1]
-    if wanted == "auto" and sharding.num_devices == 1:
-        # At least two micro-batches, between which noise is measured; in the smallest batch too where it has to be.
-        batch_size = int(batch_sizes[0]) if measures_noise else int(batch_sizes[-1])
-        most_per_device = -(-batch_size // 2)
-    size = min(resolve_micro_batch_size(config, hardware), most_per_device)
-    if wanted == "auto":
-        size = _even_size(size, most_per_device)
-    if config.model.norm == "batch":
-        _refuse_single_images(batch_sizes, size, sharding)
-    if measures_noise:
-        _refuse_a_single_micro_batch(int(batch_sizes[0]), size, sharding)
-    return size
-
-
-def has_one_micro_batch(
-    batch_sizes: np.ndarray, micro_batch_size: int, sharding: DataSharding, hardware: Hardware
-) -> bool:
-    """Tell whether programs are to know that every device has one micro-batch in every update of a run.
-
-    On a GPU each turn of a loop costs launches. Elsewhere it costs next to nothing, and programs serve more runs.
-
-    Args:
-      batch_sizes: all that the run may come to, ascending.
-    """
-    fewest, most = sharding.share_bounds(int(batch_sizes[0]))[0], sharding.share_bounds(int(batch_sizes[-1]))[1]
-    return hardware.platform == "gpu" and fewest > 0 and most <= micro_batch_size
-
-
-def _even_size(size: int, count: int) -> int:
-    """About `size`, up to a sixteenth more, so that `count` examples fill the fewest micro-batches with no padding.
-
-    Of 5,400 examples in 6 parts of 1,024, a seventh would be padding: 5 parts of 1,080 have none.
-    """
-    fewest = -(-count // (size + size // 16))
-    return -(-count // fewest)
-
-
-def _measures_noise(config) -> bool:
-    """Whether training depends on the noise of the gradient."""
-    return config.batch.auto or config.schedule.scaling == "adascale"
-
-
-def _refuse_single_images(batch_sizes: np.ndarray, size: int, sharding: DataSharding) -> None:
-    for batch_size in batch_sizes:
-        if _smallest_micro_batch(*sharding.share_bounds(int(batch_size)), size) < 2:
-            raise BadSetting(
-                f"model.norm: 'batch' with batches of {batch_size} in micro-batches of up to {size} on "
-                f"{sharding.num_devices} devices; allowed: at least 2 images in each, or 'group' or 'none'"
-            )
-
-
-def _refuse_a_single_micro_batch(smallest_batch: int, size: int, sharding: DataSharding) -> None:
-    if smallest_batch == 1 or (sharding.num_devices == 1 and size >= smallest_batch):
-        raise BadSetting(
-            f"batch.micro_batch_size: {size} for batches from {smallest_batch} on; allowed: at least two "
-            "micro-batches with batch.auto or AdaScale, since noise is measured between them"
-        )
-
-
-def _smallest_micro_batch(fewest: int, most: int, size: int) -> int:
-    """Images in the smallest micro-batch of a device that has `fewest` to `most` of a batch, split evenly."""
-    if fewest == 0:
-        return 0
-    return min(count // -(-count // size) for count in range(fewest, most + 1))
 
 
 # ---- where the training images are --------------------------------------------------------------------

@@ -7,6 +7,7 @@ Only where every batch is the whole set, or one micro-batch, their number may be
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,11 @@ from flax import struct
 from jax import flatten_util, lax
 
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding, DeviceBatch
+from largebatch.data.batching import DataSharding, DeviceBatch, Grouping
 from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.optim import noise_scale, optimizers
 from largebatch.optim.averaging import smooth
+from largebatch.optim.noise_scale import NoisePlan
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.training.loss import Batch, BatchSums
 from largebatch.training.state import TrainState
@@ -46,65 +48,81 @@ class MicroBatchReader:
     # (data of this device, local example indices [M], visit keys [M]) -> images, labels
     read: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     sharding: DataSharding
-    micro_batch_size: int  # examples per gradient evaluation, per device
-    single: bool = False  # whether each device has one micro-batch in every update; see `setup.has_one_micro_batch`
+    grouping: Grouping
+    single: bool = False  # whether each device has one micro-batch in every update; see `has_one_micro_batch`
+
+    def with_size(self, micro_batch_size: int) -> "MicroBatchReader":
+        """The same with smaller micro-batches: of whole groups, or each a part of the only group there was."""
+        group_size = min(self.grouping.group_size, micro_batch_size)
+        return dataclasses.replace(self, grouping=Grouping(micro_batch_size, group_size), single=False)
 
     def example_batch(self, data) -> Batch:
         """A micro-batch to trace by: example 0, again and again."""
-        examples = jnp.zeros(self.micro_batch_size, jnp.int32)
-        return Batch(*self.read(data, examples, examples.astype(jnp.uint32)), examples.astype(jnp.float32))
+        grouping = self.grouping
+        examples = jnp.zeros(grouping.micro_batch_size, jnp.int32)
+        weights = jnp.zeros((grouping.groups_at_once, grouping.group_size))
+        return Batch(*self.read(data, examples, examples.astype(jnp.uint32)), weights)
 
     def num_micro_batches(self, batch: DeviceBatch):
         """Those of a device's part of a batch. Of a loop that is known to have one turn nothing is left."""
-        return 1 if self.single else batch.num_micro_batches(self.micro_batch_size)
+        return 1 if self.single else self.grouping.num_micro_batches(batch.count)
 
-    def find(self, batch: DeviceBatch, index, num_micro_batches, seed):
+    def find(self, batch: DeviceBatch, index, seed):
         """What `micro_batch` takes, of number `index` of the micro-batches of a device's part of a batch."""
-        return batching.micro_batch(self.sharding, batch, index, num_micro_batches, self.micro_batch_size, seed)
+        return batching.micro_batch(self.sharding, batch, index, self.grouping, seed)
 
     def micro_batch(self, data, found) -> Batch:
         """The micro-batch that was found."""
         images, labels = self.read(data, found.examples, found.visit_keys)
-        return Batch(images, labels, found.weights)
+        return Batch(images, labels, found.weights.reshape(self.grouping.groups_at_once, -1))
 
     def sum_over(self, sums_of: Callable[[Batch], Any], zeros, data, batch: DeviceBatch, seed):
         """`sums_of(micro_batch)`, a pytree like `zeros`, added over the micro-batches of `batch`."""
-        num_micro_batches = self.num_micro_batches(batch)
 
         # A turn finds the examples of the next one. XLA would fuse how they are found, a shuffle of 24 rounds, into
         # what reads their images, and do it again for every pixel; what is passed on by a loop is found once.
         def add(index, carry):
             sums, found = carry
             sums = jax.tree.map(jnp.add, sums, sums_of(self.micro_batch(data, found)))
-            return sums, self.find(batch, index + 1, num_micro_batches, seed)
+            return sums, self.find(batch, index + 1, seed)
 
         with jax.named_scope(MICRO_BATCHES):
-            first = self.find(batch, jnp.int32(0), num_micro_batches, seed)
-            return lax.fori_loop(0, num_micro_batches, add, (zeros, first))[0]
+            first = self.find(batch, jnp.int32(0), seed)
+            return lax.fori_loop(0, self.num_micro_batches(batch), add, (zeros, first))[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeShareReader(MicroBatchReader):
-    """Reads all examples of a device, in the micro-batches in which they lie there; see `data.whole_set`."""
+    """Reads all examples of a device, in the micro-batches in which they lie there; see `data.whole_set`.
+
+    With a smaller size it reads parts of these, which are whole groups.
+    """
 
     def num_micro_batches(self, batch: DeviceBatch):
         """Known when compiled if all devices have as many: then a GPU does not ask its host before each of them."""
         shares = self.sharding.share_bounds(self.sharding.num_examples)
-        fewest, most = (-(-share // self.micro_batch_size) for share in shares)
+        fewest, most = (self.grouping.num_micro_batches(share) for share in shares)
         return most if fewest == most else super().num_micro_batches(batch)
 
-    def find(self, batch: DeviceBatch, index, num_micro_batches, seed):
-        """The number of the micro-batch, and how many examples are in it; see `MicroBatchReader`."""
-        return index, batching.even_part(batch.count, index, num_micro_batches)[1]
+    def find(self, batch: DeviceBatch, index, seed):
+        """The number of the micro-batch, and how many examples are in each group; see `MicroBatchReader`."""
+        return index, self.grouping.groups_of(batch.count, index)[1]
 
     def micro_batch(self, data, found) -> Batch:
         """See `MicroBatchReader`."""
-        index, length = found
-        images, labels = (
-            lax.dynamic_index_in_dim(data[name], index, keepdims=False) for name in ("images", "labels")
-        )
-        is_example = jnp.arange(self.micro_batch_size) < length
+        index, lengths = found
+        images, labels = (self._read_part(data[name], index) for name in ("images", "labels"))
+        is_example = jnp.arange(self.grouping.group_size) < lengths[:, None]
         return Batch(images, labels, is_example.astype(jnp.float32))
+
+    def _read_part(self, stored: jax.Array, index) -> jax.Array:
+        """Micro-batch `index` of an array [micro-batches that lie there, M, ...]; or part of one."""
+        size = self.grouping.micro_batch_size
+        parts = stored.shape[1] // size
+        if parts == 1:
+            return lax.dynamic_index_in_dim(stored, index, keepdims=False)
+        place, part = jnp.divmod(index, parts)
+        return lax.dynamic_slice_in_dim(lax.dynamic_index_in_dim(stored, place, keepdims=False), part * size, size)
 
 
 @struct.dataclass
@@ -152,7 +170,7 @@ class TrainStep:
     max_nonfinite: int = 0
     statistics_decay: float = 0.9  # of the moving average of the layers' statistics over updates
     ema_decay: float = 0.0  # of the moving average of parameters and model state, where the state has one
-    noise_decay: float | None = 0.98  # of the moving averages of the gradient's noise; None does not measure it
+    noise: NoisePlan | None = None  # how the gradient's noise is measured; None does not
     # AdaScale's reference batch size. The rate of an update is then that of the scale-invariant step that it starts
     # in, times its gain; the loop ends early where the run does.
     adascale_reference: int | None = None
@@ -170,16 +188,38 @@ class TrainStep:
 
     def sum_gradients(self, state: TrainState, data, batch: DeviceBatch, zeros: GradientSums) -> GradientSums:
         """Sums over this device's part of a batch; no collective in this loop."""
+        if self.noise is None:
+            return self._sum_over(self.reader, state, data, batch, zeros, measures=False)
+        ways = [functools.partial(self._sum_over, reader, measures=True) for reader in self._measuring_readers()]
+        way = self.noise.choice(self._num_groups(batch.count))
+        if self.noise.every > 1:  # then most updates do not measure
+            ways = [functools.partial(self._sum_over, self.reader, measures=False), *ways]
+            way = jnp.where(self._measures_at(state.step), way + 1, 0)
+        if len(ways) == 1:
+            return ways[0](state, data, batch, zeros)
+        return lax.switch(way, ways, state, data, batch, zeros)
+
+    def _sum_over(
+        self,
+        reader: MicroBatchReader,
+        state: TrainState,
+        data,
+        batch: DeviceBatch,
+        zeros: GradientSums,
+        *,
+        measures,
+    ) -> GradientSums:
+        """`sum_gradients` by the micro-batches of `reader`, with or without the noise between them."""
         value_and_grad = jax.value_and_grad(self.loss_fn, has_aux=True)
 
         def sums_of(micro_batch):
             (loss, others), grads = value_and_grad(state.params, state.model_state, micro_batch)
             group_term = jnp.zeros(())
-            if self.noise_decay is not None:
+            if measures:
                 group_term = noise_scale.group_term(grads, micro_batch.weights.sum())
             return GradientSums(grads, loss, others, group_term)
 
-        return self.reader.sum_over(sums_of, zeros, data, batch, state.seed)
+        return reader.sum_over(sums_of, zeros, data, batch, state.seed)
 
     def apply_gradients(self, state: TrainState, mean: MeanGradient, update: UpdateInputs, gain=1.0) -> TrainState:
         """The state after an update by the mean gradient of a batch; `gain` multiplies the rate."""
@@ -216,8 +256,10 @@ class TrainStep:
         sums = self.reduce(self.sum_gradients(state, data, batch, zeros))
         mean = mean_gradient(sums, update.batch_size)
         noise, gain = state.noise, jnp.float32(1)
-        if self.noise_decay is not None:
-            noise = noise_scale.add(noise, self._measure_noise(sums, mean, update), self.noise_decay)
+        if self.noise is not None:
+            measured = self._measure_noise(sums, mean, update)
+            measured = measured.replace(valid=measured.valid & self._measures_at(state.step))
+            noise = noise_scale.add(noise, measured, self.noise.decay)
         if self.adascale_reference:
             gain = noise_scale.gain(noise, update.batch_size, self.adascale_reference)
 
@@ -233,12 +275,25 @@ class TrainStep:
             metrics["gain"], metrics["rate"] = gain, update.learning_rate * gain
         return state, metrics
 
+    def _measures_at(self, step) -> jax.Array:
+        """Whether the update after `step` others measures the noise: by their number, which a resumed run knows."""
+        return step % self.noise.every == 0
+
+    def _measuring_readers(self) -> list[MicroBatchReader]:
+        """The readers of an update that measures, one for each size."""
+        return [self.reader.with_size(size) for size in self.noise.sizes]
+
+    def _num_groups(self, count) -> list[jax.Array]:
+        """The micro-batches of `count` examples of a device in an update that measures, by size."""
+        return [reader.grouping.num_micro_batches(count) for reader in self._measuring_readers()]
+
     def _measure_noise(self, sums: GradientSums, mean: MeanGradient, update: UpdateInputs) -> noise_scale.Measured:
         """The gradient's noise, from how the micro-batches of all devices differ."""
         sharding = self.reader.sharding
         every_device = jnp.arange(sharding.num_devices)
         batches = batching.device_batch(sharding, every_device, update.epoch, update.offset, update.batch_size)
-        num_groups = jnp.sum(batches.num_micro_batches(self.reader.micro_batch_size))
+        by_size = self._num_groups(batches.count)
+        num_groups = jnp.sum(jnp.choose(self.noise.choice(by_size), by_size, mode="clip"))
         drawn = noise_scale.sampling(update.offset, update.batch_size, sharding.num_originals)
         return noise_scale.measure(sums.group_terms, num_groups, mean.grad_norm, update.batch_size, drawn)
 

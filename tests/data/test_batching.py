@@ -10,7 +10,7 @@ import numpy_order
 import pytest
 
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, Grouping
 from largebatch.errors import BadSetting
 from largebatch.optim.schedules import epoch_and_offset
 from largebatch.training.setup import choose_sharding
@@ -82,7 +82,7 @@ def test_a_micro_batch_is_found_without_a_loop():
 
     def find(device, offset, index, seed):
         batch = batching.device_batch(sharding, device, 0, offset, 512)
-        return batching.micro_batch(sharding, batch, index, batch.num_micro_batches(16), 16, seed)
+        return batching.micro_batch(sharding, batch, index, Grouping(16, 16), seed)
 
     traced = jax.make_jaxpr(find)(*jnp.arange(3), jnp.uint32(0))
     names = primitives_of(traced.jaxpr)
@@ -130,7 +130,7 @@ def examples_of_updates(sharding: DataSharding, share: int, epoch, offset, batch
 
     def on_device(device, epoch, offset):
         batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
-        return batching.micro_batch(sharding, batch, 0, 1, share, SEED)
+        return batching.micro_batch(sharding, batch, 0, Grouping(share, share), SEED)
 
     devices = jnp.arange(sharding.num_devices)
     on_all_devices = jax.vmap(on_device, in_axes=(0, None, None))
@@ -190,16 +190,37 @@ def test_the_numpy_order_visits_each_example_once_an_epoch_and_each_original_onc
     assert (epochs[0] != epochs[1]).any()
 
 
+@pytest.mark.parametrize("grouping", [Grouping(16, 16), Grouping(12, 4), Grouping(24, 8), Grouping(5, 5)])
+def test_groups_are_those_of_an_even_split_in_numpy(grouping):
+    groups_of = jax.jit(grouping.groups_of)
+    for count in range(1, 100):
+        expected = np.array_split(np.arange(count), -(-count // grouping.group_size))
+        found = []
+        for index in range(grouping.num_micro_batches(count)):
+            begins, lengths = map(np.asarray, groups_of(count, index))
+            assert lengths[0] > 0
+            found += [np.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+        assert all(len(group) == 0 for group in found[len(expected) :])
+        assert len(found) < len(expected) + grouping.groups_at_once
+        for group, wanted in zip(found, expected, strict=False):
+            np.testing.assert_array_equal(group, wanted)
+
+
+@pytest.mark.parametrize("grouping", [Grouping(16, 16), Grouping(12, 4)])
 @pytest.mark.parametrize("batch_size", [1, 40, 104])
-def test_micro_batches_are_the_batch_in_parts_of_one_size(batch_size):
+def test_micro_batches_are_the_batch_in_parts_of_one_size(batch_size, grouping):
     sharding = DataSharding(13, 4, 3, VIEWS)
     for update in range(3 * sharding.num_examples // batch_size):
         epoch, offset = epoch_and_offset(update * batch_size, sharding.num_examples)
         whole = examples_of_updates(sharding, batch_size, epoch[None], offset[None], batch_size)
         for device in range(3):
             batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
-            parts = [part_of_batch(sharding, batch, index) for index in range(int(batch.num_micro_batches(16)))]
-            lengths = [int(part.weights.sum()) for part in parts]
+            parts = [
+                part_of_batch(sharding, batch, index, grouping)
+                for index in range(int(grouping.num_micro_batches(batch.count)))
+            ]
+            groups = [group for part in parts for group in part.weights.reshape(-1, grouping.group_size)]
+            lengths = [int(group.sum()) for group in groups][: grouping.num_groups(int(batch.count))]
             assert sum(lengths) == int(batch.count)
             assert not lengths or max(lengths) - min(lengths) <= 1
             for name in ("examples", "visit_keys"):
@@ -208,10 +229,10 @@ def test_micro_batches_are_the_batch_in_parts_of_one_size(batch_size):
                 np.testing.assert_array_equal(np.concatenate([*together, []]), expected)
 
 
-@partial(jax.jit, static_argnums=0)
-def part_of_batch(sharding: DataSharding, batch: batching.DeviceBatch, index):
-    """Micro-batch number `index` of 16."""
-    return batching.micro_batch(sharding, batch, index, batch.num_micro_batches(16), 16, SEED)
+@partial(jax.jit, static_argnums=(0, 3))
+def part_of_batch(sharding: DataSharding, batch: batching.DeviceBatch, index, grouping: Grouping):
+    """Micro-batch number `index`."""
+    return batching.micro_batch(sharding, batch, index, grouping, SEED)
 
 
 # ---- shares of devices ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from numpy_order import key_of
 
 import augment
 from largebatch.data import batching, random_augment
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, Grouping
 from largebatch.data.random_augment import RandomAugment
 from largebatch.errors import BadSetting
 from largebatch.tasks.classification import Classification
@@ -173,7 +173,7 @@ READ = jax.jit(augment.make_read("on_device", SHAPE, 2, Classification(2), ALL))
 @functools.partial(jax.jit, static_argnums=0)
 def visits_of_an_epoch(sharding: DataSharding, device) -> batching.MicroBatchIndices:
     batch = batching.device_batch(sharding, device, 0, 0, sharding.num_examples)
-    return batching.micro_batch(sharding, batch, 0, 1, sharding.num_examples, 3)
+    return batching.micro_batch(sharding, batch, 0, Grouping(sharding.num_examples, sharding.num_examples), 3)
 
 
 @functools.cache

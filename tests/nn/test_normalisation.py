@@ -7,19 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import facts_of
-from test_step import NUM_CLASSES, SCALE, SIZE, Problem, sgd_trainer, visited_examples
+from test_step import (
+    NUM_CLASSES,
+    SCALE,
+    SIZE,
+    Problem,
+    assert_trees_close,
+    gradient_of_one_update,
+    sgd_trainer,
+    visited_examples,
+)
 
 import augment
 import model as models
 import train
 from largebatch.config.validate import validate
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, Grouping
 from largebatch.errors import UserError
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.nn import normalisation
 from largebatch.optim.averaging import smooth
+from largebatch.optim.noise_scale import NoisePlan
 from largebatch.tasks.classification import Classification
 from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn
 from resolve import resolve_setup
@@ -48,7 +58,7 @@ def test_batch_norm_is_that_of_numpy_and_passes_padding_over():
     rng = np.random.default_rng(0)
     x = rng.normal(3, 2, (6, 4, 4, 5)).astype(np.float32)
     x[4:] = 1e3  # padding
-    layer, weights = normalisation.BatchNorm(), jnp.array([1, 1, 1, 1, 0, 0.0])
+    layer, weights = normalisation.BatchNorm(), jnp.array([[1, 1, 1, 1, 0, 0.0]])
     variables = layer.init(jax.random.key(0), x, weights)
     variables["params"]["scale"] = np.arange(1, 6, dtype=np.float32)
     y, new = layer.apply(variables, x, weights, mutable=[STATISTICS])
@@ -61,6 +71,24 @@ def test_batch_norm_is_that_of_numpy_and_passes_padding_over():
     given = {"params": variables["params"], STATISTICS: {"mean": np.ones(5), "variance": np.full(5, 4.0)}}
     one = layer.apply(given, x[:1])
     np.testing.assert_allclose(one, (x[:1] - 1) / np.sqrt(4 + 1e-5) * np.arange(1, 6), atol=1e-4)
+
+
+def test_ghost_batches_at_once_are_normalised_each_by_itself():
+    """Three groups of 4, one of them without an image: its padding stays finite and counts nowhere."""
+    x = np.random.default_rng(0).normal(1, 2, (12, 3, 3, 5)).astype(np.float32)
+    x[4:8] += 10
+    weights = np.array([[1, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]], np.float32)
+    layer = normalisation.BatchNorm()
+    variables = layer.init(jax.random.key(0), x, weights)
+    y, new = layer.apply(variables, x, weights, mutable=[STATISTICS])
+    groups = [x[0:4], x[4:7]]
+    for normalised, group in zip((y[0:4], y[4:7]), groups, strict=True):
+        expected = (group - group.mean((0, 1, 2))) / np.sqrt(group.var((0, 1, 2)) + 1e-5)
+        np.testing.assert_allclose(normalised, expected, atol=1e-4)
+    for name, of_group in (("mean", np.mean), ("variance", np.var)):
+        expected = np.average([of_group(group, (0, 1, 2)) for group in groups], axis=0, weights=[4, 3])
+        np.testing.assert_allclose(new[STATISTICS][name], expected, rtol=1e-4)
+    assert np.isfinite(y).all()
 
 
 @pytest.mark.parametrize("norm", sorted(normalisation.NORMS))
@@ -142,15 +170,42 @@ def test_running_statistics_are_those_of_the_same_micro_batches_on_any_devices(i
         of_device = batching.device_batch(trainer.sharding, device, 0, 0, 384)
         num_micro_batches = 8 // num_devices
         for index in range(num_micro_batches):
-            chosen = batching.micro_batch(trainer.sharding, of_device, index, num_micro_batches, 48, 0)
+            chosen = batching.micro_batch(trainer.sharding, of_device, index, Grouping(48, 48), 0)
             examples = np.asarray(chosen.examples)
             originals = trainer.sharding.originals_of(device, seed=0)[examples // 8]
-            batch = Batch(expanded[originals * 8 + examples % 8], labels[originals], chosen.weights)
+            batch = Batch(expanded[originals * 8 + examples % 8], labels[originals], chosen.weights[None])
             _, sums = loss_fn(problem.params, problem.model_state, batch)
             statistics.append(sums.statistics[STATISTICS])
     expected = jax.tree.map(lambda *parts: sum(parts) / 384, *statistics)  # in plain Python, one by one
     for a, b in zip(jax.tree.leaves(model_state[STATISTICS]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full), 8])
+def test_ghost_batches_do_not_depend_on_how_many_are_taken_at_once(images_and_labels, num_devices):
+    """The same gradients and statistics in micro-batches of 8 and of three times 8, of even and ragged batches."""
+    problem = batch_norm_problem(*images_and_labels)
+    one, three = (sgd_trainer(problem, num_devices, micro_batch_size=m, ghost_size=8) for m in (8, 24))
+    for batch_size in (384, 200, 61, 24):
+        (one_by_one, losses), (at_once, losses_at_once) = one.run([batch_size]), three.run([batch_size])
+        gradients = (gradient_of_one_update(problem.params, state) for state in (one_by_one, at_once))
+        assert_trees_close(*gradients, tolerance=1e-6)
+        statistics = (replicas.first_replica(state).model_state for state in (one_by_one, at_once))
+        assert_trees_close(*statistics, tolerance=1e-6)
+        np.testing.assert_allclose(losses["loss"], losses_at_once["loss"], rtol=1e-6)
+
+
+def test_measuring_the_noise_cuts_no_ghost_batch(images_and_labels):
+    """Updates that measure, 0 and 3 of 4, take one ghost batch at a time: the same parameters but for rounding."""
+    problem, plan = batch_norm_problem(*images_and_labels), NoisePlan(0.98, 3, (8,), 8)
+    plain, measuring = (sgd_trainer(problem, 2, micro_batch_size=24, ghost_size=8, noise=n) for n in (None, plan))
+    sizes = [200, 61, 150, 93]
+    (state, metrics), (measured, metrics_of_measured) = (
+        t.run(sizes, learning_rate=0.1) for t in (plain, measuring)
+    )
+    assert_trees_close(*(jax.tree.map(np.asarray, s.params) for s in (state, measured)), tolerance=1e-6)
+    np.testing.assert_allclose(metrics["loss"], metrics_of_measured["loss"], rtol=1e-6)
+    assert [int(replicas.first_replica(s.noise.count)) for s in (state, measured)] == [0, 2]
 
 
 def test_one_all_reduce_with_batch_norm(images_and_labels):
@@ -170,7 +225,7 @@ def test_padding_counts_in_no_statistic(images_and_labels):
     loss_fn = jax.jit(problem.loss_fn)
 
     def statistics_of(half):
-        batch = Batch(expanded[half], labels[half // 8], jnp.ones(30))
+        batch = Batch(expanded[half], labels[half // 8], jnp.ones((1, 30)))
         _, sums = loss_fn(problem.params, problem.model_state, batch)
         return sums.statistics[STATISTICS]
 
@@ -271,8 +326,8 @@ def test_views_and_moving_average_stand_beside_the_plain_accuracy(small_config, 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch.micro_batch_size": 1, "batch.size": 64}, "batches of 64 in micro-batches of up to 1 on 8 devices"),
-        ({"batch.micro_batch_size": 2, "batch.size": 24}, "batches of 24 in micro-batches of up to 2"),  # 2 and 1
+        ({"batch.micro_batch_size": 1, "batch.size": 64}, "batches of 64 in ghost batches of up to 1 on 8 devices"),
+        ({"batch.micro_batch_size": 2, "batch.size": 24}, "batches of 24 in ghost batches of up to 2"),  # 2 and 1
         ({"batch.size": 15}, "model.norm: 'batch' with batches of 15 .*; allowed: at least 2 images in each"),
     ],
 )
@@ -286,6 +341,39 @@ def test_batch_norm_of_single_images_is_refused(small_config, tmp_path, fields, 
 
 def micro_batch_size_on_5_devices(config, num_originals):
     return resolve_setup(config, facts_of(num_originals, (16, 16, 3)), Hardware.here(5)).micro_batch_size
+
+
+def test_a_ghost_batch_is_no_larger_than_what_a_device_has(small_config):
+    small_config.model.norm, small_config.batch.ghost_size = "batch", 32
+    small_config.batch.micro_batch_size, small_config.batch.size = "auto", 100
+
+    def grouping():
+        return resolve_setup(small_config, facts_of(384, (16, 16, 3)), Hardware.here(5)).program.grouping
+
+    assert grouping() == Grouping(23, 23)  # where an epoch ends
+    small_config.batch.size = 640  # of which a device has up to 133: 5 groups of 32
+    assert grouping() == Grouping(32, 32)  # 16 on a CPU
+    small_config.batch.micro_batch_size = 96
+    assert grouping() == Grouping(96, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model.norm": "group"}, r"^batch\.ghost_size: 32; allowed: None with model\.norm 'group'$"),
+        (
+            {"batch.micro_batch_size": 48},
+            r"^batch\.micro_batch_size: 48; allowed: a multiple of .*, 32, or 'auto'$",
+        ),
+        ({"batch.ghost_size": 1}, r"^batch\.ghost_size: 1; allowed: an integer >= 2, or None$"),
+    ],
+)
+def test_ghost_batches_that_cannot_be_are_refused(small_config, fields, message):
+    small_config.model.norm, small_config.batch.ghost_size = "batch", 32
+    small_config.batch.micro_batch_size = "auto"
+    small_config.update_from_flattened_dict(fields)
+    with pytest.raises(UserError, match=message):
+        validate(small_config, models.MODELS)
 
 
 def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
@@ -330,7 +418,7 @@ def test_label_smoothing_by_hand():
     images = np.random.default_rng(0).integers(0, 256, (3, SIZE * SIZE * 3), np.uint8)
     labels, weights = jnp.array([0, 2, 1]), jnp.array([1.0, 1.0, 0.0])
     loss_fn = jax.jit(make_loss_fn(network, (SIZE, SIZE, 3), *SCALE, Classification(NUM_CLASSES, 0.2)))
-    loss, _ = loss_fn(params, {}, Batch(images, labels, weights))
+    loss, _ = loss_fn(params, {}, Batch(images, labels, weights[None]))
     logits = jax.jit(make_logits_fn(network, (SIZE, SIZE, 3), *SCALE))({"params": params}, images)
     log_p = np.asarray(jax.nn.log_softmax(logits))
     targets = np.full((3, NUM_CLASSES), 0.05) + 0.8 * np.eye(NUM_CLASSES)[np.asarray(labels)]

@@ -11,18 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT, run_script
+from conftest import ROOT, facts_of, run_script
 
-from largebatch.data.batching import DataSharding
+import model as models
+from largebatch.config.validate import validate
+from largebatch.data import batching
+from largebatch.data.batching import DataSharding, Grouping
+from largebatch.errors import UserError
+from largebatch.hardware.chips import Hardware
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim import noise_scale, optimizers
-from largebatch.optim.noise_scale import Noise
+from largebatch.optim.noise_scale import Noise, NoisePlan
 from largebatch.optim.optimizers import Hyperparams
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.training.loss import BatchSums
 from largebatch.training.state import create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
+from resolve import resolve_setup
 
 DIMENSIONS, EXAMPLES, UPDATES = 12, 20_000, 512
 
@@ -49,7 +55,7 @@ class Trainer:
 
     loop: Callable
     data: Any
-    num_examples: int
+    sharding: DataSharding
     optimizer: optax.GradientTransformation
 
     def first_state(self, seed=0):
@@ -60,12 +66,16 @@ class Trainer:
     def inputs(self, sizes, rates) -> UpdateInputs:
         """Of updates with these batch sizes; `rates` is a rate for all, or what UpdateInputs has."""
         starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
-        epoch, offset = epoch_and_offset(starts, self.num_examples)
+        epoch, offset = epoch_and_offset(starts, self.sharding.num_examples)
         rates = np.full(len(sizes), rates, np.float32) if np.ndim(rates) == 0 else np.float32(rates)
         return UpdateInputs(epoch, offset, np.int32(sizes), rates, b2=np.full(len(sizes), 0.999, np.float32))
 
     def run(self, inputs: UpdateInputs, num_updates, state=None):
         return self.loop(state or self.first_state(), self.data, inputs, np.int32(num_updates))
+
+
+def plan_of(decay, every=1, sizes=(16,), least_groups=1) -> NoisePlan:
+    return NoisePlan(decay, every, sizes, least_groups)
 
 
 def make_trainer(num_devices, micro_batch_size=16, views=1, points=None, **options) -> Trainer:
@@ -83,10 +93,9 @@ def make_trainer(num_devices, micro_batch_size=16, views=1, points=None, **optio
     def read(data, examples, visit_keys):
         return data["points"][examples // views], jnp.zeros(examples.shape, jnp.int32)
 
-    loop = make_inner_loop(
-        TrainStep(loss_fn, optimizer, MicroBatchReader(read, sharding, micro_batch_size), **options)
-    )
-    return Trainer(loop, replicas.stack(shards), sharding.num_examples, optimizer)
+    reader = MicroBatchReader(read, sharding, Grouping(micro_batch_size, micro_batch_size))
+    loop = make_inner_loop(TrainStep(loss_fn, optimizer, reader, **options))
+    return Trainer(loop, replicas.stack(shards), sharding, optimizer)
 
 
 def measured(num_devices, sizes, seed=0, **options) -> Noise:
@@ -94,9 +103,10 @@ def measured(num_devices, sizes, seed=0, **options) -> Noise:
     return measured_over_seeds(num_devices, sizes, [seed], **options)[0]
 
 
-def measured_over_seeds(num_devices, sizes, seeds, **options) -> list[Noise]:
+def measured_over_seeds(num_devices, sizes, seeds, micro_batch_size=16, **options) -> list[Noise]:
     """The noise after updates of these sizes, which draw other examples with each seed."""
-    trainer = make_trainer(num_devices, noise_decay=0.9999, **options)
+    plan = plan_of(0.9999, sizes=(micro_batch_size,))
+    trainer = make_trainer(num_devices, micro_batch_size, noise=plan, **options)
     inputs = trainer.inputs(sizes, rates=0.0)
     states = (trainer.run(inputs, len(sizes), trainer.first_state(seed))[0] for seed in seeds)
     return [replicas.first_replica(state.noise) for state in states]
@@ -181,7 +191,7 @@ def test_the_noise_scale_has_no_end_where_the_signal_is_lost():
 
 
 def test_measuring_adds_no_collective_and_changes_no_update():
-    plain, measuring = make_trainer(8, noise_decay=None), make_trainer(8, noise_decay=0.9)
+    plain, measuring = make_trainer(8), make_trainer(8, noise=plan_of(0.9))
     inputs = plain.inputs([64, 50], 0.1)
 
     def count_all_reduces(trainer):
@@ -193,6 +203,156 @@ def test_measuring_adds_no_collective_and_changes_no_update():
     one, other = (np.asarray(state.params["w"]) for state in states)
     np.testing.assert_array_equal(one, other)
     assert [int(replicas.first_replica(state.noise.count)) for state in states] == [0, 2]
+
+
+def noise_by_numpy(trainer, points, update: UpdateInputs, micro_batch_sizes) -> tuple[float, float]:
+    """tr S and |g|^2 from the groups of one update; `micro_batch_sizes` has that of each device."""
+    sharding, groups = trainer.sharding, []
+    for device, size in enumerate(micro_batch_sizes):
+        batch = batching.device_batch(sharding, device, *(int(x[0]) for x in (update.epoch, update.offset)), BATCH)
+        whole = Grouping(int(batch.count), int(batch.count))
+        rows = np.asarray(batching.micro_batch(sharding, batch, 0, whole, 0).examples)
+        examples = points[sharding.originals_of(device, seed=0)][rows]
+        groups += np.array_split(examples.astype(np.float64), -(-len(rows) // size))
+    mean = sum(group.sum(0) for group in groups) / BATCH
+    drawn = noise_scale.sampling(int(update.offset[0]), BATCH, sharding.num_originals)
+    terms = sum(np.square(group.sum(0)).sum() / len(group) for group in groups)
+    variance = (terms - BATCH * np.square(mean).sum()) / (len(groups) - drawn.passes - drawn.correction)
+    return variance, np.square(mean).sum() - drawn.correction * variance / BATCH
+
+
+BATCH = 333  # 333, 167 and 166, or 42 and 41 of a device
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "taken"), [(1, [40]), pytest.param(2, [5, 5], marks=pytest.mark.full), (8, [5] * 8)]
+)
+def test_estimates_are_those_of_numpy_for_the_groups(num_devices, taken):
+    """A device takes the largest size that gives it 8 groups."""
+    points, _ = linear_problem()
+    trainer = make_trainer(num_devices, 100, noise=plan_of(0.9, 3, (40, 5, 1), 8))
+    inputs = trainer.inputs([BATCH] * 4, 0.0)
+    state, _ = trainer.run(inputs, 1)
+    noise = replicas.first_replica(state.noise)
+    expected = noise_by_numpy(trainer, points, inputs, taken)
+    np.testing.assert_allclose((noise.variance, noise.signal), expected, rtol=1e-4)
+
+
+def test_devices_choose_by_what_they_have():
+    """The largest size with 8 groups, or the smallest there is."""
+    plan = plan_of(0.9, 1, (8, 2, 1), 8)
+    counts = jnp.array([9, 8, 17, 15, 64, 57, 56, 0])
+    groups = [Grouping(size, size).num_micro_batches(counts) for size in plan.sizes]
+    assert plan.choice(groups).tolist() == [2, 2, 1, 1, 0, 0, 1, 2]
+
+
+def test_the_noise_is_measured_when_it_is_due_and_a_resumed_run_is_the_same():
+    """At updates 0, 10, 20 and 30 of 35, however calls are cut; parameters are those without a measurement."""
+    plan = plan_of(0.9, 10, (4,), 8)
+    plain, measuring = make_trainer(2, 64), make_trainer(2, 64, noise=plan)
+    inputs = plain.inputs(np.resize([256, 96, 100], 35), 0.1)
+    expected, whole = plain.run(inputs, 35)[0], measuring.run(inputs, 35)[0]
+    np.testing.assert_allclose(np.asarray(whole.params["w"]), np.asarray(expected.params["w"]), rtol=1e-5)
+    assert int(replicas.first_replica(whole.noise.count)) == 4
+    state, counts, done = None, [], 0
+    for updates in (1, 9, 1, 2, 12, 10):
+        state, _ = measuring.run(jax.tree.map(lambda x: np.roll(x, -done), inputs), updates, state)  # noqa: B023
+        done += updates
+        counts.append(int(replicas.first_replica(state.noise.count)))
+    assert counts == [1, 1, 2, 2, 3, 4]
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_where_every_update_measures_in_one_size_there_is_no_condition():
+    def conditions(**options):
+        trainer = make_trainer(2, **options)
+        arguments = trainer.first_state(), trainer.data, trainer.inputs([64], 0.1), np.int32(1)
+        return str(jax.make_jaxpr(trainer.loop)(*arguments)).count(" cond[")
+
+    assert conditions(noise=plan_of(0.9)) == conditions() == 0
+    assert conditions(noise=plan_of(0.9, 2)) == conditions(noise=plan_of(0.9, 1, (16, 2))) == 1
+
+
+# ---- the plan of a run ----------------------------------------------------------------------------------
+
+
+def plan_on(config, num_devices, platform, num_originals=10_000) -> NoisePlan | None:
+    hardware = Hardware(platform, {"cpu": "cpu", "gpu": "NVIDIA H200"}[platform], num_devices)
+    return resolve_setup(config, facts_of(num_originals, (16, 16, 3)), hardware).program.noise
+
+
+@pytest.fixture
+def config(small_config):
+    small_config.optimizer.name = "sgd"
+    small_config.batch.size, small_config.batch.micro_batch_size = 512, "auto"
+    return small_config
+
+
+def test_the_noise_is_measured_always_on_a_cpu_and_elsewhere_if_it_is_needed(config):
+    assert plan_on(config, 2, "cpu") == NoisePlan(0.98, 1, (16,), 1)
+    assert plan_on(config, 1, "gpu") is None
+    config.schedule.scaling = "adascale"
+    assert plan_on(config, 1, "gpu") == NoisePlan(0.98, 10, (64,), 8)
+    config.log.noise_every = 3
+    assert plan_on(config, 2, "cpu") == NoisePlan(0.98, 3, (16,), 8)
+    config.schedule.scaling, config.log.noise_every = "none", 0
+    assert plan_on(config, 2, "cpu") is None
+
+
+def test_groups_are_as_large_as_leaves_eight_to_each_batch(config):
+    config.log.noise_every = 10
+    for batch_size, devices, size in (
+        (512, 1, 64),
+        (512, 4, 16),
+        (500, 8, 7),
+        (24, 2, 1),
+        (5, 2, 1),
+        (80_000, 1, 5_000),
+    ):
+        config.batch.size = batch_size
+        if batch_size == 80_000:
+            config.batch.micro_batch_size = 5_000
+        assert plan_on(config, devices, "gpu").sizes == (size,), batch_size
+    config.batch.micro_batch_size = "auto"
+    config.batch.trace, config.batch.hold_last = (8192, 64), True
+    assert plan_on(config, 1, "gpu").sizes == (1024, 128, 16, 2)
+
+
+def test_ghost_batches_are_not_cut(config):
+    config.log.noise_every, config.model.norm, config.batch.ghost_size = 10, "batch", 16
+    assert plan_on(config, 1, "gpu").sizes == (64,)  # 8 groups of 4 ghost batches
+    config.batch.size = 64
+    assert plan_on(config, 1, "gpu").sizes == (16,)  # there are but 4
+    config.batch.ghost_size = None
+    assert plan_on(config, 1, "gpu").sizes == (64,)  # there is but one
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"batch.size": 1},
+            r"^batch\.size: batches from 1 on; allowed: at least 2 images, since noise is measured",
+        ),
+        (
+            {"batch.size": 16, "model.norm": "batch", "batch.ghost_size": 32},
+            r"^batch\.ghost_size: ghost batches of up to 32 in batches from 16 on; allowed: at least two in each",
+        ),
+        ({"log.noise_every": 0}, r"^log\.noise_every: 0; allowed: an integer >= 1, or 'auto', with batch\.auto$"),
+        ({"log.noise_every": -1}, r"^log\.noise_every: -1; allowed: an integer >= 0, or 'auto'$"),
+    ],
+)
+def test_a_run_that_needs_the_noise_and_cannot_measure_it_is_refused(config, fields, message):
+    config.batch.auto = True
+    config.update_from_flattened_dict(fields)
+
+    def check():
+        validate(config, models.MODELS)
+        plan_on(config, 1, "cpu")
+
+    with pytest.raises(UserError, match=message):
+        check()
 
 
 # ---- AdaScale -------------------------------------------------------------------------------------------
@@ -225,7 +385,7 @@ def test_gain(variance, signal, batch_size, expected):
 def test_adascale_at_scale_one_is_plain_sgd():
     """Bitwise: every gain is 1, every update a step of the schedule."""
     rates = np.float32([0.1, 0.2, 0.3, 0.4])
-    plain, scaled = make_trainer(8), make_trainer(8, adascale_reference=64)
+    plain, scaled = make_trainer(8), make_trainer(8, adascale_reference=64, noise=plan_of(0.98))
     sizes = [64] * 8
     one, _ = plain.run(plain.inputs(sizes, np.pad(rates, (0, 4))), 4)
     other, metrics = scaled.run(scaled.inputs(sizes, np.pad(rates, (0, 4), constant_values=-1)), 8)
@@ -239,7 +399,7 @@ def test_adascale_at_scale_one_is_plain_sgd():
 def test_adascale_stretches_the_schedule_by_its_gain():
     """A replay in NumPy: rate of the floor of the steps done, times the gain; however the loop is cut."""
     schedule = np.float32(0.5 * (1 - np.arange(40) / 40))
-    trainer = make_trainer(4, adascale_reference=32, noise_decay=0.9)
+    trainer = make_trainer(4, adascale_reference=32, noise=plan_of(0.9))
     table = np.pad(schedule, (0, 24), constant_values=-1)
     sizes = np.resize([256, 96, 512], 64)
     inputs = trainer.inputs(sizes, table)

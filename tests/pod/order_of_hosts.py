@@ -17,7 +17,7 @@ def main() -> None:
     from jax import lax
 
     from largebatch.data import batching
-    from largebatch.data.batching import DataSharding
+    from largebatch.data.batching import DataSharding, Grouping
     from largebatch.hosts import collectives, replicas
     from largebatch.hosts.start import start_jax
     from largebatch.optim.schedules import epoch_and_offset
@@ -32,7 +32,7 @@ def main() -> None:
     def of_device(_):
         def of_update(epoch, offset):
             batch = batching.device_batch(sharding, lax.axis_index(replicas.AXIS), epoch, offset, batch_size)
-            return batching.micro_batch(sharding, batch, 0, 1, share, seed)
+            return batching.micro_batch(sharding, batch, 0, Grouping(share, share), seed)
 
         return jax.vmap(of_update)(epoch, offset)
 

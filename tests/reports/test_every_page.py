@@ -84,7 +84,7 @@ def masks_and_depths(folder, cache, trained):
     config.augment.cache_dir = str(cache)
     config.dataset.num_examples, config.dataset.image_size = 100, 16
     config.model.name, config.model.dtype = "resunet_pages", "float32"
-    config.batch.size, config.batch.micro_batch_size = 40, 16
+    config.batch.size, config.batch.ghost_size = 40, 16
     config.schedule.warmup_updates, config.train.inner_steps, config.train.outer_steps = 1, 2, 2
     try:
         train.train_and_evaluate(config, str(folder / "run"))

@@ -124,8 +124,8 @@ def test_rates_out_of_range_are_named(quick):
     assert (finding_at(1e-9).status, "is low" in finding_at(1e-9).advice) == ("warn", True)
 
 
-def test_a_faster_micro_batch_size_is_recommended():
-    network, config = SimpleNamespace(norm="none"), SimpleNamespace(model=SimpleNamespace(dtype="float32"))
+def test_a_faster_micro_batch_size_is_recommended(small_config):
+    network, config = SimpleNamespace(norm="none"), small_config
     setup, programs = SimpleNamespace(micro_batch_size=16, config=config), SimpleNamespace(network=network)
     experiment = SimpleNamespace(setup=setup, programs=programs)
 
@@ -142,6 +142,9 @@ def test_a_faster_micro_batch_size_is_recommended():
     assert finding.text == "16 fits; images/s in float32 at size 8: 500, 16: 1,000, 32: 2,000"
     network.norm = "batch"  # whose size is not only a matter of speed
     assert finding_after({16: 1e-3, 32: 0.5e-3}).status == "ok"
+    small_config.batch.ghost_size = 16  # another size is the same normalisation then
+    assert finding_after({16: 1e-3, 32: 0.5e-3}).advice == "set batch.micro_batch_size 32"
+    small_config.batch.ghost_size = None
     out_of_memory = doctor._SizeTiming(loop=None, state=None, error="RESOURCE_EXHAUSTED: out of memory")
     finding = doctor.check_micro_batch(experiment, {16: out_of_memory})
     assert (finding.status, finding.advice) == ("fail", "set batch.micro_batch_size 8")

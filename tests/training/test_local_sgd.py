@@ -13,7 +13,7 @@ from test_step import examples_of
 
 from benchmarks.ours import collectives
 from configs import default
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, Grouping
 from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS
 from largebatch.optim import optimizers, schedules, traces
@@ -76,7 +76,9 @@ def make_problem(num_devices, name="sgd", micro_batch_size=16, momentum=MOMENTUM
         return data["rows"][examples], jnp.zeros(examples.shape, jnp.int32)
 
     optimizer = optimizers.create_optimizer(name, Hyperparams(momentum=momentum), OptimizerOptions(**options))
-    step = TrainStep(loss_fn, optimizer, MicroBatchReader(read, sharding, micro_batch_size))
+    step = TrainStep(
+        loss_fn, optimizer, MicroBatchReader(read, sharding, Grouping(micro_batch_size, micro_batch_size))
+    )
 
     def first_state():
         params = {"w": jnp.zeros(DIMENSIONS), "b": jnp.zeros(())}
@@ -193,7 +195,7 @@ def test_devices_may_accumulate_unequally():
 
 
 def run_local(problem, sizes, sync: Sync, policy="average", updates=MAX_UPDATES, state=None, first_update=0):
-    step = dataclasses.replace(problem.step, noise_decay=None)
+    step = dataclasses.replace(problem.step, noise=None)
     loop = local_sgd.make_local_loop(LocalStep(step, policy, ()))
     inputs = inputs_of(sizes, first_update)
     return loop(state or problem.first_state(), problem.data, inputs, np.int32(updates), sync)
@@ -357,7 +359,7 @@ def test_the_mean_of_devices_that_have_just_met_is_what_they_hold():
 def test_devices_cross_once_a_synchronisation_and_once_a_call():
     """All-reduces of the compiled program times how often they run, against one per update in step."""
     problem, every = make_problem(8, "adam"), 4
-    step = dataclasses.replace(problem.step, noise_decay=None)
+    step = dataclasses.replace(problem.step, noise=None)
     loop = local_sgd.make_local_loop(LocalStep(step, "average", ()))
 
     def arguments():

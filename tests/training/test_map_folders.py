@@ -65,7 +65,7 @@ def config_of(task, folders, cache_dir):
     config.dataset.name, config.dataset.path, config.dataset.image_size = "mine", str(folders / task), None
     config.augment.cache_dir, config.task.name, config.task.depth_weight = str(cache_dir), task, 1.0
     config.model.name, config.model.dtype = SMALL, "float32"
-    config.batch.size, config.batch.micro_batch_size = 16, 16
+    config.batch.size, config.batch.ghost_size = 16, 16
     config.schedule.warmup_updates, config.train.inner_steps, config.train.outer_steps = 1, 4, 4
     return config
 

@@ -43,7 +43,7 @@ def run_config(cache_dir):
     config.augment.cache_dir = str(cache_dir)
     config.dataset.num_examples, config.dataset.image_size = 100, 16
     config.model.name, config.model.dtype = SMALL, "float32"
-    config.batch.size, config.batch.micro_batch_size = 40, 16
+    config.batch.size, config.batch.ghost_size = 40, 16
     config.schedule.warmup_updates = 1
     config.train.inner_steps, config.train.outer_steps = 2, OUTER_STEPS
     config.eval.view_average, config.train.ema_decay = True, 0.5

@@ -18,6 +18,7 @@ from largebatch.training.setup import DataFacts
 def config(session_cache):
     c = make_small_config(session_cache)
     c.optimizer.name, c.optimizer.momentum, c.optimizer.learning_rate = "sgd", 0.0, 1.0
+    c.log.noise_every = 0
     c.batch.size, c.batch.micro_batch_size = 100, 16  # up to 14 images on each of 8 devices
     return c
 

@@ -12,7 +12,7 @@ import pytest
 import augment
 import model as models
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, Grouping
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.rows import split_planes
 from largebatch.hosts import replicas
@@ -136,12 +136,13 @@ def make_trainer(
     storage="expanded",
     random_augment=None,
     micro_batch_size=MICRO_BATCH_SIZE,
+    ghost_size=None,
     **options,
 ) -> Trainer:
     """A trainer whose TrainStep has these `options`."""
     sharding, data = place(problem.images, problem.labels, num_devices, storage)
     read = augment.make_read(storage, problem.images.shape[1:], 8, problem.task, random_augment)
-    reader = MicroBatchReader(read, sharding, micro_batch_size)
+    reader = MicroBatchReader(read, sharding, Grouping(micro_batch_size, ghost_size or micro_batch_size))
     loop = make_inner_loop(TrainStep(problem.loss_fn, optimizer, reader, **options))
     keeps_ema = "ema_decay" in options
     state = create_train_state(problem.params, optimizer, 0, problem.model_state, ema=keeps_ema)
@@ -169,7 +170,7 @@ def assert_trees_close(one, other, tolerance):
 def whole_device_batch(sharding, device, epoch, offset, batch_size) -> batching.MicroBatchIndices:
     """All that falls to a device, in one micro-batch."""
     batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
-    return batching.micro_batch(sharding, batch, 0, 1, sharding.num_examples, 0)
+    return batching.micro_batch(sharding, batch, 0, Grouping(sharding.num_examples, sharding.num_examples), 0)
 
 
 def examples_of(sharding, device, epoch, offset, batch_size) -> np.ndarray:
@@ -207,7 +208,7 @@ def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(pro
         assert len(set(rows)) == len(rows) == batch_size
         weights = np.zeros(num_examples, np.float32)
         weights[rows] = 1 / batch_size
-        batch = Batch(expanded, np.repeat(problem.labels, 8), weights)
+        batch = Batch(expanded, np.repeat(problem.labels, 8), weights[None])
         (loss, sums), grads = reference(problem.params, {}, batch)
         # Sums of up to 400 float32 gradients in another order: 1e-6 of the largest entry.
         assert_trees_close(grads, gradient_of_one_update(problem.params, state), 2e-6)
@@ -230,7 +231,7 @@ def test_gradient_of_maps_equals_the_full_batch_gradient(problem_of_maps, num_de
     for batch_size in (7, 133):
         state, metrics = trainer.run([batch_size])
         rows = visited_examples(trainer.sharding, 0, 0, batch_size)
-        batches = [Batch(images[[r]], problem.task.targets(None, planes[[r]]), np.ones(1)) for r in rows]
+        batches = [Batch(images[[r]], problem.task.targets(None, planes[[r]]), np.ones((1, 1))) for r in rows]
         each = [of_one(problem.params, {}, batch) for batch in batches]
         # Added in float64: what is left is the rounding of the step.
         (loss, sums), grads = jax.tree.map(lambda *parts: np.mean(parts, axis=0, dtype=np.float64), *each)

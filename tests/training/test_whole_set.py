@@ -6,6 +6,7 @@ import pytest
 from conftest import make_small_config
 
 from experiment import ProgramCache, prepare
+from largebatch.data.batching import Grouping
 from largebatch.errors import BadSetting
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
@@ -78,7 +79,7 @@ def test_every_view_of_a_device_lies_there_once_and_normalised(config, virtual_s
         zip(replicas.shards_of(arrays), replicas.shards_of(rows), strict=True)
     ):
         count = int(program.sharding.num_originals_of(device)) * 8
-        parts = -(-count // program.micro_batch_size)  # micro-batches of this device, all but evenly filled
+        parts = -(-count // placed.setup.micro_batch_size)  # micro-batches of this device, all but evenly filled
         lengths = [(count + parts - 1 - part) // parts for part in range(parts)]
         kept = [np.asarray(share["images"][0, part, :length]) for part, length in enumerate(lengths)]
         images = np.concatenate(kept).reshape(count, -1)
@@ -86,6 +87,18 @@ def test_every_view_of_a_device_lies_there_once_and_normalised(config, virtual_s
         wanted = np.asarray(normalise(expected["images"][0]))[:count].reshape(count, -1)
         labels = np.repeat(np.asarray(expected["labels"][0]), 8)[:count]
         assert sorted(map(tuple, np.c_[images, kept_labels])) == sorted(map(tuple, np.c_[wanted, labels]))
+
+
+def test_now_and_then_the_noise_is_measured_between_parts_of_what_lies_there(config, update_of_rows):
+    config.log.noise_every = 3
+    gradient, loss, noise = one_update(config)
+    setup = ProgramCache().load(config).setup
+    assert setup.program.grouping == Grouping(20, 10)  # 8 parts of a share of 80; micro-batches of 16 were wanted
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(update_of_rows[0]))
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(update_of_rows[0]), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * largest)
+    assert loss == pytest.approx(update_of_rows[1], rel=2e-6)
+    assert noise == pytest.approx(update_of_rows[2], rel=0.5)
 
 
 def test_data_are_placed_again_for_other_batches_sizes_and_dtypes(config):

@@ -1,0 +1,167 @@
+"""The micro-batches and ghost batches of a run, and the groups between which it measures its gradient's noise."""
+
+import dataclasses
+
+import numpy as np
+from flax import linen as nn
+
+from largebatch.data.batching import DataSharding, Grouping
+from largebatch.errors import BadSetting
+from largebatch.hardware.chips import Hardware
+from largebatch.hardware.micro_batches import auto_micro_batch_size
+from largebatch.optim import noise_scale
+from largebatch.optim.noise_scale import NoisePlan
+from largebatch.training.costs import training_costs
+
+# At least so many groups of a device in an update that measures the noise, where most do not; and how much smaller
+# each size of groups is than the one for larger batches.
+NOISE_GROUPS = 8
+NOISE_EVERY = 10  # updates from one measurement to the next on accelerators, where it is needed
+
+
+def resolve_micro_batch_size(config, hardware: Hardware, network: nn.Module, image_shape: tuple) -> int:
+    """Examples per gradient evaluation that batch.micro_batch_size means on `hardware`, whatever the batch."""
+    if config.batch.micro_batch_size != "auto":
+        return config.batch.micro_batch_size
+    return auto_micro_batch_size(
+        hardware, config.model.name, lambda: training_costs(network, image_shape).activation_bytes
+    )
+
+
+# ---- micro-batches and ghost batches ------------------------------------------------------------------
+
+
+def choose_grouping(config, batch_sizes: np.ndarray, sharding: DataSharding, wanted: int) -> Grouping:
+    """The micro-batches and ghost batches of a run.
+
+    Args:
+      batch_sizes: all that the run may come to, ascending.
+      wanted: see `resolve_micro_batch_size`.
+    Raises:
+      BadSetting: batch normalisation would see single images.
+    """
+    most_per_device = sharding.share_bounds(int(batch_sizes[-1]))[1]
+    # Of no batch a device has more than one smaller group, which needs no place for more images than it has.
+    unit = min(config.batch.ghost_size or 1, most_per_device)
+    most_units = -(-most_per_device // unit)
+    units = min(max(wanted // unit, 1), most_units)
+    if config.batch.micro_batch_size == "auto":
+        units = _even_size(units, most_units)
+    size = units * unit
+    grouping = Grouping(size, unit if config.batch.ghost_size else size)
+    if config.model.norm == "batch":
+        _refuse_single_images(batch_sizes, grouping.group_size, sharding)
+    return grouping
+
+
+def has_one_micro_batch(batch_sizes: np.ndarray, grouping: Grouping, sharding: DataSharding, platform: str) -> bool:
+    """Tell whether programs are to know that every device has one micro-batch in every update of a run.
+
+    On a GPU each turn of a loop costs launches. Elsewhere it costs next to nothing, and programs serve more runs.
+
+    Args:
+      batch_sizes: all that the run may come to, ascending.
+      platform: cpu | gpu | tpu
+    """
+    fewest, most = sharding.share_bounds(int(batch_sizes[0]))[0], sharding.share_bounds(int(batch_sizes[-1]))[1]
+    return platform == "gpu" and fewest > 0 and most <= grouping.micro_batch_size
+
+
+def _even_size(size: int, count: int) -> int:
+    """About `size`, up to a sixteenth more, so that `count` examples fill the fewest micro-batches with no padding.
+
+    Of 5,400 examples in 6 parts of 1,024, a seventh would be padding: 5 parts of 1,080 have none.
+    """
+    if count % size == 0:
+        return size
+    fewest = -(-count // (size + size // 16))
+    return -(-count // fewest)
+
+
+def _refuse_single_images(batch_sizes: np.ndarray, size: int, sharding: DataSharding) -> None:
+    for batch_size in batch_sizes:
+        if _smallest_group(*sharding.share_bounds(int(batch_size)), size) < 2:
+            raise BadSetting(
+                f"model.norm: 'batch' with batches of {batch_size} in ghost batches of up to {size} on "
+                f"{sharding.num_devices} devices; allowed: at least 2 images in each, or 'group' or 'none'"
+            )
+
+
+def _smallest_group(fewest: int, most: int, size: int) -> int:
+    """Images in the smallest group of a device that has `fewest` to `most` of a batch, split evenly."""
+    if fewest == 0:
+        return 0
+    return min(count // -(-count // size) for count in range(fewest, most + 1))
+
+
+# ---- the noise of the gradient ------------------------------------------------------------------------
+
+
+def resolve_noise_every(config, platform: str) -> int:
+    """The updates from one measurement of the noise to the next that log.noise_every means; 0 measures none."""
+    if config.log.noise_every != "auto":
+        return config.log.noise_every
+    if platform == "cpu":
+        return 1
+    return NOISE_EVERY if noise_scale.is_needed(config) else 0
+
+
+def plan_noise(
+    config, batch_sizes: np.ndarray, sharding: DataSharding, grouping: Grouping, platform: str
+) -> NoisePlan | None:
+    """How a run measures the noise of its gradient; None where it does not.
+
+    Where every update measures, micro-batches stay what they are, as long as there are two of them: smaller ones
+    would make all of training slower. Where few do, each device's part is cut into 8 or more. Ghost batches are
+    never cut, or the update would be another one.
+
+    Args:
+      batch_sizes: all that the run may come to, ascending.
+      platform: cpu | gpu | tpu
+    Raises:
+      BadSetting: the run needs the noise, and there are no two groups between which to measure it.
+    """
+    every = resolve_noise_every(config, platform)
+    if not every:
+        return None
+    unit = grouping.group_size if config.model.norm == "batch" else 1
+    smallest_batch = int(batch_sizes[0])
+    if noise_scale.is_needed(config):
+        _refuse_a_single_group(smallest_batch, unit, sharding)
+    least_groups = NOISE_GROUPS if every > 1 else 2 if sharding.num_devices == 1 else 1
+    # The fewest units that a device has of the largest batch and of the smallest.
+    of_largest, of_smallest = (
+        -(-sharding.share_bounds(batch_size)[0] // unit) for batch_size in (int(batch_sizes[-1]), smallest_batch)
+    )
+    sizes = [grouping.micro_batch_size // unit]
+    if least_groups > 1:
+        if -(-of_largest // sizes[0]) < least_groups:
+            sizes = [max(of_largest // least_groups, 1)]
+        while -(-of_smallest // sizes[-1]) < least_groups and sizes[-1] > 1:
+            sizes.append(max(sizes[-1] // NOISE_GROUPS, 1))
+    return NoisePlan(config.schedule.noise_decay, every, tuple(size * unit for size in sizes), least_groups)
+
+
+def _refuse_a_single_group(smallest_batch: int, unit: int, sharding: DataSharding) -> None:
+    needed = "since noise is measured between them with batch.auto and AdaScale"
+    if smallest_batch == 1:
+        raise BadSetting(f"batch.size: batches from 1 on; allowed: at least 2 images, {needed}")
+    if sharding.num_devices == 1 and smallest_batch <= unit:
+        raise BadSetting(
+            f"batch.ghost_size: ghost batches of up to {unit} in batches from {smallest_batch} on; "
+            f"allowed: at least two in each, {needed}"
+        )
+
+
+def with_noise_groups(grouping: Grouping, plan: NoisePlan | None) -> Grouping:
+    """The grouping of examples that lie on the device in micro-batches, so that one that measures is whole groups.
+
+    Args:
+      plan: of a run whose batches are all the whole set, with its one size.
+    """
+    if plan is None or grouping.groups_at_once > 1:
+        return grouping
+    (size,) = plan.sizes
+    return dataclasses.replace(
+        grouping, micro_batch_size=-(-grouping.micro_batch_size // size) * size, group_size=size
+    )
