@@ -106,7 +106,7 @@ FLAGS = {
     "evaluate.py": ["--out", "--images"],
     "export.py": ["--out"],
     "augment.py": ["--preview", "--export"],
-    "bench.py": ["--path", "--data", "--cache_dir", "--json", "--plot"],
+    "bench.py": ["--path", "--data", "--cache_dir", "--cifar10", "--json", "--plot"],
 }
 
 

@@ -7,7 +7,7 @@ from largebatch.hardware.chips import Hardware
 # On TPUs: fewest cycles an image by the compiler, of a full batch of EuroSAT's images; of ImageNet's for ResNet-50
 # (python bench.py micro_batches, docs/hardware.md). On a v5e the activations of so few stay on the chip.
 TPU_SIZES = {
-    "TPU v3": {"convnet": 2700, "resconvnet": 2700, "resconvnet7": 2700, "resnet8": 1350, "resnet50": 64},
+    "TPU v3": {"convnet": 5400, "resconvnet": 5400, "resconvnet7": 5400, "resnet8": 1350, "resnet50": 64},
     "TPU v5 lite": {"convnet": 338, "resconvnet": 338, "resconvnet7": 338, "resnet8": 338, "resnet50": 64},
     "TPU v6 lite": {"convnet": 1350, "resconvnet": 1350, "resconvnet7": 1350, "resnet8": 1350, "resnet50": 64},
 }

@@ -23,7 +23,7 @@ def not_asked():
 
 def test_sizes_are_those_of_the_table_or_the_guess():
     v3 = Hardware("tpu", "TPU v3", 32)
-    assert micro_batches.auto_micro_batch_size(v3, "convnet", not_asked) == 2700
+    assert micro_batches.auto_micro_batch_size(v3, "convnet", not_asked) == 5400
     assert micro_batches.auto_micro_batch_size(v3, "of tomorrow", not_asked) == micro_batches.SIZE_ELSEWHERE
     assert micro_batches.auto_micro_batch_size(Hardware("cpu", "cpu", 2), "convnet", not_asked) == 16
 
