@@ -89,13 +89,13 @@ def jobs() -> list[Job]:
     large_batch = ("--config.batch.size", "1024", "--config.train.inner_steps", "10")
     large_batch += ("--config.train.outer_steps", "4", "--config.schedule.warmup_updates", "10")
     return [
-        recipe("eurosat_fast", 6),
-        recipe("eurosat_muon", 6),
-        recipe("eurosat_full_batch", 3),
-        recipe("eurosat_full_batch_soap", 3),
+        recipe("eurosat_fast", 3),
+        recipe("eurosat_muon", 3),
         recipe("eurosat", 3),
+        recipe("eurosat_full_batch", 2),
+        recipe("eurosat_full_batch_soap", 2),
         recipe("cifar10_fast", 3, CIFAR10),
-        recipe("eurosat_best", 3),
+        recipe("eurosat_best", 2),
         study("all_optimizers", "rates", *SMALL),
         study("tuned_optimizers", "optimizers", *three, *fine),
         study("knees", "knees", *tune, *to_90, *SMALL),
