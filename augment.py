@@ -39,9 +39,6 @@ from largebatch.tasks.kinds import KINDS
 from largebatch.tasks.planes import PixelTargets
 from largebatch.training.setup import choose_sharding
 from largebatch.training.views import VIEW_COUNTS, apply_view, expand, inverse_view
-from largebatch.training.views import expansion as expansion
-from largebatch.training.views import make_read as make_read
-from largebatch.training.views import select_views as select_views
 
 log = logging.getLogger("largebatch")
 

@@ -37,6 +37,7 @@ from largebatch.training.setup import (
     Setup,
 )
 from largebatch.training.state import TrainState, count_params
+from largebatch.training.views import expansion
 from resolve import choose_setup, dataset_key, make_parts, possible_storages, resolve_setup
 
 # A set of programs takes some 800 memory maps on a CPU; at Linux' limit of 65,530 a process dies.
@@ -100,7 +101,7 @@ class ProgramCache:
                     cache,
                     program.sharding,
                     config.dataset.split_seed,
-                    augment.expansion(program.storage, program.sharding.views),
+                    expansion(program.storage, program.sharding.views),
                     normalisation=_normalisation(program),
                     buffer_rows=program.buffer_rows,
                     packed=self.packed,

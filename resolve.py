@@ -17,6 +17,7 @@ from largebatch.cache.cache import RowLayout
 from largebatch.config.rules import MODEL_OPTIONS
 from largebatch.config.validate import length_problems
 from largebatch.data import streaming, whole_set
+from largebatch.data.batching import DataSharding
 from largebatch.data.placement import bytes_per_device
 from largebatch.data.random_augment import RandomAugment
 from largebatch.errors import BadSetting
@@ -24,21 +25,15 @@ from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory
 from largebatch.optim.batch_sizes import batch_sizes_of_devices, resolve_batch_size
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_optimizer
-from largebatch.optim.schedules import make_schedule
+from largebatch.optim.schedules import Schedule, make_schedule
 from largebatch.tasks.classification import Classification
 from largebatch.tasks.depth import Depth
 from largebatch.tasks.mask_depth import MaskDepth
 from largebatch.tasks.planes import PixelTargets
 from largebatch.tasks.segmentation import Segmentation
 from largebatch.tasks.task import Task
-from largebatch.training.costs import bytes_beside_images
-from largebatch.training.grouping import (
-    choose_grouping,
-    has_one_micro_batch,
-    plan_noise,
-    resolve_micro_batch_size,
-    with_noise_groups,
-)
+from largebatch.training.costs import bytes_beside_images, training_costs
+from largebatch.training.grouping import plan_micro_batches
 from largebatch.training.local_sgd import Sync
 from largebatch.training.loss import make_logits_fn, make_loss_fn
 from largebatch.training.programs import ProgramParts
@@ -53,6 +48,7 @@ from largebatch.training.setup import (
 )
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, WholeShareReader
+from largebatch.training.views import make_read
 
 # ---- config -> Setup ------------------------------------------------------------------------------------
 
@@ -69,23 +65,53 @@ def resolve_setup(
       BadSetting: the config does not go with the data set or the devices.
     """
     config = with_inner_steps(config, data)
-    task = make_task(config, data.num_classes, data.targets)
     num_devices, views = hardware.num_devices, augment.VIEW_COUNTS[config.augment.views]
     sharding = choose_sharding(config.batch.virtual_shards, data.num_originals, num_devices, views)
     batch_sizes = batch_sizes_of_devices(config.batch, num_devices, sharding.num_examples)
     schedule = make_schedule(config, sharding.num_examples, batch_sizes)
     possible = possible_batch_sizes(config.batch, schedule)
-    network = make_network(config, task, hardware.platform)
-    wanted_size = resolve_micro_batch_size(config, hardware, network, data.image_shape)
-    grouping = choose_grouping(config, possible, sharding, wanted_size)
-    noise = plan_noise(config, possible, sharding, grouping, hardware.platform)
     storage = storage or config.augment.storage
-    if storage == "normalised":
-        grouping = with_noise_groups(grouping, noise)
+    return Setup(
+        config=config,
+        hardware=hardware,
+        schedule=schedule,
+        program=_program_options(
+            config, data, hardware, schedule, possible, sharding, storage=storage, packed=packed
+        ),
+        hyperparams=Hyperparams.from_config(config.optimizer),
+        sync=Sync.from_config(config.sync),
+        first_local_step=None if config.sync.mode == "every_step" else config.sync.start_step,
+        batch_sizes=tuple(possible.tolist()),
+    )
+
+
+def _program_options(
+    config,
+    data: DataFacts,
+    hardware: Hardware,
+    schedule: Schedule,
+    batch_sizes: np.ndarray,
+    sharding: DataSharding,
+    *,
+    storage: str,
+    packed: bool,
+) -> ProgramOptions:
+    """Return what the programs of a config are compiled from; `batch_sizes` are all that its run may come to."""
+    task = make_task(config, data.num_classes, data.targets)
+    network = make_network(config, task, hardware.platform)
+    plan = plan_micro_batches(
+        config,
+        batch_sizes,
+        sharding,
+        hardware,
+        lambda: training_costs(network, data.image_shape).activation_bytes,
+        storage=storage,
+        packed=packed,
+    )
     # The second is what the doctor takes.
-    largest = max(int(possible[-1]), grouping.micro_batch_size * num_devices)
+    largest = max(int(batch_sizes[-1]), plan.grouping.micro_batch_size * hardware.num_devices)
     stream_rows = streaming.buffer_rows(sharding, data.layout.row_bytes, largest)
-    program = ProgramOptions(
+    return ProgramOptions(
         dataset=dataset_key(config),
         image_shape=data.image_shape,
         mean=data.mean,
@@ -101,7 +127,7 @@ def resolve_setup(
         task=task,
         statistics_decay=config.model.norm_decay,
         ema_decay=config.train.ema_decay,
-        noise=noise,
+        noise=plan.noise,
         adascale_reference=config.schedule.reference_batch_size if schedule.scale_invariant else None,
         rate_table_length=len(schedule.rate_table) if schedule.scale_invariant else None,
         sync_mode=config.sync.mode,
@@ -109,20 +135,10 @@ def resolve_setup(
         max_nonfinite=config.train.max_nonfinite if config.train.on_nonfinite == "skip" else 0,
         view_average=config.eval.view_average,
         shift_average=config.eval.shift_average,
-        grouping=grouping,
-        single_micro_batch=not packed and has_one_micro_batch(possible, grouping, sharding, hardware.platform),
-        prediction_micro_batch_size=wanted_size,
+        grouping=plan.grouping,
+        single_micro_batch=plan.single,
+        prediction_micro_batch_size=plan.predicted_at_once,
         inputs_length=1 << (config.train.inner_steps - 1).bit_length(),
-    )
-    return Setup(
-        config=config,
-        hardware=hardware,
-        schedule=schedule,
-        program=program,
-        hyperparams=Hyperparams.from_config(config.optimizer),
-        sync=Sync.from_config(config.sync),
-        first_local_step=None if config.sync.mode == "every_step" else config.sync.start_step,
-        batch_sizes=tuple(possible.tolist()),
     )
 
 
@@ -264,9 +280,7 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
     if options.storage == "normalised":
         reader = WholeShareReader(whole_set.read, options.sharding, options.grouping)
     else:
-        read = augment.make_read(
-            options.storage, options.stored_shape, num_views, options.task, options.random_augment
-        )
+        read = make_read(options.storage, options.stored_shape, num_views, options.task, options.random_augment)
         reader = MicroBatchReader(read, options.sharding, options.grouping, options.single_micro_batch)
     step = TrainStep(
         loss_fn=make_loss_fn(network, options.image_shape, *options.stored_scale, options.task),

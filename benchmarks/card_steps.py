@@ -25,7 +25,11 @@ STEM_CHANNELS = (4, 8)  # of PyTorch, beside the image's own 3
 WARM_UP = 3  # updates: torch.compile compiles in the first, records a CUDA graph in the second
 # What XLA may be told, by platform; each is measured beside the step without it.
 XLA_FLAGS = {
-    "gpu": ("--xla_gpu_enable_command_buffer=+WHILE", "--xla_gpu_experimental_enable_conv_fusion=true"),
+    "gpu": (
+        "--xla_gpu_enable_command_buffer=",  # nothing in CUDA graphs
+        "--xla_gpu_enable_command_buffer=+WHILE",  # XLA's own choice, and loops
+        "--xla_gpu_experimental_enable_conv_fusion=true",
+    ),
     "cpu": ("--xla_cpu_multi_thread_eigen=false",),
 }
 NO_TORCH = "PyTorch is not installed: pip install -r benchmarks/peers/torch_requirements.txt"

@@ -26,6 +26,7 @@ from largebatch.hosts.start import start_jax
 from largebatch.runs.provenance import git_commit, versions
 from largebatch.sources.split import SPLITS
 from largebatch.training.setup import choose_sharding
+from largebatch.training.views import expansion
 
 PLACINGS = 3
 STARTS = ("cold", "warm")  # by what is in the cache of compiled programs
@@ -98,7 +99,7 @@ def place(path: str, cache_dir: str) -> Placing:
     begin = time.perf_counter()
     views = augment.VIEW_COUNTS[config.augment.views]
     sharding = choose_sharding(None, cache.count("train"), jax.device_count(), views)
-    expand = augment.expansion(config.augment.storage, views)
+    expand = expansion(config.augment.storage, views)
     data = placement.place(cache, sharding, config.dataset.split_seed, expand)
     validation = data.validation.resident  # none where it does not stay on the devices
     jax.block_until_ready((data.train.arrays, validation))

@@ -19,23 +19,18 @@ import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
 from largebatch.data import whole_set
-from largebatch.data.batching import DataSharding, Grouping
+from largebatch.data.batching import DataSharding
 from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware
+from largebatch.hardware.compiler_options import compile_with, options_for
 from largebatch.hardware.dtypes import auto_dtype_here
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
-from largebatch.optim.noise_scale import NoisePlan
 from largebatch.optim.optimizers import create_optimizer
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.tasks.classification import Classification
-from largebatch.training.grouping import (
-    choose_grouping,
-    has_one_micro_batch,
-    plan_noise,
-    resolve_micro_batch_size,
-    with_noise_groups,
-)
+from largebatch.training.costs import training_costs
+from largebatch.training.grouping import MicroBatchPlan, plan_micro_batches
 from largebatch.training.loss import Batch, make_loss_fn, make_normalise
 from largebatch.training.setup import choose_sharding
 from largebatch.training.state import count_params, create_train_state
@@ -86,14 +81,15 @@ def resolve(options: StepOptions, hardware: Hardware) -> StepOptions:
         is_whole_set = options.batch_size == sharding.num_examples
         storage = "normalised" if is_whole_set and hardware.platform != "cpu" else "expanded"
     options = dataclasses.replace(options, dtype=dtype, conv=conv, storage=storage)
-    grouping, noise = _plans(options, sharding, hardware)
-    every = noise.every if noise else 0
-    return dataclasses.replace(options, micro_batch_size=grouping.micro_batch_size, noise_every=every)
+    plan = _plan(options, sharding, hardware)
+    every = plan.noise.every if plan.noise else 0
+    return dataclasses.replace(options, micro_batch_size=plan.grouping.micro_batch_size, noise_every=every)
 
 
-def _plans(options: StepOptions, sharding: DataSharding, hardware: Hardware) -> tuple[Grouping, NoisePlan | None]:
+def _plan(
+    options: StepOptions, sharding: DataSharding, hardware: Hardware, *, packed: bool = False
+) -> MicroBatchPlan:
     """Plan micro-batches and noise as train.py does: the one place that knows which fields of a config it takes."""
-    batch_sizes = np.array([options.batch_size])
     config = SimpleNamespace(
         batch=SimpleNamespace(micro_batch_size=options.micro_batch_size, ghost_size=None, auto=False),
         model=SimpleNamespace(name=NETWORK, norm="none"),
@@ -101,9 +97,15 @@ def _plans(options: StepOptions, sharding: DataSharding, hardware: Hardware) -> 
         log=SimpleNamespace(noise_every=options.noise_every),
     )
     network = make_network(options.dtype, options.conv)
-    wanted = resolve_micro_batch_size(config, hardware, network, serve.IMAGE_SHAPE)
-    grouping = choose_grouping(config, batch_sizes, sharding, wanted)
-    return grouping, plan_noise(config, batch_sizes, sharding, grouping, hardware.platform)
+    return plan_micro_batches(
+        config,
+        np.array([options.batch_size]),
+        sharding,
+        hardware,
+        lambda: training_costs(network, serve.IMAGE_SHAPE).activation_bytes,
+        storage=options.storage,
+        packed=packed,
+    )
 
 
 def _sharding(options: StepOptions, num_devices: int) -> DataSharding:
@@ -134,28 +136,24 @@ class OurStep(serve.Step):
         self.options = resolve(options, hardware)
         self.network = make_network(self.options.dtype, self.options.conv)
         self._sharding = _sharding(self.options, hardware.num_devices)
-        self._grouping, self._noise = _plans(self.options, self._sharding, hardware)
-        if self.options.storage == "normalised":
-            self._grouping = with_noise_groups(self._grouping, self._noise)
+        self._plan = _plan(self.options, self._sharding, hardware, packed=self.packed)
         self._data = self._make_data()
         self._inner_loop = make_inner_loop(self._make_step())
         self._state = replicas.replicate(jax.jit(_first_state, static_argnums=0)(self.network))
 
     def _make_step(self) -> TrainStep:
         """See `resolve.make_parts`, which makes it of a config."""
-        storage = self.options.storage
+        storage, plan = self.options.storage, self._plan
         if storage == "normalised":
-            reader = WholeShareReader(whole_set.read, self._sharding, self._grouping)
+            reader = WholeShareReader(whole_set.read, self._sharding, plan.grouping)
         else:
             read = make_read(storage, serve.IMAGE_SHAPE, VIEWS, Classification(serve.NUM_CLASSES))
-            sizes = np.array([self.options.batch_size])
-            single = has_one_micro_batch(sizes, self._grouping, self._sharding, jax.default_backend())
-            reader = MicroBatchReader(read, self._sharding, self._grouping, single and not self.packed)
+            reader = MicroBatchReader(read, self._sharding, plan.grouping, plan.single)
         return TrainStep(
             make_loss(self.network, storage),
             create_optimizer(OPTIMIZER),
             reader,
-            noise=self._noise,
+            noise=plan.noise,
             packed=self.packed,
         )
 
@@ -165,7 +163,7 @@ class OurStep(serve.Step):
         if storage != "normalised":
             return rows
         normalise = make_normalise(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
-        return whole_set.normalise_whole_set(rows, self._sharding, self._grouping, normalise, seed=0)
+        return whole_set.normalise_whole_set(rows, self._sharding, self._plan.grouping, normalise, seed=0)
 
     def _inputs(self) -> UpdateInputs:
         """Inputs of the next updates."""
@@ -220,7 +218,8 @@ class OurStep(serve.Step):
 
     def compiled(self):
         """The compiled inner loop, for its text and memory; of one host."""
-        return self._inner_loop.lower(self._state, self._data, self._inputs(), self._count(0)).compile()
+        lowered = self._inner_loop.lower(self._state, self._data, self._inputs(), self._count(0))
+        return compile_with(lowered, options_for(jax.default_backend()))
 
 
 class PackedStep(OurStep):

@@ -81,7 +81,9 @@ def _mean_loss(network, params, images, labels):
 def _cycles(function, target: Target, *arguments) -> float:
     num_devices = target.hardware.num_devices
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), arguments)
-    return compile_and_look(pmap(function, devices=target.devices).lower(*shapes), {}).cycles
+    return compile_and_look(
+        pmap(function, devices=target.devices).lower(*shapes), {}, target.hardware.platform
+    ).cycles
 
 
 def _gradient_alone(target: Target, share: int) -> float:

@@ -18,6 +18,7 @@ def get_config():
     c.model.name = "airbench"
     c.batch.size = 2_000
     c.batch.micro_batch_size = 2_000
+    c.batch.ghost_size = None
     c.optimizer.learning_rate = 0.24
     c.optimizer.momentum = 0.6
     c.schedule.warmup_updates = 1  # none

@@ -23,6 +23,7 @@ from largebatch.hosts import memory
 from largebatch.sources.source import source_in_memory
 from largebatch.sources.split import SPLITS, split_indices
 from largebatch.tasks.classification import Classification
+from largebatch.training.views import make_read, select_views
 from resolve import dataset_key, make_parts, resolve_setup
 
 
@@ -48,7 +49,7 @@ def test_both_storages_hold_the_views(views, width):
     examples, labels = np.random.default_rng(1).permutation(6 * num_views), np.arange(6) + 10
     for storage, rows in (("expanded", expanded), ("on_device", originals)):
         shard = jax.tree.map(jnp.asarray, {"images": rows.reshape(-1, 8 * width * 3), "labels": labels})
-        read = jax.jit(augment.make_read(storage, shape, num_views, Classification(2)))
+        read = jax.jit(make_read(storage, shape, num_views, Classification(2)))
         images, found = read(shard, examples, examples.astype(np.uint32))
         np.testing.assert_array_equal(images, expanded.reshape(-1, *shape)[examples])
         np.testing.assert_array_equal(found, labels[examples // num_views])
@@ -56,7 +57,7 @@ def test_both_storages_hold_the_views(views, width):
 
 @pytest.mark.parametrize(("num_views", "flips", "transposes"), [(8, 2, 1), (2, 1, 0), (1, 0, 0)])
 def test_views_that_there_are_not_cost_nothing(num_views, flips, transposes):
-    select = functools.partial(augment.select_views, num_views=num_views)
+    select = functools.partial(select_views, num_views=num_views)
     program = str(jax.make_jaxpr(select)(np.zeros((6, 8, 8, 3), np.uint8), np.zeros(6, np.int32)))
     assert (program.count(" rev["), program.count(" transpose[")) == (flips, transposes)
 

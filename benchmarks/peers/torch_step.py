@@ -58,7 +58,7 @@ class TorchStep(serve.Step):
         self._network = make_network(self._stem_channels).to(self._device, memory_format=layout)
         self._optimizer = torch.optim.Adam(self._network.parameters(), serve.LEARNING_RATE, fused=True)
         mode = options.get("mode") or None
-        self._loss_fn = torch.compile(self._loss, mode=mode) if options["compile"] else self._loss
+        self._loss_fn = torch.compile(self._loss, mode=mode, dynamic=False) if options["compile"] else self._loss
 
     def _loss(self, index):
         """The share of the images `index` in the loss of the batch."""

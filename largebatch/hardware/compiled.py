@@ -61,9 +61,7 @@ class CompiledProgram:
     num_operations: float  # that are run on their own: on a GPU, kernels and library calls
 
 
-def compile_and_look(
-    lowered: jax.stages.Lowered, lengths: dict[str, float], platform: str = "cpu"
-) -> CompiledProgram:
+def compile_and_look(lowered: jax.stages.Lowered, lengths: dict[str, float], platform: str) -> CompiledProgram:
     """Compiles a program and reads what came out.
 
     Args:

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from largebatch.errors import UserError
 from largebatch.hardware.compiler_options import compile_with, options_for
 from largebatch.hosts.collectives import gather
 
@@ -42,6 +43,7 @@ class PmappedFunction:
     """A pmapped function whose programs are compiled with this platform's options, which jax.pmap does not take.
 
     So they are compiled ahead of time, one for each signature. Where there are no options it is jax.pmap alone.
+    With options, arguments have to lie where the program wants them; jax.pmap would move an array that does not.
     """
 
     def __init__(self, pmapped: Callable, in_axes, donate_argnums: tuple[int, ...]):
@@ -72,8 +74,15 @@ class PmappedFunction:
         try:
             jax.block_until_ready(self._run(program, self._with_copies(arguments)))
         except jax.errors.JaxRuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            log.warning("compiled again without %s, with which it fails here: %s", " ".join(options), reason)
+            reason, names = str(error).partition("\n")[0], " ".join(options)
+            if reason.startswith("RESOURCE_EXHAUSTED"):
+                raise
+            if jax.process_count() > 1:  # the others may go on with another program
+                flags = " ".join(f"--{name}=" for name in options)
+                raise UserError(
+                    f"with {names} a program fails here ({reason}); set XLA_FLAGS={flags} on all hosts"
+                ) from error
+            log.warning("compiled again without %s, with which it fails here: %s", names, reason)
             return lowered.compile()
         return program
 

@@ -72,9 +72,9 @@ def orthogonalize(matrices: list[jax.Array]) -> list[jax.Array]:
         tall = [_made_tall(matrices[number]) for number in numbers]
         # Elsewhere than on a CPU matrix products are in less than float32 unless one pays for it, and Gram matrices
         # need it. A GPU starts one kernel for all products of a shape, which are small.
-        found = lax.platform_dependent(
-            *tall, cpu=_one_by_one(by_gram_matrix), cuda=_at_once, default=_one_by_one(by_newton_schulz)
-        )
+        alone = _one_by_one(by_newton_schulz)
+        together = _at_once if len(tall) > 1 else alone
+        found = lax.platform_dependent(*tall, cpu=_one_by_one(by_gram_matrix), cuda=together, default=alone)
         for number, matrix in zip(numbers, found, strict=True):
             results[number] = matrix if matrix.shape == matrices[number].shape else matrix.T
     return results

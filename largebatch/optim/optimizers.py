@@ -140,7 +140,7 @@ def _soap_muon(learning_rate, hyperparams, options, mask):
     of_kernels = optax.chain(soap, orthogonalize_directions())
 
     def waits(params):  # AdamW's part moves in the first update, and decays in it
-        return jax.tree.map(lambda part, has_bases: part == "muon" and has_bases, _parts(params), has_bases(params))
+        return jax.tree.map(lambda part, has_basis: part == "muon" and has_basis, _parts(params), has_bases(params))
 
     decay = add_decayed_weights(hyperparams.weight_decay, mask, waits)
     return _beside_adamw(of_kernels, decay, learning_rate, hyperparams, options)

@@ -91,12 +91,9 @@ def scale_by_soap(
         del params
         count = state.count + 1
         leaves, structure = jax.tree.flatten(grads)
-        directions, all_moments = [], []
-        for grad, moments in zip(leaves, state.moments, strict=True):
-            direction, moments = _update_leaf(soap, _matrix(grad), moments, count)
-            directions.append(direction.reshape(grad.shape))
-            all_moments.append(moments)
-        return structure.unflatten(directions), SoapState(count, tuple(all_moments))
+        directions, moments = _update(soap, tuple(map(_matrix, leaves)), state.moments, count)
+        shaped = [direction.reshape(grad.shape) for direction, grad in zip(directions, leaves, strict=True)]
+        return structure.unflatten(shaped), SoapState(count, moments)
 
     return optax.GradientTransformation(init, update)
 
@@ -149,21 +146,35 @@ def _matrix(p):
     return p.reshape(_matrix_shape(p))
 
 
-def _update_leaf(soap: _Soap, grad, moments: Moments, count) -> tuple[jax.Array, Moments]:
-    """The direction of one parameter and its moments after update number `count`, from 1."""
-    moments = moments.replace(sides=_add_to_covariances(soap, grad, moments.sides))
-    if moments.sides == (None, None):
-        return _adam(soap, grad, moments)
+def _update(soap: _Soap, grads, moments, count) -> tuple[tuple[jax.Array, ...], tuple[Moments, ...]]:
+    """Return the directions of all parameters, and their moments after update number `count`, from 1.
+
+    Conditions are asked once for all parameters that have bases: a GPU pays for each of them.
+    """
+    moments = [
+        one.replace(sides=_add_to_covariances(soap, grad, one.sides))
+        for grad, one in zip(grads, moments, strict=True)
+    ]
+    with_bases = [number for number, one in enumerate(moments) if one.sides != (None, None)]
+    updated = [
+        None if number in with_bases else _adam(soap, grad, one)
+        for number, (grad, one) in enumerate(zip(grads, moments, strict=True))
+    ]
 
     def only_look():
-        return jnp.zeros_like(grad), moments
+        return [(jnp.zeros_like(grads[number]), moments[number]) for number in with_bases]
 
     def move():
-        return _adam(soap, grad, moments)
+        return [_adam(soap, grads[number], moments[number]) for number in with_bases]
 
-    direction, moments = lax.cond(count == 1, only_look, move)
+    moved = lax.cond(count == 1, only_look, move)
     is_due = jnp.where(count == 1, 1, jnp.where(count % soap.every == 0, 2, 0))
-    return direction, lax.switch(is_due, (_keep_bases, _start_bases, _refresh_bases), moments)
+    branches = [_for_each(step) for step in (_keep_bases, _start_bases, _refresh_bases)]
+    turned = lax.switch(is_due, branches, [one for _, one in moved])
+    for number, (direction, _), one in zip(with_bases, moved, turned, strict=True):
+        updated[number] = direction, one
+    directions, moments = zip(*updated, strict=True)
+    return directions, moments
 
 
 def _add_to_covariances(soap: _Soap, grad, sides):
@@ -173,6 +184,10 @@ def _add_to_covariances(soap: _Soap, grad, sides):
     if columns is not None:
         columns = columns.replace(covariance=soap.b2 * columns.covariance + (1 - soap.b2) * _product(grad.T, grad))
     return rows, columns
+
+
+def _for_each(step: Callable) -> Callable:
+    return lambda all_moments: [step(moments) for moments in all_moments]
 
 
 def _keep_bases(moments: Moments) -> Moments:

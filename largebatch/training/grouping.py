@@ -1,9 +1,9 @@
 """The micro-batches and ghost batches of a run, and the groups between which it measures its gradient's noise."""
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
-from flax import linen as nn
 
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.errors import BadSetting
@@ -11,7 +11,6 @@ from largebatch.hardware.chips import Hardware
 from largebatch.hardware.micro_batches import auto_micro_batch_size
 from largebatch.optim import noise_scale
 from largebatch.optim.noise_scale import NoisePlan
-from largebatch.training.costs import training_costs
 
 # At least so many groups of a device in an update that measures the noise, where most do not; and how much smaller
 # each size of groups is than the one for larger batches.
@@ -19,13 +18,45 @@ NOISE_GROUPS = 8
 NOISE_EVERY = 10  # updates from one measurement to the next on accelerators, where it is needed
 
 
-def resolve_micro_batch_size(config, hardware: Hardware, network: nn.Module, image_shape: tuple) -> int:
-    """Examples per gradient evaluation that batch.micro_batch_size means on `hardware`, whatever the batch."""
-    if config.batch.micro_batch_size != "auto":
-        return config.batch.micro_batch_size
-    return auto_micro_batch_size(
-        hardware, config.model.name, lambda: training_costs(network, image_shape).activation_bytes
-    )
+@dataclasses.dataclass(frozen=True)
+class MicroBatchPlan:
+    """How a device computes its part of a batch."""
+
+    grouping: Grouping
+    noise: NoisePlan | None  # how the gradient's noise is measured; None where it is not
+    single: bool  # see `has_one_micro_batch`
+    predicted_at_once: int  # images of a forward pass of validation
+
+
+def plan_micro_batches(
+    config,
+    batch_sizes: np.ndarray,
+    sharding: DataSharding,
+    hardware: Hardware,
+    activation_bytes: Callable[[], int],
+    *,
+    storage: str,
+    packed: bool,
+) -> MicroBatchPlan:
+    """Plan the micro-batches of a run from batch.micro_batch_size, batch.ghost_size and log.noise_every.
+
+    Args:
+      batch_sizes: all that the run may come to, ascending.
+      activation_bytes: gives the bytes that an image's activations take; asked on GPUs.
+      storage: augment.storage.
+      packed: whether each device trains a run of its own.
+    Raises:
+      BadSetting: batch normalisation would see single images, or noise that is needed could not be measured.
+    """
+    wanted, platform = config.batch.micro_batch_size, hardware.platform
+    if wanted == "auto":
+        wanted = auto_micro_batch_size(hardware, config.model.name, activation_bytes)
+    grouping = choose_grouping(config, batch_sizes, sharding, wanted)
+    noise = plan_noise(config, batch_sizes, sharding, grouping, platform)
+    if storage == "normalised":
+        grouping = with_noise_groups(grouping, noise)
+    single = not packed and has_one_micro_batch(batch_sizes, grouping, sharding, platform)
+    return MicroBatchPlan(grouping, noise, single, wanted)
 
 
 # ---- micro-batches and ghost batches ------------------------------------------------------------------
@@ -36,7 +67,7 @@ def choose_grouping(config, batch_sizes: np.ndarray, sharding: DataSharding, wan
 
     Args:
       batch_sizes: all that the run may come to, ascending.
-      wanted: see `resolve_micro_batch_size`.
+      wanted: images of a gradient evaluation.
     Raises:
       BadSetting: batch normalisation would see single images.
     """
@@ -154,14 +185,12 @@ def _refuse_a_single_group(smallest_batch: int, unit: int, sharding: DataShardin
 
 
 def with_noise_groups(grouping: Grouping, plan: NoisePlan | None) -> Grouping:
-    """The grouping of examples that lie on the device in micro-batches, so that one that measures is whole groups.
+    """Enlarge micro-batches that lie on the device, so that each is whole micro-batches of an update that measures.
 
     Args:
       plan: of a run whose batches are all the whole set, with its one size.
     """
-    if plan is None or grouping.groups_at_once > 1:
+    if plan is None:
         return grouping
     (size,) = plan.sizes
-    return dataclasses.replace(
-        grouping, micro_batch_size=-(-grouping.micro_batch_size // size) * size, group_size=size
-    )
+    return Grouping(-(-grouping.micro_batch_size // size) * size, min(grouping.group_size, size))

@@ -116,9 +116,10 @@ class WholeShareReader(MicroBatchReader):
         return Batch(images, labels, is_example.astype(jnp.float32))
 
     def _read_part(self, stored: jax.Array, index) -> jax.Array:
-        """Micro-batch `index` of an array [micro-batches that lie there, M, ...]; or part of one."""
+        """Read micro-batch `index` of an array [micro-batches that lie there, M, ...], or a part of one."""
         size = self.grouping.micro_batch_size
-        parts = stored.shape[1] // size
+        parts, rest = divmod(stored.shape[1], size)
+        assert rest == 0, (stored.shape, size)  # else images would be left out, and others read twice
         if parts == 1:
             return lax.dynamic_index_in_dim(stored, index, keepdims=False)
         place, part = jnp.divmod(index, parts)

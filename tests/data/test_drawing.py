@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import augment
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.hardware import hlo
 from largebatch.tasks.classification import Classification
 from largebatch.training.step import MicroBatchReader
+from largebatch.training.views import make_read
 
 SHARDING, SIZE, SHAPE = DataSharding(480, 480, 1, 8), 16, (32, 32, 3)
 
@@ -18,7 +18,7 @@ SHARDING, SIZE, SHAPE = DataSharding(480, 480, 1, 8), 16, (32, 32, 3)
 @pytest.mark.parametrize("storage", ["expanded", "on_device"])
 def test_an_example_is_found_once_and_not_for_every_pixel(storage):
     """The compiler fused all rounds of the shuffle into the views of the images: a fifth of the speed."""
-    read = augment.make_read(storage, SHAPE, SHARDING.views, Classification(2))
+    read = make_read(storage, SHAPE, SHARDING.views, Classification(2))
     reader = MicroBatchReader(read, SHARDING, Grouping(SIZE, SIZE))
     stored = SHARDING.num_originals * (SHARDING.views if storage == "expanded" else 1)
     images = jnp.zeros((stored, np.prod(SHAPE)), jnp.uint8)

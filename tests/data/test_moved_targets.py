@@ -10,6 +10,7 @@ import augment
 from largebatch.data import random_augment
 from largebatch.data.random_augment import RandomAugment
 from largebatch.tasks.segmentation import Segmentation
+from largebatch.training.views import make_read
 
 KEYS = np.arange(5, dtype=np.uint32) * 77 + 3
 RNG = np.random.default_rng(0)
@@ -34,7 +35,7 @@ def test_views_and_shifts_move_an_image_and_its_planes_alike(storage, num_views)
     stored = np.concatenate([images, images], axis=-1)  # each pixel is to be predicted as itself
     if storage == "expanded":
         stored = augment.expand(stored, num_views).reshape(-1, *stored.shape[1:])
-    read = augment.make_read(storage, (SIZE, SIZE, 2), num_views, TASK, RandomAugment(shift=4))
+    read = make_read(storage, (SIZE, SIZE, 2), num_views, TASK, RandomAugment(shift=4))
     shard = {"images": jnp.asarray(stored.reshape(len(stored), -1)), "labels": jnp.zeros(NUM_ORIGINALS, jnp.int32)}
     examples = jnp.arange(5) * num_views + np.arange(5) % num_views
     moved, planes = read(shard, examples, KEYS)

@@ -14,6 +14,7 @@ from largebatch.sources.find import find_source
 from largebatch.sources.split import split_indices
 from largebatch.tasks.classification import Classification
 from largebatch.training.setup import choose_sharding
+from largebatch.training.views import expansion, make_read
 
 
 @pytest.mark.parametrize("storage", ["expanded", "on_device"])
@@ -27,14 +28,14 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
     cache = augment.prepare_cache(small_config)
     sharding = choose_sharding(None, cache.count("train"), num_devices, 8)
-    expand = augment.expansion(storage, 8)
+    expand = expansion(storage, 8)
     data = place(cache, sharding, small_config.dataset.split_seed, expand)
     dataset = decode_all(find_source("synthetic", num_examples=100, options=DecodeOptions((16, 16))))
     original_and_view = {}
     for original in split_indices(dataset.example_ids, 0)["train"]:
         for view, image in enumerate(augment.expand(dataset.images[original][None], 8)[0]):
             original_and_view[image.tobytes(), int(dataset.labels[original])] = original, view
-    read, seen = augment.make_read(storage, (16, 16, 3), 8, Classification(5)), []
+    read, seen = make_read(storage, (16, 16, 3), 8, Classification(5)), []
     for device in range(num_devices):
         shard = jax.tree.map(lambda x, device=device: jnp.asarray(np.asarray(x)[device]), data.train.arrays)
         examples = jnp.arange(int(sharding.num_originals_of(device)) * 8)
@@ -59,6 +60,6 @@ def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config
     monkeypatch.setattr(memory, "aligned_empty", remember)
     cache = augment.prepare_cache(small_config)
     sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
-    data = place(cache, sharding, small_config.dataset.split_seed, augment.expansion(storage, 8))
+    data = place(cache, sharding, small_config.dataset.split_seed, expansion(storage, 8))
     shards = [shard.data.unsafe_buffer_pointer() for shard in data.train.arrays["images"].addressable_shards]
     assert set(shards) <= {array.ctypes.data for array in made}  # no second copy

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from numpy_order import key_of
 
-import augment
 from largebatch.data import batching, random_augment
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.data.random_augment import RandomAugment
 from largebatch.errors import BadSetting
 from largebatch.tasks.classification import Classification
+from largebatch.training.views import make_read
 
 SHAPE, FILL = (9, 6, 2), (100.25, 7.5)
 ALL = RandomAugment(crop_scale=0.3, shift=2, brightness=0.4, contrast=0.5, cutout=3, fill=FILL)
@@ -109,7 +109,7 @@ def test_images_are_those_of_numpy(options, dtype):
 def test_what_is_off_is_not_there():
     images, keys = jnp.asarray(images_of(4)), jnp.arange(4, dtype=jnp.uint32)
     assert RandomAugment(fill=FILL).apply(images, keys) is images
-    read = augment.make_read("expanded", SHAPE, 1, Classification(2), RandomAugment(fill=FILL))
+    read = make_read("expanded", SHAPE, 1, Classification(2), RandomAugment(fill=FILL))
     shard = {"images": images.reshape(4, -1), "labels": jnp.arange(4)}
     np.testing.assert_array_equal(read(shard, jnp.arange(4), keys)[0], images)
 
@@ -167,7 +167,7 @@ def test_every_pixel_is_as_often_the_centre_of_what_is_cut_out():
 # ---- on devices -------------------------------------------------------------------------------------------
 
 
-READ = jax.jit(augment.make_read("on_device", SHAPE, 2, Classification(2), ALL))
+READ = jax.jit(make_read("on_device", SHAPE, 2, Classification(2), ALL))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -18,6 +18,7 @@ from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.tasks.classification import Classification
 from largebatch.training.setup import choose_sharding
+from largebatch.training.views import make_read
 
 SEED = 3
 BATCH_SIZES = (40, 7, 64, 64, 1, 50, 64, 33) * 6  # 1,938 examples: three epochs of 640
@@ -118,7 +119,7 @@ def test_a_stream_is_read_as_resident_data_are(small_config, on_devices, tmp_pat
     results = []
     for storage, arrays in (("streamed", stream.arrays), ("on_device", resident)):
         shard = jax.tree.map(lambda x: x[0], arrays)
-        read = augment.make_read(storage, shape, sharding.views, Classification(2), random_augment)
+        read = make_read(storage, shape, sharding.views, Classification(2), random_augment)
         results.append(read(shard, examples, examples.astype(np.uint32)))
     for streamed, kept in zip(*results, strict=True):
         np.testing.assert_array_equal(streamed, kept)

@@ -126,7 +126,7 @@ def test_a_gpu_moves_fewer_bytes_for_our_gelu():
             return jnp.sum((hidden @ kernel).astype(jnp.float32) ** 2)
 
         gradients = jax.pmap(jax.grad(loss, argnums=(0, 1)), devices=devices)
-        return compile_and_look(gradients.lower(*shapes), {}).moved_bytes
+        return compile_and_look(gradients.lower(*shapes), {}, "gpu").moved_bytes
 
     one_array = 4096 * 512 * 2
     assert moved(nn.gelu) - moved(gelu) >= 2 * one_array
@@ -191,7 +191,7 @@ def small_case():
         parts = dataclasses.replace(parts, step=dataclasses.replace(parts.step, **changes))
         free = target.chip.memory_bytes
         lowered = lower_programs(parts, setup, state_shapes(setup), data.layout, free, target.devices)
-        return compile_and_look(lowered["update"], {"updates": 1, "micro_batches": 2})
+        return compile_and_look(lowered["update"], {"updates": 1, "micro_batches": 2}, "tpu")
 
     return look
 
@@ -230,7 +230,7 @@ def test_float64_is_found():
     devices = target_or_skip("v3:2x2").devices
     with jax.enable_x64(True):
         precise = jax.pmap(lambda x: (x.astype(jnp.float64) * 3.3).astype(jnp.float32), AXIS, devices=devices)
-        assert compile_and_look(precise.lower(np.zeros((8, 4), np.float32)), {}).uses_float64
+        assert compile_and_look(precise.lower(np.zeros((8, 4), np.float32)), {}, "tpu").uses_float64
 
 
 @pytest.mark.compilers
@@ -262,7 +262,7 @@ def test_every_kind_of_device_compiles(name):
     target = target_or_skip(name)
     shapes = jax.ShapeDtypeStruct((len(target.devices), 8, 8), np.float32)
     summed = jax.pmap(lambda x: lax.psum(x @ x, AXIS), AXIS, devices=target.devices)
-    assert compile_and_look(summed.lower(shapes), {}).memory.arguments >= 256
+    assert compile_and_look(summed.lower(shapes), {}, "tpu").memory.arguments >= 256
 
 
 @pytest.mark.compilers

@@ -66,7 +66,7 @@ def test_operations_are_named_by_layer(op_name, operation):
 
 def look(function, lengths=None):
     states = jax.ShapeDtypeStruct((jax.device_count(), 64, 64), np.float32)
-    return compile_and_look(replicas.pmap(function, donate_argnums=(0,)).lower(states), lengths or {})
+    return compile_and_look(replicas.pmap(function, donate_argnums=(0,)).lower(states), lengths or {}, "cpu")
 
 
 def test_a_program_with_nothing_wrong():

@@ -11,6 +11,7 @@ from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.hosts.clock import Clock
+from largebatch.training import grouping
 from largebatch.training.setup import DataFacts
 
 
@@ -38,7 +39,7 @@ def one_update(config):
 def test_a_program_that_knows_it_has_no_loop_and_the_same_gradient(config, monkeypatch):
     expected, loops = one_update(config)
     assert loops == 1
-    monkeypatch.setattr(resolve, "has_one_micro_batch", lambda *arguments: True)
+    monkeypatch.setattr(grouping, "has_one_micro_batch", lambda *arguments: True)
     gradient, loops = one_update(config)
     assert loops == 0
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))

@@ -29,6 +29,7 @@ from largebatch.training.loss import Batch, make_loss_fn
 from largebatch.training.setup import choose_sharding
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
+from largebatch.training.views import make_read
 
 NUM_ORIGINALS, SIZE, NUM_CLASSES, MICRO_BATCH_SIZE = 50, 16, 4, 16
 MAX_UPDATES = 4
@@ -141,7 +142,7 @@ def make_trainer(
 ) -> Trainer:
     """A trainer whose TrainStep has these `options`."""
     sharding, data = place(problem.images, problem.labels, num_devices, storage)
-    read = augment.make_read(storage, problem.images.shape[1:], 8, problem.task, random_augment)
+    read = make_read(storage, problem.images.shape[1:], 8, problem.task, random_augment)
     reader = MicroBatchReader(read, sharding, Grouping(micro_batch_size, ghost_size or micro_batch_size))
     loop = make_inner_loop(TrainStep(problem.loss_fn, optimizer, reader, **options))
     keeps_ema = "ema_decay" in options

@@ -101,6 +101,20 @@ def test_now_and_then_the_noise_is_measured_between_parts_of_what_lies_there(con
     assert noise == pytest.approx(update_of_rows[2], rel=0.5)
 
 
+def test_no_image_is_left_out_where_micro_batches_of_ghost_batches_measure_the_noise(config):
+    """Those that measure have 9 images here, of which 24 is no multiple: so 27 lie on the device together."""
+    gradients = {}
+    for every in (0, 3):
+        config.model.norm, config.batch.ghost_size, config.batch.micro_batch_size = "batch", 3, 24
+        config.log.noise_every = every
+        gradients[every] = one_update(config)[0]
+        grouping = ProgramCache().load(config).setup.program.grouping
+        assert (grouping.group_size, grouping.micro_batch_size) == (3, {0: 24, 3: 27}[every])
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradients[0]))
+    for ours, theirs in zip(*map(jax.tree.leaves, gradients.values()), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * largest)
+
+
 def test_data_are_placed_again_for_other_batches_sizes_and_dtypes(config):
     shared = ProgramCache()
     normalised = shared.load(config)
