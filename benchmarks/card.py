@@ -108,7 +108,7 @@ def bench_card(
         rows = [
             *card_steps.rows(Row, workers, chosen, machine, folder),
             *card_recipes.rows(Row, chosen, {"eurosat": path, "cifar10": cifar10}, folder),
-            *card_steps.profile_rows(Row, workers, chosen),
+            *card_steps.profile_rows(Row, workers, chosen, machine),
         ]
         measure_all(card, rows)
     return card.result()

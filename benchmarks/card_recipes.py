@@ -44,7 +44,7 @@ def rows(make_row: Callable, size: Size, data: dict[str, str | None], folder: st
 
 
 def why_not(config: str, flag: str, path: str | None) -> str | None:
-    """Why a recipe cannot be trained; None where it can."""
+    """Return the reason why a recipe cannot be trained, or None where it can."""
     if path is None:
         return f"--{flag} is not given"
     if not (ROOT / "configs" / f"{config}.py").exists():

@@ -23,10 +23,11 @@ from largebatch.training.setup import STORAGES
 LEAST_SEC = {"ceilings": 10.0, "step": 45.0, "variants": 25.0, "start": 40.0, "profile": 30.0}
 STEM_CHANNELS = (4, 8)  # of PyTorch, beside the image's own 3
 WARM_UP = 3  # updates: torch.compile compiles in the first, records a CUDA graph in the second
+NO_GRAPHS = "--xla_gpu_enable_command_buffer="  # no kernel in a CUDA graph
 # What XLA may be told, by platform; each is measured beside the step without it.
 XLA_FLAGS = {
     "gpu": (
-        "--xla_gpu_enable_command_buffer=",  # nothing in CUDA graphs
+        NO_GRAPHS,
         "--xla_gpu_enable_command_buffer=+WHILE",  # XLA's own choice, and loops
         "--xla_gpu_experimental_enable_conv_fusion=true",
     ),
@@ -90,11 +91,12 @@ def rows(make_row: Callable, workers: Workers, size: Size, machine: dict, folder
     return [*ceilings, *steps, *variants, *starts]
 
 
-def profile_rows(make_row: Callable, workers: Workers, size: Size) -> list:
-    """The rows of kernels."""
+def profile_rows(make_row: Callable, workers: Workers, size: Size, machine: dict) -> list:
+    """Return the rows of kernels. On cards without graphs, in which a trace would not tell whose a kernel is."""
+    flags = NO_GRAPHS if machine["platform"] == "gpu" else ""
     make = functools.partial(_row, make_row, size)
     return [
-        make("profile", f"kernels at {batch:,}", measure_kernels, workers, size, batch, updates)
+        make("profile", f"kernels at {batch:,}", measure_kernels, workers, size, batch, updates, flags)
         for batch, updates in size.profiled_updates.items()
     ]
 
@@ -294,9 +296,11 @@ def measure_start(bench: Bench, batch_size: int, cache_dir: str, deadline: float
     return found
 
 
-def measure_kernels(workers: Workers, size: Size, batch_size: int, updates: int, deadline: float) -> dict:
-    """Kernels of an update of the step that train.py chooses, by the time that they take."""
-    child = workers.child(OURS, deadline)
+def measure_kernels(
+    workers: Workers, size: Size, batch_size: int, updates: int, xla_flags: str, deadline: float
+) -> dict:
+    """Measure the kernels of an update of the step that train.py chooses, by the time that they take."""
+    child = workers.child(OURS, deadline, xla_flags)
     options = Bench(workers, size, "", "auto").auto(batch_size)
     child.ask(build={"kind": "profile", "updates": updates, **options}, name="variant")
     return {"batch_size": batch_size, **child.ask(facts=True, name="variant")}

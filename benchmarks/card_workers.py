@@ -10,7 +10,7 @@ OURS, TORCH = "benchmarks.card_child", "benchmarks.peers.torch_step"
 
 
 def is_installed(name: str) -> bool:
-    """Whether a package can be imported."""
+    """Tell whether a package can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:

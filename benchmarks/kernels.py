@@ -40,7 +40,7 @@ def read_trace(folder: str, updates: int) -> dict:
 
 
 def kernel_events(events: list[dict]) -> list[dict]:
-    """Those of a card's streams or a TPU's operations; of a CPU, which has no such lines, those of operations."""
+    """Return the events of a card's streams or of a TPU's or CPU's operations."""
     names = {}
     for event in events:
         if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name"):

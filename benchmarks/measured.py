@@ -31,7 +31,7 @@ def bench_measured(path: str) -> dict:
 
 
 def key(row: dict) -> tuple:
-    """What a later row replaces: the figure of this name on so many of this device."""
+    """Return what identifies a figure, which a later one replaces: device, number of devices and name."""
     return row["device_kind"], row["devices"], row["name"]
 
 

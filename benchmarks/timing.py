@@ -207,7 +207,7 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether it can be asked."""
+        """Tell whether the process can be asked."""
         return self._process.poll() is None
 
     def contender(self, name: str, options: dict) -> Contender:

@@ -96,7 +96,8 @@ def test_the_step_is_that_of_a_config():
         field.name for field in dataclasses.fields(step) if field.name not in ("loss_fn", "optimizer", "reader")
     ]
     assert {name: getattr(step, name) for name in others} == {name: getattr(expected, name) for name in others}
-    assert step.reader.sharding == expected.reader.sharding
+    for name in ("sharding", "grouping", "single"):
+        assert getattr(step.reader, name) == getattr(expected.reader, name), name
 
 
 def test_a_normalised_set_trains_as_an_expanded_one(monkeypatch):

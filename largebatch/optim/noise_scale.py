@@ -78,7 +78,7 @@ def sampling(offset, batch_size, num_originals: int) -> Sampling:
 
 
 def is_needed(config) -> bool:
-    """Whether training depends on the noise of the gradient."""
+    """Tell whether training depends on the noise of the gradient."""
     return config.batch.auto or config.schedule.scaling == "adascale"
 
 

@@ -43,7 +43,7 @@ class SoapState:
 
 @struct.dataclass
 class DecayState:
-    """Of `add_decayed_weights`."""
+    """The state of `add_decayed_weights`."""
 
     count: jax.Array  # int32, updates done
 
@@ -131,7 +131,7 @@ def has_bases(params, max_side: int = SOAP_MAX_SIDE):
 
 
 def _with_basis(p, max_side: int) -> tuple[bool, bool]:
-    """Whether the rows and the columns of a parameter have a basis."""
+    """Tell whether the rows and the columns of a parameter have a basis."""
     rows, columns = _matrix_shape(p)
     return p.ndim > 1 and rows <= max_side, p.ndim > 1 and columns <= max_side
 

@@ -52,7 +52,7 @@ class MicroBatchReader:
     single: bool = False  # whether each device has one micro-batch in every update; see `has_one_micro_batch`
 
     def with_size(self, micro_batch_size: int) -> "MicroBatchReader":
-        """The same with smaller micro-batches: of whole groups, or each a part of the only group there was."""
+        """Return a reader of smaller micro-batches: whole groups, or parts of the only group there is."""
         group_size = min(self.grouping.group_size, micro_batch_size)
         return dataclasses.replace(self, grouping=Grouping(micro_batch_size, group_size), single=False)
 
@@ -64,7 +64,7 @@ class MicroBatchReader:
         return Batch(*self.read(data, examples, examples.astype(jnp.uint32)), weights)
 
     def num_micro_batches(self, batch: DeviceBatch):
-        """Those of a device's part of a batch. Of a loop that is known to have one turn nothing is left."""
+        """Return the number of micro-batches of a device's part of a batch, a constant where that is 1."""
         return 1 if self.single else self.grouping.num_micro_batches(batch.count)
 
     def find(self, batch: DeviceBatch, index, seed):
@@ -99,7 +99,10 @@ class WholeShareReader(MicroBatchReader):
     """
 
     def num_micro_batches(self, batch: DeviceBatch):
-        """Known when compiled if all devices have as many: then a GPU does not ask its host before each of them."""
+        """Return the number of micro-batches, a constant if all devices have as many.
+
+        Then a GPU does not ask its host before each of them.
+        """
         shares = self.sharding.share_bounds(self.sharding.num_examples)
         fewest, most = (self.grouping.num_micro_batches(share) for share in shares)
         return most if fewest == most else super().num_micro_batches(batch)
@@ -277,7 +280,7 @@ class TrainStep:
         return state, metrics
 
     def _measures_at(self, step) -> jax.Array:
-        """Whether the update after `step` others measures the noise: by their number, which a resumed run knows."""
+        """Tell whether the update after `step` others measures the noise; a resumed run knows their number."""
         return step % self.noise.every == 0
 
     def _measuring_readers(self) -> list[MicroBatchReader]:

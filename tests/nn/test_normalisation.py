@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import facts_of
 from test_step import (
     NUM_CLASSES,
     SCALE,
@@ -23,16 +22,14 @@ import model as models
 import train
 from largebatch.config.validate import validate
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding, Grouping
+from largebatch.data.batching import Grouping
 from largebatch.errors import UserError
-from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.nn import normalisation
 from largebatch.optim.averaging import smooth
 from largebatch.optim.noise_scale import NoisePlan
 from largebatch.tasks.classification import Classification
 from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn
-from resolve import resolve_setup
 
 STATISTICS = normalisation.STATISTICS
 
@@ -321,75 +318,6 @@ def test_views_and_moving_average_stand_beside_the_plain_accuracy(small_config, 
     extra = {"val_accuracy_views", "val_accuracy_ema", "val_accuracy_ema_views"}
     assert row.keys() - without.keys() == extra
     assert all(0 <= row[name] <= 1 for name in extra)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"batch.micro_batch_size": 1, "batch.size": 64}, "batches of 64 in ghost batches of up to 1 on 8 devices"),
-        ({"batch.micro_batch_size": 2, "batch.size": 24}, "batches of 24 in ghost batches of up to 2"),  # 2 and 1
-        ({"batch.size": 15}, "model.norm: 'batch' with batches of 15 .*; allowed: at least 2 images in each"),
-    ],
-)
-def test_batch_norm_of_single_images_is_refused(small_config, tmp_path, fields, message):
-    small_config.model.norm = "batch"
-    small_config.update_from_flattened_dict(fields)
-    with pytest.raises(UserError, match=message):
-        train.train_and_evaluate(small_config, str(tmp_path / "run"))
-    assert not (tmp_path / "run" / "config.json").exists()
-
-
-def micro_batch_size_on_5_devices(config, num_originals):
-    return resolve_setup(config, facts_of(num_originals, (16, 16, 3)), Hardware.here(5)).micro_batch_size
-
-
-def test_a_ghost_batch_is_no_larger_than_what_a_device_has(small_config):
-    small_config.model.norm, small_config.batch.ghost_size = "batch", 32
-    small_config.batch.micro_batch_size, small_config.batch.size = "auto", 100
-
-    def grouping():
-        return resolve_setup(small_config, facts_of(384, (16, 16, 3)), Hardware.here(5)).program.grouping
-
-    assert grouping() == Grouping(23, 23)  # where an epoch ends
-    small_config.batch.size = 640  # of which a device has up to 133: 5 groups of 32
-    assert grouping() == Grouping(32, 32)  # 16 on a CPU
-    small_config.batch.micro_batch_size = 96
-    assert grouping() == Grouping(96, 32)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"model.norm": "group"}, r"^batch\.ghost_size: 32; allowed: None with model\.norm 'group'$"),
-        (
-            {"batch.micro_batch_size": 48},
-            r"^batch\.micro_batch_size: 48; allowed: a multiple of .*, 32, or 'auto'$",
-        ),
-        ({"batch.ghost_size": 1}, r"^batch\.ghost_size: 1; allowed: an integer >= 2, or None$"),
-    ],
-)
-def test_ghost_batches_that_cannot_be_are_refused(small_config, fields, message):
-    small_config.model.norm, small_config.batch.ghost_size = "batch", 32
-    small_config.batch.micro_batch_size = "auto"
-    small_config.update_from_flattened_dict(fields)
-    with pytest.raises(UserError, match=message):
-        validate(small_config, models.MODELS)
-
-
-def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
-    """384 originals in 32 shards of 12, of which two devices have 7 and three have 6."""
-    small_config.model.norm, small_config.batch.micro_batch_size = "batch", 16
-    small_config.batch.size = 20
-    assert micro_batch_size_on_5_devices(small_config, 384) == 5
-    sharding = DataSharding(384, 32, 5, 8)
-    offsets = np.arange(0, sharding.num_examples, 4)[:, None]  # 20 and an epoch have 4 in common
-    shares = batching.device_batch(sharding, np.arange(5)[None], 0, offsets, 20).count
-    assert int(shares.min()) >= 2
-    small_config.batch.size = 11  # of which a device gets one somewhere in an epoch
-    with pytest.raises(UserError, match="batches of 11"):
-        micro_batch_size_on_5_devices(small_config, 384)
-    small_config.batch.size = 13
-    assert micro_batch_size_on_5_devices(small_config, 385) == 4
 
 
 @pytest.mark.parametrize("name", ["convnet", "resconvnet", "resconvnet7"])

@@ -11,14 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT, facts_of, run_script
+from conftest import ROOT, run_script
 
-import model as models
-from largebatch.config.validate import validate
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping
-from largebatch.errors import UserError
-from largebatch.hardware.chips import Hardware
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim import noise_scale, optimizers
@@ -28,7 +24,6 @@ from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.training.loss import BatchSums
 from largebatch.training.state import create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
-from resolve import resolve_setup
 
 DIMENSIONS, EXAMPLES, UPDATES = 12, 20_000, 512
 
@@ -272,87 +267,6 @@ def test_where_every_update_measures_in_one_size_there_is_no_condition():
 
     assert conditions(noise=plan_of(0.9)) == conditions() == 0
     assert conditions(noise=plan_of(0.9, 2)) == conditions(noise=plan_of(0.9, 1, (16, 2))) == 1
-
-
-# ---- the plan of a run ----------------------------------------------------------------------------------
-
-
-def plan_on(config, num_devices, platform, num_originals=10_000) -> NoisePlan | None:
-    hardware = Hardware(platform, {"cpu": "cpu", "gpu": "NVIDIA H200"}[platform], num_devices)
-    return resolve_setup(config, facts_of(num_originals, (16, 16, 3)), hardware).program.noise
-
-
-@pytest.fixture
-def config(small_config):
-    small_config.optimizer.name = "sgd"
-    small_config.batch.size, small_config.batch.micro_batch_size = 512, "auto"
-    return small_config
-
-
-def test_the_noise_is_measured_always_on_a_cpu_and_elsewhere_if_it_is_needed(config):
-    assert plan_on(config, 2, "cpu") == NoisePlan(0.98, 1, (16,), 1)
-    assert plan_on(config, 1, "gpu") is None
-    config.schedule.scaling = "adascale"
-    assert plan_on(config, 1, "gpu") == NoisePlan(0.98, 10, (64,), 8)
-    config.log.noise_every = 3
-    assert plan_on(config, 2, "cpu") == NoisePlan(0.98, 3, (16,), 8)
-    config.schedule.scaling, config.log.noise_every = "none", 0
-    assert plan_on(config, 2, "cpu") is None
-
-
-def test_groups_are_as_large_as_leaves_eight_to_each_batch(config):
-    config.log.noise_every = 10
-    for batch_size, devices, size in (
-        (512, 1, 64),
-        (512, 4, 16),
-        (500, 8, 7),
-        (24, 2, 1),
-        (5, 2, 1),
-        (80_000, 1, 5_000),
-    ):
-        config.batch.size = batch_size
-        if batch_size == 80_000:
-            config.batch.micro_batch_size = 5_000
-        assert plan_on(config, devices, "gpu").sizes == (size,), batch_size
-    config.batch.micro_batch_size = "auto"
-    config.batch.trace, config.batch.hold_last = (8192, 64), True
-    assert plan_on(config, 1, "gpu").sizes == (1024, 128, 16, 2)
-
-
-def test_ghost_batches_are_not_cut(config):
-    config.log.noise_every, config.model.norm, config.batch.ghost_size = 10, "batch", 16
-    assert plan_on(config, 1, "gpu").sizes == (64,)  # 8 groups of 4 ghost batches
-    config.batch.size = 64
-    assert plan_on(config, 1, "gpu").sizes == (16,)  # there are but 4
-    config.batch.ghost_size = None
-    assert plan_on(config, 1, "gpu").sizes == (64,)  # there is but one
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"batch.size": 1},
-            r"^batch\.size: batches from 1 on; allowed: at least 2 images, since noise is measured",
-        ),
-        (
-            {"batch.size": 16, "model.norm": "batch", "batch.ghost_size": 32},
-            r"^batch\.ghost_size: ghost batches of up to 32 in batches from 16 on; allowed: at least two in each",
-        ),
-        ({"log.noise_every": 0}, r"^log\.noise_every: 0; allowed: an integer >= 1, or 'auto', with batch\.auto$"),
-        ({"log.noise_every": -1}, r"^log\.noise_every: -1; allowed: an integer >= 0, or 'auto'$"),
-    ],
-)
-def test_a_run_that_needs_the_noise_and_cannot_measure_it_is_refused(config, fields, message):
-    config.batch.auto = True
-    config.update_from_flattened_dict(fields)
-
-    def check():
-        validate(config, models.MODELS)
-        plan_on(config, 1, "cpu")
-
-    with pytest.raises(UserError, match=message):
-        check()
 
 
 # ---- AdaScale -------------------------------------------------------------------------------------------
