@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from largebatch.errors import UserError
 from largebatch.hardware import compiler_options
 from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS
@@ -74,20 +75,29 @@ def test_what_is_wrong_with_a_program_is_no_fault_of_options():
         compiler_options.compile_with(Lowered(), KNOWN)
 
 
-def test_a_program_that_fails_with_options_runs_without(with_options, monkeypatch, caplog):
+@pytest.fixture
+def that_fails(with_options, monkeypatch):
+    """Make the function above, pmapped, whose program with options fails with a message after its work."""
+
+    def make(message):
+        def compile_with(lowered, options):
+            program = lowered.compile()
+
+            def fails(*arguments):
+                jax.block_until_ready(program(*arguments))  # takes what it was given
+                raise jax.errors.JaxRuntimeError(message)
+
+            return fails
+
+        monkeypatch.setattr(replicas, "compile_with", compile_with)
+        return with_options(KNOWN)
+
+    return make
+
+
+def test_a_program_that_fails_with_options_runs_without(with_options, that_fails, caplog):
     plain = with_options({})(*arguments())
-    loop = with_options(KNOWN)
-
-    def compile_with(lowered, options):
-        program = lowered.compile()
-
-        def fails(*arguments):
-            jax.block_until_ready(program(*arguments))  # takes what it was given
-            raise jax.errors.JaxRuntimeError("INTERNAL: operation not permitted when stream is capturing\nmore")
-
-        return fails
-
-    monkeypatch.setattr(replicas, "compile_with", compile_with)
+    loop = that_fails("INTERNAL: operation not permitted when stream is capturing\nmore")
     with caplog.at_level(logging.WARNING):
         found = loop(*arguments())
     jax.tree.map(np.testing.assert_array_equal, found, plain)
@@ -95,6 +105,22 @@ def test_a_program_that_fails_with_options_runs_without(with_options, monkeypatc
         "compiled again without xla_cpu_enable_fast_math, with which it fails here: "
         "INTERNAL: operation not permitted when stream is capturing"
     ]
+
+
+def test_a_program_that_does_not_fit_is_not_compiled_again(that_fails, caplog):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"^RESOURCE_EXHAUSTED"):
+        that_fails("RESOURCE_EXHAUSTED: out of memory")(*arguments())
+    assert not caplog.records
+
+
+def test_one_of_several_hosts_does_not_go_on_with_another_program(that_fails, monkeypatch):
+    """The others would wait for it in a collective."""
+    monkeypatch.setattr(replicas.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(replicas, "_join_hosts", lambda leaf: leaf)
+    monkeypatch.setattr(replicas, "_part_of_this_host", lambda leaf: leaf)
+    expected = r"a program fails here \(INTERNAL: no\); set XLA_FLAGS=--xla_cpu_enable_fast_math= on all hosts$"
+    with pytest.raises(UserError, match=expected):
+        that_fails("INTERNAL: no\nmore")(*arguments())
 
 
 def test_a_users_flag_goes_first(monkeypatch):
