@@ -1,15 +1,19 @@
-"""Machines with and without bfloat16 instructions, in place of this one."""
+"""Machines in place of this one: CPUs with and without bfloat16 instructions, and targets of compilers."""
 
 import pytest
 from conftest import run_script
 
+from largebatch.errors import UserError
 from largebatch.hardware import dtypes
+from largebatch.hardware.targets import Target, find_target
 
 FLAGS = {"float32": frozenset({"avx2"}), "bfloat16": frozenset({"avx2", "avx512_bf16"})}
 # Runs a script on such a machine: python -c SCRIPT_ON DTYPE_OF_HOST_0,DTYPE_OF_HOST_1,... train.py ...
 SCRIPT_ON = """
 import os, runpy, sys
+from largebatch.errors import UserError
 from largebatch.hardware import dtypes
+from largebatch.hardware.targets import Target, find_target
 _, machines, *sys.argv = sys.argv
 chosen = machines.split(",")[int(os.environ.get("LARGEBATCH_HOST_INDEX", 0))]
 dtypes.read_cpu_flags = lambda: {"float32": {"avx2"}, "bfloat16": {"avx2", "avx512_bf16"}}[chosen]
@@ -25,3 +29,13 @@ def become(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
 def run_on(dtype: str, *arguments, **options):
     """`run_script` on such a machine."""
     return run_script("-c", SCRIPT_ON, dtype, *arguments, **options)
+
+
+def target_or_skip(name: str) -> Target:
+    """The devices to compile for; the test is skipped where their compiler is not installed."""
+    try:
+        return find_target(name)
+    except UserError as error:
+        if "not installed" in str(error):
+            pytest.skip(str(error))
+        raise

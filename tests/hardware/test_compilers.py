@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import run_script
 from jax import lax
+from machines import target_or_skip
 
 import examine
 from benchmarks import growth
@@ -31,15 +32,6 @@ from resolve import choose_setup, make_parts, state_shapes
 # images are 118 MB above it, of 17.2 GB.
 ESTIMATE_ERROR, SMALL = 1.25, 0.01
 MAIN = ["eurosat_v3_32", "eurosat_muon", "cifar10_resnet8"]  # one of each family, that CI compiles for a v3-32
-
-
-def target_or_skip(name: str):
-    try:
-        return find_target(name)
-    except UserError as error:
-        if "not installed" in str(error):
-            pytest.skip(str(error))
-        raise
 
 
 def marked(case: Case, target: str, kind: str):
@@ -138,7 +130,7 @@ def started_by_host(tmp_path):
 
     def look(name, options):
         target = target_or_skip(name)
-        config = Case("cifar10_resnet8", (("batch.size", 1024),)).load()
+        config = Case("cifar10_resnet8", (("batch.size", 1024), ("batch.micro_batch_size", 64))).load()
         data, free = examine.data_facts(config), target.chip.memory_bytes
         setup = choose_setup(config, data, target.hardware, free_bytes=free)
         parts, state = make_parts(setup.program), state_shapes(setup)

@@ -5,15 +5,14 @@ import re
 import jax
 import pytest
 from jax import lax
+from machines import target_or_skip
 
 import examine
 from benchmarks.compile import Case
-from largebatch.errors import UserError
 from largebatch.hardware import hlo
 from largebatch.hardware.compiled import compile_and_look
 from largebatch.hardware.compiler_options import compile_with, options_for
 from largebatch.hardware.dtypes import with_dtype
-from largebatch.hardware.targets import find_target
 from largebatch.nn import convolution
 from largebatch.training.ahead import lower_programs
 from resolve import choose_setup, make_parts, state_shapes
@@ -27,21 +26,12 @@ def without_programs_of_other_tests():
     jax.clear_caches()
 
 
-def card_or_skip(name: str):
-    try:
-        return find_target(name)
-    except UserError as error:
-        if "not installed" in str(error):
-            pytest.skip(str(error))
-        raise
-
-
 @pytest.fixture(scope="module")
 def full_batch_on():
     """Look at a compiled update of eurosat_v3_32 in micro-batches of 5,400, by card and changed fields."""
 
     def look(card: str, **fields):
-        target = card_or_skip(card)
+        target = target_or_skip(card)
         given = {
             "batch.micro_batch_size": 5400,
             **{name.replace("__", "."): value for name, value in fields.items()},
