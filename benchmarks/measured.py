@@ -1,4 +1,4 @@
-"""bench.py measured: puts the rows that `bench.py card` wrote into docs/measured.json and docs/hardware.md.
+"""bench.py measured: puts the rows that `bench.py card` wrote into docs/measured.json, docs/hardware.md and README.
 
 A row replaces the one of its name and card that was there. Rows that were skipped or failed are no figures.
 """
@@ -10,7 +10,7 @@ from benchmarks import pages
 from largebatch.cli import ROOT
 from largebatch.errors import UserError
 
-ROWS, PAGE = ROOT / "docs" / "measured.json", ROOT / "docs" / "hardware.md"
+ROWS, PAGE, README = ROOT / "docs" / "measured.json", ROOT / "docs" / "hardware.md", ROOT / "README.md"
 KEPT_KERNELS = 40  # of a profile; the table shows the first
 SHOWN_KERNELS = 8
 SECTIONS = ("ceilings", "step", "variants", "start", "recipes", "profile")
@@ -61,10 +61,11 @@ def as_kept(row: dict) -> dict:
 
 
 def write_rows(rows: list[dict]) -> None:
-    """Keeps the rows, and puts their tables into the page."""
+    """Keep the rows, and put their tables into the page and the steps into README."""
     ordered = sorted(rows, key=lambda row: (row["device_kind"], row["devices"], SECTIONS.index(row["section"])))
     pages.write_rows(ROWS, ordered)
     pages.write_part(PAGE, "measured", tables(ordered))
+    pages.write_part(README, "measured", steps(ordered))
 
 
 # ---- tables ---------------------------------------------------------------------------------------------
@@ -81,6 +82,30 @@ def tables(rows: list[dict]) -> str:
             )
     parts += [kernel_table(row) for row in rows if row["section"] == "profile"]
     return "\n".join(parts)
+
+
+def steps(rows: list[dict]) -> str:
+    """Return the table of README: the step as `train.py` chose it and at its fastest, beside PyTorch, by batch."""
+    cells = []
+    for row in rows:
+        if row["section"] == "step" and row["pytorch"]:
+            theirs = row["pytorch"]["images_per_sec"]
+            tried = [row["ours"]["images_per_sec"]]
+            tried += [
+                other["ours"]["images_per_sec"]
+                for other in rows
+                if other["section"] == "variants"
+                and other["batch_size"] == row["batch_size"]
+                and (other["device_kind"], other["devices"], other["commit"])
+                == (row["device_kind"], row["devices"], row["commit"])
+            ]
+            chosen, fastest = tried[0] / theirs, max(tried) / theirs
+            rate = f"{row['ours']['images_per_sec']:,.0f}"
+            cells.append(
+                [machine(row), f"{row['batch_size']:,}", rate, f"{chosen:.2f}", f"{fastest:.2f}", origin(row)]
+            )
+    header = ("device", "batch", "images/s", "beside PyTorch", "fastest variant beside it", "measured")
+    return pages.markdown_table(header, cells)
 
 
 def with_origin(cells):
