@@ -112,6 +112,15 @@ def test_a_convnet_is_the_mirror_image_of_one_with_same_padding(name, monkeypatc
     assert float(jnp.abs(ours - plain(params, images)).max()) > 1e-2 * scale
 
 
+def test_a_stem_without_padding_is_one_with_padding_cut_off():
+    """Of airbench: patches of 2x2 pixels, of which those that had seen XLA's padding were thrown away."""
+    rng = np.random.default_rng(0)
+    x, kernel = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 9, 8, 3), (2, 2, 3, 24)))
+    same = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    for conv in convolution.CONVS.values():
+        np.testing.assert_allclose(conv(x, jnp.asarray(kernel), 1, 0), same[:, :-1, :-1], rtol=0, atol=1e-5)
+
+
 STEMS = {
     "convnet": ((17, 20, 3), {}),
     "convnet whitened": ((16, 20, 3), {"stem": "whitened"}),
