@@ -175,6 +175,7 @@ HARDWARE = (
     Row("python train.py *eurosat_v3_32.py --compile_for v3:*", needs="v3:4x4"),
     Row("python train.py *scenes_30m.py --compile_for v3:*", "--config.model.name resunet_tiny", needs="v3:2x2"),
     Row("python train.py *--compile_for h200:8", needs="h200"),
+    Row("python train.py *--compile_for h200", needs="h200"),
 )
 MAPS = (
     Row("python train.py --config configs/scenes_tiny.py --workdir *", SCENES),
