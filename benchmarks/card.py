@@ -46,7 +46,7 @@ class Row:
 
 @dataclass
 class Card:
-    """What has been measured so far, and where it is kept."""
+    """The rows that have been measured so far, and the file that keeps them."""
 
     about: dict
     end: float  # by time.monotonic

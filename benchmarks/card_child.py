@@ -95,7 +95,7 @@ KINDS: dict[str, Callable[..., object]] = {
 
 
 def build(options: dict):
-    """What options["kind"] names, a key of KINDS, of the other options."""
+    """Build what options["kind"] names, a key of KINDS, from the other options."""
     options = dict(options)
     make = KINDS[options.pop("kind")]
     start_jax()

@@ -38,7 +38,7 @@ NO_TORCH = "PyTorch is not installed: pip install -r benchmarks/peers/torch_requ
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all rows share."""
+    """The processes and sizes that all rows share."""
 
     workers: Workers
     size: Size
@@ -112,7 +112,7 @@ def chosen(bench: Bench, batch_size: int, machine: dict) -> dict:
 
 
 def variants_at(batch_size: int, size: Size, platform: str, chosen: dict) -> list[tuple[str, dict, str]]:
-    """What is measured beside the step that train.py chooses: a name, options that differ, flags of XLA.
+    """Return the variants of the step that train.py chooses: a name, options that differ, flags of XLA.
 
     Images are kept normalised only where a batch is the whole set, and nothing here is streamed. Convolutions as
     products are for CPUs, where those by XLA take minutes.

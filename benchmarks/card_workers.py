@@ -18,7 +18,7 @@ def is_installed(name: str) -> bool:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment with changes; XLA_FLAGS are put behind those that are there."""
+    """Return this process's environment with changes; XLA_FLAGS are put behind those that are there."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {changes.pop('XLA_FLAGS', '')}".strip()
     return os.environ | ({"XLA_FLAGS": flags} if flags else {}) | changes
 
@@ -48,7 +48,7 @@ class Workers:
             child.__exit__()
 
     def machine(self, deadline: float) -> dict:
-        """What the devices are."""
+        """Return what describes the devices."""
         child = self.child(OURS, deadline)
         child.ask(build={"kind": "machine"}, name="machine")
         return child.ask(facts=True, name="machine")

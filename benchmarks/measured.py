@@ -127,7 +127,7 @@ def origin(row: dict) -> str:
 
 
 def ceiling_cells(row: dict) -> list[str]:
-    """What, and its rate."""
+    """Return the cells of a ceiling: its name and its rate."""
     return [row["name"], f"{row['rate']:,.0f} {row['unit']}"]
 
 
@@ -180,13 +180,13 @@ def spread(figure: dict, form: str = ":,.2f") -> str:
 
 
 def our_options(options: dict) -> str:
-    """What our step was built with."""
+    """Describe what our step was built with."""
     parts = [f"micro-batch {options['micro_batch_size']:,}", options["storage"], options["conv"], options["dtype"]]
     return ", ".join([*parts, *([f"`XLA_FLAGS={options['xla_flags']}`"] if "xla_flags" in options else [])])
 
 
 def torch_options(options: dict) -> str:
-    """What PyTorch's step was built with."""
+    """Describe what PyTorch's step was built with."""
     size, stem = options["micro_batch_size"], options.get("stem_channels")
     parts = [f"micro-batch {size or options['batch_size']:,}"]
     parts += [name for name in ("channels_last", "autocast", "compile") if options.get(name)]

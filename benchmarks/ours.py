@@ -65,12 +65,12 @@ def auto_conv() -> str:
 
 
 def auto_options(batch_size: int, dtype: str, *, num_devices: int) -> StepOptions:
-    """What train.py takes by itself for a batch that is shared by so many devices, but for the storage."""
+    """Return what train.py takes by itself for a batch on so many devices, but for the storage."""
     return resolve(StepOptions(batch_size, AUTO, dtype, AUTO), Hardware.here(num_devices))
 
 
 def resolve(options: StepOptions, hardware: Hardware) -> StepOptions:
-    """What train.py makes of options that are "auto", where everything fits on the devices."""
+    """Replace options that are "auto" as train.py does where everything fits on the devices."""
     dtype, conv, storage = options.dtype, options.conv, options.storage
     if dtype == AUTO:
         dtype = auto_dtype_here()
@@ -142,7 +142,7 @@ class OurStep(serve.Step):
         self._state = replicas.replicate(jax.jit(_first_state, static_argnums=0)(self.network))
 
     def _make_step(self) -> TrainStep:
-        """See `resolve.make_parts`, which makes it of a config."""
+        """Make the step, as `resolve.make_parts` does from a config."""
         storage, plan = self.options.storage, self._plan
         if storage == "normalised":
             reader = WholeShareReader(whole_set.read, self._sharding, plan.grouping)

@@ -216,7 +216,7 @@ class Child:
         return Contender(name, ChildStep(self, name), options["batch_size"])
 
     def contender_of(self, title: str, name: str, images: int) -> Contender:
-        """What was built under `name`, as a contender with another title."""
+        """Return what was built under `name`, as a contender with another title."""
         return Contender(title, ChildStep(self, name), images)
 
     def __enter__(self):

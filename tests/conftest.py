@@ -77,14 +77,15 @@ def databases_closed(monkeypatch):
     make = storage_class.__init__
 
     def make_and_note(self, *arguments, **options):
-        make(self, *arguments, **options)
         opened.append(self)
+        make(self, *arguments, **options)
 
     monkeypatch.setattr(storage_class, "__init__", make_and_note)
     yield
     for storage in opened:
-        storage.remove_session()
-        storage.engine.dispose()
+        if hasattr(storage, "scoped_session"):  # else it was refused before it connected
+            storage.remove_session()
+            storage.engine.dispose()
 
 
 @pytest.fixture

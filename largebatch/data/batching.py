@@ -119,7 +119,7 @@ class DataSharding:
 
 @dataclasses.dataclass(frozen=True)
 class Grouping:
-    """How a device's part of a batch is cut into groups, and these are taken into micro-batches.
+    """Cuts a device's part of a batch into groups, and takes these into micro-batches.
 
     The examples are dealt evenly over the fewest groups that hold them, so that none is left with a few: sizes
     differ by one at most. Each group is padded at its end. A micro-batch takes the next groups; those beyond the
@@ -143,7 +143,7 @@ class Grouping:
         return -(-self.num_groups(count) // self.groups_at_once)
 
     def groups_of(self, count, index):
-        """Where each group of micro-batch `index` begins among `count` examples, and how many it has.
+        """Return where each group of micro-batch `index` begins among `count` examples, and its length.
 
         Args:
           count, index: integers, which may be traced.
@@ -168,7 +168,7 @@ class DeviceBatch:
 
 @struct.dataclass
 class MicroBatchIndices:
-    """Which examples of a device form one micro-batch of M, group by group."""
+    """The examples of a device that form one micro-batch of M, group by group."""
 
     examples: jax.Array  # int32 [M], original * views + view, by the device's own numbering; padding is a valid one
     visit_keys: jax.Array  # uint32 [M], for what is random about a visit; the same on any number of devices

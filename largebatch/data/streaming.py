@@ -254,7 +254,7 @@ def load_inputs(data: Resident | Stream, sharding: DataSharding, seed, inputs) -
 
 @functools.partial(jax.jit, static_argnames="sharding")
 def _visited_examples(sharding: DataSharding, batch: DeviceBatch, part, seed) -> jax.Array:
-    """One part of the examples that a device visits in a batch, padded: int32 [4096]."""
+    """Return a part of the examples that a device visits in a batch, padded: int32 [4096]."""
     return batching.micro_batch(sharding, batch, part, PLANNED, seed).examples
 
 

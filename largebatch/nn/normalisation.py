@@ -111,7 +111,7 @@ NORMS = {"none": NoNorm, "batch": BatchNorm, "group": GroupNorm}
 
 
 class Patches(NamedTuple):
-    """Which squares of an image a convolution looks at, in pixels."""
+    """The squares of an image that a convolution looks at, in pixels."""
 
     size: int
     stride: int

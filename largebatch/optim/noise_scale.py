@@ -84,7 +84,7 @@ def is_needed(config) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class NoisePlan:
-    """When the noise is measured, and in micro-batches of which size."""
+    """The updates that measure the noise, and the sizes of their micro-batches."""
 
     decay: float  # of the moving averages, per measurement: their errors depend on how many measurements they hold
     every: int  # updates from one measurement to the next
@@ -92,7 +92,7 @@ class NoisePlan:
     least_groups: int  # of a device, for which it takes the largest size that gives as many, or else the last size
 
     def choice(self, num_groups: list[jax.Array]) -> jax.Array:
-        """The number of the size that a device takes, int32.
+        """Return the number of the size that a device takes, int32.
 
         Args:
           num_groups: that each size would give there, int32.

@@ -24,6 +24,7 @@ from largebatch.studies.database import DATABASE_ERRORS, grace_sec, retry_while_
 
 # Another process took this one for dead and ended its trial. Then the run is trained again, and found to be done.
 TAKEN_FOR_DEAD = contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError)
+LAST_HEARTBEAT_SEC = 5  # for one that is under way when a queue is closed; a database that is away may take minutes
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class TrialQueue:
         self._first_seen_unclaimed: dict[int, float] = {}  # id of a trial -> time.monotonic()
         self._beating: set[int] = set()  # ids of the trials that this process runs
         self._lock, self._closed = threading.Lock(), threading.Event()
+        self._heart = threading.Thread(target=self._send_heartbeats, daemon=True)
 
     def _refuse_another(self, name: str, description: dict) -> None:
         recorded = self._study.user_attrs.get("description")
@@ -360,11 +362,12 @@ class TrialQueue:
     # ---- heartbeats ---------------------------------------------------------------------------------
 
     def __enter__(self):
-        threading.Thread(target=self._send_heartbeats, daemon=True).start()
+        self._heart.start()
         return self
 
     def __exit__(self, *_):
         self._closed.set()
+        self._heart.join(LAST_HEARTBEAT_SEC)
 
     def _stop_beating(self, claimed: ClaimedTrial) -> None:
         with self._lock:

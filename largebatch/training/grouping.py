@@ -20,7 +20,7 @@ NOISE_EVERY = 10  # updates from one measurement to the next on accelerators, wh
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatchPlan:
-    """How a device computes its part of a batch."""
+    """The micro-batches in which a device computes its part of a batch."""
 
     grouping: Grouping
     noise: NoisePlan | None  # how the gradient's noise is measured; None where it is not
@@ -63,7 +63,7 @@ def plan_micro_batches(
 
 
 def choose_grouping(config, batch_sizes: np.ndarray, sharding: DataSharding, wanted: int) -> Grouping:
-    """The micro-batches and ghost batches of a run.
+    """Choose the micro-batches and ghost batches of a run.
 
     Args:
       batch_sizes: all that the run may come to, ascending.
@@ -140,7 +140,7 @@ def resolve_noise_every(config, platform: str) -> int:
 def plan_noise(
     config, batch_sizes: np.ndarray, sharding: DataSharding, grouping: Grouping, platform: str
 ) -> NoisePlan | None:
-    """How a run measures the noise of its gradient; None where it does not.
+    """Plan how a run measures the noise of its gradient; None where it does not.
 
     Where every update measures, micro-batches stay what they are, as long as there are two of them: smaller ones
     would make all of training slower. Where few do, each device's part is cut into 8 or more. Ghost batches are

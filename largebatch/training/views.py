@@ -39,7 +39,7 @@ def expand(images: np.ndarray, num_views: int) -> np.ndarray:
 
 
 def expansion(storage: str, num_views: int) -> Callable[[np.ndarray], np.ndarray] | None:
-    """What makes the views that devices hold of originals [n, H, W, C]; None where they hold the originals."""
+    """Return what makes the views that devices hold of originals [n, H, W, C]; None where they hold those."""
     return functools.partial(expand, num_views=num_views) if storage in ("normalised", "expanded") else None
 
 

@@ -133,6 +133,22 @@ def test_a_trial_of_a_dead_process_comes_again_with_its_values(url, monkeypatch)
     assert [trial.value for trial in other._study.get_trials(states=(TrialState.COMPLETE,))] == [0.7]
 
 
+def test_no_heartbeat_is_under_way_once_a_queue_is_closed(url, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+
+    def slowly(trial_id):
+        begun.set()
+        threading.Event().wait(0.3)
+        ended.set()
+
+    with make_queue(url, heartbeat_sec=1, settings=1) as queue:
+        queue.enqueue_missing()
+        queue.claim()
+        monkeypatch.setattr(queue._storage, "record_heartbeat", slowly)
+        assert begun.wait(20)
+    assert ended.is_set()
+
+
 def test_a_beating_heart_keeps_a_trial(url):
     with make_queue(url, heartbeat_sec=1, settings=1) as alive:
         alive.enqueue_missing()

@@ -112,7 +112,8 @@ def test_no_image_is_left_out_where_micro_batches_of_ghost_batches_measure_the_n
         assert (grouping.group_size, grouping.micro_batch_size) == (3, {0: 24, 3: 27}[every])
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradients[0]))
     for ours, theirs in zip(*map(jax.tree.leaves, gradients.values()), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * largest)
+        # The same gradients are added in another order, and some of them cancel.
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * largest)
 
 
 def test_data_are_placed_again_for_other_batches_sizes_and_dtypes(config):
