@@ -3,7 +3,7 @@
     python train.py --config configs/eurosat_best.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat_best
     python evaluate.py runs/eurosat_best --split test
 
-Expected: about 65 minutes on one CPU core, validation accuracy about 0.984.
+Expected: about 31 minutes on 2 CPU cores, validation accuracy about 0.982.
 """
 
 from configs import eurosat_muon
