@@ -11,9 +11,7 @@ FLAGS = {"float32": frozenset({"avx2"}), "bfloat16": frozenset({"avx2", "avx512_
 # Runs a script on such a machine: python -c SCRIPT_ON DTYPE_OF_HOST_0,DTYPE_OF_HOST_1,... train.py ...
 SCRIPT_ON = """
 import os, runpy, sys
-from largebatch.errors import UserError
 from largebatch.hardware import dtypes
-from largebatch.hardware.targets import Target, find_target
 _, machines, *sys.argv = sys.argv
 chosen = machines.split(",")[int(os.environ.get("LARGEBATCH_HOST_INDEX", 0))]
 dtypes.read_cpu_flags = lambda: {"float32": {"avx2"}, "bfloat16": {"avx2", "avx512_bf16"}}[chosen]
