@@ -222,6 +222,8 @@ SWEEPS = {
     "recipes": study("recipes", f"{EUROSAT} --trials 2"),
 }
 RESULTS = (
+    Row("python train.py *--config.dataset.split_file *", MUON, {"eurosat-spatial-": "lists/eurosat-"}),
+    Row("python evaluate.py runs/spatial --split test", prints=("macro F1",)),
     SWEEPS["all_optimizers"],
     SWEEPS["tuned_optimizers"],
     Row("python report.py runs/studies/* --updates_to *", makes=("report.html",)),

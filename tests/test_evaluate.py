@@ -17,7 +17,7 @@ import trained
 from configs import default
 from largebatch.decoding.images import Dataset
 from largebatch.errors import UserError
-from largebatch.predictions.tables import print_results
+from largebatch.predictions.tables import macro_f1, print_results
 from largebatch.runs.best import best_checkpoint
 from largebatch.tasks.classification import ClassificationScores
 
@@ -191,11 +191,18 @@ def test_names_that_others_gave_do_not_steer_the_terminal(capsys):
     scores = ClassificationScores(loss=1.0, accuracy=0.0, accuracy_top5=None, num_examples=3)
     print_results(dataset, logits.argmax(1), scores, "run \x1b]0;title\x07")
     shown = capsys.readouterr().out
+    assert "accuracy 0.0000, macro F1 0.0000, loss 1.0000 over 3 images" in shown
     assert "\x1b" not in shown
     assert "\x07" not in shown
     assert "\r" not in shown
     for text in (r"\x1b[2J", "[/nothing]", r"ash\r", r"run \x1b]0;title\x07"):
         assert text in shown
+
+
+def test_every_class_that_has_images_counts_alike_in_macro_f1():
+    labels, predicted = np.array([0, 0, 0, 0, 1, 1, 3]), np.array([0, 0, 0, 1, 1, 2, 3])
+    # Of class 0 precision 1 and recall 3/4, of class 1 both 1/2, of class 3 both 1; class 2 has no image.
+    assert macro_f1(labels, predicted) == pytest.approx((6 / 7 + 1 / 2 + 1) / 3)
 
 
 def test_images_of_a_folder_and_a_zip(run, folder, tmp_path, capsys):

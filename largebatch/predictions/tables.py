@@ -72,9 +72,13 @@ def print_results(dataset: Dataset, predicted: np.ndarray, scores, heading: str)
         out.print(f"{len(predicted):,} images without labels; predicted {listed}", soft_wrap=True)
         return
     labelled = dataset.labels >= 0
-    out.print(class_table(names, dataset.labels[labelled], predicted[labelled]))
+    labels, found = dataset.labels[labelled], predicted[labelled]
+    out.print(class_table(names, labels, found))
     top5 = "" if scores.accuracy_top5 is None else f", among the first five {scores.accuracy_top5:.4f}"
-    out.print(f"accuracy {scores.accuracy:.4f}{top5}, loss {scores.loss:.4f} over {scores.num_examples:,} images")
+    f1 = f"macro F1 {macro_f1(labels, found):.4f}"
+    out.print(
+        f"accuracy {scores.accuracy:.4f}{top5}, {f1}, loss {scores.loss:.4f} over {scores.num_examples:,} images"
+    )
     if not labelled.all():
         others = np.count_nonzero(~labelled)
         out.print(f"{others:,} more images lie in no folder named as a class: predicted only")
@@ -99,6 +103,19 @@ def class_table(names: list[str], labels: np.ndarray, predicted: np.ndarray) -> 
             taken_for,
         )
     return rows
+
+
+def macro_f1(labels: np.ndarray, predicted: np.ndarray) -> float:
+    """Return the mean F1 score of the classes that have images; each counts alike, however many images it has.
+
+    Args:
+      labels, predicted: int [N], the class of every image.
+    """
+    scores = []
+    for label in np.unique(labels):
+        of_class, called_so = labels == label, predicted == label
+        scores.append(2 * np.sum(of_class & called_so) / (of_class.sum() + called_so.sum()))
+    return float(np.mean(scores))
 
 
 def _share(part: int, whole: int) -> str:

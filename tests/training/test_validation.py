@@ -83,7 +83,7 @@ def test_a_run_with_more_than_fits_is_bitwise_the_same(runs, tmp_path, capsys):
 
     accuracies = [evaluate.evaluate(run, out=str(tmp_path / f"{run.name}.csv")) for run in (resident, streamed)]
     assert accuracies == [row["val_accuracy"]] * 2
-    assert f"among the first five {row['val_accuracy_top5']:.4f}, loss" in capsys.readouterr().out
+    assert f"among the first five {row['val_accuracy_top5']:.4f}, macro F1" in capsys.readouterr().out
     table = (tmp_path / "resident.csv").read_text()
     assert table == (tmp_path / "streamed.csv").read_text()
     assert [line["id"] for line in csv.DictReader(table.splitlines())] == expected["ids"].tolist()
