@@ -3,6 +3,7 @@
 A row replaces the one of its name and card that was there. Rows that were skipped or failed are no figures.
 """
 
+import collections
 import json
 from pathlib import Path
 
@@ -86,26 +87,22 @@ def tables(rows: list[dict]) -> str:
 
 def steps(rows: list[dict]) -> str:
     """Return the table of README: the step as `train.py` chose it and at its fastest, beside PyTorch, by batch."""
-    cells = []
+    cells, rates = [], collections.defaultdict(list)  # rates of ours by batch, card and commit
+    for row in rows:
+        if row["section"] in ("step", "variants"):
+            rates[same_code(row)].append(row["ours"]["images_per_sec"])
     for row in rows:
         if row["section"] == "step" and row["pytorch"]:
-            theirs = row["pytorch"]["images_per_sec"]
-            tried = [row["ours"]["images_per_sec"]]
-            tried += [
-                other["ours"]["images_per_sec"]
-                for other in rows
-                if other["section"] == "variants"
-                and other["batch_size"] == row["batch_size"]
-                and (other["device_kind"], other["devices"], other["commit"])
-                == (row["device_kind"], row["devices"], row["commit"])
-            ]
-            chosen, fastest = tried[0] / theirs, max(tried) / theirs
-            rate = f"{row['ours']['images_per_sec']:,.0f}"
-            cells.append(
-                [machine(row), f"{row['batch_size']:,}", rate, f"{chosen:.2f}", f"{fastest:.2f}", origin(row)]
-            )
+            chosen, theirs = row["ours"]["images_per_sec"], row["pytorch"]["images_per_sec"]
+            ratios = [f"{chosen / theirs:.2f}", f"{max(rates[same_code(row)]) / theirs:.2f}"]
+            cells.append([machine(row), f"{row['batch_size']:,}", f"{chosen:,.0f}", *ratios, origin(row)])
     header = ("device", "batch", "images/s", "beside PyTorch", "fastest variant beside it", "measured")
     return pages.markdown_table(header, cells)
+
+
+def same_code(row: dict) -> tuple:
+    """Return what rows of a step have in common whose variants may be compared."""
+    return tuple(row[name] for name in ("batch_size", "device_kind", "devices", "commit"))
 
 
 def with_origin(cells):
