@@ -191,7 +191,8 @@ def environment_of(home: Path) -> dict[str, str]:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
-    return kept | {"HOME": str(home), "XLA_FLAGS": flags, "PORT": str(port)}
+    # A command that crashes in native code says where.
+    return kept | {"HOME": str(home), "XLA_FLAGS": flags, "PORT": str(port), "PYTHONFAULTHANDLER": "1"}
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:

@@ -276,4 +276,10 @@ class Trainer:
         if not self._profile_dir or not self._calls:
             return contextlib.nullcontext()
         folder, self._profile_dir = self._profile_dir, None
-        return jax.profiler.trace(folder) if is_primary() else contextlib.nullcontext()
+        if not is_primary():
+            return contextlib.nullcontext()
+        # Python's own calls are left out. The devices are what is asked about, and that tracer is put into
+        # every thread of the process, those that write checkpoints among them.
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        return jax.profiler.trace(folder, profiler_options=options)
