@@ -7,7 +7,6 @@
     python bench.py memory
     python bench.py accuracy --seeds 3 --target 0.9 --path runs/bench -- --config configs/eurosat.py ...
     python bench.py loop --path runs/eurosat
-    python bench.py pack
     python bench.py noise [--batch_size 512] [--repeats 7]
     python bench.py growth [--targets v3:2x2,v3:4x4]
     python bench.py compile [--targets v3:4x4,h200] [--configs eurosat,eurosat_muon]
@@ -90,7 +89,6 @@ COMMANDS = {
         trains=True,
     ),
     "loop": Command("loop", lambda loop, given, _: loop.bench_loop(given.path), needs_path=True),
-    "pack": Command("pack", lambda pack, given, _: pack.bench_pack(given.repeats)),
     "noise": Command("noise", lambda noise, given, _: noise.bench_noise(given.batch_size, given.repeats)),
     "build": Command(
         "large_set",
@@ -124,7 +122,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "batch_size", 512, "step, stream, noise: examples per update over all devices.", lower_bound=1
     )
-    flags.DEFINE_integer("repeats", 7, "step, stream, scaling, pack, noise, build: repeats.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 7, "step, stream, scaling, noise, build: repeats.", lower_bound=1)
     flags.DEFINE_bool("peers", True, "step: time the peers too.")
     flags.DEFINE_integer("images", 50_000, "build: generated images.", lower_bound=100)
     flags.DEFINE_integer("seeds", 3, "accuracy: runs.", lower_bound=1)

@@ -18,7 +18,6 @@ from largebatch.cache.plan import FIRST_ROWS
 from largebatch.data.placement import DeviceData, Normalisation, place
 from largebatch.data.rows import split_planes
 from largebatch.data.streaming import load_inputs
-from largebatch.errors import BadSetting
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.clock import Clock
@@ -66,14 +65,10 @@ class PlacedSetup:
 
 
 class ProgramCache:
-    """Data on the devices and compiled programs, for all runs of a process that can share them.
+    """Data on the devices and compiled programs, for all runs of a process that can share them."""
 
-    Args:
-      packed: each device trains a run of its own, on all of the data.
-    """
-
-    def __init__(self, *, packed: bool = False):
-        self.packed, self.local_devices = packed, jax.local_devices()
+    def __init__(self):
+        self.local_devices = jax.local_devices()
         self._asked, self._placed, self._kernels = None, None, {}
         self._programs: dict[ProgramOptions, CompiledPrograms] = {}
 
@@ -86,16 +81,12 @@ class ProgramCache:
           BadSetting: the config does not go with the data or the devices, or they do not fit.
           UserError: the data set is bad or missing.
         """
-        if self.packed and config.sync.mode != "every_step":
-            raise BadSetting(
-                f"sync.mode: {config.sync.mode!r}; allowed: 'every_step' where each device has its own run"
-            )
         if self._asked == dataset_key(config) and (placed := self._placed_for(config)):
             return placed
         self._asked, self._placed, self._kernels = None, None, {}
         for attempt in augment.cache_attempts(config, to_train=True):
             with attempt as cache:
-                setup = choose_setup(config, DataFacts.of(cache), packed=self.packed)
+                setup = choose_setup(config, DataFacts.of(cache))
                 program = setup.program
                 data = place(
                     cache,
@@ -104,7 +95,6 @@ class ProgramCache:
                     expansion(program.storage, program.sharding.views),
                     normalisation=_normalisation(program),
                     buffer_rows=program.buffer_rows,
-                    packed=self.packed,
                 )
         jax.block_until_ready((data.train.arrays, data.validation.resident))
         self._asked, self._placed = dataset_key(config), PlacedSetup(setup, cache, data)
@@ -114,9 +104,9 @@ class ProgramCache:
         """What is placed, with the Setup of another config; None where it does not serve that."""
         was = self._placed.setup.program
         data, hardware = DataFacts.of(self._placed.cache), Hardware.here(was.sharding.num_devices)
-        if was.storage not in possible_storages(config, data, hardware, packed=self.packed):
+        if was.storage not in possible_storages(config, data, hardware):
             return None
-        setup = resolve_setup(config, data, hardware, was.storage, packed=self.packed)
+        setup = resolve_setup(config, data, hardware, was.storage)
         if not setup.program.is_placed_as(was) or not self._placed.data.train.is_sound:
             return None
         return dataclasses.replace(self._placed, setup=setup)

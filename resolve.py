@@ -53,13 +53,11 @@ from largebatch.training.views import make_read
 # ---- config -> Setup ------------------------------------------------------------------------------------
 
 
-def resolve_setup(
-    config, data: DataFacts, hardware: Hardware, storage: str | None = None, *, packed: bool = False
-) -> Setup:
+def resolve_setup(config, data: DataFacts, hardware: Hardware, storage: str | None = None) -> Setup:
     """The Setup of a config.
 
     Args:
-      hardware: what it will run on; with one device if `packed`.
+      hardware: what it will run on.
       storage: in place of augment.storage where that is "auto".
     Raises:
       BadSetting: the config does not go with the data set or the devices.
@@ -75,9 +73,7 @@ def resolve_setup(
         config=config,
         hardware=hardware,
         schedule=schedule,
-        program=_program_options(
-            config, data, hardware, schedule, possible, sharding, storage=storage, packed=packed
-        ),
+        program=_program_options(config, data, hardware, schedule, possible, sharding, storage=storage),
         hyperparams=Hyperparams.from_config(config.optimizer),
         sync=Sync.from_config(config.sync),
         first_local_step=None if config.sync.mode == "every_step" else config.sync.start_step,
@@ -94,7 +90,6 @@ def _program_options(
     sharding: DataSharding,
     *,
     storage: str,
-    packed: bool,
 ) -> ProgramOptions:
     """Return what the programs of a config are compiled from; `batch_sizes` are all that its run may come to."""
     task = make_task(config, data.num_classes, data.targets)
@@ -106,7 +101,6 @@ def _program_options(
         hardware,
         lambda: training_costs(network, data.image_shape).activation_bytes,
         storage=storage,
-        packed=packed,
     )
     # The second is what the doctor takes.
     largest = max(int(batch_sizes[-1]), plan.grouping.micro_batch_size * hardware.num_devices)
@@ -120,7 +114,6 @@ def _program_options(
         buffer_rows=stream_rows if storage == "streamed" else None,
         random_augment=RandomAugment.from_config(config.augment, data.mean),
         sharding=sharding,
-        packed=packed,
         network=network,
         optimizer=config.optimizer.name,
         optimizer_options=OptimizerOptions.from_config(config.optimizer),
@@ -168,7 +161,6 @@ def choose_setup(
     data: DataFacts,
     hardware: Hardware | None = None,
     *,
-    packed: bool = False,
     free_bytes: int | None = None,
 ) -> Setup:
     """The Setup of a config with the first storage that augment.storage allows and that fits, as hosts agree.
@@ -179,17 +171,17 @@ def choose_setup(
     Raises:
       BadSetting: none fits; see also `resolve_setup`.
     """
-    hardware = hardware or Hardware.here(num_devices=1 if packed else None)
-    storages = possible_storages(config, data, hardware, packed=packed)
-    resolve = functools.partial(resolve_setup, config, data, hardware, packed=packed)
+    hardware = hardware or Hardware.here()
+    storages = possible_storages(config, data, hardware)
+    resolve = functools.partial(resolve_setup, config, data, hardware)
     free = memory.least_available_bytes() if free_bytes is None else free_bytes
     return setup_that_fits(storages, resolve, lambda setup: needed_bytes(setup, data.layout, free_bytes), free)
 
 
-def possible_storages(config, data: DataFacts, hardware: Hardware, *, packed: bool = False) -> list[str]:
+def possible_storages(config, data: DataFacts, hardware: Hardware) -> list[str]:
     """What augment.storage allows; see `setup.storages_to_try`."""
     num_examples = data.num_originals * augment.VIEW_COUNTS[config.augment.views]
-    return storages_to_try(config, num_examples, hardware.platform, packed=packed)
+    return storages_to_try(config, num_examples, hardware.platform)
 
 
 def needed_bytes(setup: Setup, layout: RowLayout, free_bytes: int | None = None) -> dict[str, int]:
@@ -206,7 +198,6 @@ def needed_bytes(setup: Setup, layout: RowLayout, free_bytes: int | None = None)
         program.stored_views,
         normalised=program.normalised_dtype,
         buffer_rows=program.buffer_rows,
-        packed=program.packed,
         free_bytes=free_bytes,
     )
     size, platform = setup.micro_batch_size, setup.hardware.platform
@@ -291,7 +282,6 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
         ema_decay=options.ema_decay or 0.0,
         noise=options.noise,
         adascale_reference=options.adascale_reference,
-        packed=options.packed,
     )
     logits_fn = make_logits_fn(network, *scale)
     logits_of_views_fn = None

@@ -15,11 +15,8 @@ import dataclasses
 import logging
 import re
 import sys
-from collections.abc import Hashable
 from pathlib import Path
 
-import jax
-import numpy as np
 from absl import flags
 from ml_collections import config_dict
 
@@ -38,8 +35,7 @@ from largebatch.runs.folder import RunFolder, writing
 from largebatch.studies import analysis, critical_batch
 from largebatch.studies.database import is_sqlite_file_in, without_password
 from largebatch.studies.display import SweepTable
-from largebatch.studies.packing import PREDICTIONS, PackedPrograms
-from largebatch.studies.queue import Counts, TrialQueue
+from largebatch.studies.queue import Counts
 from largebatch.studies.search import PRUNERS, SAMPLERS
 from largebatch.studies.study import (
     Study,
@@ -102,8 +98,6 @@ def read_study(config: config_dict.ConfigDict, recorded: dict, *, dtype_is_auto:
     )
     if recorded and not FLAGS["storage"].present and not is_sqlite_file_in(study.storage, path):
         log.warning("uses the storage %s, which %s names", without_password(study.storage), path)
-    if FLAGS.pack and study.objective == "sec_to_target":
-        raise UserError("--pack: its runs wait for each other; allowed with --objective sec_to_target: no --pack")
     return study
 
 
@@ -131,45 +125,6 @@ def whole_numbers(name: str, help_text: str) -> None:
     flags.DEFINE(Parser(), name, None, help_text)
 
 
-# ---- trials on all devices, or packed: one on each ----------------------------------------------------
-
-
-class PackedExperiments:
-    """What packing has to know of `experiment`; see `packing.Packer`."""
-
-    def __init__(self, cache: ProgramCache):
-        self._cache = cache
-        self.num_devices = len(cache.local_devices)
-
-    def group_of(self, config: config_dict.ConfigDict) -> Hashable:
-        """Runs of equal group have the same programs.
-
-        Raises:
-          BadSetting: the run cannot be packed.
-        """
-        return self._cache.load(config).setup.program
-
-    def programs(self, config: config_dict.ConfigDict) -> PackedPrograms:
-        """What the runs of the group of `config` share."""
-        placed = self._cache.load(config)
-        setup, programs = placed.setup, self._cache.compiled(placed.setup)
-        kernel = self._cache.whitening_kernel(setup)
-        return PackedPrograms(
-            inner_loop=programs.inner_loop,
-            predictions={name: getattr(programs, name) for name in PREDICTIONS},
-            train=placed.data.train.arrays,
-            validation=placed.data.validation.resident,
-            idle_state=programs.parts.init(np.uint32(0), setup.hyperparams, kernel),
-            idle_inputs=setup.schedule.inputs(0, setup.program.inputs_length),
-        )
-
-
-def make_worker(study: Study, queue: TrialQueue | None, table: SweepTable, cache: ProgramCache) -> Worker:
-    """What trains this process's trials by train.py; on one device each, if `cache` is a packed one."""
-    packer = PackedExperiments(cache) if cache.packed else None
-    return Worker(study, queue, table, train=train.train_and_evaluate, cache=cache, packer=packer)
-
-
 # ---- the story --------------------------------------------------------------------------------------
 
 
@@ -184,10 +139,6 @@ def main(config: config_dict.ConfigDict) -> int:
     dtype_is_auto = config.model.dtype == AUTO
     config, _ = cli.start(config, models.MODELS, lambda: recorded.get("config"), of="study")
     study = read_study(config, recorded, dtype_is_auto=dtype_is_auto)
-    if FLAGS.pack and jax.process_count() > 1:
-        raise UserError(
-            f"--pack: {jax.process_count()} hosts; allowed: one, for each trial of a pack is one device's"
-        )
     if not any(field.startswith("dataset.") for field in study.search.space):
         augment.prepare_cache(study.config, to_train=True)  # bad data are found before anything is written
     preemption.answer_signals()
@@ -195,7 +146,7 @@ def main(config: config_dict.ConfigDict) -> int:
     with open_queue(study) if collectives.is_primary() else contextlib.nullcontext() as queue:
         counts = (lambda: queue.counts) if queue else Counts
         table = SweepTable(study.path.name, study.kind, counts, enabled=collectives.is_primary())
-        worker = make_worker(study, queue, table, ProgramCache(packed=FLAGS.pack))
+        worker = Worker(study, queue, table, train=train.train_and_evaluate, cache=ProgramCache())
         try:
             with table, collectives.named_collective_errors():
                 worker.run()
@@ -252,5 +203,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("branch_images", 16_384, "That a branch trains on.", 1)
     whole_numbers("branch_sizes", "Batch sizes of branches; default: the run's own times powers of two.")
     whole_numbers("branch_steps", "Updates of the run after which branches begin; default: 6, spread evenly.")
-    flags.DEFINE_bool("pack", False, "As many trials at once as devices, each on one device.")
     cli.run_script(main, models.MODELS)

@@ -86,9 +86,7 @@ def resolve(options: StepOptions, hardware: Hardware) -> StepOptions:
     return dataclasses.replace(options, micro_batch_size=plan.grouping.micro_batch_size, noise_every=every)
 
 
-def _plan(
-    options: StepOptions, sharding: DataSharding, hardware: Hardware, *, packed: bool = False
-) -> MicroBatchPlan:
+def _plan(options: StepOptions, sharding: DataSharding, hardware: Hardware) -> MicroBatchPlan:
     """Plan micro-batches and noise as train.py does: the one place that knows which fields of a config it takes."""
     config = SimpleNamespace(
         batch=SimpleNamespace(micro_batch_size=options.micro_batch_size, ghost_size=None, auto=False),
@@ -104,7 +102,6 @@ def _plan(
         hardware,
         lambda: training_costs(network, serve.IMAGE_SHAPE).activation_bytes,
         storage=options.storage,
-        packed=packed,
     )
 
 
@@ -127,16 +124,14 @@ def make_loss(network, storage: str = "expanded") -> Callable:
 class OurStep(serve.Step):
     """The compiled inner loop. Its `batch_size` may be changed between runs: it is not compiled in."""
 
-    packed = False
-
     def __init__(self, options: StepOptions):
         self.batch_size = options.batch_size
         self._next_update = 0
-        hardware = Hardware.here(1 if self.packed else None)
+        hardware = Hardware.here()
         self.options = resolve(options, hardware)
         self.network = make_network(self.options.dtype, self.options.conv)
         self._sharding = _sharding(self.options, hardware.num_devices)
-        self._plan = _plan(self.options, self._sharding, hardware, packed=self.packed)
+        self._plan = _plan(self.options, self._sharding, hardware)
         self._data = self._make_data()
         self._inner_loop = make_inner_loop(self._make_step())
         self._state = replicas.replicate(jax.jit(_first_state, static_argnums=0)(self.network))
@@ -154,7 +149,6 @@ class OurStep(serve.Step):
             create_optimizer(OPTIMIZER),
             reader,
             noise=plan.noise,
-            packed=self.packed,
         )
 
     def _make_data(self) -> dict:
@@ -220,19 +214,6 @@ class OurStep(serve.Step):
         """The compiled inner loop, for its text and memory; of one host."""
         lowered = self._inner_loop.lower(self._state, self._data, self._inputs(), self._count(0))
         return compile_with(lowered, options_for(jax.default_backend()))
-
-
-class PackedStep(OurStep):
-    """As many trials as devices, each on all images and on a device of its own."""
-
-    packed = True
-
-    def _inputs(self) -> UpdateInputs:
-        """Inputs of the next updates of each trial."""
-        return jax.tree.map(lambda x: np.stack([x] * jax.local_device_count()), super()._inputs())
-
-    def _count(self, updates: int):
-        return np.full(jax.local_device_count(), updates, np.int32)
 
 
 def _first_state(network):

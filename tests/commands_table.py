@@ -254,7 +254,6 @@ STUDIES = (
     Row("python sweep.py ... --best_seeds 3", f"{EUROSAT} --best_seeds 2", {"...": f"{STUDY}/best"}),
     Row("python sweep.py ... --storage *", skip="tests/studies/test_postgres.py runs studies in PostgreSQL"),
     Row("python sweep.py * --branch runs/NAME", BRANCHES, {"NAME": "trunk"}, prints=("critical_batch",)),
-    Row("python sweep.py ... --pack", EUROSAT, {"...": f"{STUDY}/packed"}),
     Row("python report.py runs/studies/* --png pictures *", makes=("report.html",)),
     Row("python report.py runs/studies/* --updates_to *", makes=("report.html",)),
     Row(

@@ -19,7 +19,6 @@ from benchmarks import (
     memory,
     noise,
     ours,
-    pack,
     plot,
     scaling,
     step,
@@ -340,16 +339,6 @@ def test_the_memory_estimate_is_near_what_the_compiler_says(capsys):
         assert row["compiled"] > row["work_space"] > 64 * 4 * 61_440
     memory.print_memory(result)
     assert capsys.readouterr().out.count("estimated") == 2
-
-
-@pytest.mark.full
-def test_packed_trials_take_turns_with_the_same_trials_on_all_devices(small, capsys):
-    result = pack.bench_pack(1, batch_sizes=(16,))
-    (row,) = result["rows"]
-    assert min(row["images_per_sec"].values()) > 0
-    assert row["gain"]["min"] == row["gain"]["max"] > 0
-    pack.print_pack(result)
-    assert "8 trials packed" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import optuna
 import pytest
 from conftest import ROOT, assert_one_line_error, on_devices, run_script
@@ -11,13 +10,11 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 import experiment
 import model as models
-import sweep
 import train
 from experiment import ProgramCache
 from largebatch import terminal
 from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption
-from largebatch.runs.best import arrays_of, best_checkpoint
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.progress import RunProgress
 from largebatch.studies.database import open_storage
@@ -27,6 +24,7 @@ from largebatch.studies.search import PRUNERS, SearchOptions, grid
 from largebatch.studies.space import as_json
 from largebatch.studies.study import Study
 from largebatch.studies.trial import AssignedTrial, TrialReporter
+from largebatch.studies.worker import Worker
 from largebatch.tasks.kinds import CLASSIFICATION
 
 RATES = CategoricalDistribution([0.003, 0.01, 0.03])
@@ -85,14 +83,18 @@ def queue_of(study: Study) -> TrialQueue:
     )
 
 
-def run_study(study: Study, packed=False, cache=None) -> dict[str, dict]:
-    """Runs a study in this process; summaries by name of trial."""
+def run_study(study: Study, cache=None) -> dict[str, dict]:
+    """Run a study in this process; return the summaries by name of trial."""
     queue = queue_of(study)
     table = SweepTable("s", CLASSIFICATION, lambda: queue.counts, enabled=True)
     with queue, table:
-        sweep.make_worker(study, queue, table, cache or ProgramCache(packed=packed)).run()
+        make_worker(study, queue, table, cache).run()
     assert queue.enqueue_missing().left == 0
     return summaries_of(study.path)
+
+
+def make_worker(study: Study, queue: TrialQueue, table: SweepTable, cache=None) -> Worker:
+    return Worker(study, queue, table, train=train.train_and_evaluate, cache=cache or ProgramCache())
 
 
 def summaries_of(path) -> dict[str, dict]:
@@ -153,53 +155,18 @@ def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeyp
 
 
 @pytest.mark.full
-def test_packed_trials_give_the_numbers_of_the_trials_alone(config, tmp_path):
-    space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"]), "optimizer.learning_rate": RATES}
-    cache = ProgramCache(packed=True)
-    packed = run_study(make_study(config, tmp_path / "packed", space), cache=cache)
-    for name, (optimizer, rate) in {"0001-0": ("lamb", 0.01), "0005-0": ("sgd", 0.03)}.items():
-        alone = {
-            "optimizer.name": CategoricalDistribution([optimizer]),
-            "optimizer.learning_rate": CategoricalDistribution([rate]),
-        }
-        # Packed with nobody, so on a device of the same program: bitwise.
-        one = run_study(make_study(config, tmp_path / name, alone), cache=cache)["0000-0"]
-        assert packed[name]["params_sha256"] == one["params_sha256"]
-        assert packed[name]["devices"] == 1
-    # By train.py on one device: XLA fuses a program for one device in another way, so to rounding.
-    config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.03
-    arguments = [f"--config.{field}={value}" for field, value in changed_fields(config).items()]
-    result = run_script("train.py", *arguments, f"--workdir={tmp_path / 'one'}", env={"JAX_NUM_CPU_DEVICES": "1"})
-    assert result.returncode == 0, result.stderr
-    params_alone = arrays_of(["params"], best_checkpoint(tmp_path / "one").arrays)
-    params_packed = arrays_of(["params"], best_checkpoint(tmp_path / "packed" / "trials" / "0005-0").arrays)
-    assert params_alone
-    for name, array in params_alone.items():
-        np.testing.assert_allclose(params_packed[name], array, atol=1e-5)
-
-
-def changed_fields(config) -> dict:
-    from configs import default
-    from largebatch.config import fields
-
-    ours, theirs = fields.flatten(config.to_dict()), fields.flatten(default.get_config().to_dict())
-    return {field: value for field, value in ours.items() if value != theirs[field]}
-
-
-@pytest.mark.full
-def test_packed_trials_of_other_lengths_and_batch_sizes(config, tmp_path):
+def test_trials_of_other_lengths_and_batch_sizes(config, tmp_path):
     def derive(config):
         config.train.outer_steps = 1 if config.batch.size == 64 else 4
 
     space = {"batch.size": CategoricalDistribution([64, 100, 640])}
-    summaries = run_study(make_study(config, tmp_path, space, derive), packed=True)
+    summaries = run_study(make_study(config, tmp_path, space, derive))
     assert [summary["steps"] for summary in summaries.values()] == [3, 12, 12]
     assert [summary["examples_seen"] for summary in summaries.values()] == [3 * 64, 12 * 100, 12 * 640]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_path, packed, capsys):
+def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_path, capsys):
     # 10,000 examples are more than there are; a rate of 1e38 does not stay finite.
     rates = CategoricalDistribution([0.01, 1e38])
     space = {"optimizer.learning_rate": rates, "batch.size": CategoricalDistribution([128, 10_000])}
@@ -208,7 +175,7 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     queue = queue_of(study)
     table = SweepTable("s", CLASSIFICATION, lambda: queue.counts, enabled=True)
     with queue, table:
-        sweep.make_worker(study, queue, table, ProgramCache(packed=packed)).run()
+        make_worker(study, queue, table).run()
     shown = capsys.readouterr().out
     assert "4 of 4 trials ended" in shown
     assert shown.count("  failed  ") == 2
@@ -219,7 +186,7 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     assert "batch.size: 10000" in trial["error"]
 
 
-def test_packed_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp_path, monkeypatch):
+def test_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp_path, monkeypatch):
     def compiled(self, setup):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -229,7 +196,7 @@ def test_packed_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp
     queue = queue_of(study)
     table = SweepTable("s", CLASSIFICATION, lambda: queue.counts, enabled=True)
     with queue, table:
-        sweep.make_worker(study, queue, table, ProgramCache(packed=True)).run()
+        make_worker(study, queue, table).run()
     for name in ("0000-0", "0001-0"):
         trial = json.loads((tmp_path / "trials" / name / "trial.json").read_text())
         assert trial["error"] == "RESOURCE_EXHAUSTED: out of memory"
@@ -254,10 +221,7 @@ def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monke
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("packed", [False, True])
-def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(
-    config, tmp_path, monkeypatch, packed
-):
+def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(config, tmp_path, monkeypatch):
     space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"])}
     study, record = make_study(config, tmp_path, space), RunProgress.record
 
@@ -266,19 +230,18 @@ def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(
 
     monkeypatch.setattr(RunProgress, "record", find_the_disk_full)
     with pytest.raises(UserError, match="disk full"):
-        run_study(study, packed=packed)
+        run_study(study)
     assert queue_of(study).enqueue_missing() == Counts(2, 0, 0)
     monkeypatch.setattr(RunProgress, "record", record)
     assert [summary["status"] for summary in run_study(study).values()] == ["done", "done"]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_signal_puts_all_claimed_trials_back(config, tmp_path, monkeypatch, packed):
+def test_a_signal_puts_all_claimed_trials_back(config, tmp_path, monkeypatch):
     space = {"optimizer.name": CategoricalDistribution(["lamb", "adam", "sgd"])}
     study = make_study(config, tmp_path, space)
     monkeypatch.setattr(preemption, "_first_signal", 15)
     with pytest.raises(preemption.Stopped):
-        run_study(study, packed=packed)
+        run_study(study)
     assert queue_of(study).enqueue_missing() == Counts(3, 0, 0)
 
 

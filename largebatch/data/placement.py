@@ -55,7 +55,6 @@ def bytes_per_device(
     *,
     normalised: np.dtype | None = None,
     buffer_rows: int | None = None,
-    packed: bool = False,
     free_bytes: int | None = None,
 ) -> dict[str, int]:
     """Bytes that `place` needs on the fullest device, by part.
@@ -67,7 +66,7 @@ def bytes_per_device(
       free_bytes: on a device; None asks this host's devices.
     """
     row_bytes, num_val = layout.row_bytes, layout.counts["val"]
-    val_bytes = bytes_on_device(num_val, sharding.num_devices, row_bytes, packed=packed, free_bytes=free_bytes)
+    val_bytes = bytes_on_device(num_val, sharding.num_devices, row_bytes, free_bytes=free_bytes)
     if buffer_rows is None:
         num_rows = sharding.max_originals * views
         sizes = {"training images": num_rows * row_bytes, "validation images": val_bytes}
@@ -89,7 +88,6 @@ def place(
     *,
     normalisation: Normalisation | None = None,
     buffer_rows: int | None = None,
-    packed: bool = False,
 ) -> DeviceData:
     """Reads this host's rows of the cache, device by device, so that no second copy is held.
 
@@ -98,23 +96,17 @@ def place(
       seed: of the deal. Not the run's, so that runs that differ by seed share what is placed.
       expand: makes the views that are kept; None keeps the originals.
       normalisation: of what is kept in place of rows; None keeps rows.
-      packed: all of the set on each device, as if it were the only one.
       buffer_rows: originals in a buffer, where training images are streamed; nothing of them is read yet.
     Raises:
       DamagedCache: what is read is not what was written.
     """
     local_devices = jax.local_devices()
-    device_numbers = [0] * len(local_devices) if packed else replicas.local_indices()
-    validation = place_validation(cache, sharding.num_devices, device_numbers, packed=packed)
+    device_numbers = replicas.local_indices()
+    validation = place_validation(cache, sharding.num_devices, device_numbers)
     val_ids = cache.small_array("val_ids")
     if buffer_rows is not None:
         return DeviceData(Stream(cache, sharding, seed, buffer_rows), validation, val_ids)
-    if packed:
-        # CPU devices share one copy, which `aligned_empty` makes possible.
-        rows = _read_train(cache, sharding, seed, 0, expand)
-        rows_by_device = [rows] * len(local_devices)
-    else:
-        rows_by_device = (_read_train(cache, sharding, seed, index, expand) for index in device_numbers)
+    rows_by_device = (_read_train(cache, sharding, seed, index, expand) for index in device_numbers)
     placed = [jax.device_put(rows, device) for rows, device in zip(rows_by_device, local_devices, strict=True)]
     train = replicas.stack(placed)
     if normalisation is not None:

@@ -95,11 +95,6 @@ class DealtSplit:
         """The same split, resident; raises as `check`."""
         return dataclasses.replace(self, resident=self._place(0, self.rows))
 
-    def of_local_device(self, index: int) -> "DealtSplit":
-        """What one device of this host has of a resident split."""
-        resident = replicas.shards_of(self.resident)[index]
-        return dataclasses.replace(self, device_numbers=[self.device_numbers[index]], resident=resident)
-
     def images_of(self, examples: np.ndarray) -> np.ndarray:
         """Some of the images, on this host: [n, H * W * C].
 
@@ -161,12 +156,10 @@ def stays_on_devices(num_bytes: int, free_bytes: int | None = None) -> bool:
     return available is None or num_bytes <= RESIDENT_SHARE * available
 
 
-def bytes_on_device(
-    num_examples: int, num_devices: int, image_bytes: int, *, packed: bool = False, free_bytes: int | None = None
-) -> int:
+def bytes_on_device(num_examples: int, num_devices: int, image_bytes: int, *, free_bytes: int | None = None) -> int:
     """Bytes of images that a split needs on a device, by what is free there: all of them, or two blocks."""
     num_bytes = -(-num_examples // num_devices) * image_bytes
-    if packed or stays_on_devices(num_bytes, free_bytes):
+    if stays_on_devices(num_bytes, free_bytes):
         return num_bytes
     return min(num_bytes, 2 * max(BLOCK_BYTES, image_bytes))
 
@@ -177,14 +170,11 @@ def all_stay_on_devices(num_examples: int, num_devices: int, image_bytes: int) -
     return bool(collectives.from_primary(np.int32(here)))
 
 
-def place_validation(
-    cache: Cache, num_devices: int, device_numbers: list[int], *, packed: bool = False
-) -> DealtSplit:
+def place_validation(cache: Cache, num_devices: int, device_numbers: list[int]) -> DealtSplit:
     """The validation split of a cache: on the devices, or checked and then read for every validation.
 
     Args:
       num_devices, device_numbers: see `DealtSplit`.
-      packed: each device has a run of its own. They validate at different times, so the split stays there.
     Raises:
       DamagedCache: what is read is not what was written.
     """
@@ -193,7 +183,7 @@ def place_validation(
         cache.read_images("val", examples, out)
 
     image_bytes, count = cache.layout.row_bytes, cache.count("val")
-    stays = packed or all_stay_on_devices(count, num_devices, image_bytes)  # before a host may find damage
+    stays = all_stay_on_devices(count, num_devices, image_bytes)  # before a host may find damage
     split = DealtSplit(
         labels=cache.small_array("val_labels"),
         read=read,

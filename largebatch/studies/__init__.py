@@ -1,1 +1,1 @@
-"""Many runs: search, queue, packing, analysis."""
+"""Many runs: search, queue, analysis."""

@@ -1,6 +1,5 @@
 """What a person sees of a study while it runs."""
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ class SweepTable:
         self._name, self._kind, self._counts, self._started = name, kind, counts, time.monotonic()
         self._console = Console(enabled=enabled)
         self._trials: dict[str, _TrialLine] = {}  # of this process, in the order of their start
-        self._lock = threading.Lock()  # packed trials tell of themselves from threads
         self._live = live.Live(
             get_renderable=self._render, console=self._console, refresh_per_second=2, redirect_stderr=False
         )
@@ -78,30 +76,26 @@ class SweepTable:
     def start(self, name: str, values: dict, total_updates: int, step: int) -> None:
         """A trial has begun, at update `step`."""
         shown = "  ".join(f"{field.rpartition('.')[2]} {_short(value)}" for field, value in values.items())
-        with self._lock:
-            self._trials[name] = _TrialLine(shown, total_updates, step, step, time.monotonic())
+        self._trials[name] = _TrialLine(shown, total_updates, step, step, time.monotonic())
         self._print_line(f"trial {name}  {shown}  started at update {step} of {total_updates}")
 
     def at(self, name: str, step: int, images_per_sec: float) -> None:
         """A trial has done update `step`."""
-        with self._lock:
-            self._trials[name].update = step
-            self._trials[name].images_per_sec = images_per_sec
+        self._trials[name].update = step
+        self._trials[name].images_per_sec = images_per_sec
 
     def row(self, name: str, row: dict) -> None:
         """A trial was validated."""
-        with self._lock:
-            trial = self._trials[name]
-            trial.score = self._kind.best([trial.score, score_of(row)])
+        trial = self._trials[name]
+        trial.score = self._kind.best([trial.score, score_of(row)])
 
     def end(self, name: str, status: str, score: float | None, error: str | None = None) -> None:
         """A trial has ended, with its best score or an error."""
         now = time.monotonic()
-        with self._lock:
-            if name not in self._trials:  # it had ended before, or failed before its start
-                self._trials[name] = _TrialLine("", total_updates=1, first_update=0, update=1, started_at=now)
-            trial = self._trials[name]
-            trial.status, trial.score = status, score
+        if name not in self._trials:  # it had ended before, or failed before its start
+            self._trials[name] = _TrialLine("", total_updates=1, first_update=0, update=1, started_at=now)
+        trial = self._trials[name]
+        trial.status, trial.score = status, score
         result = error or f"best val {self._kind.score_words} {four_digits(score)}"
         seconds = now - trial.started_at
         self._print_line(
@@ -115,9 +109,8 @@ class SweepTable:
     def _summary_of_study(self) -> str:
         """How many trials have ended, and about how long the rest will take this process."""
         counts = self._counts()
-        with self._lock:
-            done = sum(trial.done for trial in self._trials.values())
-            left = counts.waiting + sum(trial.left for trial in self._trials.values())
+        done = sum(trial.done for trial in self._trials.values())
+        left = counts.waiting + sum(trial.left for trial in self._trials.values())
         shown = f"{counts.ended} of {counts.total} trials ended"
         if done < TOO_EARLY or not left:
             return shown
@@ -130,8 +123,7 @@ class SweepTable:
             out.add_column(column, justify="left")
         for column in ("updates", f"val {self._kind.score_words}", "images/s"):
             out.add_column(column, justify="right")
-        with self._lock:
-            shown = list(self._trials.items())[-SHOWN_TRIALS:]
+        shown = list(self._trials.items())[-SHOWN_TRIALS:]
         for name, trial in shown:
             status = trial.status
             if status == "running":

@@ -5,18 +5,14 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Callable
 
-import jax
-
-from largebatch.errors import BadSetting, UserError
+from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import InUse, RunFolder, writing
 from largebatch.runs.summary import summary_of_older_code
 from largebatch.studies.database import open_storage
 from largebatch.studies.display import SweepTable
-from largebatch.studies.packing import Pack, PackedProgramCache, Packer
 from largebatch.studies.queue import ClaimedTrial, TrialQueue, TrialSpec
 from largebatch.studies.search import create_pruner
 from largebatch.studies.study import Study, identity
@@ -62,7 +58,6 @@ class Worker:
       queue: host 0's; None on the others.
       train: `train.train_and_evaluate`.
       cache: the programs and data that trials share; handed on to `train`.
-      packer: None trains one trial after the other, each on all devices. Else there is a trial on each device.
     """
 
     def __init__(
@@ -73,133 +68,91 @@ class Worker:
         *,
         train: Callable,
         cache,
-        packer: Packer | None = None,
     ):
         self._study, self._queue, self._table = study, queue, table
-        self._train, self._cache, self._packer = train, cache, packer
-        self._trials_at_once = packer.num_devices if packer else 1
+        self._train, self._cache = train, cache
         self._failures_in_a_row = 0
         self._signal = 0  # that this host got while it trained, or 0
 
     def run(self) -> None:
-        """Trains all trials that this process gets.
+        """Train all trials that this process gets.
 
         Raises:
           UserError: several trials in a row failed.
-          preemption.Stopped: a signal came; the running trials are saved and put back.
+          preemption.Stopped: a signal came; the running trial is saved and put back.
         """
-        while trials := self._next_trials():
+        while trial := self._next_trial():
             try:
-                if self._packer:
-                    self._train_packed(trials)
-                else:
-                    for trial in trials:
-                        self._train_one(trial, self._cache)
+                self._train_one(trial)
             except InUse as busy:
                 log.info("%s; it comes again later", busy)
                 time.sleep(POLL_SEC)
             except preemption.Stopped as stopped:
-                self._signal = stopped.number  # all hosts leave together, in `_next_trials`
+                self._signal = stopped.number  # all hosts leave together, in `_next_trial`
             finally:
-                self._put_back(trials)
+                self._put_back(trial)
 
     # ---- taking trials ------------------------------------------------------------------------------
 
-    def _next_trials(self) -> list[AssignedTrial]:
-        """The trials that host 0 claimed, on every host; none once all runs of the study have ended.
+    def _next_trial(self) -> AssignedTrial | None:
+        """Return the trial that host 0 claimed, on every host; None once all runs of the study have ended.
 
-        While other processes run the last trials, this waits: if one of them dies, its trials come back.
+        While other processes run the last trials, this waits: if one of them dies, its trial comes back.
 
         Raises:
           preemption.Stopped: on all hosts, if any of them got a signal.
         """
         said_so = False
         while True:
-            claimed = self._claim_trials() if self._queue else []
+            claimed = self._claim_trial() if self._queue else None
             host_0 = collectives.json_from_primary(
                 {
-                    "specs": [dataclasses.asdict(trial.spec) for trial in claimed],
+                    "spec": dataclasses.asdict(claimed.spec) if claimed else None,
                     "left": self._queue.counts.left if self._queue else 0,
                     "signal": self._signal,
                 }
             )
             signal = host_0["signal"] or preemption.agree()[0]
             if signal:
-                for trial in claimed:
-                    self._queue.put_back(trial)
+                if claimed:
+                    self._queue.put_back(claimed)
                 raise preemption.Stopped(signal)
-            specs = [TrialSpec(**spec) for spec in host_0["specs"]]
-            if specs and self._queue:
-                return [AssignedTrial(spec, trial) for spec, trial in zip(specs, claimed, strict=True)]
-            if specs:
-                return [AssignedTrial(spec, claimed=None) for spec in specs]
+            if host_0["spec"]:
+                return AssignedTrial(TrialSpec(**host_0["spec"]), claimed)
             if not host_0["left"]:
-                return []
+                return None
             if not said_so:
                 log.info("waiting for trials of other processes, or of a killed one")
                 said_so = True
             time.sleep(POLL_SEC)
 
-    def _claim_trials(self) -> list[ClaimedTrial]:
-        """Host 0's next trials, as many as are trained at once."""
-        claimed: list[ClaimedTrial] = []
+    def _claim_trial(self) -> ClaimedTrial | None:
+        """Claim host 0's next trial, if one is waiting."""
         try:
             self._queue.enqueue_missing()
             if self._queue.counts.waiting:
-                while len(claimed) < self._trials_at_once and (trial := self._queue.claim()):
-                    claimed.append(trial)
+                return self._queue.claim()
         except preemption.Stopped as stopped:  # while the database was away
             self._signal = stopped.number
-        return claimed
+        return None
 
-    def _put_back(self, trials: list[AssignedTrial]) -> None:
-        """Puts back what has not ended."""
-        for trial in trials:
-            if trial.claimed:
-                # A signal came while the database was away. This process ends, and its trials will be missed.
-                with contextlib.suppress(preemption.Stopped):
-                    self._queue.put_back(trial.claimed)
+    def _put_back(self, trial: AssignedTrial) -> None:
+        """Put back a trial that has not ended."""
+        if trial.claimed:
+            # A signal came while the database was away. This process ends, and its trial will be missed.
+            with contextlib.suppress(preemption.Stopped):
+                self._queue.put_back(trial.claimed)
 
     # ---- training them ------------------------------------------------------------------------------
 
-    def _train_packed(self, trials: list[AssignedTrial]) -> None:
-        """Trains the trials whose programs are the same at once, group by group."""
-        groups: dict[Hashable, list[AssignedTrial]] = {}
-        for trial in trials:
-            try:
-                config = self._study.config_of(trial.spec.values, trial.spec.seed)
-                group = self._packer.group_of(config)
-            except BadSetting:
-                self._train_one(trial, self._cache)  # which says why it fails
-            else:
-                groups.setdefault(group, []).append(trial)
-        for group in groups.values():
-            self._train_group(group)
-
-    def _train_group(self, trials: list[AssignedTrial]) -> None:
-        """Trains trials of one group at once; raises the first error that is not a trial's own."""
-        first = trials[0].spec
-        try:
-            programs = self._packer.programs(self._study.config_of(first.values, first.seed))
-        except jax.errors.JaxRuntimeError:
-            for trial in trials:
-                self._train_one(trial, self._cache)  # which says why it fails
-            return
-        pack = Pack(programs, len(trials))
-        caches = [PackedProgramCache(self._cache, pack, run) for run in range(len(trials))]
-        runs = [partial(self._train_one, trial, cache) for trial, cache in zip(trials, caches, strict=True)]
-        for error in pack.run(runs):
-            if error:
-                raise error
-
-    def _train_one(self, trial: AssignedTrial, cache) -> None:
-        """Trains a trial and ends it in the queue.
+    def _train_one(self, trial: AssignedTrial) -> None:
+        """Train a trial and end it in the queue.
 
         Raises:
           UserError: it failed, as the trials before it did.
         """
         reporter = TrialReporter(self._study, trial, self._queue, self._table)
-        result = train_trial(self._study, trial.spec, train=self._train, cache=cache, reporter=reporter)
+        result = train_trial(self._study, trial.spec, train=self._train, cache=self._cache, reporter=reporter)
         if trial.claimed:
             self._end_in_queue(trial.claimed, result)
         score = result.summary.get("best_score")

@@ -23,7 +23,6 @@ def make_predict(
     micro_batch_size: int,
     *,
     whole: bool = False,
-    packed: bool = False,
     devices: list | None = None,
 ):
     """Predicts a block and reduces it where it lies, pmapped.
@@ -33,12 +32,11 @@ def make_predict(
       stored_shape: of an image, with what is to be predicted of it.
       micro_batch_size: images per forward pass, per device.
       whole: all that is predicted is kept, in place of what a run keeps of it; see `task.Task`.
-      packed: each device has a run of its own, and sums of its own [local devices, ...].
       devices: to compile for, where they are not here.
     Returns:
       (variables, Block), both with a leading local-device axis -> the sums of the task over all devices (see
-      `in_halves`), each [micro-batches, ...], or [local devices, micro-batches, ...] if packed; and what is kept of
-      the rows of this host's devices, which stays there: [local devices, n', ...], n' >= rows of the block.
+      `in_halves`), each [micro-batches, ...]; and what is kept of the rows of this host's devices, which stays
+      there: [local devices, n', ...], n' >= rows of the block.
     """
 
     def predict(variables, block):
@@ -58,9 +56,9 @@ def make_predict(
 
         starts = jnp.arange(-(-num_rows // size)) * size
         sums, kept = lax.map(some, starts)
-        return sums if packed else lax.psum(sums, AXIS), kept.reshape(-1, *kept.shape[2:])
+        return lax.psum(sums, AXIS), kept.reshape(-1, *kept.shape[2:])
 
-    return pmap(predict, in_axes=(0, 0), out_axes=(0 if packed else None, 0), devices=devices)
+    return pmap(predict, in_axes=(0, 0), out_axes=(None, 0), devices=devices)
 
 
 def in_halves(sums):

@@ -36,7 +36,6 @@ def plan_micro_batches(
     activation_bytes: Callable[[], int],
     *,
     storage: str,
-    packed: bool,
 ) -> MicroBatchPlan:
     """Plan the micro-batches of a run from batch.micro_batch_size, batch.ghost_size and log.noise_every.
 
@@ -44,7 +43,6 @@ def plan_micro_batches(
       batch_sizes: all that the run may come to, ascending.
       activation_bytes: gives the bytes that an image's activations take; asked on GPUs.
       storage: augment.storage.
-      packed: whether each device trains a run of its own.
     Raises:
       BadSetting: batch normalisation would see single images, or noise that is needed could not be measured.
     """
@@ -55,7 +53,7 @@ def plan_micro_batches(
     noise = plan_noise(config, batch_sizes, sharding, grouping, platform)
     if storage == "normalised":
         grouping = with_noise_groups(grouping, noise)
-    single = not packed and has_one_micro_batch(batch_sizes, grouping, sharding, platform)
+    single = has_one_micro_batch(batch_sizes, grouping, sharding, platform)
     return MicroBatchPlan(grouping, noise, single, wanted)
 
 

@@ -84,9 +84,6 @@ def compile_programs(
     statistics = (STATISTICS,) if STATISTICS in one_replica.model_state else ()
     inner_loop = local_loop = average = None
     no_updates = np.int32(0)
-    if parts.step.packed:
-        inputs, no_updates = jax.tree.map(lambda x: np.stack([x] * len(on)), (inputs, no_updates))
-
     metric_names = set()
     if parts.sync_mode != "local":
         inner_loop = make_inner_loop(parts.step)
@@ -120,9 +117,7 @@ def _compile_predictions(parts: ProgramParts, variables, split: DealtSplit) -> t
     block = next(split.blocks(micro_batch_size))
 
     def compiled(logits_fn):
-        predict = make_predict(
-            logits_fn, parts.task, parts.stored_shape, micro_batch_size, packed=parts.step.packed
-        )
+        predict = make_predict(logits_fn, parts.task, parts.stored_shape, micro_batch_size)
         jax.block_until_ready(predict(variables, block))
         return predict
 

@@ -68,7 +68,6 @@ class ProgramOptions:
     buffer_rows: int | None  # originals in a device's buffer; None where nothing is streamed
     random_augment: RandomAugment
     sharding: DataSharding
-    packed: bool  # each device trains a run of its own, on all of the data
     network: nn.Module  # of the config's group `model`
     optimizer: str  # optimizer.name
     optimizer_options: OptimizerOptions
@@ -214,33 +213,25 @@ def takes_whole_set(config, num_examples: int) -> bool:
     return resolve_batch_size(batch.size, num_examples) == num_examples
 
 
-def storages_to_try(config, num_examples: int, platform: str, *, packed: bool) -> list[str]:
+def storages_to_try(config, num_examples: int, platform: str) -> list[str]:
     """What a config's augment.storage allows.
 
     On CPUs "auto" never normalises: there it would take four times the memory, and reading costs little.
 
     Raises:
-      BadSetting: normalised images, but not for whole sets; or a stream, where each device has a run of its own and
-        so needs all images.
+      BadSetting: normalised images, but not for whole sets.
     """
-    wanted, whole_set = config.augment.storage, takes_whole_set(config, num_examples) and not packed
+    wanted, whole_set = config.augment.storage, takes_whole_set(config, num_examples)
     if wanted == "normalised" and not whole_set:
         raise BadSetting(
             "augment.storage: 'normalised'; allowed: auto | expanded | on_device | streamed, unless every batch is "
             "the whole set (batch.size 'full') of images with classes, none is changed at random and devices share "
             "the batch"
         )
-    if packed and wanted == "streamed":
-        raise BadSetting(
-            "augment.storage: 'streamed'; allowed: auto | expanded | on_device with --pack, "
-            "for each of its runs is one device's and needs all images there"
-        )
     if wanted != "auto":
         return [wanted]
-    left_out = {"streamed"} if packed else set()
-    if not whole_set or platform == "cpu":
-        left_out.add("normalised")
-    return [storage for storage in STORAGES if storage not in left_out]
+    left_out = "normalised" if not whole_set or platform == "cpu" else None
+    return [storage for storage in STORAGES if storage != left_out]
 
 
 def setup_that_fits(
@@ -272,8 +263,6 @@ def setup_that_fits(
 def _hint(setup: Setup, sizes: dict[str, int]) -> str:
     """Return what a user can change where images do not fit; `sizes` are the bytes they need, by part."""
     program = setup.program
-    if program.packed:
-        return "without --pack devices share the images"
     if program.storage != "streamed":
         smaller = "'on_device' or 'streamed'" if program.stored_views > 1 else "'streamed'"
         return f"augment.storage {smaller} needs less, and so does each of more devices"

@@ -37,10 +37,6 @@ def sum_over_devices(tree):
     return unravel(lax.psum(vector, AXIS))
 
 
-def _leave_on_device(tree):
-    return tree
-
-
 @dataclasses.dataclass(frozen=True)
 class MicroBatchReader:
     """Reads the micro-batches of a device's part of a batch."""
@@ -178,7 +174,6 @@ class TrainStep:
     # AdaScale's reference batch size. The rate of an update is then that of the scale-invariant step that it starts
     # in, times its gain; the loop ends early where the run does.
     adascale_reference: int | None = None
-    packed: bool = False  # each device trains a run of its own, on data for one device; nothing crosses devices
 
     def zero_sums(self, state: TrainState, data) -> GradientSums:
         """The sums of an empty batch, all zero; to start adding from.
@@ -336,13 +331,10 @@ def make_inner_loop(step: TrainStep, devices: list | None = None):
       num_updates: how many of them to do.
       metrics: float32 [inputs_length] by name, zero for updates that were not reached: "loss", "grad_norm",
         "nonfinite" (the state's counter after the update) and those of `loss_fn`; with AdaScale "gain" and "rate".
-      If `step` is packed, inputs, num_updates and metrics have the leading axis too.
     """
-    if step.packed:
-        step = dataclasses.replace(step, reduce=_leave_on_device)
 
     def inner_loop(state, data, inputs, num_updates):
-        device = 0 if step.packed else lax.axis_index(AXIS)
+        device = lax.axis_index(AXIS)
         zeros = step.zero_sums(state, data)
 
         def goes_on(carry):
@@ -360,8 +352,7 @@ def make_inner_loop(step: TrainStep, devices: list | None = None):
             _, state, metrics = lax.while_loop(goes_on, body, (jnp.int32(0), state, metrics))
         return state, metrics
 
-    per_run = 0 if step.packed else None
-    in_axes, out_axes = (0, 0, per_run, per_run), (0, per_run)
+    in_axes, out_axes = (0, 0, None, None), (0, None)
     return pmap(inner_loop, in_axes, out_axes, donate_argnums=(0,), devices=devices)
 
 

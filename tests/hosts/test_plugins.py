@@ -63,7 +63,7 @@ def test_a_study_on_the_cpu_loads_no_plugin(plugins, tmp_path, session_cache):
         "from optuna.distributions import CategoricalDistribution\n\n\n"
         "def get_space():\n    return {'optimizer.learning_rate': CategoricalDistribution([0.1, 0.2])}\n"
     )
-    flags = [*small_flags(session_cache, **{"devices.platform": "cpu"}), "--pack"]
+    flags = small_flags(session_cache, **{"devices.platform": "cpu"})
     study = [f"--space={tmp_path / 'space.py'}", f"--study={tmp_path / 'study'}"]
     done = run_script("sweep.py", *study, *flags, env=plugins)
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ def test_machines_of_two_kinds_work_on_one_study(sweep_on, again):
     assert made.returncode == 0, made.stderr
     assert "model.dtype" not in made.stderr
     assert json.loads((sweep_on.folder / "study.json").read_text())["config"]["model"]["dtype"] == "float32"
-    done = sweep_on("bfloat16", "--trials=3", "--pack", **again)
+    done = sweep_on("bfloat16", "--trials=3", **again)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(SAID) == 1
     assert dtypes_of_trials(sweep_on.folder) == ["float32"] * 3

@@ -113,7 +113,6 @@ def test_large_splits_are_read_again_and_small_ones_stay(monkeypatch):
     monkeypatch.setattr(validation, "BLOCK_BYTES", 160)
     assert validation.bytes_on_device(96, 8, 80) == 960
     assert validation.bytes_on_device(100, 8, 80) == 320
-    assert validation.bytes_on_device(100, 8, 80, packed=True) == 1040
     monkeypatch.setattr(validation.memory, "available_bytes", lambda: None)
     assert validation.stays_on_devices(10**15)
 

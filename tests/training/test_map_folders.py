@@ -14,7 +14,6 @@ from report_pages import make, text_of
 
 import evaluate
 import model
-import sweep
 import train
 from configs import scenes_tiny
 from experiment import ProgramCache
@@ -26,7 +25,7 @@ from largebatch.studies.display import SweepTable
 from largebatch.studies.search import SearchOptions
 from largebatch.studies.space import as_json
 from largebatch.studies.study import Study
-from largebatch.studies.worker import open_queue
+from largebatch.studies.worker import Worker, open_queue
 from largebatch.tasks import planes
 
 SMALL, SIZE, COUNT = "resunet_smaller", 16, 60
@@ -73,7 +72,7 @@ def config_of(task, folders, cache_dir):
 @pytest.fixture(scope="module")
 def shared():
     """Programs and data of one device for all runs here."""
-    return ProgramCache(packed=False)
+    return ProgramCache()
 
 
 def rows_of(path) -> list[dict]:
@@ -139,7 +138,7 @@ def test_a_study_of_depths_ranks_the_lowest_first(folders, session_cache, tmp_pa
     )  # fmt: skip
     queue = open_queue(study)
     with queue, SweepTable("s", study.kind, lambda: queue.counts, enabled=False) as table:
-        sweep.make_worker(study, queue, table, ProgramCache(packed=True)).run()
+        Worker(study, queue, table, train=train.train_and_evaluate, cache=ProgramCache()).run()
     best, worst = analysis.leaderboard(reader.read(study.path))
     assert best.values == {"optimizer.learning_rate": 0.05}
     assert best.score.mean < worst.score.mean

@@ -64,5 +64,4 @@ def test_which_programs_know(config, platform, num_devices, fields, knows):
     config.batch.update(fields)
     data = DataFacts.of(ProgramCache().load(config).cache)
     hardware = Hardware(platform, "NVIDIA H200", num_devices)
-    for packed, expected in ((False, knows), (True, False)):
-        assert resolve.resolve_setup(config, data, hardware, packed=packed).program.single_micro_batch == expected
+    assert resolve.resolve_setup(config, data, hardware).program.single_micro_batch == knows

@@ -216,17 +216,6 @@ def test_auto_takes_what_fits_and_says_so(config, monkeypatch, caplog):
         ProgramCache().load(config)
 
 
-def test_a_pack_needs_all_images(config, monkeypatch):
-    config.batch.trace = None
-    config.augment.storage = "streamed"
-    with pytest.raises(BadSetting, match=r"augment\.storage: 'streamed'; allowed: auto \| expanded \| on_device"):
-        ProgramCache(packed=True).load(config)
-    config.augment.storage = "auto"
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
-    with pytest.raises(BadSetting, match="without --pack devices share the images"):
-        ProgramCache(packed=True).load(config)
-
-
 def test_a_stream_is_placed_again_for_batches_that_it_is_too_small_for(config):
     config.batch.trace, config.augment.storage, config.batch.size = None, "streamed", 8
     programs = ProgramCache()

@@ -156,12 +156,11 @@ def test_normalised_images_serve_whole_sets_alone(config, changes):
     with pytest.raises(BadSetting, match=r"augment\.storage: 'normalised'; .*unless every batch is"):
         possible_storages(config, DataFacts.of(cache), Hardware.here())
     config.augment.storage = "auto"
-    assert "normalised" not in storages_to_try(config, 640, "tpu", packed=False)
+    assert "normalised" not in storages_to_try(config, 640, "tpu")
 
 
 def test_auto_normalises_on_accelerators(config):
     config.augment.storage = "auto"
-    assert storages_to_try(config, 640, "tpu", packed=False)[0] == "normalised"
-    assert storages_to_try(config, 640, "gpu", packed=False)[0] == "normalised"
-    assert storages_to_try(config, 640, "gpu", packed=True)[0] == "expanded"
-    assert storages_to_try(config, 640, "cpu", packed=False)[0] == "expanded"
+    assert storages_to_try(config, 640, "tpu")[0] == "normalised"
+    assert storages_to_try(config, 640, "gpu")[0] == "normalised"
+    assert storages_to_try(config, 640, "cpu")[0] == "expanded"
