@@ -5,8 +5,8 @@
     python augment.py --config configs/scenes_tiny.py --export scenes
 
 With V views (8, 2 or 1 by augment.views), example `i` of the training set is view `i % V` of original `i // V`.
-Storage "expanded" keeps all views on the devices, and "normalised" as the network takes them; "on_device" keeps the
-originals and makes the view when a micro-batch is read; "streamed" does so with what the next updates visit.
+Storage "expanded" keeps all views on the devices; "on_device" keeps the originals and makes the view when a
+micro-batch is read; "streamed" does so with what the next updates visit.
 """
 
 import functools

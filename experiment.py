@@ -15,7 +15,7 @@ import augment
 import model as models
 from largebatch.cache.cache import Cache
 from largebatch.cache.plan import FIRST_ROWS
-from largebatch.data.placement import DeviceData, Normalisation, place
+from largebatch.data.placement import DeviceData, place
 from largebatch.data.rows import split_planes
 from largebatch.data.streaming import load_inputs
 from largebatch.hardware.chips import Hardware
@@ -45,14 +45,6 @@ WHITENING_IMAGES = FIRST_ROWS  # training images whose patches whiten the stem
 
 
 # ---- data and programs ------------------------------------------------------------------------------------
-
-
-def _normalisation(options: ProgramOptions) -> Normalisation | None:
-    """How images are kept, where they are normalised."""
-    if options.normalised_dtype is None:
-        return None
-    apply = make_normalise(options.network, options.image_shape, options.mean, options.std)
-    return Normalisation(apply, options.grouping)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +85,6 @@ class ProgramCache:
                     program.sharding,
                     config.dataset.split_seed,
                     expansion(program.storage, program.sharding.views),
-                    normalisation=_normalisation(program),
                     buffer_rows=program.buffer_rows,
                 )
         jax.block_until_ready((data.train.arrays, data.validation.resident))
@@ -104,7 +95,7 @@ class ProgramCache:
         """What is placed, with the Setup of another config; None where it does not serve that."""
         was = self._placed.setup.program
         data, hardware = DataFacts.of(self._placed.cache), Hardware.here(was.sharding.num_devices)
-        if was.storage not in possible_storages(config, data, hardware):
+        if was.storage not in possible_storages(config):
             return None
         setup = resolve_setup(config, data, hardware, was.storage)
         if not setup.program.is_placed_as(was) or not self._placed.data.train.is_sound:
@@ -219,7 +210,7 @@ class Experiment:
     def locate_nonfinite(self, state: TrainState, update: UpdateInputs) -> str:
         """The first layer, from input to output, that is not finite in an update of `state`; in words."""
         program, step = self.setup.program, self.programs.parts.step
-        normalise = make_normalise(program.network, program.image_shape, *program.stored_scale)
+        normalise = make_normalise(program.network, program.image_shape, program.mean, program.std)
         inputs, seed = jax.tree.map(np.atleast_1d, update), replicas.first_replica(state.seed)
         data = load_inputs(self.data.train, program.sharding, seed, inputs).arrays
         return locate_nonfinite(program.network, normalise, step, state, data, update)

@@ -16,7 +16,7 @@ import model as models
 from largebatch.cache.cache import RowLayout
 from largebatch.config.rules import MODEL_OPTIONS
 from largebatch.config.validate import length_problems
-from largebatch.data import streaming, whole_set
+from largebatch.data import streaming
 from largebatch.data.batching import DataSharding
 from largebatch.data.placement import bytes_per_device
 from largebatch.data.random_augment import RandomAugment
@@ -38,17 +38,17 @@ from largebatch.training.local_sgd import Sync
 from largebatch.training.loss import make_logits_fn, make_loss_fn
 from largebatch.training.programs import ProgramParts
 from largebatch.training.setup import (
+    STORAGES,
     DataFacts,
     ProgramOptions,
     Setup,
     choose_sharding,
     possible_batch_sizes,
     setup_that_fits,
-    storages_to_try,
 )
 from largebatch.training.state import TrainState, create_train_state
-from largebatch.training.step import MicroBatchReader, TrainStep, WholeShareReader
-from largebatch.training.views import make_read
+from largebatch.training.step import MicroBatchReader, SliceReader, TrainStep
+from largebatch.training.views import make_read, make_read_slice
 
 # ---- config -> Setup ------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ def _program_options(
         sharding,
         hardware,
         lambda: training_costs(network, data.image_shape).activation_bytes,
-        storage=storage,
+        in_any_order=storage == "expanded" and takes_whole_set(config, sharding.num_examples),
     )
     # The second is what the doctor takes.
     largest = max(int(batch_sizes[-1]), plan.grouping.micro_batch_size * hardware.num_devices)
@@ -130,6 +130,7 @@ def _program_options(
         shift_average=config.eval.shift_average,
         grouping=plan.grouping,
         single_micro_batch=plan.single,
+        by_slices=plan.by_slices,
         prediction_micro_batch_size=plan.predicted_at_once,
         inputs_length=1 << (config.train.inner_steps - 1).bit_length(),
     )
@@ -156,6 +157,15 @@ def with_inner_steps(config, data: DataFacts):
     return config
 
 
+def takes_whole_set(config, num_examples: int) -> bool:
+    """Tell whether every update of a run takes every example once, as it is."""
+    batch, is_changed = config.batch, RandomAugment.from_config(config.augment, ()).is_on
+    batch_changes = batch.auto or batch.trace is not None or batch.per_device_batch_size
+    if is_changed or batch_changes or config.schedule.decay_by != "rate":
+        return False
+    return resolve_batch_size(batch.size, num_examples) == num_examples
+
+
 def choose_setup(
     config,
     data: DataFacts,
@@ -172,16 +182,15 @@ def choose_setup(
       BadSetting: none fits; see also `resolve_setup`.
     """
     hardware = hardware or Hardware.here()
-    storages = possible_storages(config, data, hardware)
+    storages = possible_storages(config)
     resolve = functools.partial(resolve_setup, config, data, hardware)
     free = memory.least_available_bytes() if free_bytes is None else free_bytes
     return setup_that_fits(storages, resolve, lambda setup: needed_bytes(setup, data.layout, free_bytes), free)
 
 
-def possible_storages(config, data: DataFacts, hardware: Hardware) -> list[str]:
-    """What augment.storage allows; see `setup.storages_to_try`."""
-    num_examples = data.num_originals * augment.VIEW_COUNTS[config.augment.views]
-    return storages_to_try(config, num_examples, hardware.platform)
+def possible_storages(config) -> tuple[str, ...]:
+    """Return what augment.storage allows, in the order in which they are tried."""
+    return STORAGES if config.augment.storage == "auto" else (config.augment.storage,)
 
 
 def needed_bytes(setup: Setup, layout: RowLayout, free_bytes: int | None = None) -> dict[str, int]:
@@ -196,7 +205,6 @@ def needed_bytes(setup: Setup, layout: RowLayout, free_bytes: int | None = None)
         layout,
         program.sharding,
         program.stored_views,
-        normalised=program.normalised_dtype,
         buffer_rows=program.buffer_rows,
         free_bytes=free_bytes,
     )
@@ -268,13 +276,13 @@ def make_parts(options: ProgramOptions) -> ProgramParts:
     """
     network, scale = options.network, (options.image_shape, options.mean, options.std)
     num_views = options.sharding.views
-    if options.storage == "normalised":
-        reader = WholeShareReader(whole_set.read, options.sharding, options.grouping)
-    else:
-        read = make_read(options.storage, options.stored_shape, num_views, options.task, options.random_augment)
-        reader = MicroBatchReader(read, options.sharding, options.grouping, options.single_micro_batch)
+    read = make_read(options.storage, options.stored_shape, num_views, options.task, options.random_augment)
+    reader = MicroBatchReader(read, options.sharding, options.grouping, options.single_micro_batch)
+    if options.by_slices:
+        read_slice = make_read_slice(options.stored_shape, num_views, options.task)
+        reader = SliceReader(read, options.sharding, options.grouping, read_slice=read_slice)
     step = TrainStep(
-        loss_fn=make_loss_fn(network, options.image_shape, *options.stored_scale, options.task),
+        loss_fn=make_loss_fn(network, options.image_shape, options.mean, options.std, options.task),
         optimizer=create_optimizer(options.optimizer, Hyperparams(), options.optimizer_options),
         reader=reader,
         max_nonfinite=options.max_nonfinite,

@@ -114,12 +114,9 @@ def chosen(bench: Bench, batch_size: int, machine: dict) -> dict:
 def variants_at(batch_size: int, size: Size, platform: str, chosen: dict) -> list[tuple[str, dict, str]]:
     """Return the variants of the step that train.py chooses: a name, options that differ, flags of XLA.
 
-    Images are kept normalised only where a batch is the whole set, and nothing here is streamed. Convolutions as
-    products are for CPUs, where those by XLA take minutes.
+    Nothing here is streamed. Convolutions as products are for CPUs, where those by XLA take minutes.
     """
     storages = [name for name in STORAGES if name != "streamed"]
-    if batch_size < size.num_images:
-        storages.remove("normalised")
     convs = [name for name in CONVS if (name == "dot") == (platform == "cpu")]
     sizes = size.micro_batch_sizes[batch_size]
     options = [

@@ -18,7 +18,6 @@ import numpy as np
 import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
-from largebatch.data import whole_set
 from largebatch.data.batching import DataSharding
 from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware
@@ -31,11 +30,11 @@ from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.tasks.classification import Classification
 from largebatch.training.costs import training_costs
 from largebatch.training.grouping import MicroBatchPlan, plan_micro_batches
-from largebatch.training.loss import Batch, make_loss_fn, make_normalise
+from largebatch.training.loss import Batch, make_loss_fn
 from largebatch.training.setup import choose_sharding
 from largebatch.training.state import count_params, create_train_state
-from largebatch.training.step import MicroBatchReader, TrainStep, WholeShareReader, make_inner_loop
-from largebatch.training.views import VIEW_COUNTS, make_read
+from largebatch.training.step import MicroBatchReader, SliceReader, TrainStep, make_inner_loop
+from largebatch.training.views import VIEW_COUNTS, make_read, make_read_slice
 
 NETWORK, OPTIMIZER = "convnet", "adam"
 VIEWS = VIEW_COUNTS["all"]
@@ -77,9 +76,7 @@ def resolve(options: StepOptions, hardware: Hardware) -> StepOptions:
     if conv == AUTO:
         conv = model.resolve_conv(AUTO, hardware.platform)
     sharding = _sharding(options, hardware.num_devices)
-    if storage == AUTO:
-        is_whole_set = options.batch_size == sharding.num_examples
-        storage = "normalised" if is_whole_set and hardware.platform != "cpu" else "expanded"
+    storage = "expanded" if storage == AUTO else storage
     options = dataclasses.replace(options, dtype=dtype, conv=conv, storage=storage)
     plan = _plan(options, sharding, hardware)
     every = plan.noise.every if plan.noise else 0
@@ -101,7 +98,7 @@ def _plan(options: StepOptions, sharding: DataSharding, hardware: Hardware) -> M
         sharding,
         hardware,
         lambda: training_costs(network, serve.IMAGE_SHAPE).activation_bytes,
-        storage=options.storage,
+        in_any_order=options.storage == "expanded" and options.batch_size == sharding.num_examples,
     )
 
 
@@ -115,10 +112,10 @@ def make_network(dtype: str, conv: str):
     return model.create_model(NETWORK, serve.NUM_CLASSES, dtype, conv)
 
 
-def make_loss(network, storage: str = "expanded") -> Callable:
-    """The loss on the images of every contender, as they lie on the devices."""
-    mean, std = (0.0, 1.0) if storage == "normalised" else (serve.MEAN, serve.STD)
-    return make_loss_fn(network, serve.IMAGE_SHAPE, (mean,) * 3, (std,) * 3, Classification(serve.NUM_CLASSES))
+def make_loss(network) -> Callable:
+    """Make the loss on the images of every contender, as they lie on the devices."""
+    mean, std = (serve.MEAN,) * 3, (serve.STD,) * 3
+    return make_loss_fn(network, serve.IMAGE_SHAPE, mean, std, Classification(serve.NUM_CLASSES))
 
 
 class OurStep(serve.Step):
@@ -138,26 +135,22 @@ class OurStep(serve.Step):
 
     def _make_step(self) -> TrainStep:
         """Make the step, as `resolve.make_parts` does from a config."""
-        storage, plan = self.options.storage, self._plan
-        if storage == "normalised":
-            reader = WholeShareReader(whole_set.read, self._sharding, plan.grouping)
-        else:
-            read = make_read(storage, serve.IMAGE_SHAPE, VIEWS, Classification(serve.NUM_CLASSES))
-            reader = MicroBatchReader(read, self._sharding, plan.grouping, plan.single)
+        plan, task = self._plan, Classification(serve.NUM_CLASSES)
+        read = make_read(self.options.storage, serve.IMAGE_SHAPE, VIEWS, task)
+        reader = MicroBatchReader(read, self._sharding, plan.grouping, plan.single)
+        if plan.by_slices:
+            read_slice = make_read_slice(serve.IMAGE_SHAPE, VIEWS, task)
+            reader = SliceReader(read, self._sharding, plan.grouping, read_slice=read_slice)
         return TrainStep(
-            make_loss(self.network, storage),
+            make_loss(self.network),
             create_optimizer(OPTIMIZER),
             reader,
             noise=plan.noise,
         )
 
     def _make_data(self) -> dict:
-        storage = self.options.storage
-        rows = _random_rows(self._sharding, 1 if storage == "on_device" else VIEWS, math.prod(serve.IMAGE_SHAPE))
-        if storage != "normalised":
-            return rows
-        normalise = make_normalise(self.network, serve.IMAGE_SHAPE, (serve.MEAN,) * 3, (serve.STD,) * 3)
-        return whole_set.normalise_whole_set(rows, self._sharding, self._plan.grouping, normalise, seed=0)
+        views = 1 if self.options.storage == "on_device" else VIEWS
+        return _random_rows(self._sharding, views, math.prod(serve.IMAGE_SHAPE))
 
     def _inputs(self) -> UpdateInputs:
         """Inputs of the next updates."""

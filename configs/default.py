@@ -44,9 +44,8 @@ def get_config() -> config_dict.ConfigDict:
     # Views of each training image: all (8: four rotations, each with and without a flip; for square images) | flip
     # (2: with and without a flip left/right) | none (1: as it is).
     c.augment.views = "all"
-    # What of the training images is on the devices: normalised (all views, as the network takes them, where every
-    # batch is the whole set) | expanded (all views) | on_device (the originals alone) | streamed (originals of the
-    # next updates, read while others run) | auto: the first that serves and fits; on a CPU never normalised.
+    # What of the training images is on the devices: expanded (all views) | on_device (the originals alone) |
+    # streamed (originals of the next updates, read while others run) | auto: the first that fits.
     c.augment.storage = "auto"
     # Each visit of a training image changes it at random, by what is on of these, in this order.
     c.augment.crop_scale = 1.0  # above 0, up to 1: off; smallest share of the area that a crop has; resized back

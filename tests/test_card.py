@@ -81,7 +81,7 @@ def test_auto_is_what_a_config_makes_of_it(where, batch_size):
     found = ours.resolve(options, hardware)
     assert (found.micro_batch_size, found.noise_every) == (expected.grouping.micro_batch_size, every)
     assert found.conv == expected.network.conv
-    assert found.storage == resolve.possible_storages(config, data, hardware)[0]
+    assert found.storage == resolve.possible_storages(config)[0]
 
 
 def test_the_step_is_that_of_a_config():
@@ -98,21 +98,6 @@ def test_the_step_is_that_of_a_config():
     assert {name: getattr(step, name) for name in others} == {name: getattr(expected, name) for name in others}
     for name in ("sharding", "grouping", "single"):
         assert getattr(step.reader, name) == getattr(expected.reader, name), name
-
-
-def test_a_normalised_set_trains_as_an_expanded_one(monkeypatch):
-    monkeypatch.setattr(serve, "IMAGE_SHAPE", (16, 16, 3))
-    after = {}
-    for storage in ("normalised", "expanded"):
-        step = ours.OurStep(ours.StepOptions(256, 16, "float32", "dot", storage, num_images=256))
-        before = step.params()
-        step.run(1)
-        after[storage] = step.params()
-        assert not any(np.array_equal(a, b) for a, b in zip(before, step.params(), strict=True))
-    for one, other in zip(
-        *after.values(), strict=True
-    ):  # Adam's first update is a sign, where gradients are near zero
-        assert np.mean(np.abs(one - other) < 1e-5) > 0.98
 
 
 # ---- rows in their time -----------------------------------------------------------------------------------
@@ -188,15 +173,15 @@ def test_a_process_that_does_not_answer_is_killed_and_started_anew():
             other.ask(build={"kind": "nothing"})
 
 
-@pytest.mark.parametrize(("batch_size", "whole"), [(172_800, True), (512, False)])
-def test_variants_are_all_that_a_card_can_do_but_what_was_chosen(batch_size, whole):
+@pytest.mark.parametrize("batch_size", [172_800, 512])
+def test_variants_are_all_that_a_card_can_do_but_what_was_chosen(batch_size):
     machine = {"platform": "gpu", "device_kind": "NVIDIA H200", "devices": 1}
     bench = card_steps.Bench(None, SIZES["card"], "gpu", "bfloat16")
     chosen = card_steps.chosen(bench, batch_size, machine)
-    assert chosen["storage"] == ("normalised" if whole else "expanded")
+    assert chosen["storage"] == "expanded"
     found = card_steps.variants_at(batch_size, SIZES["card"], "gpu", chosen)
     names = [name for name, _, _ in found]
-    assert ("storage expanded" in names) == whole
+    assert "storage expanded" not in names
     assert "storage on_device" in names
     assert "storage streamed" not in names
     assert "convolution dot" not in names
@@ -204,7 +189,7 @@ def test_variants_are_all_that_a_card_can_do_but_what_was_chosen(batch_size, who
         "convolution dot",
         f"convolution {chosen['conv']}",
     }
-    assert ("micro-batch 2,700" in names) == whole
+    assert ("micro-batch 2,700" in names) == (batch_size == 172_800)
     assert f"micro-batch {chosen['micro_batch_size']:,}" not in names
     assert ("--xla_gpu_enable_command_buffer=+WHILE", {}, "--xla_gpu_enable_command_buffer=+WHILE") in found
 

@@ -48,7 +48,6 @@ BESIDE = {
         "tfds": {"dataset.name": "tiny", "dataset.path": "TFDS"},
     },
     "dataset.splits": {"published": {"dataset.name": "mine", "dataset.path": "PUBLISHED"}},
-    "augment.storage": {"normalised": {"batch.size": "full"}},
     "task.name": TASKS,
     "task.mask_loss": {"dice": MASKS, "cross_entropy_dice": MASKS, "focal": MASKS},
     "task.depth_loss": {"berhu": DEPTHS, "gradient": DEPTHS},
@@ -99,7 +98,7 @@ def single_cases() -> dict[str, dict]:
 # The fields that shape data and programs, each with the values that take different ways through them.
 SHAPING = {
     "augment.views": ("all", "flip", "none"),
-    "augment.storage": ("normalised", "expanded", "on_device", "streamed"),
+    "augment.storage": ("expanded", "on_device", "streamed"),
     "batch.size": (16, "full"),
     "task.name": ("classification", "mask_depth"),
     "model.norm": ("none", "batch", "group"),
@@ -108,36 +107,17 @@ SHAPING = {
 }
 
 
-def is_refused(fields: dict) -> bool:
-    """Return whether the config is one that train.py refuses by a rule that docs/training.md gives."""
-    return fields["augment.storage"] == "normalised" and (
-        fields["batch.size"] != "full" or fields["task.name"] != "classification"
-    )
-
-
 def pairs_of(fields: dict) -> set:
     """The pairs of (field, value) in a config."""
     return set(itertools.combinations(fields.items(), 2))
 
 
 @functools.cache
-def covering_array() -> tuple[list[dict], list[dict]]:
-    """Configs that together have every pair of the values in SHAPING, chosen greedily.
-
-    Returns:
-      Those that train; and of pairs that no config that trains has, one config each.
-    """
+def covering_array() -> list[dict]:
+    """Configs that together have every pair of the values in SHAPING, chosen greedily."""
     combinations = [dict(zip(SHAPING, values, strict=True)) for values in itertools.product(*SHAPING.values())]
-    allowed = [(fields, pairs_of(fields)) for fields in combinations if not is_refused(fields)]
-    refused = [(fields, pairs_of(fields)) for fields in combinations if is_refused(fields)]
-    trained = _chosen(allowed, set().union(*(pairs for _, pairs in allowed)))
-    left = set().union(*(pairs for _, pairs in refused)) - set().union(*(pairs for _, pairs in allowed))
-    return trained, _chosen(refused, left)
-
-
-def _chosen(candidates: list[tuple[dict, set]], uncovered: set) -> list[dict]:
-    """Return candidates, chosen one by one: each has the most pairs that none before it has."""
-    chosen = []
+    candidates = [(fields, pairs_of(fields)) for fields in combinations]
+    uncovered, chosen = set().union(*(pairs for _, pairs in candidates)), []
     while uncovered:
         fields, pairs = max(candidates, key=lambda candidate: len(candidate[1] & uncovered))
         chosen.append(fields)
@@ -219,19 +199,9 @@ def test_every_value_trains(name, paths, session_cache, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fields", covering_array()[0], ids=name_of)
+@pytest.mark.parametrize("fields", covering_array(), ids=name_of)
 def test_every_pair_of_shaping_values_trains(fields, paths, session_cache, tmp_path):
     assert_trains(with_what_it_needs(fields), paths, session_cache, tmp_path / "run")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fields", covering_array()[1], ids=name_of)
-def test_pairs_that_do_not_go_together_are_refused(fields, paths, session_cache, tmp_path):
-    result = train(with_what_it_needs(fields), paths, session_cache, tmp_path / "run")
-    assert result.returncode == 1
-    (line,) = (line for line in result.stderr.splitlines() if line.startswith("train.py: error: "))
-    assert "augment.storage: 'normalised'; allowed: " in line
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full
@@ -243,17 +213,6 @@ def test_platforms_that_are_not_here_are_refused(field, value, session_cache, tm
     )
     assert result.returncode == 1
     assert f"devices.platform: '{value}' has no device" in result.stderr
-
-
-@pytest.mark.full
-@pytest.mark.xfail(
-    strict=True, reason="normalised images do not compile on a CPU with jax 0.11 and later: it is to go"
-)
-def test_no_storage_is_offered_that_some_jax_cannot_compile(session_cache, tmp_path):
-    fields = SMALL | BESIDE["augment.storage"]["normalised"] | {"augment.storage": "normalised"}
-    result = train(fields, {}, session_cache, tmp_path / "run")
-    assert result.returncode == 1
-    assert "augment.storage: 'normalised'; allowed: auto | expanded | on_device | streamed" in result.stderr
 
 
 def test_the_tables_name_values_that_there_are():

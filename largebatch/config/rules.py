@@ -115,7 +115,7 @@ RULES: dict[str, Rule] = {
     "dataset.tfds_split": _or(_TEXT, None),
     "dataset.num_examples": _integer(50, 10_000_000),
     "dataset.max_image_pixels": _COUNT,
-    "augment.storage": _one_of("auto", "normalised", "expanded", "on_device", "streamed"),
+    "augment.storage": _one_of("auto", "expanded", "on_device", "streamed"),
     "augment.views": _one_of("all", "flip", "none"),
     "augment.crop_scale": _SHARE,
     "augment.shift": _integer(0),

@@ -7,16 +7,14 @@ import jax
 import numpy as np
 
 from largebatch.cache.cache import Cache, RowLayout
-from largebatch.data.batching import DataSharding, Grouping
+from largebatch.data.batching import DataSharding
 from largebatch.data.streaming import Resident, Stream
 from largebatch.data.validation import DealtSplit, bytes_on_device, place_validation
-from largebatch.data.whole_set import normalise_whole_set
 from largebatch.hosts import memory, replicas
 from largebatch.threads import iterate_batches, run_ranges
 
 # Originals [n, H, W, C] -> all their views [n, views, H, W, C].
 Expand = Callable[[np.ndarray], np.ndarray]
-NORMALISED = "the same normalised"  # for a moment at the start both are there
 BUFFERS = "training images in two buffers"  # a part of what a device needs
 ORIGINALS_AT_ONCE = 4096  # that are read before they are expanded
 ORIGINALS_PER_EXPANSION = 64  # by one thread: more would not stay in its cache
@@ -34,14 +32,6 @@ class DeviceData:
     val_ids: np.ndarray  # str [val examples], in the split's order
 
 
-@dataclasses.dataclass(frozen=True)
-class Normalisation:
-    """How whole sets are kept; see `whole_set.normalise_whole_set`."""
-
-    apply: Callable
-    grouping: Grouping
-
-
 def originals_of_hosts(sharding: DataSharding, hosts: list[int], seed: int) -> np.ndarray:
     """The training originals that `place` reads on some hosts, ascending; see there."""
     devices = [device for host in hosts for device in replicas.indices_of(host)]
@@ -53,7 +43,6 @@ def bytes_per_device(
     sharding: DataSharding,
     views: int,
     *,
-    normalised: np.dtype | None = None,
     buffer_rows: int | None = None,
     free_bytes: int | None = None,
 ) -> dict[str, int]:
@@ -61,18 +50,14 @@ def bytes_per_device(
 
     Args:
       views: of each original that are kept.
-      normalised: the dtype of training images, where they are normalised.
       buffer_rows: originals in each of the two buffers of a stream; None where nothing is streamed.
       free_bytes: on a device; None asks this host's devices.
     """
     row_bytes, num_val = layout.row_bytes, layout.counts["val"]
     val_bytes = bytes_on_device(num_val, sharding.num_devices, row_bytes, free_bytes=free_bytes)
     if buffer_rows is None:
-        num_rows = sharding.max_originals * views
-        sizes = {"training images": num_rows * row_bytes, "validation images": val_bytes}
-        if normalised is not None:
-            sizes[NORMALISED] = num_rows * row_bytes // layout.dtype.itemsize * normalised.itemsize
-        return sizes
+        num_bytes = sharding.max_originals * views * row_bytes
+        return {"training images": num_bytes, "validation images": val_bytes}
     return {
         BUFFERS: 2 * buffer_rows * row_bytes,
         "their rows and labels": 3 * 4 * sharding.max_originals,  # two int32 arrays of rows, one of labels
@@ -86,7 +71,6 @@ def place(
     seed: int,
     expand: Expand | None = None,
     *,
-    normalisation: Normalisation | None = None,
     buffer_rows: int | None = None,
 ) -> DeviceData:
     """Reads this host's rows of the cache, device by device, so that no second copy is held.
@@ -95,7 +79,6 @@ def place(
       sharding: the deal of training examples to devices.
       seed: of the deal. Not the run's, so that runs that differ by seed share what is placed.
       expand: makes the views that are kept; None keeps the originals.
-      normalisation: of what is kept in place of rows; None keeps rows.
       buffer_rows: originals in a buffer, where training images are streamed; nothing of them is read yet.
     Raises:
       DamagedCache: what is read is not what was written.
@@ -108,10 +91,7 @@ def place(
         return DeviceData(Stream(cache, sharding, seed, buffer_rows), validation, val_ids)
     rows_by_device = (_read_train(cache, sharding, seed, index, expand) for index in device_numbers)
     placed = [jax.device_put(rows, device) for rows, device in zip(rows_by_device, local_devices, strict=True)]
-    train = replicas.stack(placed)
-    if normalisation is not None:
-        train = normalise_whole_set(train, sharding, normalisation.grouping, normalisation.apply, seed)
-    return DeviceData(Resident(train), validation, val_ids)
+    return DeviceData(Resident(replicas.stack(placed)), validation, val_ids)
 
 
 def _read_train(cache: Cache, sharding: DataSharding, seed: int, device: int, expand: Expand | None) -> dict:

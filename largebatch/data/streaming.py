@@ -75,8 +75,7 @@ class LoadedUpdates:
 class Resident:
     """Training data that stay on the devices: they serve all updates."""
 
-    # "images" uint8 [local devices, originals or examples, H * W * C], "labels" int32 [local devices, originals];
-    # or as `whole_set.normalise_whole_set` returns them
+    # "images" uint8 [local devices, originals or examples, H * W * C], "labels" int32 [local devices, originals]
     arrays: dict
     is_sound = True
 

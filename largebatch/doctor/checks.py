@@ -333,7 +333,6 @@ def check_memory(experiment, state: TrainState) -> Finding:
         experiment.cache.layout,
         program.sharding,
         program.stored_views,
-        normalised=program.normalised_dtype,
         buffer_rows=program.buffer_rows,
     )
     size, platform = experiment.setup.micro_batch_size, experiment.setup.hardware.platform

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from largebatch.cache.cache import RowLayout
-from largebatch.data import whole_set
 from largebatch.data.validation import Block, rows_per_block, stays_on_devices
 from largebatch.nn.normalisation import STATISTICS
 from largebatch.training import local_sgd
@@ -54,14 +53,9 @@ def lower_programs(
 
 def train_shapes(program: ProgramOptions, layout: RowLayout) -> dict:
     """Shapes of what a device has of the training set."""
-    sharding, originals = program.sharding, program.sharding.max_originals
+    originals = program.sharding.max_originals
     pixels = int(np.prod(program.stored_shape))
     labels = jax.ShapeDtypeStruct((originals,), np.int32)
-    if program.storage == "normalised":
-        grouping = program.grouping
-        shape = whole_set.num_micro_batches(sharding, grouping), grouping.micro_batch_size
-        images = jax.ShapeDtypeStruct((*shape, *program.image_shape), program.normalised_dtype)
-        return {"images": images, "labels": jax.ShapeDtypeStruct(shape, np.int32)}
     if program.storage == "streamed":
         images = jax.ShapeDtypeStruct((program.buffer_rows, pixels), layout.dtype)
         return {"images": images, "rows": labels, "labels": labels}

@@ -25,6 +25,7 @@ class MicroBatchPlan:
     grouping: Grouping
     noise: NoisePlan | None  # how the gradient's noise is measured; None where it is not
     single: bool  # see `has_one_micro_batch`
+    by_slices: bool  # whether updates read slices of the rows on a device, see `step.SliceReader`
     predicted_at_once: int  # images of a forward pass of validation
 
 
@@ -35,14 +36,14 @@ def plan_micro_batches(
     hardware: Hardware,
     activation_bytes: Callable[[], int],
     *,
-    storage: str,
+    in_any_order: bool,
 ) -> MicroBatchPlan:
     """Plan the micro-batches of a run from batch.micro_batch_size, batch.ghost_size and log.noise_every.
 
     Args:
       batch_sizes: all that the run may come to, ascending.
       activation_bytes: gives the bytes that an image's activations take; asked on GPUs.
-      storage: augment.storage.
+      in_any_order: whether every update takes every example on a device once, and all of them lie there as rows.
     Raises:
       BadSetting: batch normalisation would see single images, or noise that is needed could not be measured.
     """
@@ -51,10 +52,10 @@ def plan_micro_batches(
         wanted = auto_micro_batch_size(hardware, config.model.name, activation_bytes)
     grouping = choose_grouping(config, batch_sizes, sharding, wanted)
     noise = plan_noise(config, batch_sizes, sharding, grouping, platform)
-    if storage == "normalised":
-        grouping = with_noise_groups(grouping, noise)
+    # On CPUs reading costs next to nothing, and all storages give the same bits.
+    by_slices = in_any_order and platform != "cpu" and noise is None and config.model.norm != "batch"
     single = has_one_micro_batch(batch_sizes, grouping, sharding, platform)
-    return MicroBatchPlan(grouping, noise, single, wanted)
+    return MicroBatchPlan(grouping, noise, single, by_slices, wanted)
 
 
 # ---- micro-batches and ghost batches ------------------------------------------------------------------
@@ -180,15 +181,3 @@ def _refuse_a_single_group(smallest_batch: int, unit: int, sharding: DataShardin
             f"batch.ghost_size: ghost batches of up to {unit} in batches from {smallest_batch} on; "
             f"allowed: at least two in each, {needed}"
         )
-
-
-def with_noise_groups(grouping: Grouping, plan: NoisePlan | None) -> Grouping:
-    """Enlarge micro-batches that lie on the device, so that each is whole micro-batches of an update that measures.
-
-    Args:
-      plan: of a run whose batches are all the whole set, with its one size.
-    """
-    if plan is None:
-        return grouping
-    (size,) = plan.sizes
-    return Grouping(-(-grouping.micro_batch_size // size) * size, min(grouping.group_size, size))

@@ -20,14 +20,13 @@ from largebatch.optim.noise_scale import NoisePlan
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
 from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import Schedule, make_schedule
-from largebatch.tasks.kinds import KINDS
 from largebatch.tasks.planes import NO_TARGETS, PixelTargets
 from largebatch.tasks.task import Task
 from largebatch.training.local_sgd import Sync
 
 log = logging.getLogger("largebatch")
 
-STORAGES = ("normalised", "expanded", "on_device", "streamed")  # each needs less memory than the one before
+STORAGES = ("expanded", "on_device", "streamed")  # each needs less memory than the one before
 MOST_SHARDS_PER_ORIGINAL = 4  # more would mostly be empty
 
 
@@ -84,6 +83,7 @@ class ProgramOptions:
     shift_average: int  # eval.shift_average, in pixels
     grouping: Grouping  # of a device's part of a batch
     single_micro_batch: bool  # see `grouping.has_one_micro_batch`
+    by_slices: bool  # see `grouping.reads_slices`
     prediction_micro_batch_size: int  # images that one device predicts at once
     inputs_length: int  # updates that one call can do; a power of two, so that runs of other inner_steps share them
 
@@ -96,27 +96,11 @@ class ProgramOptions:
     @property
     def stored_views(self) -> int:
         """Views of an original that devices hold; the others are made when they are read."""
-        return self.sharding.views if self.storage in ("normalised", "expanded") else 1
-
-    @property
-    def stored_scale(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and deviation of the training images as they lie on the devices, by channel."""
-        if self.storage == "normalised":
-            return (0.0,) * len(self.mean), (1.0,) * len(self.std)
-        return self.mean, self.std
-
-    @property
-    def normalised_dtype(self) -> np.dtype | None:
-        """Of the images on the devices, where they are normalised."""
-        return np.dtype(self.network.dtype) if self.storage == "normalised" else None
+        return self.sharding.views if self.storage == "expanded" else 1
 
     def is_placed_as(self, other: "ProgramOptions") -> bool:
         """Whether the data that one has on the devices serve the other."""
-        if (self.dataset, self.storage, self.buffer_rows) != (other.dataset, other.storage, other.buffer_rows):
-            return False
-        if self.storage != "normalised":
-            return True
-        return self.network.dtype == other.network.dtype and self.grouping == other.grouping
+        return (self.dataset, self.storage, self.buffer_rows) == (other.dataset, other.storage, other.buffer_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,38 +184,6 @@ def possible_batch_sizes(fields, schedule: Schedule) -> np.ndarray:
 
 
 # ---- where the training images are --------------------------------------------------------------------
-
-
-def takes_whole_set(config, num_examples: int) -> bool:
-    """Whether every update of a run takes every example once, as it is; sets of maps are not kept so."""
-    if KINDS[config.task.name].of_pixels:
-        return False
-    batch, is_changed = config.batch, RandomAugment.from_config(config.augment, ()).is_on
-    batch_changes = batch.auto or batch.trace is not None or batch.per_device_batch_size
-    if is_changed or batch_changes or config.schedule.decay_by != "rate":
-        return False
-    return resolve_batch_size(batch.size, num_examples) == num_examples
-
-
-def storages_to_try(config, num_examples: int, platform: str) -> list[str]:
-    """What a config's augment.storage allows.
-
-    On CPUs "auto" never normalises: there it would take four times the memory, and reading costs little.
-
-    Raises:
-      BadSetting: normalised images, but not for whole sets.
-    """
-    wanted, whole_set = config.augment.storage, takes_whole_set(config, num_examples)
-    if wanted == "normalised" and not whole_set:
-        raise BadSetting(
-            "augment.storage: 'normalised'; allowed: auto | expanded | on_device | streamed, unless every batch is "
-            "the whole set (batch.size 'full') of images with classes, none is changed at random and devices share "
-            "the batch"
-        )
-    if wanted != "auto":
-        return [wanted]
-    left_out = "normalised" if not whole_set or platform == "cpu" else None
-    return [storage for storage in STORAGES if storage != left_out]
 
 
 def setup_that_fits(

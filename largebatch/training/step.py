@@ -88,11 +88,15 @@ class MicroBatchReader:
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeShareReader(MicroBatchReader):
-    """Reads all examples of a device, in the micro-batches in which they lie there; see `data.whole_set`.
+class SliceReader(MicroBatchReader):
+    """Reads all examples of a device as slices of its rows, for batches that are the whole training set.
 
-    With a smaller size it reads parts of these, which are whole groups.
+    Which examples share a micro-batch does not matter then, so nothing is drawn or gathered. Not for batch
+    normalisation or the gradient's noise: a slice has all views of its images, and is no fair sample of the set.
     """
+
+    # (data of this device, first row, rows M) -> images, labels; required
+    read_slice: Callable[[Any, jax.Array, int], tuple[jax.Array, jax.Array]] | None = None
 
     def num_micro_batches(self, batch: DeviceBatch):
         """Return the number of micro-batches, a constant if all devices have as many.
@@ -104,25 +108,19 @@ class WholeShareReader(MicroBatchReader):
         return most if fewest == most else super().num_micro_batches(batch)
 
     def find(self, batch: DeviceBatch, index, seed):
-        """The number of the micro-batch, and how many examples are in each group; see `MicroBatchReader`."""
-        return index, self.grouping.groups_of(batch.count, index)[1]
+        """Return the first row of micro-batch `index` and how many rows it has; see `MicroBatchReader`."""
+        begins, lengths = self.grouping.groups_of(batch.count, index)
+        return begins[0], lengths[0]
 
     def micro_batch(self, data, found) -> Batch:
-        """See `MicroBatchReader`."""
-        index, lengths = found
-        images, labels = (self._read_part(data[name], index) for name in ("images", "labels"))
-        is_example = jnp.arange(self.grouping.group_size) < lengths[:, None]
-        return Batch(images, labels, is_example.astype(jnp.float32))
-
-    def _read_part(self, stored: jax.Array, index) -> jax.Array:
-        """Read micro-batch `index` of an array [micro-batches that lie there, M, ...], or a part of one."""
-        size = self.grouping.micro_batch_size
-        parts, rest = divmod(stored.shape[1], size)
-        assert rest == 0, (stored.shape, size)  # else images would be left out, and others read twice
-        if parts == 1:
-            return lax.dynamic_index_in_dim(stored, index, keepdims=False)
-        place, part = jnp.divmod(index, parts)
-        return lax.dynamic_slice_in_dim(lax.dynamic_index_in_dim(stored, place, keepdims=False), part * size, size)
+        """Read the rows that were found. A slice that would end behind the last row begins earlier."""
+        (begin, length), num_rows = found, data["images"].shape[0]
+        size = min(self.grouping.micro_batch_size, num_rows)
+        start = jnp.minimum(begin, num_rows - size)
+        images, labels = self.read_slice(data, start, size)
+        rows = start + jnp.arange(size)
+        weights = ((begin <= rows) & (rows < begin + length)).astype(jnp.float32)
+        return Batch(images, labels, weights[None])
 
 
 @struct.dataclass

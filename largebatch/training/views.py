@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.rows import split_planes, take_rows
@@ -40,7 +41,7 @@ def expand(images: np.ndarray, num_views: int) -> np.ndarray:
 
 def expansion(storage: str, num_views: int) -> Callable[[np.ndarray], np.ndarray] | None:
     """Return what makes the views that devices hold of originals [n, H, W, C]; None where they hold those."""
-    return functools.partial(expand, num_views=num_views) if storage in ("normalised", "expanded") else None
+    return functools.partial(expand, num_views=num_views) if storage == "expanded" else None
 
 
 def select_views(images: jax.Array, views: jax.Array, num_views: int) -> jax.Array:
@@ -86,6 +87,18 @@ def make_read(
         return images, task.targets(take_rows(shard["labels"], examples // num_views), planes)
 
     return read
+
+
+def make_read_slice(stored_shape: tuple[int, int, int], num_views: int, task: Task):
+    """Make the `read_slice` of `step.SliceReader`, of the same data in storage "expanded"."""
+
+    def read_slice(shard, start, size):
+        rows = lax.dynamic_slice_in_dim(shard["images"], start, size)
+        images, planes = split_planes(rows.reshape(-1, *stored_shape), task.target_planes)
+        originals = (start + jnp.arange(size)) // num_views
+        return images, task.targets(take_rows(shard["labels"], originals), planes)
+
+    return read_slice
 
 
 def inverse_view(view: int) -> int:

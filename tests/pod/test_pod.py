@@ -57,8 +57,7 @@ def host_of(pid: int) -> str | None:
 @pytest.mark.full
 def test_4x8_hosts_give_the_parameters_of_one_device(tmp_path):
     summaries, predictions = {}, {}
-    whole_sets = train_command(tmp_path, "pod", **{"augment.storage": "normalised"})  # as accelerators have them
-    commands = {"pod": pod_command(whole_sets, 4, 8), "one": train_command(tmp_path, "one")[1:]}
+    commands = {"pod": pod_command(train_command(tmp_path, "pod"), 4, 8), "one": train_command(tmp_path, "one")[1:]}
     for name, command in commands.items():
         variables = {"JAX_NUM_CPU_DEVICES": "1"}  # the pod must not mind
         result = run_script(*command, env=variables)

@@ -197,7 +197,7 @@ def needs(config, storage: str) -> int:
 def test_auto_takes_what_fits_and_says_so(config, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "largebatch")
     config.batch.trace, config.batch.size = None, 8  # a buffer of one original
-    sizes = {storage: needs(config, storage) for storage in STORAGES if storage != "normalised"}
+    sizes = {storage: needs(config, storage) for storage in STORAGES}
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
     chosen = {None: "expanded"} | {size: storage for storage, size in sizes.items()}
     for free, storage in chosen.items():

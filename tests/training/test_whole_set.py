@@ -1,4 +1,4 @@
-"""augment.storage "normalised": batches that are the whole set, read by slices of normalised images."""
+"""Batches that are the whole set, read as slices on accelerators."""
 
 import jax
 import numpy as np
@@ -6,46 +6,55 @@ import pytest
 from conftest import make_small_config
 
 from experiment import ProgramCache, prepare
-from largebatch.data.batching import Grouping
-from largebatch.errors import BadSetting
+from largebatch.data.batching import DeviceBatch, Grouping
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.hosts.clock import Clock
-from largebatch.optim import noise_scale
-from largebatch.training.loss import make_normalise
-from largebatch.training.setup import DataFacts, storages_to_try
-from resolve import needed_bytes, possible_storages
+from largebatch.training.grouping import plan_micro_batches
+from largebatch.training.setup import DataFacts
+from largebatch.training.step import SliceReader
+from resolve import choose_setup, make_parts
 
 
 @pytest.fixture
 def config(session_cache):
-    return make_config(session_cache, "normalised")
+    return make_config(session_cache)
 
 
-def make_config(cache_dir, storage):
-    """The first update subtracts the gradient."""
+def make_config(cache_dir):
+    """The first update subtracts the gradient; 640 examples on 8 devices."""
     c = make_small_config(cache_dir)
-    c.augment.storage = storage
+    c.augment.storage, c.log.noise_every = "expanded", 0
     c.optimizer.name, c.optimizer.momentum = "sgd", 0.0
     c.optimizer.learning_rate = 1.0
     return c
 
 
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch):
+    """Plan micro-batches here as for TPUs, whose updates read slices."""
+
+    def plan(config, batch_sizes, sharding, hardware, *arguments, **options):
+        tpus = Hardware("tpu", "TPU v3", hardware.num_devices)
+        return plan_micro_batches(config, batch_sizes, sharding, tpus, *arguments, **options)
+
+    monkeypatch.setattr("resolve.plan_micro_batches", plan)
+
+
 def one_update(config):
-    """The gradient of the first update, its loss, and the variance of the gradient between micro-batches."""
+    """The gradient of the first update and its loss."""
     experiment, state = prepare(config, Clock(), ProgramCache())
-    assert experiment.setup.program.storage == config.augment.storage
     before = replicas.first_replica(state.params)
     inputs = experiment.setup.schedule.inputs(0, experiment.setup.program.inputs_length)
     state, metrics = experiment.programs.inner_loop(state, experiment.data.train.arrays, inputs, np.int32(1))
     gradient = jax.tree.map(np.subtract, before, replicas.first_replica(state.params))
-    return gradient, float(metrics["loss"][0]), noise_scale.noise_scale(replicas.first_replica(state.noise))
+    return gradient, float(metrics["loss"][0])
 
 
 @pytest.fixture(scope="module")
-def update_of_rows(session_cache):
-    """`one_update` of images read by rows, in micro-batches of 16: others would give the same but for rounding."""
-    return one_update(make_config(session_cache, "expanded"))
+def update_of_drawn_examples(session_cache):
+    """`one_update` of examples that are drawn, in micro-batches of 16."""
+    return one_update(make_config(session_cache))
 
 
 @pytest.mark.parametrize(
@@ -53,114 +62,80 @@ def update_of_rows(session_cache):
     [pytest.param(16, marks=pytest.mark.full), 12, 10_000],
     ids=["even", "uneven", "whole share"],
 )
-def test_gradients_are_those_of_rows(config, update_of_rows, micro_batch_size):
+def test_gradients_are_those_of_drawn_examples(
+    config, update_of_drawn_examples, as_on_an_accelerator, micro_batch_size
+):
     config.batch.micro_batch_size = micro_batch_size
-    gradient, loss, noise = one_update(config)
-    expected, expected_loss, expected_noise = update_of_rows
+    config.batch.virtual_shards = 11  # 8 devices hold them unequally
+    assert ProgramCache().load(config).setup.program.by_slices
+    gradient, loss = one_update(config)
+    expected, expected_loss = update_of_drawn_examples
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
     for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * largest)
     assert loss == pytest.approx(expected_loss, rel=2e-6)
-    if micro_batch_size > 80:  # one micro-batch on each device: too few to measure noise by
-        return
-    # As noisy as drawn micro-batches; those that held all views of an original would be far noisier.
-    assert noise == pytest.approx(expected_noise, rel=0.5)
-
-
-@pytest.mark.parametrize("virtual_shards", [None, 11])  # 8 devices hold 11 unequally
-def test_every_view_of_a_device_lies_there_once_and_normalised(config, virtual_shards):
-    config.batch.virtual_shards = virtual_shards
-    placed = ProgramCache().load(config)
-    program, arrays = placed.setup.program, placed.data.train.arrays
-    config.augment.storage = "expanded"
-    rows = ProgramCache().load(config).data.train.arrays
-    normalise = make_normalise(program.network, program.image_shape, program.mean, program.std)
-    for device, (share, expected) in enumerate(
-        zip(replicas.shards_of(arrays), replicas.shards_of(rows), strict=True)
-    ):
-        count = int(program.sharding.num_originals_of(device)) * 8
-        parts = -(-count // placed.setup.micro_batch_size)  # micro-batches of this device, all but evenly filled
-        lengths = [(count + parts - 1 - part) // parts for part in range(parts)]
-        kept = [np.asarray(share["images"][0, part, :length]) for part, length in enumerate(lengths)]
-        images = np.concatenate(kept).reshape(count, -1)
-        kept_labels = np.concatenate([share["labels"][0, part, :length] for part, length in enumerate(lengths)])
-        wanted = np.asarray(normalise(expected["images"][0]))[:count].reshape(count, -1)
-        labels = np.repeat(np.asarray(expected["labels"][0]), 8)[:count]
-        assert sorted(map(tuple, np.c_[images, kept_labels])) == sorted(map(tuple, np.c_[wanted, labels]))
-
-
-def test_now_and_then_the_noise_is_measured_between_parts_of_what_lies_there(config, update_of_rows):
-    config.log.noise_every = 3
-    gradient, loss, noise = one_update(config)
-    setup = ProgramCache().load(config).setup
-    assert setup.program.grouping == Grouping(20, 10)  # 8 parts of a share of 80; micro-batches of 16 were wanted
-    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(update_of_rows[0]))
-    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(update_of_rows[0]), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * largest)
-    assert loss == pytest.approx(update_of_rows[1], rel=2e-6)
-    assert noise == pytest.approx(update_of_rows[2], rel=0.5)
-
-
-def test_no_image_is_left_out_where_micro_batches_of_ghost_batches_measure_the_noise(config):
-    """Those that measure have 9 images here, of which 24 is no multiple: so 27 lie on the device together."""
-    gradients = {}
-    for every in (0, 3):
-        config.model.norm, config.batch.ghost_size, config.batch.micro_batch_size = "batch", 3, 24
-        config.log.noise_every = every
-        gradients[every] = one_update(config)[0]
-        grouping = ProgramCache().load(config).setup.program.grouping
-        assert (grouping.group_size, grouping.micro_batch_size) == (3, {0: 24, 3: 27}[every])
-    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradients[0]))
-    for ours, theirs in zip(*map(jax.tree.leaves, gradients.values()), strict=True):
-        # The same gradients are added in another order, and some of them cancel.
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * largest)
-
-
-def test_data_are_placed_again_for_other_batches_sizes_and_dtypes(config):
-    shared = ProgramCache()
-    normalised = shared.load(config)
-    assert shared.load(config).data is normalised.data
-    config.batch.micro_batch_size = 20
-    assert shared.load(config).data.train.arrays["images"].shape[1:3] == (4, 20)
-    config.model.dtype = "bfloat16"
-    assert shared.load(config).data.train.arrays["images"].dtype == "bfloat16"
-    config.augment.storage = "auto"
-    config.batch.size = 64
-    rows = shared.load(config)
-    assert rows.setup.program.storage == "expanded"
-    assert rows.data.train.arrays["images"].dtype == np.uint8
-
-
-def test_what_the_devices_need_is_announced(config):
-    placed = ProgramCache().load(config)
-    needed = needed_bytes(placed.setup, placed.cache.layout)
-    assert needed["the same normalised"] == placed.data.train.arrays["images"].nbytes // 8
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("count", "micro_batch_size"), [(80, 16), (80, 12), (80, 80), (73, 16), (73, 80), (1, 16), (0, 16)]
+)
+def test_every_row_of_a_share_has_a_weight_once(count, micro_batch_size):
+    """Rows of padding, behind `count` of the 80 that a device has, have none."""
+    share = {"images": np.arange(80, dtype=np.int32)}
+
+    def read_slice(data, start, size):
+        rows = jax.lax.dynamic_slice_in_dim(data["images"], start, size)
+        return rows, rows
+
+    reader = SliceReader(None, None, Grouping(micro_batch_size, micro_batch_size), read_slice=read_slice)
+    zero = np.int32(0)
+    batch = DeviceBatch(zero, zero, zero, np.int32(count), np.int32(count))
+    weights = np.zeros(80)
+    for index in range(reader.grouping.num_micro_batches(count)):
+        micro_batch = reader.micro_batch(share, reader.find(batch, np.int32(index), 0))
+        np.add.at(weights, np.asarray(micro_batch.images), np.asarray(micro_batch.weights[0]))
+    np.testing.assert_array_equal(weights, np.arange(80) < count)
+
+
+@pytest.mark.parametrize(("virtual_shards", "expected"), [(8, 5), (11, None)])
+def test_the_number_of_micro_batches_is_a_constant_where_devices_have_as_many(
+    config, as_on_an_accelerator, virtual_shards, expected
+):
+    config.batch.virtual_shards, config.batch.micro_batch_size = virtual_shards, 16
+    reader = make_parts(ProgramCache().load(config).setup.program).step.reader
+    batch = DeviceBatch(*[jax.ShapeDtypeStruct((), np.int32)] * 5)
+    found = []
+    jax.eval_shape(lambda batch: found.append(reader.num_micro_batches(batch)) or 0, batch)
+    assert (found[0] if isinstance(found[0], int) else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
     [
-        {"batch.size": 64},
-        {"batch.auto": True},
-        {"batch.per_device_batch_size": 80},
-        {"batch.trace": (640, 64)},
-        {"augment.shift": 1},
-        {"schedule.decay_by": "batch"},
+        ({}, True),
+        ({"batch.size": 640}, True),
+        ({"batch.size": 64}, False),
+        ({"batch.auto": True}, False),
+        ({"batch.per_device_batch_size": 80}, False),
+        ({"batch.trace": (640, 64)}, False),
+        ({"augment.shift": 1}, False),
+        ({"schedule.decay_by": "batch"}, False),
+        ({"model.norm": "batch"}, False),  # a micro-batch must be a sample of the set
     ],
 )
-def test_normalised_images_serve_whole_sets_alone(config, changes):
-    cache = ProgramCache().load(config).cache
-    for field, value in changes.items():
-        group, name = field.split(".")
-        config[group][name] = value
-    with pytest.raises(BadSetting, match=r"augment\.storage: 'normalised'; .*unless every batch is"):
-        possible_storages(config, DataFacts.of(cache), Hardware.here())
-    config.augment.storage = "auto"
-    assert "normalised" not in storages_to_try(config, 640, "tpu")
+def test_which_runs_read_slices(config, fields, expected):
+    data = DataFacts.of(ProgramCache().load(config).cache)
+    config.update_from_flattened_dict(fields)
+
+    def by_slices(platform, kind):
+        return choose_setup(config, data, Hardware(platform, kind, 8), free_bytes=10**12).program.by_slices
+
+    assert by_slices("tpu", "TPU v3") == by_slices("gpu", "NVIDIA H200") == expected
+    assert not by_slices("cpu", "cpu")
+    config.augment.storage = "on_device"
+    assert not by_slices("tpu", "TPU v3")
 
 
-def test_auto_normalises_on_accelerators(config):
-    config.augment.storage = "auto"
-    assert storages_to_try(config, 640, "tpu")[0] == "normalised"
-    assert storages_to_try(config, 640, "gpu")[0] == "normalised"
-    assert storages_to_try(config, 640, "cpu")[0] == "expanded"
+def test_examples_are_drawn_where_the_noise_is_measured(config, as_on_an_accelerator):
+    config.log.noise_every = 3
+    assert not ProgramCache().load(config).setup.program.by_slices
