@@ -2,7 +2,7 @@
 
 Contenders, for the 172,800 views of EuroSAT: our update with rows of uint8 that are sliced, and with rows that are
 gathered, as where the noise is measured; the gradient of the network alone, on normalised images that are there
-already; the step of the original system, on float32 images (peers/seed_loop.py times it where there are devices).
+already; the step of the original system, on float32 images.
 """
 
 import jax

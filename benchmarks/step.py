@@ -11,7 +11,7 @@ import jax
 from benchmarks import ceilings, ours
 from benchmarks.peers import serve
 from benchmarks.peers.flax_loop import FlaxLoop
-from benchmarks.peers.seed_loop import SeedLoop
+from benchmarks.peers.minimal_loop import MinimalLoop
 from benchmarks.timing import (
     Child,
     Contender,
@@ -31,7 +31,7 @@ from largebatch.training.costs import training_costs
 DTYPES = ("float32", "bfloat16")
 SLOW_CONV_BATCH = 64
 MAX_MICRO_BATCH_SIZES = 6  # of ours
-JAX_PEERS = {"seed's loop": SeedLoop, "flax-style loop": FlaxLoop}
+JAX_PEERS = {"minimal.py": MinimalLoop, "flax-style loop": FlaxLoop}
 TORCH = "PyTorch"
 
 

@@ -27,7 +27,7 @@ from benchmarks import (
 )
 from benchmarks.peers import serve
 from benchmarks.peers.flax_loop import FlaxLoop
-from benchmarks.peers.seed_loop import SeedLoop
+from benchmarks.peers.minimal_loop import MinimalLoop
 from largebatch.errors import UserError
 
 OPTIONS = ours.StepOptions(batch_size=64, micro_batch_size=4, dtype="float32", conv="dot")
@@ -133,8 +133,10 @@ def share_of_equal(one, other):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("peer", [SeedLoop, FlaxLoop])
-def test_accumulating_peers_do_the_same_update(small, peer):
+@pytest.mark.parametrize("peer", [MinimalLoop, FlaxLoop])
+def test_accumulating_peers_do_the_same_update(small, monkeypatch, peer):
+    # A batch is the whole set, for devices of minimal.py order their own images.
+    monkeypatch.setattr(serve, "NUM_IMAGES", PEER["batch_size"])
     before = peer(PEER).params()
     after = []
     for change in ({}, {"micro_batch_size": 8}, {"devices": 1, "micro_batch_size": 16}):
@@ -211,7 +213,7 @@ def test_batches_of_torch_have_each_image_once_a_pass(small):
 
 @pytest.mark.full
 def test_a_child_answers_and_its_failures_are_one_line():
-    with timing.Child("benchmarks.peers.seed_loop") as child:
+    with timing.Child("benchmarks.peers.minimal_loop") as child:
         contender = child.contender(
             "seed", {"batch_size": 8, "micro_batch_size": 4, "devices": 1, "dtype": "float32"}
         )
@@ -219,7 +221,7 @@ def test_a_child_answers_and_its_failures_are_one_line():
         contender.work.run(3)
         timing.check_happened("seed", before, contender.work.progress(), 3)
         with pytest.raises(
-            UserError, match=r"benchmarks.peers.seed_loop: ValueError: 8 images are not whole micro-batches of 5"
+            UserError, match=r"benchmarks.peers.minimal_loop: ValueError: 8 images are not whole micro-batches of 5"
         ):
             child.ask(build=PEER | {"batch_size": 8, "micro_batch_size": 5})
     with (
@@ -305,11 +307,11 @@ def test_step_reports_every_contender(small, monkeypatch, tmp_path, capsys):
     assert names[-3:] == ["matrix product, float32", "matrix product, bfloat16", "memory copy"]
     assert result["notes"] == ["PyTorch is not installed: pip install -r benchmarks/peers/torch_requirements.txt"]
     assert all(ratios["bfloat16"]["median"] > 0 for ratios in result["ratios"].values())
-    assert {name.split(",")[0] for name in result["ratios"]} == {"seed's loop", "flax-style loop"}
+    assert {name.split(",")[0] for name in result["ratios"]} == {"minimal.py", "flax-style loop"}
     assert next(row for row in result["rows"] if row["name"].startswith("matrix"))["share_of_ceiling"] == 1.0
     result = json.loads(json.dumps(result))
     step.print_step(result)
-    assert "ours / seed's loop" in capsys.readouterr().out
+    assert "ours / minimal.py" in capsys.readouterr().out
     plot.plot_step(result, str(tmp_path / "step.png"))
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
