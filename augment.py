@@ -9,6 +9,7 @@ Storage "expanded" keeps all views on the devices; "on_device" keeps the origina
 micro-batch is read; "streamed" does so with what the next updates visit.
 """
 
+import dataclasses
 import functools
 import json
 import logging
@@ -19,31 +20,33 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from etils import epath
+from ml_collections import config_dict
 
 from largebatch.cache import known
 from largebatch.cache.build import build_together, hosts_sharing
 from largebatch.cache.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
 from largebatch.cache.estimate import BuildEstimate, estimate_build
 from largebatch.cache.plan import CachePlan, plan_layout
+from largebatch.config import rules
+from largebatch.config.dicts import RULES
+from largebatch.config.fields import Config
+from largebatch.data.batching import choose_sharding
 from largebatch.data.pictures import draw_preview, export
 from largebatch.data.placement import originals_of_hosts
 from largebatch.data.random_augment import RandomAugment
-from largebatch.errors import BadSetting, UserError
 from largebatch.hosts import collectives
-from largebatch.paths import expanded
 from largebatch.sources.find import places_of, source_of, version_of
-from largebatch.sources.split import SPLITS, assign_splits
-from largebatch.sources.split_file import SplitFile, read_split_file
-from largebatch.sources.stamp import stamp_of
+from largebatch.sources.source import stamp_of
+from largebatch.sources.split import SPLITS, SplitFile, assign_splits, read_split_file
 from largebatch.tasks.kinds import KINDS
 from largebatch.tasks.planes import PixelTargets
-from largebatch.training.setup import choose_sharding
 from largebatch.training.views import VIEW_COUNTS, apply_view, expand, inverse_view
+from largebatch.util import BadSetting, UserError, expanded
 
 log = logging.getLogger("largebatch")
 
 
-def check_data(config, image_shape: tuple[int, int, int], targets: PixelTargets, description: str) -> None:
+def check_data(config: Config, image_shape: tuple[int, int, int], targets: PixelTargets, description: str) -> None:
     """Raises BadSetting where a data set does not go with `augment`, `eval` or `task`; `description` is its own."""
     targets.check_task(config.task.name, description)
     height, width, _ = image_shape
@@ -99,7 +102,7 @@ def _moved_both_ways(images: jax.Array, pixels: int) -> list[jax.Array]:
 # ---- the cache ----------------------------------------------------------------------------------------
 
 
-def prepare_cache(config, *, look_at_source: bool | None = None, to_train: bool = False) -> Cache:
+def prepare_cache(config: Config, *, look_at_source: bool | None = None, to_train: bool = False) -> Cache:
     """The cache of `config`, built where it is missing, damaged or of other files; of the same data on all hosts.
 
     Args:
@@ -126,18 +129,20 @@ def prepare_cache(config, *, look_at_source: bool | None = None, to_train: bool 
     return cache
 
 
-def _places(config) -> tuple[epath.Path, list[epath.Path]]:
+def _places(config: Config) -> tuple[epath.Path, list[epath.Path]]:
     """Return the folder of caches, and the folders and files that the data are read from."""
     cache_dir = epath.Path(expanded(config.augment.cache_dir, "augment.cache_dir"))
     return cache_dir, places_of(config.dataset, config.augment.cache_dir)
 
 
-def _request(config) -> tuple[dict, SplitFile | None]:
+def _request(config: Config) -> tuple[dict, SplitFile | None]:
     """What the config asks for (see `known`), and its split file, read on every host."""
     path = config.dataset.split_file
     split_file = collectives.agreed(lambda: None if path is None else read_split_file(path))
     digest = None if split_file is None else split_file.digest
-    asked = config.dataset.to_dict() | version_of(config.dataset.name)
+    fields = dataclasses.asdict(config.dataset)
+    asked = {name: value for name, value in fields.items() if RULES[f"dataset.{name}"].identity}
+    asked |= version_of(config.dataset.name)
     if KINDS[config.task.name].of_pixels:
         asked["targets"] = "of pixels"
     return known.request_of(asked, digest), split_file
@@ -184,7 +189,7 @@ def _list_and_build(
     return cache
 
 
-def estimate_cache(config) -> BuildEstimate | None:
+def estimate_cache(config: Config) -> BuildEstimate | None:
     """What building the cache of `config` will take, told by every host from a sample; None where all have it.
 
     Raises:
@@ -263,7 +268,9 @@ class CacheAttempt:
         return True
 
 
-def cache_attempts(config, *, look_at_source: bool | None = None, to_train: bool = False) -> Iterator[CacheAttempt]:
+def cache_attempts(
+    config: Config, *, look_at_source: bool | None = None, to_train: bool = False
+) -> Iterator[CacheAttempt]:
     """The cache of `config`, to be read within a `with`; built anew for one more try where it is damaged.
 
         for attempt in cache_attempts(config):
@@ -287,8 +294,11 @@ def cache_attempts(config, *, look_at_source: bool | None = None, to_train: bool
 # ---- the command ------------------------------------------------------------------------------------
 
 
-def main(config) -> None:
-    """Prepares the cache, verifies every byte of it, says what is in it, and draws or exports what is asked for."""
+def main(config: config_dict.ConfigDict) -> None:
+    """Prepare the cache, verify every byte of it, say what is in it, and draw or export what is asked for."""
+    import model as models
+
+    config = rules.check(config.to_dict(), models.MODELS)
     for attempt in cache_attempts(config, look_at_source=True):
         with attempt as cache:
             cache.verify()

@@ -39,8 +39,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 from absl import flags
 
 from largebatch.cli import EXIT_FAILED, EXIT_USAGE, UsageError, parse_plain_flags, path_flag
-from largebatch.errors import UserError
 from largebatch.runs.folder import jsonable
+from largebatch.util import UserError
 
 
 @dataclass(frozen=True)

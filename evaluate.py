@@ -1,14 +1,14 @@
-"""A finished run on validation, test or any folder of images; predictions as a file or as pictures.
+"""Evaluate a finished run on its validation or test split or on any images; write predictions or pictures.
 
     python evaluate.py runs/eurosat                                  the validation split, per class
     python evaluate.py runs/eurosat --split test --out test.csv
-    python evaluate.py runs/NAME --split test --views --ema          another accuracy, never the plain one
+    python evaluate.py runs/NAME --split test --views --ema          the mean over views, by the moving average
     python evaluate.py runs/eurosat --images photos.zip --out photos.csv
     python evaluate.py runs/scenes --images photos --out maps        a run of masks or depths: a PNG of each
-    python evaluate.py runs/theirs --config.dataset.path EuroSAT.zip   the data from here, not from where it says
-    python evaluate.py model --images photos.zip                     the same of a folder that export.py wrote
+    python evaluate.py runs/theirs --config.dataset.path EuroSAT.zip   the data from here, not from its own path
+    python evaluate.py model --images photos.zip                     an export, as export.py writes it
 
-Takes the checkpoint with the best validation score. Images given by --images count as labelled where the folder
+It takes the checkpoint with the best validation score. Images given by --images count as labelled where the folder
 they lie in is a class of the run, or, for masks, where there are images/ and masks/; all others are predicted only.
 On several hosts run it on each; host 0 reads the run folder, prints and writes, and all of them read the images.
 """
@@ -20,29 +20,38 @@ import logging
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 from absl import flags
 
 import augment
-from configs import default
+import model as models
 from largebatch import cli, terminal
 from largebatch.buckets import bucket
-from largebatch.cache import recorded
+from largebatch.cache import known
+from largebatch.config import rules
+from largebatch.config.dicts import FIELDS, flatten
+from largebatch.config.fields import Config
 from largebatch.data.validation import split_of_images
 from largebatch.decoding.images import Dataset, DecodeOptions
-from largebatch.errors import UserError
-from largebatch.hardware.chips import Hardware
-from largebatch.hardware.micro_batches import auto_micro_batch_size
+from largebatch.exports import contents
+from largebatch.exports.folder import is_export
+from largebatch.hardware.chips import Hardware, auto_micro_batch_size
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.predictions.maps import MapPredictions
 from largebatch.predictions.tables import ClassPredictions
-from largebatch.runs import reader
-from largebatch.sources import file_sources, map_files
+from largebatch.runs import checkpoints, reader
+from largebatch.runs.load import BestCheckpoint, arrays_of, best_checkpoint
+from largebatch.runs.summary import refuse_other_network
+from largebatch.sources import file_sets, map_folders
+from largebatch.tasks.make import make_task
+from largebatch.tasks.planes import PixelTargets
 from largebatch.training.costs import training_costs
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
-from resolve import make_network, make_task
-from trained import TrainedRun, load_run, read_variables
+from largebatch.util import UserError
+from plan import make_network
 
 log = logging.getLogger("largebatch")
 
@@ -66,21 +75,21 @@ def evaluate(
     ema: bool = False,
     overrides: dict[str, str | int] | None = None,
 ) -> float | None:
-    """Prints the results of a run; returns the score if any image has a label. Every host calls it.
+    """Print the results of a run; return the score if any image has a label. Collective.
 
     Args:
       split: of the run's own data, "val" or "test".
       images: a folder or zip, evaluated instead of the split.
       out: CSV file for the predictions; of maps a folder.
       views: logits are the mean over the run's views of an image.
-      shift: they are the mean over the image and copies moved by so many pixels; see `augment.average_over_copies`.
-      ema: parameters are their moving average.
+      shift: logits are the mean over the image and copies moved by so many pixels; 0 takes the image alone.
+      ema: use the moving average of the parameters.
       overrides: {field: value} for fields of OVERRIDES.
     Raises:
       UserError: the run or the images cannot be used, or `out` not be written; on every host.
     """
     overrides = overrides or {}
-    # Never where the run says: programs are code.
+    # Never in the folder that the run names: compiled programs are code.
     cli.use_compilation_cache(own_cache_dir(overrides))
     start_jax()
     options = json.dumps([split, images, views, shift, ema, overrides])
@@ -98,14 +107,14 @@ def evaluate(
     heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
     heading += f", mean over {num_views} views" if views else ""
     heading += f", mean over shifts of {shift} px" if shift else ""
-    heading += ", moving average of the parameters" if ema or run.is_average else ""
+    heading += ", moving average of the parameters" if ema or (run.exported and run.description["ema"]) else ""
 
     def show(parts):
         predictions.print_results(result.scores, heading)
         if out:
             predictions.write(out, parts)
 
-    # Brought to the host part by part, by all hosts, and never kept whole.
+    # All hosts bring the predictions to host 0 part by part; they are never kept whole.
     collectives.primary_takes(show, predictions.parts() if out else iter(()))
     return result.scores.score if result.scores else None
 
@@ -114,37 +123,139 @@ def evaluate(
 
 
 def own_cache_dir(overrides: dict[str, str | int]) -> str:
-    """The user's own cache folder, whatever the run says."""
-    return overrides.get("augment.cache_dir") or default.get_config().augment.cache_dir
+    """Return the user's own cache folder, whatever the run says."""
+    return overrides.get("augment.cache_dir") or FIELDS["augment.cache_dir"].default
+
+
+# ---- a trained network -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRun:
+    """The best checkpoint of a run, or an export of it.
+
+    Attributes:
+      path: the folder.
+      config: config of the run, with the user's own limits and overrides.
+      data: description of the training data; see `Cache.identity`.
+      step: number of steps before the checkpoint.
+      arrays: arrays of the state by name, on host 0; {} on the others.
+      exported: whether the folder is an export, which has one set of parameters.
+      description: checkpoint.json or model.json.
+    """
+
+    path: Path
+    config: Config
+    data: dict
+    step: int
+    arrays: dict[str, np.ndarray]
+    exported: bool = False
+    description: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def targets(self) -> PixelTargets:
+        """Dense targets of the network; those of a classifier have no planes."""
+        try:
+            return PixelTargets.recorded_in(self.data)
+        except ValueError as error:
+            raise UserError(f"{self.path}: {error}") from error
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels that the network sees."""
+        height, width, stored = self.data["image_shape"]
+        return height, width, stored - self.targets.planes
+
+    @property
+    def scale(self) -> tuple[list[float], list[float]]:
+        """Mean and deviation of the channels that the network sees."""
+        channels = self.image_shape[-1]
+        return self.data["mean"][:channels], self.data["std"][:channels]
+
+
+def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> TrainedRun:
+    """Load a run on every host; the primary host reads it.
+
+    Args:
+      overrides: values in place of those of the config, by field.
+    Raises:
+      UserError: there is no run, or its checkpoints, files or config cannot be used; on every host.
+    """
+    exported = collectives.json_from_primary(is_export(path))
+    read = contents.read if exported else best_checkpoint
+    best = collectives.agreed(lambda: read(path), collectives.is_primary()) or BestCheckpoint({}, {})
+    about = collectives.json_from_primary(best.description)
+    refuse_other_network(about["data"], models.NETWORK_VERSION, path)
+    # The user's own limit: a run may come from someone else. How the batch changed is over; its file may be gone.
+    own = {"dataset.max_image_pixels": FIELDS["dataset.max_image_pixels"].default}
+    own |= {"batch.trace": None, "batch.per_device_batch_size": None, "batch.hold_last": False}
+    recorded = about["config"] if isinstance(about["config"], dict) else {"config": about["config"]}
+    try:
+        config = rules.check(flatten(recorded) | own | (overrides or {}), models.MODELS)
+    except UserError as error:
+        raise UserError(f"{path}: its config cannot be read ({error})") from error
+    if config.model.dtype == "auto":  # a run records the dtype that it took
+        raise UserError(f"{path}: its config cannot be read (model.dtype: 'auto'; allowed: float32 | bfloat16)")
+    return TrainedRun(path, config, about["data"], about["step"], best.arrays, exported, about)
+
+
+def read_variables(run: TrainedRun, network, *, ema: bool) -> dict:
+    """Return the variables of a run's network, on every host.
+
+    Args:
+      ema: whether to take the moving average of the parameters.
+    Raises:
+      UserError: the run keeps no moving average, or its arrays are not those of the network.
+    """
+    if ema and run.exported:
+        kept = "the moving average" if run.description["ema"] else "no moving average"
+        raise UserError(f"--ema: {run.path} is an export of {kept}; allowed: with a run folder")
+    params, model_state = jax.eval_shape(lambda: models.init_variables(network, run.image_shape, 0))
+    expected = {"params": params, "model_state": model_state}
+    expected = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), expected)
+    if ema:
+        expected = {"ema": expected}
+
+    def fill():
+        arrays = arrays_of(expected, run.arrays)
+        if ema and not arrays:
+            raise UserError(f"--ema: {run.path} keeps no moving average; train with --config.train.ema_decay")
+        return checkpoints.fill(expected, arrays, str(run.path))
+
+    state = collectives.from_primary(collectives.agreed(fill, collectives.is_primary()) or expected)
+    state = state["ema"] if ema else state
+    return {"params": state["params"], **state["model_state"]}
+
+
+# ---- images and predictions -----------------------------------------------------------------------------
 
 
 def read_split(run: TrainedRun, split: str, overrides: dict[str, str | int]) -> Dataset:
-    """Images and labels of a split of the run's own data.
+    """Return images and labels of a split of the run's own data.
 
-    Read from the user's own cache, else from the one that the run names, else decoded again into the user's own. A
-    run may come from someone else: nothing is changed where it points, and what is read there is named.
+    They come from the user's own cache, else from the one that the run names, else they are decoded again into the
+    user's own. A run may come from someone else: nothing is changed where it points, and reading there is logged.
 
     Raises:
-      UserError: the digest of the example ids is another, so the split is another.
+      UserError: the digest of the example ids differs, so the split does.
     """
     cache_dir = own_cache_dir(overrides)
-    dataset = recorded.find_split(cache_dir, split, run.data)
+    dataset = known.find_split(cache_dir, split, run.data)
     if dataset is None and run.config.augment.cache_dir != cache_dir:
         name_foreign(run.path, "augment.cache_dir", run.config.augment.cache_dir)
-        dataset = recorded.find_split(run.config.augment.cache_dir, split, run.data)
+        dataset = known.find_split(run.config.augment.cache_dir, split, run.data)
     if dataset is not None:
         return dataset
 
-    config = run.config.copy_and_resolve_references()
-    config.augment.cache_dir = cache_dir
+    config = run.config.replace(augment={"cache_dir": cache_dir})
     for field in ("dataset.path", "dataset.split_file"):
-        path = config.dataset[field.removeprefix("dataset.")]
+        path = getattr(config.dataset, field.removeprefix("dataset."))
         if path and field not in overrides:
             name_foreign(run.path, field, path)
 
     for attempt in augment.cache_attempts(config):
         with attempt as cache:
-            dataset = recorded.read_split(cache, split)
+            dataset = known.read_split(cache, split)
     identity, source = cache.identity(), cache.manifest["source"]
     if identity["ids"] != run.data["ids"]:
         raise UserError(f"dataset: the examples of {source} are not those of the run")
@@ -154,17 +265,16 @@ def read_split(run: TrainedRun, split: str, overrides: dict[str, str | int]) -> 
 
 
 def name_foreign(run_folder: Path, field: str, path: str) -> None:
-    """Says that a place outside the run folder is read for no other reason than that the run's config names it."""
+    """Log that a place outside the run folder is read only because the run's config names it."""
     if collectives.is_primary() and not reader.lies_in(path, run_folder):
         log.warning("reads %s %s, which %s names", field, path, run_folder)
 
 
 def read_images(path: str, run: TrainedRun) -> Dataset:
-    """All images in a folder or zip, as large as the run's and with their channels, on every host.
+    """Return all images in a folder or zip, in the size and with the channels of the run's, on every host.
 
     Raises:
-      UserError: a host cannot read them, or not the same ones, or they are of 8 bits where the run's are of 16, or
-        the other way round; on every host.
+      UserError: a host cannot read them or reads different ones, or their dtype is not the run's; on every host.
     """
     height, width, channels = run.image_shape
     options = DecodeOptions((height, width), run.config.dataset.resize, channels)
@@ -174,9 +284,9 @@ def read_images(path: str, run: TrainedRun) -> Dataset:
     def find() -> Dataset:
         if run.targets.planes:
             of_files = dataclasses.replace(options, channels=run.config.dataset.channels)
-            dataset = map_files.find_maps(path, run.targets, channels, of_files, max_pixels)
+            dataset = map_folders.find_maps(path, run.targets, channels, of_files, max_pixels)
         else:
-            dataset = file_sources.find_images(path, class_names, options, max_pixels)
+            dataset = file_sets.find_images(path, class_names, options, max_pixels)
         if dataset.images.dtype != dtype:
             found = f"{dataset.example_ids[0]} is of {dataset.images.dtype}"
             raise UserError(f"--images: {found}; allowed: {dtype}, as the images of {run.path}")
@@ -194,7 +304,7 @@ def read_images(path: str, run: TrainedRun) -> Dataset:
 
 
 def views_to_average(run: TrainedRun) -> int:
-    """The number of views of the run; raises UserError where it is 1."""
+    """Return the number of views of the run; raise UserError where it is 1."""
     num_views = augment.VIEW_COUNTS[run.config.augment.views]
     if num_views == 1:
         raise UserError(f"--views: {run.path} has augment.views 'none'; allowed: with more than one view")
@@ -204,7 +314,7 @@ def views_to_average(run: TrainedRun) -> int:
 def predict(
     run: TrainedRun, dataset: Dataset, *, num_views: int, shift: int, ema: bool, whole: bool
 ) -> SplitPredictions:
-    """Scores of the labelled images, and the predictions of all, computed on all devices of all hosts.
+    """Return scores of the labelled images and predictions of all, computed on all devices of all hosts.
 
     Args:
       whole: see `make_predict`.
@@ -217,9 +327,9 @@ def predict(
     if shift >= min(image_shape[:2]):
         raise UserError(f"--shift: {shift}; allowed: below {min(image_shape[:2])}, the size of an image")
     hardware = Hardware.here()
-    task = make_task(run.config, len(run.data["class_names"]), run.targets)
+    task = make_task(run.config.task, len(run.data["class_names"]), run.targets)
     network = make_network(run.config, task, hardware.platform)
-    variables = read_variables(run, network, image_shape, ema=ema)
+    variables = read_variables(run, network, ema=ema)
     logits_fn = make_logits_fn(network, image_shape, *run.scale)
     if num_views > 1 or shift:
         logits_fn = augment.average_over_copies(logits_fn, num_views=num_views, shift=shift, gives_maps=gives_maps)
@@ -232,7 +342,7 @@ def predict(
 
 
 def main() -> None:
-    """Reads the command line and evaluates.
+    """Read the command line and evaluate.
 
     Raises:
       UsageError: the command line cannot be read.

@@ -1,4 +1,4 @@
-"""Examines a config before a long run: on this machine, and on devices that are not here.
+"""Checks of a config before a long run: on this machine, and on devices that need not be attached.
 
 python train.py --config configs/eurosat.py --config.dataset.path EuroSAT.zip --doctor
 python train.py --config configs/eurosat_v3_32.py --compile_for v3:4x4
@@ -13,57 +13,115 @@ from ml_collections import config_dict
 
 import augment
 import model as models
-from experiment import ProgramCache, prepare
+from build import ProgramCache, prepare, programs_of
 from largebatch import cli
-from largebatch.cache.cache import RowLayout
-from largebatch.cache.plan import make_layout
-from largebatch.doctor import checks, dataset, elsewhere, findings
-from largebatch.errors import UserError
+from largebatch.cache.plan import DatasetInfo, make_layout
+from largebatch.config import rules
+from largebatch.config.fields import Config
+from largebatch.data.batching import DataSharding, Grouping
+from largebatch.data.placement import train_shapes
+from largebatch.data.validation import block_shapes
+from largebatch.doctor import checks, elsewhere, findings
+from largebatch.hardware.chips import AUTO, Hardware, auto_dtype
 from largebatch.hardware.compiled import CompiledProgram, compile_and_look
-from largebatch.hardware.dtypes import auto_dtype, with_dtype
 from largebatch.hardware.targets import Target, find_target
+from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
-from largebatch.sources.published_sizes import SIZES
-from largebatch.tasks.planes import NO_TARGETS, PixelTargets
-from largebatch.training.ahead import lower_programs
+from largebatch.optim.schedule_text import format_range
+from largebatch.optim.schedules import Schedule
+from largebatch.sources.source import SIZES
+from largebatch.terminal import print_table
 from largebatch.training.costs import training_costs
-from largebatch.training.setup import DataFacts, Setup
-from resolve import choose_setup, make_parts, needed_bytes, state_shapes
+from largebatch.training.local_sgd import Sync
+from largebatch.training.programs import lower
+from largebatch.util import UserError
+from plan import RunPlan, choose_plan, needed_bytes, plan_run, state_shapes
+
+MOST_ROWS = 24
+COLUMNS = ["step", "batch", "micro-batches a device", "learning rate", "examples before", "epoch"]
 
 
 def run(config: config_dict.ConfigDict, *, here: bool, target_name: str | None) -> int:
-    """Prints what was found; returns the exit code.
+    """Examine a config and print the findings; return the exit code.
 
     Args:
       here: whether to examine the config on this machine.
-      target_name: of devices to compile for, see `hardware.targets`.
+      target_name: name of the devices to compile for, see `hardware.targets`.
     Raises:
       UserError: something would fail.
     """
-    target = find_target(target_name) if target_name else None  # a wrong name is told at once
+    target = find_target(target_name) if target_name else None  # a wrong name is refused at once
     if target:
         config.devices.platform = "cpu"  # as `find_target` has set
     config_here, _ = cli.start(config, models.MODELS)
     if here:
         examine_here(config_here)
     if target:
-        examine_elsewhere(config, target)
+        examine_elsewhere(rules.check(config.to_dict(), models.MODELS), target)
     return 0
 
 
-def examine_here(config: config_dict.ConfigDict) -> None:
-    """Tells what a build of the cache would take and whether the images fit; then builds it and tries updates."""
+def show_batches(config: config_dict.ConfigDict) -> int:
+    """Print the batches of a run on these devices; return the exit code.
+
+    Raises:
+      BadSetting: the config does not go with the data set or the devices.
+    """
+    config, _ = cli.start(config, models.MODELS)
+    plan = plan_run(config, dataset_info(config), Hardware.here())
+    if collectives.is_primary():
+        print_batches(plan.schedule, plan.sharding, plan.grouping)
+    return 0
+
+
+def config_to_examine(config: Config) -> Config:
+    """Return a copy of a config with a gradient at the start, and with steps that all devices share."""
+    # With a head of zeros the first gradient of all other layers would be zero.
+    return config.replace(model={"zero_head": False}, sync={"mode": "every_step", "start_step": 0})
+
+
+def print_batches(schedule: Schedule, sharding: DataSharding, grouping: Grouping) -> None:
+    """Print the steps at which the batch size changes, at most MOST_ROWS evenly spread ones."""
+    stages, num_steps = schedule.batch_sizes.first(schedule.num_updates), schedule.num_updates
+    examples = schedule.examples_before(num_steps)
+    print(
+        f"{num_steps:,} steps, batch {format_range(stages.values)}, {examples:,} examples, "
+        f"{examples / schedule.examples_per_epoch:,.2f} epochs on {sharding.num_devices:,} devices"
+    )
+    places = np.linspace(0, len(stages.starts) - 1, min(len(stages.starts), MOST_ROWS)).astype(int)
+    print_table(COLUMNS, [_row(int(step), schedule, sharding, grouping) for step in stages.starts[places]])
+    if len(places) < len(stages.starts):
+        print(f"{len(places)} of the {len(stages.starts):,} steps at which the batch size changes")
+
+
+def _row(step: int, schedule: Schedule, sharding: DataSharding, grouping: Grouping) -> list[str]:
+    batch_size, before = schedule.batch_size_at(step), schedule.examples_before(step)
+    counts = sorted({int(grouping.num_micro_batches(share)) for share in sharding.share_bounds(batch_size)})
+    return [
+        f"{step}",
+        f"{batch_size}",
+        " or ".join(map(str, counts)),
+        f"{schedule.learning_rate_at(step):.4g}",
+        f"{before}",
+        f"{before / schedule.examples_per_epoch:.2f}",
+    ]
+
+
+def examine_here(config: Config) -> None:
+    """Print what a cache build takes and whether the images fit; then build the cache and try steps."""
     estimate = augment.estimate_cache(config)
     if estimate is not None:
-        findings.show([dataset.check_build(estimate)])
-        setup = choose_setup(config, facts_of(estimate.layout, estimate.num_classes, estimate.targets))
-        findings.show([dataset.check_storage(setup, needed_bytes(setup, estimate.layout))])
+        findings.show([findings.check_build(estimate)])
+        plan = choose_plan(config, DatasetInfo.unread(estimate.layout, estimate.num_classes, estimate.targets))
+        findings.show([findings.check_memory(plan.storage, needed_bytes(plan))])
     started = time.perf_counter()
-    experiment, state = prepare(checks.config_to_examine(config), Clock(), ProgramCache())
-    checks.report(experiment, state, config.sync, started)
+    plan, data, programs, state = prepare(config_to_examine(config), Clock(), ProgramCache())
+    if estimate is None:
+        findings.show([findings.check_memory(plan.storage, needed_bytes(plan))])
+    checks.report(checks.Subject(plan, data, programs), state, config.sync, started)
 
 
-# ---- devices that are not here ------------------------------------------------------------------------
+# ---- devices that need not be attached ----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,51 +129,70 @@ class Compiled:
     """A config's programs, compiled for a target."""
 
     target: Target
-    setup: Setup
+    plan: RunPlan
     programs: dict[str, CompiledProgram]
     needed: dict[str, int]  # the estimate of bytes on a device, by part
     flops_per_image: float
-    seconds: float  # that compiling took
+    seconds: float  # of compiling
 
 
-def examine_elsewhere(config: config_dict.ConfigDict, target: Target) -> None:
-    """Compiles a config's programs for `target` and prints what that tells."""
+def examine_elsewhere(config: Config, target: Target) -> None:
+    """Compile a config's programs for `target` and print the findings."""
     compiled = compile_for(config, target)
     found = elsewhere.check_programs(
-        compiled.setup, target, compiled.programs, compiled.needed, compiled.flops_per_image
+        compiled.plan, target, compiled.programs, compiled.needed, compiled.flops_per_image
     )
     kind, count = target.hardware.device_kind, target.hardware.num_devices
     ending = f"compiled for {target.name}, {count} x {kind}, in {compiled.seconds:.0f} s; nothing was run"
     findings.show(found, ending)
 
 
-def compile_for(config: config_dict.ConfigDict, target: Target) -> Compiled:
-    """Compiles exactly the programs of `config` for `target`, without data.
+def compile_for(config: Config, target: Target) -> Compiled:
+    """Compile exactly the programs of `config` for `target`, without data.
 
     Raises:
       BadSetting: they do not fit there.
       UserError: the size of the data set is not known.
     """
     started = time.perf_counter()
-    config = with_dtype(config, auto_dtype(target.hardware.platform))
-    data, free = data_facts(config), target.chip.memory_bytes
-    setup = choose_setup(config, data, target.hardware, free_bytes=free)
-    parts, state = make_parts(setup.program), state_shapes(setup)
-    lowered = lower_programs(parts, setup, state, data.layout, free, target.devices)
-    lengths = {"updates": 1.0, "micro_batches": num_micro_batches(setup)}
-    programs = {name: _compile(name, program, lengths, target) for name, program in lowered.items()}
+    if config.model.dtype == AUTO:
+        config = config.replace(model={"dtype": auto_dtype(target.hardware.platform)})
+    free = target.chip.memory_bytes
+    plan = choose_plan(config, dataset_info(config), target.hardware, free_bytes=free)
+    lowered = lower_plan(plan, free, target.devices)
+    lengths = {"updates": 1.0, "micro_batches": num_micro_batches(plan)}
     return Compiled(
         target=target,
-        setup=setup,
-        programs=programs,
-        needed=needed_bytes(setup, data.layout, free),
-        flops_per_image=training_costs(setup.program.network, setup.program.image_shape).flops,
+        plan=plan,
+        programs={name: _compile(name, program, lengths, target) for name, program in lowered.items()},
+        needed=needed_bytes(plan, free),
+        flops_per_image=training_costs(plan.network, plan.image_shape).flops,
         seconds=time.perf_counter() - started,
     )
 
 
+def lower_plan(plan: RunPlan, free_bytes: int, devices: list) -> dict[str, jax.stages.Lowered]:
+    """Lower all programs of a plan for `devices`, which need not be attached, without data; return them by name.
+
+    Args:
+      free_bytes: free memory of a device, where validation images stay if they fit.
+    """
+    layout, size = plan.data.layout, plan.micro_batches.predicted_at_once
+    return lower(
+        programs_of(plan, devices),
+        (
+            state_shapes(plan),
+            train_shapes(layout, plan.sharding, plan.stored_views, plan.buffer_rows),
+            block_shapes(layout, plan.num_devices, size, free_bytes),
+        ),
+        plan.schedule.inputs(0, plan.inputs_length),
+        Sync.from_config(plan.config.sync),
+        devices,
+    )
+
+
 def _compile(name: str, program: jax.stages.Lowered, lengths: dict[str, float], target: Target) -> CompiledProgram:
-    """Compiles a program; its compiler may find that it does not fit, where the estimate said that it would."""
+    """Compile a program; raise UserError where the compiler finds that it does not fit."""
     try:
         return compile_and_look(program, lengths, target.hardware.platform)
     except jax.errors.JaxRuntimeError as error:
@@ -128,17 +205,17 @@ def _compile(name: str, program: jax.stages.Lowered, lengths: dict[str, float], 
         ) from error
 
 
-def num_micro_batches(setup: Setup) -> int:
-    """That the device with the largest share has in an update of the largest batch."""
-    share = setup.program.sharding.share_bounds(setup.schedule.max_batch_size)[1]
-    return setup.program.grouping.num_micro_batches(share)
+def num_micro_batches(plan: RunPlan) -> int:
+    """Return the number of micro-batches per step on the busiest device, for the largest batch."""
+    share = plan.sharding.share_bounds(plan.schedule.max_batch_size)[1]
+    return plan.grouping.num_micro_batches(share)
 
 
-def data_facts(config: config_dict.ConfigDict) -> DataFacts:
-    """The size of a config's data set: as it is published, or from the images where a path is given.
+def dataset_info(config: Config) -> DatasetInfo:
+    """Describe a config's data set: as it is published, or from the images where a path is given.
 
     Raises:
-      UserError: it is not known, and there are no images.
+      UserError: the set is not known, and there are no images.
     """
     fields = config.dataset
     if fields.path is None and fields.name in SIZES:
@@ -147,16 +224,8 @@ def data_facts(config: config_dict.ConfigDict) -> DataFacts:
         if fields.image_size is not None:
             height, width = np.broadcast_to(fields.image_size, 2).tolist()
         shape = (height, width, fields.channels or channels)
-        return facts_of(make_layout(size.counts, shape, np.dtype(size.dtype)), size.num_classes)
+        return DatasetInfo.unread(make_layout(size.counts, shape, np.dtype(size.dtype)), size.num_classes)
     estimate = augment.estimate_cache(config)
     if estimate is not None:
-        return facts_of(estimate.layout, estimate.num_classes, estimate.targets)
-    return DataFacts.of(augment.prepare_cache(config))
-
-
-def facts_of(layout: RowLayout, num_classes: int, targets: PixelTargets = NO_TARGETS) -> DataFacts:
-    """The properties of a data set whose pixels nobody has looked at."""
-    channels = layout.image_shape[-1] - targets.planes
-    middle = np.iinfo(layout.dtype).max / 2
-    mean, std = (middle,) * channels, (middle / 2,) * channels
-    return DataFacts(layout.counts["train"], layout, num_classes, mean, std, targets)
+        return DatasetInfo.unread(estimate.layout, estimate.num_classes, estimate.targets)
+    return DatasetInfo.of(augment.prepare_cache(config))

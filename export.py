@@ -15,15 +15,17 @@ from pathlib import Path
 from absl import flags
 
 from configs import default
+from evaluate import TrainedRun, load_run, read_variables
 from largebatch import cli, terminal
 from largebatch.buckets import bucket
-from largebatch.errors import UserError
 from largebatch.exports import card, contents, folder, program
 from largebatch.hosts.start import start_jax
-from largebatch.runs import provenance, reader
+from largebatch.runs import reader
+from largebatch.runs.summary import versions
+from largebatch.tasks.make import make_task
 from largebatch.training.loss import make_logits_fn
-from resolve import make_network, make_task
-from trained import TrainedRun, load_run, read_variables
+from largebatch.util import UserError
+from plan import make_network
 
 # What of a checkpoint's summary says how the network was made.
 OF_SUMMARY = ("examples_seen", "global_batch_size", "params", "devices", "hosts", "platform", "device_kind")
@@ -46,10 +48,10 @@ def export(run_folder: Path, out: Path, *, ema: bool = False) -> str:
     run = load_run(run_folder)
     if run.exported:
         raise UserError(f"{run_folder} is an export already; allowed: a run folder")
-    task = make_task(run.config, len(run.data["class_names"]), run.targets)
+    task = make_task(run.config.task, len(run.data["class_names"]), run.targets)
     # As a run computes: on each platform by the convolution that is quick there, unless the config names one.
     networks = {platform: make_network(run.config, task, platform) for platform in ("cpu", "tpu")}
-    variables = read_variables(run, networks["cpu"], run.image_shape, ema=ema)
+    variables = read_variables(run, networks["cpu"], ema=ema)
     functions = [make_logits_fn(network, run.image_shape, *run.scale) for network in networks.values()]
     dtype = run.data.get("image_dtype", "uint8")  # runs from before 16 bits do not say it
     about = describe(run, networks["cpu"], ema=ema)
@@ -78,7 +80,7 @@ def describe(run: TrainedRun, network, *, ema: bool) -> dict:
         "image_shape": list(run.image_shape),
         "network": contents.network_of(network),
         "run": {name: summary.get(name) for name in (*OF_SUMMARY, "git_commit", "versions")},
-        "exported_by": provenance.versions(),
+        "exported_by": versions(),
         "data": {"image_dtype": "uint8", **run.data},
         "config": run.description["config"],
     }

@@ -17,12 +17,9 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from largebatch.nn import normalisation
-from largebatch.nn.activation import gelu
+from largebatch.nn import layers
 from largebatch.nn.convolution import Conv
-from largebatch.nn.normalisation import FROZEN, NORMS, Patches, WhitenedPatches
-from largebatch.nn.pooling import max_pool
-from largebatch.nn.side_heads import SIDE_LOGITS, SideHead
+from largebatch.nn.layers import FROZEN, NORMS, SIDE_LOGITS, Patches, SideHead, WhitenedPatches, gelu, max_pool
 
 WHITENING_EPSILON = 1e-2
 # Changes where the same parameters give other outputs. Version 1 padded strided convolutions on one side alone.
@@ -356,7 +353,7 @@ def whitening_shape(network, image_shape: tuple[int, int, int]) -> tuple[int, in
 def whitening_kernel(network, images: np.ndarray, mean, std) -> np.ndarray:
     """The frozen kernel of a network's stem "whitened" for integer training images [N, H, W, C]."""
     images = (images.astype(np.float32) - np.float32(mean)) / np.float32(std)
-    return normalisation.whitening_kernel(images, network.patches, WHITENING_EPSILON)
+    return layers.whitening_kernel(images, network.patches, WHITENING_EPSILON)
 
 
 def with_whitening(model_state: dict, kernel: np.ndarray | None) -> dict:

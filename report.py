@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from largebatch.buckets import bucket
-from largebatch.errors import UserError, printable
-from largebatch.files import replacing
-from largebatch.paths import address_argument, path_argument
 from largebatch.predictions import files as prediction_files
 from largebatch.reports import example_pictures, page, panels
 from largebatch.reports.best_runs import best_runs
@@ -29,6 +26,7 @@ from largebatch.reports.page import GroupReport
 from largebatch.reports.panels import Group
 from largebatch.runs import reader
 from largebatch.studies import analysis
+from largebatch.util import UserError, address_argument, path_argument, printable, replacing
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 

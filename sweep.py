@@ -23,12 +23,10 @@ from ml_collections import config_dict
 import augment
 import model as models
 import train
-from experiment import ProgramCache
+from build import ProgramCache
 from largebatch import cli, terminal
 from largebatch.buckets import bucket
-from largebatch.errors import UserError
-from largebatch.files import replacing
-from largebatch.hardware.dtypes import AUTO
+from largebatch.hardware.chips import AUTO
 from largebatch.hosts import collectives, preemption
 from largebatch.runs import reader
 from largebatch.runs.folder import RunFolder, writing
@@ -44,6 +42,7 @@ from largebatch.studies.study import (
     define_study,
 )
 from largebatch.studies.worker import Worker, open_queue
+from largebatch.util import UserError, replacing
 
 FLAGS = flags.FLAGS
 log = logging.getLogger("largebatch")
@@ -137,10 +136,11 @@ def main(config: config_dict.ConfigDict) -> int:
     cli.use_compilation_cache(config.augment.cache_dir)  # before a study.json may name another
     recorded = read_recorded(config)
     dtype_is_auto = config.model.dtype == AUTO
-    config, _ = cli.start(config, models.MODELS, lambda: recorded.get("config"), of="study")
+    typed, _ = cli.start(config, models.MODELS, lambda: recorded.get("config"), of="study")
+    config.model.dtype = typed.model.dtype
     study = read_study(config, recorded, dtype_is_auto=dtype_is_auto)
     if not any(field.startswith("dataset.") for field in study.search.space):
-        augment.prepare_cache(study.config, to_train=True)  # bad data are found before anything is written
+        augment.prepare_cache(typed, to_train=True)  # bad data are found before anything is written
     preemption.answer_signals()
     preemption.training_begins()  # what a trial has done goes back to the queue, however little it is
     with open_queue(study) if collectives.is_primary() else contextlib.nullcontext() as queue:

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.timing import ROOT
-from largebatch.errors import UserError
-from largebatch.runs.provenance import versions
+from largebatch.runs.summary import versions
+from largebatch.util import UserError
 
 COLUMNS = {"steps_to_target": "updates", "examples_to_target": "images", "sec_to_target": "seconds of training"}
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from benchmarks import card_recipes, card_steps
 from benchmarks.card_sizes import SIZES
 from benchmarks.card_workers import Workers
-from largebatch import files
-from largebatch.errors import printable
+from largebatch import util
 from largebatch.runs.folder import jsonable
+from largebatch.util import printable
 
 # Of the time that is left when a section begins, the part that it may take; what it leaves over is the next one's.
 SHARES = {"ceilings": 0.1, "step": 0.4, "variants": 0.5, "start": 0.4, "recipes": 0.8, "profile": 1.0}
@@ -60,7 +60,7 @@ class Card:
     def write(self) -> None:
         """Writes what has been measured so far."""
         if self.path:
-            with files.replacing(self.path) as temporary:
+            with util.replacing(self.path) as temporary:
                 temporary.write_text(json.dumps(jsonable(self.result()), indent=1, allow_nan=False))
 
     def keep(self, row: Row, found: dict) -> None:

@@ -13,9 +13,9 @@ from benchmarks import ceilings, kernels
 from benchmarks.ours import OurStep, StepOptions
 from benchmarks.peers import serve
 from benchmarks.timing import Contender, about_machine
-from largebatch.hardware.dtypes import auto_dtype_here
+from largebatch.hardware.chips import auto_dtype_here
 from largebatch.hosts.start import start_jax
-from largebatch.runs.provenance import code_sha256
+from largebatch.runs.summary import code_sha256
 from largebatch.training.costs import training_costs
 
 

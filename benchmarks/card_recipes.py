@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.card_sizes import Size
 from benchmarks.card_workers import is_installed
 from benchmarks.timing import ROOT
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 # What trains the recipes, by the data that they take; the seconds without which a seed is not begun, on a card.
 EUROSAT = {"eurosat_fast": 30.0, "eurosat_muon": 30.0, "eurosat_full_batch": 60.0, "eurosat_best": 80.0}

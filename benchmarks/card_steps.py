@@ -15,10 +15,10 @@ from benchmarks import ours
 from benchmarks.card_sizes import Size
 from benchmarks.card_workers import OURS, TORCH, Workers, environment, is_installed
 from benchmarks.timing import Child, ChildStep, Contender, interleave, ratio
-from largebatch.errors import UserError
 from largebatch.hardware.chips import Hardware
 from largebatch.nn.convolution import CONVS
-from largebatch.training.setup import STORAGES
+from largebatch.training.views import STORAGES
+from largebatch.util import UserError
 
 LEAST_SEC = {"ceilings": 10.0, "step": 45.0, "variants": 25.0, "start": 40.0, "profile": 30.0}
 STEM_CHANNELS = (4, 8)  # of PyTorch, beside the image's own 3

@@ -12,12 +12,14 @@ from pathlib import Path
 import jax
 
 import examine
+import model
 from benchmarks import pages
 from largebatch.cli import ROOT
-from largebatch.errors import UserError
+from largebatch.config import rules
 from largebatch.hardware.targets import find_target
-from largebatch.runs.provenance import git_commit, versions
+from largebatch.runs.summary import git_commit, versions
 from largebatch.training.costs import flops_utilisation
+from largebatch.util import UserError
 
 ROWS, PAGE = ROOT / "docs" / "hardware.json", ROOT / "docs" / "hardware.md"
 OWN = "own_images"  # the config of data whose size nobody knows
@@ -110,17 +112,17 @@ def compile_case(case: Case, target) -> dict:
     }
     config = case.load()
     try:
-        compiled = examine.compile_for(config, target)
+        compiled = examine.compile_for(rules.check(config.to_dict(), model.MODELS), target)
     except UserError as error:
         return row | {"error": str(error)}
-    setup, update = compiled.setup, next(iter(compiled.programs.values()))
-    batch_size = setup.schedule.max_batch_size
+    plan, update = compiled.plan, next(iter(compiled.programs.values()))
+    batch_size = plan.schedule.max_batch_size
     row |= {
         "batch_size": batch_size,
-        "micro_batch_size": setup.micro_batch_size,
-        "storage": setup.program.storage,
-        "dtype": str(setup.program.network.dtype),
-        "num_updates": setup.schedule.num_updates,
+        "micro_batch_size": plan.micro_batch_size,
+        "storage": plan.storage,
+        "dtype": str(plan.network.dtype),
+        "num_updates": plan.schedule.num_updates,
         "memory": dataclasses.asdict(update.memory),
         "needed": compiled.needed,
         "collectives": [dataclasses.asdict(one) for one in update.collectives],
@@ -136,9 +138,9 @@ def compile_case(case: Case, target) -> dict:
     if update.cycles:
         seconds = update.cycles / target.chip.clock_hz
         row["images_per_sec"] = batch_size / seconds
-        row["seconds_of_all_updates"] = seconds * setup.schedule.num_updates
+        row["seconds_of_all_updates"] = seconds * plan.schedule.num_updates
         row["peak_share"] = flops_utilisation(compiled.flops_per_image, row["images_per_sec"], target.hardware)
-        row["validation_share"] = validation / (validation + update.cycles * setup.config.train.inner_steps)
+        row["validation_share"] = validation / (validation + update.cycles * plan.config.train.inner_steps)
     return row
 
 

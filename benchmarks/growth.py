@@ -13,9 +13,10 @@ import examine
 import model
 from benchmarks.compile import Case
 from benchmarks.peers import serve
-from largebatch.errors import UserError
+from largebatch.config import rules
 from largebatch.hardware.targets import find_target
 from largebatch.training.costs import training_costs
+from largebatch.util import UserError
 
 IMAGES = 172_800
 PARAMS_BYTES = 4 * 422_602  # float32
@@ -103,7 +104,8 @@ def compiled_times(targets: str) -> dict[int, float]:
         target = find_target(name)
         if target.hardware.device_kind != "TPU v3":
             raise UserError(f"--targets: {name!r}; allowed with growth: v3 slices")
-        update = examine.compile_for(COMPILED.load(), target).programs["update"]
+        config = rules.check(COMPILED.load().to_dict(), model.MODELS)
+        update = examine.compile_for(config, target).programs["update"]
         times[target.hardware.num_devices] = update.cycles / target.chip.clock_hz
         jax.clear_caches()
     return times

@@ -17,16 +17,19 @@ from pathlib import Path
 import jax
 
 import augment
+import model
 from benchmarks.timing import ROOT
 from configs import eurosat
+from largebatch.config import rules
+from largebatch.config.fields import Config
 from largebatch.data import placement
-from largebatch.errors import UserError
+from largebatch.data.batching import choose_sharding
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.start import start_jax
-from largebatch.runs.provenance import git_commit, versions
+from largebatch.runs.summary import git_commit, versions
 from largebatch.sources.split import SPLITS
-from largebatch.training.setup import choose_sharding
 from largebatch.training.views import expansion
+from largebatch.util import UserError
 
 PLACINGS = 3
 STARTS = ("cold", "warm")  # by what is in the cache of compiled programs
@@ -66,12 +69,10 @@ def bench_input(path: str) -> dict:
     }
 
 
-def make_config(path: str, cache_dir: str):
-    """The config of EuroSAT with other images and another cache."""
-    config = eurosat.get_config()
-    config.dataset.path, config.augment.cache_dir = path, cache_dir
-    config.augment.storage = "expanded"
-    return config
+def make_config(path: str, cache_dir: str) -> Config:
+    """Return the config of EuroSAT with other images and another cache."""
+    config = rules.check(eurosat.get_config().to_dict(), model.MODELS)
+    return config.replace(dataset={"path": path}, augment={"cache_dir": cache_dir, "storage": "expanded"})
 
 
 def in_new_process(function, *arguments):

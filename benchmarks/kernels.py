@@ -5,7 +5,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 NAME_LENGTH = 120  # of a kernel; names of templates go on for thousands of letters
 

@@ -22,7 +22,7 @@ from PIL import Image
 import augment
 from benchmarks.inputs import in_new_process, make_config
 from largebatch.hosts.start import start_jax
-from largebatch.runs.provenance import git_commit, versions
+from largebatch.runs.summary import git_commit, versions
 
 SIDE = 96  # pixels
 CLASSES = 10
@@ -151,11 +151,8 @@ class Built:
 
 
 def make_large_config(path: str, cache_dir: str):
-    """Of a set whose originals are stored as they are."""
-    config = make_config(path, cache_dir)
-    config.dataset.name = "large"
-    config.augment.storage = "on_device"
-    return config
+    """Return the config of a set whose images are stored as they are."""
+    return make_config(path, cache_dir).replace(dataset={"name": "large"}, augment={"storage": "on_device"})
 
 
 def estimate(path: str, cache_dir: str) -> float:

@@ -5,7 +5,7 @@ import json
 import statistics
 from pathlib import Path
 
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 
 def bench_loop(path: str) -> dict:

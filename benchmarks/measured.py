@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import pages
 from largebatch.cli import ROOT
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 ROWS, PAGE, README = ROOT / "docs" / "measured.json", ROOT / "docs" / "hardware.md", ROOT / "README.md"
 KEPT_KERNELS = 40  # of a profile; the table shows the first
@@ -213,8 +213,7 @@ TABLES = {
     "ceilings": ("What the card does at most:", ("device", "what", "rate"), ceiling_cells),
     "step": (
         "The step as `train.py` chooses it, beside PyTorch in its fastest configuration; the network of all is "
-        "`convnet` with Adam. Where ours is `normalised`, images lie on the card as the network takes "
-        "them; PyTorch, and our variant `expanded`, normalise them in every update:",
+        "`convnet` with Adam, and all normalise the images in every update:",
         ("device", "batch", "ours", "ms an update", "images/s", "PyTorch", "its ms", "ours / PyTorch, images/s"),
         step_cells,
     ),

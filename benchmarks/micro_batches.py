@@ -7,10 +7,12 @@ normalisation, for with batch normalisation the micro-batch is part of what is c
 import jax
 
 import examine
+import model
 from benchmarks.compile import Case
-from largebatch.errors import UserError
+from largebatch.config import rules
 from largebatch.hardware.chips import TPUS
 from largebatch.hardware.targets import find_target
+from largebatch.util import UserError
 
 TARGETS = ("v3:4x4", "v5e:4x8", "v6e:4x4")
 NETWORKS = ("convnet", "resconvnet", "resconvnet7", "resnet8", "resnet50")
@@ -51,7 +53,7 @@ def measure(network: str, target, parts: int) -> dict:
     row = {"target": target.name, "device_kind": target.hardware.device_kind, "network": network}
     row["micro_batch_size"] = config.batch.micro_batch_size
     try:
-        update = examine.compile_for(config, target).programs["update"]
+        update = examine.compile_for(rules.check(config.to_dict(), model.MODELS), target).programs["update"]
     except UserError as error:  # it does not fit
         return row | {"error": str(error)}
     return row | {

@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +17,17 @@ import numpy as np
 import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, choose_sharding
 from largebatch.hardware import hlo
-from largebatch.hardware.chips import Hardware
-from largebatch.hardware.compiler_options import compile_with, options_for
-from largebatch.hardware.dtypes import auto_dtype_here
+from largebatch.hardware.chips import Hardware, auto_dtype_here, compile_with, options_for
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim.optimizers import create_optimizer
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.tasks.classification import Classification
 from largebatch.training.costs import training_costs
-from largebatch.training.grouping import MicroBatchPlan, plan_micro_batches
+from largebatch.training.grouping import MicroBatchOptions, MicroBatchPlan, plan_micro_batches
 from largebatch.training.loss import Batch, make_loss_fn
-from largebatch.training.setup import choose_sharding
 from largebatch.training.state import count_params, create_train_state
 from largebatch.training.step import MicroBatchReader, SliceReader, TrainStep, make_inner_loop
 from largebatch.training.views import VIEW_COUNTS, make_read, make_read_slice
@@ -85,15 +81,18 @@ def resolve(options: StepOptions, hardware: Hardware) -> StepOptions:
 
 def _plan(options: StepOptions, sharding: DataSharding, hardware: Hardware) -> MicroBatchPlan:
     """Plan micro-batches and noise as train.py does: the one place that knows which fields of a config it takes."""
-    config = SimpleNamespace(
-        batch=SimpleNamespace(micro_batch_size=options.micro_batch_size, ghost_size=None, auto=False),
-        model=SimpleNamespace(name=NETWORK, norm="none"),
-        schedule=SimpleNamespace(scaling="none", noise_decay=NOISE_DECAY),
-        log=SimpleNamespace(noise_every=options.noise_every),
+    asked = MicroBatchOptions(
+        micro_batch_size=options.micro_batch_size,
+        ghost_size=None,
+        network=NETWORK,
+        norm="none",
+        noise_every=options.noise_every,
+        noise_decay=NOISE_DECAY,
+        needs_noise=False,
     )
     network = make_network(options.dtype, options.conv)
     return plan_micro_batches(
-        config,
+        asked,
         np.array([options.batch_size]),
         sharding,
         hardware,
@@ -134,7 +133,7 @@ class OurStep(serve.Step):
         self._state = replicas.replicate(jax.jit(_first_state, static_argnums=0)(self.network))
 
     def _make_step(self) -> TrainStep:
-        """Make the step, as `resolve.make_parts` does from a config."""
+        """Make the step, as `build.make_parts` does from a config."""
         plan, task = self._plan, Classification(serve.NUM_CLASSES)
         read = make_read(self.options.storage, serve.IMAGE_SHAPE, VIEWS, task)
         reader = MicroBatchReader(read, self._sharding, plan.grouping, plan.single)

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from largebatch import files
-from largebatch.errors import UserError
+from largebatch import util
+from largebatch.util import UserError
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -40,5 +40,5 @@ def markdown_table(header, rows) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    with files.replacing(path) as temporary:
+    with util.replacing(path) as temporary:
         temporary.write_text(text)

@@ -15,6 +15,7 @@ import examine
 import model
 from benchmarks.compile import Case
 from benchmarks.peers import serve
+from largebatch.config import rules
 from largebatch.hardware.compiled import compile_and_look
 from largebatch.hardware.targets import Target, find_target
 from largebatch.hosts.replicas import AXIS, pmap
@@ -64,7 +65,7 @@ def _ours(target: Target, micro_batch_size: int | str, noise_every: int = 0) -> 
     config.model.dtype, config.augment.storage = "bfloat16", "expanded"
     config.batch.micro_batch_size, config.log.noise_every = micro_batch_size, noise_every
     jax.clear_caches()
-    return examine.compile_for(config, target).programs["update"].cycles
+    return examine.compile_for(rules.check(config.to_dict(), model.MODELS), target).programs["update"].cycles
 
 
 def _network(dtype: str):

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from benchmarks import knees, pages, result_tables
 from benchmarks.timing import ROOT
-from largebatch.errors import UserError
 from largebatch.runs import reader
 from largebatch.runs.reader import Run
 from largebatch.studies import analysis
+from largebatch.util import UserError
 
 ROWS, PAGE = ROOT / "docs" / "results.json", ROOT / "docs" / "results.md"
 EUROSAT, CIFAR10 = "EuroSAT.zip", "CIFAR-10-jpeg.zip"

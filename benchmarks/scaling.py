@@ -19,9 +19,9 @@ import jax
 from benchmarks.ours import OurStep, auto_options
 from benchmarks.peers.serve import Progress
 from benchmarks.timing import ROOT, Child, Contender, interleave
-from largebatch.errors import UserError
 from largebatch.hosts.start import start_jax
-from largebatch.runs.provenance import git_commit, versions
+from largebatch.runs.summary import git_commit, versions
+from largebatch.util import UserError
 
 BATCH_SIZES = (64, 512, 4096, 32768, 172800)
 DEVICE_COUNTS = (1, 2, 4, 8, 16, 32)

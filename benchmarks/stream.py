@@ -9,15 +9,17 @@ import augment
 from benchmarks.inputs import make_config
 from benchmarks.peers import serve
 from benchmarks.timing import Contender, about_machine, interleave, ratio
+from build import make_step
 from largebatch.cache.cache import Cache
+from largebatch.cache.plan import DatasetInfo
 from largebatch.data.placement import place
 from largebatch.data.streaming import Upcoming
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
-from largebatch.training.setup import DataFacts
+from largebatch.optim.optimizers import Hyperparams
 from largebatch.training.step import make_inner_loop
-from resolve import make_parts, resolve_setup
+from plan import make_init, plan_run
 
 DTYPE = "float32"
 
@@ -26,12 +28,12 @@ def bench_stream(path: str, cache_dir: str, batch_size: int, repeats: int) -> di
     """Updates on the zip or folder `path`; the stream has the smallest buffer, so that every update reads."""
     start_jax()
     config = make_config(path, cache_dir)
-    config.model.dtype, config.batch.size = DTYPE, batch_size
+    config = config.replace(model={"dtype": DTYPE}, batch={"size": batch_size})
     contenders = []
-    for attempt in augment.cache_attempts(with_storage(config, "streamed")):
+    for attempt in augment.cache_attempts(config.replace(augment={"storage": "streamed"})):
         with attempt as cache:
             for storage in ("streamed", "on_device"):
-                step = StepOnCache(with_storage(config, storage), cache)
+                step = StepOnCache(config.replace(augment={"storage": storage}), cache)
                 contenders.append(Contender(storage, step, batch_size))
     times = interleave(contenders, repeats)
     streamed, resident = contenders
@@ -47,37 +49,30 @@ def bench_stream(path: str, cache_dir: str, batch_size: int, repeats: int) -> di
     }
 
 
-def with_storage(config, storage: str):
-    """A copy of `config` with this augment.storage."""
-    config = config.copy_and_resolve_references()
-    config.augment.storage = storage
-    return config
-
-
 class StepOnCache(serve.Step):
     """Our inner loop on the training images of a cache, by augment.storage."""
 
     def __init__(self, config, cache: Cache):
-        setup = resolve_setup(config, DataFacts.of(cache), Hardware.here())
-        sharding, parts = setup.program.sharding, make_parts(setup.program)
+        plan = plan_run(config, DatasetInfo.of(cache), Hardware.here())
         buffer_rows = None
         if config.augment.storage == "streamed":
-            buffer_rows = sharding.share_bounds(setup.schedule.max_batch_size)[1]
-        self._setup = setup
-        self._data = place(cache, sharding, config.dataset.split_seed, buffer_rows=buffer_rows).train
-        self._inner_loop = make_inner_loop(parts.step)
-        self._state = replicas.replicate(parts.init(np.uint32(config.seed), setup.hyperparams, None))
+            buffer_rows = plan.sharding.share_bounds(plan.schedule.max_batch_size)[1]
+        self._plan = plan
+        self._data = place(cache, plan.sharding, config.dataset.split_seed, buffer_rows=buffer_rows).train
+        self._inner_loop = make_inner_loop(make_step(plan))
+        hyperparams = Hyperparams.from_config(config.optimizer)
+        self._state = replicas.replicate(make_init(plan)(np.uint32(config.seed), hyperparams, None))
         self._next_update = 0
 
     def run(self, updates: int) -> None:
         """See `serve.Step`."""
-        schedule, end = self._setup.schedule, self._next_update + updates
+        schedule, end = self._plan.schedule, self._next_update + updates
         while self._next_update < end:
             # One more is planned than is done here, so that every run has one to read and finds one read.
-            upcoming = Upcoming(self._setup.config.seed, self._next_update, end + 1, schedule.examples_before)
+            upcoming = Upcoming(self._plan.config.seed, self._next_update, end + 1, schedule.examples_before)
             loaded = self._data.for_updates(upcoming, end - self._next_update)
-            inputs = schedule.inputs(self._next_update, self._setup.program.inputs_length)
-            num_updates = min(loaded.num_updates, self._setup.program.inputs_length)
+            inputs = schedule.inputs(self._next_update, self._plan.inputs_length)
+            num_updates = min(loaded.num_updates, self._plan.inputs_length)
             self._state, metrics = self._inner_loop(self._state, loaded.arrays, inputs, np.int32(num_updates))
             jax.block_until_ready((self._state, metrics))
             self._next_update += num_updates

@@ -17,8 +17,8 @@ import jax
 
 from benchmarks.peers import serve
 from benchmarks.peers.serve import Progress
-from largebatch.errors import UserError
-from largebatch.runs.provenance import git_commit, versions
+from largebatch.runs.summary import git_commit, versions
+from largebatch.util import UserError
 
 MIN_TIMED_SEC = 0.5
 MAX_ROUNDS = 4096

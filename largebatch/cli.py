@@ -1,5 +1,6 @@
-"""How every script starts and ends: command line, JAX, exit codes."""
+"""The start and end of every script: command line, JAX, exit codes."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -15,14 +16,14 @@ from absl import flags
 from etils import epath
 
 from largebatch import terminal
-from largebatch.config.fields import differences
-from largebatch.config.rules import RULES, Models, nearest_field
-from largebatch.config.validate import validate
-from largebatch.errors import UserError, printable
-from largebatch.hardware.dtypes import AUTO, DTYPES, auto_dtype_here, with_dtype
-from largebatch.hosts import collectives, meeting
+from largebatch.config import rules
+from largebatch.config.dicts import RULES, difference
+from largebatch.config.fields import Config
+from largebatch.config.rules import Models, nearest_field
+from largebatch.hardware.chips import AUTO, DTYPES, auto_dtype_here
+from largebatch.hosts import collectives, rendezvous
 from largebatch.hosts.start import start_jax
-from largebatch.paths import expanded
+from largebatch.util import UserError, expanded, printable
 
 if TYPE_CHECKING:  # bench.py measures cards where ml_collections is missing
     from ml_collections import config_dict
@@ -35,13 +36,13 @@ EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED = 1, 2,
 CONFIG_HELP = """
   --config: Config file; configs/default.py, where it is not given.
   --config.FIELD: Another value for a field of it, as in --config.batch.size 1024;
-    configs/default.py has all fields.
+    docs/config.md has all fields.
 """
 AGREED_EXITS = (EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # all hosts end with them together
 
 
 def use_compilation_cache(cache_dir: str) -> None:
-    """Keeps compiled programs between runs: in JAX_COMPILATION_CACHE_DIR if that is set, else below `cache_dir`.
+    """Keep compiled programs between runs: in JAX_COMPILATION_CACHE_DIR if that is set, else below `cache_dir`.
 
     The first call of a process decides, as in JAX. Programs are code. So a script whose config comes from a folder
     that others may have made calls this before it reads the config, with a `cache_dir` of the user's own.
@@ -60,44 +61,42 @@ def start(
     recorded: Callable[[], dict | None] | None = None,
     *,
     of: str = "run",
-) -> tuple["config_dict.ConfigDict", dict]:
-    """Starts JAX on a config that all hosts agree on.
+) -> tuple[Config, dict]:
+    """Start JAX on a config that all hosts agree on.
 
     Args:
-      models: see `validate`.
+      models: see `rules.check`.
       recorded, of: see `settle_dtype`.
     Returns:
       The config with its dtype settled; and the same as plain JSON, as it will be read back from a file.
     Raises:
       UserError: the config is bad or differs from that of host 0, or the devices or hosts are not there.
     """
-    validate(config, models)
+    config = rules.check(config.to_dict(), models)
     use_compilation_cache(config.augment.cache_dir)
-    start_jax(**config.devices.to_dict())
-    plain = config.to_dict()
-    plain["devices"]["host_index"] = None  # of all, only this differs between hosts
+    start_jax(**dataclasses.asdict(config.devices))
+    plain = dataclasses.asdict(config)
+    plain["devices"]["host_index"] = None  # the only field that differs between hosts
     configs = [json.loads(text) for text in collectives.gather_text(json.dumps(plain))]
     for host, config_of_host in enumerate(configs):
-        if changed := differences(configs[0], config_of_host, ("on host 0", f"on host {host}")):
+        if changed := difference(configs[0], config_of_host, ("on host 0", f"on host {host}")):
             raise UserError(f"hosts disagree about the config: {changed}")
     config = settle_dtype(config, recorded, of=of)
     configs[0]["model"]["dtype"] = config.model.dtype
     return config, configs[0]
 
 
-def settle_dtype(
-    config: "config_dict.ConfigDict", recorded: Callable[[], dict | None] | None = None, *, of: str = "run"
-) -> "config_dict.ConfigDict":
-    """The config with the dtype that model.dtype "auto" stands for, the same on all hosts, which call it together.
+def settle_dtype(config: Config, recorded: Callable[[], dict | None] | None = None, *, of: str = "run") -> Config:
+    """Replace model.dtype "auto" by the dtype that it stands for, the same on all hosts. Collective.
 
-    What goes on keeps the dtype that it began with, wherever it does; a machine that would choose another says so.
-    What is new has that of host 0's machine.
+    What is resumed keeps the dtype that it began with; a machine that would choose another logs that. What is new
+    takes the dtype of host 0's machine.
 
     Args:
-      recorded: gives, on host 0, the config with which it began, as plain JSON; None if it is new.
-      of: what goes on or is new, in a word.
+      recorded: returns, on host 0, the config that is resumed, as plain JSON; None if it is new.
+      of: "run" or "study", for the log.
     Raises:
-      UserError: `recorded` does; on every host.
+      UserError: `recorded` raised it; on every host.
     """
     if config.model.dtype != AUTO:
         return config
@@ -106,11 +105,11 @@ def settle_dtype(
     dtype = collectives.json_from_primary(begun or here)
     if dtype != here:
         log.info("model.dtype: auto is %s in this %s; here it would be %s", dtype, of, here)
-    return with_dtype(config, dtype)
+    return config.replace(model={"dtype": dtype})
 
 
 def _dtype_in(recorded: object) -> str | None:
-    """The dtype in what should be a config, from a file that may be damaged."""
+    """Return the dtype of a config from a file; None where the file is damaged."""
     model = recorded.get("model") if isinstance(recorded, dict) else None
     dtype = model.get("dtype") if isinstance(model, dict) else None
     return dtype if dtype in DTYPES else None
@@ -120,24 +119,24 @@ def _dtype_in(recorded: object) -> str | None:
 
 
 def run_script(main: Callable[["config_dict.ConfigDict"], int | None], models: Models) -> NoReturn:
-    """Parses --config and its overrides, validates the config, runs `main` and exits; see `exit_after`.
+    """Parse --config and its overrides, check the config, run `main` and exit; see `exit_after`.
 
     Args:
-      models: see `validate`.
+      models: see `rules.check`.
     """
     terminal.log_to_stderr()
     logging.getLogger("largebatch").setLevel(logging.INFO)
 
     def parse_and_run():
         config = parse_flags(sys.argv)
-        validate(config, models)
+        rules.check(config.to_dict(), models)
         return main(config)
 
     exit_after(parse_and_run)
 
 
 def exit_after(main: Callable[[], int | None]) -> NoReturn:
-    """Runs `main` and exits with the code that it returns.
+    """Run `main` and exit with the code that it returns.
 
     Errors that the user can correct (UsageError, UserError) are printed as one line on stderr, without a traceback.
     """
@@ -159,17 +158,17 @@ def exit_after(main: Callable[[], int | None]) -> NoReturn:
         # The usual exit waits for the other hosts, and they may be waiting for this one.
         sys.stdout.flush()
         sys.stderr.flush()
-        meeting.wait_for_failing_hosts()
+        rendezvous.wait_for_failing_hosts()
         os._exit(code)
     sys.exit(code)
 
 
 class UsageError(Exception):
-    """The command line cannot be read; its text is one line."""
+    """Raised for a command line that cannot be read. Its text is one line."""
 
 
 class _PathParser(flags.ArgumentParser):
-    """Reads a path, or the URL of a bucket."""
+    """Parser of paths and bucket URLs."""
 
     def parse(self, argument: str) -> str:
         try:
@@ -179,12 +178,12 @@ class _PathParser(flags.ArgumentParser):
 
 
 def path_flag(name: str, default: str | None, help_text: str) -> None:
-    """Defines a flag that names a file or folder."""
+    """Define a flag that names a file or folder."""
     flags.DEFINE(_PathParser(), name, default, help_text, serializer=flags.ArgumentSerializer())
 
 
 def parse_flags(argv: list[str]) -> "config_dict.ConfigDict":
-    """The config that `argv` asks for.
+    """Return the config that `argv` asks for.
 
     Raises:
       UsageError: unknown or malformed flag, or a config file that cannot be run.
@@ -219,7 +218,7 @@ def parse_flags(argv: list[str]) -> "config_dict.ConfigDict":
 
 
 def parse_plain_flags(argv: list[str]) -> list[str]:
-    """Parses absl flags; returns the arguments that are no flags.
+    """Parse absl flags; return the arguments that are no flags.
 
     Raises:
       UsageError: unknown or malformed flag.
@@ -233,13 +232,13 @@ def parse_plain_flags(argv: list[str]) -> list[str]:
 
 
 def show_help(more: str = "") -> NoReturn:
-    """Prints the script's docstring and its flags, and exits."""
+    """Print the script's docstring and its flags, and exit."""
     print(f"{sys.modules['__main__'].__doc__ or ''}\n{flags.FLAGS.main_module_help()}{more}")
     sys.exit(0)
 
 
 def _wrong_type(message: str) -> str | None:
-    """What absl's error says of a config field whose value has the wrong type, in the words of the field's rule."""
+    """Translate absl's error for a config field of the wrong type into the words of the field's rule."""
     found = re.match(r"flag --config\.(?P<field>[\w.]+)=(?P<value>.*?): ", message)
     if found is None or found["field"] not in RULES:
         return None
@@ -247,7 +246,7 @@ def _wrong_type(message: str) -> str | None:
 
 
 def _join_values(argv: list[str]) -> list[str]:
-    """--config.a.b VALUE -> --config.a.b=VALUE.
+    """Replace the arguments "--config.FIELD", "VALUE" by "--config.FIELD=VALUE".
 
     config_flags takes a field of mixed type (batch.size) for a switch, and would not read the value after it.
     """
@@ -277,13 +276,13 @@ def _with_expanded_file(before: str, arg: str) -> str:
 
 
 def _fields_set_to_none(argv: list[str]) -> dict[str, str]:
-    """Arguments "--config.FIELD=None" that are allowed, with their FIELD; config_flags cannot parse them."""
+    """Return the allowed "--config.FIELD=None" with their FIELD, which config_flags cannot parse."""
     may_be_none = {f"--config.{field}=None": field for field, rule in RULES.items() if rule.allows(None)}
     return {arg: may_be_none[arg] for arg in argv if arg in may_be_none}
 
 
 def _one_line(error: BaseException) -> str:
-    """The text of an error in one line. config_flags puts a whole traceback into it, whose last line says what."""
+    """Return an error's text in one line; of the traceback that config_flags puts in it, only the last line."""
     before, _, trace = str(error).strip().partition("Traceback (most recent call last):")
     last = trace.splitlines()[-1] if trace else ""
     return " ".join(f"{before} {last}".split())

@@ -6,7 +6,7 @@ import sys
 
 from rich import box, console, table, text
 
-from largebatch.errors import printable
+from largebatch.util import printable
 
 
 def four_digits(value: float | None) -> str:

@@ -17,8 +17,7 @@ from typing import BinaryIO
 
 from etils import epath
 
-from largebatch.errors import BadSetting, UserError
-from largebatch.paths import expanded
+from largebatch.util import BadSetting, UserError, expanded
 
 KINDS = {
     stat.S_IFIFO: "FIFO",

@@ -94,7 +94,6 @@ EVERYWHERE = (
     Row("python bench.py stream*", skip=MEASURES),
     Row("python bench.py build*", skip=MEASURES),
     Row("python bench.py memory", skip=MEASURES),
-    Row("python bench.py pack*", skip=MEASURES),
     Row("python bench.py noise*", skip=MEASURES),
     Row("python bench.py results *", skip="takes hours; tests/test_results.py looks at its jobs"),
     Row("python bench.py compile*", skip=COMPILES),
@@ -124,6 +123,7 @@ A_TRUNK = (
 )
 README = (
     Row(". .venv/bin/activate"),
+    Row("python minimal.py", "--inner_steps 1 --outer_steps 1", prints=("step 1 ", "final val accuracy")),
     Row("python train.py --config configs/eurosat.py --workdir *", AVERAGED),
     Row("python evaluate.py runs/eurosat --split test", prints=("test split", "accuracy")),
     Row("python report.py runs/eurosat", makes=("report.html",)),
@@ -142,8 +142,8 @@ README = (
 BATCHES = (
     Row("*--config.schedule.decay_by batch", MUON, {"(300, 450)": "(1, 2)"}),
     Row("*--config.schedule.decay_by seesaw *", MUON),
-    Row("python -m largebatch.trace_check *", prints=("600 updates, batch 512 to 1,900",)),
-    Row("*--config.batch.trace trace.csv *", f"{ZIP} {STEPS}"),
+    Row("python train.py *--show_batches", f"{ZIP} {STEPS}", prints=("3 steps, batch 512",)),
+    Row("*--config.batch.trace trace.csv --config.schedule.scaling linear", f"{ZIP} {STEPS}"),
     Row("*--config.batch.trace spot.csv *", f"{ZIP} {STEPS}"),
     Row("*--config.batch.auto *", EUROSAT, {"max_size 4096": "max_size 256"}),
     Row("*--workdir runs/trunk", MUON),
@@ -313,6 +313,8 @@ SCRIPTS = (
     Row("python train.py *--compile_for v3:4x4", needs="v3:4x4"),
     Row("python augment.py --config configs/eurosat.py *", ZIP),
     Row("python augment.py * --export scenes", SCENES),
+    Row("python minimal.py", "--inner_steps 1 --outer_steps 1", prints=("step 1 ", "final val accuracy")),
+    Row("python minimal.py --path *", "--inner_steps 1 --outer_steps 1", prints=("step 1 ", "final val accuracy")),
     Row("python bench.py accuracy *", EUROSAT, {"--seeds 3 --target 0.9": "--seeds 1 --target 0.01", " ...": ""}),
     Row("python bench.py loop --path runs/eurosat"),
     Row("python evaluate.py runs/eurosat*"),

@@ -55,7 +55,7 @@ def compiled_once(monkeypatch):
 
     def shared_program_cache():
         if not _program_caches:
-            _program_caches.append(sys.modules["experiment"].ProgramCache())
+            _program_caches.append(sys.modules["build"].ProgramCache())
         return _program_caches[0]
 
     if "train" in sys.modules:
@@ -92,6 +92,14 @@ def databases_closed(monkeypatch):
 def small_config(session_cache) -> config_dict.ConfigDict:
     """`make_small_config` for a test."""
     return make_small_config(session_cache)
+
+
+def typed(config: config_dict.ConfigDict):
+    """The config as programs take it, a `fields.Config`."""
+    import model
+    from largebatch.config import rules
+
+    return rules.check(config.to_dict(), model.MODELS)
 
 
 def make_small_config(cache_dir) -> config_dict.ConfigDict:
@@ -160,10 +168,9 @@ def assert_one_line_error(result: subprocess.CompletedProcess, *words: str, code
 
 
 def facts_of(num_originals: int, image_shape: tuple[int, int, int], num_classes: int = 5):
-    """The DataFacts of uint8 images whose pixels have mean 120 and deviation 70."""
-    from largebatch.cache.plan import make_layout
-    from largebatch.training.setup import DataFacts
+    """The DatasetInfo of uint8 images whose pixels have mean 120 and deviation 70."""
+    from largebatch.cache.plan import DatasetInfo, make_layout
 
     channels = image_shape[-1]
     layout = make_layout({"train": num_originals, "val": 8, "test": 8}, image_shape, np.dtype(np.uint8))
-    return DataFacts(num_originals, layout, num_classes, mean=(120.0,) * channels, std=(70.0,) * channels)
+    return DatasetInfo(layout, num_classes, mean=(120.0,) * channels, std=(70.0,) * channels)

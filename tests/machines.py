@@ -3,25 +3,25 @@
 import pytest
 from conftest import run_script
 
-from largebatch.errors import UserError
-from largebatch.hardware import dtypes
+from largebatch.hardware import chips
 from largebatch.hardware.targets import Target, find_target
+from largebatch.util import UserError
 
 FLAGS = {"float32": frozenset({"avx2"}), "bfloat16": frozenset({"avx2", "avx512_bf16"})}
 # Runs a script on such a machine: python -c SCRIPT_ON DTYPE_OF_HOST_0,DTYPE_OF_HOST_1,... train.py ...
 SCRIPT_ON = """
 import os, runpy, sys
-from largebatch.hardware import dtypes
+from largebatch.hardware import chips
 _, machines, *sys.argv = sys.argv
 chosen = machines.split(",")[int(os.environ.get("LARGEBATCH_HOST_INDEX", 0))]
-dtypes.read_cpu_flags = lambda: {"float32": {"avx2"}, "bfloat16": {"avx2", "avx512_bf16"}}[chosen]
+chips.read_cpu_flags = lambda: {"float32": {"avx2"}, "bfloat16": {"avx2", "avx512_bf16"}}[chosen]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 def become(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """Makes this machine one where "auto" stands for `dtype`."""
-    monkeypatch.setattr(dtypes, "read_cpu_flags", lambda: FLAGS[dtype])
+    monkeypatch.setattr(chips, "read_cpu_flags", lambda: FLAGS[dtype])
 
 
 def run_on(dtype: str, *arguments, **options):

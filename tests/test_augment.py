@@ -9,22 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
-from conftest import assert_one_line_error, facts_of, make_folder, run_script
+from conftest import assert_one_line_error, facts_of, make_folder, run_script, typed
 from PIL import Image
 
 import augment
 import train
-from experiment import ProgramCache
+from build import ProgramCache, programs_of
 from largebatch.cache.cache import CACHE_VERSION, DamagedCache, cache_key
 from largebatch.data import random_augment
-from largebatch.errors import BadSetting, UserError
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory
 from largebatch.sources.source import source_in_memory
 from largebatch.sources.split import SPLITS, split_indices
 from largebatch.tasks.classification import Classification
 from largebatch.training.views import make_read, select_views
-from resolve import dataset_key, make_parts, resolve_setup
+from largebatch.util import BadSetting, UserError
+from plan import data_fields, plan_run
 
 
 def test_8_views_are_the_dihedral_group():
@@ -65,11 +65,11 @@ def test_views_that_there_are_not_cost_nothing(num_views, flips, transposes):
 @pytest.mark.parametrize(("views", "num_examples"), [("all", 640), ("flip", 160), ("none", 80)])
 def test_an_epoch_is_all_views_of_all_originals(small_config, views, num_examples):
     small_config.augment.views, small_config.batch.size = views, "full"
-    setup = resolve_setup(small_config, facts_of(80, (16, 16, 3)), Hardware.here(8))
-    assert setup.num_examples == setup.schedule.batch_size_at(0) == num_examples
+    plan = plan_run(typed(small_config), facts_of(80, (16, 16, 3)), Hardware.here(8))
+    assert plan.num_examples == plan.schedule.batch_size_at(0) == num_examples
     small_config.batch.size = num_examples + 1
     with pytest.raises(BadSetting, match=f"from 1 to {num_examples}"):
-        resolve_setup(small_config, facts_of(80, (16, 16, 3)), Hardware.here(8))
+        plan_run(typed(small_config), facts_of(80, (16, 16, 3)), Hardware.here(8))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_run_averages_over_what_its_config_says(small_config, monkeypatch, vie
     small_config.eval.view_average, small_config.eval.shift_average = over_views, shift
     asked = []
     monkeypatch.setattr(augment, "average_over_copies", lambda *_, **options: asked.append(options))
-    make_parts(resolve_setup(small_config, facts_of(80, (16, 16, 3)), Hardware.here(8), "expanded").program)
+    programs_of(plan_run(typed(small_config), facts_of(80, (16, 16, 3)), Hardware.here(8), "expanded"))
     assert asked == [{**average, "gives_maps": False} for average in averages]
 
 
@@ -94,17 +94,17 @@ def test_runs_of_other_views_have_other_data(small_config):
     keys = set()
     for views in augment.VIEW_COUNTS:
         small_config.augment.views = views
-        keys.add(dataset_key(small_config))
+        keys.add(data_fields(typed(small_config)))
     assert len(keys) == 3
 
 
 def test_images_that_are_not_square_have_no_transposed_views(small_config):
     expected = r"^augment\.views: 'all' with images of 24x16 pixels; allowed: flip \| none, or dataset\.image_size"
     with pytest.raises(BadSetting, match=expected):
-        resolve_setup(small_config, facts_of(80, (16, 24, 3)), Hardware.here(8))
+        plan_run(typed(small_config), facts_of(80, (16, 24, 3)), Hardware.here(8))
     for views in ("flip", "none"):
         small_config.augment.views = views
-        resolve_setup(small_config, facts_of(80, (16, 24, 3)), Hardware.here(8))
+        plan_run(typed(small_config), facts_of(80, (16, 24, 3)), Hardware.here(8))
 
 
 def test_such_images_are_refused_before_a_build(small_config, tmp_path):
@@ -116,7 +116,7 @@ def test_such_images_are_refused_before_a_build(small_config, tmp_path):
     small_config.dataset.update({"name": "wide", "path": str(tmp_path / "set"), "image_size": None})
     small_config.augment.cache_dir = str(tmp_path / "cache")
     with pytest.raises(BadSetting, match=r"^augment\.views: 'all' with images of 24x16 pixels"):
-        augment.prepare_cache(small_config)
+        augment.prepare_cache(typed(small_config))
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -125,7 +125,7 @@ def test_a_shift_by_the_size_of_an_image_is_refused(small_config, field):
     small_config.augment.views = "flip"
     small_config.update_from_flattened_dict({field: 16})
     with pytest.raises(BadSetting, match=rf"^{field}: 16; allowed: below 16, the size of an image$"):
-        resolve_setup(small_config, facts_of(80, (16, 24, 3)), Hardware.here(8))
+        plan_run(typed(small_config), facts_of(80, (16, 24, 3)), Hardware.here(8))
 
 
 def test_shifted_images_are_cut_from_reflected_ones_at_every_place():
@@ -151,14 +151,14 @@ def test_a_set_that_does_not_fit_is_refused_with_the_numbers(small_config, monke
     monkeypatch.setattr(memory, "available_bytes", lambda: 50_000)
     small_config.augment.storage = "expanded"
     with pytest.raises(UserError, match=r"training images .* MB .* MB needed, 0\.1 MB free.*on_device"):
-        ProgramCache().load(small_config)
+        ProgramCache().load(typed(small_config))
 
 
 @pytest.fixture
 def fresh_cache(small_config, tmp_path):
     """A fresh cache of the small config, with its config."""
     small_config.augment.cache_dir = str(tmp_path / "caches")
-    return small_config, augment.prepare_cache(small_config).folder
+    return small_config, augment.prepare_cache(typed(small_config)).folder
 
 
 def flip_byte(path, position):
@@ -197,7 +197,7 @@ def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog,
     if name.startswith(NOT_READ_BY_TRAINING):
         augment.main(config)
     else:
-        ProgramCache().load(config)
+        ProgramCache().load(typed(config))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     damages = [text for text in warnings if text.startswith("damaged cache: ")]
     assert len(damages) == 1
@@ -212,7 +212,7 @@ def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
     caches = []
 
     def find_damage():
-        for attempt in augment.cache_attempts(config):
+        for attempt in augment.cache_attempts(typed(config)):
             with attempt as cache:
                 caches.append(cache)
                 raise DamagedCache(f"{folder} is bad {len(caches)}")
@@ -227,15 +227,15 @@ def test_a_cache_of_another_version_is_rebuilt(fresh_cache, caplog, monkeypatch)
     config, _ = fresh_cache
     for module in ("cache", "finish"):
         monkeypatch.setattr(f"largebatch.cache.{module}.CACHE_VERSION", CACHE_VERSION + 1)
-    assert augment.prepare_cache(config).manifest["cache_version"] == CACHE_VERSION + 1
+    assert augment.prepare_cache(typed(config)).manifest["cache_version"] == CACHE_VERSION + 1
     assert f"is of cache version {CACHE_VERSION}, this is {CACHE_VERSION + 1}" in caplog.text
 
 
 def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
     config, folder = fresh_cache
     monkeypatch.setattr("augment.source_of", lambda *_, **__: pytest.fail("listed again"))
-    assert augment.prepare_cache(config).folder == folder
-    assert ProgramCache().load(config).cache.folder == folder
+    assert augment.prepare_cache(typed(config)).folder == folder
+    assert ProgramCache().load(typed(config)).data.cache.folder == folder
 
 
 def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_path, monkeypatch):
@@ -244,7 +244,7 @@ def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_pa
         "largebatch.cache.finish.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
-        augment.prepare_cache(small_config)
+        augment.prepare_cache(typed(small_config))
     (left,) = (tmp_path / "caches").iterdir()
     assert left.name.startswith(".")
 
@@ -306,7 +306,7 @@ def test_no_space_leaves_no_cache(small_config, tmp_path, monkeypatch):
 
     monkeypatch.setattr("largebatch.cache.build._Writer.write", full)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
-        augment.prepare_cache(small_config)
+        augment.prepare_cache(typed(small_config))
     assert list((tmp_path / "caches").iterdir()) == []
 
 

@@ -28,7 +28,7 @@ from benchmarks import (
 from benchmarks.peers import serve
 from benchmarks.peers.flax_loop import FlaxLoop
 from benchmarks.peers.minimal_loop import MinimalLoop
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 OPTIONS = ours.StepOptions(batch_size=64, micro_batch_size=4, dtype="float32", conv="dot")
 PEER = {"batch_size": 64, "micro_batch_size": 0, "devices": 2, "dtype": "float32"}

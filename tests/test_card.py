@@ -12,18 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, assert_one_line_error, make_folder, on_devices, run_script
+from conftest import ROOT, assert_one_line_error, make_folder, on_devices, run_script, typed
 
-import resolve
+import build
 from benchmarks import card, card_recipes, card_steps, ours, timing
 from benchmarks.card_sizes import SIZES
 from benchmarks.card_workers import OURS, Workers
 from benchmarks.peers import serve
 from configs import default
-from largebatch.cache.plan import make_layout
-from largebatch.errors import UserError
+from largebatch.cache.plan import DatasetInfo, make_layout
 from largebatch.hardware.chips import Hardware
-from largebatch.training.setup import DataFacts
+from largebatch.util import UserError
+from plan import plan_run, possible_storages
 
 # What a machine that is lent with JAX on it may lack.
 MISSING = (
@@ -74,23 +74,23 @@ def test_auto_is_what_a_config_makes_of_it(where, batch_size):
     config.batch.size = "full" if batch_size == 172_800 else batch_size
     config.model.name, config.model.dtype = "convnet", "bfloat16"
     layout = make_layout({"train": 21_600, "val": 0, "test": 0}, serve.IMAGE_SHAPE, np.dtype(np.uint8))
-    data = DataFacts(21_600, layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
-    expected = resolve.resolve_setup(config, data, hardware).program
-    every = expected.noise.every if expected.noise else 0
+    data = DatasetInfo(layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
+    expected = plan_run(typed(config), data, hardware)
+    every = expected.micro_batches.noise.every if expected.micro_batches.noise else 0
     options = ours.StepOptions(batch_size, "auto", "bfloat16", "auto", "auto", num_images=172_800)
     found = ours.resolve(options, hardware)
     assert (found.micro_batch_size, found.noise_every) == (expected.grouping.micro_batch_size, every)
     assert found.conv == expected.network.conv
-    assert found.storage == resolve.possible_storages(config)[0]
+    assert found.storage == possible_storages(typed(config))[0]
 
 
 def test_the_step_is_that_of_a_config():
     config = default.get_config()
     config.optimizer.name, config.model.name, config.batch.size = "adam", "convnet", 64
     layout = make_layout({"train": 512, "val": 0, "test": 0}, serve.IMAGE_SHAPE, np.dtype(np.uint8))
-    data = DataFacts(512, layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
+    data = DatasetInfo(layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
     hardware = Hardware.here()
-    expected = resolve.make_parts(resolve.resolve_setup(config, data, hardware).program).step
+    expected = build.make_step(plan_run(typed(config), data, hardware))
     step = ours.OurStep(ours.StepOptions(64, "auto", "float32", "auto"))._make_step()
     others = [
         field.name for field in dataclasses.fields(step) if field.name not in ("loss_fn", "optimizer", "reader")
@@ -282,7 +282,9 @@ def test_the_rows_of_the_step_import_nothing_that_may_be_missing(without_package
     modules = "benchmarks.card, benchmarks.card_child, bench"
     done = run_script("-c", f"import {modules}; import augment", env=without_packages)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == "ModuleNotFoundError: No module named 'PIL'"  # of augment
+    assert (
+        done.stderr.strip().splitlines()[-1] == "ModuleNotFoundError: No module named 'ml_collections'"
+    )  # of augment
     done = run_script("-c", f"import {modules}", env=without_packages)
     assert done.returncode == 0, done.stderr
 

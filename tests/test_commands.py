@@ -26,8 +26,8 @@ from commands_table import EVERYWHERE, PAGES, SHORT_STUDY, SPACES, Row
 from conftest import ROOT
 from PIL import Image
 
-from largebatch.errors import UserError
 from largebatch.hardware.targets import find_target
+from largebatch.util import UserError
 
 PROGRAMS = r"(python|\.venv/bin/python|make|pip|srun|mpirun|sha256sum) "
 LIMIT_SEC = 300

@@ -13,13 +13,12 @@ from PIL import Image
 
 import evaluate
 import train
-import trained
 from configs import default
 from largebatch.decoding.images import Dataset
-from largebatch.errors import UserError
 from largebatch.predictions.tables import macro_f1, print_results
-from largebatch.runs.best import best_checkpoint
+from largebatch.runs.load import best_checkpoint
 from largebatch.tasks.classification import ClassificationScores
+from largebatch.util import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +107,7 @@ def test_an_average_that_there_is_not_is_refused(run):
     config = default.get_config()
     config.augment.views = "none"
     with pytest.raises(UserError, match=r"^--views: runs/a has augment\.views 'none'; allowed: with more than one"):
-        evaluate.views_to_average(trained.TrainedRun(Path("runs/a"), config, {}, 0, {}))
+        evaluate.views_to_average(evaluate.TrainedRun(Path("runs/a"), config, {}, 0, {}))
 
 
 def test_a_run_without_moving_average_says_so(run):
@@ -239,10 +238,10 @@ def test_the_limit_of_pixels_is_the_users_own(run, monkeypatch):
         best.description["config"]["dataset"]["max_image_pixels"] = 10**12
         return best
 
-    monkeypatch.setattr(trained, "best_checkpoint", foreign)
-    config = trained.load_run(run).config
+    monkeypatch.setattr(evaluate, "best_checkpoint", foreign)
+    config = evaluate.load_run(run).config
     assert config.dataset.max_image_pixels == default.get_config().dataset.max_image_pixels
-    config = trained.load_run(run, {"dataset.max_image_pixels": 7}).config
+    config = evaluate.load_run(run, {"dataset.max_image_pixels": 7}).config
     assert config.dataset.max_image_pixels == 7
 
 
@@ -277,12 +276,12 @@ def test_bad_input_is_one_line(run, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def run_on_images(path: Path, image_shape: tuple, dtype: str, resize: str = "stretch") -> trained.TrainedRun:
+def run_on_images(path: Path, image_shape: tuple, dtype: str, resize: str = "stretch") -> evaluate.TrainedRun:
     """What `read_images` needs of a run."""
     config = default.get_config()
     config.dataset.resize = resize
     data = {"class_names": ["ash", "elm"], "image_shape": list(image_shape), "image_dtype": dtype}
-    return trained.TrainedRun(path / "run", config, data, 1, {})
+    return evaluate.TrainedRun(path / "run", config, data, 1, {})
 
 
 @pytest.mark.parametrize("resize", ["stretch", "crop", "pad"])

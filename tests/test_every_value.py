@@ -17,7 +17,7 @@ from sources.test_sources import png, write_prepared_tfds, zip_of
 
 import model as models
 from configs import default
-from largebatch.config.fields import flatten
+from largebatch.config.dicts import flatten
 from largebatch.config.rules import rules
 
 SMALL = {

@@ -18,11 +18,10 @@ from PIL import Image
 import evaluate
 import export
 import train
-import trained
-from largebatch.errors import UserError
 from largebatch.exports import folder
 from largebatch.runs import reader
-from largebatch.sources import synthetic
+from largebatch.sources import made
+from largebatch.util import UserError
 
 NUM_IMAGES = 200
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}  # of logits below 8; bfloat16 has steps of 0.03 from 4 to 8
@@ -81,9 +80,9 @@ def model_copy(make_model, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> Path:
     """Textures that no run has seen, in folders of their classes."""
-    path, images = tmp_path_factory.mktemp("pictures"), synthetic.synthetic(NUM_IMAGES, 16, seed=7)
-    for number, label in enumerate(synthetic.synthetic_labels(NUM_IMAGES)):
-        target = path / synthetic.CLASSES[label] / f"{number:03d}.png"
+    path, images = tmp_path_factory.mktemp("pictures"), made.synthetic(NUM_IMAGES, 16, seed=7)
+    for number, label in enumerate(made.synthetic_labels(NUM_IMAGES)):
+        target = path / made.CLASSES[label] / f"{number:03d}.png"
         target.parent.mkdir(exist_ok=True)
         Image.fromarray(images[number]).save(target)
     return path
@@ -91,7 +90,7 @@ def pictures(tmp_path_factory) -> Path:
 
 def logits_of(path: Path, pictures: Path, **options):
     """The images, and what evaluate.py makes of them."""
-    run = trained.load_run(path)
+    run = evaluate.load_run(path)
     dataset = evaluate.read_images(str(pictures), run)
     options = {"num_views": 1, "shift": 0, "ema": False} | options
     return dataset.images, evaluate.predict(run, dataset, whole=True, **options).rows[: len(dataset.labels)]
@@ -121,7 +120,7 @@ def outputs_of(code: str, more: str, model: Path, images: np.ndarray, tmp_path: 
 
 
 def assert_same_logits(found: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
-    assert expected.shape == (NUM_IMAGES, len(synthetic.CLASSES))
+    assert expected.shape == (NUM_IMAGES, len(made.CLASSES))
     assert len(np.unique(expected.argmax(axis=1))) >= 3
     assert abs(expected).max() < 8
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
@@ -196,8 +195,8 @@ def test_the_card_has_the_figures_of_the_run(make_run, make_model, dtype):
     assert f"| arithmetic | {dtype} |" in text
     assert f"| commit | {summary['git_commit'] or 'not known'} |" in text
     assert f"jax {summary['versions']['jax']}" in text
-    assert about["data"]["class_names"] == list(synthetic.CLASSES)
-    assert all(f"`{name}`" in text for name in synthetic.CLASSES)
+    assert about["data"]["class_names"] == list(made.CLASSES)
+    assert all(f"`{name}`" in text for name in made.CLASSES)
 
 
 def test_neither_program_nor_card_names_folders_of_this_machine(make_model):
@@ -239,18 +238,18 @@ def test_a_flipped_bit_is_refused_by_evaluate_and_by_the_card(model_copy, name):
         flip_bit(path, bit)
         named = rf"{name} does not match its SHA-256 in SHA256SUMS$" if name != folder.SUMS else "SHA256SUMS"
         with pytest.raises(UserError, match=named):
-            trained.load_run(model_copy)
+            evaluate.load_run(model_copy)
         result = run_alone(check, model_copy)
         assert (result.returncode, result.stderr) == (1, "damaged, or with other files\n")
         path.write_bytes(whole)
-    trained.load_run(model_copy)
+    evaluate.load_run(model_copy)
     path.write_bytes(whole[:-1])
     assert run_alone(check, model_copy).returncode == 1
     path.unlink()
     assert run_alone(check, model_copy).returncode == 1
     if name not in (folder.DESCRIPTION, folder.ARRAYS):  # without one of these it may be no export
         with pytest.raises(UserError, match=rf"{name} is missing; allowed: "):
-            trained.load_run(model_copy)
+            evaluate.load_run(model_copy)
 
 
 def test_sha256sum_checks_a_folder(model_copy):
@@ -265,7 +264,7 @@ def test_sha256sum_checks_a_folder(model_copy):
 def test_a_file_that_is_not_listed_is_refused(model_copy):
     (model_copy / ".extra").write_text("x")
     with pytest.raises(UserError, match=r"\.extra is under no digest; allowed: README.md, model.json"):
-        trained.load_run(model_copy)
+        evaluate.load_run(model_copy)
     assert run_alone(blocks_of(model_copy)[0], model_copy).returncode == 1
 
 

@@ -10,12 +10,12 @@ import pytest
 from etils import epath
 
 import report
-from largebatch import files
-from largebatch.errors import UserError
+from largebatch import util
 from largebatch.predictions.files import Predictions
 from largebatch.predictions.tables import write_csv
 from largebatch.runs.folder import InUse, RunFolder
-from largebatch.sources import download
+from largebatch.sources import find
+from largebatch.util import UserError
 
 HEX = "0123456789abcdef" * 2
 
@@ -34,7 +34,7 @@ def write_predictions(folder):
 
 
 def fetch(folder):
-    download.download_eurosat(epath.Path(folder))
+    find.download_eurosat(epath.Path(folder))
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def mirror(monkeypatch):
         target.write_bytes(b"zip")
         return hashlib.sha256(b"zip").hexdigest()
 
-    monkeypatch.setattr(download, "_download", arrive)
-    monkeypatch.setattr(download, "EUROSAT_MIRRORS", (("http://nowhere", hashlib.sha256(b"zip").hexdigest()),))
+    monkeypatch.setattr(find, "_download", arrive)
+    monkeypatch.setattr(find, "EUROSAT_MIRRORS", (("http://nowhere", hashlib.sha256(b"zip").hexdigest()),))
 
 
 def once_before(monkeypatch, owner, name: str, act) -> None:
@@ -76,11 +76,11 @@ def test_two_containers_of_one_host_name_and_pid_write_the_same_file(write, tmp_
 def test_what_is_not_written_to_the_end_takes_no_ones_place(tmp_path):
     path = tmp_path / "a"
     path.write_text("before")
-    with contextlib.suppress(KeyboardInterrupt), files.replacing(path) as temporary:
+    with contextlib.suppress(KeyboardInterrupt), util.replacing(path) as temporary:
         temporary.write_text("half")
         raise KeyboardInterrupt
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("a", "before")]
-    with files.replacing(path) as temporary:
+    with util.replacing(path) as temporary:
         assert temporary.parent == tmp_path
         temporary.write_text("after")
         assert path.read_text() == "before"
@@ -91,7 +91,7 @@ def test_what_is_not_written_to_the_end_takes_no_ones_place(tmp_path):
 def test_a_place_for_no_file_is_an_oserror(path, named, tmp_path, monkeypatch):
     """Which every writer turns into one line."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OSError, match=named), files.replacing(pathlib.Path(path)) as temporary:
+    with pytest.raises(OSError, match=named), util.replacing(pathlib.Path(path)) as temporary:
         temporary.write_text("")
     assert not list(tmp_path.iterdir())
 
@@ -105,9 +105,9 @@ def test_only_what_is_stale_and_of_this_name_is_removed(tmp_path, make_path):
         os.utime(tmp_path / name, (0, 0))
     written = tmp_path / f".EuroSAT.zip.{HEX[::-1]}.tmp"
     written.write_text("")
-    files.remove_stale(make_path(tmp_path / "EuroSAT.zip"))
+    util.remove_stale(make_path(tmp_path / "EuroSAT.zip"))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, written.name])
-    files.remove_stale(make_path(tmp_path / "no" / "such"))
+    util.remove_stale(make_path(tmp_path / "no" / "such"))
 
 
 def test_a_folder_of_an_owner_without_a_name_can_be_stale(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_folder_of_an_owner_without_a_name_can_be_stale(tmp_path, monkeypatch)
     left.mkdir()
     os.utime(left, (0, 0))
     monkeypatch.setattr(pwd, "getpwuid", nameless)
-    files.remove_stale(epath.Path(tmp_path / "cache"))
+    util.remove_stale(epath.Path(tmp_path / "cache"))
     assert not left.exists()
 
 
@@ -148,6 +148,6 @@ def test_two_processes_try_a_folder_at_the_same_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../up"])
 def test_examples_whose_names_lead_outside_are_refused(name, tmp_path):
-    assert files.path_within(tmp_path, "a/1.png", "--out") == tmp_path / "a" / "1.png"
+    assert util.path_within(tmp_path, "a/1.png", "--out") == tmp_path / "a" / "1.png"
     with pytest.raises(UserError, match=r"^--out: the example .* would lie outside; allowed: relative names$"):
-        files.path_within(tmp_path, name, "--out")
+        util.path_within(tmp_path, name, "--out")

@@ -6,19 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import typed
 from flax import linen as nn
 
 import model as models
 from configs import default
-from largebatch.config.validate import validate
-from largebatch.errors import UserError
-from largebatch.nn import normalisation
-from largebatch.nn.pooling import max_pool
+from largebatch.nn import layers
+from largebatch.nn.layers import max_pool
 from largebatch.tasks.classification import Classification
 from largebatch.training.costs import training_costs
 from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn, make_normalise
 from largebatch.training.state import count_params
-from resolve import make_network
+from largebatch.util import UserError
+from plan import make_network
 
 COUNTS = {
     # By hand: 896 + 18,496 + 73,856 + 295,168 + 32,896 + 1,290.
@@ -41,7 +41,7 @@ COUNTS = {
 }
 
 
-# A mask of two classes and a depth, with batch normalisation.
+# A mask of two classes and a depth, with batch layers.
 MAP_COUNTS = {"resunet": 30_225_132, "resunet_tiny": 492_768, "unet_tiny": 477_776}
 
 
@@ -114,7 +114,7 @@ def test_every_network_takes_every_normalisation(name, norm):
     ("channels", "groups"), [(1, 1), (2, 1), (3, 1), (16, 8), (32, 16), (96, 32), (112, 28), (254, 2), (256, 32)]
 )
 def test_group_normalisation_has_equal_groups_of_two_channels_or_more(channels, groups):
-    assert normalisation.number_of_groups(channels) == groups
+    assert layers.number_of_groups(channels) == groups
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -244,7 +244,7 @@ def test_side_heads_count_in_the_loss_alone(smoothing):
     pixels = make_normalise(plain, (16, 16, 3), *scale)(batch.images)
     _, state = plain.apply(
         {"params": params, **model_state}, pixels, weights[None], mutable=["batch_stats", "intermediates"],
-        capture_intermediates=lambda module, _: isinstance(module, normalisation.BatchNorm),
+        capture_intermediates=lambda module, _: isinstance(module, layers.BatchNorm),
     )  # fmt: skip
     inner = [models.gelu(state["intermediates"][f"BatchNorm_{layer}"]["__call__"][0]) for layer in (1, 2)]
     sides = [of_side(head, features) for head, features in zip(heads, inner, strict=True)]
@@ -329,10 +329,9 @@ def test_a_network_takes_no_option_that_it_does_not_name(monkeypatch):
     monkeypatch.setitem(models.MODELS, "plain", models.Architecture(Plain, frozenset()))
     config = default.get_config()
     config.model.name = "plain"
-    assert validate(config, models.MODELS) is None
-    network = make_network(config, Classification(7), "cpu")
+    network = make_network(typed(config), Classification(7), "cpu")
     assert network == Plain(7, jnp.dtype("float32"), models.resolve_conv("auto", "cpu"))
     config.model.norm, config.model.zero_head = "group", True
     refused = r"model.norm: 'group'; allowed: 'auto' with model 'plain'; model.zero_head: True; allowed: False with"
     with pytest.raises(UserError, match=refused):
-        validate(config, models.MODELS)
+        typed(config)

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import assert_one_line_error, make_folder, make_small_config, run_script
+from conftest import assert_one_line_error, make_folder, make_small_config, run_script, typed
 from test_changed_files import Maps, OwnImages
 from test_map_files import save
 from test_sources import zip_of
@@ -14,7 +14,8 @@ from test_sources import zip_of
 import augment
 import evaluate
 import train
-from largebatch.errors import UserError
+from largebatch.cache.plan import describe_targets
+from largebatch.util import UserError
 
 
 def configure(config, path, cache_dir):
@@ -65,7 +66,7 @@ def test_of_many_classes_the_first_ten_are_named_in_one_line(small_config, tmp_p
     configure(small_config, tmp_path / "images", tmp_path / "caches")
     small_config.dataset.split_file = str(tmp_path / "split.csv")
     shown = ", ".join(f"class {letter} 3" for letter in "abcdefgh")
-    line = train.what_is_learned(augment.prepare_cache(small_config))
+    line = describe_targets(augment.prepare_cache(typed(small_config)))
     assert line == f"training images of 12 classes: [red] 8, a\\u202eb 3, {shown} and 2 more"
 
 
@@ -73,8 +74,9 @@ def test_a_run_names_the_classes_of_its_masks(small_config, tmp_path):
     maps = Maps(tmp_path)
     maps.names()
     small_config.task.name, small_config.dataset.name = "segmentation", "mine"
+    small_config.model.name = "unet_tiny"
     small_config.dataset.path, small_config.augment.cache_dir = str(maps.path), str(tmp_path / "caches")
-    assert train.what_is_learned(augment.prepare_cache(small_config)) == "masks of 2 classes: ground, tree"
+    assert describe_targets(augment.prepare_cache(typed(small_config))) == "masks of 2 classes: ground, tree"
 
 
 def elsewhere(place, folder, tmp_path):

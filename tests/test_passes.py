@@ -3,14 +3,12 @@
 import json
 
 import pytest
-from conftest import facts_of, make_folder, run_script
+from conftest import facts_of, make_folder, run_script, typed
 
-import model as models
 from configs import own_images
-from largebatch.config.validate import validate
-from largebatch.errors import BadSetting, UserError
 from largebatch.hardware.chips import Hardware
-from resolve import resolve_setup
+from largebatch.util import BadSetting, UserError
+from plan import plan_run
 
 SMALL = (
     "--config.dataset.image_size=16", "--config.batch.size=24", "--config.train.outer_steps=2",
@@ -44,9 +42,9 @@ def test_updates_of_a_pass(num_images, batch_size, updates):
     config = own_images.get_config()
     config.batch.size = batch_size
     config.model.dtype = "float32"
-    setup = resolve_setup(config, facts_of(num_images, (16, 16, 3)), Hardware("cpu", "cpu", 1))
-    assert setup.config.train.inner_steps == updates
-    assert setup.schedule.num_updates == 20 * updates
+    plan = plan_run(typed(config), facts_of(num_images, (16, 16, 3)), Hardware("cpu", "cpu", 1))
+    assert plan.config.train.inner_steps == updates
+    assert plan.schedule.num_updates == 20 * updates
     assert config.train.inner_steps == "pass"
 
 
@@ -64,18 +62,18 @@ def test_a_pass_has_no_length_where_the_batch_changes(field, value):
     with config.ignore_type():
         config.update_from_flattened_dict({field: value})
     with pytest.raises(UserError, match=rf"train\.inner_steps: 'pass'; allowed: an integer .* with {field}"):
-        validate(config, models.MODELS)
+        typed(config)
 
 
 def test_what_needs_the_number_of_updates_is_checked_once_it_is_known():
     config = own_images.get_config()
     config.model.dtype = "float32"
     config.schedule.warmup_epochs, config.schedule.warmup_updates = None, 90
-    validate(config, models.MODELS)
+    typed(config)
     hardware = Hardware("cpu", "cpu", 1)
-    resolve_setup(config, facts_of(1000, (16, 16, 3)), hardware)  # 160 updates
+    plan_run(typed(config), facts_of(1000, (16, 16, 3)), hardware)  # 160 updates
     with pytest.raises(BadSetting, match=r"schedule\.warmup_updates: 90; allowed: fewer than the run's 80 updates"):
-        resolve_setup(config, facts_of(500, (16, 16, 3)), hardware)
+        plan_run(typed(config), facts_of(500, (16, 16, 3)), hardware)
 
 
 def test_too_few_images_for_the_batch_are_told_so(tmp_path, session_cache):

@@ -10,12 +10,10 @@ from test_analysis import write_run
 
 import report
 import train
-from largebatch import trace_check
-from largebatch.config import fields
-from largebatch.config.rules import RULES
-from largebatch.errors import UserError
-from largebatch.paths import expanded
+from largebatch.config import dicts
+from largebatch.config.dicts import RULES
 from largebatch.pod import __main__ as pod
+from largebatch.util import UserError, expanded
 
 NOBODY = "~no-such-user/x"
 
@@ -50,7 +48,7 @@ def test_every_flag_that_names_a_file_or_folder_expands_it():
             assert name in NO_PATHS or not OF_FILES.search(help_text), f"{path.name}: --{name}"
     parsers = [ROOT / "report.py", *(ROOT / "largebatch").rglob("*.py")]
     arguments = [call for path in parsers for call in calls_of(path, "add_argument")]
-    assert len(arguments) > 20
+    assert len(arguments) > 10
     for call in arguments:
         options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         if OF_FILES.search(f"{options.get('help')} {options.get('metavar')}") and options.get("type") != "int":
@@ -61,7 +59,7 @@ def test_every_field_that_may_hold_any_text_is_known_as_a_path_or_as_none():
     others = {"dataset.name", "dataset.tfds_split", "model.name", "log.wandb_project"}
     others |= {"devices.coordinator_address"}
     texts = {field for field, rule in RULES.items() if rule.allows("any text")}
-    assert texts == {*fields.PATHS, *others}
+    assert texts == {*dicts.PATHS, *others}
 
 
 # ---- nobody's home -------------------------------------------------------------------------------------
@@ -73,8 +71,6 @@ def test_every_field_that_may_hold_any_text_is_known_as_a_path_or_as_none():
         (report.parse, [NOBODY]),
         *((report.parse, ["run", flag, NOBODY]) for flag in ("--out", "--png", "--csv")),
         (pod.parse, ["--hosts=1", "--devices=1", "--availability", NOBODY, "--", "true"]),
-        (trace_check._parse, [NOBODY, "--dataset-size=1", "--devices=1"]),
-        (trace_check._parse, ["trace.csv", "--plot", NOBODY, "--dataset-size=1", "--devices=1"]),
     ],
 )
 def test_nobodys_home_is_refused_by_name_in_an_argument(parse, arguments, capsys):
@@ -90,7 +86,7 @@ def test_nobodys_home_is_refused_by_name_in_an_argument(parse, arguments, capsys
 SLOW = {"train.init_from"}  # read once all is compiled
 
 
-@pytest.mark.parametrize("field", [pytest.param(f, marks=[pytest.mark.full] * (f in SLOW)) for f in fields.PATHS])
+@pytest.mark.parametrize("field", [pytest.param(f, marks=[pytest.mark.full] * (f in SLOW)) for f in dicts.PATHS])
 def test_nobodys_home_is_refused_by_name_in_a_field(small_config, tmp_path, monkeypatch, field):
     monkeypatch.chdir(tmp_path)
     small_config.dataset.name = "mine" if field == "dataset.path" else "synthetic"

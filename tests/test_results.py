@@ -7,7 +7,7 @@ from conftest import ROOT
 
 from benchmarks import knees, pages, result_tables, results
 from benchmarks.results import Job
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 SHORT = (
     "--config",

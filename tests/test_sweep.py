@@ -8,12 +8,11 @@ import pytest
 from conftest import ROOT, assert_one_line_error, on_devices, run_script
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
-import experiment
+import build
 import model as models
 import train
-from experiment import ProgramCache
+from build import ProgramCache
 from largebatch import terminal
-from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.progress import RunProgress
@@ -26,6 +25,7 @@ from largebatch.studies.study import Study
 from largebatch.studies.trial import AssignedTrial, TrialReporter
 from largebatch.studies.worker import Worker
 from largebatch.tasks.kinds import CLASSIFICATION
+from largebatch.util import UserError
 
 RATES = CategoricalDistribution([0.003, 0.01, 0.03])
 SPACE_FILE = """
@@ -147,7 +147,7 @@ def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilation
 
 @pytest.mark.full
 def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(experiment, "MAX_PROGRAMS", 1)
+    monkeypatch.setattr(build, "MAX_PROGRAMS", 1)
     space, cache = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"])}, ProgramCache()
     summaries = run_study(make_study(config, tmp_path, space), cache=cache)
     assert [summary["status"] for summary in summaries.values()] == ["done"] * 2
@@ -187,10 +187,10 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
 
 
 def test_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp_path, monkeypatch):
-    def compiled(self, setup):
+    def programs(self, plan):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(ProgramCache, "compiled", compiled)
+    monkeypatch.setattr(ProgramCache, "programs", programs)
     rates = CategoricalDistribution([0.01, 0.02])
     study = make_study(config, tmp_path, {"optimizer.learning_rate": rates})
     queue = queue_of(study)

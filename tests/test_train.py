@@ -13,11 +13,11 @@ import pytest
 from conftest import ROOT, assert_one_line_error, make_folder, on_devices, run_script
 
 import train
-from experiment import ProgramCache
-from largebatch.config import fields
+from build import ProgramCache
+from largebatch.config import dicts
 from largebatch.hosts import replicas
-from largebatch.runs.ending import Diverged
 from largebatch.runs.folder import jsonable
+from largebatch.runs.lifecycle import Diverged
 from largebatch.training import trainer
 from largebatch.training.trainer import Trainer
 
@@ -47,8 +47,6 @@ ROW = [
     "wall_sec",
     "mfu",
     "device_memory_peak_bytes",
-    "slowest_host",
-    "slowest_host_ratio",
 ]
 SUMMARY = [
     "status",
@@ -343,14 +341,14 @@ def test_a_progress_bar_on_a_terminal(tmp_path, session_cache):
 
 def test_another_cache_or_coordinator_is_still_the_same_run(small_config, tmp_path):
     plain = small_config.to_dict()
-    one, other = fields.identity(plain), fields.identity(plain)
-    other["augment"] = other["augment"] | {"shift": 1}
-    assert fields.differences(one, other, ("here", "there"))
+    one, other = dicts.identity(plain), dicts.identity(plain)
+    other["augment.shift"] = 1
+    assert dicts.difference(one, other, ("here", "there"))
     small_config.augment.cache_dir, small_config.augment.storage = "/elsewhere", "streamed"
     small_config.dataset.max_image_pixels += 1
     small_config.devices.coordinator_address = "a:1"
     small_config.log.tensorboard = False
-    assert fields.identity(small_config.to_dict()) == one
+    assert dicts.identity(small_config.to_dict()) == one
 
 
 @pytest.mark.full

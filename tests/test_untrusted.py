@@ -12,11 +12,11 @@ from conftest import decode_all, make_folder
 
 from largebatch import untrusted
 from largebatch.decoding.images import DecodeOptions
-from largebatch.errors import BadSetting, UserError
 from largebatch.optim import traces
-from largebatch.sources.file_sources import find_images
+from largebatch.sources.file_sets import find_images
 from largebatch.sources.find import find_source
 from largebatch.studies.space import read_space
+from largebatch.util import BadSetting, UserError
 
 pytestmark = pytest.mark.timeout(60)
 

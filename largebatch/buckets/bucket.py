@@ -24,10 +24,9 @@ from pathlib import Path, PurePosixPath
 
 import fsspec
 
-from largebatch import files
+from largebatch import util
 from largebatch.buckets.pointer import Pointer
-from largebatch.errors import UserError
-from largebatch.paths import expanded
+from largebatch.util import UserError, expanded
 
 log = logging.getLogger("largebatch")
 
@@ -65,7 +64,7 @@ def local_copy(path) -> Path:
     copies = found.folder.with_name(f"{found.folder.name}.read")
     folder = copies / pointer.id / PurePosixPath(found.url).name
     if not folder.exists():
-        temporary = files.beside(copies / pointer.id)
+        temporary = util.beside(copies / pointer.id)
         try:
             copy = Bucket(found.url, temporary / folder.name)
             copy.pull()
@@ -75,7 +74,7 @@ def local_copy(path) -> Path:
             if not folder.exists():  # else another process was quicker
                 raise UserError(f"cannot write {temporary} ({error.strerror or error})") from error
         finally:
-            files.remove(temporary)
+            util.remove(temporary)
         _remove_old(copies)
     return folder
 
@@ -88,11 +87,11 @@ def _remove_old(copies: Path) -> None:
             with contextlib.suppress(FileNotFoundError):  # another reader removes it too
                 times[copy] = copy.stat().st_mtime_ns
     for copy in sorted(times, key=times.get)[:-2]:
-        hidden = files.beside(copy)  # half removed under its name, it would be the newest to another reader
+        hidden = util.beside(copy)  # half removed under its name, it would be the newest to another reader
         with contextlib.suppress(FileNotFoundError):
             copy.rename(hidden)
-            files.remove(hidden)
-    files.remove_stale_in(copies)  # what killed processes left
+            util.remove(hidden)
+    util.remove_stale_in(copies)  # what killed processes left
 
 
 class Bucket:
@@ -201,7 +200,7 @@ class Bucket:
 
     def _download(self) -> None:
         for path in self._own_files():  # of an attempt before
-            files.remove(path)
+            util.remove(path)
         begin = self._at("")
         names = [path.removeprefix(begin) for path in self._files.find(self._at("")) if path.startswith(begin)]
         for name in names:
@@ -366,8 +365,8 @@ class Bucket:
     def _write_state(self) -> None:
         state = {"ids": self._ids, "copied": self._copied}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with files.replacing(self.folder / STATE) as temporary:
-            files.write_through(temporary, json.dumps(state).encode())
+        with util.replacing(self.folder / STATE) as temporary:
+            util.write_through(temporary, json.dumps(state).encode())
 
     @contextlib.contextmanager
     def _reached(self, *, pass_missing: bool = False) -> Iterator[None]:

@@ -25,14 +25,21 @@ import jax
 import numpy as np
 from etils import epath
 
-from largebatch import files
+from largebatch import util
 from largebatch.cache.cache import RowLayout, open_cache
-from largebatch.cache.finish import TrainSums, finish_cache, read_sums
-from largebatch.cache.parts import Block, channel_sums, part_record, write_whole
+from largebatch.cache.finish import (
+    Block,
+    TrainSums,
+    channel_sums,
+    finish_cache,
+    part_record,
+    read_sums,
+    write_whole,
+)
 from largebatch.cache.plan import PARTS, CachePlan, FileTask, all_tasks, plan_layout
-from largebatch.errors import UserError
 from largebatch.hosts import collectives
 from largebatch.sources.source import ReadPixels
+from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 
@@ -49,18 +56,18 @@ def hosts_sharing(folder: epath.Path) -> list[int]:
       UserError: on every host, if one of them cannot write there.
     """
     meeting = collectives.gather_text(uuid.uuid4().hex)[0]
-    mark = folder / f".meeting-{jax.process_index()}.{meeting}.tmp"  # `files.remove_stale_in` knows the name
+    mark = folder / f".meeting-{jax.process_index()}.{meeting}.tmp"  # `util.remove_stale_in` knows the name
     collectives.agreed(functools.partial(_leave_mark, mark))
     seen = [int(other.name.split(".")[1].split("-")[1]) for other in folder.glob(f".meeting-*.{meeting}.tmp")]
     collectives.barrier()  # all have looked
-    files.remove(mark)
+    util.remove(mark)
     return sorted({*seen, jax.process_index()})
 
 
 def _leave_mark(mark: epath.Path) -> None:
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
-        files.remove_stale_in(mark.parent)
+        util.remove_stale_in(mark.parent)
         mark.touch()
     except OSError as error:
         reason = error.strerror or error
@@ -148,19 +155,19 @@ def _remove_leftovers(plan: CachePlan) -> None:
 
     Those have other names, since the source changed. One younger than `OLD_BUILD_SEC` is only named.
     """
-    files.remove_stale(plan.folder)
-    files.remove_stale_in(plan.build_folder)
+    util.remove_stale(plan.folder)
+    util.remove_stale_in(plan.build_folder)
     name, _, _ = plan.folder.name.rpartition("-")
     of_this_set = re.compile(rf"\.{re.escape(name)}-[0-9a-f]{{16}}\.build")
     for other in plan.folder.parent.iterdir():
         if other == plan.build_folder or not of_this_set.fullmatch(other.name):
             continue
         with contextlib.suppress(OSError):  # another process removes it too, or goes on with it after all
-            if files.seconds_untouched(other) < OLD_BUILD_SEC:
-                num_bytes = files.num_bytes(other)
+            if util.seconds_untouched(other) < OLD_BUILD_SEC:
+                num_bytes = util.num_bytes(other)
                 log.info("%s is an unfinished cache of other content, %.2f GB", other, num_bytes / 1e9)
             else:
-                files.remove(other)
+                util.remove(other)
                 log.info("removed %s, an unfinished cache of other content", other)
 
 
@@ -168,7 +175,7 @@ def _remove_if_empty(build: epath.Path) -> None:
     """Removes the folder of a build that has not finished a file, unless another process has one there."""
     with contextlib.suppress(OSError):
         if not any(build.glob("*.npy")) and not any(build.glob(".*.tmp")):
-            files.remove(build)
+            util.remove(build)
 
 
 def _refuse_small_disk(plan: CachePlan, layout: RowLayout) -> None:
@@ -298,7 +305,7 @@ class _Writer:
     def write(self, task: FileTask, layout: RowLayout, block: Block, *, ends_file: bool) -> None:
         """Appends a block; the last one of a file gives the file its name."""
         if self._file is None:
-            self._temporary = files.beside(self._build / task.images)
+            self._temporary = util.beside(self._build / task.images)
             self._file = self._temporary.open("wb")
             self._file.write(layout.header(task.split, task.number))
         self._file.write(block.pixels.data)

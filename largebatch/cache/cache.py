@@ -28,13 +28,12 @@ import weakref
 import numpy as np
 from etils import epath
 
-from largebatch import files, untrusted
-from largebatch.errors import UserError
+from largebatch import untrusted, util
 from largebatch.hosts import memory
 from largebatch.sources.source import Source
 from largebatch.sources.split import SPLITS
 from largebatch.tasks.planes import PixelTargets
-from largebatch.threads import iterate_batches, run_ranges
+from largebatch.util import UserError, iterate_batches, run_ranges
 
 log = logging.getLogger("largebatch")
 
@@ -360,7 +359,7 @@ def discard_cache(folder: epath.Path, looked_at: bytes | None, damage: DamagedCa
     """
     if read_manifest(folder) != looked_at:
         return
-    trash = files.beside(folder)
+    trash = util.beside(folder)
     try:
         folder.rename(trash)  # at once, for hosts that share the file system do this at the same time
         if read_manifest(trash) != looked_at:  # the new build came between the two lines above
@@ -369,7 +368,7 @@ def discard_cache(folder: epath.Path, looked_at: bytes | None, damage: DamagedCa
                 return
         else:
             log.warning("damaged cache: %s; building it again", damage)
-        files.remove(trash)
+        util.remove(trash)
     except FileNotFoundError:
         return  # another process was first
     except OSError as error:

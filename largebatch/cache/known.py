@@ -1,39 +1,35 @@
-"""Which cache belongs to which settings, so that a start from a warm cache does not list the source.
-
-A cache's folder is named by what the source holds. To know that, the source has to be listed, which takes long for
-millions of files. So CACHE_DIR/.known/KEY.json notes the folder for the settings that it was found by, with the
-stamp of the source (see `stamp_of`) before it was listed. Where the stamp is another now, it is listed again.
-"""
+"""Caches that are known: by what was asked for, and by what a run recorded."""
 
 import contextlib
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 
 import jax
+import numpy as np
 from etils import epath
 
 from largebatch import untrusted
-from largebatch.cache.cache import Cache, open_sound_cache
-from largebatch.files import replacing
-from largebatch.hosts import replicas
-from largebatch.paths import expanded
+from largebatch.cache.cache import Cache, DamagedCache, open_cache, open_sound_cache
+from largebatch.decoding.images import Dataset
+from largebatch.hosts import collectives, replicas
+from largebatch.util import BadSetting, expanded, replacing
 
 FOLDER = ".known"
 MAX_NOTE_BYTES = 2**16
-# Fields of a config's `dataset` that shape no cache.
-NOT_IN_KEY = ("max_image_pixels",)
 PATHS = ("path", "split_file")
 
 
 def request_of(fields: dict, split_file_digest: str | None = None) -> dict:
-    """What the settings ask for: a config's `dataset`, with paths as they are from everywhere.
+    """What the settings ask for, with paths as they are from everywhere.
 
     Args:
+      fields: those of a config's `dataset` that shape a cache.
       split_file_digest: of the content of the split file, if there is one.
     """
-    request = {name: value for name, value in fields.items() if name not in NOT_IN_KEY}
+    request = dict(fields)
     for name in PATHS:
         path = request.get(name)
         if path is not None and "://" not in path:
@@ -94,3 +90,51 @@ def note(cache_dir: epath.Path, request: dict, cache: Cache, stamp: str | None) 
 def _note_path(cache_dir: epath.Path, request: dict) -> epath.Path:
     key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
     return cache_dir / FOLDER / f"{key}.json"
+
+
+log = logging.getLogger("largebatch")
+
+
+def find_split(cache_dir: str, split: str, recorded: dict) -> Dataset | None:
+    """A split of just the data of `recorded` (see `Cache.identity`), from a sound cache in `cache_dir`.
+
+    Changes nothing there. None on every host, if one of them has no such cache.
+    """
+    dataset = None
+    try:
+        cache = find_cache(cache_dir, split, recorded)
+        if cache:
+            dataset = read_split(cache, split)
+    except DamagedCache as damage:
+        log.warning("damaged cache: %s", damage)
+    except (OSError, ValueError, ImportError, BadSetting):  # nothing there that this host can read, or no path
+        pass
+    on_every_host = all(map(json.loads, collectives.gather_text(json.dumps(dataset is not None))))
+    return dataset if on_every_host else None
+
+
+def find_cache(cache_dir: str, split: str, recorded: dict) -> Cache | None:
+    """The first cache in `cache_dir` with a split of just the data of `recorded`; others there may be damaged."""
+    for manifest in sorted(epath.Path(expanded(cache_dir)).glob("[!.]*/manifest.json")):
+        try:
+            cache = open_cache(manifest.parent)
+        except DamagedCache:  # of some data set; who needs it will say so
+            continue
+        if cache.is_part and split == "train":
+            continue
+        identity = cache.identity()
+        recorded_too = identity.keys() & recorded.keys()  # older code had no digest of the pixels alone
+        if "ids" in recorded_too and all(recorded[name] == identity[name] for name in recorded_too):
+            return cache
+    return None
+
+
+def read_split(cache: Cache, split: str) -> Dataset:
+    """Images and labels of a split.
+
+    Raises:
+      DamagedCache: they are not what was written.
+    """
+    pixels = cache.read_rows(split, np.arange(cache.count(split)))
+    labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")
+    return Dataset(pixels.reshape(-1, *cache.image_shape), labels, cache.class_names, ids.tolist())

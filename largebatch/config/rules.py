@@ -1,232 +1,35 @@
-"""What every field of a config may hold by itself."""
+"""The checks of a whole config, before a device is touched."""
 
 import difflib
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Protocol
 
-import numpy as np
+from largebatch.config.dicts import FIELDS, RULES, SECTIONS, flatten, kinds_of
+from largebatch.config.fields import Config
+from largebatch.config.values import Rule
+from largebatch.optim import traces
+from largebatch.optim.batch_schedule import read_trace
+from largebatch.optim.schedules import WARMUPS
+from largebatch.tasks.kinds import CLASSIFICATION, KINDS
+from largebatch.util import BadSetting, UserError
 
-from largebatch.optim import schedule_options, schedules
-from largebatch.optim.decay_steps import DECAY_BY
-from largebatch.optim.optimizers import OPTIMIZERS
-from largebatch.tasks.kinds import KINDS
+# Fields of `model` that only some networks take, each with the value that asks for nothing.
+MODEL_OPTIONS = {name: FIELDS[f"model.{name}"].default for name in ("norm", "stem", "zero_head", "side_heads")}
+MOST_SCALE_INVARIANT_STEPS = 2**24  # beyond it the training state, which counts in float32, cannot add 1
 
-SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
-LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-
-
-class Architecture(Protocol):
-    """A network that a config can name: an entry of model.MODELS."""
-
-    of_pixels: bool  # gives maps, for tasks of pixels
-    options: Collection[str]  # which further fields of a config's `model` it takes: "norm", "stem", ...
-
-
-# Fields of a config's `model` that only some networks take, each with the value that asks for nothing.
-MODEL_OPTIONS = {"norm": "auto", "stem": "conv", "zero_head": False, "side_heads": False}
-Models = Mapping[str, Architecture]  # by the name that a config's model.name has
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Which values a field may have."""
-
-    allows: Callable[[object], bool]
-    text: str  # what is allowed, for messages
-
-
-def _integer(low: int, high: int | None = None) -> Rule:
-    def allows(value):
-        if not isinstance(value, int) or isinstance(value, bool):
-            return False
-        return low <= value and (high is None or value <= high)
-
-    return Rule(allows, f"an integer >= {low}" if high is None else f"an integer from {low} to {high}")
-
-
-def _number(low: float, high: float, text: str, *, open_low: bool = False, open_high: bool = False) -> Rule:
-    """A rule for the value as training has it, in float32: there 0.99999999 is 1, and 1e-50 is 0."""
-
-    def allows(value):
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return False
-        if not abs(value) <= LARGEST_FLOAT32:  # nan too
-            return False
-        rounded = float(np.float32(value)) if abs(value) >= SMALLEST_FLOAT32 else 0.0
-        above = low < rounded if open_low else low <= rounded
-        below = rounded < high if open_high else rounded <= high
-        return above and below
-
-    return Rule(allows, f"{text} in float32")
-
-
-def _one_of(*names: str) -> Rule:
-    return Rule(lambda value: value in names, " | ".join(names))
-
-
-def _or(rule: Rule, word: object) -> Rule:
-    return Rule(lambda value: value == word or rule.allows(value), f"{rule.text}, or {word!r}")
-
-
-def _is_tuple_of_updates(value) -> bool:
-    return isinstance(value, tuple) and all(_COUNT.allows(update) for update in value)
-
-
-def _is_size(value) -> bool:
-    """One side, or two, which a stored config holds as a list."""
-    if isinstance(value, list | tuple):
-        return len(value) == 2 and all(_SIDE.allows(side) for side in value)
-    return value is None or _SIDE.allows(value)
-
-
-def _is_project(value) -> bool:
-    """What Weights & Biases takes as the name of a project."""
-    return isinstance(value, str) and bool(value.strip()) and len(value) <= 128 and not set(value) & set("/\\#?%:")
-
-
-def _is_trace(value) -> bool:
-    """The sizes in a tuple are checked with the trace; see `validate`."""
-    return value is None or isinstance(value, list | tuple) or _TEXT.allows(value)
-
-
-_TEXT = Rule(lambda value: isinstance(value, str) and bool(value.strip()), "a text")
-_FLAG = Rule(lambda value: isinstance(value, bool), "true | false")
-_COUNT = _integer(1)
-_SIDE = _integer(8, 1024)
-_POSITIVE = _number(0, math.inf, "a number > 0", open_low=True)
-_FRACTION = _number(0, 1, "a number from 0 to below 1", open_high=True)
-_CUT = _number(0, 1, "a number above 0 and below 1", open_low=True, open_high=True)
-_SHARE = _number(0, 1, "a number above 0 and up to 1", open_low=True)
-_UPDATES = Rule(_is_tuple_of_updates, "a tuple of integers >= 1")
-_TRACE = Rule(_is_trace, "a tuple of integers >= 1, the path of a CSV file, or None")
-
-RULES: dict[str, Rule] = {
-    "dataset.name": _TEXT,
-    "dataset.source": _one_of("auto", "tfds", "zip", "folder", "synthetic"),
-    "dataset.path": _or(_TEXT, None),
-    "dataset.splits": _one_of("auto", "published", "own"),
-    "dataset.split_file": _or(_TEXT, None),
-    "dataset.split_seed": _integer(0, 2**32 - 1),
-    "dataset.image_size": Rule(_is_size, "an integer from 8 to 1024, a tuple (height, width) of two, or None"),
-    "dataset.resize": _one_of("stretch", "crop", "pad"),
-    "dataset.channels": _or(_integer(1, 1024), None),
-    "dataset.tfds_split": _or(_TEXT, None),
-    "dataset.num_examples": _integer(50, 10_000_000),
-    "dataset.max_image_pixels": _COUNT,
-    "augment.storage": _one_of("auto", "expanded", "on_device", "streamed"),
-    "augment.views": _one_of("all", "flip", "none"),
-    "augment.crop_scale": _SHARE,
-    "augment.shift": _integer(0),
-    "augment.brightness": _number(0, 1, "a number from 0 to 1"),
-    "augment.contrast": _number(0, 1, "a number from 0 to 1"),
-    "augment.cutout": _integer(0),
-    "augment.cache_dir": _TEXT,
-    "task.name": _one_of(*KINDS),
-    "task.mask_loss": _one_of("cross_entropy", "dice", "cross_entropy_dice", "focal"),
-    "task.depth_loss": _one_of("l1", "berhu", "gradient"),
-    "task.depth_weight": _POSITIVE,
-    "model.name": _TEXT,  # `rules` has the networks
-    "model.dtype": _one_of("auto", "float32", "bfloat16"),
-    "model.conv": _one_of("auto", "dot", "lax", "lax_blocks"),
-    "model.norm": _one_of("auto", "none", "batch", "group"),
-    "model.norm_decay": _FRACTION,
-    "model.stem": _one_of("conv", "whitened"),
-    "model.zero_head": _FLAG,
-    "model.side_heads": _FLAG,
-    "batch.size": _or(_COUNT, "full"),
-    "batch.micro_batch_size": _or(_COUNT, "auto"),
-    "batch.ghost_size": _or(_integer(2), None),
-    "batch.virtual_shards": _or(_COUNT, None),
-    "batch.trace": _TRACE,
-    "batch.per_device_batch_size": _or(_COUNT, None),
-    "batch.time_per_update": _POSITIVE,
-    "batch.hold_last": _FLAG,
-    "batch.auto": _FLAG,
-    "batch.max_size": _or(_COUNT, "full"),
-    "optimizer.name": _one_of(*OPTIMIZERS),
-    "optimizer.learning_rate": _POSITIVE,
-    "optimizer.momentum": _FRACTION,
-    "optimizer.nesterov": _FLAG,
-    "optimizer.momentum_correction": _FLAG,
-    "optimizer.b2": _FRACTION,
-    "optimizer.weight_decay": _number(0, math.inf, "a number >= 0"),
-    "optimizer.exclude_biases": _FLAG,
-    "optimizer.clip_norm": _or(_POSITIVE, None),
-    "optimizer.bias_multiplier": _POSITIVE,
-    "optimizer.soap_every": _COUNT,
-    "optimizer.adamw_multiplier": _POSITIVE,
-    "schedule.name": _one_of(*schedule_options.NAMES),
-    "schedule.scaling": _one_of(*schedules.SCALING),
-    "schedule.b2_scaling": _one_of(*schedules.B2_SCALING),
-    "schedule.reference_batch_size": _COUNT,
-    "schedule.warmup_updates": _or(_COUNT, None),
-    "schedule.warmup_epochs": _or(_POSITIVE, None),
-    "schedule.warmup_examples": _or(_COUNT, None),
-    "schedule.final_fraction": _number(0, 1, "a number from 0 to 1"),
-    "schedule.decay_steps": _UPDATES,
-    "schedule.decay_factor": _CUT,
-    "schedule.decay_by": _one_of(*DECAY_BY),
-    "schedule.decay_over": _one_of(*schedule_options.DECAY_OVER),
-    "schedule.noise_decay": _FRACTION,
-    "sync.mode": _one_of("every_step", "local", "post_local"),
-    "sync.every": _COUNT,
-    "sync.start_step": _integer(0),
-    "sync.optimizer_state": _one_of("average", "keep", "reset"),
-    "sync.outer_learning_rate": _POSITIVE,
-    "sync.outer_momentum": _FRACTION,
-    "train.inner_steps": _or(_integer(1, 1_000_000), "pass"),
-    "train.outer_steps": _COUNT,
-    "train.init_from": _or(_TEXT, None),
-    "train.init_step": _or(_COUNT, None),
-    "train.label_smoothing": _FRACTION,
-    "train.ema_decay": _or(_FRACTION, None),
-    "train.on_nonfinite": _one_of("stop", "skip", "rollback"),
-    "train.max_nonfinite": _integer(1, 1_000_000),
-    "train.rollback_factor": _CUT,
-    "train.target_accuracy": _or(_SHARE, None),
-    "train.target_score": _or(_number(-math.inf, math.inf, "a number"), None),
-    "eval.view_average": _FLAG,
-    "eval.shift_average": _integer(0),
-    "checkpoint.keep": _integer(1, 1_000_000),
-    "checkpoint.every_outer": _COUNT,
-    "checkpoint.every_sec": _or(_number(0, math.inf, "a number >= 0"), "auto"),
-    "log.noise_every": _or(_integer(0), "auto"),
-    "log.tensorboard": _FLAG,
-    "log.wandb": _FLAG,
-    "log.wandb_project": Rule(_is_project, r"1 to 128 characters, none of / \ # ? % :"),
-    "devices.platform": _one_of("auto", "cpu", "gpu", "tpu"),
-    "devices.coordinator_address": _or(_TEXT, None),
-    "devices.num_hosts": _or(_COUNT, None),
-    "devices.host_index": _or(_integer(0), None),
-    "devices.join_sec": _number(1, 86400, "a number of seconds, 1 to 86400"),
-    "seed": _integer(0, 2**32 - 1),
-}
-
-
-# What fields are called elsewhere, by the last part of the name.
+# Fields by the names that they have elsewhere.
 ALIASES = {
-    "lr": "optimizer.learning_rate",
-    "base_lr": "optimizer.learning_rate",
-    "max_lr": "optimizer.learning_rate",
-    "wd": "optimizer.weight_decay",
-    "l2": "optimizer.weight_decay",
-    "b1": "optimizer.momentum",
-    "beta1": "optimizer.momentum",
+    **dict.fromkeys(("lr", "base_lr", "max_lr"), "optimizer.learning_rate"),
+    **dict.fromkeys(("wd", "l2"), "optimizer.weight_decay"),
+    **dict.fromkeys(("b1", "beta1"), "optimizer.momentum"),
     "beta2": "optimizer.b2",
-    "grad_clip": "optimizer.clip_norm",
-    "clip": "optimizer.clip_norm",
-    "bs": "batch.size",
-    "batch_size": "batch.size",
-    "global_batch_size": "batch.size",
-    "epochs": "train.outer_steps",
-    "num_epochs": "train.outer_steps",
-    "steps": "train.inner_steps",
-    "num_steps": "train.inner_steps",
-    "iterations": "train.inner_steps",
-    "warmup_steps": "schedule.warmup_updates",
-    "warmup": "schedule.warmup_updates",
+    **dict.fromkeys(("grad_clip", "clip"), "optimizer.clip_norm"),
+    **dict.fromkeys(("bs", "batch_size", "global_batch_size"), "batch.size"),
+    **dict.fromkeys(("epochs", "num_epochs"), "train.outer_steps"),
+    **dict.fromkeys(("steps", "num_steps", "iterations"), "train.inner_steps"),
+    **dict.fromkeys(("warmup", "warmup_steps"), "schedule.warmup_updates"),
     "arch": "model.name",
     "precision": "model.dtype",
     "data_dir": "dataset.path",
@@ -234,8 +37,76 @@ ALIASES = {
 }
 
 
+class Architecture(Protocol):
+    """A network that a config can name: an entry of model.MODELS."""
+
+    of_pixels: bool  # gives maps, for tasks of pixels
+    options: Collection[str]  # the MODEL_OPTIONS that it takes
+
+
+Models = Mapping[str, Architecture]  # by model.name
+
+
+# ---- the whole config ----------------------------------------------------------------------------------
+
+
+def check(values: dict, models: Models) -> Config:
+    """Check nested dicts and make the Config of them.
+
+    Args:
+      values: fields by section and name.
+      models: the networks that model.name may be, as model.MODELS.
+    Raises:
+      UserError: lists every problem, each with the field, the value given and what is allowed. Rules between fields
+        are looked at once each field is allowed by itself.
+    """
+    flat = flatten(values)
+    problems = list(_field_problems(flat, models))
+    if not problems:
+        config = _typed(flat)
+        problems = list(itertools.chain.from_iterable(rule(config, models) for rule in _RULES_BETWEEN_FIELDS))
+    if problems:
+        raise UserError("; ".join(sorted(problems)))
+    return config
+
+
+def _typed(flat: dict[str, object]) -> Config:
+    """Make the Config of fields that are allowed, with lists as tuples and floats where a field is a float."""
+    sections: dict[str, dict] = {name: {} for name in SECTIONS}
+    for name, value in flat.items():
+        section, _, field = name.rpartition(".")
+        if isinstance(value, list):
+            value = tuple(value)
+        if isinstance(value, int) and not isinstance(value, bool) and float in kinds_of(FIELDS[name]):
+            value = float(value)
+        (sections[section] if section else sections)[field] = value
+    return Config(**{name: SECTIONS[name](**of) if name in SECTIONS else of for name, of in sections.items()})
+
+
+# ---- each field by itself -----------------------------------------------------------------------------
+
+
+def rules(models: Models) -> dict[str, Rule]:
+    """Return the rule of every field; model.name may be any of `models`."""
+    names = Rule(lambda value: isinstance(value, str) and value in models, " | ".join(models))
+    return {**RULES, "model.name": names}
+
+
+def _field_problems(flat: dict[str, object], models: Models) -> Iterator[str]:
+    allowed = rules(models)
+    for field, value in flat.items():
+        if field not in allowed:
+            yield f"{field}: unknown field{nearest_field(field)}"
+        elif not allowed[field].allows(value):
+            names = allowed[field].text.split(" | ")
+            hint = nearest(value, names) if len(names) > 1 else ""
+            yield f"{field}: {value!r}; allowed: {allowed[field].text}{hint}"
+    for field in allowed.keys() - flat.keys():
+        yield f"{field}: missing; allowed: {allowed[field].text}"
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
-    """ " (did you mean ...?)" with the closest of the `known` names, or nothing if none is close."""
+    """Return " (did you mean ...?)" with the closest of the `known` names, or nothing if none is close."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -243,22 +114,207 @@ def nearest(name: object, known: Iterable[str]) -> str:
 def nearest_field(field: str) -> str:
     """Return " (did you mean ...?)" with the field that was probably meant, or nothing.
 
-    By the last name: what it is called elsewhere, a close one of the same group, the same one of another group. By
-    the whole name only where there is no such group.
+    The last part of the name decides: an alias, a close name of the same section, the same name of another section.
+    The whole name decides only where there is no such section.
     """
-    group, _, last_name = field.rpartition(".")
-    in_group = {name.rpartition(".")[2]: name for name in RULES if name.rpartition(".")[0] == group}
+    section, _, last_name = field.rpartition(".")
+    in_section = {name.rpartition(".")[2]: name for name in RULES if name.rpartition(".")[0] == section}
     same_name = [name for name in RULES if name.rpartition(".")[2] == last_name]
-    close = difflib.get_close_matches(last_name, in_group, n=1)
+    close = difflib.get_close_matches(last_name, in_section, n=1)
     if last_name in ALIASES:
         meant = ALIASES[last_name]
     elif close or len(same_name) == 1:
-        meant = in_group[close[0]] if close else same_name[0]
+        meant = in_section[close[0]] if close else same_name[0]
     else:
-        return "" if in_group and group else nearest(field, RULES)
+        return "" if in_section and section else nearest(field, RULES)
     return f" (did you mean {meant!r}?)"
 
 
-def rules(models: Models) -> dict[str, Rule]:
-    """The rule of every field, where these are the networks."""
-    return {**RULES, "model.name": _one_of(*models)}
+# ---- fields together ----------------------------------------------------------------------------------
+
+
+def _bad(config: Config, field: str, allowed: str) -> str:
+    section, _, name = field.partition(".")
+    return f"{field}: {getattr(getattr(config, section), name)!r}; allowed: {allowed}"
+
+
+def _dataset(config: Config, models: Models) -> Iterator[str]:
+    dataset = config.dataset
+    if dataset.splits == "own" and dataset.split_file is not None:
+        yield _bad(config, "dataset.split_file", "None with dataset.splits 'own'")
+    if dataset.splits == "published" and dataset.split_file is None and dataset.tfds_split is not None:
+        yield _bad(
+            config, "dataset.tfds_split", "None with dataset.splits 'published', which is not to be split by us"
+        )
+    if dataset.resize != "stretch" and dataset.image_size is None:
+        yield _bad(config, "dataset.resize", "stretch without dataset.image_size")
+    if config.eval.view_average and config.augment.views == "none":
+        yield _bad(config, "eval.view_average", "False with augment.views 'none'")
+
+
+def _model(config: Config, models: Models) -> Iterator[str]:
+    kind, network = KINDS[config.task.name], models[config.model.name]
+    for_task = f" with task.name {kind.name!r}"
+    for name, unset in MODEL_OPTIONS.items():
+        if getattr(config.model, name) != unset and name not in network.options:
+            yield _bad(config, f"model.{name}", f"{unset!r} with model {config.model.name!r}")
+    if network.of_pixels != kind.of_pixels:
+        names = [name for name, other in models.items() if other.of_pixels == kind.of_pixels]
+        yield _bad(config, "model.name", f"{' | '.join(names)}{for_task}")
+    for field in ("task.mask_loss", "task.depth_loss", "task.depth_weight"):
+        unset, name = FIELDS[field].default, field.partition(".")[2]
+        if name not in kind.fields and getattr(config.task, name) != unset:
+            yield _bad(config, field, f"{unset!r}{for_task}")
+    if config.train.target_accuracy is not None and kind != CLASSIFICATION:
+        yield _bad(config, "train.target_accuracy", f"train.target_score{for_task}")
+    elif config.train.target_accuracy is not None and config.train.target_score is not None:
+        yield _bad(config, "train.target_accuracy", f"one of it and train.target_score{for_task}")
+    if kind.of_pixels and config.train.label_smoothing:
+        yield _bad(config, "train.label_smoothing", f"0.0{for_task}")
+    if kind.of_pixels and config.eval.shift_average:
+        yield _bad(config, "eval.shift_average", f"0{for_task}")
+
+
+def _batch(config: Config, models: Models) -> Iterator[str]:
+    batch, norm = config.batch, config.model.norm
+    if batch.trace is not None and batch.auto:
+        yield "batch.trace and batch.auto: both given; allowed: one of them"
+    if batch.per_device_batch_size is not None and (batch.auto or isinstance(batch.trace, tuple)):
+        given = "batch.auto" if batch.auto else "a list as batch.trace"
+        yield _bad(config, "batch.per_device_batch_size", f"None with {given}")
+    if batch.hold_last and batch.trace is None:
+        yield _bad(config, "batch.hold_last", "with batch.trace")
+    if batch.max_size != "full" and not batch.auto:
+        yield _bad(config, "batch.max_size", "with batch.auto")
+    if batch.ghost_size is not None and norm != "batch":
+        yield _bad(config, "batch.ghost_size", f"None with model.norm {norm!r}")
+    ghost_size, micro_batch_size = batch.ghost_size, batch.micro_batch_size
+    if ghost_size is not None and micro_batch_size != "auto" and micro_batch_size % ghost_size:
+        yield _bad(config, "batch.micro_batch_size", f"a multiple of batch.ghost_size, {ghost_size}, or 'auto'")
+    if config.log.noise_every == 0 and (batch.auto or config.schedule.scaling == "adascale"):
+        needed_by = "batch.auto" if batch.auto else "schedule.scaling 'adascale'"
+        yield _bad(config, "log.noise_every", f"an integer >= 1, or 'auto', with {needed_by}")
+
+
+def _optimizer(config: Config, models: Models) -> Iterator[str]:
+    name, schedule, sync = config.optimizer.name, config.schedule, config.sync
+    if schedule.scaling == "adascale" and name != "sgd":
+        yield _bad(config, "schedule.scaling", f"none | linear | sqrt with {name}, for its gain is that of sgd")
+    if schedule.scaling == "adascale" and sync.mode != "every_step":
+        yield _bad(config, "schedule.scaling", f"none | linear | sqrt with sync.mode {sync.mode!r}")
+    if schedule.b2_scaling != "none" and name in ("sgd", "lars"):
+        yield _bad(config, "schedule.b2_scaling", f"none with {name}, which has no second moment")
+    if sync.mode != "post_local" and sync.start_step:
+        yield _bad(config, "sync.start_step", f"0 with sync.mode {sync.mode!r}")
+    if sync.mode == "every_step":
+        for field in ("every", "outer_learning_rate", "outer_momentum"):
+            if getattr(sync, field) != FIELDS[f"sync.{field}"].default:
+                only = f"{FIELDS[f'sync.{field}'].default} with sync.mode 'every_step'"
+                yield _bad(config, f"sync.{field}", only)
+        return
+    if name in ("soap", "soap_muon") and sync.optimizer_state == "average":
+        yield _bad(config, "sync.optimizer_state", f"keep | reset with {name}, whose bases have no mean")
+    if config.batch.auto:
+        yield _bad(config, "batch.auto", f"False with sync.mode {sync.mode!r}, which measures no noise")
+
+
+def _schedule(config: Config, models: Models) -> Iterator[str]:
+    batch, schedule = config.batch, config.schedule
+    given = [f"schedule.{field}" for field in WARMUPS if getattr(schedule, field) is not None]
+    if len(given) > 1:
+        yield f"{' and '.join(given)}: both given; allowed: one of them"
+    if schedule.name == "step" and not schedule.decay_steps:
+        yield _bad(config, "schedule.decay_steps", "with schedule.name 'step', the updates at which to decay")
+    if schedule.name != "step" and schedule.decay_steps:
+        yield _bad(config, "schedule.decay_steps", f"() with schedule.name {schedule.name!r}")
+    if any(later <= earlier for earlier, later in itertools.pairwise(schedule.decay_steps)):
+        yield _bad(config, "schedule.decay_steps", "ascending")
+    of_name = {"batch": ("step",), "seesaw": ("linear", "cosine", "step")}
+    if schedule.name not in of_name.get(schedule.decay_by, (schedule.name,)):
+        yield _bad(config, "schedule.decay_by", f"'rate' with schedule.name {schedule.name!r}")
+    if schedule.decay_by != "rate" and schedule.scaling == "adascale":
+        yield _bad(config, "schedule.decay_by", "'rate' with schedule.scaling 'adascale'")
+    for field in ("trace", "auto", "per_device_batch_size"):
+        if getattr(batch, field) and schedule.decay_by != "rate":
+            yield _bad(config, "schedule.decay_by", f"'rate' with batch.{field}")
+    is_smooth = schedule.name in ("linear", "cosine") and schedule.decay_by == "rate"
+    if schedule.decay_over == "images" and (not is_smooth or schedule.scaling == "adascale"):
+        yield _bad(config, "schedule.decay_over", "with name linear | cosine, decay_by rate and no adascale")
+    found_in_training = batch.auto or (batch.trace is None and batch.per_device_batch_size is not None)
+    if found_in_training and schedule.decay_over == "images":
+        yield _bad(config, "schedule.decay_over", "'updates' where training finds the batch sizes")
+
+
+def _length(config: Config, models: Models) -> Iterator[str]:
+    if config.train.init_step is not None and config.train.init_from is None:
+        yield _bad(config, "train.init_step", "with train.init_from")
+    if config.train.inner_steps != "pass":
+        yield from length_problems(config)
+        return
+    batch, schedule = config.batch, config.schedule
+    changes = {
+        "batch.trace": batch.trace is not None,
+        "batch.auto": batch.auto,
+        "batch.per_device_batch_size": batch.per_device_batch_size is not None,
+        "schedule.scaling 'adascale'": schedule.scaling == "adascale",
+        f"schedule.decay_by {schedule.decay_by!r}": schedule.decay_by != "rate",
+    }
+    if any(changes.values()):  # the steps of a pass would differ from one pass to the next
+        found = ", ".join(name for name, is_on in changes.items() if is_on)
+        yield _bad(config, "train.inner_steps", f"an integer from 1 to 1000000 with {found}")
+
+
+def length_problems(config: Config) -> Iterator[str]:
+    """Yield the problems with the number of steps; called again where that follows from the data set."""
+    num_steps, schedule, batch = config.train.inner_steps * config.train.outer_steps, config.schedule, config.batch
+    most = MOST_SCALE_INVARIANT_STEPS if schedule.scaling == "adascale" else traces.LARGEST
+    if num_steps > most:
+        yield f"train.inner_steps x train.outer_steps: {num_steps}; allowed: up to {most}"
+    warmup, decay = schedule.warmup_updates, schedule.decay_steps
+    if warmup is not None and warmup >= num_steps:
+        yield _bad(config, "schedule.warmup_updates", f"fewer than the run's {num_steps} updates")
+    if decay and not max(decay) < num_steps:
+        yield _bad(config, "schedule.decay_steps", f"within the run's {num_steps} updates")
+    elif decay and warmup is not None and warmup > decay[0]:
+        yield _bad(config, "schedule.warmup_updates", f"up to the first decay, at {decay[0]}")
+    if config.sync.mode == "post_local" and not 1 <= config.sync.start_step < num_steps:
+        yield _bad(config, "sync.start_step", f"1 to {num_steps - 1} with 'post_local'")
+    if batch.trace is None:
+        return
+    try:
+        trace = read_trace(batch)
+    except BadSetting as problem:
+        yield str(problem)
+        return
+    if schedule.scaling == "adascale" and not batch.hold_last:
+        yield _bad(config, "batch.hold_last", "True with AdaScale, whose number of updates is not known")
+    elif trace.length < num_steps and not batch.hold_last:
+        yield (
+            f"batch.trace: {trace.text}, ends with update {trace.length - 1:,}; allowed: up to the run's last, "
+            f"{num_steps - 1:,}, or batch.hold_last"
+        )
+
+
+def _devices(config: Config, models: Models) -> Iterator[str]:
+    devices = config.devices
+    if devices.coordinator_address is not None and not _is_address(devices.coordinator_address):
+        yield _bad(config, "devices.coordinator_address", "HOST:PORT, HOST or :PORT")
+    if None not in (devices.host_index, devices.num_hosts) and devices.host_index >= devices.num_hosts:
+        yield _bad(config, "devices.host_index", "0 to devices.num_hosts - 1")
+
+
+def _is_address(address: str) -> bool:
+    """Tell whether this is "HOST:PORT", "HOST" or ":PORT"; an IPv6 address stands in brackets."""
+    found = re.fullmatch(r"(?P<host>\[[0-9a-fA-F:]+\]|[\w.-]*)(?::(?P<port>\d{1,5}))?", address)
+    return bool(address) and found is not None and 1 <= int(found["port"] or 1) <= 65535
+
+
+_RULES_BETWEEN_FIELDS: tuple[Callable[[Config, Models], Iterator[str]], ...] = (
+    _dataset,
+    _model,
+    _batch,
+    _optimizer,
+    _schedule,
+    _length,
+    _devices,
+)

@@ -32,6 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from largebatch.util import BadSetting
+
 # Which examples form an update. A run is resumed only by code of the same version. Version 1 had all short rounds
 # at the end of the epoch; version 2 dealt originals to devices, with no shards between; up to version 3 originals
 # and views were shuffled in another way.
@@ -40,6 +42,7 @@ ORDER_VERSION = 4
 # should hold enough originals to be shuffled; but a small pod should find enough shards in any data set.
 SHARD_COUNTS = (32, 96, 192, 480, 960, 1920, 3840)
 MIN_ORIGINALS_PER_SHARD = 32
+MOST_SHARDS_PER_ORIGINAL = 4  # more would mostly be empty
 # Each round halves what is left of the order before. Tests over 8 million keys see none of it from 14 rounds on
 # (LOG.md); 10 more leave a thousandth of that.
 SHUFFLE_ROUNDS = 24
@@ -115,6 +118,28 @@ class DataSharding:
         begins = np.concatenate([a_round, -batch_size % self.num_originals + a_round])[:, None] % self.num_originals
         shares = self.count_before(begins + batch_size, devices) - self.count_before(begins, devices)
         return int(shares.min()), int(shares.max())
+
+
+def choose_sharding(virtual_shards: int | None, num_originals: int, num_devices: int, views: int) -> DataSharding:
+    """Choose how the training set is dealt to virtual shards and devices.
+
+    Args:
+      virtual_shards: a config's batch.virtual_shards; None chooses by `num_originals`.
+    Raises:
+      BadSetting: there are fewer shards than devices, or far more than originals.
+    """
+    num_shards = virtual_shards or choose_num_shards(num_originals)
+    most = max(MOST_SHARDS_PER_ORIGINAL * num_originals, SHARD_COUNTS[0])
+    found = f"{num_originals} training images on {num_devices} devices"
+    if num_devices > most:
+        raise BadSetting(f"dataset: {found}; allowed: up to {most} devices")
+    if not num_devices <= num_shards <= most:
+        chosen = "" if virtual_shards else " by itself"
+        raise BadSetting(
+            f"batch.virtual_shards: {num_shards}{chosen} for {found}; "
+            f"allowed: an integer from {num_devices} to {most}"
+        )
+    return DataSharding(num_originals, num_shards, num_devices, views)
 
 
 @dataclasses.dataclass(frozen=True)

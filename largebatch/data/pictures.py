@@ -7,12 +7,11 @@ import numpy as np
 from PIL import Image
 
 from largebatch.cache.cache import Cache
-from largebatch.data.rows import split_planes
+from largebatch.data.placement import split_planes
 from largebatch.decoding.colours import class_colours, picture_of, shaded
-from largebatch.errors import UserError
-from largebatch.files import path_within
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets
+from largebatch.util import UserError, path_within
 
 GAP = 2  # pixels between the pictures of a preview
 AT_ONCE = 256  # images in memory
@@ -77,7 +76,7 @@ def _drawn_views(cache: Cache, views: np.ndarray) -> list[list[np.ndarray]]:
 
 
 def export(cache: Cache, split: str, folder: str) -> int:
-    """Writes a split of a set with masks or depths as PNG files, as `sources.map_files` reads them.
+    """Writes a split of a set with masks or depths as PNG files, as `sources.map_folders` reads them.
 
     Returns:
       The number of images.

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from largebatch.config.fields import AugmentConfig
 from largebatch.data.batching import shuffle_key
-from largebatch.errors import BadSetting
+from largebatch.util import BadSetting
 
 # What a visit's key is salted with, by what is drawn. Draws of equal salt would go together.
 SHIFT_ROWS, SHIFT_COLUMNS = 0, 1
@@ -36,7 +37,7 @@ class RandomAugment:
     fill: tuple[float, ...] = ()  # of what is cut out, by channel: the mean of the training images
 
     @classmethod
-    def from_config(cls, fields, mean: tuple[float, ...]) -> "RandomAugment":
+    def from_config(cls, fields: AugmentConfig, mean: tuple[float, ...]) -> "RandomAugment":
         """What a config's group `augment` asks for; `mean` of the training images, by channel."""
         return cls(
             crop_scale=fields.crop_scale,

@@ -24,8 +24,8 @@ import numpy as np
 from largebatch.cache.cache import Cache, DamagedCache, discard_cache
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, DeviceBatch, Grouping
-from largebatch.errors import UserError
 from largebatch.hosts import collectives, memory, replicas
+from largebatch.util import UserError
 
 # Of images, in each of a device's two buffers, where the examples of one update do not need more.
 BUFFER_BYTES = 2**28

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from flax import struct
 
-from largebatch.cache.cache import Cache, DamagedCache
-from largebatch.errors import UserError
+from largebatch.cache.cache import Cache, DamagedCache, RowLayout
 from largebatch.hosts import collectives, memory, replicas
+from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 
@@ -162,6 +162,15 @@ def bytes_on_device(num_examples: int, num_devices: int, image_bytes: int, *, fr
     if stays_on_devices(num_bytes, free_bytes):
         return num_bytes
     return min(num_bytes, 2 * max(BLOCK_BYTES, image_bytes))
+
+
+def block_shapes(layout: RowLayout, num_devices: int, micro_batch_size: int, free_bytes: int) -> "Block":
+    """Return the shapes of the block of the validation split that a device predicts at once."""
+    rows = -(-layout.counts["val"] // num_devices)
+    if not stays_on_devices(rows * layout.row_bytes, free_bytes):
+        rows = rows_per_block(rows, layout.row_bytes, micro_batch_size)
+    images = jax.ShapeDtypeStruct((rows, int(np.prod(layout.image_shape))), layout.dtype)
+    return Block(images, jax.ShapeDtypeStruct((rows,), np.int32))
 
 
 def all_stay_on_devices(num_examples: int, num_devices: int, image_bytes: int) -> bool:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
+from largebatch.config.fields import DatasetConfig
 from largebatch.decoding import jpeg, tiff
-from largebatch.errors import UserError
-from largebatch.threads import run_ranges
+from largebatch.util import UserError, run_ranges
 
 MAX_IMAGE_PIXELS = 89_478_485  # Pillow's own limit for a decompression bomb
 # A file may have so many for each pixel that is allowed, and so may what it becomes, where it has many bands.
@@ -61,7 +61,7 @@ class DecodeOptions:
     indices: bool = field(default=False, repr=False)  # fingerprints of caches have the others
 
     @classmethod
-    def from_config(cls, fields) -> "DecodeOptions":
+    def from_config(cls, fields: DatasetConfig) -> "DecodeOptions":
         """`fields` is config.dataset; an `image_size` of one integer is a square."""
         size = fields.image_size
         if size is not None:

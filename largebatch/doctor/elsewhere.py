@@ -4,7 +4,6 @@ from largebatch.doctor.findings import FAIL, OK, WARN, Finding, duration
 from largebatch.hardware.compiled import CompiledProgram
 from largebatch.hardware.targets import Target
 from largebatch.training.costs import flops_utilisation
-from largebatch.training.setup import Setup
 
 LARGEST = 6  # operations that are named
 # The compiler's cycles are a schedule, not a measurement; docs/hardware.md has the two that are known.
@@ -12,7 +11,7 @@ KNOWN_ERROR = "an estimate: where a v3-32 was measured, such cycles said 1.4 to 
 
 
 def check_programs(
-    setup: Setup,
+    plan,
     target: Target,
     programs: dict[str, CompiledProgram],
     needed: dict[str, int],
@@ -21,14 +20,14 @@ def check_programs(
     """All findings about a config's programs, compiled for `target`.
 
     Args:
-      needed: the estimate of bytes on a device by part, see `resolve.needed_bytes`.
+      needed: the estimate of bytes on a device by part, see `plan.needed_bytes`.
       flops_per_image: of the network, forward and backward.
     """
     findings = [check_memory(target, programs, needed)]
     for name, program in programs.items():
         if name.endswith("update"):
             findings.append(check_traffic(name, program))
-            findings += describe_update(setup, target, name, program, flops_per_image)
+            findings += describe_update(plan, target, name, program, flops_per_image)
         elif program.cycles:
             findings.append(Finding(OK, name, _cycles_text(target, program)))
     findings.append(check_transfers(programs))
@@ -77,12 +76,12 @@ def check_transfers(programs: dict[str, CompiledProgram]) -> Finding:
 
 
 def describe_update(
-    setup: Setup, target: Target, name: str, program: CompiledProgram, flops_per_image: float
+    plan, target: Target, name: str, program: CompiledProgram, flops_per_image: float
 ) -> list[Finding]:
     """Time of an update by the compiler, where it tells; on GPUs what is launched."""
-    batch_size = setup.schedule.max_batch_size
-    share = setup.program.sharding.share_bounds(batch_size)[1]
-    size = f"{batch_size:,} images, up to {share:,} a device in micro-batches of {setup.micro_batch_size:,}"
+    batch_size = plan.schedule.max_batch_size
+    share = plan.sharding.share_bounds(batch_size)[1]
+    size = f"{batch_size:,} images, up to {share:,} a device in micro-batches of {plan.micro_batch_size:,}"
     needs = _roofline_text(target, share * flops_per_image, program.moved_bytes)
     if program.cycles is None:
         loops = ", ".join(program.unknown_loops) or "none"

@@ -4,14 +4,11 @@ import re
 import shlex
 from pathlib import Path, PurePosixPath
 
-from largebatch.config.fields import MISSING_FIELDS, flatten
-from largebatch.errors import printable
+from largebatch.config.dicts import PATHS, RULES, flatten
 from largebatch.exports import folder
 from largebatch.tasks.kinds import KINDS
+from largebatch.util import printable
 
-# Of a config, what does not shape a network: where things are and what else is kept.
-LEFT_OUT = ("devices.", "log.", "checkpoint.", "augment.cache_dir", "augment.storage", "dataset.max_image_pixels")
-PATHS = ("dataset.path", "dataset.split_file", "train.init_from", "batch.trace")
 MOST_CLASSES = 100  # that are listed
 PYTORCH = Path(__file__).parent / "pytorch"
 
@@ -119,7 +116,7 @@ def card(about: dict, defaults: dict) -> str:
         figures="\n".join(f"| {name} | {value} |" for name, value in _figures(about)),
         image_dtype=image_dtype,
         shape=shape_text,
-        resize=config["dataset"].get("resize", MISSING_FIELDS["dataset.resize"]),
+        resize=config["dataset"]["resize"],
         output=_output(about),
         command=command(config, defaults),
         check=CHECK.format(names=list(folder.NAMES)).replace("'", '"'),
@@ -137,7 +134,7 @@ def command(config: dict, defaults: dict) -> str:
         value = tuple(value) if isinstance(value, list) else value
         unset = defaults.get(field)
         unset = tuple(unset) if isinstance(unset, list) else unset
-        if field.startswith(LEFT_OUT) or field not in defaults or value == unset:
+        if field not in RULES or not RULES[field].identity or value == unset:
             continue
         if field in PATHS and isinstance(value, str):
             value = PurePosixPath(value).name

@@ -10,11 +10,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from largebatch.errors import UserError
 from largebatch.exports import folder
-from largebatch.runs.best import BestCheckpoint
 from largebatch.runs.checkpoints import named_leaves
+from largebatch.runs.load import BestCheckpoint
 from largebatch.tasks.planes import PixelTargets
+from largebatch.util import UserError
 
 FORMAT = 1
 MOST_HEADER_BYTES = 2**22  # of model.safetensors; the largest of our networks has 60 KB

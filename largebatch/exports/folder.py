@@ -13,8 +13,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from largebatch import files, untrusted
-from largebatch.errors import UserError
+from largebatch import untrusted, util
+from largebatch.util import UserError
 
 ARRAYS, PROGRAM, DESCRIPTION, CARD, SUMS = (
     "model.safetensors",
@@ -65,18 +65,18 @@ def write(out: Path, contents: dict[str, bytes]) -> str:
     for name, content in contents.items():
         if len(content) > MOST_BYTES[name]:
             raise UserError(f"--out: {name} has {len(content):,} bytes; allowed: up to {MOST_BYTES[name]:,}")
-    temporary = files.beside(out)
+    temporary = util.beside(out)
     try:
-        files.remove_stale(out)
+        util.remove_stale(out)
         temporary.mkdir(parents=True)
         for name, content in contents.items():
-            files.write_through(temporary / name, content)
+            util.write_through(temporary / name, content)
         temporary.rename(out)
     except OSError as error:
         raise UserError(f"--out: cannot write {out} ({error.strerror or error})") from error
     finally:
         with contextlib.suppress(OSError):
-            files.remove(temporary)
+            util.remove(temporary)
     return hashlib.sha256(contents[SUMS]).hexdigest()
 
 

@@ -1,15 +1,14 @@
-"""What the makers say of their chips: arithmetic, memory, clock; by the name that JAX gives a device.
-
-A device is what JAX counts as one: a core of a TPU v2 or v3, a chip of later TPUs, a card.
-
-TPUs: from the pages on system architecture of Google's Cloud TPU documentation; a core of v2 or v3 is half of its
-chip. Their clocks are those by which their compiler counts cycles. Cards: from NVIDIA's data sheets, and
-from the specifications that XLA keeps for compiling without a card.
-"""
+"""The chips that are known by name, dtypes, micro-batches, and options of the compiler."""
 
 import dataclasses
+import logging
+import os
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
 
 import jax
+import jaxlib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,3 +102,117 @@ class Hardware:
     def chip(self) -> Chip | None:
         """What is known of one device; None where that is nothing, as of CPUs."""
         return CHIPS.get(self.device_kind)
+
+
+AUTO = "auto"
+DTYPES = ("float32", "bfloat16")
+# What Linux calls the instructions that multiply bfloat16. Without them XLA converts to float32 and back.
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+# Those of them that are left by XLA's --xla_cpu_max_isa. Of a name that is not here XLA takes no notice.
+LEFT_BY_MAX_ISA = {
+    **dict.fromkeys(("SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_VNNI"), frozenset()),
+    "AVX512_BF16": frozenset({"avx512_bf16"}),
+    **dict.fromkeys(("AMX", "AMX_FP16"), BFLOAT16_FLAGS),
+}
+
+
+def auto_dtype(platform: str, cpu_flags: Collection[str] = ()) -> str:
+    """The dtype that "auto" stands for: bfloat16 where the hardware multiplies it, else float32.
+
+    Args:
+      platform: as JAX names it: cpu | gpu | tpu.
+      cpu_flags: of a CPU, the instruction sets that XLA may use there, as Linux names them; see `usable_flags`.
+    """
+    if platform in ("gpu", "tpu"):
+        return "bfloat16"
+    return "bfloat16" if BFLOAT16_FLAGS.intersection(cpu_flags) else "float32"
+
+
+def auto_dtype_here() -> str:
+    """The dtype that "auto" stands for on the devices of this process."""
+    return auto_dtype(jax.default_backend(), usable_flags(read_cpu_flags(), os.environ.get("XLA_FLAGS", "")))
+
+
+def usable_flags(cpu_flags: Collection[str], xla_flags: str) -> frozenset[str]:
+    """The instruction sets of `cpu_flags` for bfloat16 that XLA uses, started with the flags `xla_flags`."""
+    given = re.findall(r"--xla_cpu_max_isa=[\"']?(\w*)", xla_flags)
+    left = LEFT_BY_MAX_ISA.get(given[-1].upper(), BFLOAT16_FLAGS) if given else BFLOAT16_FLAGS
+    return left.intersection(cpu_flags)
+
+
+def read_cpu_flags() -> frozenset[str]:
+    """The instruction sets of this machine's CPU by Linux; nothing is known elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return frozenset()
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+# On TPUs: fewest cycles an image by the compiler, of a full batch of EuroSAT's images; of ImageNet's for ResNet-50
+# (python bench.py micro_batches, docs/hardware.md). On a v5e the activations of so few stay on the chip.
+TPU_SIZES = {
+    "TPU v3": {"convnet": 5400, "resconvnet": 5400, "resconvnet7": 5400, "resnet8": 1350, "resnet50": 64},
+    "TPU v5 lite": {"convnet": 338, "resconvnet": 338, "resconvnet7": 338, "resnet8": 338, "resnet50": 64},
+    "TPU v6 lite": {"convnet": 1350, "resconvnet": 1350, "resconvnet7": 1350, "resnet8": 1350, "resnet50": 64},
+}
+CPU_SIZE = 16  # best of 16 to 256 on a core (LOG.md)
+# On GPUs: bytes of a micro-batch's activations. In the convnet in bfloat16 an image of EuroSAT has 246,312 of them,
+# and on an H200 a full batch takes 195.7 ms in micro-batches of 1,080, 169.2 ms of 2,700, 154.0 ms of 5,400 and
+# 178.1 ms of 21,600. That is a thirtieth of the memory of the smallest card in chips.py, so there is room.
+GPU_ACTIVATION_BYTES = 5_400 * 246_312
+SIZE_ELSEWHERE = 1024  # a guess, for TPUs and networks that were not compiled
+
+
+def auto_micro_batch_size(hardware: Hardware, network: str, activation_bytes: Callable[[], int]) -> int:
+    """Examples per gradient evaluation of one device.
+
+    On GPUs it was measured for one network on one card, the H200. For others it is extrapolated: arrays of as many
+    bytes fill a card as well.
+
+    Args:
+      network: a config's model.name.
+      activation_bytes: gives the bytes that an image's activations take; asked on GPUs.
+    """
+    if hardware.platform == "cpu":
+        return CPU_SIZE
+    if hardware.platform == "gpu":
+        return max(GPU_ACTIVATION_BYTES // activation_bytes(), 1)
+    return TPU_SIZES.get(hardware.device_kind, {}).get(network, SIZE_ELSEWHERE)
+
+
+log = logging.getLogger(__name__)
+
+# On a card: what may be part of a CUDA graph, which the driver starts at once. XLA's own choice, loops and
+# convolutions. A loop is recorded only if all that is in it can be; then the host starts no kernel of it, and does
+# not wait for its condition after each turn.
+GPU_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
+    "CONDITIONAL,WHILE,CONVOLUTION"
+}
+_UNKNOWN = re.compile(r"(?:No such compile option: '|While setting option )(\w+)")
+_dropped: set[str] = set()  # that this process has told of
+
+
+def options_for(platform: str) -> dict[str, str]:
+    """The options of programs on `platform`, but for those that the environment variable XLA_FLAGS sets."""
+    options = GPU_OPTIONS if platform in ("gpu", "cuda") else {}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if f"--{name}=" not in flags}
+
+
+def compile_with(lowered: jax.stages.Lowered, options: dict[str, str]) -> jax.stages.Compiled:
+    """Compile a program with those of `options` that this jaxlib knows, and log each that it does not know once."""
+    options = dict(options)
+    while True:
+        try:
+            return lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            unknown = _UNKNOWN.search(str(error))
+            if unknown is None or unknown[1] not in options:
+                raise
+            value = options.pop(unknown[1])
+            if unknown[1] not in _dropped:
+                log.warning("jaxlib %s does not know --%s=%s: left out", jaxlib.__version__, unknown[1], value)
+                _dropped.add(unknown[1])

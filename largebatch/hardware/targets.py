@@ -15,8 +15,8 @@ import jax
 from jax.experimental import topologies
 from packaging.requirements import Requirement
 
-from largebatch.errors import UserError
 from largebatch.hardware.chips import CARDS, Card, Chip, Hardware
+from largebatch.util import UserError
 
 # How a name starts -> how JAX calls the device. v4 is left out: libtpu describes the two cores of a chip, and JAX
 # runs one program on both.

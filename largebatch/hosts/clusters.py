@@ -6,7 +6,7 @@ import re
 
 from jax._src import distributed
 
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 # Set by largebatch.pod for each of its processes, beside JAX's own JAX_COORDINATOR_ADDRESS.
 NUM_HOSTS_VARIABLE = "LARGEBATCH_NUM_HOSTS"

@@ -11,8 +11,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from largebatch.errors import UserError
-from largebatch.hosts import meeting
+from largebatch.hosts import rendezvous
+from largebatch.util import UserError
 
 HOSTS = "hosts"  # the axis of a mesh of one device per host
 
@@ -88,7 +88,7 @@ def gather_text(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     with named_collective_errors():
-        return meeting.exchange(text)
+        return rendezvous.exchange(text)
 
 
 def json_from_primary(value) -> Any:

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from largebatch.errors import BadSetting
 from largebatch.hosts import collectives
 from largebatch.hosts.clusters import NUM_HOSTS_VARIABLE
+from largebatch.util import BadSetting
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -41,6 +41,15 @@ def peak_bytes() -> int | None:
     """The most that a device of this host has held in this process; None where the platform does not tell."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return None if None in peaks else max(peaks)
+
+
+def largest_peak_bytes() -> int | None:
+    """The largest `peak_bytes` of all hosts, on every host; None where one of them does not know. Collective."""
+    peak = peak_bytes()
+    # As integers: JAX would round to float32, in which bytes are not exact. No device holds 2**64 bytes.
+    by_host = collectives.gather(np.array([2**64 - 1 if peak is None else peak], np.uint64).view(np.uint32))
+    largest = int(by_host.view(np.uint64).max())
+    return None if largest == 2**64 - 1 else largest
 
 
 def least_available_bytes() -> int | None:

@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from largebatch.errors import UserError
-from largebatch.hardware.compiler_options import compile_with, options_for
+from largebatch.hardware.chips import compile_with, options_for
 from largebatch.hosts.collectives import gather
+from largebatch.util import UserError
 
 log = logging.getLogger(__name__)
 

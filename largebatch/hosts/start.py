@@ -9,11 +9,11 @@ import numpy as np
 from jax import lax
 from jax._src import xla_bridge
 
-from largebatch.errors import UserError
 from largebatch.hosts.clusters import Meeting, find_meeting, gpus_of_process
 from largebatch.hosts.collectives import barrier, gather, named_collective_errors
+from largebatch.hosts.rendezvous import call_roll
 from largebatch.hosts.replicas import AXIS, pmap
-from largebatch.hosts.roll_call import call_roll
+from largebatch.util import UserError
 
 HEARTBEAT_TIMEOUT_SEC = 20
 JOIN_SEC = 300.0

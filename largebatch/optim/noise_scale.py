@@ -77,11 +77,6 @@ def sampling(offset, batch_size, num_originals: int) -> Sampling:
     return Sampling(batch_size / num_originals, noisy / batch_size)
 
 
-def is_needed(config) -> bool:
-    """Tell whether training depends on the noise of the gradient."""
-    return config.batch.auto or config.schedule.scaling == "adascale"
-
-
 @dataclasses.dataclass(frozen=True)
 class NoisePlan:
     """The updates that measure the noise, and the sizes of their micro-batches."""

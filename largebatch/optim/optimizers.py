@@ -15,6 +15,7 @@ import optax
 from flax import struct
 from jax import tree_util
 
+from largebatch.config.fields import OptimizerConfig
 from largebatch.optim.adam import scale_by_adam
 from largebatch.optim.muon import orthogonalize_directions, scale_by_muon
 from largebatch.optim.soap import SOAP_EVERY, add_decayed_weights, has_bases, scale_by_soap
@@ -38,9 +39,9 @@ class Hyperparams:
     adamw_multiplier: jax.Array | float = 1.0
 
     @classmethod
-    def from_config(cls, fields) -> "Hyperparams":
-        """From a config's `optimizer`, whose clip_norm is None where nothing is clipped."""
-        values = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
+    def from_config(cls, optimizer: OptimizerConfig) -> "Hyperparams":
+        """Take them from a config's section, whose clip_norm is None where nothing is clipped."""
+        values = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(cls)}
         if values["clip_norm"] is None:
             values["clip_norm"] = np.inf
         return cls(**values)
@@ -56,9 +57,9 @@ class OptimizerOptions:
     soap_every: int = SOAP_EVERY  # updates between two refreshes of SOAP's bases
 
     @classmethod
-    def from_config(cls, fields) -> "OptimizerOptions":
-        """From a config's `optimizer`."""
-        return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
+    def from_config(cls, optimizer: OptimizerConfig) -> "OptimizerOptions":
+        """Take them from a config's section."""
+        return cls(**{field.name: getattr(optimizer, field.name) for field in dataclasses.fields(cls)})
 
 
 DEFAULT_HYPERPARAMS, DEFAULT_OPTIONS = Hyperparams(), OptimizerOptions()

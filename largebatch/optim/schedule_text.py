@@ -1,12 +1,14 @@
-"""A schedule in words, for the headline of a run."""
+"""Batch sizes and learning rates in words, for the lines before the first step."""
 
 import numpy as np
 
+from largebatch.config.fields import BatchConfig, SyncConfig
+from largebatch.optim.batch_schedule import read_trace
 from largebatch.optim.schedules import Schedule, peak_rates
 
 
-def describe(schedule: Schedule) -> str:
-    """How the learning rate goes, and the batch where the schedule grows it; one line."""
+def describe_schedule(schedule: Schedule) -> str:
+    """Describe in one line how the learning rate goes, and the batch where the schedule grows it."""
     options = schedule.options
     sizes = schedule.rate_batch_sizes.first(schedule.num_updates).values
     peaks = peak_rates(options, schedule.base_learning_rate, sizes)
@@ -20,6 +22,21 @@ def describe(schedule: Schedule) -> str:
     if options.decay_by != "rate":
         text += f": batch {', '.join(_batch_stages(schedule))}"
     return text + _how_b2_is_scaled(schedule)
+
+
+def describe_batches(batch: BatchConfig, sync: SyncConfig) -> str:
+    """Describe how batches change and when devices synchronise, where either is not the plain way."""
+    text = ""
+    if batch.trace is not None:
+        text += f", from {read_trace(batch).text}"
+    elif batch.per_device_batch_size is not None:
+        text += ", following the devices"
+    if batch.auto:
+        text += f", growing with the noise scale up to {batch.max_size}"
+    if sync.mode != "every_step":
+        first = f" from update {sync.start_step}" if sync.start_step else ""
+        text += f"; local steps{first}, averaged every {sync.every} updates"
+    return text
 
 
 def _unit(schedule: Schedule) -> str:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 import numpy as np
 from flax import struct
 
-from largebatch.errors import BadSetting
-from largebatch.optim.batch_sizes import are_found_in_training, planned_batch_sizes
-from largebatch.optim.decay_steps import DecayPlan, given_steps, plan_decay, steps_along
-from largebatch.optim.piecewise import PiecewiseConstant
-from largebatch.optim.schedule_options import WARMUPS, ScheduleOptions
+from largebatch.config.fields import ScheduleConfig
+from largebatch.optim.batch_schedule import BatchSchedule, DecayPlan, given_steps, plan_decay, steps_along
+from largebatch.optim.traces import PiecewiseConstant
+from largebatch.util import BadSetting
 
 # How the rate follows the batch size, of which `ratio` is that to the reference batch size. linear: Goyal et
 # al. 2017, "Accurate, Large Minibatch SGD", section 2.1; sqrt: Krizhevsky 2014, "One weird trick". With adascale
@@ -28,6 +27,7 @@ SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 # How b2 follows the batch size, by the power to which it is taken. half_life: as many examples as before halve the
 # weight of a gradient in the second moment: Marek et al. 2025, "Small Batch Size Training for Language Models".
 B2_SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {"none": np.ones_like, "half_life": lambda ratio: ratio}
+WARMUPS = ("warmup_updates", "warmup_epochs", "warmup_examples")  # a config gives one, or none
 MOST_ROUNDING = 0.1  # of 1 - b2 in float32
 MOST_EXAMPLES = 2**62  # what does not fit 64 bits is longer than any run
 
@@ -86,12 +86,12 @@ class Schedule:
     With AdaScale, that is `scale_invariant`, rates go by scale-invariant step, of which there are `num_updates`.
     """
 
-    options: ScheduleOptions
+    options: ScheduleConfig
     base_learning_rate: float  # of the reference batch size
     base_b2: float  # of the reference batch size
     num_updates: int
     examples_per_epoch: int
-    batch_sizes: PiecewiseConstant
+    batch_sizes: BatchSchedule
     rate_batch_sizes: PiecewiseConstant  # by which the scaling rule sets the peak rate; see `decay_steps`
     decay_factors: PiecewiseConstant | None  # of the peak rate, where it goes by steps
     warmup_updates: int
@@ -110,23 +110,23 @@ class Schedule:
 
     def batch_size_at(self, update: int) -> int:
         """Examples of one update."""
-        return int(self.batch_sizes.value_at(np.int64(update)))
+        return int(self.batch_sizes.at(update))
 
     def examples_before(self, update: int) -> int:
         """Examples visited by the updates before `update`."""
-        return int(self.batch_sizes.total_before(np.int64(update)))
+        return int(self.batch_sizes.total_before(update))
 
     def learning_rates(self, updates: np.ndarray) -> np.ndarray:
         """float64 rates of int64 `updates` (scale-invariant steps with AdaScale)."""
         updates = np.asarray(updates, np.int64)
-        peak = peak_rates(self.options, self.base_learning_rate, self.rate_batch_sizes.value_at(updates))
+        peak = peak_rates(self.options, self.base_learning_rate, self.rate_batch_sizes.at(updates))
 
-        start = np.minimum(self.warmup_starts.value_at(updates), peak)  # the peak is lower below the reference
+        start = np.minimum(self.warmup_starts.at(updates), peak)  # the peak is lower below the reference
         first = self.warmup_starts.start_of(updates)
         warmup = start + (peak - start) * (updates + 1 - first) / np.maximum(self.warmup_updates - first, 1)
 
         if self.decay_factors is not None:
-            after_warmup = peak * self.decay_factors.value_at(updates)
+            after_warmup = peak * self.decay_factors.at(updates)
         else:
             done, first, end = map(self._progress, (updates, self.warmup_updates, self.num_updates))
             after_warmup = peak * _shape_at(self.options, done, first, end)
@@ -151,7 +151,7 @@ class Schedule:
         updates = np.arange(first_update, first_update + length, dtype=np.int64)
         epoch, offset = epoch_and_offset(self.batch_sizes.total_before(updates), self.examples_per_epoch)
         rates = self.rate_table if self.scale_invariant else self.learning_rates(updates).astype(np.float32)
-        batch_size = self.batch_sizes.value_at(updates).astype(np.int32)
+        batch_size = self.batch_sizes.at(updates).astype(np.int32)
         return UpdateInputs(epoch, offset, batch_size, learning_rate=rates, b2=self.b2s(batch_size))
 
     @functools.cached_property
@@ -165,39 +165,13 @@ class Schedule:
         return table
 
 
-def make_schedule(config, num_examples: int, batch_sizes: PiecewiseConstant | None = None) -> Schedule:
-    """Batch sizes and rates of a run.
-
-    Args:
-      num_examples: in an epoch.
-      batch_sizes: those so far, where only training finds them.
-    Raises:
-      BadSetting: the batch sizes or the warm-up do not go with the training set, or local steps would begin after
-        the last update.
-    """
-    schedule = create_schedule(
-        ScheduleOptions.from_config(config.schedule),
-        config.optimizer.learning_rate,
-        config.train.inner_steps * config.train.outer_steps,
-        batch_sizes or planned_batch_sizes(config.batch, num_examples),
-        num_examples,
-        b2=config.optimizer.b2,
-        change_in_training=are_found_in_training(config.batch),
-    )
-    if config.sync.start_step >= schedule.num_updates:  # growing batches leave fewer updates
-        raise BadSetting(f"sync.start_step: {config.sync.start_step}; allowed: up to {schedule.num_updates - 1}")
-    return schedule
-
-
 def create_schedule(
-    options: ScheduleOptions,
+    options: ScheduleConfig,
     learning_rate: float,
     num_updates: int,
-    batch_sizes: PiecewiseConstant,
+    batch_sizes: BatchSchedule,
     examples_per_epoch: int,
-    *,
     b2: float = 0.999,
-    change_in_training: bool = False,
 ) -> Schedule:
     """The schedule that a config's `schedule` asks for.
 
@@ -211,7 +185,7 @@ def create_schedule(
     Where the batch changes otherwise, the scaling rule gives every update the peak of its own batch. With adascale
     all of this is in scale-invariant steps, each of which is worth an update of the reference batch.
 
-    Batch sizes that `change_in_training` change neither the length of the warm-up nor where it started: both follow
+    Batch sizes found in training change neither the length of the warm-up nor where it started: both follow
     from the first batch. From the update with which the batch changes, the rate goes on from where it is, linearly
     to the peak of the new batch, which it reaches with the last update of the warm-up; a peak below the rate is its
     value at once.
@@ -220,22 +194,22 @@ def create_schedule(
       options: without `problems`.
       learning_rate: at the reference batch size.
       num_updates: of the run; where the batch grows, of one that keeps its first batch size, as decay steps are.
-      batch_sizes: one stage only, where the schedule grows the batch; those so far, with `change_in_training`.
+      batch_sizes: one stage only, where the schedule grows the batch; those so far, where training finds them.
       examples_per_epoch: which no batch exceeds.
       b2: decay of the second moment, at the reference batch size.
     Raises:
       BadSetting: the warm-up is as long as training; float32 does not hold the b2 of a batch.
     """
-    counted_by = _warmup_batch_sizes(options, batch_sizes, change_in_training)
+    counted_by = _warmup_batch_sizes(options, batch_sizes)
     warmup = _warmup_updates(options, counted_by, examples_per_epoch)
     _refuse_long_warmup(options, warmup, num_updates)
     _refuse_b2_that_rounds(options, b2, batch_sizes)
     plan = _plan(options, warmup, num_updates, batch_sizes, examples_per_epoch)
     peaks = peak_rates(options, learning_rate, plan.rate_batch_sizes.first(plan.num_updates).values)
-    highest_known_peak = peaks[0] if change_in_training else peaks.max()
+    highest_known_peak = peaks[0] if batch_sizes.found_in_training else peaks.max()
     start = learning_rate if highest_known_peak > learning_rate else 0.0
     warmup_starts = PiecewiseConstant.constant(start)
-    if change_in_training:
+    if batch_sizes.found_in_training:
         warmup_starts = _warmup_starts_of_changing_batch(start, warmup, peaks, batch_sizes.starts)
     return Schedule(
         options=options,
@@ -251,33 +225,31 @@ def create_schedule(
     )
 
 
-def peak_rates(options: ScheduleOptions, learning_rate: float, batch_sizes: np.ndarray) -> np.ndarray:
+def peak_rates(options: ScheduleConfig, learning_rate: float, batch_sizes: np.ndarray) -> np.ndarray:
     """The rates of batch sizes once warm-up is over."""
     return learning_rate * SCALING[options.scaling](batch_sizes / options.reference_batch_size)
 
 
-def _warmup_batch_sizes(
-    options: ScheduleOptions, batch_sizes: PiecewiseConstant, change_in_training: bool
-) -> PiecewiseConstant:
+def _warmup_batch_sizes(options: ScheduleConfig, batch_sizes: BatchSchedule) -> PiecewiseConstant:
     """The batch sizes by which a warm-up that is given in examples or epochs is counted."""
     if options.scaling == "adascale":
         return PiecewiseConstant.constant(options.reference_batch_size)
-    if change_in_training:
+    if batch_sizes.found_in_training:
         return PiecewiseConstant.constant(batch_sizes.values[0])
     return batch_sizes
 
 
-def _warmup_updates(options: ScheduleOptions, batch_sizes: PiecewiseConstant, examples_per_epoch: int) -> int:
+def _warmup_updates(options: ScheduleConfig, batch_sizes: PiecewiseConstant, examples_per_epoch: int) -> int:
     if options.warmup_updates is not None:
         return options.warmup_updates
     if options.warmup_epochs is not None:
         examples = options.warmup_epochs * examples_per_epoch
     else:
         examples = options.warmup_examples or 0
-    return int(batch_sizes.updates_to(min(examples, MOST_EXAMPLES))) if examples else 0
+    return int(batch_sizes.steps_to(min(examples, MOST_EXAMPLES))) if examples else 0
 
 
-def _refuse_long_warmup(options: ScheduleOptions, warmup: int, num_updates: int) -> None:
+def _refuse_long_warmup(options: ScheduleConfig, warmup: int, num_updates: int) -> None:
     limit, end = num_updates - 1, "the last update"
     if options.decay_steps:
         limit, end = options.decay_steps[0], "the first decay"
@@ -288,7 +260,7 @@ def _refuse_long_warmup(options: ScheduleOptions, warmup: int, num_updates: int)
         )
 
 
-def _refuse_b2_that_rounds(options: ScheduleOptions, b2: float, batch_sizes: PiecewiseConstant) -> None:
+def _refuse_b2_that_rounds(options: ScheduleConfig, b2: float, batch_sizes: PiecewiseConstant) -> None:
     """The b2 of a small batch may be so near to 1 that float32 makes another half-life of it, or none at all."""
     if options.b2_scaling == "none":
         return
@@ -320,13 +292,13 @@ def _warmup_starts_of_changing_batch(
     return PiecewiseConstant(np.array(starts, np.int64), np.array(rates))
 
 
-def _shape_at(options: ScheduleOptions, done, first, end):
+def _shape_at(options: ScheduleConfig, done, first, end):
     """The part of the peak rate that a shape between `first` and `end` leaves once `done` is done."""
     return SHAPES[options.name](np.clip((done - first) / (end - first), 0, 1), options.final_fraction)
 
 
 def _plan(
-    options: ScheduleOptions, warmup: int, num_updates: int, batch_sizes: PiecewiseConstant, examples_per_epoch: int
+    options: ScheduleConfig, warmup: int, num_updates: int, batch_sizes: BatchSchedule, examples_per_epoch: int
 ) -> DecayPlan:
     """What decays at the given steps, or at those that seesaw puts in place of a shape."""
     if options.name == "step":

@@ -6,6 +6,7 @@ updates.
 """
 
 import csv
+import dataclasses
 import datetime
 import functools
 import hashlib
@@ -13,13 +14,12 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
 from largebatch import untrusted
-from largebatch.errors import BadSetting
-from largebatch.optim.piecewise import PiecewiseConstant
-from largebatch.paths import expanded
+from largebatch.util import BadSetting, expanded
 
 STEP_COLUMNS = ("step", "update", "iteration")
 BATCH_COLUMNS = ("batchsize", "batch")
@@ -28,6 +28,55 @@ INDEX_WORDS = ("index", "unnamed", *STEP_COLUMNS)
 # Updates, and the examples of one, are counted in 32 bits on the devices; so 63 hold the examples of a run.
 LARGEST = 2**31 - 1
 DEVICE_WORDS = ("gpu", "tpu", "core", "device", "worker", "node", "instance", "machine")
+
+
+@dataclass(frozen=True)
+class PiecewiseConstant:
+    """A value that holds from one step to another; the last one holds for ever."""
+
+    starts: np.ndarray  # int64 [stages], the first step of each stage, ascending from 0
+    values: np.ndarray  # [stages], int64 or float64
+
+    @classmethod
+    def constant(cls, value) -> Self:
+        """Return one value for ever."""
+        return cls(np.zeros(1, np.int64), np.array([value]))
+
+    def at(self, steps: np.ndarray | int) -> np.ndarray:
+        """Return the values at `steps`."""
+        return self.values[self._stage_of(steps)]
+
+    def start_of(self, steps: np.ndarray) -> np.ndarray:
+        """Return the first step of the stage that each of `steps` is in, int64."""
+        return self.starts[self._stage_of(steps)]
+
+    def total_before(self, steps: np.ndarray | int) -> np.ndarray:
+        """Return the sum of the values of all steps before `steps`, int64, in closed form."""
+        stage = self._stage_of(steps)
+        return self._totals_at_starts()[stage] + (steps - self.starts[stage]) * self.values[stage]
+
+    def steps_to(self, total: np.ndarray | int) -> np.ndarray:
+        """Return how many steps it takes to reach the sum `total`, which is above 0; int64."""
+        totals = self._totals_at_starts()
+        stage = np.searchsorted(totals, total, side="left") - 1
+        return (self.starts[stage] + -(-(total - totals[stage]) // self.values[stage])).astype(np.int64)
+
+    def first(self, num_steps: int) -> Self:
+        """Return the stages that begin within the first `num_steps` steps."""
+        count = np.searchsorted(self.starts, num_steps)
+        return dataclasses.replace(self, starts=self.starts[:count], values=self.values[:count])
+
+    def changed_from(self, step: int, value) -> Self:
+        """Return the same up to `step`, and `value` from there on."""
+        before = self.starts < step
+        starts, values = np.append(self.starts[before], step), np.append(self.values[before], value)
+        return dataclasses.replace(self, starts=starts, values=values)
+
+    def _stage_of(self, steps: np.ndarray | int) -> np.ndarray:
+        return np.searchsorted(self.starts, steps, side="right") - 1
+
+    def _totals_at_starts(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(np.diff(self.starts) * self.values[:-1])])
 
 
 @dataclass(frozen=True)

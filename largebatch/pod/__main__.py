@@ -15,13 +15,12 @@ With --elastic the command starts again on the hosts that are left, and on more 
 import argparse
 import sys
 
-from largebatch.errors import UserError, printable
 from largebatch.optim import traces
-from largebatch.paths import address_argument
 from largebatch.pod.availability import Availability, ReturningHosts, TracedHosts
 from largebatch.pod.elastic import ElasticOptions, Supervisor
 from largebatch.pod.processes import Hosts, Signals
 from largebatch.pod.watch import watch
+from largebatch.util import UserError, address_argument, printable
 
 # Flags with their defaults.
 ELASTIC_FLAGS = {

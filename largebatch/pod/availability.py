@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from largebatch.errors import UserError
 from largebatch.optim.traces import AvailableDevices
+from largebatch.util import UserError
 
 
 class Availability(Protocol):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch import files
+from largebatch import util
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets
 
@@ -84,8 +84,8 @@ def write(folder: Path, cases: Cases) -> None:
     """Replaces the file; its zip's CRCs guard it."""
     buffer = io.BytesIO()
     np.savez(buffer, **dataclasses.asdict(cases))
-    with files.replacing(folder / FILE) as temporary:
-        files.write_through(temporary, buffer.getvalue())
+    with util.replacing(folder / FILE) as temporary:
+        util.write_through(temporary, buffer.getvalue())
 
 
 def exist(folder: Path) -> bool:

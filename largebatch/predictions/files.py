@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from largebatch import files
+from largebatch import util
 
 MAX_LOGITS_PER_FILE = 10_000_000
 ONE_FILE, PARTS, NEW_PARTS, COUNTS = "predictions.npz", "predictions", "predictions.new", "parts.json"
@@ -107,18 +107,18 @@ def write(folder: Path, parts: Iterator[Predictions], num_parts: int) -> None:
     """
     finish_writing(folder)
     if num_parts == 1:
-        with files.replacing(folder / ONE_FILE) as temporary:
+        with util.replacing(folder / ONE_FILE) as temporary:
             _write_file(temporary, next(parts))
         _remove_folder(folder / PARTS)
         return
-    temporary, examples = files.beside(folder / PARTS), 0
+    temporary, examples = util.beside(folder / PARTS), 0
     try:
         temporary.mkdir()
         for number, part in enumerate(parts):
             _write_file(temporary / _part_name(number), part)
             examples += len(part.labels)
         counts = {"parts": num_parts, "examples": examples}
-        files.write_through(temporary / COUNTS, json.dumps(counts).encode())
+        util.write_through(temporary / COUNTS, json.dumps(counts).encode())
         temporary.rename(folder / NEW_PARTS)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -141,12 +141,12 @@ def _write_file(path: Path, part: Predictions) -> None:
     """Its zip's CRCs guard the file."""
     buffer = io.BytesIO()
     np.savez(buffer, labels=part.labels, logits=part.logits, ids=part.ids)
-    files.write_through(path, buffer.getvalue())
+    util.write_through(path, buffer.getvalue())
 
 
 def _remove_folder(path: Path) -> None:
     if path.exists():
-        hidden = files.beside(path)
+        hidden = util.beside(path)
         path.rename(hidden)  # at once, so that nobody finds half of it
         shutil.rmtree(hidden)
 

@@ -12,11 +12,10 @@ from PIL import Image
 from rich import box, table
 
 from largebatch.decoding.images import Dataset
-from largebatch.errors import UserError, printable
-from largebatch.files import path_within, replacing
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets
 from largebatch.terminal import Console
+from largebatch.util import UserError, path_within, printable, replacing
 
 WHITE = 255  # of a mask of two classes, so that people see it
 BYTES_PER_PART = 2**26

@@ -9,10 +9,9 @@ import numpy as np
 from rich import box, table
 
 from largebatch.decoding.images import Dataset
-from largebatch.errors import UserError, printable
-from largebatch.files import replacing
 from largebatch.predictions.files import Predictions
 from largebatch.terminal import Console
+from largebatch.util import UserError, printable, replacing
 
 COLUMNS = ("images", "recall", "precision", "most often taken for")
 

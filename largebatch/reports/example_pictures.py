@@ -15,9 +15,8 @@ from pathlib import Path, PurePosixPath
 from largebatch import untrusted
 from largebatch.decoding import images
 from largebatch.decoding.colours import to_rgb8
-from largebatch.errors import UserError
-from largebatch.paths import expanded
 from largebatch.runs.reader import Run, lies_in
+from largebatch.util import UserError, expanded
 
 MAX_SIDE = 96  # pixels of a picture, on its longer side
 # What is read of a file that a run names, and decoded of it.

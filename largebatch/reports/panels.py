@@ -176,8 +176,6 @@ CURVES = {
     "images_per_sec": Curve("Throughput", "training images / s", "zero"),
     "mfu": Curve("Model FLOPs utilisation", "share of the devices' peak", "zero"),
     "device_memory_peak_bytes": Curve("Peak of a device's memory", "bytes", "zero"),
-    "slowest_host": Curve("Slowest host", "index of the host", "linear"),
-    "slowest_host_ratio": Curve("Slowness of the slowest host", "its time over the median of hosts", "linear"),
     "grad_norm": Curve("Gradient norm", "L2 norm"),
     "noise_scale": Curve("Gradient noise scale", "examples", "log"),
     "replica_drift": Curve("Drift between replicas", "distance from their mean, relative"),
@@ -193,7 +191,7 @@ MAX_CLASSES = 12  # that have curves of their own
 PLACES = ("step", "outer", "examples_seen", "epoch", "val_examples", "val_score", "scale_invariant_steps")
 TIMES = ("step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec")
 ONLY_IF_VARYING = ("learning_rate", "global_batch_size", "bytes_sent")
-ALSO_IF_ZERO = ("val_accuracy", "val_loss", "train_loss", "train_accuracy", "images_per_sec", "slowest_host")
+ALSO_IF_ZERO = ("val_accuracy", "val_loss", "train_loss", "train_accuracy", "images_per_sec")
 WIDE = 30  # largest value over smallest, from which on a logarithmic scale shows more
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from largebatch.config import fields
+from largebatch.config.dicts import flatten
 from largebatch.reports import panels, study_panels
 from largebatch.reports.labels import (
     NOTHING,
@@ -151,7 +151,7 @@ class Origin:
 def origins(group: Group) -> list[Origin]:
     """Those of the runs that have a config."""
     return [
-        Origin(label, fields.flatten(run.config), environment(run))
+        Origin(label, flatten(run.config), environment(run))
         for label, run in zip(group.labels, group.runs, strict=True)
         if run.config
     ]

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 

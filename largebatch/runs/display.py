@@ -2,13 +2,12 @@
 
 from rich import box, progress, table
 
-from largebatch.errors import printable
 from largebatch.tasks.kinds import CLASSIFICATION, TaskKind
 from largebatch.terminal import Console, duration, four_digits
+from largebatch.util import printable
 
 LONG_RUN_SEC = 600  # a run that will train for longer says so once its speed is known
 SLOW_CALL_SEC = 5  # beside which what the first update does once takes no time
-SHOWN_SLOWNESS = 1.1  # of the slowest host, its time over the median of hosts
 
 
 class Reporter:
@@ -113,14 +112,12 @@ class Reporter:
 
 
 def _hardware(row: dict) -> str:
-    """How well the devices are used, how full they were, and a host that is slow, where that is known."""
-    text, mfu, peak, slowness = "", row["mfu"], row["device_memory_peak_bytes"], row["slowest_host_ratio"]
+    """Say how well the devices are used and how full they were, where that is known."""
+    text, mfu, peak = "", row["mfu"], row["device_memory_peak_bytes"]
     if mfu is not None:
         text += f"  mfu {mfu:.0%}" if mfu >= 0.095 else f"  mfu {mfu:.1%}"
     if peak is not None:
         text += f"  memory {peak / 1e9:.1f} GB"
-    if slowness is not None and slowness > SHOWN_SLOWNESS:
-        text += f"  host {row['slowest_host']} takes {slowness:.2f} x the median"
     return text
 
 

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from largebatch import files
+from largebatch import util
 from largebatch.buckets import bucket
-from largebatch.errors import UserError
-from largebatch.paths import expanded
 from largebatch.predictions import files as prediction_files
 from largebatch.predictions.files import Outcome
+from largebatch.util import UserError, expanded
 
 log = logging.getLogger("largebatch")
 
@@ -112,9 +111,9 @@ class RunFolder:
         self._is_new = not self.path.exists()
         with writing(probe):  # a full or read-only disk is found before the work
             self.path.mkdir(parents=True, exist_ok=True)
-            probe = files.beside(probe)
+            probe = util.beside(probe)
             try:
-                files.write_through(probe, b"probe")
+                util.write_through(probe, b"probe")
             finally:
                 probe.unlink(missing_ok=True)
         with writing(self.path):
@@ -131,7 +130,7 @@ class RunFolder:
         self._lock = lock
         with writing(self.path):  # what a process that was killed left
             for left in self.path.glob(".*.tmp"):
-                files.remove(left)
+                util.remove(left)
             prediction_files.finish_writing(self.path)
         if self._bucket:
             try:
@@ -272,5 +271,5 @@ class RunFolder:
         target = self.path / name
         with writing(target):
             self.path.mkdir(parents=True, exist_ok=True)
-            with files.replacing(target) as temporary:
-                files.write_through(temporary, content)
+            with util.replacing(target) as temporary:
+                util.write_through(temporary, content)

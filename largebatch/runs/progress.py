@@ -10,20 +10,24 @@ import jax
 import numpy as np
 
 from largebatch.buckets import bucket
-from largebatch.errors import UserError
 from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
-from largebatch.optim.batch_sizes import are_found_in_training
-from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.predictions.files import Outcome
-from largebatch.runs import checkpoints, provenance, start
+from largebatch.runs import checkpoints, load
 from largebatch.runs.cadence import Cadence
 from largebatch.runs.folder import RunFolder, jsonable
 from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
-from largebatch.runs.summary import add_to_summary, empty_summary, summary_of_older_code
+from largebatch.runs.summary import (
+    add_to_summary,
+    code_of,
+    empty_summary,
+    refuse_other_data,
+    summary_of_older_code,
+    warnings_on_resuming,
+)
 from largebatch.tasks.kinds import kind_of
-from largebatch.tracking.tracked_run import TrackedRun
-from largebatch.tracking.trackers import Trackers
+from largebatch.tracking.trackers import TrackedRun, Trackers
+from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 
@@ -54,8 +58,7 @@ class RunProgress:
         self._kind = kind_of(self.config)
         self.validated_step = 0  # of the last checkpoint after a validation, or of the first
         self.seconds_before: dict[str, float] = {}  # clock.seconds when the running outer loop began
-        # The batch sizes of the checkpoint that was taken up, where only training finds them.
-        self.batch_sizes: PiecewiseConstant | None = None
+        self.batch_sizes: list[list[int]] | None = None  # of the restored checkpoint; see `BatchSchedule.state`
         options = self.config["checkpoint"]
         self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", options["keep"], run.copy)
         self._cadence = Cadence(options["every_sec"])
@@ -106,7 +109,7 @@ class RunProgress:
 
     def _refuse_other_data(self, description: dict) -> None:
         trace = self.config["batch"]["trace"]
-        provenance.refuse_other_data(description["data"], self._data, self._run.path, trace)
+        refuse_other_data(description["data"], self._data, self._run.path, trace)
 
     def _for_these_devices(self, snapshot: dict) -> dict:
         """Of replicas that were more or fewer, each of the new ones starts from their mean."""
@@ -123,8 +126,8 @@ class RunProgress:
             try:
                 run = bucket.local_copy(train["init_from"])
                 if step:
-                    return start.branch(run, step, state, version)
-                return start.best_parameters(run, state, version)
+                    return load.branch(run, step, state, version)
+                return load.best_parameters(run, state, version)
             except UserError as error:
                 raise UserError(f"train.init_from: {error}") from error
 
@@ -143,9 +146,7 @@ class RunProgress:
 
     def take_up(self, snapshot: dict, description: dict) -> None:
         """Goes on from a checkpoint, on all hosts."""
-        if description.get("batch_sizes"):
-            starts, values = (np.array(part, np.int64) for part in description["batch_sizes"])
-            self.batch_sizes = PiecewiseConstant(starts, values)
+        self.batch_sizes = description["batch_sizes"]
         self._trainer.restore(snapshot)
         known, summary = empty_summary().keys(), summary_of_older_code(description["summary"])
         self.summary.update((name, value) for name, value in summary.items() if name in known)
@@ -155,7 +156,7 @@ class RunProgress:
     def _write_start(self) -> None:
         self._run.write_json("config.json", self.config)
         self._run.remove("summary.json")  # of the start before
-        code = provenance.code_of(self.summary)
+        code = code_of(self.summary)
         counted = sum(self._clock.seconds.get(section, 0.0) for section in COUNTED_SECTIONS)
         times = {"start_sec": self._clock.since_made(), "counted_sec": counted}
         self._run.log_event("start", step=self._trainer.step, **self._layout(), code=code, **times)
@@ -185,7 +186,7 @@ class RunProgress:
             log.info("starting again at update 0, for there is no sound checkpoint; %s", end)
             return
         log.info("resuming at update %d; %s", self._trainer.step, end)
-        for warning in provenance.warnings_on_resuming(description, self._layout(), self.summary):
+        for warning in warnings_on_resuming(description, self._layout(), self.summary):
             log.warning("%s", warning)
 
     def _layout(self) -> dict:
@@ -225,7 +226,7 @@ class RunProgress:
         return improved
 
     def note_training(self) -> None:
-        """Notes, once, that this process has done its first updates: the end of its start."""
+        """Notes, once, that this process has done its first updates: the end of its load."""
         if not self._is_training:
             self._is_training = True
             self.note_event("training", step=self._trainer.step)
@@ -254,10 +255,6 @@ class RunProgress:
         self._cadence.note_save(time.perf_counter() - begin)
 
     def _save(self, snapshot: dict) -> None:
-        batch_sizes = None
-        if are_found_in_training(self.config["batch"]):
-            sizes = self._trainer.schedule.batch_sizes
-            batch_sizes = [sizes.starts.tolist(), sizes.values.tolist()]
         description = {
             "config": self.config,
             "data": self._data,
@@ -267,7 +264,7 @@ class RunProgress:
             "before": self.seconds_before,
             "boundary": self.validated_step,
             "rows": self._run.rows_mark(),
-            "batch_sizes": batch_sizes,
+            "batch_sizes": self._trainer.schedule.batch_sizes.state(),
             "save_sec": self._cadence.save_sec,
         }
         protect = {self.validated_step, self.summary["best_step"]} - {None}

@@ -14,10 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from largebatch.errors import UserError
-from largebatch.paths import expanded
 from largebatch.tasks.kinds import TaskKind, kind_of
 from largebatch.terminal import duration
+from largebatch.util import UserError, expanded
 
 ENDED = ("done", "diverged", "interrupted", "failed", "pruned")  # how a process's part of a run ends
 SCORES = ("best_val_accuracy", "best_score")  # the first is its name where the task is classification

@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from largebatch import untrusted
-from largebatch.errors import UserError
-from largebatch.sources.split_names import split_named
+from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
+
+SPLITS = ("train", "val", "test")
+
+_NAMES = {"train": "train", "val": "val", "validation": "val", "valid": "val", "dev": "val", "test": "test"}
+ALLOWED_NAMES = " | ".join(_NAMES)
+
+
+def split_named(name: str) -> str | None:
+    """Which of SPLITS a publisher means by `name`, in any case; None if it is no name of a split."""
+    return _NAMES.get(name.lower())
+
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
 # Control characters, line ends, and what stands for bytes that are no UTF-8: no line of text can hold them.

@@ -1,14 +1,231 @@
-"""The split into training, validation and test examples, which is the same from every source."""
+"""Which split an example falls into: as published, by a file, or at random."""
 
+import csv
+import hashlib
+import io
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 import numpy as np
 
-from largebatch.errors import BadSetting, UserError
-from largebatch.sources.split_file import SplitFile
-from largebatch.sources.split_names import SPLITS
+from largebatch import untrusted
+from largebatch.sources.class_folders import ALLOWED_NAMES, IMAGE_SUFFIXES, SPLITS, split_named
+from largebatch.util import BadSetting, UserError
 
 log = logging.getLogger("largebatch")
+
+FIELD = "dataset.split_file"
+PLACEHOLDER = "{split}"  # in a path: stands for each of SPLITS
+ID_COLUMNS = ("id", "path", "filename", "image")
+SPLIT_COLUMN = "split"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row: an image and its split."""
+
+    name: str
+    split: str
+    file: str
+    line: int
+    may_be_header: bool  # the first row of a file, whose column names are not known
+
+    @property
+    def place(self) -> str:
+        """Where the row is, for messages."""
+        return f"{self.file}, line {self.line}"
+
+
+@dataclass(frozen=True)
+class SplitFile:
+    """What a split file lists, before it is known which images there are."""
+
+    path: str
+    entries: list[Entry]
+    digest: str  # SHA-256 of all that was read
+
+    def match(self, example_ids: list[str]) -> dict[str, list[int]]:
+        """The examples of each split; those that the file does not name are left out, which one line says.
+
+        Returns:
+          For each of SPLITS indices into `example_ids`, in the order of the file.
+        Raises:
+          BadSetting: names the file and the line; unknown ids, an id twice, or a split without images.
+        """
+        rows = _find(self.entries, example_ids)
+        unknown = [entry for entry, row in zip(self.entries, rows, strict=True) if row is None]
+        unknown = [entry for entry in unknown if not _is_header(entry)]
+        if unknown:
+            first = ", ".join(repr(entry.name) for entry in unknown[:3])
+            raise BadSetting(
+                f"{FIELD}: {unknown[0].place}: unknown ids: {len(unknown)}, first {first}; allowed: those of the "
+                f"data set, as {example_ids[0]!r}"
+            )
+        splits, named = {split: [] for split in SPLITS}, {}
+        for entry, row in zip(self.entries, rows, strict=True):
+            if row is None:
+                continue
+            if before := named.get(row):
+                raise BadSetting(
+                    f"{FIELD}: {entry.place}: {entry.name!r} is in {entry.split}, and in {before.split} by "
+                    f"{before.place}; allowed: each image once"
+                )
+            named[row] = entry
+            splits[entry.split].append(row)
+        for split, members in splits.items():
+            if not members:
+                raise BadSetting(
+                    f"{FIELD}: {self.path}: no {split} images; allowed: some in each of train, val, test"
+                )
+        if len(named) < len(example_ids):
+            log.warning(
+                "%s: left out %d of %d images, which it does not name",
+                self.path,
+                len(example_ids) - len(named),
+                len(example_ids),
+            )
+        return splits
+
+
+def read_split_file(path: str) -> SplitFile:
+    """Reads a split file, or the three files if `path` contains "{split}".
+
+    One file has a header with the columns `split` and one of ID_COLUMNS. Of three files the ids are in the column
+    of such a name, or in the first one. Other columns are not looked at.
+
+    Raises:
+      BadSetting: names the file, the line and what is allowed.
+    """
+    entries, digest = [], hashlib.sha256()
+    files = {path: None}
+    if PLACEHOLDER in path:
+        files = {path.replace(PLACEHOLDER, split): split for split in SPLITS}
+    for file, split in files.items():
+        text = untrusted.read_text(file, FIELD)
+        digest.update(hashlib.sha256(text.encode()).digest())
+        rows = _rows(text, file)
+        entries += _entries_of_all(rows, file) if split is None else _entries_of_one(rows, file, split)
+    return SplitFile(path, entries, digest.hexdigest())
+
+
+def _rows(text: str, file: str) -> list[tuple[int, list[str]]]:
+    """The rows that are not blank, each with the number of its line."""
+    reader = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
+    try:
+        rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
+    except csv.Error as error:
+        raise BadSetting(f"{FIELD}: {file}, line {reader.line_num}: no CSV ({error})") from error
+    if not rows:
+        raise BadSetting(f"{FIELD}: {file} is empty; allowed: a file that lists images")
+    return rows
+
+
+def _id_column(header: list[str]) -> int | None:
+    names = [name.lower() for name in header]
+    return next((names.index(name) for name in ID_COLUMNS if name in names), None)
+
+
+def _entries_of_all(rows: list[tuple[int, list[str]]], file: str) -> list[Entry]:
+    line, header = rows[0]
+    names = [name.lower() for name in header]
+    id_column = _id_column(header)
+    if id_column is None or SPLIT_COLUMN not in names:
+        raise BadSetting(
+            f"{FIELD}: {file}, line {line}: the columns {', '.join(header)}; allowed: split, and one of "
+            f"{', '.join(ID_COLUMNS)}"
+        )
+    split_column = names.index(SPLIT_COLUMN)
+    entries = []
+    for line, row in rows[1:]:
+        place = f"{FIELD}: {file}, line {line}"
+        if len(row) != len(header):
+            raise BadSetting(f"{place}: {len(row)} values; allowed: {len(header)}, as in the header")
+        split = split_named(row[split_column])
+        if split is None:
+            raise BadSetting(f"{place}: split {row[split_column]!r}; allowed: {ALLOWED_NAMES}")
+        entries.append(_entry(row, id_column, split, file, line))
+    return entries
+
+
+def _entries_of_one(rows: list[tuple[int, list[str]]], file: str, split: str) -> list[Entry]:
+    first_line, first = rows[0]
+    names_an_image = any(_without_suffix(cell) != cell for cell in first)
+    id_column = None if names_an_image else _id_column(first)
+    if id_column is not None:
+        return [_entry(row, id_column, split, file, line) for line, row in rows[1:]]
+    return [_entry(row, 0, split, file, line, may_be_header=line == first_line) for line, row in rows]
+
+
+def _entry(row: list[str], column: int, split: str, file: str, line: int, *, may_be_header: bool = False) -> Entry:
+    if len(row) <= column or not row[column]:
+        raise BadSetting(f"{FIELD}: {file}, line {line}: no id; allowed: one in every row")
+    return Entry(row[column], split, file, line, may_be_header)
+
+
+def _is_header(entry: Entry) -> bool:
+    """Whether an entry that names no image is a line of column names, and not the name of an image elsewhere."""
+    return entry.may_be_header and _without_suffix(entry.name) == entry.name
+
+
+def _find(entries: list[Entry], example_ids: list[str]) -> list[int | None]:
+    """The index of the example that each entry names; None where there is none.
+
+    Raises:
+      BadSetting: an entry names several.
+    """
+    rows: list[int | None] = [None] * len(entries)
+    left = range(len(entries))
+    for form_of_name, form_of_id in FORMS:
+        table, repeated = {}, set()
+        if not left:
+            break
+        for row, example_id in enumerate(example_ids):
+            key = form_of_id(example_id)
+            if key in table:
+                repeated.add(key)
+            table[key] = row
+        for number in left:
+            key = form_of_name(entries[number].name)
+            if key in repeated:
+                raise _ambiguous(entries[number], [name for name in example_ids if form_of_id(name) == key])
+            rows[number] = table.get(key)
+        left = [number for number in left if rows[number] is None]
+    return rows
+
+
+def _ambiguous(entry: Entry, found: list[str]) -> BadSetting:
+    return BadSetting(
+        f"{FIELD}: {entry.place}: {entry.name!r} names {len(found)} images, as {found[0]!r} and {found[1]!r}; "
+        "allowed: whole ids"
+    )
+
+
+def _whole(name: str) -> str:
+    return name
+
+
+def _file_name(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _without_suffix(name: str) -> str:
+    suffix = PurePosixPath(name).suffix
+    return name.removesuffix(suffix) if suffix.lower() in IMAGE_SUFFIXES else name
+
+
+def _file_name_without_suffix(name: str) -> str:
+    return _without_suffix(_file_name(name))
+
+
+# How the name in a file is compared with an id, each if those before find nothing.
+FORMS: tuple[tuple[Callable[[str], str], Callable[[str], str]], ...] = (
+    (_whole, _whole),
+    (_whole, _file_name),
+    (_without_suffix, _without_suffix),
+    (_without_suffix, _file_name_without_suffix),
+)
 
 
 def assign_splits(

@@ -8,12 +8,9 @@ import numpy as np
 from etils import epath
 
 from largebatch.decoding import images
-from largebatch.errors import UserError
-from largebatch.files import num_bytes
-from largebatch.paths import expanded
 from largebatch.sources.source import Source
-from largebatch.sources.split_names import split_named
-from largebatch.threads import iterate_batches
+from largebatch.sources.split import split_named
+from largebatch.util import UserError, expanded, iterate_batches, num_bytes
 
 log = logging.getLogger("largebatch")
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from ml_collections import config_dict
 from optuna.distributions import CategoricalDistribution
 
-from largebatch.errors import UserError
-from largebatch.paths import expanded
 from largebatch.runs import reader
 from largebatch.runs.checkpoints import Checkpoints
 from largebatch.runs.reader import BATCH, number
 from largebatch.studies.critical_batch import STEP
 from largebatch.studies.space import SpaceFile
+from largebatch.util import UserError, expanded
 
 MOST_POINTS = 6  # checkpoints that are branched from, if the user names none
 PARTS = 4  # a branch is validated so often; its loss is that of the last part

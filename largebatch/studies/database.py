@@ -11,9 +11,9 @@ import optuna
 import sqlalchemy
 import sqlalchemy.exc
 
-from largebatch.errors import UserError
 from largebatch.hosts import preemption
 from largebatch.runs.reader import lies_in
+from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 

@@ -17,10 +17,10 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from largebatch.config.fields import differences
-from largebatch.errors import UserError
+from largebatch.config.dicts import difference
 from largebatch.studies import search
 from largebatch.studies.database import DATABASE_ERRORS, grace_sec, retry_while_away
+from largebatch.util import UserError
 
 # Another process took this one for dead and ended its trial. Then the run is trained again, and found to be done.
 TAKEN_FOR_DEAD = contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError)
@@ -136,7 +136,7 @@ class TrialQueue:
         if recorded is None:
             self._study.set_user_attr("description", description)
             return
-        changed = differences(description, recorded, ("here", "there"))
+        changed = difference(description, recorded, ("here", "there"))
         if changed:
             raise UserError(f"--storage: the database holds another study named {name!r}: {changed}")
 

@@ -16,9 +16,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 
-from largebatch.errors import UserError
 from largebatch.studies.space import Space
 from largebatch.tasks.kinds import TaskKind
+from largebatch.util import UserError
 
 # TPE has no points of its own: it looks at the trials that ended.
 SAMPLERS = ("grid", "random", "quasi-random", "tpe")

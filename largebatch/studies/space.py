@@ -17,11 +17,9 @@ from optuna.distributions import (
     distribution_to_json,
 )
 
-from largebatch.config.rules import Rule, nearest_field
-from largebatch.errors import UserError
-
-# These do not shape a run's numbers, or have an option of their own.
-NOT_SEARCHED = ("devices", "log", "checkpoint", "seed", "augment.cache_dir", "dataset.max_image_pixels")
+from largebatch.config.rules import nearest_field
+from largebatch.config.values import Rule
+from largebatch.util import UserError
 
 Space = dict[str, BaseDistribution]
 
@@ -140,7 +138,7 @@ def _problems(field: str, distribution: object, rules: Mapping[str, Rule]) -> li
         return [f"{field}: unknown field{nearest_field(field)}"]
     if field == "seed":
         return ["seed: cannot be searched (use --seeds)"]
-    if any(field == name or field.startswith(f"{name}.") for name in NOT_SEARCHED):
+    if not rules[field].identity:  # it does not shape a run's numbers
         return [f"{field}: cannot be searched"]
     if isinstance(distribution, CategoricalDistribution):
         tried = [tuple(choice) if isinstance(choice, list) else choice for choice in distribution.choices]

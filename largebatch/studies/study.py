@@ -9,12 +9,9 @@ from pathlib import Path
 
 from ml_collections import config_dict
 
-from largebatch.config import fields
-from largebatch.config.fields import target_of
-from largebatch.config.rules import Models, rules
-from largebatch.config.validate import validate
+from largebatch.config import dicts, rules
+from largebatch.config.rules import Models
 from largebatch.data.batching import ORDER_VERSION
-from largebatch.errors import BadSetting, UserError
 from largebatch.runs.reader import SCORES, lies_in
 from largebatch.studies import branching
 from largebatch.studies.branching import BranchOptions
@@ -23,6 +20,7 @@ from largebatch.studies.queue import TrialSpec
 from largebatch.studies.search import SearchOptions, fixed_settings, grid, refined
 from largebatch.studies.space import SpaceFile, as_json, read_space
 from largebatch.tasks.kinds import CLASSIFICATION, KINDS, TaskKind
+from largebatch.util import BadSetting, UserError
 
 log = logging.getLogger("largebatch")
 
@@ -75,7 +73,7 @@ class StudyOptions:
         if self.objective:
             return self
         best = "best_val_accuracy" if KINDS[config.task.name] == CLASSIFICATION else "best_score"
-        default = best if target_of(config.train) is None else "steps_to_target"
+        default = "steps_to_target" if _has_target(config) else best
         return dataclasses.replace(self, objective=default)
 
 
@@ -88,7 +86,7 @@ class Study:
       config: what all runs start from; its dtype is settled, for all of them and all machines.
       storage: URL of the database.
       derive: sets the config fields that follow from the searched ones.
-      models: see `config.validate`.
+      models: see `config.rules`.
       description: the content of study.json.
       groups: see `SpaceFile`.
     """
@@ -128,7 +126,7 @@ class Study:
                     _set_field(config, field, value)
                 config.seed = self.config.seed + seed
                 self.derive(config)
-            validate(config, self.models)
+            rules.check(config.to_dict(), self.models)
             if config.model.dtype == "auto":  # each machine would choose
                 raise UserError("model.dtype: 'auto'; allowed in a trial: float32 | bfloat16")
         except Exception as error:  # `derive` is a user's
@@ -139,6 +137,10 @@ class Study:
     def folder_of(self, spec: TrialSpec) -> Path:
         """The run folder of a trial."""
         return self.path / "trials" / spec.name
+
+
+def _has_target(config: config_dict.ConfigDict) -> bool:
+    return (config.train.target_accuracy, config.train.target_score) != (None, None)
 
 
 def _set_field(config: config_dict.ConfigDict, field: str, value: object) -> None:
@@ -167,7 +169,7 @@ def define_study(
       recorded: the study.json that the folder already has, or {}.
       space_given: whether the user named the space file; else only `recorded` does.
       dtype_is_auto: whether the dtype was asked for as "auto".
-      models: see `config.validate`.
+      models: see `config.rules`.
     Raises:
       UserError: an option, the space or a point of it is not allowed; or `recorded` is another study.
     """
@@ -260,14 +262,14 @@ def adopt_recorded_config(config: config_dict.ConfigDict, recorded: dict, file: 
     platform = recorded.get("devices", {}).get("platform") if isinstance(recorded, dict) else None
     if not isinstance(platform, str):
         raise UserError(f"{file} holds no config of a run or study")
-    before = fields.flatten(config.to_dict())
+    before = dicts.flatten(config.to_dict())
     recorded = dict(recorded)
     # Where hosts meet is the user's to say each time: no folder makes this process call someone.
     recorded["devices"] = {"platform": platform}
     with config.unlocked():
         config.update(config_dict.ConfigDict(recorded))
-    after = fields.flatten(config.to_dict())
-    for field in fields.PATHS:
+    after = dicts.flatten(config.to_dict())
+    for field in dicts.PATHS:
         value = after[field]
         if isinstance(value, str) and value != before[field] and not lies_in(value, file.parent):
             log.warning("uses %s %s, which %s names", field, value, file.parent)
@@ -283,7 +285,7 @@ def read_space_file(path: Path, file: Path, recorded: dict, models: Models, *, g
       UserError: it is not run, or see `read_space`.
     """
     if given:
-        return read_space(file, rules(models))
+        return read_space(file, rules.rules(models))
     if not any(lies_in(file, folder) for folder in (ROOT, Path.cwd())):
         reason = "lies outside this project and the current folder"
     elif lies_in(file, path):
@@ -292,7 +294,7 @@ def read_space_file(path: Path, file: Path, recorded: dict, models: Models, *, g
         reason = "was recorded without a SHA-256"
     else:
         log.warning("runs the space file %s, which %s names", file, path)
-        return read_space(file, rules(models), recorded["space_sha256"])
+        return read_space(file, rules.rules(models), recorded["space_sha256"])
     raise UserError(f"--study: {path} names the space file {file}, which {reason}; give --space FILE to run it")
 
 
@@ -325,7 +327,7 @@ def number_of_settings(space_file: SpaceFile, options: StudyOptions, config: con
     if options.objective == "best_val_accuracy" and config.task.name != CLASSIFICATION.name:
         raise UserError(f"--objective: best_val_accuracy; allowed with task.name {config.task.name!r}: best_score")
     if options.objective not in SCORES:
-        if target_of(config.train) is None:
+        if not _has_target(config):
             raise UserError(
                 f"--objective: {options.objective} needs train.target_accuracy or train.target_score; both are None"
             )
@@ -345,7 +347,7 @@ def refuse_another(path: Path, description: dict, recorded: dict) -> None:
     """
     if not recorded:
         return
-    changed = fields.differences(identity(description), identity(recorded), ("here", "there"))
+    changed = dicts.difference(identity(description), identity(recorded), ("here", "there"))
     if changed:
         raise UserError(f"--study: {path} holds another study: {changed}")
 
@@ -357,5 +359,5 @@ def identity(description: dict) -> dict:
         # With other seeds another setting may be the best one, and what was tried around it has a number already.
         if name not in MAY_CHANGE or (name == "seeds" and "refined" in description):
             kept[name] = value
-    kept["config"] = fields.identity(description["config"])
+    kept["config"] = dicts.identity(description["config"])
     return kept

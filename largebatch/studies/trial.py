@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 import jax
 
-from largebatch.errors import BadSetting
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.display import Reporter
-from largebatch.runs.ending import Diverged, Pruned
 from largebatch.runs.folder import RunFolder
+from largebatch.runs.lifecycle import Diverged, Pruned
 from largebatch.runs.reader import read_run, score_of
 from largebatch.studies.display import SweepTable
 from largebatch.studies.queue import ClaimedTrial, TrialQueue, TrialSpec
 from largebatch.studies.study import Study
+from largebatch.util import BadSetting
 
 
 @dataclass(frozen=True)

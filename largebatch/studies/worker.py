@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 
-from largebatch.errors import UserError
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import InUse, RunFolder, writing
 from largebatch.runs.summary import summary_of_older_code
@@ -17,6 +16,7 @@ from largebatch.studies.queue import ClaimedTrial, TrialQueue, TrialSpec
 from largebatch.studies.search import create_pruner
 from largebatch.studies.study import Study, identity
 from largebatch.studies.trial import AssignedTrial, TrialReporter, TrialResult, train_trial
+from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from largebatch.errors import BadSetting
 from largebatch.tasks.kinds import KINDS, TaskKind
+from largebatch.util import BadSetting
 
 LARGEST_DEPTH = 65_535  # stored; it stands for 1
 MASK_PLANES, DEPTH_PLANES = 1, 2

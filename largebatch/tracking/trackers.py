@@ -1,16 +1,174 @@
-"""Tools that show a run, as TensorBoard: what they are told, and that none of them can stop it.
+"""What TensorBoard and Weights & Biases are told of a run."""
 
-To add one, write a class with the methods of `Tracker`, a line in TRACKERS and a field in a config's `log`.
-"""
-
+import contextlib
+import dataclasses
+import fcntl
+import importlib.util
+import json
 import logging
+import os
+import secrets
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
-from largebatch.errors import UserError
-from largebatch.tracking.tensorboard import TensorBoard
-from largebatch.tracking.tracked_run import TrackedRun
-from largebatch.tracking.weights_and_biases import WeightsAndBiases, wandb_is_installed
+from largebatch import util
+from largebatch.util import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackedRun:
+    """A run that begins or goes on.
+
+    Attributes:
+      folder: of the run; a tracker may write to a folder of its own name in it.
+      name: of the run.
+      group: the study that it is a trial of, or None.
+      config: as plain JSON.
+    """
+
+    folder: Path
+    name: str
+    group: str | None
+    config: dict
+
+
+class TensorBoard:
+    """A `Tracker` that writes every number of a row as a scalar of its step."""
+
+    def __init__(self, run: TrackedRun):
+        self._folder = run.folder / "tensorboard"
+        self._events, self._num_files = None, 0
+
+    def row(self, row: dict) -> None:
+        """Writes a row."""
+        # Imported only now: where PyTorch is installed it comes along, 1.5 s before the first update.
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        if self._events is None:
+            self._folder.mkdir(exist_ok=True)
+            # The synchronous writer: SummaryWriter's thread would hang the run when the disk is full.
+            # Its names have the second, in which a run may go back and write again.
+            self._events = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{self._num_files:04d}")
+            self._num_files += 1
+            # TensorBoard drops what an earlier file has from this step on.
+            start = SessionLog(status=SessionLog.START)
+            self._events.write_event(Event(wall_time=time.time(), step=row["step"], session_log=start))
+        for name, value in row.items():
+            if value is not None:
+                scalar = summary.scalar(name, value)
+                self._events.write_event(Event(wall_time=time.time(), step=row["step"], summary=scalar))
+        self._events.flush()
+
+    def went_back(self) -> None:
+        """Lets the next row begin a file, which takes the place of later steps."""
+        events, self._events = self._events, None
+        if events:
+            events.close()
+
+    def end(self, summary: dict) -> None:
+        """Closes the file."""
+        self.went_back()
+
+
+RECORD = "wandb.json"  # in a run folder: the id of its record, the same at every start
+FINISH_SEC, INTERRUPTED_SEC = 30.0, 3.0  # for the last rows to be sent; after a signal there is little time
+PIPE_BYTES = 1 << 20  # rows that may wait: hundreds
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wandb_is_installed() -> bool:
+    """Whether log.wandb can be turned on."""
+    return importlib.util.find_spec("wandb") is not None
+
+
+class WeightsAndBiases:
+    """A `Tracker` that tells a process, `wandb_process`, of the run, by lines of JSON.
+
+    Raises:
+      OSError: from every method, if the process has ended or does not read.
+    """
+
+    def __init__(self, run: TrackedRun):
+        record_id = _record_id(run.folder)
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        # In a session of its own: Ctrl-C is for the run, which then sends its last rows.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "largebatch.tracking.wandb_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+            bufsize=0,
+            start_new_session=True,
+        )
+        self._pipe = self._process.stdin.fileno()
+        os.set_blocking(self._pipe, False)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # Linux
+            with contextlib.suppress(PermissionError):  # this user has many pipes
+                fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        begin = {
+            "folder": str(run.folder),
+            "id": record_id,
+            "project": run.config["log"]["wandb_project"],
+            "name": run.name,
+            "group": run.group,
+            "config": run.config,
+        }
+        self._send({"begin": begin})
+
+    def row(self, row: dict) -> None:
+        """Sends a row."""
+        self._send({"row": row})
+
+    def went_back(self) -> None:
+        """Nothing: the curves are drawn over `step`, and show both ways."""
+
+    def end(self, summary: dict) -> None:
+        """Sends the summary and waits for the process to end, but not for long; then it ends by itself."""
+        self._send({"end": summary})
+        self._process.stdin.close()
+        limit = INTERRUPTED_SEC if summary["status"] == "interrupted" else FINISH_SEC
+        try:
+            code = self._process.wait(limit)
+        except subprocess.TimeoutExpired as error:
+            raise OSError(f"its process still sends after {limit:.0f} s, and goes on by itself") from error
+        if code:
+            raise OSError(f"its process ended with exit code {code}")
+
+    def _send(self, message: dict) -> None:
+        """Writes a line and never waits: a process that hangs must not hold up the run."""
+        line = json.dumps(message, allow_nan=False).encode() + b"\n"
+        try:
+            num_written = os.write(self._pipe, line)
+        except BrokenPipeError as error:
+            self._process.stdin.close()
+            raise OSError(f"its process ended with exit code {self._process.wait()}") from error
+        except BlockingIOError:
+            num_written = 0
+        if num_written < len(line):
+            self._process.kill()
+            self._process.wait()
+            self._process.stdin.close()
+            raise OSError("its process does not read")
+
+
+def _record_id(folder: Path) -> str:
+    """The id of a run's record, which is chosen once."""
+    path = folder / RECORD
+    if not path.exists():
+        content = json.dumps({"id": secrets.token_hex(8)})
+        with util.replacing(path) as temporary:
+            util.write_through(temporary, content.encode())
+    try:
+        return json.loads(path.read_text())["id"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged") from error
+
 
 log = logging.getLogger("largebatch")
 

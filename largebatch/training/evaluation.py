@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from largebatch.data.rows import split_planes
+from largebatch.data.placement import split_planes
 from largebatch.data.validation import UNKNOWN, DealtSplit
 from largebatch.hosts import collectives
 from largebatch.hosts.replicas import AXIS, pmap

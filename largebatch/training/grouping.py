@@ -5,12 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from largebatch.config.fields import BatchConfig, LogConfig, ModelConfig, ScheduleConfig
 from largebatch.data.batching import DataSharding, Grouping
-from largebatch.errors import BadSetting
-from largebatch.hardware.chips import Hardware
-from largebatch.hardware.micro_batches import auto_micro_batch_size
-from largebatch.optim import noise_scale
+from largebatch.hardware.chips import Hardware, auto_micro_batch_size
 from largebatch.optim.noise_scale import NoisePlan
+from largebatch.util import BadSetting
 
 # At least so many groups of a device in an update that measures the noise, where most do not; and how much smaller
 # each size of groups is than the one for larger batches.
@@ -29,8 +28,43 @@ class MicroBatchPlan:
     predicted_at_once: int  # images of a forward pass of validation
 
 
+@dataclasses.dataclass(frozen=True)
+class MicroBatchOptions:
+    """What a run asks for, as fields of its config.
+
+    Attributes:
+      micro_batch_size, ghost_size: batch.micro_batch_size and batch.ghost_size.
+      network, norm: model.name and model.norm.
+      noise_every, noise_decay: log.noise_every and schedule.noise_decay.
+      needs_noise: whether training depends on the noise: with batch.auto or AdaScale.
+    """
+
+    micro_batch_size: int | str
+    ghost_size: int | None
+    network: str
+    norm: str
+    noise_every: int | str
+    noise_decay: float
+    needs_noise: bool
+
+    @classmethod
+    def from_config(
+        cls, batch: BatchConfig, model: ModelConfig, schedule: ScheduleConfig, log: LogConfig
+    ) -> "MicroBatchOptions":
+        """Take them from the sections of a config."""
+        return cls(
+            micro_batch_size=batch.micro_batch_size,
+            ghost_size=batch.ghost_size,
+            network=model.name,
+            norm=model.norm,
+            noise_every=log.noise_every,
+            noise_decay=schedule.noise_decay,
+            needs_noise=batch.auto or schedule.scaling == "adascale",
+        )
+
+
 def plan_micro_batches(
-    config,
+    options: MicroBatchOptions,
     batch_sizes: np.ndarray,
     sharding: DataSharding,
     hardware: Hardware,
@@ -38,7 +72,7 @@ def plan_micro_batches(
     *,
     in_any_order: bool,
 ) -> MicroBatchPlan:
-    """Plan the micro-batches of a run from batch.micro_batch_size, batch.ghost_size and log.noise_every.
+    """Plan the micro-batches of a run.
 
     Args:
       batch_sizes: all that the run may come to, ascending.
@@ -47,13 +81,13 @@ def plan_micro_batches(
     Raises:
       BadSetting: batch normalisation would see single images, or noise that is needed could not be measured.
     """
-    wanted, platform = config.batch.micro_batch_size, hardware.platform
+    wanted, platform = options.micro_batch_size, hardware.platform
     if wanted == "auto":
-        wanted = auto_micro_batch_size(hardware, config.model.name, activation_bytes)
-    grouping = choose_grouping(config, batch_sizes, sharding, wanted)
-    noise = plan_noise(config, batch_sizes, sharding, grouping, platform)
+        wanted = auto_micro_batch_size(hardware, options.network, activation_bytes)
+    grouping = choose_grouping(options, batch_sizes, sharding, wanted)
+    noise = plan_noise(options, batch_sizes, sharding, grouping, platform)
     # On CPUs reading costs next to nothing, and all storages give the same bits.
-    by_slices = in_any_order and platform != "cpu" and noise is None and config.model.norm != "batch"
+    by_slices = in_any_order and platform != "cpu" and noise is None and options.norm != "batch"
     single = has_one_micro_batch(batch_sizes, grouping, sharding, platform)
     return MicroBatchPlan(grouping, noise, single, by_slices, wanted)
 
@@ -61,7 +95,9 @@ def plan_micro_batches(
 # ---- micro-batches and ghost batches ------------------------------------------------------------------
 
 
-def choose_grouping(config, batch_sizes: np.ndarray, sharding: DataSharding, wanted: int) -> Grouping:
+def choose_grouping(
+    options: MicroBatchOptions, batch_sizes: np.ndarray, sharding: DataSharding, wanted: int
+) -> Grouping:
     """Choose the micro-batches and ghost batches of a run.
 
     Args:
@@ -72,14 +108,14 @@ def choose_grouping(config, batch_sizes: np.ndarray, sharding: DataSharding, wan
     """
     most_per_device = sharding.share_bounds(int(batch_sizes[-1]))[1]
     # Of no batch a device has more than one smaller group, which needs no place for more images than it has.
-    unit = min(config.batch.ghost_size or 1, most_per_device)
+    unit = min(options.ghost_size or 1, most_per_device)
     most_units = -(-most_per_device // unit)
     units = min(max(wanted // unit, 1), most_units)
-    if config.batch.micro_batch_size == "auto":
+    if options.micro_batch_size == "auto":
         units = _even_size(units, most_units)
     size = units * unit
-    grouping = Grouping(size, unit if config.batch.ghost_size else size)
-    if config.model.norm == "batch":
+    grouping = Grouping(size, unit if options.ghost_size else size)
+    if options.norm == "batch":
         _refuse_single_images(batch_sizes, grouping.group_size, sharding)
     return grouping
 
@@ -127,17 +163,21 @@ def _smallest_group(fewest: int, most: int, size: int) -> int:
 # ---- the noise of the gradient ------------------------------------------------------------------------
 
 
-def resolve_noise_every(config, platform: str) -> int:
+def resolve_noise_every(options: MicroBatchOptions, platform: str) -> int:
     """The updates from one measurement of the noise to the next that log.noise_every means; 0 measures none."""
-    if config.log.noise_every != "auto":
-        return config.log.noise_every
+    if options.noise_every != "auto":
+        return options.noise_every
     if platform == "cpu":
         return 1
-    return NOISE_EVERY if noise_scale.is_needed(config) else 0
+    return NOISE_EVERY if options.needs_noise else 0
 
 
 def plan_noise(
-    config, batch_sizes: np.ndarray, sharding: DataSharding, grouping: Grouping, platform: str
+    options: MicroBatchOptions,
+    batch_sizes: np.ndarray,
+    sharding: DataSharding,
+    grouping: Grouping,
+    platform: str,
 ) -> NoisePlan | None:
     """Plan how a run measures the noise of its gradient; None where it does not.
 
@@ -151,12 +191,12 @@ def plan_noise(
     Raises:
       BadSetting: the run needs the noise, and there are no two groups between which to measure it.
     """
-    every = resolve_noise_every(config, platform)
+    every = resolve_noise_every(options, platform)
     if not every:
         return None
-    unit = grouping.group_size if config.model.norm == "batch" else 1
+    unit = grouping.group_size if options.norm == "batch" else 1
     smallest_batch = int(batch_sizes[0])
-    if noise_scale.is_needed(config):
+    if options.needs_noise:
         _refuse_a_single_group(smallest_batch, unit, sharding)
     least_groups = NOISE_GROUPS if every > 1 else 2 if sharding.num_devices == 1 else 1
     # The fewest units that a device has of the largest batch and of the smallest.
@@ -169,7 +209,7 @@ def plan_noise(
             sizes = [max(of_largest // least_groups, 1)]
         while -(-of_smallest // sizes[-1]) < least_groups and sizes[-1] > 1:
             sizes.append(max(sizes[-1] // NOISE_GROUPS, 1))
-    return NoisePlan(config.schedule.noise_decay, every, tuple(size * unit for size in sizes), least_groups)
+    return NoisePlan(options.noise_decay, every, tuple(size * unit for size in sizes), least_groups)
 
 
 def _refuse_a_single_group(smallest_batch: int, unit: int, sharding: DataSharding) -> None:

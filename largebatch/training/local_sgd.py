@@ -17,6 +17,7 @@ import optax
 from flax import struct
 from jax import lax
 
+from largebatch.config.fields import SyncConfig
 from largebatch.data import batching
 from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.optim.schedules import UpdateInputs
@@ -46,8 +47,8 @@ class Sync:
     outer_momentum: jax.Array  # float32
 
     @classmethod
-    def from_config(cls, fields) -> "Sync":
-        """From a config's `sync`."""
+    def from_config(cls, fields: SyncConfig) -> "Sync":
+        """Take it from a config's section."""
         return cls(
             every=np.int32(fields.every),
             start_step=np.int32(fields.start_step),

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from largebatch.nn.normalisation import STATISTICS
-from largebatch.nn.side_heads import SIDE_LOGITS
+from largebatch.nn.layers import SIDE_LOGITS, STATISTICS
 from largebatch.tasks.task import Task
 
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from largebatch.data import batching
 from largebatch.hosts.replicas import AXIS, pmap
-from largebatch.nn.normalisation import STATISTICS
+from largebatch.nn.layers import STATISTICS
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.runs import checkpoints
 from largebatch.training.loss import Batch

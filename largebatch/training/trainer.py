@@ -1,9 +1,8 @@
-"""Runs the compiled inner loop in calls of a few seconds, which is where a run can be looked at and stopped."""
+"""The compiled inner loop, run in calls of a few seconds, so that a run can be watched and stopped."""
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -14,31 +13,31 @@ from largebatch.hosts.clock import Clock
 from largebatch.hosts.collectives import is_primary
 from largebatch.optim.schedules import Schedule, UpdateInputs
 from largebatch.training.local_sgd import Sync
-from largebatch.training.programs import CompiledPrograms
+from largebatch.training.programs import Programs
 from largebatch.training.state import TrainState
 
-# A call is as many updates as fit in about this long, so that progress is seen and signals are answered.
+# A call runs as many steps as fit in about this long, so that progress is seen and signals are answered.
 SECONDS_PER_CALL = 2.0
 PROFILED_UPDATES = 3
 
 
 class NonFinite(Exception):
-    """A loss or gradient is not finite, more often than is put up with."""
+    """Raised after more than `max_nonfinite` consecutive non-finite losses or gradients, or a validation loss."""
 
     def __init__(self, what: str, step: int, update: UpdateInputs, learning_rate: float):
         super().__init__(f"{what} (learning rate {learning_rate:g})")
-        self.step = int(step)  # number of the update, which was not applied
-        self.update = update  # its inputs
+        self.step = int(step)  # number of the step, which was not applied
+        self.update = update  # inputs of the step
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainerOptions:
-    """What does not change while a run trains."""
+    """Options that do not change while a run trains."""
 
-    inner_steps: int  # updates between two validations; the last outer loop may be shorter than the others
+    inner_steps: int  # steps between two validations; the last outer loop may be shorter than the others
     max_nonfinite: int  # as the loops were made with
-    inputs_length: int  # updates that a call can do, as the loops were compiled for
-    first_local_step: int | None  # the update from which devices take local steps; None where they never do
+    inputs_length: int  # most steps of a call, as the loops were compiled for
+    first_local_step: int | None  # the step from which devices take local steps; None where they never do
     sync: Sync
     profile_dir: str | None = None  # where to write a profile of the call after the first, if anywhere
 
@@ -54,7 +53,7 @@ class Counters:
 
     @classmethod
     def of(cls, state: TrainState) -> "Counters":
-        """Reads them from the devices."""
+        """Read the counters from the devices."""
         step, seed, steps, scale = replicas.first_replica(
             (state.step, state.seed, state.scale_invariant_steps, state.learning_rate_scale)
         )
@@ -63,33 +62,32 @@ class Counters:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of the compiled loop, as the loop around it sees it."""
+    """Examples and seconds of one call of the compiled loop."""
 
-    updates: int
     examples: int
     seconds: float
 
 
 class Trainer:
-    """The state on the devices, and the metrics of the running outer loop's updates.
+    """The state on the devices, and the metrics of the running outer loop's steps.
 
-    `snapshot` and `restore` carry all of it through a checkpoint. Whoever changes `schedule`, for the updates to
+    `snapshot` and `restore` carry both through a checkpoint. A caller that changes `schedule`, for the steps to
     come, also restores it.
     """
 
     def __init__(
         self,
         state: TrainState,
-        programs: CompiledPrograms,
+        programs: Programs,
         data: Resident | Stream,
         schedule: Schedule,
         clock: Clock,
         options: TrainerOptions,
     ):
         self.state, self.schedule = state, schedule
-        self._programs, self._data, self._clock, self._options = programs, data, clock, options
+        self.programs, self._data, self._clock, self._options = programs, data, clock, options
         self._counters = Counters.of(state)
-        # Of each update of the running outer loop, float32 [inner_steps] by name.
+        # float32 [inner_steps] by name: a value for each step of the running outer loop.
         self._metrics = {name: np.zeros(options.inner_steps, np.float32) for name in programs.metric_names}
         self._profile_dir = options.profile_dir
         self._calls, self._updates_of_next_call, self._signal = 0, 1, 0
@@ -98,68 +96,79 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Updates done."""
+        """Number of steps done."""
         return self._counters.step
 
     @property
+    def inner_steps(self) -> int:
+        """Steps between two validations."""
+        return self._options.inner_steps
+
+    @property
+    def next_validation(self) -> int:
+        """The step at which the running outer loop ends; AdaScale may end it before."""
+        end = (self.step // self.inner_steps + 1) * self.inner_steps
+        return end if self.schedule.scale_invariant else min(end, self.schedule.num_updates)
+
+    @property
     def learning_rate_scale(self) -> float:
-        """What rollbacks left of the planned rate."""
+        """Factor on the learning rate after rollbacks."""
         return self._counters.learning_rate_scale
 
     @property
     def schedule_step(self) -> float:
-        """How much of the schedule's `num_updates` is done: updates, with AdaScale scale-invariant steps."""
+        """Steps done of the schedule's `num_updates`; with AdaScale, scale-invariant steps."""
         return self._counters.scale_invariant_steps if self.schedule.scale_invariant else self.step
 
     @property
     def examples_left(self) -> int:
-        """Training examples from here to the last update, by the schedule as it is now."""
+        """Training examples from here to the last step, by the schedule as it is now."""
         schedule = self.schedule
         return schedule.examples_before(schedule.num_updates) - schedule.examples_before(int(self.schedule_step))
 
     @property
     def done(self) -> bool:
-        """Whether the run's last update is done."""
+        """True after the run's last step."""
         return self.schedule_step >= self.schedule.num_updates
 
     @property
     def at_validation(self) -> bool:
-        """Whether an outer loop has ended, or none has begun."""
-        return self.step % self._options.inner_steps == 0 or self.done
+        """True between two outer loops, before the first and after the last."""
+        return self.step % self.inner_steps == 0 or self.done
 
     @property
     def _takes_local_steps(self) -> bool:
-        """Whether the devices' states may differ now."""
+        """True where the states of the devices may differ."""
         first = self._options.first_local_step
         return first is not None and self.step > first
 
     @property
     def updates_in_outer(self) -> int:
-        """Updates of the outer loop that has just ended; the last one may be shorter than the others."""
-        return (self.step - 1) % self._options.inner_steps + 1
+        """Number of steps in the outer loop that has just ended; the last one may be shorter than the others."""
+        return (self.step - 1) % self.inner_steps + 1
 
     def metrics_of_outer_loop(self) -> dict[str, np.ndarray]:
-        """The metrics of each update of the outer loop that has just ended."""
+        """Return the metrics of each step of the outer loop that has just ended."""
         return {name: values[: self.updates_in_outer] for name, values in self._metrics.items()}
 
     def mean_state(self) -> TrainState:
-        """The state, or a copy in which devices that take local steps have the mean; on every host together."""
-        return self._programs.average(self.state) if self._takes_local_steps else self.state
+        """Return the state, averaged over the devices where they take local steps. Collective."""
+        return self.programs.average(self.state) if self._takes_local_steps else self.state
 
     # ---- checkpoints --------------------------------------------------------------------------------
 
     def snapshot(self) -> dict:
-        """All that must survive a restart, as a pytree of NumPy arrays; the same on every host, called on all.
+        """Return all that must survive a restart: a pytree of NumPy arrays, equal on every host. Collective.
 
-        Of devices that may take local steps it has every replica, beside their mean, which is what others read.
+        Where devices may take local steps it has every replica beside their mean, which is what others read.
         """
         snapshot = {"state": replicas.first_replica(self.mean_state()), "updates": self._metrics}
-        if self._programs.local_loop:
+        if self.programs.local_loop:
             snapshot["replicas"] = replicas.all_replicas(self.state)
         return snapshot
 
     def restore(self, snapshot: dict) -> None:
-        """Goes on from a `snapshot`."""
+        """Restore a `snapshot`."""
         on = replicas.local_devices_of(self.state)
         if "replicas" in snapshot:
             self.state = replicas.spread(snapshot["replicas"], on)
@@ -170,61 +179,53 @@ class Trainer:
 
     # ---- training -------------------------------------------------------------------------------------
 
-    def finish_outer_loop(self) -> Iterator[Call]:
-        """Does the updates that are left of the running outer loop, call by call.
+    def run(self, num_steps: int) -> Call:
+        """Run at most `num_steps` steps in one call of the compiled loop, fewer if they took over 2 seconds.
 
-        Afterwards `metrics_of_outer_loop` has the metrics of all its updates.
+        At the end of an outer loop `metrics_of_outer_loop` has the metrics of all its steps.
 
         Raises:
-          NonFinite: see there; the updates before it are done.
-          preemption.Stopped: between two calls, on all hosts together.
+          NonFinite: see there; the steps before it are done.
         """
-        end = (self.step // self._options.inner_steps + 1) * self._options.inner_steps
-        if not self.schedule.scale_invariant:
-            end = min(end, self.schedule.num_updates)
-        while self.step < end and not self.done:
-            first, begin = self.step, time.perf_counter()
-            self._call(min(self._updates_of_next_call, self._end_of_mode(end) - first))
-            seconds = time.perf_counter() - begin
-            examples = self.schedule.examples_before(self.step) - self.schedule.examples_before(first)
-            updates = PROFILED_UPDATES
-            if not self._profile_dir:
-                updates = self._updates_with(SECONDS_PER_CALL * examples / seconds)
-            self._signal, self._updates_of_next_call = preemption.agree(updates)
-            yield Call(self.step - first, examples, seconds)
-            if not self.at_validation:  # else once the row of the outer loop is written
-                self.stop_if_asked()
+        first, begin = self.step, time.perf_counter()
+        end = self._end_of_mode(first + min(num_steps, self._updates_of_next_call))
+        self._call(end - first)
+        seconds = time.perf_counter() - begin
+        examples = self.schedule.examples_before(self.step) - self.schedule.examples_before(first)
+        steps = PROFILED_UPDATES if self._profile_dir else self._updates_with(SECONDS_PER_CALL * examples / seconds)
+        self._signal, self._updates_of_next_call = preemption.agree(steps)
+        return Call(examples, seconds)
 
     def stop_if_asked(self) -> None:
-        """Raises preemption.Stopped if the hosts agreed after the last call that one of them got a signal."""
+        """Raise preemption.Stopped if the hosts agreed after the last call that one of them got a signal."""
         if self._signal:
             raise preemption.Stopped(self._signal)
 
     def _end_of_mode(self, end: int) -> int:
-        """Where a call has to end: no call does both synchronous updates and local steps."""
+        """Return the end of a call, at most `end`: no call runs both synchronous and local steps."""
         first = self._options.first_local_step
         return first if first is not None and self.step < first < end else end
 
     def _updates_with(self, examples: float) -> int:
-        """How many of the next updates see so many examples together; at least one, at most an outer loop."""
-        next_updates = np.arange(self.step, self.step + self._options.inner_steps)
-        seen = np.cumsum(self.schedule.batch_sizes.value_at(next_updates))
+        """Return how many of the next steps see so many examples together: from 1 to an outer loop."""
+        next_updates = np.arange(self.step, self.step + self.inner_steps)
+        seen = np.cumsum(self.schedule.batch_sizes.at(next_updates))
         return max(1, int(np.searchsorted(seen, examples, side="right")))
 
     def _run_loop(self, data: dict, inputs: UpdateInputs, num_updates: int):
-        """Calls the compiled loop of this part of the run: (state, metrics)."""
+        """Call the compiled loop of this part of the run; return (state, metrics)."""
         first_local_step = self._options.first_local_step
         if first_local_step is None or self.step < first_local_step:
-            return self._programs.inner_loop(self.state, data, inputs, np.int32(num_updates))
-        return self._programs.local_loop(self.state, data, inputs, np.int32(num_updates), self._options.sync)
+            return self.programs.inner_loop(self.state, data, inputs, np.int32(num_updates))
+        return self.programs.local_loop(self.state, data, inputs, np.int32(num_updates), self._options.sync)
 
     def _upcoming(self, num_updates: int) -> Upcoming:
-        """The updates from here to the end of the run; with AdaScale at least the next `num_updates`."""
+        """Return the steps from here to the end of the run; with AdaScale at least the next `num_updates`."""
         end = max(self.schedule.num_updates, self.step + num_updates)
         return Upcoming(self._counters.seed, self.step, end, self.schedule.examples_before)
 
     def _call(self, num_updates: int) -> None:
-        """Does `num_updates`, or fewer if the data at hand serve fewer."""
+        """Run `num_updates` steps, or fewer if the data at hand serve fewer."""
         first = self.step
         inputs = self.schedule.inputs(first, self._options.inputs_length)
         with self._maybe_profile(), self._clock.measure("train"):
@@ -234,17 +235,17 @@ class Trainer:
             del loaded  # or its memory could not be used for what comes after it
             jax.block_until_ready((self.state, metrics))
         counters = Counters.of(self.state)
-        if self.schedule.scale_invariant:  # which may have come to its end before
+        if self.schedule.scale_invariant:  # the schedule may have ended before
             num_updates = counters.step - first
         metrics = {name: np.asarray(values) for name, values in metrics.items()}
         self._refuse_nonfinite(inputs, metrics, num_updates)
-        place = slice(first % self._options.inner_steps, first % self._options.inner_steps + num_updates)
+        place = slice(first % self.inner_steps, first % self.inner_steps + num_updates)
         for name, values in self._metrics.items():
             values[place] = metrics[name][:num_updates] if name in metrics else 0
         self._counters = counters
         self._calls += 1
 
-    # ---- trouble ----------------------------------------------------------------------------------------
+    # ---- non-finite values, and profiles ----------------------------------------------------------------
 
     def _refuse_nonfinite(self, inputs: UpdateInputs, metrics: dict[str, np.ndarray], num_updates: int) -> None:
         too_many = np.flatnonzero(metrics["nonfinite"][:num_updates] > self._options.max_nonfinite)
@@ -258,7 +259,7 @@ class Trainer:
         )
 
     def nonfinite_validation(self, loss: float) -> NonFinite:
-        """What to raise when the loss of a validation is not finite; its place is the next update's."""
+        """Return the error for a validation loss that is not finite; its `update` is that of the next step."""
         last_update = self.schedule.num_updates - 1
         rate = self.schedule.learning_rate_at(min(int(self.schedule_step), last_update))
         inputs = self.schedule.inputs(self.step, 1)
@@ -272,14 +273,14 @@ class Trainer:
         return NonFinite(what, step, update, rate)
 
     def _maybe_profile(self):
-        """Host 0 traces the call after the first; the others do as many updates in it."""
+        """Return a context in which host 0 traces the call after the first; all hosts run as many steps in it."""
         if not self._profile_dir or not self._calls:
             return contextlib.nullcontext()
         folder, self._profile_dir = self._profile_dir, None
         if not is_primary():
             return contextlib.nullcontext()
-        # Python's own calls are left out. The devices are what is asked about, and that tracer is put into
-        # every thread of the process, those that write checkpoints among them.
+        # Python's own calls are left out: the devices are what is asked about, and that tracer runs in every
+        # thread of the process, those that write checkpoints among them.
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         return jax.profiler.trace(folder, profiler_options=options)

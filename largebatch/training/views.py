@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from largebatch.data.placement import split_planes, take_rows
 from largebatch.data.random_augment import RandomAugment
-from largebatch.data.rows import split_planes, take_rows
 from largebatch.tasks.task import Task
 
+# What of the training images is on the devices; each needs less memory than the one before.
+STORAGES = ("expanded", "on_device", "streamed")
 # How many of the views of `apply_view` an original has, by augment.views.
 VIEW_COUNTS = {"all": 8, "flip": 2, "none": 1}
 

@@ -23,11 +23,11 @@ from test_resume import assert_same_run
 import train
 from largebatch.buckets import bucket
 from largebatch.buckets.bucket import Bucket, Unreachable
-from largebatch.errors import UserError
 from largebatch.hosts import preemption
 from largebatch.runs import checkpoints, folder, reader
-from largebatch.runs.best import best_checkpoint
 from largebatch.runs.display import Reporter
+from largebatch.runs.load import best_checkpoint
+from largebatch.util import UserError
 
 URL = "memory://bucket/run"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, make_folder, on_devices
+from conftest import ROOT, make_folder, on_devices, typed
 from etils import epath
 from PIL import Image
 
@@ -24,13 +24,12 @@ from largebatch.cache import build, known
 from largebatch.cache import plan as planning
 from largebatch.cache.build import build_cache
 from largebatch.cache.cache import MANIFEST, open_cache, seal_of
-from largebatch.cache.finish import channel_statistics, finish_cache
-from largebatch.cache.parts import Block, channel_sums, part_record
+from largebatch.cache.finish import Block, channel_statistics, channel_sums, finish_cache, part_record
 from largebatch.cache.plan import PARTS, CachePlan
-from largebatch.errors import UserError
 from largebatch.sources.find import find_source
 from largebatch.sources.source import source_in_memory
 from largebatch.sources.split import SPLITS, split_indices
+from largebatch.util import UserError
 
 # A child that builds the cache of NUM images of SIZE pixels in FOLDER, in files of ROWS, and notes in LOG what it
 # decodes, SECONDS for each; writing a block takes WAIT. It prints how much memory of its own it took at most.
@@ -423,60 +422,60 @@ def of_folder(small_config, tmp_path):
 
 
 def test_a_warm_start_does_not_list_the_source(of_folder, monkeypatch):
-    folder = augment.prepare_cache(of_folder).folder
+    folder = augment.prepare_cache(typed(of_folder)).folder
     for name in ("list_zip", "list_folder"):
         monkeypatch.setattr(untrusted, name, lambda *_: pytest.fail("listed the source"))
-    assert augment.prepare_cache(of_folder).folder == folder
+    assert augment.prepare_cache(typed(of_folder)).folder == folder
     of_folder.dataset.max_image_pixels += 1  # which shapes no cache
-    assert augment.prepare_cache(of_folder).folder == folder
+    assert augment.prepare_cache(typed(of_folder)).folder == folder
     images = Path(of_folder.dataset.path)
     images.rename(images.with_name("moved"))
-    assert augment.prepare_cache(of_folder).folder == folder
+    assert augment.prepare_cache(typed(of_folder)).folder == folder
     of_folder.dataset.split_seed = 1  # another cache
     with pytest.raises(UserError, match=r"dataset.path: .*images does not exist"):
-        augment.prepare_cache(of_folder)
+        augment.prepare_cache(typed(of_folder))
 
 
 @pytest.mark.parametrize(
     "note", ["", "{", "[]", "3", '{"folder": 3}', '{"folder": "../x"}', '{"folder": "gone"}', "\xff"]
 )
 def test_a_damaged_note_means_that_the_source_is_listed(of_folder, note):
-    folder = augment.prepare_cache(of_folder).folder
+    folder = augment.prepare_cache(typed(of_folder)).folder
     (path,) = Path(of_folder.augment.cache_dir, known.FOLDER).iterdir()
     sound = path.read_bytes()
     path.write_bytes(note.encode("latin-1"))
-    assert augment.prepare_cache(of_folder).folder == folder
+    assert augment.prepare_cache(typed(of_folder)).folder == folder
     assert path.read_bytes() == sound
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["FIFO", "device"])
 def test_a_note_that_is_no_regular_file_is_not_read(of_folder, make):
-    folder = augment.prepare_cache(of_folder).folder
+    folder = augment.prepare_cache(typed(of_folder)).folder
     (path,) = Path(of_folder.augment.cache_dir, known.FOLDER).iterdir()
     sound = path.read_bytes()
     path.unlink()
     make(path)
-    assert augment.prepare_cache(of_folder).folder == folder
+    assert augment.prepare_cache(typed(of_folder)).folder == folder
     assert path.is_file()
     assert path.read_bytes() == sound
 
 
 def test_a_damaged_cache_that_is_known_is_built_again(of_folder, caplog):
-    folder = augment.prepare_cache(of_folder).folder
+    folder = augment.prepare_cache(typed(of_folder)).folder
     (folder / MANIFEST).write_text("{}")
-    assert augment.prepare_cache(of_folder).folder == folder
+    assert augment.prepare_cache(typed(of_folder)).folder == folder
     assert f"damaged cache: {folder / MANIFEST}" in caplog.text
     open_cache(folder).verify()
 
 
 def test_a_cache_of_version_1_is_built_again_where_it_is_in_the_way_and_else_left_alone(of_folder, caplog):
-    folder = augment.prepare_cache(of_folder).folder
+    folder = augment.prepare_cache(typed(of_folder)).folder
     manifest = {"cache_version": 1, "counts": {}}
     text = json.dumps(manifest | {"manifest_sha256": seal_of(manifest)})
     other = folder.parent / "mine-0000000000000000"
     other.mkdir()
     for place in (folder, other):
         (place / MANIFEST).write_text(text)
-    augment.prepare_cache(of_folder).verify()
+    augment.prepare_cache(typed(of_folder)).verify()
     assert f"{folder / MANIFEST} is of cache version 1, this is 2; building it again" in caplog.text
     assert (other / MANIFEST).read_text() == text

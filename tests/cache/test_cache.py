@@ -6,6 +6,7 @@ import pkgutil
 import time
 
 import pytest
+from conftest import typed
 from etils import epath
 
 import augment
@@ -15,10 +16,10 @@ from largebatch.cache.cache import CACHE_VERSION, DamagedCache, open_cache, open
 from largebatch.cache.finish import finish_cache
 from largebatch.cache.plan import CachePlan
 from largebatch.decoding.images import DecodeOptions
-from largebatch.errors import UserError
 from largebatch.sources.find import find_source
 from largebatch.sources.source import Source
 from largebatch.sources.split import split_indices
+from largebatch.util import UserError
 
 
 def source() -> Source:
@@ -144,11 +145,11 @@ class Mending:
     """The commands that build and mend the cache of a config."""
 
     def __init__(self, config):
-        self.config, self.folder, self.builds = config, augment.prepare_cache(config).folder, 0
+        self.config, self.folder, self.builds = config, augment.prepare_cache(typed(config)).folder, 0
 
     def mend(self, *_):
         """What augment.py does."""
-        for attempt in augment.cache_attempts(self.config):
+        for attempt in augment.cache_attempts(typed(self.config)):
             with attempt as cache:
                 cache.verify()
 
@@ -190,7 +191,7 @@ def mending(small_config, tmp_path, monkeypatch):
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
     ("names", "renamings"),
-    [(["largebatch.cache.cache.discard_cache", "augment.discard_cache"], 2), (["largebatch.files.beside"], 4)],
+    [(["largebatch.cache.cache.discard_cache", "augment.discard_cache"], 2), (["largebatch.util.beside"], 4)],
     ids=["before it is looked at again", "between that and the renaming"],
 )
 def test_a_cache_that_another_process_mended_stays(mending, monkeypatch, damage, names, renamings):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_folder
+from conftest import make_folder, typed
 from test_map_files import save
 from test_sources import png, write_prepared_tfds, zip_of
 
@@ -155,6 +155,7 @@ CHANGES = [
 def configure(config, images, cache_dir: Path):
     config.dataset.name, config.dataset.path = getattr(images, "name", "mine"), str(images.path)
     config.task.name = getattr(images, "task", "classification")
+    config.model.name = "convnet" if config.task.name == "classification" else "unet_tiny"
     config.augment.cache_dir = str(cache_dir)
     return config
 
@@ -165,10 +166,10 @@ def test_files_that_changed_are_decoded_again_and_said_in_a_line(
 ):
     images = kind(tmp_path)
     config = configure(small_config, images, tmp_path / "caches")
-    before = augment.prepare_cache(config)
-    assert augment.prepare_cache(config).folder == before.folder
+    before = augment.prepare_cache(typed(config))
+    assert augment.prepare_cache(typed(config)).folder == before.folder
     getattr(images, change)()
-    after = augment.prepare_cache(config)
+    after = augment.prepare_cache(typed(config))
     assert after.folder != before.folder
     assert after.manifest["build"] != before.manifest["build"]
     changed = [record.getMessage() for record in caplog.records if "changed since" in record.getMessage()]
@@ -178,22 +179,22 @@ def test_files_that_changed_are_decoded_again_and_said_in_a_line(
     before.verify()  # is left, for runs on the files as they were
     for name in ("list_zip", "list_folder"):
         monkeypatch.setattr(untrusted, name, lambda *_: pytest.fail("listed the source"))
-    assert augment.prepare_cache(config).folder == after.folder
+    assert augment.prepare_cache(typed(config)).folder == after.folder
 
 
 @pytest.mark.parametrize("kind", [OwnImages, LinkToImages, Zip, Maps, Prepared])
 def test_of_files_that_are_gone_one_line_says_which_cache_is_used(kind, small_config, tmp_path, caplog):
     images = kind(tmp_path)
     config = configure(small_config, images, tmp_path / "caches")
-    cache = augment.prepare_cache(config)
+    cache = augment.prepare_cache(typed(config))
     caplog.clear()
     images.path.rename(tmp_path / "away")
-    assert augment.prepare_cache(config).folder == cache.folder
+    assert augment.prepare_cache(typed(config)).folder == cache.folder
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith(f"dataset: {images.path}")
     assert line.endswith(f" cannot be read; takes the cache {cache.folder} of {cache.manifest['built']}")
     (tmp_path / "away").rename(images.path)
-    assert augment.prepare_cache(config).folder == cache.folder
+    assert augment.prepare_cache(typed(config)).folder == cache.folder
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
@@ -201,10 +202,10 @@ def test_of_files_that_are_gone_one_line_says_which_cache_is_used(kind, small_co
 def test_what_systems_leave_in_folders_makes_no_other_cache(name, small_config, tmp_path, caplog):
     images = OwnImages(tmp_path)
     config = configure(small_config, images, tmp_path / "caches")
-    before = augment.prepare_cache(config)
+    before = augment.prepare_cache(typed(config))
     (images.path / name).parent.mkdir(exist_ok=True)
     (images.path / name).write_bytes(b"1")
-    after = augment.prepare_cache(config)
+    after = augment.prepare_cache(typed(config))
     assert (after.folder, after.manifest) == (before.folder, before.manifest)
     assert "changed since" not in caplog.text
 
@@ -213,18 +214,18 @@ def test_a_note_of_older_code_means_that_the_files_are_listed(small_config, tmp_
     """Such a note has no stamp."""
     images = OwnImages(tmp_path)
     config = configure(small_config, images, tmp_path / "caches")
-    folder = augment.prepare_cache(config).folder
+    folder = augment.prepare_cache(typed(config)).folder
     (note,) = (tmp_path / "caches" / ".known").iterdir()
     lines = note.read_text().splitlines()
     note.write_text("\n".join(line for line in lines if '"stamp"' not in line))
-    assert augment.prepare_cache(config).folder == folder
+    assert augment.prepare_cache(typed(config)).folder == folder
     assert note.read_text().splitlines() == lines
 
 
 def test_links_in_a_circle_end(small_config, tmp_path):
     images = OwnImages(tmp_path)
     config = configure(small_config, images, tmp_path / "caches")
-    augment.prepare_cache(config)
+    augment.prepare_cache(typed(config))
     (images.path / "a" / "up").symlink_to(images.path)
     with pytest.raises(untrusted.UserError, match="where it lies itself"):
-        augment.prepare_cache(config)
+        augment.prepare_cache(typed(config))

@@ -13,10 +13,10 @@ from largebatch.cache.cache import open_cache
 from largebatch.cache.estimate import BuildEstimate, estimate_build
 from largebatch.cache.finish import finish_cache
 from largebatch.cache.plan import CachePlan, make_layout
-from largebatch.doctor.dataset import check_build
-from largebatch.errors import UserError
+from largebatch.doctor.findings import check_build
 from largebatch.sources.find import find_source
 from largebatch.sources.split import split_indices
+from largebatch.util import UserError
 
 
 @pytest.fixture

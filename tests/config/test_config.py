@@ -6,16 +6,19 @@ import sys
 
 import jax
 import pytest
-from conftest import ROOT, assert_one_line_error, run_script
+from conftest import ROOT, assert_one_line_error, run_script, typed
 
 import model as models
 from configs import default
 from largebatch import cli
-from largebatch.config import fields
-from largebatch.config.rules import ALIASES, RULES, nearest_field
-from largebatch.config.validate import validate
-from largebatch.errors import UserError
-from largebatch.optim.batch_sizes import resolve_batch_size
+from largebatch.config import dicts, page, rules
+from largebatch.config.dicts import RULES
+from largebatch.config.rules import ALIASES, nearest_field
+from largebatch.optim import schedules
+from largebatch.optim.batch_schedule import DECAY_BY, resolve_batch_size
+from largebatch.optim.optimizers import OPTIMIZERS
+from largebatch.tasks.kinds import KINDS
+from largebatch.util import UserError
 
 BAD_FIELDS = {
     "dataset.source": "disk",
@@ -50,14 +53,14 @@ BAD_FIELDS = {
 
 
 def test_the_default_is_allowed_and_every_field_has_a_rule():
-    validate(default.get_config(), models.MODELS)
-    assert set(fields.flatten(default.get_config().to_dict())) == set(RULES)
+    typed(default.get_config())
+    assert set(dicts.flatten(default.get_config().to_dict())) == set(RULES)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_every_config_file_is_allowed_and_documents_its_command(path):
     module = importlib.import_module(f"configs.{path.stem}")
-    validate(module.get_config(), models.MODELS)
+    typed(module.get_config())
     assert "python train.py" in module.__doc__
     assert "Expected" in module.__doc__
 
@@ -68,7 +71,7 @@ def test_a_bad_value_is_named_with_what_is_allowed(field):
     with c.ignore_type():
         c.update_from_flattened_dict({field: BAD_FIELDS[field]})
     with pytest.raises(UserError) as error:
-        validate(c, models.MODELS)
+        typed(c)
     assert str(error.value).startswith(f"{field}: {BAD_FIELDS[field]!r}; allowed: {RULES[field].text}")
 
 
@@ -91,14 +94,14 @@ def test_a_number_that_float32_rounds_to_a_limit_is_refused(field, value):
     with c.ignore_type():
         c.update_from_flattened_dict({field: value})
     with pytest.raises(UserError, match=rf"^{re.escape(field)}: .*; allowed: a number .* in float32"):
-        validate(c, models.MODELS)
+        typed(c)
 
 
 @pytest.mark.parametrize("size", [None, 8, 1024, (8, 12), [1024, 8]])
 def test_an_image_size_is_a_square_or_height_and_width(size):
     c = default.get_config()
     c.dataset.image_size = size
-    validate(c, models.MODELS)
+    typed(c)
 
 
 @pytest.mark.parametrize("size", [7, 1025, True, 8.0, "8", (8,), (8, 8, 3), (8, 7), (8, None)])
@@ -106,14 +109,14 @@ def test_other_image_sizes_are_refused(size):
     c = default.get_config()
     c.dataset.image_size = size
     with pytest.raises(UserError, match=r"dataset.image_size: .*; allowed: an integer from 8 to 1024, a tuple"):
-        validate(c, models.MODELS)
+        typed(c)
 
 
 def test_the_numbers_next_to_a_limit_are_allowed():
     c = default.get_config()
     c.optimizer.b2, c.train.rollback_factor, c.optimizer.learning_rate = 0.9999999, 0.9999999, 1e-37
     c.optimizer.weight_decay, c.train.target_accuracy = 0.0, 1.0
-    validate(c, models.MODELS)
+    typed(c)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +126,10 @@ def test_updates_that_the_training_state_cannot_count_are_refused(fields, limit)
     c = default.get_config()
     c.update_from_flattened_dict(fields)
     c.train.inner_steps, c.train.outer_steps = 1, limit
-    validate(c, models.MODELS)
+    typed(c)
     c.train.outer_steps = limit + 1
     with pytest.raises(UserError, match=f"outer_steps: {limit + 1}; allowed: up to {limit}"):
-        validate(c, models.MODELS)
+        typed(c)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "many", None])
@@ -134,7 +137,7 @@ def test_a_batch_size_is_an_integer_or_full(value):
     c = default.get_config()
     c.batch.size = value
     with pytest.raises(UserError, match=r"batch.size: .*an integer >= 1, or 'full'"):
-        validate(c, models.MODELS)
+        typed(c)
 
 
 def test_a_network_that_there_is_not_is_named_with_those_there_are():
@@ -143,14 +146,14 @@ def test_a_network_that_there_is_not_is_named_with_those_there_are():
     with pytest.raises(
         UserError, match=r"^model\.name: 'resnet9'; allowed: a \| resnet8 \(did you mean 'resnet8'\?\)$"
     ):
-        validate(c, dict.fromkeys(("a", "resnet8"), models.MODELS["resnet8"]))
+        rules.check(c.to_dict(), dict.fromkeys(("a", "resnet8"), models.MODELS["resnet8"]))
 
 
 def test_all_problems_are_reported_at_once():
     c = default.get_config()
     c.batch.size, c.optimizer.name, c.seed = -3, "adm", -1
     with pytest.raises(UserError) as error:
-        validate(c, models.MODELS)
+        typed(c)
     text = str(error.value)
     assert all(field in text for field in ("batch.size: -3", "optimizer.name: 'adm'", "seed: -1"))
     assert "did you mean 'adam'?" in text
@@ -162,7 +165,7 @@ def test_unknown_and_missing_fields_are_named():
     c.optimizer.learing_rate = 0.1
     del c.seed
     with pytest.raises(UserError) as error:
-        validate(c, models.MODELS)
+        typed(c)
     assert "optimizer.learing_rate: unknown field (did you mean 'optimizer.learning_rate'?)" in str(error.value)
     assert "seed: missing" in str(error.value)
 
@@ -171,9 +174,9 @@ def test_unknown_and_missing_fields_are_named():
 def test_a_part_of_a_meeting_place_is_allowed(address):
     c = default.get_config()
     c.devices.coordinator_address = address
-    validate(c, models.MODELS)
+    typed(c)
     c.devices.num_hosts = 2
-    validate(c, models.MODELS)
+    typed(c)
 
 
 @pytest.mark.parametrize("address", ["", ":", "host:", "host:port", "host:70000", "host:0", "a b", "http://host:1"])
@@ -181,30 +184,30 @@ def test_what_is_no_address_is_refused(address):
     c = default.get_config()
     c.devices.coordinator_address = address
     with pytest.raises(UserError, match=r"devices.coordinator_address: '.*'; allowed: "):
-        validate(c, models.MODELS)
+        typed(c)
 
 
 def test_a_host_that_is_not_among_the_hosts_is_refused():
     c = default.get_config()
     c.devices.num_hosts, c.devices.host_index = 2, 2
     with pytest.raises(UserError, match=r"devices.host_index: 2; allowed: 0 to devices.num_hosts - 1"):
-        validate(c, models.MODELS)
+        typed(c)
 
 
 def test_one_view_has_no_mean():
     c = default.get_config()
     c.augment.views, c.eval.view_average = "none", True
     with pytest.raises(UserError, match=r"^eval\.view_average: True; allowed: False with augment\.views 'none'$"):
-        validate(c, models.MODELS)
+        typed(c)
 
 
 def test_what_is_not_resized_is_not_cropped():
     c = default.get_config()
     c.dataset.resize = "crop"
     with pytest.raises(UserError, match=r"^dataset\.resize: 'crop'; allowed: stretch without dataset\.image_size$"):
-        validate(c, models.MODELS)
+        typed(c)
     c.dataset.image_size = 32
-    validate(c, models.MODELS)
+    typed(c)
 
 
 def test_adascale_does_not_grow_the_batch_by_decay_steps():
@@ -212,7 +215,7 @@ def test_adascale_does_not_grow_the_batch_by_decay_steps():
     c.optimizer.name, c.schedule.scaling = "sgd", "adascale"
     c.schedule.name, c.schedule.decay_steps, c.schedule.decay_by = "step", (2,), "batch"
     with pytest.raises(UserError, match=r"decay_by: 'batch'; allowed: 'rate' with schedule.scaling 'adascale'"):
-        validate(c, models.MODELS)
+        typed(c)
 
 
 def test_resolve_batch_size():
@@ -283,25 +286,15 @@ def test_none_is_no_value_for_other_fields(tmp_path):
 def test_differences_name_the_fields():
     ours, theirs = {"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3, "d": 4}}
     names = ("here", "there")
-    assert fields.differences(ours, ours, names) == ""
-    assert fields.differences(ours, theirs, names) == "a.c: 2 here, 3 there; a.d: 'missing' here, 4 there"
+    assert dicts.difference(ours, ours, names) == ""
+    assert dicts.difference(ours, theirs, names) == "a.c: 2 here, 3 there; a.d: 'missing' here, 4 there"
 
 
-def test_a_field_that_a_stored_config_lacks_counts_as_what_it_was_then(monkeypatch):
-    stored = default.get_config().to_dict()
-    ours = default.get_config().to_dict()
+def test_a_config_with_another_field_is_another_config():
+    ours, stored = default.get_config().to_dict(), default.get_config().to_dict()
     ours["train"]["new_field"] = 1
-    names = ("here", "there")
-
-    def changed() -> str:
-        return fields.differences(fields.identity(ours), fields.identity(stored), names)
-
-    assert changed() == "train.new_field: 1 here, 'missing' there"
-    monkeypatch.setitem(fields.MISSING_FIELDS, "train.new_field", 1)
-    assert changed() == ""
-    assert fields.differences({"config": ours}, {"config": stored}, names) == ""  # of a study
-    ours["train"]["new_field"] = 2
-    assert changed() == "train.new_field: 2 here, 1 there"
+    changed = dicts.difference(dicts.identity(ours), dicts.identity(stored), ("here", "there"))
+    assert changed == "train.new_field: 1 here, 'missing' there"
 
 
 def test_splits_that_are_given_but_not_taken_are_refused():
@@ -309,7 +302,7 @@ def test_splits_that_are_given_but_not_taken_are_refused():
         config = default.get_config()
         config.dataset.update(dataset)
         try:
-            validate(config, models.MODELS)
+            typed(config)
         except UserError as error:
             return str(error)
         return ""
@@ -318,41 +311,12 @@ def test_splits_that_are_given_but_not_taken_are_refused():
         "dataset.split_file: 'x.csv'; allowed: None with dataset.splits 'own'"
     )
     assert problem(splits="published", tfds_split="train+test") == (
-        "dataset.tfds_split: 'train+test', which is to be split by us; allowed: None with "
-        "dataset.splits 'published'"
+        "dataset.tfds_split: 'train+test'; allowed: None with dataset.splits 'published', which is not to be split "
+        "by us"
     )
     assert not problem(splits="published", split_file="x-{split}.csv", tfds_split="train+test")
     assert not problem(splits="auto", split_file="x.csv")
     assert not problem(splits="own", tfds_split="train")
-
-
-@pytest.mark.parametrize(
-    ("dataset", "same", "same_today"),
-    [
-        ({}, True, True),
-        ({"name": "eurosat"}, True, True),
-        ({"name": "mine", "path": "images.zip", "source": "zip"}, True, True),
-        ({"name": "mine", "path": "images"}, True, False),  # may be a TFDS set
-        ({"name": "cifar10"}, False, False),
-        ({"name": "cifar10", "path": "data", "source": "tfds"}, False, False),
-    ],
-)
-def test_the_former_default_of_tfds_split_counts_only_where_it_did_something(dataset, same, same_today):
-    config = default.get_config()
-    config.dataset.update(dataset)
-
-    def is_same(stored) -> bool:
-        ours = fields.identity(config.to_dict())
-        changed = fields.differences(ours, fields.identity(stored), ("here", "there"))
-        assert changed in ("", "dataset.tfds_split: None here, 'train' there")
-        return not changed
-
-    stored = config.to_dict()
-    stored["dataset"]["tfds_split"] = "train"
-    assert is_same(stored) == same_today
-    del stored["dataset"]["splits"], stored["dataset"]["split_file"]
-    assert is_same(stored) == same
-    assert stored["dataset"]["tfds_split"] == "train"
 
 
 def test_compiled_programs_are_kept_where_the_user_says_first(tmp_path):
@@ -392,3 +356,22 @@ def test_the_field_that_was_meant_is_suggested(given, meant):
 def test_aliases_are_no_fields_and_mean_fields():
     assert set(ALIASES.values()) <= RULES.keys()
     assert not ALIASES.keys() & {name.rpartition(".")[2] for name in RULES}
+
+
+# ---- docs/config.md -----------------------------------------------------------------------------------
+
+
+def test_the_page_has_every_field_as_it_is_stated():
+    assert page.help_texts().keys() == RULES.keys()
+    assert page.PAGE.read_text() == page.page()
+
+
+def test_names_of_optimizers_are_those_there_are():
+    assert set(RULES["optimizer.name"].text.split(" | ")) == set(OPTIMIZERS)
+    assert set(RULES["task.name"].text.split(" | ")) == set(KINDS)
+    for field, table in (
+        ("scaling", schedules.SCALING),
+        ("b2_scaling", schedules.B2_SCALING),
+        ("decay_by", DECAY_BY),
+    ):
+        assert set(RULES[f"schedule.{field}"].text.split(" | ")) == set(table)

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from conftest import typed
 
 from configs import imagenet_resnet50
-from largebatch.cache.plan import make_layout
+from largebatch.cache.plan import DatasetInfo, make_layout
 from largebatch.hardware.chips import Hardware
-from largebatch.training.setup import DataFacts
 from model import MODELS
-from resolve import needed_bytes, resolve_setup
+from plan import needed_bytes, plan_run
 
 NUM_TRAIN, NUM_VAL, NUM_TEST = 1_231_167, 50_000, 50_000  # test images are cut from the 1,281,167
 DEVICE_BYTES = 16e9  # of a core of a TPU v3
@@ -20,9 +20,9 @@ def setup():
     config.model.conv, config.model.dtype = "lax", "bfloat16"  # as on a TPU
     counts = {"train": NUM_TRAIN, "val": NUM_VAL, "test": NUM_TEST}
     layout = make_layout(counts, (224, 224, 3), np.dtype(np.uint8))
-    data = DataFacts(NUM_TRAIN, layout, 1000, mean=(120.0,) * 3, std=(70.0,) * 3)
+    data = DatasetInfo(layout, 1000, mean=(120.0,) * 3, std=(70.0,) * 3)
     assert config.model.name in MODELS
-    return resolve_setup(config, data, Hardware.here(32)), layout
+    return plan_run(typed(config), data, Hardware.here(32)), layout
 
 
 def test_rates_are_those_of_the_paper(setup):
@@ -38,7 +38,7 @@ def test_rates_are_those_of_the_paper(setup):
 
 def test_images_and_a_step_fit_on_a_core_of_a_tpu_v3(setup, monkeypatch):
     monkeypatch.setattr("largebatch.hosts.memory.available_bytes", lambda: int(DEVICE_BYTES))
-    needed = needed_bytes(*setup)
+    needed = needed_bytes(setup[0])
     row_bytes = 224 * 224 * 3
     assert needed["training images"] == pytest.approx(NUM_TRAIN * row_bytes / 32, rel=0.01)
     assert needed["validation images"] == 1563 * row_bytes
@@ -46,6 +46,6 @@ def test_images_and_a_step_fit_on_a_core_of_a_tpu_v3(setup, monkeypatch):
 
 
 def test_ghost_batches_have_64_images_or_65(setup):
-    most = setup[0].program.sharding.share_bounds(8192)[1]
+    most = setup[0].sharding.share_bounds(8192)[1]
     assert setup[0].micro_batch_size == 65
     assert -(-most // 65) == 8192 // 32 // 64  # as many as there would be of 64

@@ -10,10 +10,9 @@ import numpy_order
 import pytest
 
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding, Grouping
-from largebatch.errors import BadSetting
+from largebatch.data.batching import DataSharding, Grouping, choose_sharding
 from largebatch.optim.schedules import epoch_and_offset
-from largebatch.training.setup import choose_sharding
+from largebatch.util import BadSetting
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 65, 1000])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import decode_all
+from conftest import decode_all, typed
 from etils import epath
 from PIL import Image
 
@@ -11,10 +11,10 @@ from configs import default
 from largebatch.data import pictures
 from largebatch.decoding.colours import class_colours, shaded
 from largebatch.decoding.images import AS_THEY_ARE
-from largebatch.errors import UserError
-from largebatch.sources import find, scenes_source
+from largebatch.sources import find, made
 from largebatch.sources.file_sets import FolderFiles
-from largebatch.sources.map_files import map_source
+from largebatch.sources.map_folders import map_source
+from largebatch.util import UserError
 
 COUNT, SIZE = 20, 8
 RNG = np.random.default_rng(0)
@@ -36,8 +36,9 @@ def make_set(root, kinds):
 def cache_of(root, task, tmp_path):
     config = default.get_config()
     config.dataset.name, config.dataset.path, config.task.name = "mine", str(root), task
+    config.model.name = "unet_tiny"
     config.augment.cache_dir = str(tmp_path / "caches")
-    return augment.prepare_cache(config)
+    return augment.prepare_cache(typed(config))
 
 
 BACKGROUNDS = IMAGES[::-1] + np.uint8(50)
@@ -114,13 +115,13 @@ def test_another_task_is_refused_before_anything_is_decoded(tmp_path, monkeypatc
 def test_scenes_of_another_version_are_made_anew(tmp_path, monkeypatch):
     def folder():
         config = default.get_config()
-        config.dataset.name, config.task.name = "scenes", "mask_depth"
-        config.dataset.num_examples, config.dataset.image_size = 20, 16
+        config.dataset.name, config.task.name, config.model.name = "scenes", "mask_depth", "unet_tiny"
+        config.dataset.num_examples, config.dataset.image_size = 50, 16
         config.augment.cache_dir = str(tmp_path)
-        return augment.prepare_cache(config).folder
+        return augment.prepare_cache(typed(config)).folder
 
     before = folder()
     assert folder() == before
     monkeypatch.setattr(find, "SCENES_VERSION", 0)
-    monkeypatch.setattr(scenes_source, "VERSION", 0)
+    monkeypatch.setattr(made, "VERSION", 0)
     assert folder() != before

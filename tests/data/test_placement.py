@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import decode_all
+from conftest import decode_all, typed
 
 import augment
+from largebatch.data.batching import choose_sharding
 from largebatch.data.placement import bytes_per_device, place
 from largebatch.decoding.images import DecodeOptions
 from largebatch.hosts import memory
 from largebatch.sources.find import find_source
 from largebatch.sources.split import split_indices
 from largebatch.tasks.classification import Classification
-from largebatch.training.setup import choose_sharding
 from largebatch.training.views import expansion, make_read
 
 
@@ -26,7 +26,7 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     devices = jax.local_devices()[:num_devices]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
-    cache = augment.prepare_cache(small_config)
+    cache = augment.prepare_cache(typed(small_config))
     sharding = choose_sharding(None, cache.count("train"), num_devices, 8)
     expand = expansion(storage, 8)
     data = place(cache, sharding, small_config.dataset.split_seed, expand)
@@ -58,7 +58,7 @@ def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config
         return made[-1]
 
     monkeypatch.setattr(memory, "aligned_empty", remember)
-    cache = augment.prepare_cache(small_config)
+    cache = augment.prepare_cache(typed(small_config))
     sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
     data = place(cache, sharding, small_config.dataset.split_seed, expansion(storage, 8))
     shards = [shard.data.unsafe_buffer_pointer() for shard in data.train.arrays["images"].addressable_shards]

@@ -11,9 +11,9 @@ from numpy_order import key_of
 from largebatch.data import batching, random_augment
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.data.random_augment import RandomAugment
-from largebatch.errors import BadSetting
 from largebatch.tasks.classification import Classification
 from largebatch.training.views import make_read
+from largebatch.util import BadSetting
 
 SHAPE, FILL = (9, 6, 2), (100.25, 7.5)
 ALL = RandomAugment(crop_scale=0.3, shift=2, brightness=0.4, contrast=0.5, cutout=3, fill=FILL)

@@ -4,21 +4,22 @@ import jax
 import numpy as np
 import pytest
 import tifffile
+from conftest import typed
 from numpy_order import order
 
 import augment
 from largebatch.cache.cache import images_file
 from largebatch.data import streaming
+from largebatch.data.batching import choose_sharding
 from largebatch.data.placement import bytes_per_device, place
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.streaming import Stream, Upcoming, load_inputs
-from largebatch.errors import UserError
 from largebatch.hosts import collectives
-from largebatch.optim.piecewise import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs
+from largebatch.optim.traces import PiecewiseConstant
 from largebatch.tasks.classification import Classification
-from largebatch.training.setup import choose_sharding
 from largebatch.training.views import make_read
+from largebatch.util import UserError
 
 SEED = 3
 BATCH_SIZES = (40, 7, 64, 64, 1, 50, 64, 33) * 6  # 1,938 examples: three epochs of 640
@@ -32,7 +33,7 @@ def on_devices(small_config, monkeypatch):
         devices = jax.local_devices()[:num_devices]
         monkeypatch.setattr(jax, "local_devices", lambda backend=None: devices)
         monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
-        cache = augment.prepare_cache(small_config)
+        cache = augment.prepare_cache(typed(small_config))
         views = augment.VIEW_COUNTS[small_config.augment.views]
         sharding = choose_sharding(None, cache.count("train"), num_devices, views)
         num_rows = num_rows or streaming.buffer_rows(sharding, 10**9, max(BATCH_SIZES))

@@ -8,7 +8,7 @@ from ml_collections import config_dict
 from PIL import Image
 
 from largebatch.decoding.images import AS_THEY_ARE, DecodeOptions, ImageFile, Limits, decode, resized
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (21, 34, 3), np.uint8)

@@ -17,9 +17,9 @@ from PIL import Image
 
 from configs import default
 from largebatch.decoding import images
-from largebatch.errors import UserError
-from largebatch.sources.file_sources import find_images
+from largebatch.sources.file_sets import find_images
 from largebatch.sources.find import find_source
+from largebatch.util import UserError
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:
@@ -88,7 +88,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from largebatch.sources.find import find_source
-from largebatch.errors import UserError
+from largebatch.util import UserError
 from PIL import GifImagePlugin, PngImagePlugin, TiffImagePlugin
 if sys.argv[1:]:
     try:

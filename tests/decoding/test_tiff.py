@@ -13,7 +13,7 @@ import tifffile
 
 from largebatch.decoding import images
 from largebatch.decoding.images import DecodeOptions, ImageFile, Limits, decode
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 AS_IT_IS = DecodeOptions()
 

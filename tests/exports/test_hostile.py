@@ -13,11 +13,10 @@ from safetensors.numpy import save
 
 import evaluate
 import model
-import trained
 from configs import default
-from largebatch import files
-from largebatch.errors import UserError
+from largebatch import util
 from largebatch.exports import contents, folder
+from largebatch.util import UserError
 
 SHAPE = (16, 16, 3)
 CLASSES = ["ash", "elm", "oak"]
@@ -45,9 +44,9 @@ def sound() -> dict[str, bytes]:
 
 def load(path: Path):
     """All that evaluate.py reads of an export."""
-    run = trained.load_run(path)
-    task = evaluate.make_task(run.config, len(run.data["class_names"]), run.targets)
-    return trained.read_variables(run, evaluate.make_network(run.config, task, "cpu"), run.image_shape, ema=False)
+    run = evaluate.load_run(path)
+    task = evaluate.make_task(run.config.task, len(run.data["class_names"]), run.targets)
+    return evaluate.read_variables(run, evaluate.make_network(run.config, task, "cpu"), ema=False)
 
 
 def assert_refused(path: Path, message: str) -> None:
@@ -99,7 +98,7 @@ HOSTILE = {
     "classes": (changed("data.class_names", [1]), r"data\.class_names: \[1\]; allowed: a list of texts"),
     "no classes": (changed("data.class_names", []), r"data\.class_names: \[\]; allowed: one name or more"),
     "number": (changed("config.model.norm_decay", 10**400), "its config cannot be read"),
-    "limit": (changed("config.dataset.max_image_pixels", True), "its config cannot be read"),
+    "no size": (changed("config.batch.size", True), "its config cannot be read"),
     "large": (changed("data.image_shape", [10**9, 10**9, 3]), r"data\.image_shape: .*; allowed: height and width"),
     "two sides": (changed("data.image_shape", [16, 16]), r"data\.image_shape: \[16, 16\]; allowed: height"),
     "empty": (changed("data.image_shape", [0, 16, 3]), r"data\.image_shape: \[0, 16, 3\]; allowed: height"),
@@ -209,7 +208,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(sound, tmp_path, monkeypatch, n
         written.append(path)
         path.write_bytes(content)
 
-    monkeypatch.setattr(files, "write_through", write_until_full)
+    monkeypatch.setattr(util, "write_through", write_until_full)
     out = tmp_path / "model"
     out.mkdir()
     with pytest.raises(

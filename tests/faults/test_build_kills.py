@@ -37,7 +37,7 @@ def counted(plan, layout, examples, read):
 build.decode_block = counted
 config = default.get_config()
 config.dataset.name, config.dataset.path, config.augment.cache_dir = "large", path, cache_dir
-augment.prepare_cache(config)
+augment.prepare_cache(typed(config))
 """
 
 

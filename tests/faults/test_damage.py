@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import typed
 from etils import epath
 from figures import record
 from ml_collections import config_dict
@@ -18,12 +19,11 @@ import train
 from largebatch.cache import known, plan
 from largebatch.cache.cache import Cache, DamagedCache, open_cache
 from largebatch.data import streaming
-from largebatch.data.batching import DataSharding
+from largebatch.data.batching import DataSharding, choose_sharding
 from largebatch.data.placement import place
 from largebatch.data.streaming import Upcoming
-from largebatch.errors import UserError
 from largebatch.runs import checkpoints
-from largebatch.training.setup import choose_sharding
+from largebatch.util import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def read_cache(run: FinishedRun, path: epath.Path, read_training: Callable) -> N
     """Reads what a damaged file belongs to, as training and augment.py do; raises what they raise."""
     if place_of(path) == "notes":
         sound = open_cache(run.cache_folder)
-        assert augment.prepare_cache(run.config).manifest_bytes == sound.manifest_bytes  # no other set
+        assert augment.prepare_cache(typed(run.config)).manifest_bytes == sound.manifest_bytes  # no other set
         return
     cache = open_cache(run.cache_folder)
     if path.name.startswith("test_") or path.name == "train_ids.npy":  # which training does not read

@@ -23,7 +23,7 @@ from test_tiff import circle, deflate_bomb, many_pages
 from test_untrusted import HOSTILE_ZIPS, make_special, rewrite, zip_of_two
 
 from configs import default
-from largebatch.config.rules import RULES
+from largebatch.config.dicts import RULES
 
 VALUES = (
     "-1", "0", "1.5", "-0.5", "nan", "inf", "-inf", "1e400", "''", "' '", "x", "None", "True", "[]", "[1, 2]", "{}",

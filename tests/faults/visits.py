@@ -77,8 +77,8 @@ def make_loss_fn(*_):
 def main() -> None:
     """Trains."""
     folder = Path(sys.argv.pop(1))
+    import build
     import model
-    import resolve
     import train
     from largebatch import cli
 
@@ -90,7 +90,7 @@ def main() -> None:
         except OSError:
             pass  # another host was first
     model.MODELS["visits"] = model.Architecture(Visits, frozenset())
-    resolve.make_loss_fn = make_loss_fn
+    build.make_loss_fn = make_loss_fn
     train.define_flags()
     cli.run_script(train.main, model.MODELS)
 

@@ -3,15 +3,16 @@
 import jax
 import numpy as np
 import pytest
+from conftest import typed
 
 import examine
-from experiment import ProgramCache
+from build import ProgramCache
 from largebatch.data import validation
-from largebatch.errors import BadSetting
+from largebatch.data.placement import train_shapes
 from largebatch.hardware.chips import TPUS, Hardware
 from largebatch.hosts import memory
-from largebatch.training.ahead import lower_programs, train_shapes, validation_shapes
-from resolve import choose_setup, make_parts, state_shapes
+from largebatch.util import BadSetting
+from plan import choose_plan
 
 
 def shapes(tree):
@@ -26,30 +27,30 @@ def without_devices(tree):
 @pytest.mark.parametrize("storage", ["expanded", "on_device", "streamed"])
 def test_training_data_have_the_shapes_that_are_compiled_for(small_config, storage):
     small_config.augment.storage = storage
-    placed = ProgramCache().load(small_config)
-    announced = train_shapes(placed.setup.program, placed.cache.layout)
+    placed = ProgramCache().load(typed(small_config))
+    plan = placed.plan
+    announced = train_shapes(plan.data.layout, plan.sharding, plan.stored_views, plan.buffer_rows)
     assert shapes(announced) == shapes(without_devices(placed.data.train.arrays))
 
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_validation_has_the_shapes_that_are_compiled_for(small_config, monkeypatch, stays):
     monkeypatch.setattr(validation, "stays_on_devices", lambda *_: stays)
-    monkeypatch.setattr("largebatch.training.ahead.stays_on_devices", lambda *_: stays)
     monkeypatch.setattr(validation, "BLOCK_BYTES", 1)
-    placed = ProgramCache().load(small_config)
-    program = placed.setup.program
-    block = next(placed.data.validation.blocks(program.prediction_micro_batch_size))
-    announced = validation_shapes(program, placed.cache.layout, 0)
+    placed = ProgramCache().load(typed(small_config))
+    plan, size = placed.plan, placed.plan.micro_batches.predicted_at_once
+    block = next(placed.data.validation.blocks(size))
+    announced = validation.block_shapes(plan.data.layout, plan.num_devices, size, 0)
     assert shapes(announced) == shapes(without_devices(block))
 
 
 @pytest.mark.parametrize("mode", ["every_step", "local", "post_local"])
 def test_all_programs_of_a_run_are_lowered(small_config, mode):
-    small_config.sync.mode, small_config.sync.every, small_config.eval.view_average = mode, 2, True
-    placed = ProgramCache().load(small_config)
-    setup = placed.setup
-    parts, free = make_parts(setup.program), memory.available_bytes()
-    lowered = lower_programs(parts, setup, state_shapes(setup), placed.cache.layout, free, jax.devices())
+    small_config.sync.mode, small_config.eval.view_average = mode, True
+    small_config.sync.every = 1 if mode == "every_step" else 2
+    small_config.sync.start_step = 2 if mode == "post_local" else 0
+    plan = ProgramCache().load(typed(small_config)).plan
+    lowered = examine.lower_plan(plan, memory.available_bytes(), jax.devices())
     updates = {"every_step": ["update"], "local": ["local update", "average"]}
     updates["post_local"] = updates["every_step"] + updates["local"]
     assert list(lowered) == [*updates[mode], "validation", "validation of copies"]
@@ -57,8 +58,8 @@ def test_all_programs_of_a_run_are_lowered(small_config, mode):
 
 def test_a_set_that_is_known_needs_no_images(small_config):
     small_config.dataset.name, small_config.dataset.image_size = "imagenet2012", 224
-    data = examine.data_facts(small_config)
-    assert (data.num_originals, data.image_shape, data.num_classes) == (1_231_167, (224, 224, 3), 1000)
+    data = examine.dataset_info(typed(small_config))
+    assert (data.num_images, data.image_shape, data.num_classes) == (1_231_167, (224, 224, 3), 1000)
 
 
 def test_what_does_not_fit_there_says_by_how_much_and_what_helps(small_config):
@@ -66,10 +67,10 @@ def test_what_does_not_fit_there_says_by_how_much_and_what_helps(small_config):
     small_config.dataset.image_size = 224
     hardware, free = Hardware("tpu", "TPU v3", 32), TPUS["TPU v3"].memory_bytes
     with pytest.raises(BadSetting, match=r"does not fit on a device: training images .* MB too few; .*'on_device'"):
-        choose_setup(small_config, examine.data_facts(small_config), hardware, free_bytes=free)
+        choose_plan(typed(small_config), examine.dataset_info(typed(small_config)), hardware, free_bytes=free)
     small_config.augment.storage = "auto"
-    setup = choose_setup(small_config, examine.data_facts(small_config), hardware, free_bytes=free)
-    assert setup.program.storage == "on_device"
+    plan = choose_plan(typed(small_config), examine.dataset_info(typed(small_config)), hardware, free_bytes=free)
+    assert plan.storage == "on_device"
 
 
 @pytest.mark.parametrize("views", ["all", "flip", "none"])
@@ -85,10 +86,10 @@ def test_what_does_not_fit_there_says_by_how_much_and_what_helps(small_config):
 def test_every_storage_fits_or_says_what_needs_less(small_config, views, storage, hint):
     small_config.dataset.name, small_config.dataset.image_size = "imagenet2012", 224
     small_config.augment.views, small_config.augment.storage = views, storage
-    data, hardware = examine.data_facts(small_config), Hardware("tpu", "TPU v3", 32)
+    data, hardware = examine.dataset_info(typed(small_config)), Hardware("tpu", "TPU v3", 32)
     with pytest.raises(BadSetting, match=rf"does not fit on a device: .* MB too few; .*{hint}") as error:
-        choose_setup(small_config, data, hardware, free_bytes=1000)
+        choose_plan(typed(small_config), data, hardware, free_bytes=1000)
     assert ("'on_device' or" in str(error.value)) == (views != "none" and storage == "expanded")
-    assert choose_setup(small_config, data, hardware, free_bytes=10**14).program.storage == (
+    assert choose_plan(typed(small_config), data, hardware, free_bytes=10**14).storage == (
         "expanded" if storage == "auto" else storage
     )

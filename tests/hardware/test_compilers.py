@@ -11,22 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import run_script
+from conftest import run_script, typed
 from jax import lax
 from machines import target_or_skip
 
+import build
 import examine
 from benchmarks import growth
 from benchmarks.compile import Case, all_cases
-from largebatch.errors import UserError
+from build import make_step
+from largebatch.hardware.chips import compile_with, options_for
 from largebatch.hardware.compiled import compile_and_look
-from largebatch.hardware.compiler_options import compile_with, options_for
 from largebatch.hardware.targets import find_target
 from largebatch.hosts.replicas import AXIS
-from largebatch.nn.activation import gelu
-from largebatch.training.ahead import lower_programs
+from largebatch.nn.layers import gelu
 from largebatch.training.step import sum_over_devices
-from resolve import choose_setup, make_parts, state_shapes
+from largebatch.util import UserError
+from plan import choose_plan, state_shapes
 
 # How far temporaries may be above their estimate: a quarter, or so much of the device's memory. A v5e's at 338
 # images are 118 MB above it, of 17.2 GB.
@@ -58,7 +59,7 @@ def without_programs_of_other_tests():
 def test_a_config_compiles_and_fits(case, target_name, session_cache):
     target, config = target_or_skip(target_name), case.load()
     config.augment.cache_dir = str(session_cache)
-    compiled = examine.compile_for(config, target)
+    compiled = examine.compile_for(typed(config), target)
     update = compiled.programs["update"]
     if target.hardware.num_devices > 1:
         assert [one.opcode.removesuffix("-start") for one in update.collectives] == ["all-reduce"]
@@ -66,11 +67,11 @@ def test_a_config_compiles_and_fits(case, target_name, session_cache):
     else:
         assert not update.collectives
     # Where a batch is the whole set, or one micro-batch on a card, the number of micro-batches is known.
-    program = compiled.setup.program
-    is_known = program.by_slices or program.single_micro_batch
+    micro_batches = compiled.plan.micro_batches
+    is_known = micro_batches.by_slices or micro_batches.single
     unknown = ["updates"] if is_known else ["updates", "micro_batches"]
     assert [loop.partition(" ")[0] for loop in update.unknown_loops] == unknown
-    assert update.aliased_outputs == len(jax.tree.leaves(state_shapes(compiled.setup)))
+    assert update.aliased_outputs == len(jax.tree.leaves(state_shapes(compiled.plan)))
     for name, program in compiled.programs.items():
         assert not program.host_transfers, name
         assert not program.uses_float64, name
@@ -131,10 +132,9 @@ def started_by_host(tmp_path):
     def look(name, options):
         target = target_or_skip(name)
         config = Case("cifar10_resnet8", (("batch.size", 1024), ("batch.micro_batch_size", 64))).load()
-        data, free = examine.data_facts(config), target.chip.memory_bytes
-        setup = choose_setup(config, data, target.hardware, free_bytes=free)
-        parts, state = make_parts(setup.program), state_shapes(setup)
-        lowered = lower_programs(parts, setup, state, data.layout, free, target.devices)["update"]
+        data, free = examine.dataset_info(typed(config)), target.chip.memory_bytes
+        plan = choose_plan(typed(config), data, target.hardware, free_bytes=free)
+        lowered = examine.lower_plan(plan, free, target.devices)["update"]
         compile_with(lowered, options | {"xla_dump_to": str(tmp_path)})
         (text,) = [path.read_text() for path in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")]
         of_call = re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)
@@ -175,14 +175,13 @@ def small_case():
     target = target_or_skip("v3:2x2")
     config = Case("default", (("optimizer.name", "sgd"), ("dataset.image_size", 16))).load()
     config.dataset.name = "cifar10"  # whose size is known
-    data = examine.data_facts(config)
-    setup = choose_setup(config, data, target.hardware, free_bytes=target.chip.memory_bytes)
+    data = examine.dataset_info(typed(config))
+    plan, free = choose_plan(typed(config), data, target.hardware, free_bytes=10**12), target.chip.memory_bytes
 
     def look(**changes):
-        parts = make_parts(setup.program)
-        parts = dataclasses.replace(parts, step=dataclasses.replace(parts.step, **changes))
-        free = target.chip.memory_bytes
-        lowered = lower_programs(parts, setup, state_shapes(setup), data.layout, free, target.devices)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "make_step", lambda plan: dataclasses.replace(make_step(plan), **changes))
+            lowered = examine.lower_plan(plan, free, target.devices)
         return compile_and_look(lowered["update"], {"updates": 1, "micro_batches": 2}, "tpu")
 
     return look

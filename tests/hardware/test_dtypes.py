@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.hardware import dtypes
+from largebatch.hardware import chips
 
 AVX2 = {"sse4_2", "avx", "avx2"}
 AVX512 = AVX2 | {"avx512f", "avx512_vnni"}
@@ -24,7 +24,7 @@ NAMES = {"f": "float32", "b": "bfloat16"}
 
 
 def dtype_with(cpu_flags: set[str], xla_flags: str) -> str:
-    return dtypes.auto_dtype("cpu", dtypes.usable_flags(cpu_flags, xla_flags))
+    return chips.auto_dtype("cpu", chips.usable_flags(cpu_flags, xla_flags))
 
 
 @pytest.mark.parametrize("cpu", CPUS)
@@ -42,22 +42,22 @@ def test_the_last_max_isa_counts_as_xla_reads_it():
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_an_accelerator_computes_in_bfloat16_whatever_its_host(platform):
-    assert dtypes.auto_dtype(platform, AVX2) == dtypes.auto_dtype(platform) == "bfloat16"
+    assert chips.auto_dtype(platform, AVX2) == chips.auto_dtype(platform) == "bfloat16"
 
 
 def test_flags_are_those_of_proc_cpuinfo(tmp_path, monkeypatch):
     info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(dtypes, "Path", lambda path: info if path == "/proc/cpuinfo" else Path(path))
-    assert dtypes.read_cpu_flags() == frozenset()  # no Linux
+    monkeypatch.setattr(chips, "Path", lambda path: info if path == "/proc/cpuinfo" else Path(path))
+    assert chips.read_cpu_flags() == frozenset()  # no Linux
     info.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512_bf16\nvmx flags\t: vnmi\n\nprocessor\t: 1\n")
-    assert dtypes.read_cpu_flags() == {"fpu", "avx2", "avx512_bf16"}
+    assert chips.read_cpu_flags() == {"fpu", "avx2", "avx512_bf16"}
     info.write_text("processor\t: 0\nFeatures\t: asimd bf16\n")
-    assert dtypes.read_cpu_flags() == frozenset()  # ARM
+    assert chips.read_cpu_flags() == frozenset()  # ARM
 
 
 def test_a_max_isa_of_this_process_is_respected(monkeypatch):
-    monkeypatch.setattr(dtypes, "read_cpu_flags", lambda: SAPPHIRE_RAPIDS)
+    monkeypatch.setattr(chips, "read_cpu_flags", lambda: SAPPHIRE_RAPIDS)
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    assert dtypes.auto_dtype_here() == "bfloat16"
+    assert chips.auto_dtype_here() == "bfloat16"
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
-    assert dtypes.auto_dtype_here() == "float32"
+    assert chips.auto_dtype_here() == "float32"

@@ -4,18 +4,17 @@ import re
 
 import jax
 import pytest
+from conftest import typed
 from jax import lax
 from machines import target_or_skip
 
 import examine
 from benchmarks.compile import Case
 from largebatch.hardware import hlo
+from largebatch.hardware.chips import compile_with, options_for
 from largebatch.hardware.compiled import compile_and_look
-from largebatch.hardware.compiler_options import compile_with, options_for
-from largebatch.hardware.dtypes import with_dtype
 from largebatch.nn import convolution
-from largebatch.training.ahead import lower_programs
-from resolve import choose_setup, make_parts, state_shapes
+from plan import choose_plan
 
 pytestmark = pytest.mark.compilers
 
@@ -36,12 +35,10 @@ def full_batch_on():
             "batch.micro_batch_size": 5400,
             **{name.replace("__", "."): value for name, value in fields.items()},
         }
-        config = with_dtype(Case("eurosat_v3_32", tuple(given.items())).load(), "bfloat16")
-        data, free = examine.data_facts(config), target.chip.memory_bytes
-        setup = choose_setup(config, data, target.hardware, free_bytes=free)
-        lowered = lower_programs(
-            make_parts(setup.program), setup, state_shapes(setup), data.layout, free, target.devices
-        )
+        config = typed(Case("eurosat_v3_32", tuple(given.items())).load()).replace(model={"dtype": "bfloat16"})
+        data, free = examine.dataset_info(config), target.chip.memory_bytes
+        plan = choose_plan(config, data, target.hardware, free_bytes=free)
+        lowered = examine.lower_plan(plan, free, target.devices)
         return what_it_does(lowered["update"])
 
     return look

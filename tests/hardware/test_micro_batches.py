@@ -4,7 +4,7 @@ import pytest
 
 import model
 from benchmarks import micro_batches as command
-from largebatch.hardware import micro_batches
+from largebatch.hardware import chips
 from largebatch.hardware.chips import CARDS, TPUS, Hardware
 from largebatch.hardware.targets import TPU_GENERATIONS
 from largebatch.training.costs import ACTIVATIONS_ON_GPU, training_costs
@@ -12,8 +12,8 @@ from largebatch.training.costs import ACTIVATIONS_ON_GPU, training_costs
 
 def test_the_table_has_what_the_command_measures():
     measured = {TPU_GENERATIONS[name.partition(":")[0]] for name in command.TARGETS}
-    assert set(micro_batches.TPU_SIZES) == measured <= set(TPUS)
-    for sizes in micro_batches.TPU_SIZES.values():
+    assert set(chips.TPU_SIZES) == measured <= set(TPUS)
+    for sizes in chips.TPU_SIZES.values():
         assert set(sizes) == set(command.NETWORKS) <= set(model.MODELS)
 
 
@@ -23,15 +23,15 @@ def not_asked():
 
 def test_sizes_are_those_of_the_table_or_the_guess():
     v3 = Hardware("tpu", "TPU v3", 32)
-    assert micro_batches.auto_micro_batch_size(v3, "convnet", not_asked) == 5400
-    assert micro_batches.auto_micro_batch_size(v3, "of tomorrow", not_asked) == micro_batches.SIZE_ELSEWHERE
-    assert micro_batches.auto_micro_batch_size(Hardware("cpu", "cpu", 2), "convnet", not_asked) == 16
+    assert chips.auto_micro_batch_size(v3, "convnet", not_asked) == 5400
+    assert chips.auto_micro_batch_size(v3, "of tomorrow", not_asked) == chips.SIZE_ELSEWHERE
+    assert chips.auto_micro_batch_size(Hardware("cpu", "cpu", 2), "convnet", not_asked) == 16
 
 
 def size_on_a_card(name, dtype="bfloat16", image_shape=(64, 64, 3)):
     network = model.create_model(name, 10, dtype, "lax")
     hardware = Hardware("gpu", "NVIDIA H200", 1)
-    return micro_batches.auto_micro_batch_size(
+    return chips.auto_micro_batch_size(
         hardware, name, lambda: training_costs(network, image_shape).activation_bytes
     )
 
@@ -42,7 +42,7 @@ def test_sizes_on_gpus_have_the_bytes_of_what_was_fastest_on_an_h200():
     assert size_on_a_card("convnet", image_shape=(32, 32, 3)) == pytest.approx(21_600, rel=0.02)
     assert 1 < size_on_a_card("resnet50", image_shape=(224, 224, 3)) < 100
     smallest = min(card.memory_bytes for card in CARDS.values())
-    assert smallest / 20 > ACTIVATIONS_ON_GPU * micro_batches.GPU_ACTIVATION_BYTES
+    assert smallest / 20 > ACTIVATIONS_ON_GPU * chips.GPU_ACTIVATION_BYTES
 
 
 def test_the_best_has_the_fewest_cycles_of_those_that_leave_room():

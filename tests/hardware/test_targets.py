@@ -7,11 +7,11 @@ import jax
 import pytest
 
 from benchmarks import compile as compile_command
-from largebatch.errors import UserError
 from largebatch.hardware import targets
 from largebatch.hardware.chips import CARDS, TPUS
-from largebatch.sources.published_sizes import SIZES
-from largebatch.sources.scenes_source import PATTERNS
+from largebatch.sources.made import PATTERNS
+from largebatch.sources.source import SIZES
+from largebatch.util import UserError
 
 
 @pytest.fixture(autouse=True)

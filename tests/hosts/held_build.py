@@ -51,12 +51,12 @@ jax.pmap = lambda *arguments, **options: counted("collective", make_pmap(*argume
 import train  # noqa: E402  after jax.pmap
 from configs import default  # noqa: E402
 from largebatch.cache import build  # noqa: E402
-from largebatch.errors import UserError  # noqa: E402
-from largebatch.hosts import collectives, meeting, preemption  # noqa: E402
+from largebatch.hosts import collectives, preemption, rendezvous  # noqa: E402
 from largebatch.hosts.clusters import HOST_INDEX_VARIABLE  # noqa: E402
 from largebatch.hosts.start import start_jax  # noqa: E402
 from largebatch.runs import checkpoints  # noqa: E402
 from largebatch.training import trainer  # noqa: E402
+from largebatch.util import UserError  # noqa: E402
 
 count_inside("collective", collectives, "gather")
 count_inside("meeting", collectives, "gather_text")
@@ -80,7 +80,7 @@ def watch(samples: list[dict]) -> None:
     """Samples where this host is while host 0 builds."""
     while not BUILDING.exists():
         time.sleep(SAMPLE_SEC)
-    # It may still be on its way out of an earlier meeting.
+    # It may still be on its way out of an earlier rendezvous.
     while not inside["meeting"]:
         time.sleep(SAMPLE_SEC)
     ARRIVED.touch()
@@ -127,7 +127,7 @@ def compiled_by_gathers(calls: int) -> int:
 
 def keys_left() -> int:
     """How many values earlier meetings left in the coordination service."""
-    return len(meeting._store().key_value_dir_get("largebatch/meeting"))
+    return len(rendezvous._store().key_value_dir_get("largebatch/meeting"))
 
 
 def run() -> dict:

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from largebatch.errors import UserError
 from largebatch.hosts import clusters, start
 from largebatch.hosts.clusters import find_meeting, gpus_of_process
+from largebatch.util import UserError
 
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "MPI_", "TPU_", "JOB_", "JAX_COORD", "LARGEBATCH_", "CUDA_", "KUBERNETES_")
 # As a step of `srun --nodes=2 --ntasks-per-node=1` has it on the second node; JAX makes the port of the job.

@@ -10,8 +10,8 @@ import jax
 import pytest
 from conftest import ROOT, on_devices, run_script
 
-from largebatch.errors import UserError
-from largebatch.hosts import collectives, meeting
+from largebatch.hosts import collectives, rendezvous
+from largebatch.util import UserError
 
 PATHS = {"PYTHONPATH": str(ROOT)}
 
@@ -58,11 +58,11 @@ def test_all_hosts_learn_that_one_cannot_save(tmp_path, method):
 def test_an_agreed_error_is_told_by_late_hosts_too(late, num_told, tmp_path):
     """Host 1 is seconds late with it, or never comes to it."""
     code = (
-        "import time, jax; from largebatch import cli, errors; from largebatch.hosts import start\n"
+        "import time, jax; from largebatch import cli, util; from largebatch.hosts import start\n"
         "def main():\n"
         "    start.start_jax()\n"
         f"    time.sleep({late} * jax.process_index())\n"
-        "    raise errors.UserError('no space left')\n"
+        "    raise util.UserError('no space left')\n"
         "cli.exit_after(main)"
     )
     (tmp_path / "fail.py").write_text(code)
@@ -125,11 +125,11 @@ DEAD = jax.errors.JaxRuntimeError("UNAVAILABLE: The following tasks are unhealth
 def two_hosts(monkeypatch):
     """This one is host 0; the function returned puts answers of the other host in the store."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(meeting, "SHORT_POLL_SEC", 0.0)
+    monkeypatch.setattr(rendezvous, "SHORT_POLL_SEC", 0.0)
 
     def answers(*gets):
         store = Store(list(gets))
-        monkeypatch.setattr(meeting, "_store", lambda: store)
+        monkeypatch.setattr(rendezvous, "_store", lambda: store)
         return store
 
     return answers

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from largebatch.errors import UserError
-from largebatch.hardware import compiler_options
+from largebatch.hardware import chips
 from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS
+from largebatch.util import UserError
 
 KNOWN = {"xla_cpu_enable_fast_math": "True"}  # to this platform's compiler
 
@@ -31,7 +31,7 @@ def with_options(monkeypatch):
 
     def make(options):
         monkeypatch.setattr(replicas, "options_for", lambda platform: options)
-        compiler_options._dropped.clear()
+        chips._dropped.clear()
         return replicas.pmap(add_sum, in_axes=(0, 0, None), out_axes=(0, None), donate_argnums=(0,))
 
     return make
@@ -72,7 +72,7 @@ def test_what_is_wrong_with_a_program_is_no_fault_of_options():
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: While setting option xla_other, no memory")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        compiler_options.compile_with(Lowered(), KNOWN)
+        chips.compile_with(Lowered(), KNOWN)
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ def test_one_of_several_hosts_does_not_go_on_with_another_program(that_fails, mo
 def test_a_users_flag_goes_first(monkeypatch):
     name = "xla_gpu_enable_command_buffer"
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    assert compiler_options.options_for("gpu") == compiler_options.GPU_OPTIONS
-    assert {"WHILE", "CONVOLUTION"} < set(compiler_options.options_for("cuda")[name].split(","))
+    assert chips.options_for("gpu") == chips.GPU_OPTIONS
+    assert {"WHILE", "CONVOLUTION"} < set(chips.options_for("cuda")[name].split(","))
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=true --{name}=")
-    assert name not in compiler_options.options_for("gpu")
-    assert compiler_options.options_for("cpu") == compiler_options.options_for("tpu") == {}
+    assert name not in chips.options_for("gpu")
+    assert chips.options_for("cpu") == chips.options_for("tpu") == {}

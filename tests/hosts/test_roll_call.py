@@ -8,10 +8,10 @@ import time
 import pytest
 from conftest import ROOT, assert_one_line_error, on_devices, run_script
 
-from largebatch.errors import UserError
-from largebatch.hosts import roll_call
+from largebatch.hosts import rendezvous
 from largebatch.hosts.clusters import Meeting
 from largebatch.pod.processes import free_port
+from largebatch.util import UserError
 
 NAME = socket.gethostname()
 
@@ -32,7 +32,7 @@ class Hosts:
 
     def _come(self, meeting: Meeting) -> None:
         try:
-            roll_call.call_roll(meeting, self._limit_sec)
+            rendezvous.call_roll(meeting, self._limit_sec)
         except UserError as error:
             self.ended.append((meeting.host_index, str(error)))
         else:
@@ -47,8 +47,8 @@ class Hosts:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(roll_call, "RETRY_SEC", 0.02)
-    monkeypatch.setattr(roll_call, "NOTICE_SEC", 0.3)
+    monkeypatch.setattr(rendezvous, "RETRY_SEC", 0.02)
+    monkeypatch.setattr(rendezvous, "NOTICE_SEC", 0.3)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
@@ -133,7 +133,7 @@ def test_what_is_no_host_is_left_aside(noise):
 
 
 def test_a_port_that_is_taken_is_told(monkeypatch):
-    monkeypatch.setattr(roll_call, "TAKEN_PORT_SEC", 0.2)
+    monkeypatch.setattr(rendezvous, "TAKEN_PORT_SEC", 0.2)
     hosts = Hosts(2, limit_sec=30)
     with socket.create_server(("", int(hosts.address.split(":")[1]))):
         hosts.come(0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from largebatch.nn.activation import gelu
+from largebatch.nn.layers import gelu
 
 
 def numpy_gelu(x):

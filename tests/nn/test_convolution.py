@@ -10,7 +10,7 @@ from jax import lax
 
 import model as models
 from largebatch.nn import convolution
-from largebatch.nn.normalisation import FROZEN
+from largebatch.nn.layers import FROZEN
 
 SIZES = range(8, 71)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import typed
 from test_step import (
     NUM_CLASSES,
     SCALE,
@@ -20,18 +21,17 @@ from test_step import (
 import augment
 import model as models
 import train
-from largebatch.config.validate import validate
 from largebatch.data import batching
 from largebatch.data.batching import Grouping
-from largebatch.errors import UserError
 from largebatch.hosts import replicas
-from largebatch.nn import normalisation
+from largebatch.nn import layers
 from largebatch.optim.averaging import smooth
 from largebatch.optim.noise_scale import NoisePlan
 from largebatch.tasks.classification import Classification
 from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn
+from largebatch.util import UserError
 
-STATISTICS = normalisation.STATISTICS
+STATISTICS = layers.STATISTICS
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_batch_norm_is_that_of_numpy_and_passes_padding_over():
     rng = np.random.default_rng(0)
     x = rng.normal(3, 2, (6, 4, 4, 5)).astype(np.float32)
     x[4:] = 1e3  # padding
-    layer, weights = normalisation.BatchNorm(), jnp.array([[1, 1, 1, 1, 0, 0.0]])
+    layer, weights = layers.BatchNorm(), jnp.array([[1, 1, 1, 1, 0, 0.0]])
     variables = layer.init(jax.random.key(0), x, weights)
     variables["params"]["scale"] = np.arange(1, 6, dtype=np.float32)
     y, new = layer.apply(variables, x, weights, mutable=[STATISTICS])
@@ -75,7 +75,7 @@ def test_ghost_batches_at_once_are_normalised_each_by_itself():
     x = np.random.default_rng(0).normal(1, 2, (12, 3, 3, 5)).astype(np.float32)
     x[4:8] += 10
     weights = np.array([[1, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]], np.float32)
-    layer = normalisation.BatchNorm()
+    layer = layers.BatchNorm()
     variables = layer.init(jax.random.key(0), x, weights)
     y, new = layer.apply(variables, x, weights, mutable=[STATISTICS])
     groups = [x[0:4], x[4:7]]
@@ -88,7 +88,7 @@ def test_ghost_batches_at_once_are_normalised_each_by_itself():
     assert np.isfinite(y).all()
 
 
-@pytest.mark.parametrize("norm", sorted(normalisation.NORMS))
+@pytest.mark.parametrize("norm", sorted(layers.NORMS))
 def test_gelu_is_in_the_dtype_of_the_convolution(norm):
     """Not in bfloat16 behind "dot", which gives float32: on a CPU that is slow."""
     for conv, dtype in (("dot", "f32"), ("lax", "bf16")):
@@ -101,7 +101,7 @@ def test_gelu_is_in_the_dtype_of_the_convolution(norm):
 
 def test_group_norm_knows_no_other_image():
     x = np.random.default_rng(0).standard_normal((3, 4, 4, 16)).astype(np.float32)
-    layer = normalisation.GroupNorm()
+    layer = layers.GroupNorm()
     variables = layer.init(jax.random.key(0), x)
     np.testing.assert_allclose(layer.apply(variables, x)[:1], layer.apply(variables, x[:1]), atol=1e-6)
     scaled = x * np.arange(1, 17, dtype=np.float32)
@@ -112,14 +112,14 @@ def test_group_norm_knows_no_other_image():
 
 def test_whitened_patches_have_the_identity_as_covariance(images_and_labels):
     images = (images_and_labels[0].astype(np.float32) - 120) / 70
-    patches = normalisation.Patches(size=3, stride=2, padding=1)
-    kernel = normalisation.whitening_kernel(images, patches, epsilon=0.0)
-    layer = normalisation.WhitenedPatches(patches, jnp.float32, "dot")
+    patches = layers.Patches(size=3, stride=2, padding=1)
+    kernel = layers.whitening_kernel(images, patches, epsilon=0.0)
+    layer = layers.WhitenedPatches(patches, jnp.float32, "dot")
     assert kernel.shape == (3, 3, 3, 27)
     out = np.asarray(layer.apply({"frozen": {"kernel": kernel}}, images))
     inner = out[:, 1:, 1:].reshape(-1, 27)  # without the patches that padding is in: sizes are even
     np.testing.assert_allclose(np.cov(inner, rowvar=False), np.eye(27), atol=2e-3)
-    damped = normalisation.whitening_kernel(images, patches, epsilon=0.1)
+    damped = layers.whitening_kernel(images, patches, epsilon=0.1)
     norms, damped = (np.linalg.norm(k.reshape(27, 27), axis=0) for k in (kernel, damped))
     assert (np.diff(norms) > -1e-5).all()  # falling eigenvalues
     np.testing.assert_allclose(damped, 1 / np.sqrt(norms**-2.0 + 0.1), rtol=1e-3)
@@ -323,7 +323,7 @@ def test_views_and_moving_average_stand_beside_the_plain_accuracy(small_config, 
 @pytest.mark.parametrize("name", ["convnet", "resconvnet", "resconvnet7"])
 def test_every_network_with_a_stem_may_have_it_whitened(small_config, name):
     small_config.model.stem, small_config.model.name = "whitened", name
-    validate(small_config, models.MODELS)
+    typed(small_config)
 
 
 def test_a_whitened_stem_wants_a_network_with_a_stem(small_config, tmp_path):

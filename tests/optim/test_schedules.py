@@ -2,30 +2,27 @@
 
 import numpy as np
 import pytest
+from conftest import typed
 
-import model as models
 from configs import default
-from largebatch.config.validate import validate
-from largebatch.errors import BadSetting, UserError
-from largebatch.optim import schedule_options
-from largebatch.optim.piecewise import PiecewiseConstant
-from largebatch.optim.schedule_options import ScheduleOptions
-from largebatch.optim.schedule_text import describe
+from largebatch.config.fields import ScheduleConfig
+from largebatch.optim.batch_schedule import BatchSchedule
+from largebatch.optim.schedule_text import describe_schedule
 from largebatch.optim.schedules import create_schedule, epoch_and_offset
+from largebatch.util import BadSetting, UserError
 
 EPOCH = 172_800
 
 
-def options_of(**fields) -> ScheduleOptions:
+def options_of(**fields) -> ScheduleConfig:
     """The default options but for these fields."""
-    return ScheduleOptions.from_config({**default.get_config().schedule.to_dict(), **fields})
+    return ScheduleConfig(**fields)
 
 
 def create(num_updates=100, batch_size=512, epoch_size=EPOCH, **fields):
     """The schedule of a base rate of 0.1 and one batch size."""
     options = options_of(**fields)
-    assert schedule_options.problems(options, num_updates) == []
-    return create_schedule(options, 0.1, num_updates, PiecewiseConstant.constant(batch_size), epoch_size)
+    return create_schedule(options, 0.1, num_updates, BatchSchedule.constant(batch_size), epoch_size)
 
 
 def rates(schedule, *updates):
@@ -64,7 +61,7 @@ def test_cosine():
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_a_decay_over_images_goes_by_what_a_trace_has_seen(name):
     sizes = np.array([128] * 60 + [1024] * 40)
-    trace = PiecewiseConstant(np.array([0, 60]), np.array([128, 1024]))
+    trace = BatchSchedule(np.array([0, 60]), np.array([128, 1024]))
     options = options_of(name=name, decay_over="images", warmup_updates=10, final_fraction=0.2)
     schedule = create_schedule(options, 0.1, 100, trace, 4096)
     seen = np.cumsum(sizes) - sizes
@@ -72,7 +69,7 @@ def test_a_decay_over_images_goes_by_what_a_trace_has_seen(name):
     left = {"linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}[name]
     by_update = schedule.learning_rates(np.arange(100))
     np.testing.assert_allclose(by_update[10:], 0.1 * (0.2 + 0.8 * left)[10:], rtol=1e-12)
-    assert f"{name} over images to 0.02 at update 100" in describe(schedule)
+    assert f"{name} over images to 0.02 at update 100" in describe_schedule(schedule)
 
 
 def test_a_decay_over_images_of_one_batch_size_is_that_over_updates():
@@ -87,7 +84,7 @@ def test_step_changes_at_its_updates():
     np.testing.assert_allclose(
         rates(schedule, 0, 4, 29, 30, 59, 60, 99), [0.02, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
     )
-    assert schedule.batch_sizes.value_at(np.arange(100)).tolist() == [512] * 100
+    assert schedule.batch_sizes.at(np.arange(100)).tolist() == [512] * 100
 
 
 # ---- scaling with the batch size --------------------------------------------------------------------
@@ -109,7 +106,7 @@ def test_goyals_rule_for_8192_images():
         [0.1 + 3.1 / 782, 0.1 + 3.1 / 2, 3.2, 3.2, 3.2],
     )
     expected = "learning rate 3.2 = 0.1 x 32 (linear: batch 8,192 / reference 256), reached from 0.1 in 782 updates"
-    assert expected in describe(schedule)
+    assert expected in describe_schedule(schedule)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +122,13 @@ def test_scaling_rules(scaling, batch_size, factor):
 
 def test_a_warm_up_has_no_jump_where_a_changing_batch_crosses_the_reference():
     options = options_of(scaling="linear", reference_batch_size=512, warmup_updates=50)
-    trace = PiecewiseConstant(np.arange(100), np.resize([512, 513, 256, 1024], 100))
+    trace = BatchSchedule(np.arange(100), np.resize([512, 513, 256, 1024], 100))
     schedule = create_schedule(options, 0.1, 100, trace, 4096)
     by_update = schedule.learning_rates(np.arange(100))
     # Peaks are 0.1 and about that, 0.05 and 0.2. All start from 0.1, but for what has a lower peak.
     np.testing.assert_allclose(by_update[:4], [0.1, 0.1 + 0.1 / 512 * 2 / 50, 0.05, 0.1 + 0.1 * 4 / 50], rtol=1e-12)
     np.testing.assert_allclose(by_update[48:52], [0.1, 0.1 * 513 / 512, 0.05, 0.2], rtol=1e-12)
-    assert "reached from 0.05 to 0.1 in 50 updates" in describe(schedule)
+    assert "reached from 0.05 to 0.1 in 50 updates" in describe_schedule(schedule)
 
 
 @pytest.mark.parametrize("scaling", ["linear", "sqrt"])
@@ -155,8 +152,8 @@ def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, 
         expected.append(rate)
     actual = []
     for update in range(3 * length):  # as a run asks: by what has grown until then
-        so_far = PiecewiseConstant(starts[starts <= update], sizes[: (starts <= update).sum()])
-        schedule = create_schedule(options, 0.1, 3 * length, so_far, 128_000, change_in_training=True)
+        so_far = BatchSchedule(starts[starts <= update], sizes[: (starts <= update).sum()], "noise")
+        schedule = create_schedule(options, 0.1, 3 * length, so_far, 128_000)
         actual.append(schedule.learning_rate_at(update))
     np.testing.assert_allclose(actual, expected, rtol=1e-9)
     within = np.diff([base, *actual[:length]])
@@ -167,9 +164,7 @@ def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, 
 def test_a_batch_that_shrinks_within_the_warm_up_and_grows_again_goes_on_from_the_lower_rate():
     starts, sizes = np.array([0, 80, 90]), np.array([1024, 128, 1024])
     options = options_of(scaling="linear", reference_batch_size=128, warmup_updates=100)
-    schedule = create_schedule(
-        options, 0.1, 200, PiecewiseConstant(starts, sizes), 128_000, change_in_training=True
-    )
+    schedule = create_schedule(options, 0.1, 200, BatchSchedule(starts, sizes, "noise"), 128_000)
     actual = schedule.learning_rates(np.arange(101))
     np.testing.assert_allclose(actual[:80], 0.1 + 0.7 * np.arange(1, 81) / 100)
     np.testing.assert_allclose(actual[80:90], 0.1)  # the peak of the small batch
@@ -200,12 +195,12 @@ def test_growth_visits_as_many_examples_as_decay_in_fewer_updates():
     decay, growth = create(**fields), create(decay_by="batch", **fields)
     assert (decay.num_updates, growth.num_updates) == (100, 50 + 5 + 1)
     updates = np.arange(growth.num_updates)
-    assert growth.batch_sizes.value_at(updates).tolist() == [512] * 50 + [2560] * 5 + [12_800]
+    assert growth.batch_sizes.at(updates).tolist() == [512] * 50 + [2560] * 5 + [12_800]
     np.testing.assert_allclose(growth.learning_rates(updates), [0.1] * 56)
     assert decay.examples_before(75) == growth.examples_before(55) == 75 * 512
     assert growth.max_batch_size == 12_800
     stages = "batch 512 from update 0 at 0.1, 2,560 from update 50 at 0.1, 12,800 from update 55 at 0.1"
-    assert stages in describe(growth)
+    assert stages in describe_schedule(growth)
 
 
 def test_growth_beyond_the_data_set_cuts_the_rate_by_the_rest():
@@ -235,7 +230,7 @@ def test_seesaw_follows_its_paper(name, factor):
         seen += expected[-1][0]
     updates = np.arange(schedule.num_updates)
     sizes, by_hand = np.array(expected).T
-    np.testing.assert_array_equal(schedule.batch_sizes.value_at(updates), sizes)
+    np.testing.assert_array_equal(schedule.batch_sizes.at(updates), sizes)
     np.testing.assert_allclose(schedule.learning_rates(updates), by_hand, rtol=2e-3)  # sizes are whole numbers
     assert seen == schedule.examples_before(schedule.num_updates)
     assert 400 * 512 <= seen < 400 * 512 + sizes[-1]
@@ -244,7 +239,7 @@ def test_seesaw_follows_its_paper(name, factor):
 
 def test_seesaw_in_words():
     schedule = create(num_updates=400, name="linear", decay_by="seesaw", decay_factor=0.5)
-    text = describe(schedule)
+    text = describe_schedule(schedule)
     assert (
         "with a growing batch for a linear decay by steps of x 0.5: batch 512 from update 0 at 0.1, 1,024" in text
     )
@@ -262,12 +257,13 @@ def test_seesaw_of_given_steps_and_a_small_set():
 @pytest.mark.parametrize(("size", "b2"), [(512, 0.99), (1024, 0.99**2), (128, 0.99**0.25)])
 def test_b2_keeps_its_half_life_in_examples(size, b2):
     options = options_of(b2_scaling="half_life")
-    schedule = create_schedule(options, 0.1, 100, PiecewiseConstant.constant(size), EPOCH, b2=0.99)
+    schedule = create_schedule(options, 0.1, 100, BatchSchedule.constant(size), EPOCH, b2=0.99)
     np.testing.assert_allclose(schedule.inputs(3, 2).b2, b2, rtol=1e-6)
     examples = np.log(0.5) / np.log(0.99) * 512
     assert b2 ** (examples / size) == pytest.approx(0.5)
-    assert f"b2 {b2:g}: half of the second moment is of the last {examples:,.0f} images" in describe(schedule)
-    fixed = create_schedule(options_of(), 0.1, 100, PiecewiseConstant.constant(size), EPOCH, b2=0.99)
+    half = f"b2 {b2:g}: half of the second moment is of the last {examples:,.0f} images"
+    assert half in describe_schedule(schedule)
+    fixed = create_schedule(options_of(), 0.1, 100, BatchSchedule.constant(size), EPOCH, b2=0.99)
     np.testing.assert_allclose(fixed.inputs(0, 2).b2, 0.99, rtol=1e-6)
 
 
@@ -276,23 +272,23 @@ def test_a_b2_that_float32_rounds_is_refused():
     with pytest.raises(
         BadSetting, match=r"schedule.b2_scaling: 'half_life' makes b2 0.9999999756 at batch 1, which"
     ):
-        create_schedule(options, 0.1, 100, PiecewiseConstant(np.array([0, 5]), np.array([64, 1])), EPOCH, b2=0.9999)
-    create_schedule(options, 0.1, 100, PiecewiseConstant.constant(64), EPOCH, b2=0.9999)
+        create_schedule(options, 0.1, 100, BatchSchedule(np.array([0, 5]), np.array([64, 1])), EPOCH, b2=0.9999)
+    create_schedule(options, 0.1, 100, BatchSchedule.constant(64), EPOCH, b2=0.9999)
 
 
 def test_a_stage_without_an_update_is_left_out():
     schedule = create(name="step", decay_steps=(50, 51, 52), decay_factor=0.1, decay_by="batch")
     assert (np.diff(schedule.batch_sizes.starts) > 0).all()
     assert schedule.batch_sizes.starts[-1] < schedule.num_updates
-    assert f"from update {schedule.num_updates:,}" not in describe(schedule)
+    assert f"from update {schedule.num_updates:,}" not in describe_schedule(schedule)
 
 
 def test_examples_before_is_the_sum_of_the_batches():
-    stages = PiecewiseConstant(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
-    sizes = stages.value_at(np.arange(20))
+    stages = BatchSchedule(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
+    sizes = stages.at(np.arange(20))
     assert sizes.tolist() == [64] * 3 + [7] + [1024] * 5 + [50] * 11
     np.testing.assert_array_equal(stages.total_before(np.arange(21)), np.concatenate([[0], np.cumsum(sizes)]))
-    many = PiecewiseConstant(np.array([0]), np.array([EPOCH]))
+    many = BatchSchedule(np.array([0]), np.array([EPOCH]))
     assert many.total_before(np.int64(10**9)) == 10**9 * EPOCH  # beyond 32 bits
 
 
@@ -355,7 +351,7 @@ def test_contradictory_schedules_are_refused(fields, message):
     with config.ignore_type():
         config.schedule.update(fields)
     with pytest.raises(UserError, match=message):
-        validate(config, models.MODELS)
+        typed(config)
 
 
 @pytest.mark.parametrize(

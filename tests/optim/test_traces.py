@@ -4,15 +4,12 @@ import random
 
 import numpy as np
 import pytest
-from conftest import assert_one_line_error, run_script
+from conftest import assert_one_line_error, on_devices, run_script, typed
 
-import model as models
 from configs import default
-from largebatch import trace_check
-from largebatch.config.validate import validate
-from largebatch.errors import BadSetting, UserError
 from largebatch.optim import traces
-from largebatch.optim.piecewise import PiecewiseConstant
+from largebatch.optim.traces import PiecewiseConstant
+from largebatch.util import BadSetting, UserError
 
 SEED_TRACE = "step,batchsize\n0, 1024\n1, 1024\n2, 2048\n"  # as in the README of the system that had it first
 
@@ -36,18 +33,18 @@ def test_stages_against_plain_sums():
     stages = traces.from_list(sizes.tolist()).batch_sizes
     assert len(stages.starts) < 200
     before = np.concatenate([[0], np.cumsum(sizes)])
-    np.testing.assert_array_equal(stages.value_at(np.arange(200)), sizes)
+    np.testing.assert_array_equal(stages.at(np.arange(200)), sizes)
     np.testing.assert_array_equal(stages.total_before(np.arange(201)), before)
     totals = np.arange(1, before[-1] + 1, 13)
-    np.testing.assert_array_equal(stages.updates_to(totals), np.searchsorted(before, totals))
-    np.testing.assert_array_equal(stages.first(50).value_at(np.arange(50)), sizes[:50])
+    np.testing.assert_array_equal(stages.steps_to(totals), np.searchsorted(before, totals))
+    np.testing.assert_array_equal(stages.first(50).at(np.arange(50)), sizes[:50])
     assert stages.first(50).starts[-1] < 50
 
 
 def test_the_last_value_of_stages_holds():
     stages = PiecewiseConstant(np.array([0, 3]), np.array([10, 20]))
-    assert stages.value_at(np.int64(1000)) == 20
-    assert stages.updates_to(30 + 20 * 7 - 5) == 3 + 7
+    assert stages.at(np.int64(1000)) == 20
+    assert stages.steps_to(30 + 20 * 7 - 5) == 3 + 7
 
 
 # ---- files --------------------------------------------------------------------------------------------
@@ -56,18 +53,18 @@ def test_the_last_value_of_stages_holds():
 def test_the_seed_s_own_format(write):
     trace = traces.read(write(SEED_TRACE))
     assert trace.length == 3
-    assert trace.batch_sizes.value_at(np.arange(3)).tolist() == [1024, 1024, 2048]
+    assert trace.batch_sizes.at(np.arange(3)).tolist() == [1024, 1024, 2048]
 
 
 def test_steps_that_a_trace_leaves_out_keep_the_last_value(write):
     trace = traces.read(write("step,batchsize\n0,32\n5,64\n9,8\n\n"))
     assert trace.length == 10
-    assert trace.batch_sizes.value_at(np.arange(10)).tolist() == [32] * 5 + [64] * 4 + [8]
+    assert trace.batch_sizes.at(np.arange(10)).tolist() == [32] * 5 + [64] * 4 + [8]
 
 
 def test_columns_may_be_called_and_placed_otherwise(write):
     trace = traces.read(write("\ufeffBatch_Size, note, Step\n16, a, 0\n+32, b, 2\n"))
-    assert trace.batch_sizes.value_at(np.arange(3)).tolist() == [16, 16, 32]
+    assert trace.batch_sizes.at(np.arange(3)).tolist() == [16, 16, 32]
 
 
 @pytest.mark.parametrize(
@@ -132,14 +129,11 @@ def test_a_step_that_begins_again_at_0_goes_on(write):
     path = write("step,batchsize\n" + rows)
     trace = traces.read(path)
     assert trace.length == 30
-    assert trace.batch_sizes.value_at(np.arange(30)).tolist() == [32] * 10 + [64] * 10 + [96] * 10
+    assert trace.batch_sizes.at(np.arange(30)).tolist() == [32] * 10 + [64] * 10 + [96] * 10
     assert trace.text == f"{path}, 30 rows, steps begin again at 0 2 times, first in line 12: updates go on"
-    result = run_script("-m", "largebatch.trace_check", path, "--dataset-size=480", "--devices=2")
-    assert result.returncode == 0, result.stderr
-    assert "begin again at 0 2 times, first in line 12: updates go on: 30 updates" in result.stdout
     sparse = traces.read(write("step,batchsize\n0,8\n5,9\n0,10\n2,11\n"))
     assert sparse.length == 9
-    assert sparse.batch_sizes.value_at(np.arange(9)).tolist() == [8] * 5 + [9, 10, 10, 11]
+    assert sparse.batch_sizes.at(np.arange(9)).tolist() == [8] * 5 + [9, 10, 10, 11]
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -164,7 +158,7 @@ def test_a_long_trace(write):
 
 def test_devices_over_an_index(write):
     trace = traces.read(write("index,GPUs\n0,4\n1,4\n2,8\n"), per_device_batch_size=32)
-    assert trace.batch_sizes.value_at(np.arange(3)).tolist() == [128, 128, 256]
+    assert trace.batch_sizes.at(np.arange(3)).tolist() == [128, 128, 256]
 
 
 def test_devices_over_time(write):
@@ -172,7 +166,7 @@ def test_devices_over_time(write):
     text = "time,TPU_cores\n100.0,8\n130.5,16\n131,32\n150,8\n"
     trace = traces.read(write(text), per_device_batch_size=2, time_per_update=10)
     # Updates start at 100, 110, 120, 130, 140, 150.
-    assert trace.batch_sizes.value_at(np.arange(6)).tolist() == [16, 16, 16, 16, 64, 16]
+    assert trace.batch_sizes.at(np.arange(6)).tolist() == [16, 16, 16, 16, 64, 16]
     assert trace.length == 6
 
 
@@ -186,12 +180,12 @@ def test_a_batch_trace_has_no_devices(write):
 def test_times_count_where_there_is_an_index_too(write):
     text = ",Time,TPU_cores\n0,1651064158,88\n1,1651064188,88\n2,1651064218,112\n"
     trace = traces.read(write(text), per_device_batch_size=1, time_per_update=15)
-    assert trace.batch_sizes.value_at(np.arange(5)).tolist() == [88, 88, 88, 88, 112]
+    assert trace.batch_sizes.at(np.arange(5)).tolist() == [88, 88, 88, 88, 112]
 
 
 def test_time_without_devices_is_left_out(write):
     trace = traces.read(write("time,GPUs\n0,0\n10,2\n30,0\n90,4\n100,1\n"), 1, time_per_update=10)
-    assert trace.batch_sizes.value_at(np.arange(4)).tolist() == [2, 2, 4, 1]
+    assert trace.batch_sizes.at(np.arange(4)).tolist() == [2, 2, 4, 1]
 
 
 def test_a_trace_that_ends_without_devices_lasts_until_then(write):
@@ -203,7 +197,7 @@ def test_usual_column_names(write):
     for header in ("Unnamed: 0,num_gpus", "datetime,node_id,TPU_cores", "Time (s),available_workers"):
         columns = header.count(",") + 1
         row = ["0", *["7"] * (columns - 2), "3"]
-        assert traces.read(write(f"{header}\n{','.join(row)}\n"), 2).batch_sizes.value_at(np.int64(0)) == 6
+        assert traces.read(write(f"{header}\n{','.join(row)}\n"), 2).batch_sizes.at(np.int64(0)) == 6
 
 
 def test_a_single_device_can_take_more_than_the_set(write):
@@ -214,7 +208,7 @@ def test_a_single_device_can_take_more_than_the_set(write):
 def test_timestamps(write):
     text = "timestamp,available GPUs\n2021-05-01 00:00:00,1\n2021-05-01 00:02:00,3\n2021-05-01 00:03:00,2\n"
     trace = traces.read(write(text), per_device_batch_size=8, time_per_update=60)
-    assert trace.batch_sizes.value_at(np.arange(4)).tolist() == [8, 8, 24, 16]
+    assert trace.batch_sizes.at(np.arange(4)).tolist() == [8, 8, 24, 16]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +251,7 @@ def test_contradictory_batch_sizes_are_refused_before_the_start(batch, message):
     with config.ignore_type():
         config.batch.update(batch)
     with pytest.raises(UserError) as error:
-        validate(config, models.MODELS)
+        typed(config)
     assert message in str(error.value)
 
 
@@ -266,49 +260,43 @@ def test_growth_in_place_of_decay_does_not_go_with_a_trace():
     config.batch.trace, config.batch.hold_last = (4,), True
     config.schedule.update({"name": "step", "decay_steps": (5,), "decay_by": "batch"})
     with pytest.raises(UserError, match=r"decay_by: 'batch'; allowed: 'rate' with batch\.trace"):
-        validate(config, models.MODELS)
+        typed(config)
 
 
 def test_a_decay_over_images_needs_batch_sizes_that_are_known():
     config = default.get_config()
     config.batch.auto, config.schedule.name, config.schedule.decay_over = True, "linear", "images"
     with pytest.raises(UserError, match=r"decay_over: 'images'; allowed: 'updates' where training finds"):
-        validate(config, models.MODELS)
+        typed(config)
 
 
 # ---- the command ----------------------------------------------------------------------------------------
 
 
-def test_the_check_prints_what_a_run_makes_of_a_trace(write, tmp_path):
+def test_a_run_shows_its_batches(write, session_cache, tmp_path):
     path = write("step,batchsize\n0,32\n1,64\n2,96\n3,7\n4,1024\n5,50\n")
-    picture = tmp_path / "trace.png"
-    result = run_script(
-        "-m", "largebatch.trace_check", path, "--dataset-size", 1000, "--devices", 8, "--updates", 26,
-        "--hold-last", "--reference-batch-size", 64, "--learning-rate", 0.1, "--plot", picture,
-    )  # fmt: skip
-    assert_one_line_error(result, "line 6: batchsize '1024'; allowed: an integer from 1 to 1000")
-    assert not picture.exists()
-    result = run_script(
-        "-m", "largebatch.trace_check", path, "--dataset-size", 1200, "--devices", 8, "--updates", 30,
-        "--hold-last", "--reference-batch-size", 64, "--learning-rate", 0.1, "--plot", picture,
-    )  # fmt: skip
+    flags = [
+        "--show_batches", f"--workdir={tmp_path / 'run'}", "--config.dataset.num_examples=200",
+        "--config.dataset.image_size=8", f"--config.augment.cache_dir={session_cache}",
+        f"--config.batch.trace={path}",
+        "--config.batch.micro_batch_size=16", "--config.schedule.scaling=linear",
+        "--config.schedule.reference_batch_size=64", "--config.optimizer.learning_rate=0.1",
+        "--config.train.inner_steps=30", "--config.train.outer_steps=1",
+    ]  # fmt: skip
+    refused = run_script("train.py", *flags, env=on_devices(8))
+    assert_one_line_error(refused, "ends with update 5; allowed: up to the run's last, 29, or batch.hold_last")
+    refused = run_script(
+        "train.py", *flags, "--config.batch.hold_last", "--config.dataset.num_examples=100", env=on_devices(8)
+    )
+    assert "line 6: batchsize '1024'; allowed: an integer from 1 to 640" in refused.stderr
+    result = run_script("train.py", *flags, "--config.batch.hold_last", env=on_devices(8))
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert "30 updates, batch 7 to 1,024, 2,473 examples, 2.06 epochs" in result.stdout
-    assert ["2", "96", "1", "0.1", "0.15", "0.1225", "96", "0.08"] in rows
-    assert ["3", "7", "0", "or", "1", "0.1", "0.01094", "0.03307", "192", "0.16"] in rows
-    assert ["4", "1024", "8", "0.1", "1.6", "0.4", "199", "0.17"] in rows
-    # 199 + 1,024 examples: update 4 takes 23 of the second epoch, which 1,177 / 50 = 23.54 more finish.
-    assert ["0", "5", "4", "23"] in rows
-    assert ["1", "24", "28", "23"] in rows
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
-def test_the_check_refuses_numbers_that_are_none(write, capsys, value):
-    with pytest.raises(SystemExit):
-        trace_check.main([write(SEED_TRACE), "--dataset-size", "9", "--devices", "2", f"--time-per-update={value}"])
-    assert f"--time-per-update: '{value}' is not a number > 0" in capsys.readouterr().err
+    assert "30 steps, batch 7 to 1,024, 2,473 examples, 1.93 epochs on 8 devices" in result.stdout
+    assert ["2", "96", "1", "0.15", "96", f"{96 / 1280:.2f}"] in rows
+    assert ["3", "7", "0", "or", "1", "0.01094", "192", "0.15"] in rows
+    assert ["4", "1024", "8", "1.6", "199", "0.16"] in rows
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_file_is_parsed_again_when_it_changes(write):
@@ -322,14 +310,6 @@ def test_adascale_needs_a_trace_that_holds():
     config = default.get_config()
     config.batch.trace, config.schedule.scaling, config.optimizer.name = (4,) * 50, "adascale", "sgd"
     with pytest.raises(UserError, match=r"batch\.hold_last: False; allowed: True with AdaScale"):
-        validate(config, models.MODELS)
+        typed(config)
     config.batch.hold_last = True
-    validate(config, models.MODELS)
-
-
-def test_the_check_refuses_a_trace_that_is_too_short(write, capsys):
-    arguments = [write(SEED_TRACE), "--dataset-size", "4000", "--devices", "2", "--updates", "4"]
-    assert trace_check.main(arguments) == 1
-    assert "ends with update 2; allowed: up to 3, or --hold-last" in capsys.readouterr().err
-    assert trace_check.main([*arguments, "--hold-last"]) == 0
-    assert "4 updates, batch 1,024 to 2,048, 6,144 examples" in capsys.readouterr().out
+    typed(config)

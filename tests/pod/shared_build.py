@@ -20,10 +20,10 @@ from etils import epath
 from largebatch.cache import build
 from largebatch.cache import plan as planning
 from largebatch.cache.cache import open_cache
-from largebatch.errors import UserError
 from largebatch.hosts.start import start_jax
 from largebatch.sources.source import Source
 from largebatch.sources.split import split_indices
+from largebatch.util import UserError
 
 IMAGES = 200
 

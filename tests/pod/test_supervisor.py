@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from largebatch.errors import UserError
 from largebatch.optim.traces import AvailableDevices
 from largebatch.pod.availability import ReturningHosts, TracedHosts
 from largebatch.pod.elastic import back_off_seconds
+from largebatch.util import UserError
 
 # Each host adds a line "START INDEX/COUNT" to the file and then does what the plan says of this start: ends with an
 # exit code, "kill" (the last host dies, the others hang on), "wait" (until SIGTERM, which ends it with 143), "save"

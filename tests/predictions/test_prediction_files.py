@@ -8,10 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
-from largebatch.errors import UserError
 from largebatch.predictions import files as prediction_files
 from largebatch.predictions.files import DamagedPredictions, Predictions
 from largebatch.runs.folder import RunFolder
+from largebatch.util import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_each_form_takes_the_place_of_the_other(tmp_path):
         assert sorted(part) == ["ids", "labels", "logits"]
 
 
-CALLS = ((prediction_files.files, "write_through"), (prediction_files.Path, "rename"))
+CALLS = ((prediction_files.util, "write_through"), (prediction_files.Path, "rename"))
 CALLS += ((prediction_files.Path, "replace"), (prediction_files.Path, "unlink"), (shutil, "rmtree"))
 
 
@@ -202,7 +202,7 @@ def test_a_full_disk_names_the_parts_and_leaves_the_old_ones(tmp_path, monkeypat
             raise OSError(28, "No space left on device")
         path.write_bytes(content)
 
-    monkeypatch.setattr(prediction_files.files, "write_through", full)
+    monkeypatch.setattr(prediction_files.util, "write_through", full)
     new = make(11, seed=2)
     with pytest.raises(UserError, match=r"cannot write .*predictions \(No space left on device\)"):
         run.write_outcome(new, new.parts())

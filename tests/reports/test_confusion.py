@@ -16,10 +16,10 @@ from test_analysis import write_run
 from test_images import tiff_of_many_strips
 
 import report
-from largebatch.errors import UserError
 from largebatch.reports import confusion, example_pictures
 from largebatch.reports.example_pictures import ImageFolder, ImageZip, read_picture
 from largebatch.runs import reader
+from largebatch.util import UserError
 
 
 def test_confusions_with_pictures_from_folder_and_zip(tmp_path):

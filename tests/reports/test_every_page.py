@@ -16,7 +16,7 @@ from test_report_browser import DRAWN, look, opened_browser, wait
 import model
 import train
 from configs import scenes_tiny
-from largebatch.runs.ending import Diverged
+from largebatch.runs.lifecycle import Diverged
 
 pytestmark = pytest.mark.full
 
@@ -150,10 +150,9 @@ def write_events(run: Path, events) -> Path:
 
 def a_pod_with_lost_hosts(folder, cache, trained):
     """Two runs: one is done; the other lost hosts before its first validation, and was killed."""
-    fields = {"slowest_host": 3, "slowest_host_ratio": 1.2}
-    done = write_events(write_run(folder / "done", **fields), EVENTS)
+    done = write_events(write_run(folder / "done"), EVENTS)
     killed = write_events(write_run(folder / "killed", (), status="running"), EVENTS[:-1])
-    return Case([done, killed], {"Devices", "Slowest host", *CURVES, SPENT}, {"Runs"})
+    return Case([done, killed], {"Devices", *CURVES, SPENT}, {"Runs"})
 
 
 def a_pod_that_never_validated(folder, cache, trained):

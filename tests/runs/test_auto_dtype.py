@@ -5,22 +5,22 @@ import logging
 import sys
 
 import pytest
-from conftest import assert_one_line_error, run_script
+from conftest import assert_one_line_error, run_script, typed
 from machines import SCRIPT_ON, become
 from test_resume import assert_same_run
 
+import evaluate
 import examine
 import model as models
 import train
-import trained
 from configs import eurosat, eurosat_muon
 from largebatch import cli
-from largebatch.errors import UserError
 from largebatch.hardware.chips import Hardware
 from largebatch.hardware.targets import Target
 from largebatch.hosts import collectives, preemption
 from largebatch.runs import checkpoints
 from largebatch.training import trainer
+from largebatch.util import UserError
 
 OTHER = {"float32": "bfloat16", "bfloat16": "float32"}
 
@@ -72,7 +72,7 @@ def test_a_run_goes_on_in_its_dtype_and_says_so(config, tmp_path, monkeypatch, s
     assert stored_dtype(tmp_path / "cut") == first
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         assert json.loads((path / checkpoints.DESCRIPTION).read_text())["config"]["model"]["dtype"] == first
-    assert trained.load_run(tmp_path / "cut").config.model.dtype == first
+    assert evaluate.load_run(tmp_path / "cut").config.model.dtype == first
 
 
 def test_another_dtype_is_another_run_and_the_same_one_is_not(config, tmp_path, monkeypatch, said):
@@ -100,7 +100,7 @@ def test_a_run_that_began_in_an_explicit_dtype_goes_on_by_auto(config, tmp_path,
 @pytest.mark.parametrize("stored", [{}, {"model": 3}, {"model": {"dtype": "auto"}}, {"model": {"dtype": ["x"]}}])
 def test_a_config_that_names_no_dtype_is_another(config, tmp_path, monkeypatch, stored):
     become(monkeypatch, "bfloat16")
-    assert cli.settle_dtype(config, lambda: stored).model.dtype == "bfloat16"
+    assert cli.settle_dtype(typed(config), lambda: stored).model.dtype == "bfloat16"
     plain = config.to_dict()
     plain["model"]["dtype"] = "auto"  # which no run stores
     (tmp_path / "config.json").write_text(json.dumps(plain))
@@ -130,13 +130,13 @@ def test_the_doctor_examines_what_would_run(config, monkeypatch):
 
 
 def test_what_is_compiled_for_another_machine_is_as_it_would_run_there(config, monkeypatch):
-    def choose_setup(config, *_, **__):
+    def choose_plan(config, *_, **__):
         raise UserError(f"compiled in {config.model.dtype}")
 
     become(monkeypatch, "float32")
     target = Target("v3:4x4", Hardware("tpu", "TPU v3", 32), devices=[])
     monkeypatch.setattr(examine, "find_target", lambda name: target)
-    monkeypatch.setattr(examine, "choose_setup", choose_setup)
+    monkeypatch.setattr(examine, "choose_plan", choose_plan)
     with pytest.raises(UserError, match=r"^compiled in bfloat16$"):
         examine.run(config, here=False, target_name=target.name)
 
@@ -151,7 +151,7 @@ def test_host_0_decides(config, monkeypatch, said, here, recorded, expected):
     become(monkeypatch, here)
     monkeypatch.setattr(collectives, "is_primary", lambda: False)
     monkeypatch.setattr(collectives, "json_from_primary", lambda value: recorded or "bfloat16")
-    settled = cli.settle_dtype(config, lambda: pytest.fail("host 1 read the folder"))
+    settled = cli.settle_dtype(typed(config), lambda: pytest.fail("host 1 read the folder"))
     assert settled.model.dtype == expected
     differs = f"model.dtype: auto is {expected} in this run; here it would be {here}"
     assert said() == ([differs] if expected != here else [])
@@ -191,4 +191,4 @@ def test_hosts_of_two_kinds_compute_in_one_dtype(tmp_path):
 
 def test_what_is_allowed_is_said(tmp_path):
     result = run_script("train.py", "--config.model.dtype=float16", f"--workdir={tmp_path / 'run'}")
-    assert_one_line_error(result, "model.dtype: 'float16'; allowed: auto | float32 | bfloat16")
+    assert_one_line_error(result, "model.dtype: 'float16'; allowed: float32 | bfloat16 | auto")

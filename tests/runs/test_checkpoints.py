@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from largebatch.errors import UserError
 from largebatch.runs import checkpoints
+from largebatch.util import UserError
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import subprocess
 import numpy as np
 import pytest
 
-from largebatch.errors import UserError
 from largebatch.hosts.clock import Clock
 from largebatch.predictions.files import Predictions
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.summary import add_to_summary, empty_summary, summary_of_older_code, timings
 from largebatch.tasks.kinds import CLASSIFICATION, KINDS
+from largebatch.util import UserError
 
 
 def row(step, accuracy, train_sec=2.0, **more):

@@ -6,7 +6,7 @@ import pytest
 from conftest import run_script
 
 import train
-from largebatch.errors import UserError
+from largebatch.util import UserError
 
 
 @pytest.mark.xfail(

@@ -14,27 +14,28 @@ from conftest import decode_all, run_script
 import augment
 import report
 import train
-from experiment import Experiment, ProgramCache
+from build import ProgramCache
+from evaluate import load_run
 from largebatch.cache.cache import Cache
-from largebatch.config import fields
+from largebatch.config import dicts
 from largebatch.decoding.images import DecodeOptions
-from largebatch.errors import UserError
 from largebatch.hosts import preemption
+from largebatch.optim.schedule_text import describe_batches
 from largebatch.runs import checkpoints
-from largebatch.runs.best import best_checkpoint
 from largebatch.runs.checkpoints import Checkpoints
-from largebatch.runs.ending import Diverged
 from largebatch.runs.folder import RunFolder
+from largebatch.runs.lifecycle import Diverged
+from largebatch.runs.load import best_checkpoint
 from largebatch.runs.progress import RunProgress
-from largebatch.runs.provenance import code_sha256, git_commit, versions
+from largebatch.runs.summary import code_sha256, git_commit, versions
 from largebatch.sources.find import find_source
 from largebatch.sources.split import split_indices
 from largebatch.training import trainer
 from largebatch.training.loss import make_loss_fn
-from trained import load_run
+from largebatch.util import UserError
 
 WALL_CLOCK = {"images_per_sec", "step_time_ms", "train_sec", "eval_sec", "compile_sec", "wall_sec"}
-WALL_CLOCK |= {"mfu", "device_memory_peak_bytes", "slowest_host", "slowest_host_ratio"}
+WALL_CLOCK |= {"mfu", "device_memory_peak_bytes"}
 SUMMARY_WALL_CLOCK = {"images_per_sec", "images_per_sec_by_outer", "train_sec", "sec_to_target", "seconds"}
 
 
@@ -285,14 +286,14 @@ def test_a_save_in_the_background_that_failed_ends_the_run_at_the_next_call(conf
 @pytest.mark.full
 def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
     accuracies = iter([0.1, 0.9, 0.3, 0.4, 0.5, 0.6])
-    validate = Experiment.validate
+    validate = train.validate
 
-    def pretend(self, state):
-        validation = validate(self, state)
+    def pretend(*arguments):
+        validation = validate(*arguments)
         scores = dataclasses.replace(validation.scores, accuracy=next(accuracies))
         return dataclasses.replace(validation, scores=scores)
 
-    monkeypatch.setattr(Experiment, "validate", pretend)
+    monkeypatch.setattr(train, "validate", pretend)
     config.train.outer_steps, config.checkpoint.keep = 6, 2
     train.train_and_evaluate(config, str(tmp_path))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
@@ -320,7 +321,7 @@ def test_another_number_of_devices_resumes_and_says_what_differs(config, tmp_pat
 
 def go_on_with_two_devices(config, workdir):
     """What train.py says, which this test suite gives two devices."""
-    flat = fields.flatten(config.to_dict()).items()
+    flat = dicts.flatten(config.to_dict()).items()
     arguments = [f"--config.{name}={value}" for name, value in flat if value is not None]
     result = run_script("train.py", *arguments, f"--workdir={workdir}")
     assert result.returncode == 0, result.stderr
@@ -339,7 +340,7 @@ FOLLOWING = {  # 20 images for each of 8 devices, so a batch of 160 in place of 
 def test_a_batch_that_follows_the_devices_and_its_rate(config, tmp_path, stop_at):
     config.update_from_flattened_dict(FOLLOWING)
     whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
-    assert "following the devices" in train.how_batches_change(config)
+    assert "following the devices" in describe_batches(config.batch, config.sync)
     rate = config.optimizer.learning_rate
     rates = [row["learning_rate"] for row in rows_of(tmp_path / "whole")]
     assert rates == pytest.approx([1.5 * rate, 2 * rate, 2 * rate])  # from the unscaled rate to twice
@@ -521,7 +522,7 @@ def poisoned(config, monkeypatch):
     sums = (views.astype(int) * weights).sum(axis=(2, 3, 4)).ravel()
     poison = sums[5]
     assert np.count_nonzero(sums == poison) == 1
-    monkeypatch.setattr("resolve.make_loss_fn", make_poisoned)
+    monkeypatch.setattr("build.make_loss_fn", make_poisoned)
     program_cache = ProgramCache()  # not for other tests
     monkeypatch.setattr(train, "ProgramCache", lambda: program_cache)
     return config

@@ -20,7 +20,7 @@ import train
 from configs import default
 from largebatch.sources.find import find_source
 from largebatch.sources.source import Source
-from largebatch.sources.split_file import read_split_file
+from largebatch.sources.split import read_split_file
 
 CLASSES = ("AnnualCrop", "Residential", "SeaLake")
 SHAPES = {

@@ -5,10 +5,10 @@ import pytest
 from test_map_files import save
 from test_sources import zip_of
 
-from largebatch.errors import UserError
 from largebatch.sources.class_folders import parse_names
 from largebatch.sources.find import find_source
 from largebatch.tasks.kinds import KINDS
+from largebatch.util import UserError
 
 
 def test_the_folders_that_hold_images_are_the_classes():

@@ -13,11 +13,11 @@ from PIL import Image
 from test_sources import zip_of
 
 from largebatch.decoding.images import DecodeOptions
-from largebatch.errors import UserError
 from largebatch.sources.file_sets import FolderFiles, ZipFiles
-from largebatch.sources.map_files import find_maps, map_source
+from largebatch.sources.map_folders import find_maps, map_source
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets
+from largebatch.util import UserError
 
 SIZE = (10, 12)  # height, width
 RNG = np.random.default_rng(0)

@@ -4,15 +4,15 @@ import zipfile
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, typed
 from ml_collections import config_dict
 from test_sources import png, write_prepared_tfds, write_zip
 
 import augment
 from configs import default
-from largebatch.errors import UserError
 from largebatch.sources.find import find_source
 from largebatch.sources.split import assign_splits
+from largebatch.util import UserError
 
 CIFAR10 = ROOT.parent / "shared" / "data" / "CIFAR-10-jpeg.zip"
 CLASS_NAMES = ["cat", "dog"]
@@ -150,7 +150,7 @@ def cache_of(tmp_path, **dataset):
     config = config_dict.ConfigDict(default.get_config())
     config.augment.cache_dir = str(tmp_path / "cache")
     config.dataset.update({"name": "pets", **dataset})
-    cache = augment.prepare_cache(config)
+    cache = augment.prepare_cache(typed(config))
     ids = {split: cache.small_array(f"{split}_ids").tolist() for split in ("train", "val", "test")}
     return ids, str(cache.folder)
 

@@ -6,8 +6,15 @@ from conftest import decode_all, make_folder
 
 from largebatch.decoding.images import DecodeOptions
 from largebatch.sources.find import find_source
-from largebatch.sources.scenes import BACKGROUND_PATTERNS, OBJECT_PATTERNS, _View, make_scene, patterns, tiles
-from largebatch.sources.scenes_source import VERSION
+from largebatch.sources.made import (
+    BACKGROUND_PATTERNS,
+    OBJECT_PATTERNS,
+    VERSION,
+    _View,
+    make_scene,
+    patterns,
+    tiles,
+)
 from largebatch.tasks import planes
 
 SIZE, NUM_SCENES = 48, 120

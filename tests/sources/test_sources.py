@@ -13,10 +13,10 @@ from etils import epath
 from PIL import Image
 
 from largebatch.decoding.images import DecodeOptions
-from largebatch.errors import UserError
-from largebatch.sources import download
+from largebatch.sources import find
 from largebatch.sources.find import find_source
 from largebatch.sources.split import split_indices
+from largebatch.util import UserError
 
 CLASSES = {"Forest": 12, "River": 9, "SeaLake": 9}
 
@@ -317,7 +317,7 @@ def test_download_checks_the_sha256_and_is_kept(tmp_path, web, monkeypatch):
     archive = zip_of(make_folder(tmp_path / "images", CLASSES), root / "EuroSAT.zip")
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
     mirrors = (("http://127.0.0.1:1/gone.zip", "0" * 64), (f"{address}/EuroSAT.zip", sha256))
-    monkeypatch.setattr(download, "EUROSAT_MIRRORS", mirrors)
+    monkeypatch.setattr(find, "EUROSAT_MIRRORS", mirrors)
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "no_tfds"))
     source = find_source("eurosat", cache_dir=str(tmp_path / "cache"))
     assert len(decode_all(source).labels) == 30
@@ -330,9 +330,9 @@ def test_a_wrong_checksum_or_no_network_keeps_nothing(tmp_path, web, monkeypatch
     root, address = web
     (root / "EuroSAT.zip").write_bytes(b"something else")
     mirrors = (("http://127.0.0.1:1/gone.zip", "0" * 64), (f"{address}/EuroSAT.zip", "1" * 64))
-    monkeypatch.setattr(download, "EUROSAT_MIRRORS", mirrors)
+    monkeypatch.setattr(find, "EUROSAT_MIRRORS", mirrors)
     with pytest.raises(UserError) as error:
-        download.download_eurosat(epath.Path(tmp_path / "cache"))
+        find.download_eurosat(epath.Path(tmp_path / "cache"))
     found = hashlib.sha256(b"something else").hexdigest()
     assert "gone.zip cannot be fetched" in str(error.value)
     assert f"has SHA-256 {found}, expected {'1' * 64}" in str(error.value)

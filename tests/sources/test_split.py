@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from largebatch.errors import BadSetting, UserError
-from largebatch.sources.split import assign_splits, split_indices
-from largebatch.sources.split_file import read_split_file
+from largebatch.sources.split import assign_splits, read_split_file, split_indices
+from largebatch.util import BadSetting, UserError
 
 CLASS_NAMES = ["cat", "dog"]
 

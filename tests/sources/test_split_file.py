@@ -5,8 +5,8 @@ import os
 import pytest
 
 from largebatch import untrusted
-from largebatch.errors import BadSetting
-from largebatch.sources.split_file import read_split_file
+from largebatch.sources.split import read_split_file
+from largebatch.util import BadSetting
 
 IDS = ["cat/1.tif", "cat/2.tif", "dog/1.tif", "dog/3.tif", "dog/4.tif"]
 

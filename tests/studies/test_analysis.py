@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from largebatch.errors import UserError
 from largebatch.runs import reader
 from largebatch.studies import analysis
 from largebatch.studies.knee import fit_knee
+from largebatch.util import UserError
 
 
 def write_run(

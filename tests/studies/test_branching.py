@@ -8,21 +8,19 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import assert_one_line_error, run_script
+from conftest import assert_one_line_error, run_script, typed
 from report_pages import make, text_of
 from test_analysis import write_run
 
-import model as models
 import train
 from configs import default
-from largebatch.config.validate import validate
-from largebatch.errors import UserError
 from largebatch.optim import traces
 from largebatch.reports.branch_panel import branch_panel
 from largebatch.runs import reader
 from largebatch.studies import branching, critical_batch
 from largebatch.studies.branching import BranchOptions
 from largebatch.studies.knee import Knee
+from largebatch.util import UserError
 
 SIZES = [128, 256, 512, 1024]
 
@@ -214,7 +212,7 @@ def test_a_branch_of_a_run_on_a_trace_or_with_local_steps_is_allowed():
     point = branching.BranchPoint(100, 12_800, 128, 0.1, None)
     config.schedule.name, config.schedule.decay_over = "linear", "images"
     branching._become_branch(config, BranchOptions("run", images=16_384), point)
-    validate(config, models.MODELS)
+    typed(config)
     assert (config.sync.mode, config.train.inner_steps) == ("every_step", 16)
 
 

@@ -8,13 +8,13 @@ import sqlalchemy
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import TrialState
 
-from largebatch.errors import UserError
 from largebatch.hosts import preemption
 from largebatch.studies import search
 from largebatch.studies.database import grace_sec, open_storage, without_password
 from largebatch.studies.queue import Counts, TrialQueue, TrialSpec
 from largebatch.studies.search import SearchOptions
 from largebatch.tasks.kinds import CLASSIFICATION
+from largebatch.util import UserError
 
 SPACE = {
     "batch.size": CategoricalDistribution([64, 128]),

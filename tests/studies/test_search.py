@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from largebatch.errors import UserError
 from largebatch.studies.search import SearchOptions, fixed_settings, grid, refined, tpe_sampler
+from largebatch.util import UserError
 
 SPACE = {
     "optimizer.name": CategoricalDistribution(["lamb", "adam", "sgd"]),

@@ -2,14 +2,12 @@ import importlib
 import re
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, typed
 
-import model as models
-from largebatch.config.rules import RULES
-from largebatch.config.validate import validate
-from largebatch.errors import UserError
+from largebatch.config.dicts import RULES
 from largebatch.studies.search import SearchOptions, fixed_settings, grid
 from largebatch.studies.space import SpaceFile, read_space
+from largebatch.util import UserError
 
 
 def read(tmp_path, text: str) -> SpaceFile:
@@ -44,7 +42,7 @@ def read(tmp_path, text: str) -> SpaceFile:
         ),
         (
             'def get_space():\n    return {"optimizer.name": CategoricalDistribution(["sgd", "lambb"])}',
-            ["optimizer.name: 'lambb'; allowed: sgd | adam | adamw | nadamw | lamb | lars | muon | soap"],
+            ["optimizer.name: 'lambb'; allowed: lamb | sgd | lars | adam | adamw | nadamw | muon | soap"],
         ),
         (
             'def get_space():\n    return {"optimizer.momentum": FloatDistribution(0.5, 1.5)}',
@@ -107,7 +105,7 @@ def test_the_spaces_that_come_along_are_sound(path):
         config = importlib.import_module(config_path.replace("/", ".")).get_config()
         config.update_from_flattened_dict(values)
         space_file.derive(config)
-        validate(config, models.MODELS)
+        typed(config)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from conftest import ROOT, assert_one_line_error, run_script
 
 import model as models
 from configs import default
-from largebatch.errors import UserError
 from largebatch.studies.database import is_sqlite_file_in
 from largebatch.studies.study import adopt_recorded_config, read_space_file, refuse_another
+from largebatch.util import UserError
 
 SPACE = """
 from pathlib import Path

@@ -9,10 +9,10 @@ from machines import run_on
 import model as models
 from configs import default
 from largebatch.config.rules import rules
-from largebatch.errors import BadSetting, UserError
 from largebatch.studies.search import SearchOptions
 from largebatch.studies.space import read_space
 from largebatch.studies.study import Study
+from largebatch.util import BadSetting, UserError
 
 SPACE = """
 from optuna.distributions import CategoricalDistribution

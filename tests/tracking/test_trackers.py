@@ -15,11 +15,10 @@ from test_sweep import make_study, run_study
 from wandb_records import exit_code_of, rows_of, run_of
 
 import train
-from largebatch.errors import UserError
 from largebatch.runs.display import Reporter
-from largebatch.tracking import tensorboard, trackers, weights_and_biases
-from largebatch.tracking.tracked_run import TrackedRun
-from largebatch.tracking.trackers import Trackers
+from largebatch.tracking import trackers
+from largebatch.tracking.trackers import TrackedRun, Trackers
+from largebatch.util import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +79,7 @@ def test_one_that_fails_is_named_once_and_the_others_go_on(tmp_path, monkeypatch
         def __init__(self, run):
             raise ValueError("no\nsuch server")
 
-    monkeypatch.setattr(
-        trackers, "TRACKERS", {"fails": Fails, "tensorboard": tensorboard.TensorBoard, "new": Breaks}
-    )
+    monkeypatch.setattr(trackers, "TRACKERS", {"fails": Fails, "tensorboard": trackers.TensorBoard, "new": Breaks})
     config = {"log": {"fails": True, "tensorboard": True, "new": True}}
     tracked = Trackers(TrackedRun(tmp_path, "run", None, config))
     for step in (1, 2):
@@ -109,8 +106,8 @@ def test_what_is_not_installed_is_refused_before_the_run(monkeypatch):
 
 def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from largebatch.tracking.tensorboard import TensorBoard;"
-        "from largebatch.tracking.tracked_run import TrackedRun;"
+        "import sys; from pathlib import Path; from largebatch.tracking.trackers import TensorBoard;"
+        "from largebatch.tracking.trackers import TrackedRun;"
         "board = TensorBoard(TrackedRun(Path(sys.argv[1]), 'run', None, {}));"
         "board.row({'step': 7, 'val_accuracy': 0.25, 'noise_scale': None}); board.end({});"
         "assert 'tensorflow' not in sys.modules"
@@ -123,7 +120,7 @@ def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
 
 
 def test_tensorboard_begins_a_file_where_a_run_went_back(tmp_path):
-    board = tensorboard.TensorBoard(TrackedRun(tmp_path, "run", None, {}))
+    board = trackers.TensorBoard(TrackedRun(tmp_path, "run", None, {}))
     board.row({"step": 7, "loss": 0.5})
     board.went_back()
     board.row({"step": 3, "loss": 0.6})
@@ -161,7 +158,7 @@ def test_wandb_gets_the_whole_run_and_goes_on_in_the_same_record(config, tmp_pat
 @pytest.mark.full
 def test_wandb_is_offline_where_its_server_is_not_reached(tmp_path, config, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    monkeypatch.setattr(weights_and_biases, "FINISH_SEC", 120.0)
+    monkeypatch.setattr(trackers, "FINISH_SEC", 120.0)
     tracked = Trackers(TrackedRun(tmp_path, "run", None, config.to_dict()))
     tracked.row({"step": 1, "loss": 0.5})
     tracked.end({"status": "done"})
@@ -195,7 +192,7 @@ def test_wandb_groups_the_trials_of_a_study(config, tmp_path):
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # it is left to itself
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_killing_its_process_changes_no_bit_of_a_run(config, tmp_path, monkeypatch, caplog, number):
-    monkeypatch.setattr(weights_and_biases, "FINISH_SEC", 1.0)
+    monkeypatch.setattr(trackers, "FINISH_SEC", 1.0)
 
     class Kills(Reporter):
         def row(self, row, outer_steps):
@@ -217,7 +214,7 @@ def test_killing_its_process_changes_no_bit_of_a_run(config, tmp_path, monkeypat
 
 def test_a_process_that_does_not_read_holds_nothing_up(config, tmp_path):
     run = TrackedRun(tmp_path, "run", None, config.to_dict())
-    tracker = weights_and_biases.WeightsAndBiases(run)
+    tracker = trackers.WeightsAndBiases(run)
     os.kill(child(), signal.SIGSTOP)
     begin = time.monotonic()
 

@@ -6,24 +6,23 @@ import types
 import jax
 import numpy as np
 import pytest
-from conftest import assert_one_line_error, facts_of, run_script
+from conftest import assert_one_line_error, facts_of, run_script, typed
 from test_resume import rows_of, summary_of
 
-import model as models
+import evaluate
 import train
-import trained
 from benchmarks.ours import collectives
-from largebatch.config.fields import flatten
-from largebatch.config.validate import validate
-from largebatch.errors import BadSetting, UserError
+from largebatch.config.dicts import flatten
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import preemption, replicas
 from largebatch.optim import noise_scale
-from largebatch.optim.optimizers import create_optimizer
-from largebatch.optim.schedules import make_schedule
+from largebatch.optim.batch_schedule import BatchSchedule
+from largebatch.optim.optimizers import Hyperparams, create_optimizer
 from largebatch.runs.progress import RunProgress
+from largebatch.training.local_sgd import Sync
 from largebatch.training.state import create_train_state
-from resolve import resolve_setup
+from largebatch.util import BadSetting, UserError
+from plan import plan_run, schedule_of
 
 
 def run(config, workdir, **fields):
@@ -68,7 +67,7 @@ def test_a_run_is_evaluated_without_its_trace(small_config, tmp_path):
     path.write_text("step,batchsize\n0,64\n5,128\n")
     rows, _ = run(small_config, tmp_path / "run", batch__trace=str(path), **LOCAL | {"train__inner_steps": 3})
     path.unlink()
-    assert trained.load_run(tmp_path / "run").config.batch.trace is None
+    assert evaluate.load_run(tmp_path / "run").config.batch.trace is None
     result = run_script("evaluate.py", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     assert f"{max(row['val_accuracy'] for row in rows):.4f}" in result.stdout
@@ -166,7 +165,7 @@ def test_a_batch_that_grew_is_resumed_bitwise(small_config, tmp_path, monkeypatc
 def micro_batch_size(config, num_devices: int) -> int:
     """Of a run of `config` on 80 training images."""
     data = facts_of(80, (16, 16, 3), num_classes=10)
-    return resolve_setup(config, data, Hardware.here(num_devices)).micro_batch_size
+    return plan_run(typed(config), data, Hardware.here(num_devices)).micro_batch_size
 
 
 def test_noise_needs_two_groups(small_config):
@@ -220,15 +219,15 @@ def test_bytes_are_those_of_the_compiled_all_reduce(small_config, mode):
     small_config.model.norm, small_config.sync.mode = "batch", mode
     small_config.train.ema_decay, small_config.train.inner_steps = 0.5, 1  # a program that other tests compile
     program_cache = train.ProgramCache()
-    placed = program_cache.load(small_config)
-    setup, programs = placed.setup, program_cache.compiled(placed.setup)
-    state = replicas.replicate(programs.parts.init(np.uint32(0), setup.hyperparams, None))
-    arguments = [state, placed.data.train.arrays, setup.schedule.inputs(0, length=1), np.int32(1)]
+    placed = program_cache.load(typed(small_config))
+    plan, programs = placed.plan, program_cache.programs(placed.plan)
+    state = replicas.replicate(programs.init(np.uint32(0), Hyperparams(), None))
+    arguments = [state, placed.data.train.arrays, plan.schedule.inputs(0, length=1), np.int32(1)]
     if mode == "every_step":
         loop, expected_bytes = programs.inner_loop, programs.allreduce_bytes
     else:
         loop, expected_bytes = programs.local_loop, programs.sync_bytes
-        arguments.append(setup.sync)
+        arguments.append(Sync.from_config(plan.config.sync))
     text = loop.lower(*arguments).compile().as_text()
     assert expected_bytes in [collective["bytes"] for collective in collectives(text)]
 
@@ -273,13 +272,13 @@ def test_how_often_one_evaluates_changes_nothing(small_config, tmp_path):
         ({"mode": "locla"}, "sync.mode: 'locla'; allowed: every_step | local | post_local (did you mean 'local'?)"),
         ({"every": 0}, "sync.every: 0; allowed: an integer >= 1"),
         ({"every": 4}, "sync.every: 4; allowed: 1 with sync.mode 'every_step'"),
-        ({"outer_momentum": 0.9}, "sync.outer_momentum: 0.9; allowed: 0 with sync.mode 'every_step'"),
+        ({"outer_momentum": 0.9}, "sync.outer_momentum: 0.9; allowed: 0.0 with sync.mode 'every_step'"),
     ],
 )
 def test_contradictory_settings_of_devices_apart(small_config, fields, message):
     small_config.sync.update(fields)
     with pytest.raises(UserError) as error:
-        validate(small_config, models.MODELS)
+        typed(small_config)
     assert message in str(error.value)
 
 
@@ -287,10 +286,10 @@ def test_what_does_not_go_with_devices_apart(small_config):
     small_config.sync.mode, small_config.optimizer.name = "local", "soap"
     small_config.batch.auto, small_config.schedule.scaling = True, "adascale"
     with pytest.raises(UserError) as error:
-        validate(small_config, models.MODELS)
+        typed(small_config)
     for words in (
         "keep | reset with soap",
-        "'adascale', whose gain is sgd's; allowed: none | linear | sqrt with soap",
+        "'adascale'; allowed: none | linear | sqrt with soap, for its gain is that of sgd",
         "'adascale'; allowed: none | linear | sqrt with sync.mode 'local'",
         "batch.auto: True; allowed",
     ):
@@ -337,7 +336,7 @@ def test_local_steps_after_the_last_update_are_refused(small_config):
     small_config.sync.update({"mode": "post_local", "start_step": 4, "every": 2})
     small_config.batch.size = 64
     with pytest.raises(BadSetting, match=r"sync\.start_step: 4; allowed: up to 3"):
-        make_schedule(small_config, 480 * 8)
+        schedule_of(typed(small_config), 480 * 8, BatchSchedule.constant(64))
 
 
 @pytest.mark.full

@@ -2,17 +2,15 @@
 
 import numpy as np
 import pytest
-from conftest import facts_of
+from conftest import facts_of, typed
 
-import model as models
 import train
-from largebatch.config.validate import validate
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping
-from largebatch.errors import UserError
 from largebatch.hardware.chips import Hardware
 from largebatch.optim.noise_scale import NoisePlan
-from resolve import resolve_setup
+from largebatch.util import UserError
+from plan import plan_run
 
 # ---- micro-batches and ghost batches ------------------------------------------------------------------
 
@@ -34,7 +32,7 @@ def test_batch_norm_of_single_images_is_refused(small_config, tmp_path, fields, 
 
 
 def micro_batch_size_on_5_devices(config, num_originals):
-    return resolve_setup(config, facts_of(num_originals, (16, 16, 3)), Hardware.here(5)).micro_batch_size
+    return plan_run(typed(config), facts_of(num_originals, (16, 16, 3)), Hardware.here(5)).micro_batch_size
 
 
 def test_a_ghost_batch_is_no_larger_than_what_a_device_has(small_config):
@@ -42,7 +40,7 @@ def test_a_ghost_batch_is_no_larger_than_what_a_device_has(small_config):
     small_config.batch.micro_batch_size, small_config.batch.size = "auto", 100
 
     def grouping():
-        return resolve_setup(small_config, facts_of(384, (16, 16, 3)), Hardware.here(5)).program.grouping
+        return plan_run(typed(small_config), facts_of(384, (16, 16, 3)), Hardware.here(5)).grouping
 
     assert grouping() == Grouping(23, 23)  # where an epoch ends
     small_config.batch.size = 640  # of which a device has up to 133: 5 groups of 32
@@ -67,7 +65,7 @@ def test_ghost_batches_that_cannot_be_are_refused(small_config, fields, message)
     small_config.batch.micro_batch_size = "auto"
     small_config.update_from_flattened_dict(fields)
     with pytest.raises(UserError, match=message):
-        validate(small_config, models.MODELS)
+        typed(small_config)
 
 
 def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
@@ -91,7 +89,7 @@ def test_batch_norm_sees_no_single_image_where_an_epoch_ends(small_config):
 
 def plan_on(config, num_devices, platform, num_originals=10_000) -> NoisePlan | None:
     hardware = Hardware(platform, {"cpu": "cpu", "gpu": "NVIDIA H200"}[platform], num_devices)
-    return resolve_setup(config, facts_of(num_originals, (16, 16, 3)), hardware).program.noise
+    return plan_run(typed(config), facts_of(num_originals, (16, 16, 3)), hardware).micro_batches.noise
 
 
 @pytest.fixture
@@ -160,7 +158,7 @@ def test_a_run_that_needs_the_noise_and_cannot_measure_it_is_refused(config, fie
     config.update_from_flattened_dict(fields)
 
     def check():
-        validate(config, models.MODELS)
+        typed(config)
         plan_on(config, 1, "cpu")
 
     with pytest.raises(UserError, match=message):

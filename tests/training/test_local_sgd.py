@@ -12,13 +12,13 @@ from jax import flatten_util, lax
 from test_step import examples_of
 
 from benchmarks.ours import collectives
-from configs import default
+from largebatch.config.fields import BatchConfig, ScheduleConfig
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS
-from largebatch.optim import optimizers, schedules, traces
+from largebatch.optim import optimizers, schedules
+from largebatch.optim.batch_schedule import BatchSchedule
 from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
-from largebatch.optim.schedule_options import ScheduleOptions
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.runs.progress import replicas_from_mean
 from largebatch.training import local_sgd
@@ -147,10 +147,9 @@ class Replica:
 def test_a_trace_is_the_replay_of_its_examples_with_one_compilation(corrected):
     """At rates that follow the batch. Sums of float32 gradients against float64: 2e-5."""
     sizes = [32, 64, 96, 7, 1024, 50, 1280, 1]
-    fields = {**default.get_config().schedule.to_dict(), "scaling": "linear", "reference_batch_size": 64}
-    schedule = schedules.create_schedule(
-        ScheduleOptions.from_config(fields), 0.005, MAX_UPDATES, traces.from_list(sizes * 2).batch_sizes, EXAMPLES
-    )
+    options = ScheduleConfig(scaling="linear", reference_batch_size=64)
+    batch_sizes = BatchSchedule.from_config(BatchConfig(trace=tuple(sizes * 2)), EXAMPLES, 8)
+    schedule = schedules.create_schedule(options, 0.005, MAX_UPDATES, batch_sizes, EXAMPLES)
     problem, replica = make_problem(8, momentum_correction=corrected), Replica(corrected)
     traced = []
 

@@ -15,8 +15,8 @@ from report_pages import make, text_of
 import evaluate
 import model
 import train
+from build import ProgramCache
 from configs import scenes_tiny
-from experiment import ProgramCache
 from largebatch.decoding.colours import class_colours, shaded
 from largebatch.predictions import cases
 from largebatch.runs import reader

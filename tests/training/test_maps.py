@@ -16,13 +16,13 @@ import export
 import model
 import train
 from configs import scenes_tiny
-from largebatch.errors import UserError
 from largebatch.hosts import preemption
 from largebatch.predictions import cases
 from largebatch.predictions.maps import mean_iou
 from largebatch.runs import reader
 from largebatch.tasks import planes
 from largebatch.training import trainer
+from largebatch.util import UserError
 
 SMALL = "resunet_smallest"
 OUTER_STEPS = 3

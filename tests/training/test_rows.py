@@ -9,7 +9,6 @@ import train
 from largebatch.hardware import chips
 from largebatch.hardware.chips import Chip, Hardware
 from largebatch.hosts import memory
-from largebatch.hosts.watch import HostWatch
 from largebatch.training.costs import flops_utilisation
 
 
@@ -75,12 +74,3 @@ def test_a_row_has_the_peak_of_memory_to_the_byte(run_row, monkeypatch, peak, sh
     row, _, line = run_row()
     assert row["device_memory_peak_bytes"] == peak
     assert shown in line if shown else "memory" not in line
-
-
-@pytest.mark.parametrize(("ratio", "told"), [(1.3, "  host 3 takes 1.30 x the median"), (1.1, None), (None, None)])
-def test_the_terminal_names_a_host_that_is_clearly_slow(run_row, monkeypatch, ratio, told):
-    fields = {"device_memory_peak_bytes": None, "slowest_host": ratio and 3, "slowest_host_ratio": ratio}
-    monkeypatch.setattr(HostWatch, "row_fields", lambda self: fields)
-    row, _, line = run_row()
-    assert row["slowest_host_ratio"] == ratio
-    assert told in line if told else "the median" not in line

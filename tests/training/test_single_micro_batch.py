@@ -3,16 +3,16 @@
 import jax
 import numpy as np
 import pytest
-from conftest import make_small_config
+from conftest import make_small_config, typed
 
-import resolve
-from experiment import ProgramCache, prepare
+from build import ProgramCache, prepare
+from largebatch.cache.plan import DatasetInfo
 from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.hosts.clock import Clock
 from largebatch.training import grouping
-from largebatch.training.setup import DataFacts
+from plan import plan_run
 
 
 @pytest.fixture
@@ -26,13 +26,13 @@ def config(session_cache):
 
 def one_update(config):
     """The gradient of the first update, and in how many loops over micro-batches it is found."""
-    experiment, state = prepare(config, Clock(), ProgramCache())
+    plan, data, programs, state = prepare(typed(config), Clock(), ProgramCache())
     before = replicas.first_replica(state.params)
-    inputs = experiment.setup.schedule.inputs(0, experiment.setup.program.inputs_length)
-    arguments = state, experiment.data.train.arrays, inputs, np.int32(1)
-    program = hlo.parse(experiment.programs.inner_loop.lower(*arguments).compile().as_text())
+    inputs = plan.schedule.inputs(0, plan.inputs_length)
+    arguments = state, data.train.arrays, inputs, np.int32(1)
+    program = hlo.parse(programs.inner_loop.lower(*arguments).compile().as_text())
     loops = [loop for loop in program.loops() if loop.op_name.endswith("micro_batches/while")]
-    state, _ = experiment.programs.inner_loop(*arguments)
+    state, _ = programs.inner_loop(*arguments)
     return jax.tree.map(np.subtract, before, replicas.first_replica(state.params)), len(loops)
 
 
@@ -62,6 +62,7 @@ def test_a_program_that_knows_it_has_no_loop_and_the_same_gradient(config, monke
 )
 def test_which_programs_know(config, platform, num_devices, fields, knows):
     config.batch.update(fields)
-    data = DataFacts.of(ProgramCache().load(config).cache)
+    config.log.noise_every = int(config.batch.auto)
+    data = DatasetInfo.of(ProgramCache().load(typed(config)).data.cache)
     hardware = Hardware(platform, "NVIDIA H200", num_devices)
-    assert resolve.resolve_setup(config, data, hardware).program.single_micro_batch == knows
+    assert plan_run(typed(config), data, hardware).micro_batches.single == knows

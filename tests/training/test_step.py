@@ -12,9 +12,9 @@ import pytest
 import augment
 import model as models
 from largebatch.data import batching
-from largebatch.data.batching import DataSharding, Grouping
+from largebatch.data.batching import DataSharding, Grouping, choose_sharding
+from largebatch.data.placement import split_planes
 from largebatch.data.random_augment import RandomAugment
-from largebatch.data.rows import split_planes
 from largebatch.hosts import replicas
 from largebatch.optim import optimizers
 from largebatch.optim.optimizers import Hyperparams
@@ -26,7 +26,6 @@ from largebatch.tasks.planes import MASK_PLANES
 from largebatch.tasks.segmentation import Segmentation
 from largebatch.tasks.task import Task
 from largebatch.training.loss import Batch, make_loss_fn
-from largebatch.training.setup import choose_sharding
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 from largebatch.training.views import make_read

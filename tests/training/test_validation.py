@@ -11,8 +11,8 @@ from conftest import make_folder
 from report_pages import make, text_of
 from test_resume import rows_of
 
+import build
 import evaluate
-import experiment
 import model
 import train
 from largebatch.data import validation
@@ -51,7 +51,7 @@ def runs(config, tmp_path, monkeypatch):
         return get(self, examples)
 
     monkeypatch.setattr(SplitRows, "__getitem__", count)
-    train.train_and_evaluate(config, str(tmp_path / "streamed"), shared=experiment.ProgramCache())
+    train.train_and_evaluate(config, str(tmp_path / "streamed"), shared=build.ProgramCache())
     return tmp_path / "resident", tmp_path / "streamed", fetched.copy()
 
 

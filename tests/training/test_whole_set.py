@@ -3,17 +3,17 @@
 import jax
 import numpy as np
 import pytest
-from conftest import make_small_config
+from conftest import make_small_config, typed
 
-from experiment import ProgramCache, prepare
+from build import ProgramCache, make_step, prepare
+from largebatch.cache.plan import DatasetInfo
 from largebatch.data.batching import DeviceBatch, Grouping
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.hosts.clock import Clock
 from largebatch.training.grouping import plan_micro_batches
-from largebatch.training.setup import DataFacts
 from largebatch.training.step import SliceReader
-from resolve import choose_setup, make_parts
+from plan import choose_plan
 
 
 @pytest.fixture
@@ -38,15 +38,15 @@ def as_on_an_accelerator(monkeypatch):
         tpus = Hardware("tpu", "TPU v3", hardware.num_devices)
         return plan_micro_batches(config, batch_sizes, sharding, tpus, *arguments, **options)
 
-    monkeypatch.setattr("resolve.plan_micro_batches", plan)
+    monkeypatch.setattr("plan.plan_micro_batches", plan)
 
 
 def one_update(config):
     """The gradient of the first update and its loss."""
-    experiment, state = prepare(config, Clock(), ProgramCache())
+    plan, data, programs, state = prepare(typed(config), Clock(), ProgramCache())
     before = replicas.first_replica(state.params)
-    inputs = experiment.setup.schedule.inputs(0, experiment.setup.program.inputs_length)
-    state, metrics = experiment.programs.inner_loop(state, experiment.data.train.arrays, inputs, np.int32(1))
+    inputs = plan.schedule.inputs(0, plan.inputs_length)
+    state, metrics = programs.inner_loop(state, data.train.arrays, inputs, np.int32(1))
     gradient = jax.tree.map(np.subtract, before, replicas.first_replica(state.params))
     return gradient, float(metrics["loss"][0])
 
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_drawn_examples(
 ):
     config.batch.micro_batch_size = micro_batch_size
     config.batch.virtual_shards = 11  # 8 devices hold them unequally
-    assert ProgramCache().load(config).setup.program.by_slices
+    assert ProgramCache().load(typed(config)).plan.micro_batches.by_slices
     gradient, loss = one_update(config)
     expected, expected_loss = update_of_drawn_examples
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
@@ -102,7 +102,7 @@ def test_the_number_of_micro_batches_is_a_constant_where_devices_have_as_many(
     config, as_on_an_accelerator, virtual_shards, expected
 ):
     config.batch.virtual_shards, config.batch.micro_batch_size = virtual_shards, 16
-    reader = make_parts(ProgramCache().load(config).setup.program).step.reader
+    reader = make_step(ProgramCache().load(typed(config)).plan).reader
     batch = DeviceBatch(*[jax.ShapeDtypeStruct((), np.int32)] * 5)
     found = []
     jax.eval_shape(lambda batch: found.append(reader.num_micro_batches(batch)) or 0, batch)
@@ -115,20 +115,21 @@ def test_the_number_of_micro_batches_is_a_constant_where_devices_have_as_many(
         ({}, True),
         ({"batch.size": 640}, True),
         ({"batch.size": 64}, False),
-        ({"batch.auto": True}, False),
+        ({"batch.auto": True, "batch.size": 64, "log.noise_every": 1}, False),
         ({"batch.per_device_batch_size": 80}, False),
-        ({"batch.trace": (640, 64)}, False),
+        ({"batch.trace": (640, 64), "batch.hold_last": True}, False),
         ({"augment.shift": 1}, False),
-        ({"schedule.decay_by": "batch"}, False),
+        ({"schedule.decay_by": "batch", "schedule.name": "step", "schedule.decay_steps": (2,)}, False),
         ({"model.norm": "batch"}, False),  # a micro-batch must be a sample of the set
     ],
 )
 def test_which_runs_read_slices(config, fields, expected):
-    data = DataFacts.of(ProgramCache().load(config).cache)
+    data = DatasetInfo.of(ProgramCache().load(typed(config)).data.cache)
     config.update_from_flattened_dict(fields)
 
     def by_slices(platform, kind):
-        return choose_setup(config, data, Hardware(platform, kind, 8), free_bytes=10**12).program.by_slices
+        plan = choose_plan(typed(config), data, Hardware(platform, kind, 8), free_bytes=10**12)
+        return plan.micro_batches.by_slices
 
     assert by_slices("tpu", "TPU v3") == by_slices("gpu", "NVIDIA H200") == expected
     assert not by_slices("cpu", "cpu")
@@ -138,4 +139,4 @@ def test_which_runs_read_slices(config, fields, expected):
 
 def test_examples_are_drawn_where_the_noise_is_measured(config, as_on_an_accelerator):
     config.log.noise_every = 3
-    assert not ProgramCache().load(config).setup.program.by_slices
+    assert not ProgramCache().load(typed(config)).plan.micro_batches.by_slices

@@ -33,20 +33,23 @@ class Training:
     """One optimizer's updates."""
 
     def __init__(self, config, programs):
-        from experiment import prepare
+        from build import prepare
+        from largebatch.config import rules
         from largebatch.hosts import replicas
         from largebatch.hosts.clock import Clock
+        from model import MODELS
 
-        self._experiment, state = prepare(config, Clock(), programs)
-        self.start = replicas.first_replica(state)  # in host memory: an update takes its state's memory
+        self._prepared = prepare(rules.check(config.to_dict(), MODELS), Clock(), programs)
+        # In host memory: an update takes its state's memory.
+        self.start = replicas.first_replica(self._prepared.state)
 
     def update(self, state, number: int):
         """The state after update `number`."""
         import numpy as np
 
-        experiment = self._experiment
-        inputs = experiment.setup.schedule.inputs(number, experiment.setup.program.inputs_length)
-        return experiment.programs.inner_loop(state, experiment.data.train.arrays, inputs, np.int32(1))[0]
+        run = self._prepared
+        inputs = run.plan.schedule.inputs(number, run.plan.inputs_length)
+        return run.programs.inner_loop(state, run.data.train.arrays, inputs, np.int32(1))[0]
 
     def params(self):
         """All parameters before each update and after the last."""
@@ -93,7 +96,7 @@ def main() -> None:
     import numpy as np
 
     import model
-    from experiment import ProgramCache
+    from build import ProgramCache
     from largebatch import cli
 
     out, starts_path, cache_dir, path = sys.argv[1:]

@@ -1,16 +1,61 @@
-"""Scenes with an exact mask and an exact depth: textured objects that stand on a floor before a wall, from a seed.
+"""Images that are made from seeds: textures, and scenes with masks and depths."""
 
-A pinhole camera looks along the floor, from one height, as on a vehicle, and up or down a little. A row of pixels
-below the horizon sees the floor at the depth focal length * height of the camera / rows below the horizon. A wall
-closes the view. Objects are flat, upright and face the camera, so each has one depth; what is nearer hides what is
-behind. Colours tell nothing. Where an object stands, its size and how fine its texture is tell how far it is.
-"""
-
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from largebatch.decoding import images
+from largebatch.decoding.colours import to_rgb8
+from largebatch.sources.source import ReadPixels, Source
+from largebatch.tasks import planes
+from largebatch.tasks.planes import PixelTargets
+from largebatch.util import UserError
+
+CLASSES = ("checks", "disks", "noise", "rings", "stripes")
+
+
+def synthetic_labels(num_examples: int) -> np.ndarray:
+    """The classes in turn, int32 [N]."""
+    return np.arange(num_examples, dtype=np.int32) % len(CLASSES)
+
+
+def synthetic(num_examples: int, size: int, seed: int) -> np.ndarray:
+    """Textures in random colours, uint8 [N, size, size, 3].
+
+    The class is the pattern, which mean colour does not tell. Every pattern looks alike under the 8 views, has
+    random phase, scale and contrast, and carries noise.
+    """
+    rng = np.random.default_rng(seed)
+    images = np.empty((num_examples, size, size, 3), np.uint8)
+    for i, label in enumerate(synthetic_labels(num_examples)):
+        pattern = _pattern(CLASSES[label], size, rng)
+        mean, contrast = rng.uniform(90, 165, 3), rng.uniform(15, 50, 3) * rng.choice((-1, 1))
+        pixels = mean + contrast * (pattern - pattern.mean())[..., None] + rng.normal(0, 12, (size, size, 3))
+        images[i] = np.clip(pixels, 0, 255)
+    return images
+
+
+def _pattern(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    """One texture of +1 and -1, [size, size]."""
+    y, x = np.mgrid[:size, :size].astype(np.float32)
+    period = rng.uniform(6, 10)
+    along_x, along_y = (np.sin(2 * np.pi * axis / period + rng.uniform(0, 2 * np.pi)) for axis in (x, y))
+    radius = np.hypot(x - rng.uniform(0.3, 0.7) * size, y - rng.uniform(0.3, 0.7) * size)
+    if kind == "checks":
+        wave = along_x * along_y
+    elif kind == "disks":
+        wave = rng.uniform(0.15, 0.3) * size - radius
+    elif kind == "noise":
+        wave = rng.standard_normal((size, size))
+    elif kind == "rings":
+        wave = np.sin(2 * np.pi * radius / period + rng.uniform(0, 2 * np.pi))
+    else:
+        wave = along_x if rng.random() < 0.5 else along_y
+    return np.where(wave > 0, 1.0, -1.0)
+
 
 FARTHEST = 12.0  # metres, depth 1
 CAMERA_HEIGHT = 1.25  # metres above the floor; were it another in each scene, no picture would tell its size
@@ -145,3 +190,95 @@ def tiles(images: np.ndarray, metres: float = 2.0) -> Texture:
         return image[rows % height, columns % width].astype(float)
 
     return texture
+
+
+VERSION = 5  # of the scenes: another wherever a seed gives another scene
+DEFAULT_SIZE = 48  # pixels
+SCENE_CLASSES = ("background", "object")
+# Scenes of the splits come from different ranges of seeds, whatever their number.
+FIRST_SEEDS = {"train": 0, "val": 2**30, "test": 2**31}
+SHARES = {"val": 0.1, "test": 0.1}  # of the scenes, and of the images whose pieces they stand on
+# By the name of the set: the patterns of floor and wall, and those of objects.
+PATTERNS = {
+    "scenes": (BACKGROUND_PATTERNS, OBJECT_PATTERNS),
+    "scenes_swapped": (OBJECT_PATTERNS, BACKGROUND_PATTERNS),
+}
+
+
+def scenes_source(
+    name: str, num_examples: int, seed: int, options: images.DecodeOptions, ground: Source | None = None
+) -> Source:
+    """The source of so many scenes.
+
+    Args:
+      name: a key of PATTERNS.
+      ground: images whose pieces are floor and wall, in place of patterns. Each split has images of its own.
+    Raises:
+      UserError: they are to be of no square, or not of 3 channels.
+    """
+    height, width = options.size or (DEFAULT_SIZE, DEFAULT_SIZE)
+    if height != width:
+        raise UserError(f"dataset.image_size: ({height}, {width}); allowed: a square with scenes")
+    if options.channels not in (None, 3):
+        raise UserError(f"dataset.channels: {options.channels}; allowed: 3 with scenes")
+    counts = split_counts(num_examples)
+    numbers = [(split, FIRST_SEEDS[split] + number) for split, count in counts.items() for number in range(count)]
+    background, objects = map(patterns, PATTERNS[name])
+
+    def read_with(ground_of: Callable[[str, int], Texture]) -> ReadPixels:
+        def read(indices, out=None):
+            scenes = []
+            for index in indices:
+                split, number = numbers[index]
+                scenes.append(make_scene(height, (seed, number), ground_of(split, number), objects))
+            return [_stored(scene) for scene in scenes]
+
+        return read
+
+    @contextlib.contextmanager
+    def open_pixels():
+        if ground is None:
+            yield read_with(lambda split, number: background)
+            return
+        with opened_ground(ground, seed) as ground_of:
+            yield read_with(ground_of)
+
+    on = f" on {ground.description}" if ground else ""
+    return Source(
+        description=f"{name} ({num_examples} of {height} pixels, seed {seed}){on}",
+        fingerprint=f"{name}-{VERSION} {num_examples} {height} {seed} {ground.fingerprint if ground else ''}",
+        ids=[f"{number:010d}" for _, number in numbers],
+        labels=np.zeros(num_examples, np.int32),
+        class_names=["scene"],
+        open=open_pixels,
+        splits=[split for split, _ in numbers],
+        targets=PixelTargets(SCENE_CLASSES, has_depth=True),
+    )
+
+
+def split_counts(count: int) -> dict[str, int]:
+    """How many of so many things each split has."""
+    others = {split: int(share * count) for split, share in SHARES.items()}
+    return {"train": count - sum(others.values()), **others}
+
+
+@contextlib.contextmanager
+def opened_ground(ground: Source, seed: int) -> Iterator[Callable[[str, int], Texture]]:
+    """Gives the texture of floor and wall by split and number of a scene: an image of that split."""
+    order = np.random.default_rng(seed).permutation(len(ground.ids))
+    ends = np.cumsum(list(split_counts(len(order)).values()))
+    images_of: dict[str, Sequence[int]] = dict(zip(FIRST_SEEDS, np.split(order, ends[:-1]), strict=True))
+    with ground.open() as read:
+
+        def ground_of(split: str, number: int) -> Texture:
+            of_split = images_of[split]
+            (image,) = read([of_split[number % len(of_split)]])
+            return tiles(to_rgb8(image)[None])
+
+        yield ground_of
+
+
+def _stored(scene) -> np.ndarray:
+    """uint8 [H, W, 6]."""
+    depth = np.rint(scene.depth * planes.LARGEST_DEPTH).astype(np.uint16)
+    return planes.join(scene.image, scene.mask, depth)

@@ -1,8 +1,4 @@
-"""Normalisation layers, and a stem that whitens the patches of an image.
-
-A normalisation keeps the dtype of its input, so that the gelu after it has that of the convolution before it: "dot"
-gives float32, in which elementwise work is faster on CPUs (LOG.md), "lax" the network's.
-"""
+"""Activation, pooling, normalisation, and linear classifiers behind inner layers."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,8 +7,66 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from largebatch.nn.convolution import CONVS, extract_patches
+
+
+@jax.custom_vjp
+def gelu(x):
+    """gelu in its tanh form (Hendrycks & Gimpel 2016); the gradient is computed from `x` alone.
+
+    By itself XLA keeps the tanh too on a GPU: another kernel that writes an array as large as `x`, which two others
+    read. That is a quarter of all bytes that an update of the convnet moves there (docs/hardware.md).
+    """
+    return nn.gelu(x)
+
+
+def _forward(x):
+    return nn.gelu(x), x
+
+
+def _backward(x, cotangent):
+    # Behind the barrier the compiler does not find that it has had this tanh before. On TPUs it computes it anew
+    # without being told; on CPUs that is slower.
+    x = lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x)
+    return jax.vjp(nn.gelu, x)[1](cotangent)
+
+
+gelu.defvjp(_forward, _backward)
+
+
+def max_pool(x):
+    """The largest of each 2 x 2 pixels: [N, H, W, C] -> [N, H // 2, W // 2, C].
+
+    An odd row or column is left out; a single one stays. `flax.linen.max_pool` gives the same, with a gradient that
+    is four to five times slower on CPUs (LOG.md).
+    """
+    return _halve(_halve(x, axis=1), axis=2)
+
+
+def _halve(x, axis: int):
+    even_size = x.shape[axis] // 2 * 2
+    if not even_size:
+        return x
+    return jnp.maximum(*(lax.slice_in_dim(x, start, even_size, 2, axis) for start in (0, 1)))
+
+
+SIDE_LOGITS = "side_logits"  # the collection that their logits are sown into, where the loss asks for it
+
+
+class SideHead(nn.Module):
+    """A linear classifier of the mean over all pixels: Lee et al. 2015, "Deeply-Supervised Nets"."""
+
+    num_classes: int
+    dtype: jnp.dtype
+    kernel_init: nn.initializers.Initializer
+
+    @nn.compact
+    def __call__(self, x) -> None:
+        head = nn.Dense(self.num_classes, dtype=self.dtype, kernel_init=self.kernel_init)
+        self.sow(SIDE_LOGITS, "logits", head(jnp.mean(x, axis=(1, 2))).astype(jnp.float32))
+
 
 STATISTICS, FROZEN = "batch_stats", "frozen"  # the collections of what is not trained
 EPSILON = 1e-5

@@ -1,0 +1,198 @@
+"""Helpers of all packages: errors that a user can correct, paths, atomic writes, work on all cores."""
+
+import argparse
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import pathlib
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+STALE_SEC = 3600
+
+
+# ---- errors ------------------------------------------------------------------------------------------
+
+
+def printable(text: object) -> str:
+    """Escape control characters: names in a file that others made must not control a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+class UserError(Exception):
+    """A mistake that the user can correct. Its text is one line, printed without a traceback."""
+
+
+class BadSetting(UserError):
+    """A value that is allowed in general, but not with this data or on these devices."""
+
+
+# ---- paths ------------------------------------------------------------------------------------------
+
+
+def expanded(path: str | os.PathLike, name: str = "") -> str:
+    """Return a path with the home folder in place of ~ or ~USER at its beginning. URLs stay as they are.
+
+    Args:
+      name: the flag or config field that gave it, for the message.
+    Raises:
+      BadSetting: there is no such home folder.
+    """
+    text = os.fspath(path)
+    if not text.startswith("~"):
+        return text
+    try:
+        return str(Path(text).expanduser())
+    except RuntimeError as error:
+        home, given = text.split("/")[0], f"{name}: {text}" if name else text
+        raise BadSetting(f"{given}: there is no home folder {home}; allowed: ~, ~USER, or ./{home} here") from error
+
+
+def address_argument(text: str) -> str:
+    """Return the path or URL that an argument of argparse is; for its `type`."""
+    try:
+        return expanded(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def path_argument(text: str) -> Path:
+    """Return the path of this machine that an argument of argparse is; for its `type`."""
+    return Path(address_argument(text))
+
+
+# ---- files: paths of pathlib or of epath (gs://) -----------------------------------------------------
+
+
+def beside(path):
+    """Return a hidden path beside `path` for its replacement, which no other process gets.
+
+    Its name is random, since containers that mount one folder may have the same host name and pid.
+    """
+    return path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Yield a path to write to. The file replaces `path` if the block ends well, and is removed otherwise."""
+    temporary = beside(path)
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_through(path, content) -> None:
+    """Write bytes to a file that is on disk when this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_stale(path) -> None:
+    """Remove what killed processes left `beside` `path`, where this process may.
+
+    What was written to in the last `STALE_SEC` stays: a process on another host may be at work on it.
+    """
+    name = re.escape(path.name)
+    # The second pattern is the name that older code gave.
+    _remove_old(path.parent, re.compile(rf"\.{name}\.[0-9a-f]{{32}}\.tmp|\.tmp-{name}-.*"))
+
+
+def remove_stale_in(folder) -> None:
+    """Remove what killed processes left `beside` any file of a folder that belongs to this code."""
+    _remove_old(folder, re.compile(r"\..*\.[0-9a-f]{32}\.tmp"))
+
+
+def _remove_old(folder, leftover: re.Pattern) -> None:
+    if not folder.exists():
+        return
+    for candidate in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process removes it too, or it is another user's
+            if leftover.fullmatch(candidate.name) and seconds_untouched(candidate) > STALE_SEC:
+                remove(candidate)
+
+
+def seconds_untouched(path) -> float:
+    """Return the seconds since the last change of a file, or of anything in a folder."""
+    return time.time() - _last_written(path)
+
+
+def remove(path) -> None:
+    """Remove a file or a whole folder, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        if isinstance(path, pathlib.Path) and path.is_dir():
+            shutil.rmtree(path)
+        elif path.is_dir():
+            path.rmtree()
+        else:
+            path.unlink()
+
+
+def num_bytes(path) -> int:
+    """Return the bytes of a file, or of all files in a folder."""
+    if path.is_dir():
+        return sum(map(num_bytes, path.iterdir()))
+    return path.stat().length if "://" in os.fspath(path) else pathlib.Path(path).stat().st_size
+
+
+def _last_written(path) -> float:
+    """Return the time of the last change of a path or of anything in it; a growing file changes no folder."""
+    inside = path.iterdir() if path.is_dir() else ()
+    return max(_modified(path), *map(_last_written, inside), 0)
+
+
+def _modified(path) -> float:
+    if "://" in os.fspath(path):
+        return path.stat().mtime or 0  # folders of a bucket have none
+    # Not epath's `stat`: it asks for the name of the owner, which a container may not know.
+    return pathlib.Path(path).stat().st_mtime
+
+
+def path_within(folder, name: str, field: str) -> pathlib.Path:
+    """Return the path of an example in a folder; names of examples may come from someone else.
+
+    Args:
+      field: the flag that gives the folder, for messages.
+    Raises:
+      UserError: the path would lie outside.
+    """
+    inner = pathlib.PurePosixPath(name)
+    if inner.is_absolute() or ".." in inner.parts:
+        raise UserError(f"{field}: the example {name!r} would lie outside; allowed: relative names")
+    return pathlib.Path(folder) / inner
+
+
+# ---- ranges of examples ------------------------------------------------------------------------------
+
+
+def run_ranges(work: Callable[[int, int], None], length: int, num_threads: int | None = None) -> None:
+    """Run `work(begin, end)` over pieces of range(length) in threads; the first error wins.
+
+    Args:
+      num_threads: number of threads; None takes one per core.
+    """
+    num_workers = num_threads or os.cpu_count() or 1
+    edges = np.linspace(0, length, 4 * num_workers + 1).astype(int).tolist()
+    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
+        futures = [pool.submit(work, a, b) for a, b in itertools.pairwise(edges) if a < b]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def iterate_batches(length: int, size: int) -> Iterator[slice]:
+    """Yield consecutive slices that cover range(length)."""
+    for begin in range(0, length, size):
+        yield slice(begin, min(begin + size, length))
