@@ -6,7 +6,7 @@
 
 With V views (8, 2 or 1 by augment.views), example `i` of the training set is view `i % V` of original `i // V`.
 Storage "expanded" keeps all views on the devices; "on_device" keeps the originals and makes the view when a
-micro-batch is read; "streamed" does so with what the next updates visit.
+micro-batch is read; "streamed" does so with the images that the next steps visit.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ log = logging.getLogger("largebatch")
 
 
 def check_data(config: Config, image_shape: tuple[int, int, int], targets: PixelTargets, description: str) -> None:
-    """Raises BadSetting where a data set does not go with `augment`, `eval` or `task`; `description` is its own."""
+    """Raise BadSetting where a data set, of this `description`, does not go with `augment`, `eval` or `task`."""
     targets.check_task(config.task.name, description)
     height, width, _ = image_shape
     if config.augment.views == "all" and height != width:
@@ -67,22 +67,22 @@ def check_data(config: Config, image_shape: tuple[int, int, int], targets: Pixel
 def average_over_copies(
     logits_fn: Callable, *, num_views: int = 1, shift: int = 0, gives_maps: bool = False
 ) -> Callable:
-    """A `logits_fn` of the mean of the logits of copies of an image (Krizhevsky et al. 2012, section 4.1).
+    """Make a `logits_fn` of the mean logits of copies of an image (Krizhevsky et al. 2012, section 4.1).
 
     Copies are the image in its first `num_views` views. With a shift, these have half of the weight, and a quarter
     each have those of the image moved by `shift` pixels up and left, and down and right, with its edges reflected
     (Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", section 3.5).
 
     Args:
-      logits_fn: (variables, images [M, H, W, C]) -> logits [M, num_classes]; or maps [M, H, W, channels].
-      gives_maps: those of a view are turned back to the image before they are averaged. Goes with no shift.
+      logits_fn: (variables, images [M, H, W, C]) -> logits [M, num_classes], or dense [M, H, W, channels].
+      gives_maps: whether logits are dense; those of a view are turned back before averaging. Excludes a shift.
     """
     weights = [0.5, 0.25, 0.25] if shift else [1.0]
 
     def averaged(variables, images):
         moved = [images, *_moved_both_ways(images, shift)] if shift else [images]
         views = [apply_view(copy, view) for copy in moved for view in range(num_views)]
-        # A loop, so that the network is compiled once.
+        # The copies go through a loop, so that the network is compiled once.
         logits = jax.lax.map(lambda copy: logits_fn(variables, copy), jnp.stack(views))
         if gives_maps:
             logits = jnp.stack([apply_view(of_view, inverse_view(view)) for view, of_view in enumerate(logits)])
@@ -93,7 +93,7 @@ def average_over_copies(
 
 
 def _moved_both_ways(images: jax.Array, pixels: int) -> list[jax.Array]:
-    """Images [M, H, W, C] moved up and left, and down and right; edges reflected."""
+    """Move images [M, H, W, C] up and left, and down and right; edges are reflected."""
     height, width = images.shape[1:3]
     padded = jnp.pad(images, ((0, 0), (pixels, pixels), (pixels, pixels), (0, 0)), mode="reflect")
     return [padded[:, 2 * pixels :, 2 * pixels :], padded[:, :height, :width]]
@@ -103,13 +103,13 @@ def _moved_both_ways(images: jax.Array, pixels: int) -> list[jax.Array]:
 
 
 def prepare_cache(config: Config, *, look_at_source: bool | None = None, to_train: bool = False) -> Cache:
-    """The cache of `config`, built where it is missing, damaged or of other files; of the same data on all hosts.
+    """Return the cache of `config`, built where it is missing, damaged or of other files. Collective.
 
     Args:
       to_train: hosts that share no file system need the training images of their own devices alone.
-      look_at_source: whether to list the source where its cache is known; None: where files changed on any host.
+      look_at_source: whether to list the source where its cache is known; None if files changed on any host.
     Raises:
-      UserError: on every host, if the data set is bad or missing on any of them.
+      UserError: on every host, if the data set is bad or missing on any of them, or differs between them.
     """
     cache_dir, places = collectives.agreed(lambda: _places(config))
     request, split_file = _request(config)
@@ -136,7 +136,7 @@ def _places(config: Config) -> tuple[epath.Path, list[epath.Path]]:
 
 
 def _request(config: Config) -> tuple[dict, SplitFile | None]:
-    """What the config asks for (see `known`), and its split file, read on every host."""
+    """Return the request of a config (see `known`), and its split file, read on every host."""
     path = config.dataset.split_file
     split_file = collectives.agreed(lambda: None if path is None else read_split_file(path))
     digest = None if split_file is None else split_file.digest
@@ -149,7 +149,7 @@ def _request(config: Config) -> tuple[dict, SplitFile | None]:
 
 
 def _known_on_all(config, cache_dir: epath.Path, request: dict, stamp: str | None) -> Cache | None:
-    """The cache that was noted for a request; None on every host, if one has none or other files."""
+    """Return the cache noted for a request; None on every host, if one has none or other files."""
     cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request, stamp)))
     return None if _missing_somewhere(cache) else cache
 
@@ -161,11 +161,11 @@ def _missing_somewhere(cache: Cache | None) -> bool:
 def _list_and_build(
     config, cache_dir: epath.Path, requests: list[dict], split_file: SplitFile | None, stamp: str | None
 ) -> Cache:
-    """Lists the source and opens its cache, which is built on the hosts where there is none.
+    """List the source and open its cache, which is built on the hosts where there is none.
 
     Args:
       requests: for the whole cache, and for this host's part, if that serves.
-      stamp: of the source before this.
+      stamp: stamp of the source before it is listed.
     """
     plan, request = _find_plan(config, cache_dir, split_file), requests[0]
     cache = collectives.agreed(lambda: open_sound_cache(plan.folder))
@@ -181,7 +181,7 @@ def _list_and_build(
         log.warning("dataset: %s changed since %s was made", plan.source.description, before)
     if sharing:
         source, shape = plan.source, plan_layout(plan).image_shape
-        # Before hours of work.
+        # This check comes before hours of work.
         collectives.agreed(lambda: check_data(config, shape, source.targets, source.description))
         build_together(plan, sharing, missing=cache is None)
         cache = collectives.agreed(functools.partial(_open_built, plan.folder), cache is None) or cache
@@ -190,7 +190,7 @@ def _list_and_build(
 
 
 def estimate_cache(config: Config) -> BuildEstimate | None:
-    """What building the cache of `config` will take, told by every host from a sample; None where all have it.
+    """Estimate from a sample what building the cache of `config` takes; None where all hosts have it. Collective.
 
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
@@ -215,12 +215,12 @@ def _open_built(folder: epath.Path) -> Cache:
 def _named_errors(config, act: Callable):
     try:
         return act()
-    except ImportError as error:  # of a file system, as gs://
+    except ImportError as error:  # the package of a file system, as gs://
         raise UserError(f"augment.cache_dir: {config.augment.cache_dir} needs a package ({error})") from error
 
 
 def _find_plan(config, cache_dir: epath.Path, split_file: SplitFile | None) -> CachePlan:
-    """Lists the source on every host."""
+    """List the source on every host."""
     is_primary = collectives.is_primary()
     find = functools.partial(_named_errors, config, functools.partial(_plan_cache, config, cache_dir, split_file))
     of_primary = collectives.agreed(find, is_primary)  # first, for it may download the set
@@ -245,7 +245,7 @@ def _plan_cache(config, cache_dir: epath.Path, split_file: SplitFile | None) -> 
 
 
 class CacheAttempt:
-    """One try at reading the cache; see `cache_attempts`."""
+    """A single try at reading the cache; see `cache_attempts`."""
 
     def __init__(self, config, *, is_last: bool, **options: bool | None):
         self._is_last = is_last
@@ -271,7 +271,7 @@ class CacheAttempt:
 def cache_attempts(
     config: Config, *, look_at_source: bool | None = None, to_train: bool = False
 ) -> Iterator[CacheAttempt]:
-    """The cache of `config`, to be read within a `with`; built anew for one more try where it is damaged.
+    """Yield the cache of `config`, to be read within a `with`; rebuild it for one more try where it is damaged.
 
         for attempt in cache_attempts(config):
             with attempt as cache:

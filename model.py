@@ -1,8 +1,8 @@
-"""The networks, by name: the seed's convolution stack, three with residuals, two of airbench, and ResNets.
+"""The networks, by name: the baseline's convolution stack, three with residuals, airbench, ResNets and U-Nets.
 
 All take float images [N, H, W, C], and while training weights [groups, N / groups], 0 for padding, whose rows are
-the groups that batch normalisation takes together; they give float32 logits [N, num_classes]. Parameters are
-float32; `dtype` is what the arithmetic runs in. What is not trained is in collections of its own: the statistics of
+the groups that batch normalisation takes together; they return float32 logits [N, num_classes]. Parameters are
+float32; `dtype` is that of the arithmetic. Untrained variables are in collections of their own: the statistics of
 batch normalisation and the whitening of the stem.
 """
 
@@ -22,7 +22,7 @@ from largebatch.nn.convolution import Conv
 from largebatch.nn.layers import FROZEN, NORMS, SIDE_LOGITS, Patches, SideHead, WhitenedPatches, gelu, max_pool
 
 WHITENING_EPSILON = 1e-2
-# Changes where the same parameters give other outputs. Version 1 padded strided convolutions on one side alone.
+# It changes where the same parameters give other outputs. Version 1 padded strided convolutions on one side alone.
 NETWORK_VERSION = 2
 
 
@@ -37,9 +37,9 @@ def resolve_conv(name: str, platform: str) -> str:
 
 
 class ConvNet(nn.Module):
-    """The seed network: 3x3 convolutions of stride 2, gelu, global mean, two dense layers.
+    """The baseline network: 3x3 convolutions of stride 2, gelu, global mean, two dense layers.
 
-    422,602 parameters on 3-channel images with 10 classes. (Brain of Mat Kelcey, "crazy large batch
+    It has 422,602 parameters on 3-channel images with 10 classes. (Brain of Mat Kelcey, "crazy large batch
     sizes", 2021.) gelu is the tanh form: the erf form is 9-16% slower on CPU.
 
     `blocks` are residual convolutions of stride 1, x + gelu(norm(conv(x))), after each strided one; `hidden` is the
@@ -52,11 +52,11 @@ class ConvNet(nn.Module):
     norm: str = "none"
     stem: str = "conv"
     zero_head: bool = False
-    side_heads: bool = False  # behind all but the first and the last of the strided convolutions
+    side_heads: bool = False  # auxiliary heads behind the inner strided convolutions
     features: tuple[int, ...] = (32, 64, 128, 256)
     blocks: tuple[int, ...] = (0, 0, 0, 0)
     hidden: int | None = 128
-    patches: ClassVar = Patches(size=3, stride=2, padding=1)  # of stem "whitened"
+    patches: ClassVar = Patches(size=3, stride=2, padding=1)  # patches of stem "whitened"
 
     @nn.compact
     def __call__(self, x, weights=None):
@@ -84,8 +84,8 @@ class ConvNet(nn.Module):
 class AirbenchNet(nn.Module):
     """Whitened patches, three blocks of two convolutions with a max-pool after the first, and a linear head.
 
-    Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", section 3.1. For images of 32 x 32 and its
-    `features` that is 0.7 GFLOP a training image.
+    Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", section 3.1. With images of 32 x 32 and its
+    `features` it takes 0.7 GFLOP per training image.
     """
 
     num_classes: int
@@ -120,7 +120,7 @@ class AirbenchNet(nn.Module):
 def make_head(num_classes: int, zero: bool) -> nn.Dense:
     """Make the last layer, in float32 whatever the network's dtype.
 
-    It is less than a thousandth of the work, and exported networks give the same logits.
+    That is less than a thousandth of the work, and exported networks return the same logits.
     """
     return nn.Dense(
         num_classes,
@@ -132,7 +132,7 @@ def make_head(num_classes: int, zero: bool) -> nn.Dense:
 
 
 def head_init(zero: bool) -> nn.initializers.Initializer:
-    """From zero, all classes start equal: Zhang et al. 2019, "Fixup Initialization", section 3."""
+    """Return the initialiser of a head; with zeros all classes start equal: Zhang et al. 2019, "Fixup", sec. 3."""
     return nn.initializers.zeros if zero else nn.initializers.lecun_normal()
 
 
@@ -154,7 +154,7 @@ class BasicBlock(nn.Module):
 
 
 class BottleneckBlock(nn.Module):
-    """1x1, 3x3 (strided, as in ResNet v1.5), 1x1 to four times the features (He et al. 2015)."""
+    """Convolutions of 1x1, 3x3 (strided, as in ResNet v1.5) and 1x1 to four times the features (He et al. 2015)."""
 
     features: int
     stride: int
@@ -165,7 +165,7 @@ class BottleneckBlock(nn.Module):
     def __call__(self, x, weights):
         y = nn.relu(self.norm()(self.conv(self.features, kernel_size=1)(x), weights))
         y = nn.relu(self.norm()(self.conv(self.features, stride=self.stride)(y), weights))
-        # From zero, so that the block starts as its shortcut: Goyal et al. 2017, section 5.1.
+        # A zero scale lets the block start as its shortcut: Goyal et al. 2017, section 5.1.
         y = self.norm(scale_init=nn.initializers.zeros)(self.conv(self.features * 4, kernel_size=1)(y), weights)
         if x.shape != y.shape:
             x = self.norm()(self.conv(self.features * 4, kernel_size=1, stride=self.stride)(x), weights)
@@ -173,10 +173,10 @@ class BottleneckBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Residual network.
+    """A residual network.
 
     `stage_sizes` blocks per stage, features doubling from `width`. `imagenet_stem` starts with a 7x7
-    convolution of stride 2 and a max-pool; otherwise with a 3x3 convolution, as for CIFAR.
+    convolution of stride 2 and a max-pool; else the network starts with a 3x3 one, as for CIFAR.
     """
 
     num_classes: int
@@ -207,7 +207,7 @@ class ResNet(nn.Module):
 
 
 class Decoder(nn.Module):
-    """From the coarsest features of a ResUNet back to the size of the image, then to a map of `channels`.
+    """A decoder from the coarsest features of a ResUNet back to the size of the image, with `channels` outputs.
 
     Each level takes the one below it, enlarged, and what the encoder had there: their sum, or both side by side.
     """
@@ -226,13 +226,13 @@ class Decoder(nn.Module):
             x = enlarged(nn.relu(self.norm()(self.conv(features, kernel_size=1)(x), weights)), beside.shape[1:3])
             x = x + beside if self.merge == "add" else jnp.concatenate([x, beside], axis=-1)
             x = BasicBlock(features, 1, self.conv, self.norm)(x, weights)
-        # In float32: between a half and one bfloat16 has 128 depths.
+        # The head is in float32: between a half and one bfloat16 has 128 depths.
         head = self.conv(self.patch**2 * self.channels, dtype=jnp.float32, name="head")
         return shuffled(head(x), self.patch)
 
 
 def shuffled(x, patch: int):
-    """Each pixel as a square of them: [N, h, w, patch^2 C] -> [N, patch h, patch w, C].
+    """Rearrange each pixel as a square of pixels: [N, h, w, patch^2 C] -> [N, patch h, patch w, C].
 
     Shi et al. 2016, "Real-Time Single Image and Video Super-Resolution Using an Efficient Sub-Pixel CNN".
     """
@@ -242,23 +242,23 @@ def shuffled(x, patch: int):
 
 
 def enlarged(x, size: tuple[int, int]):
-    """Each pixel four times, and no more than `size`: [N, h, w, C] -> [N, H, W, C]."""
+    """Repeat each pixel four times, up to `size`: [N, h, w, C] -> [N, H, W, C]."""
     x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
     return x[:, : size[0], : size[1]]
 
 
 class ResUNet(nn.Module):
-    """A residual encoder, and a decoder for each of `outputs`, which gives a map of so many channels.
+    """A residual encoder, and a decoder for each of `outputs`, the channels of a dense target.
 
     Ronneberger et al. 2015, "U-Net", with residual blocks; sums in place of concatenations need fewer activations.
-    Gives the maps side by side, [N, H, W, sum of outputs].
+    The outputs are side by side, [N, H, W, sum of outputs].
     """
 
     outputs: tuple[int, ...]
     dtype: jnp.dtype = jnp.float32
     conv: str = "lax"
     norm: str = "group"
-    features: tuple[int, ...] = (64, 128, 256, 512)  # of each level, at half the size of the one before
+    features: tuple[int, ...] = (64, 128, 256, 512)  # features of each level, at half the size of the one before
     blocks: tuple[int, ...] = (2, 2, 2, 2)
     patch: int = 2  # pixels of an image to a side of a pixel of the first level
     merge: str = "add"  # add | concatenate
@@ -282,9 +282,9 @@ class ResUNet(nn.Module):
 class Architecture:
     """A network that a config can name."""
 
-    module: Callable[..., nn.Module]  # takes what it is to give, and by name dtype, conv and `options`
-    options: frozenset[str]  # which further fields of a config's `model` it takes
-    of_pixels: bool = False  # gives maps, for tasks of pixels
+    module: Callable[..., nn.Module]  # takes its outputs, and by name dtype, conv and `options`
+    options: frozenset[str]  # further fields of a config's `model` that it takes
+    of_pixels: bool = False  # whether outputs are dense, for tasks of pixels
 
 
 _NORM = frozenset({"norm"})
@@ -327,17 +327,17 @@ MODELS = {
 
 
 def create_model(name: str, outputs: int | tuple[int, ...], dtype: str, conv: str, **options) -> nn.Module:
-    """The network called `name` (a key of MODELS), computing in `dtype`, convolving by CONVS[conv].
+    """Create the network called `name` (a key of MODELS), computing in `dtype`, convolving by CONVS[conv].
 
     Args:
-      outputs: the number of classes, or the channels of each map.
-      options: of its Architecture: norm (a key of NORMS), zero_head, side_heads, stem ("conv" or "whitened").
+      outputs: the number of classes, or the channels of each dense target.
+      options: those of its Architecture: norm (a key of NORMS), zero_head, side_heads, stem ("conv" or "whitened").
     """
     return MODELS[name].module(outputs, dtype=jnp.dtype(dtype), conv=conv, **options)
 
 
 def init_variables(network, image_shape, seed) -> tuple[dict, dict]:
-    """Parameters, float32, the same for the same seed on every host; and the collections that are not trained."""
+    """Initialise the float32 parameters, the same for a seed on every host, and the untrained collections."""
     images = jnp.zeros((1, *image_shape), network.dtype)
     variables = dict(jax.jit(network.init)(jax.random.key(seed), images))
     variables.pop(SIDE_LOGITS, None)
@@ -345,19 +345,19 @@ def init_variables(network, image_shape, seed) -> tuple[dict, dict]:
 
 
 def whitening_shape(network, image_shape: tuple[int, int, int]) -> tuple[int, int, int, int]:
-    """Shape of the frozen kernel of a network's stem "whitened"."""
+    """Return the shape of the frozen kernel of a network's stem "whitened"."""
     size, channels = network.patches.size, image_shape[-1]
     return size, size, channels, size * size * channels
 
 
 def whitening_kernel(network, images: np.ndarray, mean, std) -> np.ndarray:
-    """The frozen kernel of a network's stem "whitened" for integer training images [N, H, W, C]."""
+    """Return the frozen kernel of a network's stem "whitened" for integer training images [N, H, W, C]."""
     images = (images.astype(np.float32) - np.float32(mean)) / np.float32(std)
     return layers.whitening_kernel(images, network.patches, WHITENING_EPSILON)
 
 
 def with_whitening(model_state: dict, kernel: np.ndarray | None) -> dict:
-    """`model_state` with the kernel in its place; as it is where there is no such place."""
+    """Return `model_state` with the kernel in its place; unchanged where there is no such place."""
     if FROZEN not in model_state:
         return model_state
     return {**model_state, FROZEN: jax.tree.map(lambda _: kernel, model_state[FROZEN])}

@@ -1,1 +1,1 @@
-"""Run folders in a bucket: copied there whole, and fetched from there."""
+"""Run folders in a bucket: upload of whole checkpoints, and download."""

@@ -1,13 +1,13 @@
-"""A run folder in a bucket, as gs://BUCKET/run or s3://BUCKET/run: a folder on this machine, copied there.
+"""Run folder in a bucket, as gs://BUCKET/run or s3://BUCKET/run: a folder on this machine that is copied there.
 
-The run is written here, and copied after every checkpoint and at its end. An object cannot be renamed, and a copy
-may end anywhere. So one object, the pointer, is written last and names the checkpoints that are whole:
+The run is written on this machine, and copied after every checkpoint and at its end. An object cannot be renamed,
+and a copy may end anywhere. So one object, the pointer, is written last and names the checkpoints that are whole:
 
     gs://BUCKET/run/checkpoints/00000300/...   the files of the folder, under their names
     gs://BUCKET/run/pointer.json               {"id": of this copy, "checkpoints": {"00000300": SHA-256, ...}}
 
-A checkpoint that it does not name is not there. A process that finds another id there than it wrote itself stops:
-another one writes to the same place.
+A checkpoint that the pointer does not name counts as missing. A process that finds another id in it than its own
+stops: another process writes to the same place.
 """
 
 import contextlib
@@ -33,27 +33,27 @@ log = logging.getLogger("largebatch")
 POINTER, STATE = "pointer.json", ".copied.json"
 CHECKPOINTS, SUMS, SUMMARY = "checkpoints", "SHA256SUMS", "summary.json"
 LOCAL_FOLDERS = "~/.cache/largebatch/runs"
-PROBE = "probe-"  # how the name of an object begins that is there for a moment
+PROBE = "probe-"  # prefix of temporary objects
 LOCK = "lock"
-ATTEMPTS = 5  # to read or copy what a process changes meanwhile
+ATTEMPTS = 5  # to read or copy files that a process changes meanwhile
 NEVER_COPIED = [-1, -1]  # in place of size and time
-NOISY = ("gcsfs", "s3fs", "google", "aiobotocore", "botocore")  # what they log, they raise too
+NOISY = ("gcsfs", "s3fs", "google", "aiobotocore", "botocore")  # loggers of errors that are raised too
 
 
 class Unreachable(UserError):
-    """The bucket cannot be read or written just now."""
+    """Raised when the bucket cannot be read or written just now."""
 
 
 def is_url(path) -> bool:
-    """Whether a path is that of a bucket."""
+    """Return True if a path is a URL, as of a bucket."""
     return "://" in str(path)
 
 
 def local_copy(path) -> Path:
-    """A folder to read a run from: `path` itself, or where that is a bucket's, a copy of what is there now.
+    """Return a folder to read a run from: `path` itself, or a copy of its current content if it is in a bucket.
 
     Raises:
-      UserError: the bucket cannot be read, or has no run there.
+      UserError: the bucket cannot be read, or has no run at this path.
     """
     if not is_url(path):
         return Path(expanded(path))
@@ -80,27 +80,27 @@ def local_copy(path) -> Path:
 
 
 def _remove_old(copies: Path) -> None:
-    """Remove earlier copies, but the last: another process may read it."""
+    """Remove all copies but the last two: another process may read the earlier one."""
     times = {}
     for copy in copies.iterdir():
         if not copy.name.startswith("."):
             with contextlib.suppress(FileNotFoundError):  # another reader removes it too
                 times[copy] = copy.stat().st_mtime_ns
     for copy in sorted(times, key=times.get)[:-2]:
-        hidden = util.beside(copy)  # half removed under its name, it would be the newest to another reader
+        hidden = util.beside(copy)  # half removed under its name, it would look newest to another reader
         with contextlib.suppress(FileNotFoundError):
             copy.rename(hidden)
             util.remove(hidden)
-    util.remove_stale_in(copies)  # what killed processes left
+    util.remove_stale_in(copies)  # left by killed processes
 
 
 class Bucket:
-    """A folder in a bucket, and the one on this machine that is copied there.
+    """Folder in a bucket, and the folder on this machine that is copied there.
 
     Args:
-      folder: the one on this machine; None takes one by the URL's name.
+      folder: folder on this machine; None takes one named after the URL.
     Raises:
-      UserError: from the constructor, if the URL is none of a folder in a bucket.
+      UserError: from the constructor, if the URL names no folder in a bucket.
       Unreachable: from every method that reads or writes, if that fails.
     """
 
@@ -112,8 +112,8 @@ class Bucket:
         own_folder = Path(expanded(LOCAL_FOLDERS)) / f"{PurePosixPath(self.url).name}-{digest}"
         self.folder = folder or own_folder
         self._pointer = Pointer()
-        self._ids: list[str | None] = [None]  # that the pointer may have, unless another process wrote it
-        self._copied: dict[str, list[int]] = {}  # files in the bucket, each as `_files_here` had it then
+        self._ids: list[str | None] = [None]  # possible ids of the pointer if no other process wrote it
+        self._copied: dict[str, list[int]] = {}  # files in the bucket, with size and time when copied
 
     @functools.cached_property
     def _files_and_root(self) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -132,13 +132,13 @@ class Bucket:
         return self._files_and_root[0]
 
     def _at(self, name: str) -> str:
-        """The path of an object in the bucket."""
+        """Return the path of an object in the bucket."""
         return f"{self._files_and_root[1]}/{name}"
 
     # ---- reading --------------------------------------------------------------------------------------
 
     def read(self, name: str) -> bytes | None:
-        """One file as the bucket has it; None where it has none."""
+        """Read one file from the bucket; return None where it has none."""
         with self._reached():
             try:
                 return self._files.cat_file(self._at(name))
@@ -146,7 +146,7 @@ class Bucket:
                 return None
 
     def read_pointer(self) -> Pointer:
-        """What is there now."""
+        """Read the current pointer; return an empty one where there is none."""
         content = self.read(POINTER)
         if content is None:
             return Pointer()
@@ -156,14 +156,14 @@ class Bucket:
             raise UserError(f"--workdir: {self.url}/{POINTER} is damaged ({error})") from error
 
     def probe(self) -> None:
-        """Writes and removes an object: a bucket that is not there, or is read-only, is found before the work."""
+        """Write and remove an object, so that a missing or read-only bucket is found before the work."""
         path = self._at(f"{PROBE}{secrets.token_hex(8)}")
         with self._reached():
             self._files.pipe_file(path, b"probe")
             self._files.rm_file(path)
 
     def pull(self) -> None:
-        """Makes the folder what the bucket has, unless it goes on from that; what was in it is then put aside.
+        """Bring the folder up to date with the bucket; put its files aside if they do not continue that run.
 
         Raises:
           OSError: the disk of this machine is full.
@@ -186,7 +186,7 @@ class Bucket:
                     break
             except FileNotFoundError:
                 now = self.read_pointer()
-            # A checkpoint was removed or written anew since the pointer was read.
+            # A checkpoint was removed or rewritten after the pointer was read.
             self._pointer, self._ids = now, [now.id]
         self._set_damaged_aside()
         self._write_state()
@@ -199,7 +199,7 @@ class Bucket:
             os.utime(path, (seconds, seconds))
 
     def _download(self) -> None:
-        for path in self._own_files():  # of an attempt before
+        for path in self._own_files():  # of an earlier attempt
             util.remove(path)
         begin = self._at("")
         names = [path.removeprefix(begin) for path in self._files.find(self._at("")) if path.startswith(begin)]
@@ -211,7 +211,7 @@ class Bucket:
         if wanted:
             self._files.get([self._at(name) for name in wanted], [str(self.folder / name) for name in wanted])
         here = self._files_here()
-        # What is in the bucket alone, as half a checkpoint, is removed by the next copy.
+        # Files in the bucket alone, as of half a checkpoint, are removed by the next copy.
         self._copied = {name: here.get(name, NEVER_COPIED) for name in names if name != POINTER}
 
     def _is_part_of_run(self, name: str) -> bool:
@@ -221,12 +221,12 @@ class Bucket:
         return name != POINTER and not name.startswith(PROBE)
 
     def _damaged(self) -> list[str]:
-        """Return the checkpoints here that are not what the pointer names."""
+        """Return the local checkpoints whose digests differ from the pointer's."""
         here = self._checkpoints_here()
         return [name for name, digest in self._pointer.checkpoints.items() if here.get(name) != digest]
 
     def _set_damaged_aside(self) -> None:
-        """Put aside the checkpoints of which nothing is to be used."""
+        """Put damaged checkpoints aside, so that they are not used."""
         for name in self._damaged():
             folder = self.folder / CHECKPOINTS / name
             log.warning("damaged checkpoint: %s of %s is not what %s names", name, self.url, POINTER)
@@ -234,7 +234,7 @@ class Bucket:
                 folder.rename(folder.with_suffix(".damaged"))
 
     def _own_files(self) -> list[Path]:
-        """What is in the folder but its lock."""
+        """Return the content of the folder without its lock."""
         return [path for path in self.folder.glob("*") if path.name != LOCK]
 
     def _put_aside(self) -> None:
@@ -250,14 +250,14 @@ class Bucket:
     # ---- copying --------------------------------------------------------------------------------------
 
     def push(self) -> None:
-        """Copies what has changed in the folder; wherever that ends, the bucket has a whole checkpoint.
+        """Copy the changed files of the folder; wherever that ends, the bucket has a whole checkpoint.
 
         Raises:
-          UserError: another process has copied to it since.
+          UserError: another process has copied to the bucket since.
           OSError: the disk of this machine is full.
         """
         self._check_alone()
-        # The summary may say that the run has ended. So it is copied once all the rest is there and named.
+        # The summary may say that the run has ended. So it is copied after all other files and the pointer.
         if self._copied.get(SUMMARY) != self._files_here().get(SUMMARY):
             self._copy(leave_out=(SUMMARY,))
         self._copy()
@@ -274,7 +274,7 @@ class Bucket:
                     sources = [str(self.folder / name) for name in changed]
                     self._files.put(sources, [self._at(name) for name in changed])
                 break
-            except FileNotFoundError:  # predictions are replaced while this copies
+            except FileNotFoundError:  # predictions were replaced during the copy
                 continue
         self._copied.update({name: here[name] for name in changed})
         self._write_pointer(whole)
@@ -284,9 +284,9 @@ class Bucket:
     def _remove_what_is_not_in(self, here: Collection[str]) -> None:
         gone = [name for name in self._copied if name not in here]
         if gone:
-            with self._reached():  # some may have gone before a process was killed
+            with self._reached():  # some may be gone, if a process was killed
                 left = set(self._files.find(self._at(""))) & {self._at(name) for name in gone}
-                # To `rm` these characters are patterns, and it would remove what they match.
+                # `rm` would take these characters as patterns and remove all matches.
                 patterns = {path for path in left if set(path) & set("*?[")}
                 if left - patterns:
                     self._files.rm(sorted(left - patterns))
@@ -296,9 +296,9 @@ class Bucket:
             del self._copied[name]
 
     def _check_alone(self) -> None:
-        """Refuses to copy over what another process copied since this one began.
+        """Refuse to overwrite files that another process copied since this one began.
 
-        A pointer that this process wrote may be there although it was not told so.
+        A pointer of this process may be in the bucket although its write was reported as failed.
         """
         found = self.read_pointer()
         if found.id not in self._ids:
@@ -306,9 +306,9 @@ class Bucket:
         self._pointer = found
 
     def _still_whole(self, here: dict[str, str]) -> dict[str, str]:
-        """The named checkpoints that this copy leaves whole.
+        """Return the named checkpoints that this copy leaves whole.
 
-        Not those that it writes anew, nor those of later updates than the newest here: a rollback cut their rows.
+        Rewritten checkpoints are not whole, nor those of later steps than the newest: a rollback cut their rows.
         """
         newest = max(map(int, here), default=-1)
         return {
@@ -320,7 +320,7 @@ class Bucket:
     def _write_pointer(self, checkpoints: dict[str, str]) -> None:
         self._check_alone()
         pointer = Pointer.new(checkpoints)
-        self._ids = [self._pointer.id, pointer.id]  # either, if the process is killed or the answer lost
+        self._ids = [self._pointer.id, pointer.id]  # either one, if the process is killed or the answer is lost
         self._write_state()
         with self._reached():
             self._files.pipe_file(self._at(POINTER), pointer.content())
@@ -329,7 +329,7 @@ class Bucket:
     # ---- this machine's folder ------------------------------------------------------------------------
 
     def _files_here(self) -> dict[str, list[int]]:
-        """{name: [size, time in ns]} of all files that are to be copied."""
+        """Return {name: [size, time in ns]} of all files that are to be copied."""
         found = {}
         for path in self.folder.rglob("*"):
             name = path.relative_to(self.folder)
@@ -348,9 +348,9 @@ class Bucket:
         return {path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in whole}
 
     def _read_state(self) -> tuple[list, dict]:
-        """What this machine knows of its last copy: the ids that the pointer may have, and `_copied`.
+        """Return the state of this machine's last copy: the ids that the pointer may have, and `_copied`.
 
-        A folder that was never copied goes on from a bucket without a pointer.
+        A folder that was never copied continues a bucket without a pointer.
         """
         path = self.folder / STATE
         if not path.exists():
@@ -370,14 +370,14 @@ class Bucket:
 
     @contextlib.contextmanager
     def _reached(self, *, pass_missing: bool = False) -> Iterator[None]:
-        """Names the bucket in whatever its library raises.
+        """Turn the errors of the bucket's library into Unreachable, which names the bucket.
 
         Args:
-          pass_missing: a FileNotFoundError is not one of the bucket.
+          pass_missing: True to pass a FileNotFoundError unchanged.
         """
         try:
             yield
-        except Exception as error:  # those of gcsfs, s3fs, aiohttp, botocore, google.auth, ...
+        except Exception as error:  # of gcsfs, s3fs, aiohttp, botocore, google.auth, ...
             is_missing = pass_missing and isinstance(error, FileNotFoundError)
             disk_is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             if isinstance(error, UserError) or is_missing or disk_is_full:

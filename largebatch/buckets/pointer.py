@@ -1,4 +1,4 @@
-"""The object in a bucket that says which checkpoints of a run are there; see `bucket`."""
+"""Pointer: the object in a bucket that names the whole checkpoints of a run; see `bucket`."""
 
 import dataclasses
 import json
@@ -10,10 +10,10 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclasses.dataclass(frozen=True)
 class Pointer:
-    """What pointer.json says.
+    """Content of pointer.json.
 
     Attributes:
-      id: of the copy that wrote it; None where there is none yet.
+      id: id of the copy that wrote it; None where there is none yet.
       checkpoints: {name of the folder: SHA-256 of its SHA256SUMS}.
     """
 
@@ -22,12 +22,12 @@ class Pointer:
 
     @classmethod
     def new(cls, checkpoints: dict[str, str]) -> "Pointer":
-        """One with an id of its own."""
+        """Create a pointer with an id of its own."""
         return cls(secrets.token_hex(8), checkpoints)
 
     @classmethod
     def parse(cls, content: bytes) -> "Pointer":
-        """That of a file, which may come from someone else; ValueError where it is none."""
+        """Parse a file, which may come from someone else; raise ValueError if it is no pointer."""
         try:
             found = json.loads(content)
         except RecursionError as error:
@@ -43,5 +43,5 @@ class Pointer:
         return cls(found["id"], checkpoints)
 
     def content(self) -> bytes:
-        """The file."""
+        """Return the bytes of pointer.json."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode()

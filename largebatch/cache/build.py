@@ -1,8 +1,8 @@
-"""Builds a cache: decodes the examples of a source and writes them to images files, with bounded memory.
+"""Build of a cache: the examples of a source decoded and written to images files, with bounded memory.
 
 All cores decode blocks of rows; one thread writes them, in order, to images files. A file gets its name when it is
-whole, with a *part record* beside it: digests and sums of its rows. So a build that was killed goes on after the
-files that are there, and several hosts or processes can build one cache together. What is unfinished is kept in
+whole, with a *part record* beside it: digests and sums of its rows. So a build that was killed resumes after the
+files that are there, and several hosts or processes can build one cache together. An unfinished cache is kept in
 .NAME.build beside the cache's own folder.
 """
 
@@ -43,23 +43,23 @@ from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 
-# That one thread decodes before they are written. From 4 MiB on, NumPy asks for huge pages, which come much faster.
+# Bytes that one thread decodes before they are written. From 4 MiB on, NumPy asks for huge pages, which are faster.
 BLOCK_BYTES = 2**23
 SECONDS_BETWEEN_REPORTS = 10.0
 OLD_BUILD_SEC = 7 * 24 * 3600
 
 
 def hosts_sharing(folder: epath.Path) -> list[int]:
-    """The hosts that see this host's files in a folder, in order; itself among them. Every host calls it.
+    """Return the sorted indices of the hosts that share a folder with this host, itself included. Collective.
 
     Raises:
       UserError: on every host, if one of them cannot write there.
     """
     meeting = collectives.gather_text(uuid.uuid4().hex)[0]
-    mark = folder / f".meeting-{jax.process_index()}.{meeting}.tmp"  # `util.remove_stale_in` knows the name
+    mark = folder / f".meeting-{jax.process_index()}.{meeting}.tmp"  # a name that `util.remove_stale_in` removes
     collectives.agreed(functools.partial(_leave_mark, mark))
     seen = [int(other.name.split(".")[1].split("-")[1]) for other in folder.glob(f".meeting-*.{meeting}.tmp")]
-    collectives.barrier()  # all have looked
+    collectives.barrier()  # all hosts have listed the folder
     util.remove(mark)
     return sorted({*seen, jax.process_index()})
 
@@ -75,13 +75,13 @@ def _leave_mark(mark: epath.Path) -> None:
 
 
 def build_together(plan: CachePlan, sharing: list[int], missing: bool) -> None:
-    """Builds a cache where it is missing; hosts that share a file system share the work.
+    """Build a cache where it is missing; hosts that share a file system share the work. Collective.
 
-    Every host calls it. Where each has its part, the statistics are those of all parts.
+    Where each host has a part of the images, the statistics are those of all parts.
 
     Args:
-      sharing: of `hosts_sharing`.
-      missing: whether this host sees no such cache.
+      sharing: the result of `hosts_sharing`.
+      missing: True if this host sees no such cache.
     Raises:
       UserError: on every host, if one of them fails; see `build_cache`.
     """
@@ -100,7 +100,7 @@ def build_together(plan: CachePlan, sharing: list[int], missing: bool) -> None:
 
 
 def _sums_of_host(plan: CachePlan) -> TrainSums | None:
-    """Of the training rows that this host answers for; None where a whole cache is there already."""
+    """Return the sums of the training rows that this host counts, or None if a whole cache exists already."""
     try:
         if not plan.folder.exists():
             if not all(plan.is_written(task) for task in all_tasks(plan_layout(plan))):
@@ -111,17 +111,17 @@ def _sums_of_host(plan: CachePlan) -> TrainSums | None:
             raise UserError(
                 f"augment.cache_dir: cannot read {plan.build_folder} ({error.strerror or error})"
             ) from error
-    # Built before, or another process was first, with the same content.
+    # The cache was built before, or by another process that was first, with the same content.
     return TrainSums(**open_cache(plan.folder).manifest["part"]["sums"]) if plan.own_rows is not None else None
 
 
 def build_cache(plan: CachePlan, host: int = 0, num_hosts: int = 1) -> None:
-    """Writes those images files of a cache that fall to this host and are not there yet.
+    """Write those images files of a cache that are assigned to this host and do not exist yet.
 
     Args:
-      host, num_hosts: of the hosts that build this cache together, on one file system.
+      host: index of this host among the `num_hosts` hosts that build this cache together, on one file system.
     Raises:
-      UserError: a damaged or unfitting image, or a failing or full disk; what is finished is kept.
+      UserError: a damaged or unfitting image, or a failing or full disk; finished files are kept.
     """
     if plan.folder.exists():  # another process was first, with the same content
         return
@@ -151,9 +151,9 @@ def build_cache(plan: CachePlan, host: int = 0, num_hosts: int = 1) -> None:
 
 
 def _remove_leftovers(plan: CachePlan) -> None:
-    """Removes what killed processes left of this cache, and builds of older content that nobody goes on with.
+    """Remove what killed processes left of this cache, and abandoned builds of older content.
 
-    Those have other names, since the source changed. One younger than `OLD_BUILD_SEC` is only named.
+    Builds of older content have other names, since the source changed. Those younger than `OLD_BUILD_SEC` stay.
     """
     util.remove_stale(plan.folder)
     util.remove_stale_in(plan.build_folder)
@@ -162,7 +162,7 @@ def _remove_leftovers(plan: CachePlan) -> None:
     for other in plan.folder.parent.iterdir():
         if other == plan.build_folder or not of_this_set.fullmatch(other.name):
             continue
-        with contextlib.suppress(OSError):  # another process removes it too, or goes on with it after all
+        with contextlib.suppress(OSError):  # another process removes it too, or resumes it after all
             if util.seconds_untouched(other) < OLD_BUILD_SEC:
                 num_bytes = util.num_bytes(other)
                 log.info("%s is an unfinished cache of other content, %.2f GB", other, num_bytes / 1e9)
@@ -172,14 +172,14 @@ def _remove_leftovers(plan: CachePlan) -> None:
 
 
 def _remove_if_empty(build: epath.Path) -> None:
-    """Removes the folder of a build that has not finished a file, unless another process has one there."""
+    """Remove the folder of a build without a finished file, unless another process is writing one there."""
     with contextlib.suppress(OSError):
         if not any(build.glob("*.npy")) and not any(build.glob(".*.tmp")):
             util.remove(build)
 
 
 def _refuse_small_disk(plan: CachePlan, layout: RowLayout) -> None:
-    """Before hours of work: the disk has no room for the files that are left, of all hosts that share it."""
+    """Raise UserError, before hours of work, if the disk lacks room for the missing files of all its hosts."""
     if "://" in os.fspath(plan.folder):
         return
     left = [task for task in all_tasks(layout) if not plan.is_written(task)]
@@ -209,19 +209,19 @@ def _cannot_write(plan: CachePlan, layout: RowLayout, error: OSError) -> UserErr
 
 @dataclasses.dataclass(frozen=True)
 class _BlockTask:
-    """Rows of an images file that one thread decodes."""
+    """Block of rows of an images file, decoded by one thread."""
 
     file: FileTask
     rows: range
     ends_file: bool
 
     def examples(self, plan: CachePlan) -> np.ndarray:
-        """Indices of the rows in the source."""
+        """Return the indices of the rows in the source."""
         return plan.stored_examples[self.file.split][self.rows.start : self.rows.stop]
 
 
 def rows_per_block(layout: RowLayout) -> int:
-    """Images that one thread decodes at a time."""
+    """Return the number of images that one thread decodes at a time."""
     return max(1, BLOCK_BYTES // layout.row_bytes)
 
 
@@ -237,7 +237,7 @@ def _block_tasks(layout: RowLayout, tasks: list[FileTask]) -> Iterator[_BlockTas
 def _write_files(
     plan: CachePlan, layout: RowLayout, tasks: list[FileTask], read: ReadPixels, progress: "_Progress"
 ) -> None:
-    """Decodes on all cores, a few blocks ahead of the one that is written."""
+    """Decode on all cores, a few blocks ahead of the one that is written."""
     num_workers = os.cpu_count() or 1
     waiting = collections.deque()  # pairs of a block's task and its future
     block_tasks = _block_tasks(layout, tasks)
@@ -260,23 +260,23 @@ def _write_next(waiting: collections.deque, layout: RowLayout, writer: "_Writer"
 
 
 def decode_block(plan: CachePlan, layout: RowLayout, examples: np.ndarray, read: ReadPixels) -> Block:
-    """Decodes examples of the source.
+    """Decode examples of the source.
 
     Raises:
-      UserError: one is damaged, or not like the first training image.
+      UserError: an image is damaged, or not like the first training image.
     """
     pixels = np.empty((len(examples), *layout.image_shape), layout.dtype)
     decoded = read(examples.tolist(), pixels)
     for place, example, image in zip(pixels, examples, decoded, strict=True):
         if image.shape != layout.image_shape or image.dtype != layout.dtype:
             raise _unlike_first(plan, layout, example, image)
-        place[...] = image  # which may be there already
+        place[...] = image  # the image may be there already
     digests = np.array([np.frombuffer(hashlib.sha256(image).digest(), np.uint8) for image in pixels])
     return Block(pixels, digests, *channel_sums(pixels))
 
 
 def _unlike_first(plan: CachePlan, layout: RowLayout, example: int, image: np.ndarray) -> UserError:
-    """An image that differs from the first training image, by which the rows are laid out."""
+    """Return the error for an image that differs from the first training image, which sets the row layout."""
     this, first = plan.source.ids[example], plan.source.ids[plan.splits["train"][0]]
     (height, width, channels), (first_height, first_width, first_channels) = image.shape, layout.image_shape
     if image.dtype != layout.dtype:
@@ -296,14 +296,14 @@ def _unlike_first(plan: CachePlan, layout: RowLayout, example: int, image: np.nd
 
 
 class _Writer:
-    """Writes blocks to the images file that they belong to, one after the other."""
+    """Writer of blocks, in order, to the images file that they belong to."""
 
     def __init__(self, plan: CachePlan):
         self._build = plan.build_folder
         self._file, self._temporary, self._blocks = None, None, []
 
     def write(self, task: FileTask, layout: RowLayout, block: Block, *, ends_file: bool) -> None:
-        """Appends a block; the last one of a file gives the file its name."""
+        """Append a block; after the last block of a file, give the file its name."""
         if self._file is None:
             self._temporary = util.beside(self._build / task.images)
             self._file = self._temporary.open("wb")
@@ -317,23 +317,23 @@ class _Writer:
             self._file, self._temporary, self._blocks = None, None, []
 
     def close(self) -> None:
-        """Removes a file that is not finished."""
+        """Remove a file that is not finished."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk refuses what is buffered once more
+            with contextlib.suppress(OSError):  # a full disk refuses the buffered bytes once more
                 self._file.close()
-            with contextlib.suppress(OSError):  # the disk is in trouble: it is stale one day
+            with contextlib.suppress(OSError):  # a failing disk: the file is removed as stale later
                 self._temporary.unlink(missing_ok=True)
 
 
 class _Progress:
-    """Says now and then how far a build is, how fast, and how long it will take."""
+    """Periodic log of the progress, throughput and remaining time of a build."""
 
     def __init__(self, num_rows: int):
         self._num_rows, self._done = num_rows, 0
         self._begin = self._reported = time.monotonic()
 
     def add(self, num_rows: int) -> None:
-        """So many rows more are written."""
+        """Count rows as written, and log the progress if it is due."""
         self._done += num_rows
         now = time.monotonic()
         is_end = self._done == self._num_rows

@@ -1,13 +1,13 @@
-"""A decoded data set on disk, ready for the devices: .npy arrays and a manifest, every byte under a SHA-256.
+"""Decoded data set on disk, ready for the devices: .npy arrays and a manifest, every byte under a SHA-256.
 
     FOLDER/manifest.json                    source, counts, class names, statistics, digests; seals itself
-    FOLDER/{train,val,test}_images-00000.npy, ...   uint8 or uint16 [rows, H, W, C], the originals
-    FOLDER/{train,val,test}_labels.npy      int32, one per original
+    FOLDER/{train,val,test}_images-00000.npy, ...   uint8 or uint16 [rows, H, W, C], the images
+    FOLDER/{train,val,test}_labels.npy      int32, one per image
     FOLDER/{train,val,test}_ids.npy         text
-    FOLDER/{train,val,test}_digests.npy     SHA-256 of each original's bytes in the images files
+    FOLDER/{train,val,test}_digests.npy     SHA-256 of each image's bytes in the images files
     FOLDER/train_rows.npy                   int64, ascending: only in a host's part, see below
 
-Rows are the originals of a split in its order, `rows_per_file` in every file but the last. Views of them are made
+Rows are the images of a split in its order, `rows_per_file` in every file but the last. Augmented views are made
 where they are needed. A *part* is the cache of hosts that share no file system with the others: its images files
 and digests have the training rows of `train_rows.npy` alone, all else is as in the whole cache.
 
@@ -57,34 +57,34 @@ ROWS_AT_ONCE = 1024  # rows that `verify` reads at once
 
 
 class DamagedCache(Exception):
-    """The cache does not hold what its manifest says; the text names the file."""
+    """Raised when a cache does not hold what its manifest says; the message names the file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """In which file which rows of a split lie, and what a row is."""
+    """Layout of the rows of each split in images files, and the shape and type of a row."""
 
     counts: dict[str, int]  # rows of each split
     rows_per_file: int
-    image_shape: tuple[int, int, int]  # height, width, channels; with those of `Source.targets`
+    image_shape: tuple[int, int, int]  # height, width, channels; including those of `Source.targets`
     dtype: np.dtype  # uint8 or uint16
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one original."""
+        """Bytes of one image."""
         return int(np.prod(self.image_shape)) * self.dtype.itemsize
 
     def num_files(self, split: str) -> int:
-        """How many images files a split has."""
+        """Return the number of images files of a split."""
         return -(-self.counts[split] // self.rows_per_file)
 
     def rows_of_file(self, split: str, number: int) -> range:
-        """The rows of a split that lie in images file `number`."""
+        """Return the rows of a split that lie in images file `number`."""
         first = number * self.rows_per_file
         return range(first, min(first + self.rows_per_file, self.counts[split]))
 
     def header(self, split: str, number: int) -> bytes:
-        """What images file `number` starts with, as NumPy wants it."""
+        """Return the NumPy header of images file `number`."""
         shape = (len(self.rows_of_file(split, number)), *self.image_shape)
         buffer = io.BytesIO()
         fields = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": shape}
@@ -93,19 +93,19 @@ class RowLayout:
 
 
 def images_file(split: str, number: int) -> str:
-    """Name of an images file."""
+    """Return the name of an images file."""
     return f"{split}_images-{number:05d}.npy"
 
 
 class Cache:
-    """A checked cache folder.
+    """Cache folder whose manifest was checked.
 
     Attributes:
-      folder: where it is.
+      folder: path of the cache.
       manifest: source, counts, class names, mean, std, digests of the arrays.
       manifest_bytes: the file as it was read, which tells this build of the cache from every other.
-      is_part: whether training images are missing that are on other hosts.
-      layout: of the rows that are here.
+      is_part: True if some training images are missing, which are on other hosts.
+      layout: layout of the rows that are on this host.
     """
 
     def __init__(self, folder: epath.Path, manifest: dict, manifest_bytes: bytes):
@@ -126,30 +126,30 @@ class Cache:
 
     @property
     def class_names(self) -> list[str]:
-        """Names by label."""
+        """Class names by label."""
         return self.manifest["class_names"]
 
     def count(self, split: str) -> int:
-        """Original images in `split`."""
+        """Return the number of images of a split, before augmentation."""
         return self.manifest["counts"][split]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Height, width, channels."""
+        """Height, width and channels of a stored image, dense targets included."""
         return self.layout.image_shape
 
     @property
     def targets(self) -> PixelTargets:
-        """What lies behind the channels of the images."""
+        """Dense targets that are stored behind the channels of the images."""
         return PixelTargets.recorded_in(self.manifest)
 
     @property
     def image_dtype(self) -> np.dtype:
-        """Of the pixels: uint8 or uint16."""
+        """Type of the pixels: uint8 or uint16."""
         return self.layout.dtype
 
     def identity(self) -> dict:
-        """What someone needs to use a network trained on this elsewhere, and digests that tell data apart."""
+        """Return what a network trained on this cache needs elsewhere, and digests that tell data sets apart."""
         kept = {name: self.manifest[name] for name in ("class_names", "image_shape", "image_dtype", "mean", "std")}
         kept |= self.targets.record()
         for name in ("ids", "labels"):
@@ -161,15 +161,15 @@ class Cache:
 
     @functools.cached_property
     def class_counts(self) -> np.ndarray:
-        """Training images of each class, int64 [classes]. Kept, since every run of a study names them."""
+        """Training images of each class, int64 [classes]; cached, since every run of a study logs them."""
         return np.bincount(self.small_array("train_labels"), minlength=len(self.class_names))
 
     def rows_here(self, split: str) -> np.ndarray:
-        """The originals of a split whose images are here, ascending."""
+        """Return the rows of a split whose images are on this host, ascending."""
         return self._rows_of_part() if self.is_part and split == "train" else np.arange(self.count(split))
 
     def _places(self, split: str, rows: np.ndarray) -> np.ndarray:
-        """Where originals lie in the images files, counted over all of a split."""
+        """Return the positions of rows in the images files, counted over all files of a split."""
         if not (self.is_part and split == "train"):
             return rows
         here = self._rows_of_part()
@@ -180,7 +180,7 @@ class Cache:
         return places
 
     def small_array(self, name: str) -> np.ndarray:
-        """Labels, ids or digests, verified whole (the header too: NumPy's parser trips over a damaged one)."""
+        """Read labels, ids or digests, verified whole (the header too: NumPy's parser trips over a damaged one)."""
         path = self.folder / f"{name}.npy"
         try:
             with untrusted.open_any(path) as file:
@@ -192,15 +192,15 @@ class Cache:
         return np.load(io.BytesIO(content), allow_pickle=False)
 
     def read_images(self, split: str, rows: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
-        """Reads originals `rows` of a split into out, uint8 [n, bytes of an original], without gaps.
+        """Read the images `rows` of a split into `out`, uint8 [n, bytes of an image], without gaps.
 
-        Each is verified against its SHA-256. Only these rows are read, so that each host of a pod touches
+        Each image is verified against its SHA-256. Only these rows are read, so that each host of a pod touches
         its own part of the files.
 
         Args:
-          num_threads: that read and hash; None takes every core.
+          num_threads: threads that read and hash; None takes every core.
         Raises:
-          DamagedCache: a row is not what was written.
+          DamagedCache: a row differs from what was written.
         """
         assert out.flags.c_contiguous
         row_bytes, rows_per_file = self.layout.row_bytes, self.layout.rows_per_file
@@ -222,10 +222,10 @@ class Cache:
         run_ranges(read_range, len(rows), num_threads)
 
     def read_rows(self, split: str, rows: np.ndarray, padding: int = 0) -> np.ndarray:
-        """Originals, [rows + padding, H * W * C] of the cache's dtype; padding is zeros.
+        """Read images as [rows + padding, H * W * C] of the cache's dtype; padding is zeros.
 
         Raises:
-          DamagedCache: they are not what was written.
+          DamagedCache: a row differs from what was written.
         """
         out = memory.aligned_empty((len(rows) + padding, self.layout.row_bytes), np.uint8)
         self.read_images(split, rows, out[: len(rows)])
@@ -237,7 +237,7 @@ class Cache:
         return _ImagesFile(self.folder / images_file(split, number), header, self.layout.row_bytes)
 
     def verify(self) -> None:
-        """Reads every byte of every array; raises DamagedCache."""
+        """Verify every byte of every array; raise DamagedCache if one differs."""
         for name in self.manifest["sha256"]:
             self.small_array(name.removesuffix(".npy"))
         for split in SPLITS:
@@ -248,9 +248,9 @@ class Cache:
 
 
 class _ImagesFile:
-    """An images file that stays open; several threads may read it.
+    """Open images file that several threads may read.
 
-    Read by system calls, not mapped: a file that is cut short while it is mapped kills the process.
+    It is read by system calls, not mapped: a file that is cut short while it is mapped kills the process.
     """
 
     def __init__(self, path: epath.Path, header: bytes, row_bytes: int):
@@ -262,14 +262,14 @@ class _ImagesFile:
             self._file = untrusted.open_any(path)
         except OSError as error:
             raise self._unreadable(error) from error
-        weakref.finalize(self, self._file.close)  # or its end would be a ResourceWarning
+        weakref.finalize(self, self._file.close)  # else its garbage collection is a ResourceWarning
         if self._read_at(0, memoryview(start)) != len(header) or start != header:
             raise DamagedCache(f"{path} does not start as an array of the manifest's images")
 
     def read_row(self, row: int, out: memoryview) -> None:
-        """Reads one row into `out`; raises DamagedCache."""
+        """Read one row into `out`; raise DamagedCache if it cannot be read."""
         length = self._read_at(self._header_bytes + row * self._row_bytes, out)
-        if length != self._row_bytes:  # or the hash would be of what was in memory before
+        if length != self._row_bytes:  # else the hash is of what was in memory before
             raise DamagedCache(f"{self.path} ends within its row {row}")
 
     def _read_at(self, offset: int, out: memoryview) -> int:
@@ -290,7 +290,7 @@ class _ImagesFile:
 
 
 def cache_key(source: Source, splits: dict[str, np.ndarray]) -> str:
-    """Hash of everything that shapes the cache, but the version of the code that writes it."""
+    """Return a hash of everything that shapes the cache, except the version of the code that writes it."""
     digest = hashlib.sha256(source.fingerprint.encode())
     for split in SPLITS:
         digest.update(f" {split} {len(splits[split])} ".encode())
@@ -299,12 +299,12 @@ def cache_key(source: Source, splits: dict[str, np.ndarray]) -> str:
 
 
 def open_cache(folder: epath.Path) -> Cache:
-    """Checks the manifest, which seals itself by a SHA-256 over its other fields."""
+    """Open a cache and check its manifest, which holds a SHA-256 of its other fields."""
     return check_manifest(folder, read_manifest(folder))
 
 
 def read_manifest(folder: epath.Path) -> bytes | None:
-    """The manifest's file as it is, or None where it cannot be read."""
+    """Return the bytes of the manifest file, or None where it cannot be read."""
     try:
         with untrusted.open_any(folder / MANIFEST) as file:
             return file.read(MAX_MANIFEST_BYTES)
@@ -313,7 +313,7 @@ def read_manifest(folder: epath.Path) -> bytes | None:
 
 
 def check_manifest(folder: epath.Path, content: bytes | None) -> Cache:
-    """The cache whose manifest has this content; raises DamagedCache."""
+    """Return the cache whose manifest has this content; raise DamagedCache if it is damaged."""
     path = folder / MANIFEST
     if content is None:
         raise DamagedCache(f"{path} is missing or cannot be read")
@@ -332,12 +332,12 @@ def check_manifest(folder: epath.Path, content: bytes | None) -> Cache:
 
 
 def seal_of(manifest: dict) -> str:
-    """SHA-256 over the fields of a manifest."""
+    """Compute the SHA-256 of the fields of a manifest."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def open_sound_cache(folder: epath.Path) -> Cache | None:
-    """The cache in `folder`, or None where there is none; one that is damaged or of another version is removed."""
+    """Open the cache in `folder`, or return None; remove it if it is damaged or of another version."""
     while folder.exists():
         looked_at = read_manifest(folder)
         try:
@@ -348,20 +348,20 @@ def open_sound_cache(folder: epath.Path) -> Cache | None:
 
 
 def discard_cache(folder: epath.Path, looked_at: bytes | None, damage: DamagedCache) -> None:
-    """Says what is damaged and removes the folder, so that it is built again.
+    """Log the damage and remove the folder, so that the cache is built again.
 
-    It stays if another process has meanwhile put a new build in its place.
+    The folder stays if another process has meanwhile put a new build in its place.
 
     Args:
       looked_at: the manifest's bytes, or None, of the build that was found to be damaged.
     Raises:
-      UserError: it cannot be removed.
+      UserError: the folder cannot be removed.
     """
     if read_manifest(folder) != looked_at:
         return
     trash = util.beside(folder)
     try:
-        folder.rename(trash)  # at once, for hosts that share the file system do this at the same time
+        folder.rename(trash)  # atomically: hosts that share the file system do this at the same time
         if read_manifest(trash) != looked_at:  # the new build came between the two lines above
             with contextlib.suppress(OSError):  # yet another process has built: one is enough
                 trash.rename(folder)

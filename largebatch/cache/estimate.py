@@ -1,4 +1,4 @@
-"""What building the cache of a data set will take, told from a sample before anything is built."""
+"""Estimate, from a sample of images, of the time and disk that building a cache will take."""
 
 import concurrent.futures
 import contextlib
@@ -18,20 +18,20 @@ from largebatch.sources.split import SPLITS
 from largebatch.tasks.planes import NO_TARGETS, PixelTargets
 
 SAMPLED_IMAGES, SAMPLE_SEC = 4096, 4.0  # the sample ends at either
-FIRST_IMAGES = 64  # that are not timed
-# Beside the pixels, of an image: its digest, label and id.
+FIRST_IMAGES = 64  # images of the warm-up, which are not timed
+# Bytes of an image's digest, label and id, beside its pixels.
 OTHER_BYTES = 32 + 4 + 4 * 24
 
 
 @dataclass(frozen=True)
 class BuildEstimate:
-    """What a cache will be.
+    """Predicted size and build time of a cache.
 
     Attributes:
-      layout: of its rows; num_classes: that it has; targets: see `Source`.
-      disk_bytes: that it takes; free_disk_bytes: that there are, None for a bucket.
-      images_per_sec: decoded and written by all cores of this host.
-      sampled: images that were decoded for it.
+      layout: layout of the rows; num_classes: number of classes; targets: see `Source`.
+      disk_bytes: size of the cache; free_disk_bytes: free bytes of the disk, None for a bucket.
+      images_per_sec: images decoded and written per second by all cores of this host.
+      sampled: number of images that were decoded for the estimate.
     """
 
     layout: RowLayout
@@ -44,22 +44,22 @@ class BuildEstimate:
 
     @property
     def num_images(self) -> int:
-        """Images of all splits."""
+        """Number of images of all splits."""
         return sum(self.layout.counts.values())
 
     @property
     def seconds(self) -> float:
-        """That one host takes."""
+        """Seconds that one host takes to build the cache."""
         return self.num_images / self.images_per_sec
 
 
 def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
-    """Decodes, digests and writes some images on all cores, as the build does, for a few seconds at most.
+    """Estimate a build: decode, hash and write some images on all cores as it does, for a few seconds at most.
 
-    They are written to a file without a name, which leaves nothing behind.
+    The images are written to a file without a name, which leaves nothing behind.
 
     Raises:
-      UserError: one of them is damaged or unlike the first.
+      UserError: an image is damaged or unlike the first.
     """
     layout = plan_layout(plan)
     every = np.concatenate([plan.splits[split] for split in SPLITS])
@@ -70,14 +70,14 @@ def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
     is_local = "://" not in os.fspath(parent)
     scratch_folder = _existing(parent) if is_local else None
     with plan.source.open() as read, _scratch_file(scratch_folder) as scratch:
-        decode_block(plan, layout, every[:FIRST_IMAGES], read)  # whatever the first images take longer
+        decode_block(plan, layout, every[:FIRST_IMAGES], read)  # warm-up: the first images take longer
         begin, done = time.perf_counter(), 0
         with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
             for start in starts:
-                chosen = every[start : start + images_at_once]  # side by side, as the build reads them
+                chosen = every[start : start + images_at_once]  # consecutive, as the build reads them
                 parts = np.array_split(chosen, min(num_workers, len(chosen)))
                 for block in pool.map(lambda part: decode_block(plan, layout, part, read), parts):
-                    with contextlib.suppress(OSError):  # a full disk, which free_disk_bytes tells
+                    with contextlib.suppress(OSError):  # a full disk, which free_disk_bytes reports
                         scratch.write(block.pixels.data)
                 done += len(chosen)
                 if done >= SAMPLED_IMAGES or time.perf_counter() - begin > SAMPLE_SEC:
@@ -95,7 +95,7 @@ def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
 
 
 def _scratch_file(folder) -> BinaryIO:
-    """A file without a name in a folder; where none can be, as in a bucket, what takes no time to write."""
+    """Open a file without a name in a folder, or the null device where that is impossible, as in a bucket."""
     try:
         return open(os.devnull, "wb") if folder is None else tempfile.TemporaryFile(dir=folder, buffering=0)
     except OSError:  # no right to write there: the build will say so
@@ -103,7 +103,7 @@ def _scratch_file(folder) -> BinaryIO:
 
 
 def _existing(folder):
-    """The folder, or the nearest around it that exists."""
+    """Return the folder, or its nearest ancestor that exists."""
     while not folder.exists():
         folder = folder.parent
     return folder

@@ -1,4 +1,4 @@
-"""Parts of a cache that is being built: what is on disk of each, and how they become whole files."""
+"""Part records of a cache that is being built, and the last stage of a build: arrays, manifest, name."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,14 @@ from largebatch.cache.plan import PARTS, CachePlan, FileTask, plan_layout
 from largebatch.sources.split import SPLITS
 from largebatch.util import UserError
 
-MOST_LINES = (2**32 - 1) // 255**2  # whose sum of squares of uint8 fits into uint32
+log = logging.getLogger("largebatch")
+
+MOST_LINES = (2**32 - 1) // 255**2  # so many squares of uint8 add up to what fits into uint32
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Decoded rows, and what a part record says of them."""
+    """Decoded rows with their digests and sums, which go into a part record."""
 
     pixels: np.ndarray  # [rows, H, W, C]
     digests: np.ndarray  # uint8 [rows, 32]
@@ -32,7 +34,7 @@ class Block:
 
 
 def channel_sums(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of the pixels [N, H, W, C] and of their squares by image and channel, exact: uint64 [N, C] each.
+    """Return exact sums of the pixels [N, H, W, C] and of their squares by image and channel: uint64 [N, C] each.
 
     Lines are added first, all channels at once, which is much quicker than channel by channel.
     """
@@ -49,7 +51,7 @@ def channel_sums(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def part_record(blocks: list[Block]) -> bytes:
-    """The part record of the images file that these blocks make up."""
+    """Return the part record of the images file that these blocks make up."""
     buffer = io.BytesIO()
     np.savez(
         buffer,
@@ -61,10 +63,10 @@ def part_record(blocks: list[Block]) -> bytes:
 
 
 def read_record(plan: CachePlan, task: FileTask, num_rows: int) -> dict[str, np.ndarray]:
-    """Digests and sums of the rows of an images file.
+    """Read the digests and sums of the rows of an images file.
 
     Raises:
-      UserError: the record is damaged, or of another layout, as other code had it.
+      UserError: the record is damaged, or of another layout, as of another version of the code.
     """
     path = plan.build_folder / task.record
     content = path.read_bytes()
@@ -81,25 +83,22 @@ def read_record(plan: CachePlan, task: FileTask, num_rows: int) -> dict[str, np.
 
 
 def write_whole(path: epath.Path, content: bytes) -> None:
-    """Writes a file that appears whole or not at all."""
+    """Write a file atomically: it appears whole or not at all."""
     with util.replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
-log = logging.getLogger("largebatch")
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainSums:
-    """Exact sums over training rows: those of several hosts add up to those of all rows."""
+    """Exact sums over training rows; the sums of several hosts add up to those of all rows."""
 
-    pixels: int  # of `row_digests_sum`
-    sums: list[int]  # of the pixels, by channel
+    pixels: int  # result of `row_digests_sum`
+    sums: list[int]  # sums of the pixels, by channel
     square_sums: list[int]
 
     @classmethod
     def total(cls, parts: list["TrainSums"]) -> "TrainSums":
-        """The sums over the rows of all parts."""
+        """Return the sums over the rows of all parts."""
         return cls(
             sum(part.pixels for part in parts) % 2**256,
             [sum(of_channel) for of_channel in zip(*(part.sums for part in parts), strict=True)],
@@ -108,7 +107,7 @@ class TrainSums:
 
 
 def read_sums(plan: CachePlan) -> TrainSums:
-    """The sums over the training rows that no other host counts, from the part records."""
+    """Return the sums over the training rows that no other host counts, from the part records."""
     layout, rows = plan_layout(plan), plan.stored_rows["train"]
     is_counted = np.isin(rows, rows if plan.own_rows is None else plan.own_rows)
     zeros = [0] * layout.image_shape[-1]
@@ -128,7 +127,7 @@ def read_sums(plan: CachePlan) -> TrainSums:
 
 
 def row_digests_sum(split: str, rows: np.ndarray, digests: np.ndarray) -> int:
-    """Tells the pixels of rows from others: the sum of a SHA-256 of each, mod 2**256, however rows are spread."""
+    """Return the sum of the rows' SHA-256 mod 2**256, a fingerprint of their pixels in any order and any files."""
     seals = (
         hashlib.sha256(f"{split} {row} ".encode() + digest.tobytes()).digest()
         for row, digest in zip(rows.tolist(), digests, strict=True)
@@ -137,11 +136,11 @@ def row_digests_sum(split: str, rows: np.ndarray, digests: np.ndarray) -> int:
 
 
 def finish_cache(plan: CachePlan, own_sums: TrainSums | None = None, all_sums: TrainSums | None = None) -> None:
-    """Puts the written parts together and gives the cache its name.
+    """Assemble the written parts and give the cache its name.
 
     Args:
-      own_sums: of `read_sums`, if they were read before.
-      all_sums: over all training rows; None where all of them are here.
+      own_sums: the result of `read_sums`, if it was read before.
+      all_sums: sums over all training rows; None where all of them are on this host.
     Raises:
       UserError: a failing disk.
     """
@@ -158,7 +157,7 @@ def finish_cache(plan: CachePlan, own_sums: TrainSums | None = None, all_sums: T
         write_whole(build / MANIFEST, json.dumps(manifest, indent=1).encode())
         build.rename(plan.folder)
         util.remove(plan.folder / PARTS)
-        for path in plan.folder.glob(".*"):  # of processes that were killed, or build the same and come second
+        for path in plan.folder.glob(".*"):  # files of killed processes, or of slower ones that build the same
             util.remove(path)
     except OSError as error:
         if not plan.folder.exists():
@@ -172,7 +171,7 @@ def finish_cache(plan: CachePlan, own_sums: TrainSums | None = None, all_sums: T
 
 
 def _write_small_arrays(plan: CachePlan, layout: RowLayout, train_sums: TrainSums) -> dict:
-    """Writes labels, ids and digests of every split; returns the manifest."""
+    """Write labels, ids and digests of every split; return the manifest."""
     source, arrays, digests_of_split = plan.source, {}, {}
     pixels = {"train": train_sums.pixels}
     ids = np.array(source.ids)
@@ -216,7 +215,7 @@ def _write_small_arrays(plan: CachePlan, layout: RowLayout, train_sums: TrainSum
 
 
 def _refuse_one_class(plan: CachePlan, train_sums: TrainSums, num_pixels: int) -> None:
-    """Raises UserError where all training pixels are of one class: then nothing can be learned."""
+    """Raise UserError if all training pixels are of one class: then nothing can be learned."""
     mask = -plan.source.targets.planes
     total, squares = train_sums.sums[mask], train_sums.square_sums[mask]
     if total**2 != num_pixels * squares:
@@ -230,7 +229,7 @@ def _refuse_one_class(plan: CachePlan, train_sums: TrainSums, num_pixels: int) -
 
 
 def _write_array(plan: CachePlan, name: str, array: np.ndarray) -> str:
-    """Writes a small array; returns its SHA-256."""
+    """Write a small array; return its SHA-256."""
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     write_whole(plan.build_folder / f"{name}.npy", buffer.getvalue())
@@ -238,7 +237,7 @@ def _write_array(plan: CachePlan, name: str, array: np.ndarray) -> str:
 
 
 def channel_statistics(sums: list[int], square_sums: list[int], num_pixels: int) -> tuple[list, list]:
-    """Mean and standard deviation by channel, from exact integer sums over `num_pixels` pixels.
+    """Return mean and standard deviation by channel, from exact integer sums over `num_pixels` pixels.
 
     Python's integers do not overflow, and its division rounds once. The deviation is at least 1.
     """
@@ -248,7 +247,7 @@ def channel_statistics(sums: list[int], square_sums: list[int], num_pixels: int)
 
 
 def _warn_of_equal_images(plan: CachePlan, digests: dict[str, np.ndarray]) -> None:
-    """Counts and names images with the same pixels; those in two splits make a validation too good."""
+    """Warn of images with the same pixels; a pair in two splits makes the validation too optimistic."""
     every = np.ascontiguousarray(np.concatenate([digests[split] for split in SPLITS])).view("V32").ravel()
     examples = np.concatenate([plan.stored_examples[split] for split in SPLITS])
     split_of = np.repeat(np.arange(len(SPLITS)), [len(digests[split]) for split in SPLITS])

@@ -1,4 +1,4 @@
-"""Caches that are known: by what was asked for, and by what a run recorded."""
+"""Lookup of existing caches: by the settings of a request, and by the data that a run recorded."""
 
 import contextlib
 import hashlib
@@ -17,17 +17,19 @@ from largebatch.decoding.images import Dataset
 from largebatch.hosts import collectives, replicas
 from largebatch.util import BadSetting, expanded, replacing
 
+log = logging.getLogger("largebatch")
+
 FOLDER = ".known"
 MAX_NOTE_BYTES = 2**16
 PATHS = ("path", "split_file")
 
 
 def request_of(fields: dict, split_file_digest: str | None = None) -> dict:
-    """What the settings ask for, with paths as they are from everywhere.
+    """Return the settings that identify a cache, with absolute paths.
 
     Args:
-      fields: those of a config's `dataset` that shape a cache.
-      split_file_digest: of the content of the split file, if there is one.
+      fields: fields of a config's `dataset` that shape a cache.
+      split_file_digest: digest of the content of the split file, if there is one.
     """
     request = dict(fields)
     for name in PATHS:
@@ -40,25 +42,25 @@ def request_of(fields: dict, split_file_digest: str | None = None) -> dict:
 
 
 def request_of_part(request: dict, virtual_shards: int | None) -> dict:
-    """The same for the part that this host needs to train, where hosts share no file system.
+    """Return the request for the part of a cache that this host trains on, where hosts share no file system.
 
     Args:
-      virtual_shards: a config's batch.virtual_shards, by which images are dealt to devices.
+      virtual_shards: a config's batch.virtual_shards, by which images are sharded over devices.
     """
     devices = {"devices": jax.device_count(), "of_this_host": replicas.local_indices()}
     return {**request, **devices, "virtual_shards": virtual_shards}
 
 
 def known_folder(cache_dir: epath.Path, request: dict) -> epath.Path | None:
-    """The folder that was noted for a request, or None."""
+    """Return the folder that was noted for a request, or None."""
     return _read_note(cache_dir, request)[0]
 
 
 def known_cache(cache_dir: epath.Path, request: dict, stamp: str | None) -> Cache | None:
-    """The sound cache that was noted for a request, or None.
+    """Return the sound cache that was noted for a request, or None.
 
     Args:
-      stamp: of the source as it is now, which must be as noted; None takes any.
+      stamp: stamp of the source as it is now, which must be as noted; None accepts any.
     """
     folder, noted_stamp = _read_note(cache_dir, request)
     return open_sound_cache(folder) if folder is not None and stamp in (None, noted_stamp) else None
@@ -70,7 +72,7 @@ def _read_note(cache_dir: epath.Path, request: dict) -> tuple[epath.Path | None,
         with untrusted.open_any(_note_path(cache_dir, request)) as file:
             noted = json.loads(file.read(MAX_NOTE_BYTES))
         name, stamp = noted["folder"], noted.get("stamp")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or damaged: the source is listed
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no sound note: the source is listed
         return None, None
     if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
         return None, None
@@ -78,10 +80,10 @@ def _read_note(cache_dir: epath.Path, request: dict) -> tuple[epath.Path | None,
 
 
 def note(cache_dir: epath.Path, request: dict, cache: Cache, stamp: str | None) -> None:
-    """Notes the cache that a request was answered with, and the stamp of the source before it was listed."""
+    """Record the cache that answers a request, and the stamp of the source before it was listed."""
     path = _note_path(cache_dir, request)
     content = json.dumps({"folder": cache.folder.name, "stamp": stamp, "request": request}, indent=1)
-    with contextlib.suppress(OSError):  # a folder that is read only: the next start lists the source again
+    with contextlib.suppress(OSError):  # a read-only folder: the next start lists the source again
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
             temporary.write_text(content)
@@ -92,13 +94,10 @@ def _note_path(cache_dir: epath.Path, request: dict) -> epath.Path:
     return cache_dir / FOLDER / f"{key}.json"
 
 
-log = logging.getLogger("largebatch")
-
-
 def find_split(cache_dir: str, split: str, recorded: dict) -> Dataset | None:
-    """A split of just the data of `recorded` (see `Cache.identity`), from a sound cache in `cache_dir`.
+    """Read a split of exactly the data of `recorded` (see `Cache.identity`) from a sound cache in `cache_dir`.
 
-    Changes nothing there. None on every host, if one of them has no such cache.
+    Nothing in `cache_dir` changes. The result is None on every host if one of them has no such cache.
     """
     dataset = None
     try:
@@ -107,18 +106,18 @@ def find_split(cache_dir: str, split: str, recorded: dict) -> Dataset | None:
             dataset = read_split(cache, split)
     except DamagedCache as damage:
         log.warning("damaged cache: %s", damage)
-    except (OSError, ValueError, ImportError, BadSetting):  # nothing there that this host can read, or no path
+    except (OSError, ValueError, ImportError, BadSetting):  # nothing that this host can read, or no path
         pass
     on_every_host = all(map(json.loads, collectives.gather_text(json.dumps(dataset is not None))))
     return dataset if on_every_host else None
 
 
 def find_cache(cache_dir: str, split: str, recorded: dict) -> Cache | None:
-    """The first cache in `cache_dir` with a split of just the data of `recorded`; others there may be damaged."""
+    """Return the first cache in `cache_dir` with a split of exactly the data of `recorded`; skip damaged ones."""
     for manifest in sorted(epath.Path(expanded(cache_dir)).glob("[!.]*/manifest.json")):
         try:
             cache = open_cache(manifest.parent)
-        except DamagedCache:  # of some data set; who needs it will say so
+        except DamagedCache:  # its user will report it
             continue
         if cache.is_part and split == "train":
             continue
@@ -130,10 +129,10 @@ def find_cache(cache_dir: str, split: str, recorded: dict) -> Cache | None:
 
 
 def read_split(cache: Cache, split: str) -> Dataset:
-    """Images and labels of a split.
+    """Read the images and labels of a split.
 
     Raises:
-      DamagedCache: they are not what was written.
+      DamagedCache: an image, label or id differs from what was written.
     """
     pixels = cache.read_rows(split, np.arange(cache.count(split)))
     labels, ids = cache.small_array(f"{split}_labels"), cache.small_array(f"{split}_ids")

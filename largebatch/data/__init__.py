@@ -1,1 +1,1 @@
-"""From image files to examples on the devices."""
+"""Training and validation data on the devices."""

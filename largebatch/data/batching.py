@@ -1,16 +1,16 @@
-"""Which examples belong to which update, and on which device they are, in closed form.
+"""The examples of every step, and the devices that hold them, in closed form.
 
-An *original* is a training image as it was read; an *example* is one of its views. A seeded permutation deals the
-originals once to *virtual shards*, and these are dealt to the devices: a device holds all views of its originals.
+An *original* is a training image as it was read; an *example* is one of its views. A seeded permutation spreads the
+originals over *virtual shards*, and these over devices: a device holds all views of its originals.
 An epoch visits every example once. It has as many *passes* as there are views: in each pass every shard visits all
 its originals, in a new order and each in another view. Batches take the next positions of the epoch, round-robin
 over shards. Where shards hold unequal numbers of originals, the last round of every pass goes to those that hold
 one more.
 
 So each example is visited once per epoch and each original once per pass, no data move between devices, and a batch
-may be of any size. Which examples form an update follows from the seed and the number of shards. It does not depend
-on the number of devices: they may come and go, and the batches stay the same. The place of any update follows from
-(seed, epoch, offset) alone: resuming replays nothing.
+may be of any size. The examples of a step follow from the seed and the number of shards. They do not depend on the
+number of devices: devices may come and go, and the batches stay the same. The place of any step follows from (seed,
+epoch, offset) alone: resuming replays nothing.
 
 Example: 5 originals with 2 views in 3 shards, on 2 devices. Shards 0 and 1 hold 2 originals, shard 2 holds 1.
 Device 0 has shards 0 and 2, device 1 has shard 1. An epoch has 10 positions in two passes of 5:
@@ -34,29 +34,29 @@ from flax import struct
 
 from largebatch.util import BadSetting
 
-# Which examples form an update. A run is resumed only by code of the same version. Version 1 had all short rounds
-# at the end of the epoch; version 2 dealt originals to devices, with no shards between; up to version 3 originals
+# Version of the order of examples. A run is resumed only by code of the same version. Version 1 had all short
+# rounds at the end of the epoch; version 2 had no shards between originals and devices; up to version 3 originals
 # and views were shuffled in another way.
 ORDER_VERSION = 4
 # Numbers of virtual shards to choose from: most numbers of devices get equal shares of them, or nearly. A shard
 # should hold enough originals to be shuffled; but a small pod should find enough shards in any data set.
 SHARD_COUNTS = (32, 96, 192, 480, 960, 1920, 3840)
 MIN_ORIGINALS_PER_SHARD = 32
-MOST_SHARDS_PER_ORIGINAL = 4  # more would mostly be empty
-# Each round halves what is left of the order before. Tests over 8 million keys see none of it from 14 rounds on
-# (LOG.md); 10 more leave a thousandth of that.
+MOST_SHARDS_PER_ORIGINAL = 4  # with more, most shards would be empty
+# Each round halves what is left of the order before. Tests over 8 million keys see nothing of that order from 14
+# rounds on (LOG.md); 10 more rounds leave a thousandth of it.
 SHUFFLE_ROUNDS = 24
 
 
 def choose_num_shards(num_originals: int) -> int:
-    """The number of virtual shards that a training set gets where the config does not say."""
+    """Choose the number of virtual shards of a training set, where the config does not give it."""
     fitting = [count for count in SHARD_COUNTS if count * MIN_ORIGINALS_PER_SHARD <= num_originals]
     return max(fitting, default=SHARD_COUNTS[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class DataSharding:
-    """How `num_originals * views` examples are dealt to virtual shards, and these to devices.
+    """The sharding of `num_originals * views` examples over virtual shards, and of these over devices.
 
     Original i of the seeded permutation belongs to shard i % num_shards, and shard s to device s % num_devices.
     """
@@ -77,39 +77,39 @@ class DataSharding:
         return self.num_originals_of(0)
 
     def originals_of(self, device: int, seed: int) -> np.ndarray:
-        """Global indices of the originals that `device` holds, in the order it holds them."""
+        """Return the global indices of the originals that `device` holds, in the order it holds them."""
         order = np.random.default_rng(seed).permutation(self.num_originals)
         shards = np.arange(self.num_originals) % self.num_shards
         return order[shards % self.num_devices == device]
 
     def num_originals_in_shard(self, shard):
-        """Originals in `shard`, which may be traced."""
+        """Return the number of originals in `shard`, which may be traced."""
         return self.num_originals // self.num_shards + (shard < self.num_originals % self.num_shards)
 
     def num_originals_of(self, device):
-        """Originals that `device` holds; `device` may be traced."""
+        """Return the number of originals that `device` holds; `device` may be traced."""
         return self._count_in_a_pass(self.num_originals, device)
 
     def num_shards_of(self, device):
-        """Virtual shards that `device` holds; `device` may be traced."""
+        """Return the number of virtual shards that `device` holds; `device` may be traced."""
         return self._shards_below(self.num_shards, device)
 
     def _shards_below(self, shard, device):
-        """How many of the shards before `shard` belong to `device`."""
+        """Count the shards before `shard` that belong to `device`."""
         return (shard + self.num_devices - 1 - device) // self.num_devices
 
     def _count_in_a_pass(self, position, device):
-        """How many of a pass's first `position` positions belong to `device`."""
+        """Count those of a pass's first `position` positions that belong to `device`."""
         rounds, shard = divmod(position, self.num_shards)
         return rounds * self.num_shards_of(device) + self._shards_below(shard, device)
 
     def count_before(self, position, device):
-        """How many of an epoch's first `position` positions belong to `device`; both may be traced."""
+        """Count those of an epoch's first `position` positions that belong to `device`; both may be traced."""
         passes, position_in_pass = divmod(position, self.num_originals)
         return passes * self.num_originals_of(device) + self._count_in_a_pass(position_in_pass, device)
 
     def share_bounds(self, batch_size: int) -> tuple[int, int]:
-        """The fewest and the most examples of a batch that one device gets, wherever in the epoch it begins.
+        """Return the fewest and the most examples of a batch that one device gets, wherever the batch begins.
 
         A batch that begins a round later has the same shares, unless it then ends in another pass. So the first
         round of a pass, and the first from which batches end in another, stand for all.
@@ -121,10 +121,10 @@ class DataSharding:
 
 
 def choose_sharding(virtual_shards: int | None, num_originals: int, num_devices: int, views: int) -> DataSharding:
-    """Choose how the training set is dealt to virtual shards and devices.
+    """Choose the sharding of the training set over virtual shards and devices.
 
     Args:
-      virtual_shards: a config's batch.virtual_shards; None chooses by `num_originals`.
+      virtual_shards: a config's batch.virtual_shards; None to choose by `num_originals`.
     Raises:
       BadSetting: there are fewer shards than devices, or far more than originals.
     """
@@ -144,9 +144,9 @@ def choose_sharding(virtual_shards: int | None, num_originals: int, num_devices:
 
 @dataclasses.dataclass(frozen=True)
 class Grouping:
-    """Cuts a device's part of a batch into groups, and takes these into micro-batches.
+    """The groups of a device's part of a batch, and the micro-batches that take them.
 
-    The examples are dealt evenly over the fewest groups that hold them, so that none is left with a few: sizes
+    The examples are spread evenly over the fewest groups that hold them, so that none is left with a few: sizes
     differ by one at most. Each group is padded at its end. A micro-batch takes the next groups; those beyond the
     last are empty.
     """
@@ -160,11 +160,11 @@ class Grouping:
         return self.micro_batch_size // self.group_size
 
     def num_groups(self, count):
-        """The groups of `count` examples, which may be traced."""
+        """Return the number of groups of `count` examples, which may be traced."""
         return -(-count // self.group_size)
 
     def num_micro_batches(self, count):
-        """The micro-batches of `count` examples, which may be traced."""
+        """Return the number of micro-batches of `count` examples, which may be traced."""
         return -(-self.num_groups(count) // self.groups_at_once)
 
     def groups_of(self, count, index):
@@ -185,9 +185,9 @@ class DeviceBatch:
     """The part of one batch that falls to one device; all int32 scalars, which may be traced."""
 
     device: jax.Array  # index of the device, over all hosts
-    epoch: jax.Array  # in which the batch begins
+    epoch: jax.Array  # epoch in which the batch begins
     start: jax.Array  # the device's own position in that epoch, of the first example
-    num_in_epoch: jax.Array  # examples that are still of that epoch; the rest begin the next one
+    num_in_epoch: jax.Array  # examples of that epoch; the rest begin the next one
     count: jax.Array  # examples in all; 0 is possible
 
 
@@ -196,15 +196,15 @@ class MicroBatchIndices:
     """The examples of a device that form one micro-batch of M, group by group."""
 
     examples: jax.Array  # int32 [M], original * views + view, by the device's own numbering; padding is a valid one
-    visit_keys: jax.Array  # uint32 [M], for what is random about a visit; the same on any number of devices
-    weights: jax.Array  # float32 [M], 1, and 0 for padding
+    visit_keys: jax.Array  # uint32 [M], for random changes of a visit; the same on any number of devices
+    weights: jax.Array  # float32 [M]: 1, and 0 for padding
 
 
 def device_batch(sharding: DataSharding, device, epoch, offset, batch_size) -> DeviceBatch:
-    """The part of a batch that falls to `device`; all arguments but `sharding` may be traced.
+    """Return the part of a batch that falls to `device`; all arguments but `sharding` may be traced.
 
     The batch is the positions [offset, offset + batch_size) of `epoch`, running on into the next
-    epoch where it passes the end. Needs 1 <= batch_size <= num_examples, 0 <= offset < num_examples.
+    epoch where it passes the end. Requires 1 <= batch_size <= num_examples, 0 <= offset < num_examples.
     """
     end = offset + batch_size
     start = sharding.count_before(offset, device)
@@ -214,33 +214,33 @@ def device_batch(sharding: DataSharding, device, epoch, offset, batch_size) -> D
 
 
 def even_part(count, index, num_parts):
-    """Where part `index` of `num_parts` begins among `count` examples, and how many it has; all may be traced."""
-    # Of `count` examples, the first `count % num_parts` parts have one more; written so that int32 cannot overflow.
+    """Return where part `index` of `num_parts` begins among `count` examples, and its size; all may be traced."""
+    # The first `count % num_parts` parts have one more example; written so that int32 cannot overflow.
     examples_each, one_more = count // num_parts, count % num_parts
     begin = index * examples_each + jnp.minimum(index, one_more)
     return begin, examples_each + (index < one_more)
 
 
 def micro_batch(sharding: DataSharding, batch: DeviceBatch, index, grouping: Grouping, seed) -> MicroBatchIndices:
-    """Number `index` of the micro-batches of a device's batch; index and seed may be traced."""
+    """Return micro-batch number `index` of a device's part of a batch; index and seed may be traced."""
     begins, lengths = grouping.groups_of(batch.count, index)
     place = jnp.arange(grouping.group_size, dtype=jnp.int32)
     is_example = (place < lengths[:, None]).ravel()
     position_in_batch = jnp.where(is_example, (begins[:, None] + place).ravel(), 0)
 
-    # From the position in the batch to the device's position in its epoch.
+    # The position in the batch gives the device's position in its epoch.
     in_first_epoch = position_in_batch < batch.num_in_epoch
     epoch = jnp.where(in_first_epoch, batch.epoch, batch.epoch + 1)
     position_in_epoch = jnp.where(
         in_first_epoch, batch.start + position_in_batch, position_in_batch - batch.num_in_epoch
     )
 
-    # From there to a pass over the device's originals, and the position in that pass.
+    # The device's position in its epoch gives a pass over its originals, and the position in that pass.
     num_originals = jnp.maximum(sharding.num_originals_of(batch.device), 1)
     last_position = num_originals * sharding.views - 1
     pass_index, position_in_pass = jnp.divmod(jnp.minimum(position_in_epoch, last_position), num_originals)
 
-    # From there to one of the device's shards, which are every num_devices-th, and the position in a pass over it.
+    # That gives one of the device's shards, which are every num_devices-th, and the position in a pass over it.
     num_shards = jnp.maximum(sharding.num_shards_of(batch.device), 1)
     position_in_shard, shard_on_device = jnp.divmod(position_in_pass, num_shards)
     shard = batch.device + sharding.num_devices * shard_on_device
@@ -262,7 +262,7 @@ def micro_batch(sharding: DataSharding, batch: DeviceBatch, index, grouping: Gro
 
 
 def shuffle_key(*parts) -> jax.Array:
-    """uint32 key made of integers, as seed, epoch and device, that may be traced and broadcast."""
+    """Make a uint32 key of integers, such as seed, epoch and device, that may be traced and broadcast."""
     key = jnp.uint32(0x9E3779B9)
     for part in parts:
         key = _mix(key ^ _mix(jnp.asarray(part).astype(jnp.uint32) + jnp.uint32(0x85EBCA6B)))
@@ -270,7 +270,7 @@ def shuffle_key(*parts) -> jax.Array:
 
 
 def shuffled(index, length, key) -> jax.Array:
-    """Element `index` of a pseudo-random permutation of range(length), without building it.
+    """Return element `index` of a pseudo-random permutation of range(length), without building it.
 
     The swap-or-not shuffle (Hoang, Morris and Rogaway, An Enciphering Scheme Based on a Card Shuffle, CRYPTO 2012):
     each round pairs the values whose sum is a random number modulo the length, and a hash of the pair says whether
@@ -285,7 +285,7 @@ def shuffled(index, length, key) -> jax.Array:
     length = jnp.asarray(length).astype(jnp.uint32)
     shape = jnp.broadcast_shapes(index.shape, length.shape, key.shape)
     value = jnp.broadcast_to(index.astype(jnp.uint32), shape)
-    # Written out, so that no loop is left in the program: accelerators start every turn of a loop from the host.
+    # Written out, so that no loop is left in the program: accelerators start every iteration from the host.
     for number in range(SHUFFLE_ROUNDS):
         round_key = _mix(key + jnp.uint32(number * 0x9E3779B9 & 0xFFFFFFFF))
         pair_sum = _high_word(round_key, length)  # in range(length)
@@ -296,7 +296,7 @@ def shuffled(index, length, key) -> jax.Array:
 
 
 def _high_word(one: jax.Array, other: jax.Array) -> jax.Array:
-    """The upper 32 of the 64 bits of a product of two uint32, as JAX has no uint64 by default.
+    """Return the upper 32 of the 64 bits of a product of two uint32, as JAX has no uint64 by default.
 
     For `one` drawn from all uint32 it is a number below `other`, and cheaper than a remainder.
     """
@@ -308,7 +308,7 @@ def _high_word(one: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _mix(value: jax.Array) -> jax.Array:
-    """The 32-bit finaliser of MurmurHash3 (Appleby, public domain): every bit reaches every bit."""
+    """Apply the 32-bit finaliser of MurmurHash3 (Appleby, public domain): every bit reaches every bit."""
     value ^= value >> 16
     value *= jnp.uint32(0x85EBCA6B)
     value ^= value >> 13

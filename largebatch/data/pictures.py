@@ -14,8 +14,8 @@ from largebatch.tasks.planes import PixelTargets
 from largebatch.util import UserError, path_within
 
 GAP = 2  # pixels between the pictures of a preview
-AT_ONCE = 256  # images in memory
-# Which channels a PNG can hold, by how many an image has with its background.
+AT_ONCE = 256  # images in memory at a time
+# Channels of the PNG files of an image, by the number of its channels, with those of its background.
 PICTURES = {
     1: {"images": [0]},
     2: {"images": [0], "backgrounds": [1]},
@@ -27,14 +27,14 @@ PICTURES = {
 def draw_preview(
     cache: Cache, views_of: Callable[[np.ndarray], np.ndarray], path: str, num_images: int = 4, scale: int = 2
 ) -> None:
-    """Writes a picture: a row for each image, of classes spread over all, and a column for each view.
+    """Draw a picture: a row for each image, of classes spread over all, and a column for each view.
 
     Below an image are its mask and its depth, where it has them.
 
     Args:
       views_of: images [n, H, W, C] -> their views [n, views, H, W, C].
     Raises:
-      UserError: it cannot be written.
+      UserError: the picture cannot be written.
     """
     height, width, _ = cache.image_shape
     stored = cache.read_rows("train", _rows_to_show(cache, num_images)).reshape(-1, *cache.image_shape)
@@ -55,7 +55,7 @@ def draw_preview(
 
 
 def _rows_to_show(cache: Cache, count: int) -> np.ndarray:
-    """The first training image of each of some classes; of one class some images."""
+    """Choose the first training image of each of some classes; some images where there is one class only."""
     labels, num_classes = cache.small_array("train_labels"), len(cache.class_names)
     if num_classes == 1:
         return np.unique(np.linspace(0, len(labels), count, endpoint=False).astype(int))
@@ -64,7 +64,7 @@ def _rows_to_show(cache: Cache, count: int) -> np.ndarray:
 
 
 def _drawn_views(cache: Cache, views: np.ndarray) -> list[list[np.ndarray]]:
-    """For each view [H, W, C] of an example its pictures, uint8 [H, W, 3]: the image, a mask, a depth."""
+    """Draw each view [H, W, C] of an example as pictures, uint8 [H, W, 3]: the image, a mask, a depth."""
     images, maps = split_planes(views, cache.targets.planes)
     drawn = [[picture_of(image)] for image in images]
     for pictures, of_view in zip(drawn, maps, strict=True):
@@ -76,7 +76,7 @@ def _drawn_views(cache: Cache, views: np.ndarray) -> list[list[np.ndarray]]:
 
 
 def export(cache: Cache, split: str, folder: str) -> int:
-    """Writes a split of a set with masks or depths as PNG files, as `sources.map_folders` reads them.
+    """Write a split of a set with masks or depths as PNG files, as `sources.map_folders` reads them.
 
     Returns:
       The number of images.
@@ -109,7 +109,7 @@ def export(cache: Cache, split: str, folder: str) -> int:
 
 
 def _pictures_of(image: np.ndarray) -> dict[str, np.ndarray]:
-    """An image [H, W, C] and its background, by their folder: grey [H, W] or colours [H, W, 3]."""
+    """Return an image [H, W, C] and its background, by their folder: grey [H, W] or colours [H, W, 3]."""
     return {
         folder: np.ascontiguousarray(image[..., bands].squeeze(-1) if len(bands) == 1 else image[..., bands])
         for folder, bands in PICTURES[image.shape[-1]].items()
@@ -117,7 +117,7 @@ def _pictures_of(image: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _maps_of(targets: PixelTargets, maps: np.ndarray) -> dict[str, np.ndarray]:
-    """The mask and the depth of planes [H, W, P], by their folder."""
+    """Return the mask and the depth of planes [H, W, P], by their folder."""
     found = {}
     if targets.classes:
         found["masks"] = planes.classes_of(maps).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Puts a cache's examples on the devices, and takes rows of arrays there."""
+"""Placement of a cache's examples on the devices, and the taking of rows of arrays there."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,26 +16,26 @@ from largebatch.util import iterate_batches, run_ranges
 
 # Originals [n, H, W, C] -> all their views [n, views, H, W, C].
 Expand = Callable[[np.ndarray], np.ndarray]
-BUFFERS = "training images in two buffers"  # a part of what a device needs
-ORIGINALS_AT_ONCE = 4096  # that are read before they are expanded
-ORIGINALS_PER_EXPANSION = 64  # by one thread: more would not stay in its cache
+BUFFERS = "training images in two buffers"  # a key of `bytes_per_device`
+ORIGINALS_AT_ONCE = 4096  # originals that are read before they are expanded
+ORIGINALS_PER_EXPANSION = 64  # originals that a thread expands at once: more would not stay in its cache
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceData:
-    """What is on the devices of this host, and the validation split, which may be there too.
+    """The training data on the devices of this host, and the validation split, which may be there too.
 
     Images are rows of uint8 or uint16, as in the cache.
     """
 
-    cache: Cache  # that they were read from
+    cache: Cache  # the cache that they were read from
     train: Resident | Stream
     validation: DealtSplit
     val_ids: np.ndarray  # str [val examples], in the split's order
 
 
 def originals_of_hosts(sharding: DataSharding, hosts: list[int], seed: int) -> np.ndarray:
-    """The training originals that `place` reads on some hosts, ascending; see there."""
+    """Return the training originals that `place` reads on some hosts, ascending."""
     devices = [device for host in hosts for device in replicas.indices_of(host)]
     return np.sort(np.concatenate([sharding.originals_of(device, seed) for device in devices]))
 
@@ -48,12 +48,12 @@ def bytes_per_device(
     buffer_rows: int | None = None,
     free_bytes: int | None = None,
 ) -> dict[str, int]:
-    """Bytes that `place` needs on the fullest device, by part.
+    """Return the bytes that `place` needs on the fullest device, by part.
 
     Args:
-      views: of each original that are kept.
+      views: views of each original that are kept.
       buffer_rows: originals in each of the two buffers of a stream; None where nothing is streamed.
-      free_bytes: on a device; None asks this host's devices.
+      free_bytes: free bytes on a device; None asks this host's devices.
     """
     row_bytes, num_val = layout.row_bytes, layout.counts["val"]
     val_bytes = bytes_on_device(num_val, sharding.num_devices, row_bytes, free_bytes=free_bytes)
@@ -70,7 +70,7 @@ def bytes_per_device(
 def train_shapes(
     layout: RowLayout, sharding: DataSharding, views: int, buffer_rows: int | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of what `place` puts on a device of the training set; see `bytes_per_device`."""
+    """Return the shapes of the training data that `place` puts on a device; see `bytes_per_device`."""
     labels = jax.ShapeDtypeStruct((sharding.max_originals,), np.int32)
     pixels = int(np.prod(layout.image_shape))
     if buffer_rows is not None:
@@ -88,12 +88,12 @@ def place(
     *,
     buffer_rows: int | None = None,
 ) -> DeviceData:
-    """Reads this host's rows of the cache, device by device, so that no second copy is held.
+    """Place this host's rows of the cache on its devices, one by one, so that no second copy is held.
 
     Args:
-      sharding: the deal of training examples to devices.
-      seed: of the deal. Not the run's, so that runs that differ by seed share what is placed.
-      expand: makes the views that are kept; None keeps the originals.
+      sharding: the sharding of training examples over devices.
+      seed: seed of the sharding; not the run's, so that runs that differ by seed share what is placed.
+      expand: function that makes the views that are kept; None keeps the originals.
       buffer_rows: originals in a buffer, where training images are streamed; nothing of them is read yet.
     Raises:
       DamagedCache: what is read is not what was written.
@@ -110,7 +110,7 @@ def place(
 
 
 def _read_train(cache: Cache, sharding: DataSharding, seed: int, device: int, expand: Expand | None) -> dict:
-    """The training set of one device, with a leading axis of 1."""
+    """Read the training set of one device, with a leading axis of 1."""
     originals = sharding.originals_of(device, seed)
     padding = sharding.max_originals - len(originals)
     labels = cache.small_array("train_labels")[originals]
@@ -122,7 +122,7 @@ def _read_train(cache: Cache, sharding: DataSharding, seed: int, device: int, ex
 
 
 def _read_expanded(cache: Cache, originals: np.ndarray, padding: int, expand: Expand) -> np.ndarray:
-    """All views of training originals: [(originals + padding) * views, H * W * C]; padding is zeros."""
+    """Read all views of training originals: [(originals + padding) * views, H * W * C]; padding is zeros."""
     views = expand(np.zeros((1, *cache.image_shape), cache.image_dtype)).shape[1]
     shape = (len(originals) + padding, views, *cache.image_shape)
     out = memory.aligned_empty(shape, cache.image_dtype)
@@ -140,13 +140,13 @@ def _read_expanded(cache: Cache, originals: np.ndarray, padding: int, expand: Ex
     return out.reshape(len(out) * views, -1)
 
 
-# The compiler of a TPU v3 has no good gather for wider ones: for 64 rows of 150,528 it plans 48 million cycles
+# The compiler of a TPU v3 has no good gather for wider rows: for 64 rows of 150,528 it plans 48 million cycles
 # and 4.7 GB, and 1.3 million for a loop. For rows of 12,288 its gather is the better (LOG.md).
-WIDEST_GATHERED = 2**14  # numbers
+WIDEST_GATHERED = 2**14  # numbers per row
 
 
 def take_rows(array: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows [M, ...] of an array [n, ...]; all numbers in `index`, int32 [M], are below n."""
+    """Take rows [M, ...] of an array [n, ...]; all numbers in `index`, int32 [M], are below n."""
     width = array.size // len(array)
     if width <= WIDEST_GATHERED:
         return _gather(array, index)
@@ -154,7 +154,7 @@ def take_rows(array: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def split_planes(images: jax.Array, num_planes: int) -> tuple[jax.Array, jax.Array]:
-    """Stored images [M, H, W, C + planes] -> images [M, H, W, C], and what is to be predicted of them."""
+    """Split stored images [M, H, W, C + planes] into images [M, H, W, C] and their dense targets."""
     channels = images.shape[-1] - num_planes
     return images[..., :channels], images[..., channels:]
 

@@ -1,7 +1,7 @@
 """Random changes of training images on the device: crop, shift, brightness, contrast, cutout.
 
-Each is a pure function of the visit's key. So an image is changed alike on any number of devices and in a resumed
-run, and otherwise in every epoch.
+Each change is a pure function of the visit's key. So an image is changed alike on any number of devices and in a
+resumed run, and differently in every epoch.
 """
 
 import dataclasses
@@ -16,29 +16,29 @@ from largebatch.config.fields import AugmentConfig
 from largebatch.data.batching import shuffle_key
 from largebatch.util import BadSetting
 
-# What a visit's key is salted with, by what is drawn. Draws of equal salt would go together.
+# Salts of a visit's key, by the value that is drawn. Draws of equal salt would be dependent.
 SHIFT_ROWS, SHIFT_COLUMNS = 0, 1
 CROP_AREA, CROP_RATIO, CROP_TOP, CROP_LEFT = 2, 3, 4, 5
 BRIGHTNESS, CONTRAST = 6, 7
 CUTOUT_ROW, CUTOUT_COLUMN = 8, 9
 
-MOST_LOG_RATIO = math.log(4 / 3)  # of a crop's width to its height
+MOST_LOG_RATIO = math.log(4 / 3)  # largest logarithm of a crop's width over its height
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomAugment:
-    """What is changed and by how much: fields of a config's `augment`. The defaults change nothing."""
+    """Random changes of images and their strength, as fields of a config's `augment`; none by default."""
 
-    crop_scale: float = 1.0  # smallest share of the area
+    crop_scale: float = 1.0  # smallest share of the area that a crop keeps
     shift: int = 0  # pixels
     brightness: float = 0.0
     contrast: float = 0.0
     cutout: int = 0  # pixels
-    fill: tuple[float, ...] = ()  # of what is cut out, by channel: the mean of the training images
+    fill: tuple[float, ...] = ()  # value of cut-out pixels, by channel: the mean of the training images
 
     @classmethod
     def from_config(cls, fields: AugmentConfig, mean: tuple[float, ...]) -> "RandomAugment":
-        """What a config's group `augment` asks for; `mean` of the training images, by channel."""
+        """Take the changes from a config's `augment`; `mean` is that of the training images, by channel."""
         return cls(
             crop_scale=fields.crop_scale,
             shift=fields.shift,
@@ -50,19 +50,19 @@ class RandomAugment:
 
     @property
     def is_on(self) -> bool:
-        """Whether it changes any image."""
+        """True where any image may be changed."""
         return self != RandomAugment(fill=self.fill)
 
     def check(self, image_shape: tuple[int, int, int]) -> None:
-        """Raises BadSetting where an image is too small for it."""
+        """Raise BadSetting where an image is too small for a change."""
         smallest = min(image_shape[:2])
-        if self.shift >= smallest:  # which a reflected edge does not fill
+        if self.shift >= smallest:  # more than a reflected edge fills
             raise BadSetting(f"augment.shift: {self.shift}; allowed: below {smallest}, the size of an image")
         if self.cutout > smallest:
             raise BadSetting(f"augment.cutout: {self.cutout}; allowed: up to {smallest}, the size of an image")
 
     def apply(self, images: jax.Array, visit_keys: jax.Array) -> jax.Array:
-        """Changed images.
+        """Change images at random.
 
         Args:
           images: uint8 or uint16 [M, H, W, C].
@@ -84,7 +84,7 @@ class RandomAugment:
         return images
 
     def move(self, planes: jax.Array, visit_keys: jax.Array) -> jax.Array:
-        """What is to be predicted of each pixel, moved as `apply` moves the pixels of the image; in its own dtype.
+        """Move the dense targets of pixels as `apply` moves the pixels of the image; keep their dtype.
 
         A crop copies the nearest pixel, because classes cannot be averaged.
         """
@@ -96,7 +96,7 @@ class RandomAugment:
 
 
 def uniform(visit_keys: jax.Array, salt: int) -> jax.Array:
-    """float32 in [0, 1), one for each key: the upper 24 bits, which a float32 holds exactly."""
+    """Draw a float32 in [0, 1) for each key: the upper 24 bits, which a float32 holds exactly."""
     return (shuffle_key(visit_keys, salt) >> 8).astype(jnp.float32) * np.float32(2**-24)
 
 
@@ -114,7 +114,7 @@ class Crops:
 
 
 def draw_crops(visit_keys: jax.Array, height: int, width: int, smallest_share: float) -> Crops:
-    """Crops within images of this size (Szegedy et al. 2015, section 6; torchvision's RandomResizedCrop).
+    """Draw crops within images of this size (Szegedy et al. 2015, section 6; torchvision's RandomResizedCrop).
 
     The share of the area is uniform in [smallest_share, 1], the logarithm of width / height uniform between those
     of 3/4 and 4/3, the place uniform. Where such a crop would leave the image, width / height becomes the nearest
@@ -132,9 +132,9 @@ def draw_crops(visit_keys: jax.Array, height: int, width: int, smallest_share: f
 
 
 def cropped(images: jax.Array, visit_keys: jax.Array, smallest_share: float, *, nearest: bool = False) -> jax.Array:
-    """A random part of each image [M, H, W, C], brought to H x W bilinearly, or by the nearest pixel; float32.
+    """Crop a random part of each image [M, H, W, C] and resize it to H x W, bilinearly or by the nearest pixel.
 
-    Two small matrix products per image, in place of gathers, which are slow on a TPU.
+    Returns float32, by two small matrix products per image, since gathers are slow on a TPU.
     """
     height, width = images.shape[1:3]
     crops = draw_crops(visit_keys, height, width, smallest_share)
@@ -147,16 +147,15 @@ def cropped(images: jax.Array, visit_keys: jax.Array, smallest_share: float, *, 
 
 
 def interpolation(start: jax.Array, length: jax.Array, size: int, *, nearest: bool = False) -> jax.Array:
-    """Weights by which [start, start + length) of `size` pixels is stretched to `size` pixels, bilinearly.
+    """Return the weights by which [start, start + length) of `size` pixels is stretched to `size` pixels.
 
-    Or by the nearest pixel, of two at the same distance the latter.
-
-    A pixel's value is that of its centre; beyond the outermost centres an edge pixel goes on.
+    They are bilinear, or with `nearest` those of the nearest pixel, of two at the same distance the latter. A
+    pixel's value is that of its centre; beyond the outermost centres an edge pixel goes on.
 
     Args:
       start, length: float32 [M].
     Returns:
-      float32 [M, size, size]: of every pixel after, the weight of every pixel before.
+      float32 [M, size, size]: for every pixel after, the weight of every pixel before.
     """
     pixels = jnp.arange(size, dtype=jnp.float32)
     places = start[:, None] + (pixels + 0.5) * (length[:, None] / size) - 0.5
@@ -170,9 +169,9 @@ def interpolation(start: jax.Array, length: jax.Array, size: int, *, nearest: bo
 
 
 def shifted(images: jax.Array, visit_keys: jax.Array, limit: int) -> jax.Array:
-    """Images [M, H, W, C], each moved by up to `limit` pixels each way, with its edges reflected.
+    """Move images [M, H, W, C], each by up to `limit` pixels each way, with their edges reflected.
 
-    All moves are as likely.
+    All moves are equally likely.
     """
     padded = jnp.pad(images, ((0, 0), (limit, limit), (limit, limit), (0, 0)), mode="reflect")
     rows, columns = (shuffle_key(visit_keys, salt) % (2 * limit + 1) for salt in (SHIFT_ROWS, SHIFT_COLUMNS))
@@ -184,13 +183,13 @@ def shifted(images: jax.Array, visit_keys: jax.Array, limit: int) -> jax.Array:
 
 
 def brightened(images: jax.Array, visit_keys: jax.Array, most: float, largest: int) -> jax.Array:
-    """Images times a factor that is uniform in [1 - most, 1 + most], clipped to [0, largest]; float32."""
+    """Multiply images by a factor that is uniform in [1 - most, 1 + most], clipped to [0, largest]; float32."""
     factors = _factors(visit_keys, BRIGHTNESS, most)
     return jnp.clip(images.astype(jnp.float32) * factors, 0, largest)
 
 
 def contrasted(images: jax.Array, visit_keys: jax.Array, most: float, largest: int) -> jax.Array:
-    """As `brightened`, but what is multiplied is the distance from the mean of the image's channel."""
+    """Multiply distances from the mean of an image's channel by such a factor as in `brightened`; float32."""
     factors = _factors(visit_keys, CONTRAST, most)
     images = images.astype(jnp.float32)
     mean = images.mean(axis=(1, 2), keepdims=True)
@@ -198,14 +197,14 @@ def contrasted(images: jax.Array, visit_keys: jax.Array, most: float, largest: i
 
 
 def _factors(visit_keys: jax.Array, salt: int, most: float) -> jax.Array:
-    """float32 [M, 1, 1, 1], uniform in [1 - most, 1 + most]."""
+    """Draw factors float32 [M, 1, 1, 1], uniform in [1 - most, 1 + most]."""
     return (1 + most * (2 * uniform(visit_keys, salt) - 1))[:, None, None, None]
 
 
 def cut_out(images: jax.Array, visit_keys: jax.Array, side: int, fill: tuple[float, ...]) -> jax.Array:
-    """Images with a square of `side` pixels set to `fill`, which is by channel; float32.
+    """Set a square of `side` pixels of each image to `fill`, which is by channel; float32.
 
-    It lies around a pixel that is any one as likely, and ends at the image's border (DeVries and Taylor 2017,
+    The square lies around a pixel drawn uniformly, and ends at the image's border (DeVries and Taylor 2017,
     "Improved Regularization of Convolutional Neural Networks with Cutout").
     """
 

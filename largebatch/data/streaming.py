@@ -1,12 +1,12 @@
-"""Training sets that do not fit on the devices: what the next updates need is read while others run.
+"""Training sets that do not fit on the devices: the images of the next steps are read while others run.
 
-Batches take the positions of a run one after the other, over epochs too; see `batching`. So the updates of any
+Batches take the positions of a run one after the other, over epochs too; see `batching`. So the steps of any
 stretch of a run are one long batch, whose examples follow from (seed, first position, last position). Of a *chunk*,
-the longest stretch of updates that fits, every device has in its *buffer* each original that it visits there, once,
-and in "rows" where it lies. While the updates of one chunk run, a thread reads and verifies the next one.
+the longest stretch of steps that fits, every device has in its *buffer* each original that it visits there, once,
+and in "rows" where it lies. While the steps of one chunk run, a thread reads and verifies the next one.
 
-A chunk is a range of positions: it serves any updates that lie in it, however calls, batch sizes or a resumed run
-cut it. What does not lie in it is read anew.
+A chunk is a range of positions: it serves any steps that lie in it, however calls, batch sizes or a resumed run
+cut it. Other steps are read anew.
 """
 
 import bisect
@@ -27,18 +27,18 @@ from largebatch.data.batching import DataSharding, DeviceBatch, Grouping
 from largebatch.hosts import collectives, memory, replicas
 from largebatch.util import UserError
 
-# Of images, in each of a device's two buffers, where the examples of one update do not need more.
+# Bytes of images in each of a device's two buffers, unless the examples of one step need more.
 BUFFER_BYTES = 2**28
-PLANNED = Grouping(4096, 4096)  # visits at once; a fixed number, so that the order is compiled once
+PLANNED = Grouping(4096, 4096)  # visits planned at once; a fixed number, so that the order is compiled once
 READING_THREADS = max(1, (os.cpu_count() or 1) // 4)  # on a CPU, training has the others
 
 
 def buffer_rows(sharding: DataSharding, row_bytes: int, batch_size: int) -> int:
-    """Originals in a buffer: BUFFER_BYTES of them, but at least those that one update needs, at most all.
+    """Return the number of originals in a buffer: those in BUFFER_BYTES, at least one step's, at most all.
 
     Args:
-      row_bytes: of one original.
-      batch_size: of the largest batch, over all devices.
+      row_bytes: bytes of one original.
+      batch_size: size of the largest batch, over all devices.
     """
     of_one_update = sharding.share_bounds(min(batch_size, sharding.num_examples))[1]
     return min(max(BUFFER_BYTES // row_bytes, of_one_update), sharding.max_originals)
@@ -46,47 +46,47 @@ def buffer_rows(sharding: DataSharding, row_bytes: int, batch_size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Upcoming:
-    """The updates that training is about to do."""
+    """The steps that training is about to take."""
 
-    seed: int  # of the order of examples
-    first: int  # number of the next update
-    end: int  # number after the last one that is planned
-    examples_before: Callable[[int], int]  # examples over all devices before an update, since the start of the run
+    seed: int  # seed of the order of examples
+    first: int  # number of the next step
+    end: int  # number after the last step that is planned
+    examples_before: Callable[[int], int]  # examples over all devices before a step, since the start of the run
 
     @property
     def begin(self) -> int:
-        """Examples before the first update."""
+        """Examples before the first step."""
         return self.examples_before(self.first)
 
     def updates_until(self, position: int) -> int:
-        """How many of the updates are done when `position` examples have been seen."""
+        """Count the steps that are done when `position` examples have been seen."""
         return bisect.bisect_right(range(self.first + 1, self.end + 1), position, key=self.examples_before)
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedUpdates:
-    """The next updates that can be done in one call."""
+    """The data for the next steps of one call."""
 
-    arrays: dict  # what the compiled loops take as data
-    num_updates: int  # how many updates it serves; at least one
+    arrays: dict  # the data that the compiled loops take
+    num_updates: int  # number of steps that the data serve; at least one
 
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """Training data that stay on the devices: they serve all updates."""
+    """Training data that stay on the devices, and serve all steps."""
 
     # "images" uint8 [local devices, originals or examples, H * W * C], "labels" int32 [local devices, originals]
     arrays: dict
     is_sound = True
 
     def for_updates(self, upcoming: Upcoming, wanted: int) -> LoadedUpdates:
-        """The data for the next updates, `wanted` at most."""
+        """Return the data for the next steps, `wanted` at most."""
         return LoadedUpdates(self.arrays, wanted)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """A stretch of a run, and what is being read for it."""
+    """A stretch of a run, and the data that are being read for it."""
 
     seed: int
     begin: int  # examples before it, since the start of the run
@@ -94,21 +94,21 @@ class _Chunk:
     arrays: Future
 
     def updates_in(self, upcoming: Upcoming) -> int:
-        """How many of the next updates it serves."""
+        """Count the next steps that the chunk serves."""
         if upcoming.seed != self.seed or upcoming.begin < self.begin:
             return 0
         return upcoming.updates_until(self.end)
 
 
 class Stream:
-    """Training data that are read from the cache as updates need them.
+    """Training data that are read from the cache as steps need them.
 
-    All hosts call it together. Which updates a chunk has follows from the shares of all devices: hosts agree on
-    it without a word.
+    All hosts call it together. The steps of a chunk follow from the shares of all devices: all hosts compute the
+    same chunks without communication.
 
     Args:
-      seed: of the deal of originals to shards, as `placement.place`.
-      num_rows: originals in a buffer, of `buffer_rows`.
+      seed: seed of the sharding, as for `placement.place`.
+      num_rows: originals in a buffer; see `buffer_rows`.
     """
 
     def __init__(self, cache: Cache, sharding: DataSharding, seed: int, num_rows: int):
@@ -118,19 +118,19 @@ class Stream:
         self._labels = self._place_labels(cache.small_array("train_labels"))
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "stream")
         nothing = {index: np.empty(0, np.int64) for index in self._devices}
-        self.arrays = self._read(nothing)  # of the chunk in use; what programs are compiled by
-        self.is_sound = True  # as far as it is known; else its cache is gone
+        self.arrays = self._read(nothing)  # data of the chunk in use, whose shapes programs are compiled for
+        self.is_sound = True  # False once damage was found and its cache removed
         self._chunk: _Chunk | None = None
         self._next: _Chunk | None = None
 
     def for_updates(self, upcoming: Upcoming, wanted: int) -> LoadedUpdates:
-        """The data for the next updates: `wanted`, or as many as the buffer holds.
+        """Return the data for the next steps: `wanted`, or as many as the buffer holds. Collective.
 
-        What comes after them is then being read.
+        The data of the steps after them are then being read.
 
         Raises:
-          UserError: on every host, if one of them read what was not written; nobody has trained on it. The damaged
-            cache is removed.
+          UserError: on every host, if one of them read other bytes than were written; no step used them. The
+            damaged cache is removed.
         """
         if self._chunk is None or not self._chunk.updates_in(upcoming):
             self._take_up(upcoming)
@@ -142,7 +142,7 @@ class Stream:
         return LoadedUpdates(self.arrays, min(wanted, num_updates))
 
     def _take_up(self, upcoming: Upcoming) -> None:
-        """Goes on to the chunk that has the next update; waits until it is there on all hosts."""
+        """Switch to the chunk that contains the next step; wait until it is there on all hosts."""
         chunk, self._chunk, self._next = self._next, None, None
         self.arrays = None  # its memory is needed
         if chunk is None or not chunk.updates_in(upcoming):
@@ -156,7 +156,7 @@ class Stream:
         self._chunk, self.arrays = chunk, arrays
 
     def _share_damage(self, error: DamagedCache | None) -> None:
-        """Raises on all hosts what one of them has found."""
+        """Raise on all hosts the damage that one of them has found."""
         damages = [text for text in collectives.gather_text(str(error or "")) if text]
         if not damages:
             return
@@ -171,13 +171,13 @@ class Stream:
     # ---- what a chunk is ------------------------------------------------------------------------------
 
     def _start_reading(self, upcoming: Upcoming) -> _Chunk:
-        """Plans the next chunk here, before devices are busy, and reads it in the background."""
+        """Plan the next chunk here, before devices are busy, and read it in the background."""
         begin, end = upcoming.begin, self._end_of_chunk(upcoming)
         needed = {index: self._needed(index, upcoming.seed, begin, end) for index in self._devices}
         return _Chunk(upcoming.seed, begin, end, self._reader.submit(self._read, needed))
 
     def _end_of_chunk(self, upcoming: Upcoming) -> int:
-        """Examples before the first update that no longer fits; at least one update does."""
+        """Return the examples before the first step that no longer fits; at least one step does."""
         sharding, begin = self._sharding, upcoming.begin
         every_device = np.arange(sharding.num_devices)
         before = sharding.count_before(begin, every_device)
@@ -193,7 +193,7 @@ class Stream:
         return upcoming.examples_before(upcoming.first + max(num_fitting, 1))
 
     def _needed(self, device: int, seed: int, begin: int, end: int) -> np.ndarray:
-        """The originals that `device` visits between two positions, by its own numbering; ascending."""
+        """Return the originals that `device` visits between two positions, by its own numbering; ascending."""
         epoch, offset = divmod(begin, self._sharding.num_examples)
         visits = int(self._sharding.count_before(end, device) - self._sharding.count_before(begin, device))
         if not visits:
@@ -211,9 +211,9 @@ class Stream:
     # ---- reading --------------------------------------------------------------------------------------
 
     def _read(self, needed: dict[int, np.ndarray]) -> dict:
-        """Reads and verifies these originals of each device, and puts them there.
+        """Read and verify these originals of each device, and put them there.
 
-        Every time into new memory: a CPU device takes it over, and may still be reading what it had before.
+        Each call fills new memory: a CPU device takes it over, and may still be reading what it had before.
         """
         placed = []
         for index, device in self._devices.items():
@@ -228,7 +228,7 @@ class Stream:
         return {**replicas.stack(placed), "labels": self._labels}
 
     def _place_labels(self, labels: np.ndarray) -> jax.Array:
-        """int32 [local devices, originals]"""
+        """Place the labels of the training originals: int32 [local devices, originals]."""
         placed = []
         for index, device in self._devices.items():
             of_device = labels[self._originals[index]]
@@ -238,11 +238,11 @@ class Stream:
 
 
 def load_inputs(data: Resident | Stream, sharding: DataSharding, seed, inputs) -> LoadedUpdates:
-    """The data for as many of some consecutive updates as can be had at once.
+    """Return the data for as many of some consecutive steps as can be had at once.
 
     Args:
-      seed: of the order of examples.
-      inputs: UpdateInputs of the updates, each [updates].
+      seed: seed of the order of examples.
+      inputs: UpdateInputs of the steps, each [updates].
     """
     first = int(inputs.epoch[0]) * sharding.num_examples + int(inputs.offset[0])
     examples_before = first + np.append(0, np.cumsum(inputs.batch_size, dtype=np.int64))
@@ -259,7 +259,7 @@ def _visited_examples(sharding: DataSharding, batch: DeviceBatch, part, seed) ->
 
 @functools.cache
 def _host_cpu() -> jax.Device | None:
-    """A CPU device of this host, if JAX has any; None is the default device."""
+    """Return a CPU device of this host, if JAX has any; else None, the default device."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""A split that is only predicted: dealt to the devices, and kept there or read again for every pass."""
+"""A split that is only predicted: sharded over the devices, and kept there or read again for every pass."""
 
 import contextlib
 import dataclasses
@@ -15,10 +15,10 @@ from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 
-UNKNOWN = -1  # the label of what counts nowhere: an example without a label, or a row without an example
+UNKNOWN = -1  # the label of an example without a label, and of a row without an example; neither counts
 # A split stays on the devices if it takes at most this share of what is free there before anything is placed.
 RESIDENT_SHARE = 1 / 8
-BLOCK_BYTES = 64 * 2**20  # of images on a device, of a split that does not stay; two blocks are there at a time
+BLOCK_BYTES = 64 * 2**20  # bytes of a block's images on a device; two blocks are there at a time
 
 # Reads examples [n] of a split into uint8 [n, bytes of an image].
 Read = Callable[[np.ndarray, np.ndarray], None]
@@ -34,17 +34,17 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class DealtSplit:
-    """Examples dealt round-robin: example e is row e // num_devices of device e % num_devices.
+    """Examples sharded round-robin: example e is row e // num_devices of device e % num_devices.
 
-    So devices differ by one row at most. Those that have one less hold a filler there, as does every device behind
+    So devices differ by one row at most. Those with one less hold a filler there, as does every device behind
     its last row where the rows are cut into blocks.
 
     Attributes:
       labels: int32 [examples], in the split's order.
-      read: reads examples, in any order.
-      image_bytes: of one image; dtype: of its pixels.
-      num_devices: of all hosts, that share the split.
-      device_numbers: which of them this host's devices are, in the order of `jax.local_devices()`.
+      read: function that reads examples, in any order.
+      image_bytes: bytes of one image; dtype: dtype of its pixels.
+      num_devices: devices of all hosts, which share the split.
+      device_numbers: numbers of this host's devices among them, in the order of `jax.local_devices()`.
       resident: the whole split as one block; None where it is read for every pass.
     """
 
@@ -58,17 +58,17 @@ class DealtSplit:
 
     @property
     def rows(self) -> int:
-        """Rows of each device."""
+        """Number of rows of each device."""
         return -(-len(self.labels) // self.num_devices)
 
     def rows_per_block(self, micro_batch_size: int) -> int:
-        """Rows of a device in each block: whole micro-batches, so that blocks do not change what is computed."""
+        """Return the rows of a device in each block: whole micro-batches, so that blocks change no results."""
         if self.resident is not None:
             return self.rows
         return rows_per_block(self.rows, self.image_bytes, micro_batch_size)
 
     def blocks(self, micro_batch_size: int) -> Iterator[Block]:
-        """The split in blocks of one shape, each on the devices when it is given out; every host calls it.
+        """Yield the split in blocks of one shape, each once it is on the devices. Collective.
 
         Raises:
           UserError: an image cannot be read, or is not what was written; on every host.
@@ -81,7 +81,7 @@ class DealtSplit:
             yield collectives.agreed(lambda first=first: self._read_again(first, size))
 
     def check(self) -> None:
-        """Reads all rows of this host's devices once and keeps nothing.
+        """Read all rows of this host's devices once, and keep nothing.
 
         Raises:
           DamagedCache: what is read is not what was written.
@@ -92,11 +92,11 @@ class DealtSplit:
                 self._read_rows(number, first, min(size, self.rows - first))
 
     def placed(self) -> "DealtSplit":
-        """The same split, resident; raises as `check`."""
+        """Return the same split, resident; raise as `check` does."""
         return dataclasses.replace(self, resident=self._place(0, self.rows))
 
     def images_of(self, examples: np.ndarray) -> np.ndarray:
-        """Some of the images, on this host: [n, H * W * C].
+        """Read some of the images, on this host: [n, H * W * C].
 
         Raises:
           UserError: as `blocks`, on this host only.
@@ -116,7 +116,7 @@ class DealtSplit:
         return replicas.stack([jax.device_put(read[number], device) for number, device in devices])
 
     def _read_rows(self, device: int, first: int, size: int) -> Block:
-        """Rows [first, first + size) of a device, on the host, with a leading axis of 1."""
+        """Read rows [first, first + size) of a device, on the host, with a leading axis of 1."""
         rows = np.arange(first, first + size)
         examples = rows * self.num_devices + device
         examples = examples[examples < len(self.labels)]
@@ -130,7 +130,7 @@ class DealtSplit:
 
 @contextlib.contextmanager
 def _named_damage():
-    """Turns damage that is found in the middle of a run into a line for the user."""
+    """Turn damage that is found in the middle of a run into a line for the user."""
     try:
         yield
     except DamagedCache as damage:
@@ -140,24 +140,24 @@ def _named_damage():
 
 
 def rows_per_block(rows: int, image_bytes: int, micro_batch_size: int) -> int:
-    """Rows of a device in a block, where it has `rows` in all that do not stay there."""
+    """Return the rows of a device in a block, where it has `rows` in all that do not stay there."""
     micro_batch_size = min(micro_batch_size, rows)
     wanted = max(BLOCK_BYTES // (image_bytes * micro_batch_size), 1)
     return min(wanted, -(-rows // micro_batch_size)) * micro_batch_size
 
 
 def stays_on_devices(num_bytes: int, free_bytes: int | None = None) -> bool:
-    """Whether a split of `num_bytes` on each device is kept there, by what is free on it.
+    """Tell whether a split of `num_bytes` on each device is kept there, by the free memory of a device.
 
     Args:
-      free_bytes: on a device; None asks this host's devices.
+      free_bytes: free bytes on a device; None asks this host's devices.
     """
     available = memory.available_bytes() if free_bytes is None else free_bytes
     return available is None or num_bytes <= RESIDENT_SHARE * available
 
 
 def bytes_on_device(num_examples: int, num_devices: int, image_bytes: int, *, free_bytes: int | None = None) -> int:
-    """Bytes of images that a split needs on a device, by what is free there: all of them, or two blocks."""
+    """Return the bytes of images that a split needs on a device, by its free memory: all, or two blocks."""
     num_bytes = -(-num_examples // num_devices) * image_bytes
     if stays_on_devices(num_bytes, free_bytes):
         return num_bytes
@@ -174,13 +174,13 @@ def block_shapes(layout: RowLayout, num_devices: int, micro_batch_size: int, fre
 
 
 def all_stay_on_devices(num_examples: int, num_devices: int, image_bytes: int) -> bool:
-    """Whether a split is kept on the devices: host 0's answer, on every host."""
+    """Tell whether a split is kept on the devices: host 0's answer, on every host. Collective."""
     here = stays_on_devices(-(-num_examples // num_devices) * image_bytes)
     return bool(collectives.from_primary(np.int32(here)))
 
 
 def place_validation(cache: Cache, num_devices: int, device_numbers: list[int]) -> DealtSplit:
-    """The validation split of a cache: on the devices, or checked and then read for every validation.
+    """Place the validation split of a cache on the devices, or check it, to be read for every validation.
 
     Args:
       num_devices, device_numbers: see `DealtSplit`.
@@ -210,9 +210,9 @@ def place_validation(cache: Cache, num_devices: int, device_numbers: list[int]) 
 
 
 def split_of_images(images: np.ndarray, labels: np.ndarray) -> DealtSplit:
-    """Images in this host's memory [examples, H, W, C], the same on every host, dealt to all devices.
+    """Shard images [examples, H, W, C] in this host's memory, the same on every host, over all devices.
 
-    Labels are UNKNOWN where there is none.
+    A label is UNKNOWN where there is none.
     """
     flat = np.ascontiguousarray(images).reshape(len(images), -1).view(np.uint8)
 

@@ -1,1 +1,1 @@
-"""From an image file to pixels."""
+"""Decoders from image files to pixels."""

@@ -1,4 +1,4 @@
-"""Labelled images in memory, and how they are decoded."""
+"""Labelled images in memory, and their decoding."""
 
 import contextlib
 import functools
@@ -16,20 +16,20 @@ from largebatch.decoding import jpeg, tiff
 from largebatch.util import UserError, run_ranges
 
 MAX_IMAGE_PIXELS = 89_478_485  # Pillow's own limit for a decompression bomb
-# A file may have so many for each pixel that is allowed, and so may what it becomes, where it has many bands.
+# Bytes that a file may have for each allowed pixel, and that its decoded bands may have.
 BYTES_PER_PIXEL = 4
-# For one byte of a header Pillow may take 200 of memory. One for so many of the pixels allowed, or 1 MiB, is read.
+# Pillow may take 200 bytes for one byte of a header. A byte for so many allowed pixels, or 1 MiB, is read.
 PIXELS_PER_HEADER_BYTE = 32
 MIN_HEADER_BYTES = 2**20
 
-# The kinds whose size Pillow knows before it decodes, and that run no other program. Web data sets hold any of
-# them under the name of a JPEG.
+# Formats whose size Pillow knows before it decodes, and that run no other program. Web data sets hold any of them
+# under the name of a JPEG.
 FORMATS = ("JPEG", "PNG", "TIFF", "GIF", "BMP", "WEBP")
-PNG_DEPTH = 24  # where a PNG says how many bits a channel has
+PNG_DEPTH = 24  # position of the number of bits per channel in a PNG
 GREY_MODES = ("1", "L", "LA", "La")
 
-PngImagePlugin.MAX_TEXT_MEMORY = 8 * PngImagePlugin.MAX_TEXT_CHUNK  # unpacked text, of which none is used
-warnings.filterwarnings("ignore", module=r"PIL\.")  # what is wrong with a picture is said in a line of ours
+PngImagePlugin.MAX_TEXT_MEMORY = 8 * PngImagePlugin.MAX_TEXT_CHUNK  # of unpacked text, which is not used
+warnings.filterwarnings("ignore", module=r"PIL\.")  # our errors name bad images
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,25 @@ class Dataset:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """What the pixels of a file become.
+    """Options for the conversion of a file's pixels.
 
     Attributes:
       size: (height, width) in pixels to resize to; None keeps the size.
       resize: "stretch" | "crop" | "pad": how a resized image gets the wanted aspect ratio.
       channels: None takes the file's own. 3 makes RGB of grey, 1 makes grey of RGB; any other number must be the
         file's own.
-      indices: the pixels are the numbers in the file, as masks have them: of a picture with a palette the numbers
-        of its colours, of fewer than 8 bits what they are.
+      indices: True to return the numbers in the file, as masks need: palette indices instead of colours, and values
+        of fewer than 8 bits unscaled.
     """
 
     size: tuple[int, int] | None = None
     resize: str = "stretch"
     channels: int | None = None
-    indices: bool = field(default=False, repr=False)  # fingerprints of caches have the others
+    indices: bool = field(default=False, repr=False)  # not in the fingerprints of caches
 
     @classmethod
     def from_config(cls, fields: DatasetConfig) -> "DecodeOptions":
-        """`fields` is config.dataset; an `image_size` of one integer is a square."""
+        """Create options from config.dataset; an `image_size` of one integer is a square."""
         size = fields.image_size
         if size is not None:
             size = (size, size) if isinstance(size, int) else tuple(size)
@@ -75,7 +75,7 @@ NO_WAIT = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class ImageFile:
-    """One image that is still encoded."""
+    """Image that is still encoded."""
 
     example_id: str
     label: int
@@ -84,9 +84,9 @@ class ImageFile:
 
 
 class Room:
-    """An amount that threads share: together they never take more, however many they are.
+    """Budget that threads share: together they never take more, however many they are.
 
-    What takes less than a thousandth is let in uncounted: counting takes a tenth of the time of a small image.
+    Less than a thousandth of it is not counted: counting takes a tenth of the time of a small image.
     """
 
     def __init__(self, amount: int):
@@ -95,7 +95,7 @@ class Room:
         self._changed = threading.Condition()
 
     def taken(self, amount: int) -> contextlib.AbstractContextManager[None]:
-        """Waits until `amount`, which is at most the whole, is left; gives it back at the end."""
+        """Return a context manager that waits until `amount`, at most the whole, is free, and holds it."""
         return NO_WAIT if amount < self._uncounted else self._counted(amount)
 
     @contextlib.contextmanager
@@ -113,7 +113,7 @@ class Room:
 
 
 class Limits:
-    """What one image may take, and the room that all images that are decoded at once share."""
+    """Limits of one image, and the budget that all images that are decoded at once share."""
 
     def __init__(self, max_pixels: int):
         self.max_pixels, self.max_bytes = max_pixels, BYTES_PER_PIXEL * max_pixels
@@ -121,7 +121,7 @@ class Limits:
         self.pixels, self.bytes = Room(self.max_pixels), Room(self.max_bytes)
 
     def error(self, file: ImageFile, what: str, allowed: int) -> UserError:
-        """`file` has too much of something."""
+        """Return the error for a file that exceeds a limit."""
         text = f"{file.example_id}: {what}; allowed: up to {allowed:,}, or a larger dataset.max_image_pixels"
         if allowed != self.max_pixels:
             text += f" than {self.max_pixels:,}"
@@ -129,7 +129,7 @@ class Limits:
 
 
 class _Encoded(io.BytesIO):
-    """A file in memory of which only `left` bytes are given out: headers take far more memory than their bytes."""
+    """File in memory of which only `left` bytes can be read: headers take far more memory than their bytes."""
 
     left = 0
 
@@ -144,14 +144,14 @@ class _Encoded(io.BytesIO):
 def decode_dataset(
     files: list[ImageFile], class_names: list[str], options: DecodeOptions, max_pixels: int
 ) -> Dataset:
-    """Decodes all files on all cores, into one array.
+    """Decode all files on all cores, into one array.
 
     Args:
-      options: without a size, that of the files must be the same for all.
-      max_pixels: of one image, and of all that are decoded at once.
+      options: without a size, all files must have the same.
+      max_pixels: limit of one image, and of all images that are decoded at once.
     Raises:
-      UserError: an image is damaged, too large, or of another size, depth or number of
-        channels than the first; it is named.
+      UserError: an image is damaged, too large, or of another size, depth or number of channels than the first; the
+        message names it.
     """
     ids, labels = [file.example_id for file in files], np.array([file.label for file in files], np.int32)
     images = decode_each(ids, lambda index, limits: decode(files[index], options, limits), max_pixels)
@@ -159,11 +159,11 @@ def decode_dataset(
 
 
 def decode_each(ids: list[str], decode_one: Callable[[int, "Limits"], np.ndarray], max_pixels: int) -> np.ndarray:
-    """Decodes examples on all cores, into one array [N, H, W, C].
+    """Decode examples on all cores, into one array [N, H, W, C].
 
     Args:
-      decode_one: gives an example by its index, within limits that all share.
-      max_pixels: see `decode_dataset`, which also says what is raised.
+      decode_one: function that decodes the example of an index, within limits that all share.
+      max_pixels: as of `decode_dataset`, whose errors are raised here, too.
     """
     limits = Limits(max_pixels)
     with pillow_limited_to(max_pixels):
@@ -197,10 +197,10 @@ def decode_each(ids: list[str], decode_one: Callable[[int, "Limits"], np.ndarray
 
 @contextlib.contextmanager
 def pillow_limited_to(max_pixels: int) -> Iterator[None]:
-    """Sets Pillow's own limit, which is of the whole process.
+    """Set Pillow's own limit, which is of the whole process.
 
-    Ours is checked before an image is decoded. Behind it stands Pillow's, at twice as much, for what a GIF takes
-    while it is opened.
+    Our limit is checked before an image is decoded. Pillow's, which is twice as high, is for GIFs: they take memory
+    while they are opened.
     """
     before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
     try:
@@ -210,15 +210,15 @@ def pillow_limited_to(max_pixels: int) -> Iterator[None]:
 
 
 def decode(file: ImageFile, options: DecodeOptions, limits: Limits, out: np.ndarray | None = None) -> np.ndarray:
-    """One image as uint8 or uint16 [H, W, C].
+    """Decode one image to uint8 or uint16 [H, W, C].
 
     C is 1 for grey images, 3 for coloured ones (palette, CMYK and YCbCr become RGB), and for other TIFFs the number
     of their bands. Transparency is dropped, but a TIFF keeps all of its bands.
 
     Args:
-      out: [H, W, C], room that the pixels may be put into if they fit; a view of it is returned then.
+      out: [H, W, C], a buffer for the pixels if they fit; a view of it is returned then.
     Raises:
-      UserError: damaged, too large, or not of the wanted number of channels; the file is named.
+      UserError: the image is damaged, too large, or not of the wanted number of channels; the message names it.
     """
     if file.num_bytes > limits.max_bytes:
         raise limits.error(file, f"{file.num_bytes:,} bytes", limits.max_bytes)
@@ -247,7 +247,7 @@ def decode(file: ImageFile, options: DecodeOptions, limits: Limits, out: np.ndar
 def _decode_bytes(
     content: bytes, file: ImageFile, options: DecodeOptions, limits: Limits, out: np.ndarray | None
 ) -> np.ndarray:
-    """The pixels [H, W, C] of a file as `options` wants them, after a look at what they will take."""
+    """Decode a file to pixels [H, W, C] as of `options`, after a check of the memory that they will take."""
     header = jpeg.read_header(content) if len(content) <= limits.header_bytes else None
     if header is not None and header.height * header.width <= limits.max_pixels:
         with limits.pixels.taken(header.height * header.width):
@@ -260,11 +260,11 @@ def _decode_bytes(
             return _decode_bands(bands, file, options, limits)
     encoded = _Encoded(content)
     encoded.left = limits.header_bytes
-    if content[8:12] == b"WEBP":  # whose header is read in C, with all that follows
+    if content[8:12] == b"WEBP":  # the header is read in C, together with the rest of the file
         encoded.left += len(content)
     with Image.open(encoded, formats=FORMATS) as image:
         pixels = image.width * image.height
-        is_deep = image.format == "PNG" and content[PNG_DEPTH] == 16  # of which Pillow would give 8
+        is_deep = image.format == "PNG" and content[PNG_DEPTH] == 16  # Pillow would return 8
         taken = 2 * pixels if is_deep else pixels
         if taken > limits.max_pixels:
             what = f"{pixels:,} pixels" + (", of 8 bytes" if is_deep else "")
@@ -279,7 +279,7 @@ def _decode_bytes(
                 mode = "P"
             decoded = np.asarray(image if image.mode == mode else image.convert(mode))
             if options.indices and image.format == "PNG" and mode == "L" and content[PNG_DEPTH] < 8:
-                decoded = decoded // (255 // (2 ** content[PNG_DEPTH] - 1))  # by which Pillow has multiplied
+                decoded = decoded // (255 // (2 ** content[PNG_DEPTH] - 1))  # Pillow has multiplied by this
             return _fitted(decoded.reshape(image.height, image.width, -1), options)
 
 
@@ -304,10 +304,10 @@ def _fitted(pixels: np.ndarray, options: DecodeOptions) -> np.ndarray:
 
 
 def with_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
-    """Pixels [H, W, C] with so many channels; see `DecodeOptions`.
+    """Convert pixels [H, W, C] to a number of channels; see `DecodeOptions`.
 
     Raises:
-      tiff.Refused: there is no way to them.
+      tiff.Refused: there is no such conversion.
     """
     found = pixels.shape[-1]
     if channels is None or channels == found:
@@ -315,14 +315,14 @@ def with_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
     if found == 1 and channels == 3:
         return np.repeat(pixels, 3, axis=-1)
     if found == 3 and channels == 1:
-        # Luminance by ITU-R 601-2 in the whole numbers that Pillow takes, so that 16 bits fit into 32 as well.
+        # Luminance by ITU-R 601-2 in Pillow's integer weights, so that 16 bits fit into 32 as well.
         luminance = pixels.astype(np.uint32) @ np.array([19595, 38470, 7471], np.uint32)
         return ((luminance + 2**15) >> 16).astype(pixels.dtype)[..., None]
     raise tiff.Refused(f"{found} channels; allowed: {channels}, by dataset.channels or as the images of the run")
 
 
 def resized(pixels: np.ndarray, size: tuple[int, int] | None, how: str, *, nearest: bool = False) -> np.ndarray:
-    """Pixels [H, W, C] in another size, by Pillow's bilinear filter with antialiasing, or by the nearest pixel.
+    """Resize pixels [H, W, C] by Pillow's bilinear filter with antialiasing, or to the nearest pixel.
 
     Args:
       size: (height, width); None leaves the pixels as they are.
@@ -333,7 +333,7 @@ def resized(pixels: np.ndarray, size: tuple[int, int] | None, how: str, *, neare
         return pixels
     resize = functools.partial(_resized_box, nearest=nearest)
     (height, width), (new_height, new_width) = pixels.shape[:2], size
-    is_narrow = width * new_height <= height * new_width  # than what is wanted
+    is_narrow = width * new_height <= height * new_width  # compared with `size`
     if how == "crop":
         part_width = width if is_narrow else height * new_width / new_height
         part_height = width * new_height / new_width if is_narrow else height
@@ -351,7 +351,7 @@ def resized(pixels: np.ndarray, size: tuple[int, int] | None, how: str, *, neare
 
 
 def _resized_box(pixels: np.ndarray, size: tuple[int, int], box: tuple[float, ...], *, nearest: bool) -> np.ndarray:
-    """The part `box` (left, upper, right, lower) of the pixels, band by band; 16 bits fit into float32."""
+    """Resize the part `box` (left, upper, right, lower) of the pixels, by band; 16 bits fit into float32."""
 
     resample = Image.Resampling.NEAREST if nearest else Image.Resampling.BILINEAR
 
@@ -359,7 +359,7 @@ def _resized_box(pixels: np.ndarray, size: tuple[int, int], box: tuple[float, ..
         return np.asarray(Image.fromarray(plane).resize(size[::-1], resample, box=box))
 
     if pixels.dtype == np.uint8 and pixels.shape[-1] == 3:
-        return resize(pixels)  # the same bits as band by band, in half the time
+        return resize(pixels)  # equal bits in half the time
     out = np.empty((*size, pixels.shape[-1]), pixels.dtype)
     for band in range(pixels.shape[-1]):
         if pixels.dtype == np.uint8:

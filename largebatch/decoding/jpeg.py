@@ -1,6 +1,6 @@
-"""JPEGs of the usual kind, decoded by libjpeg-turbo without Pillow's Python code: two to six times as fast.
+"""Decoder of usual JPEGs by libjpeg-turbo, without Pillow's Python code: two to six times as fast.
 
-The pixels are those that Pillow gives, as it uses the same library. Whatever is unusual is left to Pillow.
+The pixels are equal to Pillow's, which uses the same library. Unusual files are left to Pillow.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ GREY, COLOUR = 1, 3  # components
 
 @dataclasses.dataclass(frozen=True)
 class JpegHeader:
-    """What a frame header says: pixels, and components (1 is grey, 3 are colour)."""
+    """Frame header: height and width in pixels, and components (1 is grey, 3 are colour)."""
 
     height: int
     width: int
@@ -26,7 +26,7 @@ class JpegHeader:
 
 
 def read_header(content: bytes) -> JpegHeader | None:
-    """The frame header of a grey or YCbCr JPEG of 8 bits; None for anything else."""
+    """Read the frame header of a grey or YCbCr JPEG of 8 bits; return None for anything else."""
     if not content.startswith(START):
         return None
     position = len(START)
@@ -46,10 +46,10 @@ def read_header(content: bytes) -> JpegHeader | None:
 
 
 def decode(content: bytes, header: JpegHeader, out: np.ndarray | None = None) -> np.ndarray | None:
-    """Pixels uint8 [H, W, components]; None where Pillow should judge: a file that is damaged or cut short.
+    """Decode to pixels uint8 [H, W, components]; return None for a damaged or truncated file, left to Pillow.
 
     Args:
-      out: contiguous room for them, used if they fit: fresh memory for each small image takes a third of the time.
+      out: contiguous buffer, used if the pixels fit: new memory for each small image takes a third of the time.
     """
     if not content.endswith(END):
         return None
@@ -59,7 +59,7 @@ def decode(content: bytes, header: JpegHeader, out: np.ndarray | None = None) ->
         plane = out.reshape(shape[:2]) if header.components == GREY else out
     try:
         pixels = imagecodecs.jpeg8_decode(content, out=plane)
-    except (imagecodecs.Jpeg8Error, ValueError):  # ValueError: not of the size that its header says
+    except (imagecodecs.Jpeg8Error, ValueError):  # ValueError: another size than in the header
         return None
     pixels = pixels.reshape(*pixels.shape[:2], -1)
     return pixels if pixels.shape == shape else None

@@ -1,8 +1,8 @@
-"""TIFFs of any number of bands, 8 or 16 bits deep, which Pillow does not read.
+"""Decoder of TIFFs of any number of bands, 8 or 16 bits deep, which Pillow does not read.
 
-A file may come from anyone. What it says of itself is walked through here before tifffile sees it: how many pages
-it has, and how many bytes their tags take. tifffile is shown only the tags that say where the pixels are and how
-they are packed: it knows those of many microscopes too, whose readers need not be trusted for that.
+A file may come from anyone. Its pages are counted, and the bytes of their tags, before tifffile sees it. tifffile
+is shown only the tags that locate the pixels and their codec: it also knows the tags of many microscopes, whose
+readers need not be trusted for that.
 """
 
 import io
@@ -17,7 +17,7 @@ import numpy as np
 import tifffile
 from PIL import Image
 
-logging.getLogger("tifffile").disabled = True  # what is wrong with a picture is said in a line of ours
+logging.getLogger("tifffile").disabled = True  # our errors name bad images
 warnings.filterwarnings("ignore", module="tifffile")
 
 SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -25,15 +25,15 @@ MAX_BANDS = MAX_PAGES = 1024  # a page for each band, or for a smaller copy
 MAX_TAGS = 512  # of a page
 DTYPES = ("uint8", "uint16")
 BYTES_BY_TYPE = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}  # of others, 1
-# Subfile type, size, bits, compression, photometric, fill order, strips, samples, planes, predictor, colour map,
-# tiles, extra samples, sample format, JPEG tables, sub-sampling. Their values are what takes memory.
+# Tags of subfile type, size, bits, compression, photometric, fill order, strips, samples, planes, predictor,
+# colour map, tiles, extra samples, sample format, JPEG tables, sub-sampling. Their values take memory.
 TAGS = {254, 256, 257, 258, 259, 262, 266, 273, 277, 278, 279, 284, 317, 320}
 TAGS |= {322, 323, 324, 325, 338, 339, 347, 530}
 HIDDEN_TAG = 65_535
-REDUCED_OR_MASK = 0b101  # of the subfile type: an overview or a mask, which is no band
+REDUCED_OR_MASK = 0b101  # bits of the subfile type: an overview or a mask, which is no band
 
-# Those that give no more than they are asked for, and two whose size is known beforehand. imagecodecs has others,
-# of which a small file may take any amount of memory.
+# Codecs that return no more bytes than requested, and two whose size is known beforehand. With other codecs of
+# imagecodecs a small file may take any amount of memory.
 JPEG, JPEG_2000 = (7,), (33003, 33004, 33005, 34712)
 CODECS = {
     "none": (1,),
@@ -49,18 +49,18 @@ MIN_IS_WHITE, MIN_IS_BLACK, RGB = 0, 1, 2
 
 
 class Refused(Exception):
-    """A sound file that is not one of ours; says what was found and what is allowed."""
+    """Raised for a sound file that is not supported; the message says what was found and what is allowed."""
 
 
 class OverRead(Exception):
-    """More of a file is header and metadata than its pixels explain."""
+    """Raised when the header and metadata of a file are larger than its pixels explain."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How numbers lie in a TIFF's directories."""
+    """Layout of the numbers in a TIFF's directories."""
 
-    order: str  # of bytes, as `struct` has it
+    order: str  # of bytes, as in `struct`
     offset: str  # format of an offset, and of the count of a tag
     num_tags: str
     tag_bytes: int
@@ -78,14 +78,14 @@ class _Layout:
 
 
 def _walk(content: bytes, max_bytes: int) -> tuple[bytes, int]:
-    """The file without the tags that are not needed, and the number of its pages.
+    """Return the file without the tags that are not needed, and the number of its pages.
 
     Args:
-      max_bytes: of the values of all tags that are needed.
+      max_bytes: limit of the bytes of the values of all tags that are needed.
     Raises:
       ValueError: a page or a value lies outside of the file, or pages lead in a circle.
       Refused: too many pages or tags.
-      OverRead: more than `max_bytes`.
+      OverRead: the values take more than `max_bytes`.
     """
     layout, shown = _Layout.of(content), bytearray(content)
     seen: set[int] = set()
@@ -120,37 +120,37 @@ def _walk(content: bytes, max_bytes: int) -> tuple[bytes, int]:
 
 @dataclass(frozen=True)
 class Bands:
-    """A TIFF whose pixels are not decoded yet."""
+    """TIFF whose pixels are not decoded yet."""
 
-    pages: list[tifffile.TiffPage]  # of one size and dtype; several are one band each
+    pages: list[tifffile.TiffPage]  # all of one size and dtype; several pages have one band each
     height: int
     width: int
-    num_bytes: int  # that decoding takes
+    num_bytes: int  # memory that decoding takes
 
     @property
     def is_rgb(self) -> bool:
-        """Whether the first three bands are red, green and blue."""
+        """True if the first three bands are red, green and blue."""
         return len(self.pages) == 1 and self.pages[0].photometric == RGB
 
     def read(self) -> np.ndarray:
-        """Pixels [H, W, bands].
+        """Decode the pixels [H, W, bands].
 
         Raises:
-          ValueError: damaged.
+          ValueError: the file is damaged.
         """
         bands = [_read_page(page) for page in self.pages]
         return bands[0] if len(bands) == 1 else np.concatenate(bands, axis=-1)
 
 
 def open_bands(content: bytes, max_header_bytes: int) -> Bands | None:
-    """Looks at a TIFF without decoding it; None if Pillow reads all of its bands.
+    """Inspect a TIFF without decoding it; return None if Pillow reads all of its bands.
 
     Args:
-      max_header_bytes: of the tags that say where the pixels are.
+      max_header_bytes: limit of the bytes of the tags that locate the pixels.
     Raises:
       Refused: pixels other than uint8 and uint16, or a compression that is not one of CODECS, among others.
-      OverRead: more than `max_header_bytes`.
-      ValueError: damaged.
+      OverRead: the tags take more than `max_header_bytes`.
+      ValueError: the file is damaged.
     """
     shown, num_pages = _walk(content, max_header_bytes)
     opened = tifffile.TiffFile(io.BytesIO(shown))
@@ -173,7 +173,7 @@ def open_bands(content: bytes, max_header_bytes: int) -> Bands | None:
 
 
 def _is_a_picture(page: tifffile.TiffPage) -> bool:
-    """Whether Pillow reads it as it is: grey, palette or RGB of up to 8 bits, and what becomes RGB, like CMYK."""
+    """Return True if Pillow reads a page unchanged: grey, palette or RGB of up to 8 bits, or CMYK and the like."""
     if page.bitspersample not in range(1, 9) or page.sampleformat != 1:
         return False
     if page.photometric in (MIN_IS_WHITE, MIN_IS_BLACK):
@@ -190,7 +190,7 @@ def _describe(page: tifffile.TiffPage) -> str:
 
 
 def _check_page(page: tifffile.TiffPage) -> None:
-    """Refuses what is not uint8 or uint16, has too many bands, is packed by an unknown codec or lacks a strip."""
+    """Refuse a page that is not uint8 or uint16, has too many bands or an unknown codec, or lacks a strip."""
     if page.samplesperpixel > MAX_BANDS:
         raise Refused(f"{page.samplesperpixel:,} bands; allowed: up to {MAX_BANDS:,}")
     bits, sample_format = page.bitspersample, page.sampleformat
@@ -212,7 +212,7 @@ def _check_page(page: tifffile.TiffPage) -> None:
 
 
 def _read_page(page: tifffile.TiffPage) -> np.ndarray:
-    """[H, W, samples]"""
+    """Decode a page to [H, W, samples]."""
     if page.compression in (*JPEG, *JPEG_2000):
         for begin, length in zip(page.dataoffsets, page.databytecounts, strict=True):
             page.parent.filehandle.seek(begin)
@@ -225,7 +225,7 @@ def _read_page(page: tifffile.TiffPage) -> np.ndarray:
 
 
 def _check_segment(page: tifffile.TiffPage, content: bytes) -> None:
-    """Raises ValueError where an encoded strip or tile is larger than the page says."""
+    """Raise ValueError if an encoded strip or tile is larger than its page declares."""
     if page.compression in JPEG:
         with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
             pixels, samples = image.width * image.height, len(image.getbands())
@@ -239,7 +239,7 @@ def _check_segment(page: tifffile.TiffPage, content: bytes) -> None:
 
 
 def read_deep_png(content: bytes) -> np.ndarray:
-    """A PNG of 16 bits a channel, whose size was checked, as uint16 [H, W, 1 or 3]; alpha is dropped."""
+    """Decode a PNG of 16 bits a channel, whose size was checked, to uint16 [H, W, 1 or 3]; drop alpha."""
     pixels = imagecodecs.png_decode(content)
     pixels = pixels.reshape(*pixels.shape[:2], -1)
     return pixels[..., : 3 if pixels.shape[-1] >= 3 else 1]

@@ -1,1 +1,1 @@
-"""Checks before a long run."""
+"""Doctor: checks before a long run."""

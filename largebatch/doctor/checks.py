@@ -1,7 +1,7 @@
 """Checks before a long run: python train.py ... --doctor
 
-Takes the real data, network and optimizer of the config for a few updates, in under a minute once the
-data are cached, and says line by line what is fine, doubtful or wrong, and what to change.
+The doctor runs the real data, network and optimizer of the config for a few steps, in under a minute once the
+data are cached, and prints line by line what is fine, doubtful or wrong, and what to change.
 """
 
 import dataclasses
@@ -33,17 +33,17 @@ from largebatch.training.state import TrainState
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 from largebatch.training.validation import validate
 
-BUDGET_SEC = 40.0  # after which no further micro-batch size is tried
-# Of an update's norm to its layer's: above the first training is torn about, below the last it stands still.
+BUDGET_SEC = 40.0  # time after which no further micro-batch size is tried
+# Limits of the ratio of an update's norm to its layer's: too high diverges, too low stands still.
 FAIL_UPDATE_RATIO, MAX_UPDATE_RATIO, MIN_UPDATE_RATIO = 1.0, 0.1, 1e-6
-# You et al. 2020, section 3, clip it to such a range ("phi").
+# You et al. 2020, section 3, clip the trust ratio to such a range ("phi").
 MIN_TRUST_RATIO, MAX_TRUST_RATIO = 1e-3, 10.0
-BETTER = 1.1  # how much faster another micro-batch size must be to be worth a word
+BETTER = 1.1  # speed-up from which another micro-batch size is recommended
 TIMED_SEC, TIMED_REPEATS = 0.5, 3
 
 
 class Subject(NamedTuple):
-    """What is examined: a build.RunPlan, with its data on the devices and its programs."""
+    """Prepared run to examine: a build.RunPlan, with its data on the devices and its programs."""
 
     plan: Any
     data: DeviceData
@@ -54,18 +54,18 @@ def report(subject: Subject, state: TrainState, sync: SyncConfig, started: float
     """Print the findings about a prepared run.
 
     Raises:
-      UserError: one of them is a fail.
+      UserError: one of the findings is a fail.
     """
     findings = examine(subject, state, sync, started)
     show(findings, f"examined in {time.perf_counter() - started:.0f} s; nothing was written to a run folder")
 
 
 def examine(subject: Subject, state: TrainState, sync: SyncConfig, started: float) -> list[Finding]:
-    """All findings about a config, on every host.
+    """Examine a config and return all findings, on every host.
 
     Args:
-      subject: what `build.prepare` made of a config that `examine.config_to_examine` gave.
-      state: before the first step.
+      subject: result of `build.prepare` for a config of `examine.config_to_examine`.
+      state: state before the first step.
       sync: the user's `config.sync`.
       started: time.perf_counter() when the examination began.
     """
@@ -101,14 +101,14 @@ def _inputs(
 
 @dataclasses.dataclass(frozen=True)
 class CheckedBatch:
-    """The batch whose gradient is checked: the first of a run, in one micro-batch on each device."""
+    """Batch whose gradient is checked: the first of a run, in one micro-batch on each device."""
 
     size: int  # examples over all devices
     grouping: Grouping
 
     @classmethod
     def of(cls, plan) -> "CheckedBatch":
-        """As large as a run's micro-batches allow."""
+        """Choose the largest batch that a run's micro-batches allow."""
         sharding = plan.sharding
         size = min(plan.micro_batch_size * plan.num_devices, sharding.num_originals)
         most_per_device = sharding.share_bounds(size)[1]
@@ -116,7 +116,7 @@ class CheckedBatch:
 
 
 def plain_gradient(subject: Subject, start: TrainState):
-    """The mean gradient over the examples of `CheckedBatch`, without the machinery of the step."""
+    """Compute the mean gradient over the examples of `CheckedBatch`, without the machinery of the step."""
     checked, sharding = CheckedBatch.of(subject.plan), subject.plan.sharding
     step = subject.programs.step
 
@@ -143,12 +143,12 @@ def _norm(tree) -> float:
 
 
 def _kernels(tree) -> dict:
-    """Leaves by name, without biases: those start at zero, so no ratio says anything of them."""
+    """Return the leaves by name, without biases: those start at zero, so that ratios are meaningless."""
     return {name: leaf for name, leaf in checkpoints.named_leaves(tree).items() if leaf.ndim > 1}
 
 
 def check_update(subject: Subject, start: TrainState) -> Finding:
-    """Norms of an update at the highest rate beside those of the parameters, layer by layer."""
+    """Compare the norms of an update at the highest rate with those of the parameters, layer by layer."""
     plan = subject.plan
     rate = float(plan.schedule.learning_rates(np.arange(plan.schedule.num_updates)).max())
     batch_size = min(plan.schedule.max_batch_size, plan.micro_batch_size * plan.num_devices * 4)
@@ -165,7 +165,7 @@ def check_update(subject: Subject, start: TrainState) -> Finding:
 
 
 def check_trust_ratios(gradient, params, weight_decay: float) -> Finding:
-    """LAMB's trust ratios at the first update; a layer without a gradient has none."""
+    """Check LAMB's trust ratios at the first step; a layer without a gradient has none."""
     ratios = checkpoints.named_leaves(optimizers.trust_ratios(gradient, params, weight_decay))
     ratios = {layer: float(ratios[layer]) for layer in _kernels(params)}
     text, name = f"{_range_text(ratios)} at the first update", "trust ratio"
@@ -197,7 +197,7 @@ def _judge_updates(ratios: dict[str, float], learning_rate: float) -> Finding:
 
 
 def check_learning_rate(subject: Subject) -> Finding:
-    """The rate that the updates will use."""
+    """Describe the learning rate that the steps will use."""
     plan = subject.plan
     epochs = plan.schedule.examples_before(plan.schedule.num_updates) / plan.num_examples
     text = describe_schedule(plan.schedule).removeprefix("learning rate ")
@@ -205,10 +205,10 @@ def check_learning_rate(subject: Subject) -> Finding:
 
 
 def _bound(plan) -> str:
-    """How what the schedule's updates come to stands to what the run will come to, where training decides that."""
+    """Return "at least ", "at most " or "about " if training decides the length of the run, else ""."""
     if plan.config.batch.auto:
         return "at least "  # the batch grows
-    if plan.schedule.scale_invariant:  # an update of the reference batch or more is worth at least one
+    if plan.schedule.scale_invariant:  # a step of the reference batch or more counts as at least one
         smallest = plan.schedule.batch_sizes.first(plan.schedule.num_updates).values.min()
         return "at most " if smallest >= plan.config.schedule.reference_batch_size else "about "
     return ""
@@ -219,16 +219,16 @@ def _bound(plan) -> str:
 
 @dataclasses.dataclass
 class _SizeTiming:
-    """How one micro-batch size does."""
+    """Speed of one micro-batch size, or its error."""
 
     loop: Callable
     state: TrainState
     runs: int = 0  # the first one compiles
-    seconds: float = np.inf  # per example of all devices together, the best so far
-    error: str | None = None  # why it does not run
+    seconds: float = np.inf  # best seconds per example of all devices together
+    error: str | None = None  # reason why it does not run
 
     def run(self, data, inputs: UpdateInputs, num_updates: int, num_examples: int) -> float:
-        """Does some updates; returns the seconds they took, infinite if they do not run."""
+        """Run some steps; return the seconds that they took, infinite if they fail."""
         begin = time.perf_counter()
         try:
             self.state, _ = self.loop(self.state, data, inputs, np.int32(num_updates))
@@ -244,7 +244,7 @@ class _SizeTiming:
 
 
 def time_micro_batches(subject: Subject, start: TrainState, started: float) -> dict[int, _SizeTiming]:
-    """Times the run's own micro-batch size, half and twice of it.
+    """Time the run's own micro-batch size, half and twice of it.
 
     Sizes take turns and the best of each counts, since a shared machine is only ever too slow.
     """
@@ -283,7 +283,7 @@ def _loops_by_size(subject: Subject) -> dict[int, Callable]:
 
 
 def check_micro_batch(subject: Subject, timings: dict[int, _SizeTiming]) -> Finding:
-    """Whether the size fits, and whether half or twice of it is faster."""
+    """Check that the micro-batch size fits, and recommend half or twice of it if that is faster."""
     own_size, name = subject.plan.micro_batch_size, "micro-batch"
     if timings[own_size].error:
         ghost_size = subject.plan.config.batch.ghost_size or 1
@@ -301,7 +301,7 @@ def check_micro_batch(subject: Subject, timings: dict[int, _SizeTiming]) -> Find
 
 
 def estimate_time(subject: Subject, state: TrainState, timings: dict[int, _SizeTiming]) -> Finding:
-    """Estimate the time of all updates and validations from the times above."""
+    """Estimate the time of all steps and validations of the run from `timings`."""
     plan = subject.plan
     own = timings[plan.micro_batch_size]
     if own.error:
@@ -324,7 +324,7 @@ def estimate_time(subject: Subject, state: TrainState, timings: dict[int, _SizeT
 
 
 def count_bytes(subject: Subject, sync: SyncConfig) -> Finding:
-    """What each device sends per update: a ring all-reduce of the gradient, unless devices take local steps."""
+    """Count the bytes that each device sends per step, by a ring all-reduce unless steps are local."""
     num_devices = subject.plan.num_devices
     sent = 2 * (num_devices - 1) / num_devices * subject.programs.allreduce_bytes
     text = f"{sent / 1e6:.2f} MB sent by each of {num_devices} devices an update"

@@ -1,12 +1,12 @@
-"""What a run would be on devices that are not here, from its compiled programs."""
+"""Findings about a run on compile targets, whose hardware need not be attached, from its compiled programs."""
 
 from largebatch.doctor.findings import FAIL, OK, WARN, Finding, duration
 from largebatch.hardware.compiled import CompiledProgram
 from largebatch.hardware.targets import Target
 from largebatch.training.costs import flops_utilisation
 
-LARGEST = 6  # operations that are named
-# The compiler's cycles are a schedule, not a measurement; docs/hardware.md has the two that are known.
+LARGEST = 6  # number of operations that are listed
+# The compiler's cycles are a schedule, not a measurement; docs/hardware.md has the two known comparisons.
 KNOWN_ERROR = "an estimate: where a v3-32 was measured, such cycles said 1.4 to 2.0 times the time"
 
 
@@ -17,11 +17,11 @@ def check_programs(
     needed: dict[str, int],
     flops_per_image: float,
 ) -> list[Finding]:
-    """All findings about a config's programs, compiled for `target`.
+    """Return all findings about a config's programs, compiled for `target`.
 
     Args:
-      needed: the estimate of bytes on a device by part, see `plan.needed_bytes`.
-      flops_per_image: of the network, forward and backward.
+      needed: estimated bytes on a device by part, see `plan.needed_bytes`.
+      flops_per_image: FLOPs of the network per image, forward and backward.
     """
     findings = [check_memory(target, programs, needed)]
     for name, program in programs.items():
@@ -35,7 +35,7 @@ def check_programs(
 
 
 def check_memory(target: Target, programs: dict[str, CompiledProgram], needed: dict[str, int]) -> Finding:
-    """Whether every program fits on a device, by the compiler's own figures."""
+    """Check that every program fits on a device, by the compiler's own figures."""
     largest = max(programs, key=lambda name: programs[name].memory.total)
     memory, available = programs[largest].memory, target.chip.memory_bytes
     text = (
@@ -53,7 +53,7 @@ def check_memory(target: Target, programs: dict[str, CompiledProgram], needed: d
 
 
 def check_traffic(name: str, program: CompiledProgram) -> Finding:
-    """What devices exchange in an update."""
+    """List the collectives of a step."""
     found = [f"{one.opcode} of {_megabytes(one.bytes)}, {one.times:g} times" for one in program.collectives]
     text = "; ".join(found) or "none"
     if name == "update" and len(program.collectives) > 1:
@@ -62,7 +62,7 @@ def check_traffic(name: str, program: CompiledProgram) -> Finding:
 
 
 def check_transfers(programs: dict[str, CompiledProgram]) -> Finding:
-    """Nothing goes to the host, nothing is float64, and the state lies where it lay."""
+    """Check that no transfer goes to the host, nothing is float64, and the state is updated in place."""
     faults = []
     for name, program in programs.items():
         faults += [f"{name} waits for the host: {transfer}" for transfer in program.host_transfers]
@@ -78,7 +78,7 @@ def check_transfers(programs: dict[str, CompiledProgram]) -> Finding:
 def describe_update(
     plan, target: Target, name: str, program: CompiledProgram, flops_per_image: float
 ) -> list[Finding]:
-    """Time of an update by the compiler, where it tells; on GPUs what is launched."""
+    """Describe the time of a step by the compiler, where it has cycles; on GPUs the launched kernels."""
     batch_size = plan.schedule.max_batch_size
     share = plan.sharding.share_bounds(batch_size)[1]
     size = f"{batch_size:,} images, up to {share:,} a device in micro-batches of {plan.micro_batch_size:,}"
@@ -101,7 +101,7 @@ def describe_update(
 
 
 def _roofline_text(target: Target, flops: float, moved_bytes: float) -> str:
-    """Arithmetic and traffic of a device, and what they take at least (Williams et al. 2009, "Roofline")."""
+    """Describe a device's FLOPs and bytes, and their minimum time (Williams et al. 2009, "Roofline")."""
     chip = target.chip
     arithmetic, memory = flops / chip.peak_flops, moved_bytes / chip.bytes_per_second
     bound = "arithmetic" if arithmetic > memory else "memory"

@@ -1,4 +1,4 @@
-"""The findings of the doctor, and those about the data set."""
+"""Findings of the doctor, and those about the cache and memory of a data set."""
 
 import dataclasses
 
@@ -15,19 +15,19 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of what the doctor says."""
+    """Line of the doctor's report."""
 
     status: str  # OK | WARN | FAIL
-    name: str  # of what was looked at
-    text: str  # what was seen
-    advice: str = ""  # what to change
+    name: str  # subject of the check
+    text: str  # observation
+    advice: str = ""  # recommended change
 
 
 def show(findings: list[Finding], ending: str = "") -> None:
-    """Prints findings on the primary host, and a last line.
+    """Print findings and a last line on the primary host.
 
     Raises:
-      UserError: one of them is a fail.
+      UserError: one of the findings is a fail.
     """
     if collectives.is_primary():
         out = Console()
@@ -44,7 +44,7 @@ def show(findings: list[Finding], ending: str = "") -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in a unit that suits them."""
+    """Format seconds in a suitable unit."""
     for limit, unit, name in ((1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (np.inf, 3600, "h")):
         if seconds < limit:
             return f"{seconds / unit:.3g} {name}"
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def check_build(estimate: BuildEstimate) -> Finding:
-    """Disk and time that building the cache takes."""
+    """Check the disk space and time that building the cache takes."""
     height, width, channels = estimate.layout.image_shape
     text = (
         f"{estimate.num_images:,} images of {height}x{width}x{channels} {estimate.layout.dtype}: "
@@ -71,7 +71,7 @@ def check_build(estimate: BuildEstimate) -> Finding:
 
 
 def check_memory(storage: str, needed: dict[str, int]) -> Finding:
-    """Tell where the training images are and what a device needs; a set that does not fit was refused before.
+    """Report the storage of the training images and the bytes on a device; a set that does not fit was refused.
 
     Args:
       needed: bytes on a device, by part.

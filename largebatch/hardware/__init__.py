@@ -1,1 +1,1 @@
-"""Devices that programs are made for, here or elsewhere."""
+"""Devices that programs are made for, attached or not."""

@@ -1,4 +1,4 @@
-"""The chips that are known by name, dtypes, micro-batches, and options of the compiler."""
+"""Known chips by name, dtypes, micro-batch sizes, and options of the compiler."""
 
 import dataclasses
 import logging
@@ -10,20 +10,22 @@ from pathlib import Path
 import jax
 import jaxlib
 
+log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device."""
+    """Figures of one device."""
 
     peak_flops: float  # per second, dense matrix products in bfloat16
     memory_bytes: int
     bytes_per_second: float  # from and to that memory
-    clock_hz: float | None = None  # of TPUs
+    clock_hz: float | None = None  # known of TPUs
 
 
 @dataclasses.dataclass(frozen=True)
 class Card(Chip):
-    """One GPU, with what XLA wants to know of it to compile for it."""
+    """Figures of one GPU, with those that XLA needs to compile for it."""
 
     compute_capability: tuple[int, int] = (0, 0)
     cores: int = 0  # streaming multiprocessors
@@ -91,24 +93,24 @@ class Hardware:
 
     platform: str  # cpu | gpu | tpu
     device_kind: str  # as JAX names it
-    num_devices: int  # that share a batch
+    num_devices: int  # devices that share a batch
 
     @classmethod
     def here(cls, num_devices: int | None = None) -> "Hardware":
-        """The devices of all hosts of this process; `num_devices` of them."""
+        """Return the devices of all hosts of this process, or `num_devices` of them."""
         return cls(jax.default_backend(), jax.devices()[0].device_kind, num_devices or jax.device_count())
 
     @property
     def chip(self) -> Chip | None:
-        """What is known of one device; None where that is nothing, as of CPUs."""
+        """Figures of one device; None where they are not known, as for CPUs."""
         return CHIPS.get(self.device_kind)
 
 
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16")
-# What Linux calls the instructions that multiply bfloat16. Without them XLA converts to float32 and back.
+# Linux's names of the instructions that multiply bfloat16. Without them XLA converts to float32 and back.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-# Those of them that are left by XLA's --xla_cpu_max_isa. Of a name that is not here XLA takes no notice.
+# Members of BFLOAT16_FLAGS that are left by XLA's --xla_cpu_max_isa. XLA ignores names that are not here.
 LEFT_BY_MAX_ISA = {
     **dict.fromkeys(("SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_VNNI"), frozenset()),
     "AVX512_BF16": frozenset({"avx512_bf16"}),
@@ -117,11 +119,11 @@ LEFT_BY_MAX_ISA = {
 
 
 def auto_dtype(platform: str, cpu_flags: Collection[str] = ()) -> str:
-    """The dtype that "auto" stands for: bfloat16 where the hardware multiplies it, else float32.
+    """Return the dtype that "auto" stands for: bfloat16 where the hardware multiplies it, else float32.
 
     Args:
-      platform: as JAX names it: cpu | gpu | tpu.
-      cpu_flags: of a CPU, the instruction sets that XLA may use there, as Linux names them; see `usable_flags`.
+      platform: cpu | gpu | tpu, as JAX names it.
+      cpu_flags: instruction sets that XLA may use on a CPU, as Linux names them; see `usable_flags`.
     """
     if platform in ("gpu", "tpu"):
         return "bfloat16"
@@ -129,19 +131,19 @@ def auto_dtype(platform: str, cpu_flags: Collection[str] = ()) -> str:
 
 
 def auto_dtype_here() -> str:
-    """The dtype that "auto" stands for on the devices of this process."""
+    """Return the dtype that "auto" stands for on the devices of this process."""
     return auto_dtype(jax.default_backend(), usable_flags(read_cpu_flags(), os.environ.get("XLA_FLAGS", "")))
 
 
 def usable_flags(cpu_flags: Collection[str], xla_flags: str) -> frozenset[str]:
-    """The instruction sets of `cpu_flags` for bfloat16 that XLA uses, started with the flags `xla_flags`."""
+    """Return the instruction sets for bfloat16 in `cpu_flags` that XLA uses, started with `xla_flags`."""
     given = re.findall(r"--xla_cpu_max_isa=[\"']?(\w*)", xla_flags)
     left = LEFT_BY_MAX_ISA.get(given[-1].upper(), BFLOAT16_FLAGS) if given else BFLOAT16_FLAGS
     return left.intersection(cpu_flags)
 
 
 def read_cpu_flags() -> frozenset[str]:
-    """The instruction sets of this machine's CPU by Linux; nothing is known elsewhere."""
+    """Read the instruction sets of this machine's CPU from Linux; return none elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -150,7 +152,7 @@ def read_cpu_flags() -> frozenset[str]:
     return frozenset(found[1].split()) if found else frozenset()
 
 
-# On TPUs: fewest cycles an image by the compiler, of a full batch of EuroSAT's images; of ImageNet's for ResNet-50
+# Sizes on TPUs with the fewest cycles an image by the compiler, for full batches of EuroSAT, ImageNet for ResNet-50
 # (python bench.py micro_batches, docs/hardware.md). On a v5e the activations of so few stay on the chip.
 TPU_SIZES = {
     "TPU v3": {"convnet": 5400, "resconvnet": 5400, "resconvnet7": 5400, "resnet8": 1350, "resnet50": 64},
@@ -158,7 +160,7 @@ TPU_SIZES = {
     "TPU v6 lite": {"convnet": 1350, "resconvnet": 1350, "resconvnet7": 1350, "resnet8": 1350, "resnet50": 64},
 }
 CPU_SIZE = 16  # best of 16 to 256 on a core (LOG.md)
-# On GPUs: bytes of a micro-batch's activations. In the convnet in bfloat16 an image of EuroSAT has 246,312 of them,
+# Bytes of a micro-batch's activations on GPUs. In the convnet in bfloat16 an image of EuroSAT has 246,312 of them,
 # and on an H200 a full batch takes 195.7 ms in micro-batches of 1,080, 169.2 ms of 2,700, 154.0 ms of 5,400 and
 # 178.1 ms of 21,600. That is a thirtieth of the memory of the smallest card in chips.py, so there is room.
 GPU_ACTIVATION_BYTES = 5_400 * 246_312
@@ -166,14 +168,14 @@ SIZE_ELSEWHERE = 1024  # a guess, for TPUs and networks that were not compiled
 
 
 def auto_micro_batch_size(hardware: Hardware, network: str, activation_bytes: Callable[[], int]) -> int:
-    """Examples per gradient evaluation of one device.
+    """Return the number of examples per gradient evaluation of one device.
 
-    On GPUs it was measured for one network on one card, the H200. For others it is extrapolated: arrays of as many
-    bytes fill a card as well.
+    On GPUs this size was measured for one network on one card, the H200. For others it is extrapolated: arrays of
+    as many bytes fill a card as well.
 
     Args:
       network: a config's model.name.
-      activation_bytes: gives the bytes that an image's activations take; asked on GPUs.
+      activation_bytes: returns the bytes of an image's activations; called on GPUs.
     """
     if hardware.platform == "cpu":
         return CPU_SIZE
@@ -182,21 +184,19 @@ def auto_micro_batch_size(hardware: Hardware, network: str, activation_bytes: Ca
     return TPU_SIZES.get(hardware.device_kind, {}).get(network, SIZE_ELSEWHERE)
 
 
-log = logging.getLogger(__name__)
-
-# On a card: what may be part of a CUDA graph, which the driver starts at once. XLA's own choice, loops and
+# Operations that may be part of a CUDA graph, which the driver starts at once: XLA's own choice, loops and
 # convolutions. A loop is recorded only if all that is in it can be; then the host starts no kernel of it, and does
-# not wait for its condition after each turn.
+# not wait for its condition after each iteration.
 GPU_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
     "CONDITIONAL,WHILE,CONVOLUTION"
 }
 _UNKNOWN = re.compile(r"(?:No such compile option: '|While setting option )(\w+)")
-_dropped: set[str] = set()  # that this process has told of
+_dropped: set[str] = set()  # options that this process has warned of
 
 
 def options_for(platform: str) -> dict[str, str]:
-    """The options of programs on `platform`, but for those that the environment variable XLA_FLAGS sets."""
+    """Return the compiler options for `platform`, but for those that the environment variable XLA_FLAGS sets."""
     options = GPU_OPTIONS if platform in ("gpu", "cuda") else {}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}=" not in flags}

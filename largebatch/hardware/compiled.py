@@ -15,12 +15,12 @@ SAME_BYTES = ("bitcast", "reshape", "get-tuple-element")
 
 
 def moved_bytes(program: Program, executions: list[tuple[Instruction, float]]) -> float:
-    """Bytes read and written by `executions`, see `Program.executions`."""
+    """Return the bytes read and written by `executions`; see `Program.executions`."""
     return sum(times * moved_by(program, instruction) for instruction, times in executions)
 
 
 def moved_by(program: Program, instruction: Instruction) -> int:
-    """Bytes of one execution of an instruction."""
+    """Return the bytes that one execution of an instruction reads and writes."""
     if not is_launched(instruction) or instruction.opcode.endswith("-done"):
         return 0
     places = range(len(instruction.operands))
@@ -28,9 +28,9 @@ def moved_by(program: Program, instruction: Instruction) -> int:
 
 
 def read_from(program: Program, user: Instruction, place: int) -> int:
-    """Bytes that `user` reads of its operand number `place`."""
+    """Return the bytes that `user` reads of its operand number `place`."""
     if user.opcode == "dynamic-update-slice" and place == 0:
-        return 0  # it is written in place
+        return 0  # the operand is written in place
     operand = program.named[user.operands[place]]
     if user.opcode in TAKES_A_PART and place == 0:
         return min(operand.memory_bytes, user.memory_bytes)
@@ -42,7 +42,7 @@ def read_from(program: Program, user: Instruction, place: int) -> int:
 
 
 def _read_inside(program: Program, inside: list[Instruction], value: Instruction) -> int:
-    """Bytes of `value` that the instructions of a fusion use."""
+    """Return the bytes of `value` that the instructions of a fusion use."""
     read = 0
     for user in inside:
         for place, name in enumerate(user.operands):
@@ -54,7 +54,7 @@ def _read_inside(program: Program, inside: list[Instruction], value: Instruction
 
 
 def written(program: Program, instruction: Instruction) -> int:
-    """Bytes that an instruction writes."""
+    """Return the bytes that an instruction writes."""
     if instruction.opcode == "dynamic-update-slice":
         return program.named[instruction.operands[1]].memory_bytes
     if instruction.opcode != "fusion":
@@ -72,12 +72,12 @@ class Memory:
 
     arguments: int
     temporaries: int
-    outputs: int  # that do not lie where a donated argument lay
+    outputs: int  # outputs outside of the memory of donated arguments
     code: int
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all parts."""
         return self.arguments + self.temporaries + self.outputs + self.code
 
 
@@ -96,33 +96,33 @@ class Collective:
     """An operation by which devices exchange data."""
 
     opcode: str
-    bytes: int  # that a device puts in, without padding
-    times: float  # an update
+    bytes: int  # bytes that a device puts in, without padding
+    times: float  # executions per step
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """What was found in a compiled program, in one update, or in one run where it has no updates."""
+    """Figures of a compiled program for one step, or for one run where it has no steps."""
 
     memory: Memory
     aliased_outputs: int
     collectives: tuple[Collective, ...]
-    host_transfers: tuple[str, ...]  # where they come from
+    host_transfers: tuple[str, ...]  # opcodes, targets and places in the source
     uses_float64: bool
     cycles: float | None  # by the compiler's estimate; None where it makes none
     costs: tuple[Cost, ...]  # by place in the source, the largest first
-    unknown_loops: tuple[str, ...]  # where loops come from whose length is known only when they run
-    moved_bytes: float  # from and to the device's memory, see `traffic`
-    num_operations: float  # that are run on their own: on a GPU, kernels and library calls
+    unknown_loops: tuple[str, ...]  # scopes and sources of loops whose length is known only when they run
+    moved_bytes: float  # bytes from and to the device's memory; see `moved_bytes`
+    num_operations: float  # operations that are run on their own: on a GPU, kernels and library calls
 
 
 def compile_and_look(lowered: jax.stages.Lowered, lengths: dict[str, float], platform: str) -> CompiledProgram:
-    """Compiles a program and reads what came out.
+    """Compile a program and read its figures.
 
     Args:
-      lengths: turns of the loops whose length is known only when they run, by the name of their scope. A scope
-        "updates" makes an update the unit: what lies outside of it is left out.
-      platform: whose options of the compiler are taken.
+      lengths: iterations of the loops whose length is known only when they run, by the name of their scope. A
+        scope "updates" makes a step the unit: instructions outside of it are left out.
+      platform: platform whose options of the compiler are taken.
     """
     compiled = compile_with(lowered, options_for(platform))
     program = hlo.parse(compiled.as_text())
@@ -148,7 +148,7 @@ def compile_and_look(lowered: jax.stages.Lowered, lengths: dict[str, float], pla
             for instruction in program.instructions()
             if hlo.is_host_transfer(instruction)
         ),
-        uses_float64="f64" in lowered.as_text(),  # a TPU's compiler makes pairs of float32 of it
+        uses_float64="f64" in lowered.as_text(),  # a TPU's compiler makes pairs of float32
         cycles=sum(cost.cycles for cost in costs) or None,
         costs=costs,
         unknown_loops=_unknown_loops(program),
@@ -165,7 +165,7 @@ def _turns(program: Program, lengths: dict[str, float]) -> Callable[[Instruction
 
 
 def _scope_of(loop: Instruction) -> str:
-    """The innermost scope around a loop: of "jit(f)/updates/while" it is "updates"."""
+    """Return the innermost scope around a loop: "updates" for "jit(f)/updates/while"."""
     return loop.op_name.removesuffix("/while").rpartition("/")[2]
 
 
@@ -187,7 +187,7 @@ def _costs(executions: list[tuple[Instruction, float]]) -> tuple[Cost, ...]:
 
 
 def operation_of(op_name: str) -> str:
-    """The layer and operation that a traced name tells, and whether it is the backward pass."""
+    """Return the layer and operation that a traced name tells, and whether it is the backward pass."""
     inner = re.split(r"/(?:body|cond|branch_\d_fun)/", op_name)[-1]
     is_backward = "transpose(" in inner
     layers = [part for part in inner.split("/") if part and "(" not in part]

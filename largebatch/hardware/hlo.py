@@ -1,6 +1,6 @@
-"""Reads a compiled program from its text: loops, collectives, transfers, and what the compiler says of its time.
+"""Compiled programs, read from their text: loops, collectives, transfers, and the compiler's estimates of time.
 
-The text is XLA's, as `jax.stages.Compiled.as_text()` gives it after optimisation. Of it only this is read: the
+The text is XLA's, as `jax.stages.Compiled.as_text()` returns it after optimisation. Only this is read: the
 names of computations, their instructions in order, what these call, the compiler's "estimated_cycles", and from
 which line of the source they come.
 """
@@ -19,7 +19,7 @@ COLLECTIVES = {
     "collective-permute",
     "collective-broadcast",
 }
-# What holds a program together and computes nothing.
+# Opcodes that hold a program together and compute nothing.
 STRUCTURE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
 HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")
 # Custom calls by which JAX calls Python or moves arrays to the host.
@@ -29,22 +29,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation; a fusion is one instruction."""
+    """A line of a computation; a fusion is one instruction."""
 
     name: str
     opcode: str
     shape: str  # of the output, with its layout
     operands: tuple[str, ...]  # names of the instructions whose outputs it takes
-    number: int | None  # of a parameter; the value of an integer constant
+    number: int | None  # number of a parameter, or value of an integer constant
     fused: str  # the computation that a fusion is made of
-    cycles: int | None  # by the compiler's estimate, of one execution; None where it makes none
-    op_name: str  # where in the traced program it comes from, as "jit(f)/while/body/mul"
+    cycles: int | None  # the compiler's estimate for one execution; None where it makes none
+    op_name: str  # its place in the traced program, as "jit(f)/while/body/mul"
     source: str  # "model.py:57": the innermost line of this project; empty where there is none
     called: tuple[str, ...]  # computations that it runs: a loop's body and condition, the branches of a condition
-    condition: str  # the computation by which a loop goes on
-    direction: str  # of a comparison: "LT"
-    trip_count: int | None  # of a loop, where the compiler tells it
-    target: str  # of a custom call
+    condition: str  # the computation that decides whether a loop goes on
+    direction: str  # direction of a comparison: "LT"
+    trip_count: int | None  # iterations of a loop, where the compiler tells them
+    target: str  # target of a custom call
 
     @property
     def output_bytes(self) -> int:
@@ -53,12 +53,12 @@ class Instruction:
 
     @property
     def memory_bytes(self) -> int:
-        """Of them, those in the device's memory, not on the chip. What starts a copy names its operands again."""
+        """Bytes of the output in the device's memory, not on the chip; a copy's start lists its operands again."""
         in_memory = [0 if is_on_chip else size for size, is_on_chip in self._arrays()]
         return sum(in_memory[:1] if self.opcode.endswith("-start") else in_memory)
 
     def _arrays(self) -> Iterator[tuple[int, bool]]:
-        """Bytes of every array of the output, and whether it is in another memory than the device's."""
+        """Yield the bytes of every array of the output, and whether it is in another memory than the device's."""
         for dtype, dims, layout in _ARRAY.findall(self.shape):
             size = 1
             for dim in filter(None, dims.split(",")):
@@ -69,19 +69,19 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program."""
+    """A compiled program, as its computations."""
 
     computations: dict[str, list[Instruction]]
     entry: str
-    aliased_outputs: int  # that lie where a donated argument lay
+    aliased_outputs: int  # outputs in the memory of donated arguments
 
     @functools.cached_property
     def named(self) -> dict[str, Instruction]:
-        """Every instruction, the insides of fusions too, by its name."""
+        """Every instruction by its name, the insides of fusions too."""
         return {one.name: one for computation in self.computations.values() for one in computation}
 
     def instructions(self) -> Iterator[Instruction]:
-        """Every instruction that may be run on its own, once; of all branches, but not the insides of fusions."""
+        """Yield every instruction that may be run on its own, once; of all branches, but not inside fusions."""
         waiting, seen = [self.entry], {self.entry}
         while waiting:
             for instruction in self.computations[waiting.pop()]:
@@ -91,7 +91,7 @@ class Program:
                 seen.update(found)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Turns of a `while`: as the compiler tells, or by its condition if it counts from 0 to a constant.
+        """Return the iterations of a `while`: from the compiler, or from a condition that counts to a constant.
 
         JAX counts from 0, and so do the loops that XLA makes itself.
         """
@@ -104,18 +104,18 @@ class Program:
         return bound.number if bound.opcode == "constant" else None
 
     def loops(self) -> list[Instruction]:
-        """Every `while`."""
+        """Return every `while` instruction."""
         return [instruction for instruction in self.instructions() if instruction.opcode == "while"]
 
     def executions(
         self, turns: Callable[[Instruction], float], loop: Instruction | None = None
     ) -> Iterator[tuple[Instruction, float]]:
-        """Every instruction that is run on its own, and how often.
+        """Yield every instruction that is run on its own, and how often.
 
         Args:
-          turns: of a `while` instruction. Of the branches of a condition, the one that takes longest counts; where
-            the compiler tells no time, the one that does most.
-          loop: to look at one turn of this `while` alone, in place of the whole program.
+          turns: iterations of a `while` instruction. Of the branches of a condition, the one that takes longest
+            counts; where the compiler tells no time, the one with the most instructions.
+          loop: to look at one iteration of this `while` alone, in place of the whole program.
         """
         for name in loop.called if loop else [self.entry]:
             yield from self._executions(name, 1.0, turns)
@@ -139,17 +139,17 @@ def _total_cycles(executions: list[tuple[Instruction, float]]) -> float:
 
 
 def is_launched(instruction: Instruction) -> bool:
-    """Whether anything is run for it: on a GPU a kernel, a copy or a call of a library."""
+    """Tell whether an instruction runs anything: on a GPU a kernel, a copy or a call of a library."""
     return instruction.opcode not in STRUCTURE
 
 
 def is_collective(instruction: Instruction) -> bool:
-    """Whether devices exchange data. An asynchronous one counts where it starts."""
+    """Tell whether devices exchange data; an asynchronous exchange counts where it starts."""
     return instruction.opcode.removesuffix("-start") in COLLECTIVES
 
 
 def is_host_transfer(instruction: Instruction) -> bool:
-    """Whether the program waits for the host, or sends it something."""
+    """Tell whether the program waits for the host, or sends it something."""
     if instruction.opcode == "custom-call":
         return any(word in instruction.target for word in HOST_CALLS)
     return instruction.opcode.removesuffix("-done") in HOST_TRANSFERS
@@ -169,7 +169,7 @@ _ALIAS = re.compile(r"\{[\d, ]*\}: \(\d+, \{[\d, ]*\}, (?:may|must)-alias\)")
 
 
 def parse(text: str) -> Program:
-    """The program whose text this is."""
+    """Parse the text of a compiled program."""
     sources = _read_sources(text)
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", None
@@ -226,7 +226,7 @@ def _number(pattern: str, line: str) -> int | None:
 
 
 def _read_sources(text: str) -> dict[str, str]:
-    """The innermost line of this project for every stack frame of the text's tables, by the frame's number."""
+    """Return the innermost line of this project for every stack frame of the text's tables, by its number."""
     files = dict(re.findall(r'^(\d+) "([^"]*/[^"]*)"$', text, re.MULTILINE))
     places = re.findall(r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)", text, re.MULTILINE)
     own = {place: _own_line(files.get(file, ""), line) for place, file, line in places}

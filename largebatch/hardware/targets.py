@@ -1,4 +1,4 @@
-"""Devices that are not here, by name: TPU slices and NVIDIA cards that JAX's compilers know without having one.
+"""Compile targets by name: TPU slices and NVIDIA cards; the hardware need not be attached.
 
 v3:4x4     a slice of a TPU, by its chips: a v3-32, whose 16 chips have 2 cores each
 h200       one card
@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from largebatch.hardware.chips import CARDS, Card, Chip, Hardware
 from largebatch.util import UserError
 
-# How a name starts -> how JAX calls the device. v4 is left out: libtpu describes the two cores of a chip, and JAX
+# Start of a name -> JAX's name of the device. v4 is left out: libtpu describes the two cores of a chip, and JAX
 # runs one program on both.
 TPU_GENERATIONS = {
     "v2": "TPU v2",
@@ -43,7 +43,7 @@ KNOWN = (
 # Packages of compilers, and the extra of jax that brings each; one of them is enough.
 TPU_COMPILERS = {"libtpu": "tpu"}
 CARD_COMPILERS = {"jax-cuda12-plugin": "cuda12-local", "jax-cuda13-plugin": "cuda13-local"}
-# Or libtpu looks for the TPU of this machine, says on stderr that it finds none, and locks out other compilers.
+# Otherwise libtpu looks for this machine's TPU, says on stderr that it has none, and locks out other compilers.
 TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -56,7 +56,7 @@ TPU_ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What programs are compiled for."""
+    """Devices that programs are compiled for."""
 
     name: str  # as the user gave it
     hardware: Hardware
@@ -64,15 +64,15 @@ class Target:
 
     @property
     def chip(self) -> Chip:
-        """What is known of one device."""
+        """Figures of one device."""
         return self.hardware.chip
 
 
 def find_target(name: str) -> Target:
-    """The devices that `name` stands for; see above.
+    """Find the devices that `name` stands for; see the module's docstring.
 
     From here on JAX uses this machine's CPU alone: a plugin that looks for its own devices and finds none cannot
-    compile. It keeps no programs either: those of devices that are not here cannot be read back.
+    compile. JAX caches no programs either: those of devices that are not attached cannot be read back.
 
     Raises:
       UserError: there is no such slice or card, or its compiler is not installed, or not of jax's version.
@@ -151,7 +151,7 @@ def _check_compiler(name: str, extras: dict[str, str]) -> None:
 
 
 def card_specification(device_kind: str, card: Card) -> str:
-    """A card as XLA wants it described: a GpuTargetConfigProto in text form."""
+    """Describe a card for XLA: a GpuTargetConfigProto in text form."""
     major, minor = card.compute_capability
     return f"""
         platform_name: "CUDA"

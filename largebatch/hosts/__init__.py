@@ -1,1 +1,1 @@
-"""Processes and devices: start, agree, compare."""
+"""Processes and devices: start, collectives, comparison."""

@@ -1,13 +1,13 @@
-"""Where the time of a run goes, over restarts too."""
+"""Clock of a run, which continues over restarts."""
 
 import contextlib
 import time
 
 
 class Clock:
-    """Seconds since the start of a run, and in named sections that never overlap.
+    """Clock of the seconds since the start of a run, and in named sections that never overlap.
 
-    seconds: by name of the section.
+    `seconds` holds the seconds of each section by its name.
     """
 
     def __init__(self):
@@ -15,18 +15,18 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     def saved(self) -> dict:
-        """The times so far as plain JSON, which `add` takes after a restart."""
+        """Return the times so far as plain JSON, for `add` after a restart."""
         return {"seconds": dict(self.seconds), "total": self.total()}
 
     def add(self, saved: dict) -> None:
-        """Adds the time that an earlier process spent on the same run."""
+        """Add the time that an earlier process spent on the same run."""
         self._started -= saved["total"]
         for section, seconds in saved["seconds"].items():
             self._add_to(section, seconds)
 
     @contextlib.contextmanager
     def measure(self, section: str):
-        """Adds the time of the block to `section`; the block must wait for its device work."""
+        """Add the time of the block to `section`; the block must wait for its device work."""
         begin = time.perf_counter()
         try:
             yield
@@ -34,11 +34,11 @@ class Clock:
             self._add_to(section, time.perf_counter() - begin)
 
     def total(self) -> float:
-        """Seconds since the clock was made, and those of earlier processes."""
+        """Return the seconds since the clock was made, plus those of earlier processes."""
         return time.perf_counter() - self._started
 
     def since_made(self) -> float:
-        """Seconds since the clock was made, by this process alone."""
+        """Return the seconds since the clock was made, of this process alone."""
         return time.perf_counter() - self._made
 
     def _add_to(self, section: str, seconds: float) -> None:

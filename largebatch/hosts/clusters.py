@@ -1,4 +1,4 @@
-"""Where the hosts of a run meet, from the config, from the variables of a launcher, and from what JAX finds."""
+"""Coordinator of the hosts of a run, from the config, the variables of a launcher, and JAX's detection."""
 
 import dataclasses
 import os
@@ -11,10 +11,10 @@ from largebatch.util import UserError
 # Set by largebatch.pod for each of its processes, beside JAX's own JAX_COORDINATOR_ADDRESS.
 NUM_HOSTS_VARIABLE = "LARGEBATCH_NUM_HOSTS"
 HOST_INDEX_VARIABLE = "LARGEBATCH_HOST_INDEX"
-DEFAULT_PORT = 8476  # where an address comes without one, and no cluster has one of its own
+DEFAULT_PORT = 8476  # for an address without a port, if no cluster defines one
 FIELDS = "devices.coordinator_address, devices.num_hosts and devices.host_index"
 
-# What each launcher sets, for the messages.
+# Variables that each launcher sets, for the messages.
 VARIABLES = {
     "largebatch.pod": (NUM_HOSTS_VARIABLE, HOST_INDEX_VARIABLE),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -23,17 +23,17 @@ VARIABLES = {
     "a TPU pod": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "MEGASCALE_COORDINATOR_ADDRESS"),
     "Kubernetes": ("JOB_COMPLETION_INDEX",),
 }
-LONGEST_VALUE = 60  # of a variable, in a message
+LONGEST_VALUE = 60  # most characters of a variable in a message
 NOTHING_SEEN = "no variable of a cluster is set"
 
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Where the hosts meet.
+    """Coordinator of the hosts, and this host's place among them.
 
     address: "host:port" of host 0.
-    num_hosts, host_index: how many hosts there are, and which of them this is.
-    seen: what says so, for messages.
+    num_hosts, host_index: number of hosts, and index of this host.
+    seen: variables that were read, for messages.
     """
 
     address: str
@@ -45,18 +45,18 @@ class Meeting:
 def find_meeting(
     address: str | None, num_hosts: int | None, host_index: int | None, wait_sec: float
 ) -> Meeting | None:
-    """Where the hosts meet; None if this host is alone.
+    """Find the coordinator of the hosts; return None if this host is alone.
 
     Args:
-      address: the config's: "HOST:PORT", or "HOST" or ":PORT" alone.
-      num_hosts, host_index: the config's.
-      wait_sec: how long the name of host 0 may be unknown.
+      address: the config's address: "HOST:PORT", or "HOST" or ":PORT" alone.
+      num_hosts, host_index: the config's number of hosts and index of this host.
+      wait_sec: seconds for which the name of host 0 may be unknown.
     Raises:
-      UserError: what is given is not all that must be known, or there are other hosts that JAX does not find.
+      UserError: the config is incomplete, or there are other hosts that JAX does not find.
     """
     given = (address, num_hosts, host_index)
     if num_hosts == 1 and address is None:
-        return None  # how one says that it shall be alone
+        return None  # a request to train on this host alone
     if given == (None, None, None) and NUM_HOSTS_VARIABLE in os.environ:
         num_hosts, host_index = (int(os.environ[name]) for name in (NUM_HOSTS_VARIABLE, HOST_INDEX_VARIABLE))
     host, port = _split(address or os.environ.get("JAX_COORDINATOR_ADDRESS", ""))
@@ -87,12 +87,12 @@ def find_meeting(
 
 
 def gpus_of_process() -> list[int] | None:
-    """The GPUs of this host that this process takes, by number; None for all that it sees.
+    """Return the numbers of the GPUs of this host that this process takes; None for all that it sees.
 
-    JAX would give every process of Slurm and Open MPI one GPU: of one process per node all others would idle.
+    JAX would give every process of Slurm and Open MPI one GPU: with one process per node all others would idle.
     """
     if "JAX_LOCAL_DEVICE_IDS" in os.environ:
-        return None  # which JAX reads
+        return None  # JAX reads the variable
     place = _place_on_machine()
     if place is None or place[1] == 1:
         return None
@@ -103,13 +103,13 @@ def gpus_of_process() -> list[int] | None:
         return [rank]
     on_machine = int(os.environ.get("SLURM_GPUS_ON_NODE") or count)
     if count < max(processes, on_machine):
-        return None  # the scheduler has already chosen those of this process
+        return None  # the scheduler has already chosen the GPUs of this process
     each = count // processes
     return list(range(rank * each, (rank + 1) * each))
 
 
 def seen() -> str:
-    """The launchers whose variables are set here, with them: "Slurm: SLURM_JOB_ID=7, SLURM_NTASKS=2"."""
+    """Return the launchers whose variables are set here, as "Slurm: SLURM_JOB_ID=7, SLURM_NTASKS=2"."""
     parts = []
     for launcher, names in VARIABLES.items():
         values = [f"{name}={os.environ[name][:LONGEST_VALUE]}" for name in names if name in os.environ]
@@ -129,7 +129,7 @@ class _Ranks:
 
 
 def _mpi_ranks() -> _Ranks | None:
-    """What an MPI that JAX does not recognise says of its processes: Open MPI 5, MPICH and their kin."""
+    """Return the ranks of an MPI that JAX does not recognise, such as Open MPI 5 or MPICH; None without one."""
     if "OMPI_MCA_orte_hnp_uri" in os.environ:  # Open MPI 4, which JAX knows
         return None
     for size, rank, local in (
@@ -143,7 +143,7 @@ def _mpi_ranks() -> _Ranks | None:
 
 
 def _place_on_machine() -> tuple[int, int] | None:
-    """Which of the processes on this machine this is, and how many there are; None if no launcher says so."""
+    """Return this process's rank on its machine and the number of processes there; None without a launcher."""
     env = os.environ
     if "OMPI_COMM_WORLD_LOCAL_RANK" in env:
         return int(env["OMPI_COMM_WORLD_LOCAL_RANK"]), int(env["OMPI_COMM_WORLD_LOCAL_SIZE"])
@@ -160,14 +160,14 @@ def _place_on_machine() -> tuple[int, int] | None:
 def _found_by_jax(
     num_hosts: int | None, host_index: int | None, wait_sec: float
 ) -> tuple[tuple[str, int, int] | None, str]:
-    """What JAX finds on TPU pods, Slurm, Open MPI 4 and Kubernetes; or why it could not.
+    """Return what JAX detects on TPU pods, Slurm, Open MPI 4 and Kubernetes, or None and the reason.
 
-    The address is asked for even where it is given: an address alone takes the port from there.
+    The address is detected even if it is given: an address without a port takes the detected one.
     """
     find = distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
     try:
         address, num_hosts, host_index, _ = find(None, num_hosts, host_index, None, None, int(wait_sec))
-    except Exception as error:  # of metadata servers, Kubernetes' client, missing variables: told by the caller
+    except Exception as error:  # metadata servers, Kubernetes' client, missing variables: the caller reports it
         return None, str(error).splitlines()[0] if str(error) else type(error).__name__
     if address is None or num_hosts is None or host_index is None:
         return None, ""
@@ -178,7 +178,7 @@ def _found_by_jax(
 
 
 def _split(address: str) -> tuple[str, str]:
-    """ "HOST:PORT", "HOST" or ":PORT" -> (HOST, PORT), "" for what is missing."""
+    """Split "HOST:PORT", "HOST" or ":PORT" into (HOST, PORT), with "" for a missing part."""
     found = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(?::(\d+))?", address)
     if found is None:
         raise UserError(f"devices.coordinator_address: {address!r}; allowed: HOST:PORT, HOST or :PORT")
@@ -204,7 +204,7 @@ def _incomplete(given: tuple, problem: str) -> str:
 
 
 def _check_that_host_is_alone(problem: str) -> None:
-    """Several hosts that do not find each other would each train alone, into the same folder."""
+    """Raise UserError if there are other hosts, which would each train alone, into the same folder."""
     env = os.environ
     alone = "to train on this host alone give devices.num_hosts 1"
     processes = max(int(env.get(name) or 1) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))

@@ -1,4 +1,4 @@
-"""What hosts tell each other: texts, arrays, errors, decisions."""
+"""Collectives of hosts: exchange of texts, arrays, errors and decisions."""
 
 import contextlib
 import functools
@@ -14,28 +14,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from largebatch.hosts import rendezvous
 from largebatch.util import UserError
 
-HOSTS = "hosts"  # the axis of a mesh of one device per host
+HOSTS = "hosts"  # axis of a mesh of one device per host
 
 
 def is_primary() -> bool:
-    """Whether this host writes the run folder."""
+    """Return True on the primary host, which writes the run folder."""
     return jax.process_index() == 0
 
 
 def barrier() -> None:
-    """Waits until every host has called it, however long that takes; see `gather_text`."""
+    """Wait until every host has called it, however long that takes; see `gather_text`."""
     gather_text("")
 
 
 def from_primary(value):
-    """The primary host's pytree of numbers or arrays, on every host, bit by bit.
+    """Broadcast the primary host's pytree of numbers or arrays to every host, bit by bit.
 
     Args:
-      value: on the other hosts only its structure, shapes and dtypes count.
+      value: the pytree; on the other hosts only its structure, shapes and dtypes count.
     """
     if jax.process_count() == 1:
         return value
-    # As integers: JAX broadcasts by adding zeros, which would turn -0.0 into 0.0.
+    # The bits are sent as integers: JAX broadcasts by adding zeros, which would turn -0.0 into 0.0.
     arrays = jax.tree.map(np.asarray, value)
     bits = jax.tree.map(lambda array: array.view(f"uint{8 * array.dtype.itemsize}"), arrays)
     received = multihost_utils.broadcast_one_to_all(bits)
@@ -43,12 +43,12 @@ def from_primary(value):
 
 
 def gather(value: np.ndarray) -> np.ndarray:
-    """Every host's array, stacked by host index, on every host.
+    """Gather every host's array on every host, stacked by host index.
 
-    `multihost_utils.process_allgather` would copy it to every device; this takes one device of each host.
+    `multihost_utils.process_allgather` would copy it to every device; here one device of each host takes part.
 
     Args:
-      value: of the same shape [...] and dtype on every host.
+      value: array of the same shape [...] and dtype on every host.
     Returns:
       [hosts, ...]
     """
@@ -63,7 +63,7 @@ def gather(value: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _mesh_of_hosts() -> Mesh:
-    """The first device of each host, by host index."""
+    """Create the mesh of the first device of each host, by host index."""
     first_device = {}
     for device in jax.devices():
         first_device.setdefault(device.process_index, device)
@@ -72,15 +72,15 @@ def _mesh_of_hosts() -> Mesh:
 
 @functools.cache
 def _copy_to_every_host() -> Callable[[jax.Array], jax.Array]:
-    """Made once: JAX keeps what it compiles with the function, and a new one would compile again."""
+    """Return a function that copies to every host; cached, for JAX would compile a new one again."""
     every_host = NamedSharding(_mesh_of_hosts(), PartitionSpec())
     return jax.jit(lambda x: x, out_shardings=every_host)
 
 
 def gather_text(text: str) -> list[str]:
-    """Every host's `text` (any length), by host index, on every host.
+    """Gather every host's `text` (any length) on every host, by host index.
 
-    Not a collective of JAX: those give up on a late host, and hosts may come here from work of any length.
+    JAX's collectives time out on a late host, but hosts may come here from work of any length: JAX's are not used.
 
     Raises:
       UserError: another host died.
@@ -92,12 +92,12 @@ def gather_text(text: str) -> list[str]:
 
 
 def json_from_primary(value) -> Any:
-    """The primary host's `value` (plain JSON) on every host; waits as `gather_text` does."""
+    """Broadcast the primary host's `value` (plain JSON) to every host; wait as `gather_text` does."""
     return json.loads(gather_text(json.dumps(value if is_primary() else None))[0])
 
 
 def share_error(error: Exception | None) -> None:
-    """Waits for all hosts. If any of them passes an error, all raise the first one, as a UserError of its kind."""
+    """Wait for all hosts, and raise the first error of any of them on all, as a UserError of its kind."""
     message = {"kind": type(error).__name__, "text": str(error)} if error else None
     messages = [json.loads(text) for text in gather_text(json.dumps(message))]
     first = next(filter(None, messages), None)
@@ -107,10 +107,10 @@ def share_error(error: Exception | None) -> None:
 
 
 def agreed(act: Callable[[], Any], here: bool = True) -> Any:
-    """Runs `act` on the hosts where `here` is true; a UserError on one host is raised on all.
+    """Run `act` on the hosts where `here` is true; raise a UserError of one host on all.
 
     Returns:
-      What `act` returned, None on the other hosts.
+      The result of `act`, None on the other hosts.
     """
     result = error = None
     if here:
@@ -123,20 +123,20 @@ def agreed(act: Callable[[], Any], here: bool = True) -> Any:
 
 
 def primary_takes(act: Callable[[Iterator], Any], items: Iterator) -> Any:
-    """Runs `act` on host 0 with items that all hosts make together; a UserError there is raised on all.
+    """Run `act` on host 0 with items that all hosts make together; raise its UserError on all.
 
     Args:
-      act: takes the items one by one, perhaps not all.
-      items: a generator, as long on every host; making an item may be a collective.
+      act: function that takes the items one by one, perhaps not all.
+      items: a generator of the same length on every host; making an item may be a collective.
     Returns:
-      What `act` returned, None on the other hosts.
+      The result of `act`, None on the other hosts.
     """
 
     def take():
         try:
             return act(items) if is_primary() else None
         finally:
-            for _ in items:  # which the others make too
+            for _ in items:  # the remaining items, which the other hosts make too
                 pass
 
     return agreed(take)
@@ -144,7 +144,7 @@ def primary_takes(act: Callable[[Iterator], Any], items: Iterator) -> Any:
 
 @contextlib.contextmanager
 def named_collective_errors():
-    """Turns the error of a failed collective into one line: on several hosts another one is usually to blame.
+    """Turn the error of a failed collective into one line: of several hosts, another one usually caused it.
 
     Raises:
       UserError: in place of JAX's error. On a single host JAX's error passes unchanged.

@@ -1,4 +1,4 @@
-"""Memory of the devices: what is free, and whether something fits."""
+"""Memory of the devices: free and peak bytes, and a check that a program fits."""
 
 import json
 import mmap
@@ -15,9 +15,9 @@ from largebatch.util import BadSetting
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """An uninitialised array on a page boundary, which a CPU device takes over without a copy.
+    """Allocate an uninitialised array on a page boundary, which a CPU device takes over without a copy.
 
-    Its pages are small. NumPy asks for huge pages, which take five times as long on a virtual machine (LOG.md).
+    Its pages are small. NumPy requests huge pages, which take five times as long on a virtual machine (LOG.md).
     """
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -25,7 +25,7 @@ def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
 
 
 def available_bytes() -> int | None:
-    """Bytes free for each local device, or None where the platform does not tell."""
+    """Return the free bytes of each local device, or None if the platform does not report them."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -38,35 +38,35 @@ def available_bytes() -> int | None:
 
 
 def peak_bytes() -> int | None:
-    """The most that a device of this host has held in this process; None where the platform does not tell."""
+    """Return the peak bytes in use on a device of this host; None if the platform does not report them."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return None if None in peaks else max(peaks)
 
 
 def largest_peak_bytes() -> int | None:
-    """The largest `peak_bytes` of all hosts, on every host; None where one of them does not know. Collective."""
+    """Return the largest `peak_bytes` of all hosts; None if one of them does not know it. Collective."""
     peak = peak_bytes()
-    # As integers: JAX would round to float32, in which bytes are not exact. No device holds 2**64 bytes.
+    # Bytes are sent as integers: JAX would round to float32, which is not exact. No device holds 2**64 bytes.
     by_host = collectives.gather(np.array([2**64 - 1 if peak is None else peak], np.uint64).view(np.uint32))
     largest = int(by_host.view(np.uint64).max())
     return None if largest == 2**64 - 1 else largest
 
 
 def least_available_bytes() -> int | None:
-    """The least `available_bytes` of all hosts, on every host; None where one of them does not know."""
+    """Return the least `available_bytes` of all hosts; None if one of them does not know it. Collective."""
     by_host = [json.loads(text) for text in collectives.gather_text(json.dumps(available_bytes()))]
     return None if None in by_host else min(by_host)
 
 
 def check_fits(sizes: dict[str, int], available: int | None, hint: Callable[[], str]) -> None:
-    """Compare an estimate with what a device has free.
+    """Compare an estimate with the free memory of a device.
 
     Args:
       sizes: bytes per device, by part.
-      available: bytes free for a device, or None where that is not known.
-      hint: returns what the user can change; called only where it does not fit.
+      available: free bytes of a device, or None if unknown.
+      hint: function that returns what the user can change; called only if the program does not fit.
     Raises:
-      BadSetting: it does not fit; lists the parts.
+      BadSetting: the program does not fit; the message lists the parts.
     """
     total = sum(sizes.values())
     if available is not None and total > available:

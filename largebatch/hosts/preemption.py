@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT: the running call ends, all hosts agree to stop, the run is saved and the process exits.
+"""Preemption by SIGTERM or SIGINT: the running call ends, all hosts stop, the run is saved, the process exits.
 
 Schedulers send SIGTERM some seconds before they take a machine back. Python would act on a signal only after the
 running call, and would raise KeyboardInterrupt at any line. So a thread reads the signals as they come, and
-training asks for them where it can stop. Before training there is nothing to save, and compiling may take minutes.
+training checks for them where it can stop. Before training there is nothing to save: the process ends at once.
 """
 
 import os
@@ -17,14 +17,14 @@ from largebatch.hosts import collectives
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _first_signal = 0
-_has_begun = False  # whether there may be something to save
+_has_begun = False  # True if there may be something to save
 
 
 class Stopped(Exception):
-    """All hosts agreed to stop, because one of them got a signal.
+    """Raised when all hosts agree to stop, because one of them got a signal.
 
-    number: of the signal.
-    exit_code: for the process.
+    number: number of the signal.
+    exit_code: exit code of the process.
     """
 
     def __init__(self, number: int):
@@ -34,17 +34,17 @@ class Stopped(Exception):
 
 
 def answer_signals() -> None:
-    """From here on a thread answers SIGTERM and SIGINT: until training begins, by ending the process at once."""
+    """Start a thread that handles SIGTERM and SIGINT; until training begins, it ends the process at once."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(write)  # C code writes the number there, whatever the interpreter is waiting for
+    signal.set_wakeup_fd(write)  # C code writes the number there, even while the interpreter waits
     threading.Thread(target=_watch, args=(read,), daemon=True).start()
 
 
 def training_begins() -> None:
-    """From here on the first signal is only noted; a second one ends the process at once."""
+    """Mark the begin of training: the first signal is now only recorded, a second ends the process at once."""
     global _has_begun
     _has_begun = True
 
@@ -68,15 +68,15 @@ def _watch(read: int) -> None:
 
 
 def first_signal() -> int:
-    """Number of the first signal that this host got, or 0."""
+    """Return the number of the first signal that this host got, or 0."""
     return _first_signal
 
 
 def agree(vote: int = 0) -> tuple[int, int]:
-    """What all hosts do next; called by all of them together.
+    """Agree on the first signal that any host received. Collective.
 
     Args:
-      vote: any int32; only that of host 0 counts.
+      vote: any int32; only host 0's vote counts.
     Returns:
       The signal of the first host that got one, 0 if none did; and host 0's vote.
     """

@@ -1,4 +1,4 @@
-"""How hosts meet before JAX starts, and learn who did not come."""
+"""Rendezvous of the hosts before JAX starts, which names missing hosts, and their exchange of texts."""
 
 import contextlib
 import itertools
@@ -15,17 +15,19 @@ from jax._src import distributed
 from largebatch.hosts.clusters import Meeting
 from largebatch.util import UserError
 
+log = logging.getLogger("largebatch")
+
 FIRST_WAIT_MS = 1000
-FAILING_WAIT_MS = 5000  # for the others to say why they fail
-LEAVING_SEC = 0.2  # for the others to be gone before host 0
-SHORT_WAIT_SEC = 10.0  # of a wait, in which the store is asked every SHORT_POLL_SEC, and afterwards every POLL_SEC
+FAILING_WAIT_MS = 5000  # for the other hosts to report their errors
+LEAVING_SEC = 0.2  # for the other hosts to exit before host 0
+SHORT_WAIT_SEC = 10.0  # in it the store is polled every SHORT_POLL_SEC, and afterwards every POLL_SEC
 SHORT_POLL_SEC, POLL_SEC = 0.1, 1.0
 
-_meeting_numbers = itertools.count()  # all hosts come to the meetings in the same order
+_meeting_numbers = itertools.count()  # all hosts make their exchanges in the same order
 
 
 def exchange(text: str) -> list[str]:
-    """Every host's `text` (any length), by host index, on every host.
+    """Exchange texts of any length: return every host's `text`, by host index, on every host.
 
     Host 0 collects the texts and answers with all of them: one or two messages per host. If every host read from
     every other, hundreds of hosts would send tens of thousands.
@@ -44,10 +46,10 @@ def exchange(text: str) -> list[str]:
 
 
 def wait_for_failing_hosts() -> None:
-    """Waits until all hosts have come here, for FAILING_WAIT_MS at most; a host calls it once, before it exits.
+    """Wait for all failing hosts, for FAILING_WAIT_MS at most; a host calls it once, before it exits.
 
-    Most errors are agreed: every host is about to say the same line. As soon as host 0 has exited, JAX aborts the
-    others, so they have to say it before, and to exit before. A host whose error is its own waits in vain.
+    Most errors are shared: every host is about to print the same line. As soon as host 0 has exited, JAX aborts the
+    others, so they have to print it and exit before. A host whose error is its own waits in vain.
     """
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # not all came, or host 0 is gone
         _store().wait_at_barrier("largebatch/failing", FAILING_WAIT_MS)
@@ -56,18 +58,18 @@ def wait_for_failing_hosts() -> None:
 
 
 def _collect_and_answer(store, number: int, text: str) -> list[str]:
-    """Host 0's part of a meeting."""
+    """Collect the texts of all hosts and answer with all of them: host 0's part of an exchange."""
     texts = [text]
     for host in range(1, jax.process_count()):
         texts.append(_wait_for(store, _key(number, host)))
     store.key_value_set(_key(number, "all"), json.dumps(texts))
-    if number > 0:  # whoever came to this meeting has read the answer of the one before
+    if number > 0:  # the hosts of this exchange have read the answer of the previous one
         store.key_value_delete(_key(number - 1, "all"))
     return texts
 
 
 def _store():
-    """The client of the coordination service. JAX has no public name for it; Orbax and Flax take it here too."""
+    """Return the client of the coordination service, without a public name in JAX; Orbax and Flax use it, too."""
     return distributed.global_state.client
 
 
@@ -76,7 +78,7 @@ def _key(number: int, whose: int | str) -> str:
 
 
 def _wait_for(store, key: str) -> str:
-    """Waits for the value of `key`. Returns to Python at least every second, so that signals are handled.
+    """Wait for the value of `key`; return to Python at least every second, so that signals are handled.
 
     The service keeps 20 kB on both sides for every blocking wait that timed out, so only the first one blocks.
     """
@@ -98,23 +100,21 @@ def _raise_unless(status: str, error: Exception) -> None:
         raise error
 
 
-log = logging.getLogger("largebatch")
-
-NOTICE_SEC = 20.0  # after which a host says for whom it waits
+NOTICE_SEC = 20.0  # after it a host logs for which hosts it waits
 RETRY_SEC = 0.2
 CONNECT_SEC = 5.0
-TAKEN_PORT_SEC = 30.0  # for a process of an earlier start to be gone
-ANSWER_SEC = 10.0  # beyond the limit, so that host 0 speaks first
+TAKEN_PORT_SEC = 30.0  # for a process of an earlier start to exit
+ANSWER_SEC = 10.0  # beyond the limit, so that host 0 reports first
 LONGEST_LINE = 64 * 1024
 MOST_NAMED = 8
 BACKLOG = 1024  # hosts that connect at once
 
 
 def call_roll(meeting: Meeting, limit_sec: float) -> None:
-    """Returns on every host once all of them are there.
+    """Wait for the rendezvous: return on every host once all have connected.
 
     Raises:
-      UserError: some are not there after `limit_sec`, or two say that they are the same host; on every host.
+      UserError: hosts are missing after `limit_sec`, or two have the same index; on every host.
     """
     if meeting.host_index == 0:
         _HostZero(meeting, limit_sec).wait_for_all()
@@ -123,13 +123,13 @@ def call_roll(meeting: Meeting, limit_sec: float) -> None:
 
 
 class _HostZero:
-    """Host 0's part: who has come, by the connection."""
+    """Host 0's part of the rendezvous: the connected hosts by their connections."""
 
     def __init__(self, meeting: Meeting, limit_sec: float):
         self._meeting, self._begin, self._limit_sec = meeting, time.monotonic(), limit_sec
         self._selector = selectors.DefaultSelector()
-        self._lines: dict[socket.socket, bytes] = {}  # what was read of those that have not said who they are
-        self._hosts: dict[socket.socket, tuple[int, str]] = {}  # (host index, name) of those that have
+        self._lines: dict[socket.socket, bytes] = {}  # bytes read of hosts that are not known yet
+        self._hosts: dict[socket.socket, tuple[int, str]] = {}  # (host index, name) of known hosts
 
     def wait_for_all(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -160,7 +160,7 @@ class _HostZero:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> None:
-        """Takes what came: a host's line, the end of a host, or something that is no host of ours."""
+        """Read from a connection: a host's line, the end of a host, or a stranger."""
         try:
             data = connection.recv(LONGEST_LINE)
         except OSError:
@@ -217,7 +217,7 @@ class _HostZero:
 
     def _tell_all(self, answer: dict) -> None:
         for connection in self._hosts:
-            with contextlib.suppress(OSError):  # it is gone, as JAX will find
+            with contextlib.suppress(OSError):  # the host is gone, as JAX will find
                 connection.settimeout(CONNECT_SEC)
                 connection.sendall(_line(answer))
 
@@ -228,7 +228,7 @@ class _HostZero:
 
 
 def _report_to_host_zero(meeting: Meeting, limit_sec: float) -> None:
-    """The part of every other host."""
+    """Report to host 0 and wait for its answer: the part of every other host in the rendezvous."""
     begin, is_noticed, problem = time.monotonic(), False, "no answer"
     host, _, port = meeting.address.rpartition(":")
     hello = {"host": meeting.host_index, "hosts": meeting.num_hosts, "name": _own_name()}
@@ -247,7 +247,7 @@ def _report_to_host_zero(meeting: Meeting, limit_sec: float) -> None:
         if "error" in answer:
             raise UserError(str(answer["error"]))
         if answer.get("go") is True:
-            time.sleep(RETRY_SEC)  # for JAX's service to listen, which is then found at the first try
+            time.sleep(RETRY_SEC)  # until JAX's service listens, which is then found at the first try
             return
         problem = "what answers there is not this program, or it has ended"
         time.sleep(RETRY_SEC)
@@ -256,7 +256,7 @@ def _report_to_host_zero(meeting: Meeting, limit_sec: float) -> None:
 
 
 def _wait_for_answer(connection: socket.socket, deadline: float, meeting: Meeting) -> dict:
-    """Host 0's answer; empty if there is none. Returns to Python now and then, so that signals are handled."""
+    """Return host 0's answer, {} if there is none; return to Python every second, so that signals are handled."""
     data, is_noticed, begin = b"", False, time.monotonic()
     connection.settimeout(1.0)
     while time.monotonic() < deadline:
@@ -274,10 +274,10 @@ def _wait_for_answer(connection: socket.socket, deadline: float, meeting: Meetin
 
 
 def _listen(meeting: Meeting, patience_sec: float) -> socket.socket:
-    """A socket where JAX's service will be.
+    """Open a socket at the address of JAX's future service.
 
     Raises:
-      UserError: something else is there.
+      UserError: the port is taken.
     """
     bound, port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", ""), meeting.address.rpartition(":")[2]
     host = ""
@@ -309,7 +309,7 @@ def _no_host_zero(meeting: Meeting, problem: str) -> str:
 
 
 def _advice(meeting: Meeting) -> str:
-    """What may be wrong. On a TPU pod everybody has once started a command on one host only."""
+    """Return advice on missing hosts, such as a command that was started on one host of a pod only."""
     how = ""
     if "Slurm" in meeting.seen:
         how = " (srun does)"
@@ -334,7 +334,7 @@ def _line(message: dict) -> bytes:
 
 
 def _parse(line: bytes) -> dict:
-    """The message of a line; empty if it is none of ours."""
+    """Return the message of a line, {} if it is not one of ours."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Pytrees with a leading device axis, as `jax.pmap` wants them: placed, replicated, read back, compared."""
+"""Pytrees with a leading device axis for `jax.pmap`: placed, replicated, read back, compared."""
 
 import logging
 from collections.abc import Callable
@@ -15,18 +15,18 @@ from largebatch.util import UserError
 
 log = logging.getLogger(__name__)
 
-# The axis of every pmap. Arrays made here are sharded along it, so that pmap takes them without a copy.
+# Axis of every pmap. Arrays made here are sharded along it, so that pmap takes them without a copy.
 AXIS = "devices"
 
 
 def pmap(
     function: Callable, in_axes=0, out_axes=0, donate_argnums=(), devices: list | None = None
 ) -> "PmappedFunction":
-    """`jax.pmap` over all devices of all hosts, along AXIS. Every pmap of the project is made here.
+    """Create a `jax.pmap` over all devices of all hosts, along AXIS. Every pmap of the project is made here.
 
     Args:
       in_axes, out_axes: 0 or None, for all arguments or results or one by one.
-      devices: to compile for, where they are not here.
+      devices: compile targets, if they are not attached.
     """
     pmapped = jax.pmap(
         function,
@@ -40,10 +40,10 @@ def pmap(
 
 
 class PmappedFunction:
-    """A pmapped function whose programs are compiled with this platform's options, which jax.pmap does not take.
+    """Pmapped function whose programs are compiled with this platform's options, which jax.pmap does not take.
 
-    So they are compiled ahead of time, one for each signature. Where there are no options it is jax.pmap alone.
-    With options, arguments have to lie where the program wants them; jax.pmap would move an array that does not.
+    So programs are compiled ahead of time, one for each signature. Without options, jax.pmap runs unchanged. With
+    options, arguments have to be on the program's devices; jax.pmap would move an array that is not.
     """
 
     def __init__(self, pmapped: Callable, in_axes, donate_argnums: tuple[int, ...]):
@@ -54,7 +54,7 @@ class PmappedFunction:
         self._programs: dict = {}
 
     def __call__(self, *arguments):
-        """The results, as those of jax.pmap."""
+        """Call the function; the results are those of jax.pmap."""
         options = options_for(jax.default_backend())
         if not options:
             return self._pmapped(*arguments)
@@ -65,7 +65,7 @@ class PmappedFunction:
         return self._run(self._programs[signature], arguments)
 
     def _compile(self, arguments: tuple, options: dict[str, str]) -> Callable:
-        """Compile for arguments like these, and run once to see that it works.
+        """Compile for arguments like these, and run the program once to test it.
 
         A convolution may need an algorithm that a CUDA graph cannot hold, which is known only when it is recorded.
         """
@@ -77,7 +77,7 @@ class PmappedFunction:
             reason, names = str(error).partition("\n")[0], " ".join(options)
             if reason.startswith("RESOURCE_EXHAUSTED"):
                 raise
-            if jax.process_count() > 1:  # the others may go on with another program
+            if jax.process_count() > 1:  # the other hosts may run another program
                 flags = " ".join(f"--{name}=" for name in options)
                 raise UserError(
                     f"with {names} a program fails here ({reason}); set XLA_FLAGS={flags} on all hosts"
@@ -87,7 +87,7 @@ class PmappedFunction:
         return program
 
     def _with_copies(self, arguments: tuple) -> tuple:
-        """The arguments, with copies of those that are given away."""
+        """Return the arguments, with copies of the donated ones."""
 
         def copy(leaf):
             return jax.device_put(leaf, leaf.sharding, may_alias=False)
@@ -108,7 +108,7 @@ class PmappedFunction:
 
 
 def _join_hosts(leaf) -> jax.Array:
-    """An array over all devices, of which `leaf` [devices of this host, ...] is this host's part."""
+    """Return an array over all devices, of which `leaf` [devices of this host, ...] is this host's part."""
     devices = [device for host in range(jax.process_count()) for device in jax.local_devices(host)]
     sharding = NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
     if not isinstance(leaf, jax.Array):
@@ -118,7 +118,7 @@ def _join_hosts(leaf) -> jax.Array:
 
 
 def _part_of_this_host(leaf: jax.Array) -> jax.Array:
-    """The inverse of `_join_hosts`; what all devices have alike stays so on those of this host."""
+    """Return this host's part of an array, the inverse of `_join_hosts`; replicated arrays stay replicated."""
     shards = [shard.data for shard in leaf.addressable_shards]
     mesh = Mesh(np.array([shard.device for shard in leaf.addressable_shards]), (AXIS,))
     if leaf.is_fully_replicated:
@@ -129,12 +129,12 @@ def _part_of_this_host(leaf: jax.Array) -> jax.Array:
 
 
 def local_indices() -> list[int]:
-    """Positions of this host's devices on the pmap axis, in the order of jax.local_devices()."""
+    """Return the positions of this host's devices on the pmap axis, in the order of jax.local_devices()."""
     return indices_of(jax.process_index())
 
 
 def indices_of(host: int) -> list[int]:
-    """The same of another host; all have the same number of devices."""
+    """Return the positions of a host's devices on the pmap axis; all hosts have the same number."""
     first = host * jax.local_device_count()
     return list(range(first, first + jax.local_device_count()))
 
@@ -143,14 +143,14 @@ def indices_of(host: int) -> list[int]:
 
 
 def stack(per_device: list):
-    """One pytree with a leading device axis, made of one pytree per device.
+    """Stack one pytree per device to a pytree with a leading device axis.
 
     Nothing is copied: each device's arrays become shards.
 
     Args:
-      per_device: pytrees alike, each on its device; every leaf has shape [1, ...].
+      per_device: pytrees of the same structure, each on its device; every leaf has shape [1, ...].
     Returns:
-      A pytree alike; every leaf has shape [devices, ...].
+      A pytree of the same structure; every leaf has shape [devices, ...].
     """
     devices = [jax.tree.leaves(tree)[0].device for tree in per_device]
     sharding = NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
@@ -163,13 +163,13 @@ def stack(per_device: list):
 
 
 def replicate(tree, devices: list | None = None):
-    """`tree` on each of these local devices (default all), with a leading device axis."""
+    """Copy `tree` to each of these local devices (default all), with a leading device axis."""
     with_axis = jax.tree.map(lambda x: np.asarray(x)[None], tree)
     return stack([jax.device_put(with_axis, device) for device in devices or jax.local_devices()])
 
 
 def spread(replicas, devices: list):
-    """The inverse of `all_replicas`: this host's part of the replicas, on its devices."""
+    """Place this host's part of the replicas on its devices; the inverse of `all_replicas`."""
     first = jax.process_index() * len(devices)
     placed = []
     for index, device in enumerate(devices, first):
@@ -181,43 +181,33 @@ def spread(replicas, devices: list):
 # ---- from the devices -------------------------------------------------------------------------------
 
 
-def shards_of(tree) -> list:
-    """The inverse of `stack`: this host's part of `tree`, one pytree per device, without a copy.
-
-    Every leaf of these has shape [1, ...].
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    per_leaf = [[shard.data for shard in leaf.addressable_shards] for leaf in leaves]
-    return [jax.tree.unflatten(structure, shards) for shards in zip(*per_leaf, strict=True)]
-
-
 def local_devices_of(tree) -> list:
-    """This host's devices that hold `tree`, in the order of its leading axis."""
+    """Return this host's devices that hold `tree`, in the order of its leading axis."""
     return [shard.device for shard in jax.tree.leaves(tree)[0].addressable_shards]
 
 
 def count(tree) -> int:
-    """How many devices of all hosts hold `tree`, which is on as many of every host."""
-    # Not the sharding's devices: of what was made here, and not by a pmap, those are this host's alone.
+    """Return how many devices of all hosts hold `tree`, which is on the same number of every host."""
+    # The sharding's devices do not tell: those of arrays made here, and not by a pmap, are this host's alone.
     return len(jax.tree.leaves(tree)[0].addressable_shards) * jax.process_count()
 
 
 def first_replica(tree):
-    """This host's first replica as NumPy arrays. (Indexing a sharded array would gather it.)"""
+    """Return this host's first replica as NumPy arrays. (Indexing a sharded array would gather it.)"""
     return jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], tree)
 
 
 def all_replicas(tree):
-    """The replicas of all hosts as NumPy arrays [devices of all hosts, ...], on every host.
+    """Return the replicas of all hosts as NumPy arrays [devices of all hosts, ...], on every host.
 
-    All leaves travel in one message: each further one would be another program to compile and another wait for the
-    slowest host.
+    All leaves are sent in one message: each further one would be another program to compile and another wait for
+    the slowest host.
     """
     leaves, structure = jax.tree.flatten(tree)
     local = [np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards]) for leaf in leaves]
     messages = gather(np.concatenate([leaf.ravel().view(np.uint8) for leaf in local]))  # [hosts, bytes]
     ends = np.cumsum([leaf.nbytes for leaf in local])[:-1]
-    parts = np.split(messages, ends, axis=1)  # of each leaf [hosts, bytes]
+    parts = np.split(messages, ends, axis=1)  # [hosts, bytes] for each leaf
     gathered = [
         np.ascontiguousarray(part).view(leaf.dtype).reshape(-1, *leaf.shape[1:])
         for part, leaf in zip(parts, local, strict=True)
@@ -225,11 +215,11 @@ def all_replicas(tree):
     return structure.unflatten(gathered)
 
 
-# ---- comparing --------------------------------------------------------------------------------------
+# ---- comparison -------------------------------------------------------------------------------------
 
 
 def _hash(tree) -> jax.Array:
-    """A uint32 that changes with any bit of any leaf: the sum of all words, each times an odd number of its own."""
+    """Return a uint32 that any bit of any leaf changes: the sum of all words, each times its own odd number."""
     total = jnp.uint32(0)
     for number, leaf in enumerate(jax.tree.leaves(tree)):
         word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
@@ -243,12 +233,12 @@ _gathered_hashes = pmap(lambda tree: lax.all_gather(_hash(tree), AXIS), out_axes
 
 
 def check_replicas(tree, what: str) -> None:
-    """Compares a hash of `tree` over all devices of all hosts.
+    """Compare a hash of `tree` over all devices of all hosts.
 
     Args:
-      what: what `tree` holds, for the message.
+      what: content of `tree`, for the message.
     Raises:
-      RuntimeError: replicas differ; names the devices that disagree with device 0.
+      RuntimeError: replicas differ; the message names the devices that disagree with device 0.
     """
     if count(tree) == 1:
         return

@@ -1,4 +1,4 @@
-"""Starts JAX on this host, joined with the others where there are any."""
+"""Start of JAX on this host, joined with other hosts if there are any."""
 
 import contextlib
 import logging
@@ -26,24 +26,24 @@ def start_jax(
     host_index: int | None = None,
     join_sec: float = JOIN_SEC,
 ) -> None:
-    """Starts JAX on this host, joined with the others where there are any.
+    """Start JAX on this host, joined with other hosts if there are any.
 
-    What is not given of the other hosts is found by `largebatch.pod`'s variables, or by whatever `jax.distributed`
-    recognises (TPU pods, Slurm, Open MPI, Kubernetes); if nothing is given or found, this host is alone.
+    Missing arguments are found by `largebatch.pod`'s variables, or by what `jax.distributed` recognises (TPU pods,
+    Slurm, Open MPI, Kubernetes); if nothing is given or found, this host is alone.
 
     Args:
       platform: "cpu", "gpu", "tpu", or "auto" for what JAX finds.
       coordinator_address: "HOST:PORT" of host 0, or "HOST" or ":PORT" alone.
-      num_hosts, host_index: how many hosts there are, and which of them this is. 1 without an address: alone.
-      join_sec: how long the hosts wait for each other.
+      num_hosts, host_index: number of hosts, and index of this host. 1 host without an address: alone.
+      join_sec: seconds for which the hosts wait for each other.
     Raises:
-      UserError: no device of `platform` here, or the other hosts did not come.
+      UserError: no device of `platform` here, or other hosts are missing.
     """
     _use_every_core()
     if platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     _choose_plugins()
-    # JAX's own service would take SIGTERM, which `preemption` answers.
+    # JAX's own service would take SIGTERM, which `preemption` handles.
     jax.config.update("jax_enable_preemption_service", False)
     if not jax.distributed.is_initialized():
         meeting = find_meeting(coordinator_address, num_hosts, host_index, join_sec)
@@ -53,7 +53,7 @@ def start_jax(
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         devices = jax.local_devices()
-    except (RuntimeError, AssertionError) as error:  # an AssertionError without words where no plugin knows it
+    except (RuntimeError, AssertionError) as error:  # an empty AssertionError if no plugin knows the platform
         reason = (str(error) or "JAX knows none").splitlines()[0]
         raise UserError(
             f"devices.platform: {platform!r} has no device on this host ({reason}); "
@@ -66,9 +66,9 @@ def start_jax(
 
 
 def _connect() -> None:
-    """Lets all devices meet in a program that takes no time to compile.
+    """Connect all devices by a collective that takes no time to compile.
 
-    Gloo waits only 30 s for the hosts in its first collective, and minutes in later ones. So the hosts meet at a
+    Gloo waits only 30 s for the hosts in its first collective, and minutes in later ones. So the hosts wait at a
     barrier before the first. Later some may compile the training loop while others find it in their cache.
     """
     barrier()
@@ -79,9 +79,9 @@ def _connect() -> None:
 
 
 def _choose_plugins() -> None:
-    """Load no plugin of JAX where the CPU alone is wanted; elsewhere tell of one that fails in a line.
+    """Load no plugin of JAX if only the CPU is requested; elsewhere log a failing one in one line.
 
-    JAX would load those of GPUs for the CPU too, and print a traceback of each that finds no driver.
+    JAX would load GPU plugins for the CPU too, and print a traceback of each that finds no driver.
     """
     if jax.config.jax_platforms == "cpu":
         xla_bridge.discover_pjrt_plugins = lambda: None
@@ -89,7 +89,7 @@ def _choose_plugins() -> None:
 
 
 def _in_a_line(record: logging.LogRecord) -> bool:
-    """Put the error of a record in the place of its traceback; the record is shown."""
+    """Replace the traceback of a log record by its error; return True, so that the record is shown."""
     if record.exc_info and record.exc_info[1]:
         reason = " ".join(str(record.exc_info[1]).split())
         record.msg = f"{record.getMessage()}: {reason}; JAX_PLATFORMS=cpu loads no plugin"
@@ -98,7 +98,7 @@ def _in_a_line(record: logging.LogRecord) -> bool:
 
 
 def _use_every_core() -> None:
-    """Makes one CPU device per core, unless XLA_FLAGS or JAX_NUM_CPU_DEVICES say how many.
+    """Create one CPU device per core, unless XLA_FLAGS or JAX_NUM_CPU_DEVICES set the number.
 
     Two devices of one core each train 1.15x as fast as one device of two cores, where one core waits for the other
     at the end of every operation (LOG.md).
@@ -112,7 +112,7 @@ def _use_every_core() -> None:
 
 
 def _join(meeting: Meeting, limit_sec: float) -> None:
-    """Joins this host with the others; see `start_jax`."""
+    """Join this host with the others; see `start_jax`."""
     if meeting.num_hosts > 1:
         call_roll(meeting, limit_sec)
     try:
@@ -121,7 +121,7 @@ def _join(meeting: Meeting, limit_sec: float) -> None:
             meeting.num_hosts,
             meeting.host_index,
             local_device_ids=gpus_of_process(),
-            cluster_detection_method="deactivate",  # all is found, and JAX would give each process one GPU
+            cluster_detection_method="deactivate",  # all is known, and JAX would give each process one GPU
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SEC,
         )
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""What the networks of model.py are made of."""
+"""Building blocks of the networks of model.py."""

@@ -1,4 +1,4 @@
-"""Convolutions: as one matrix product, as fast on CPUs as they allow, and by XLA."""
+"""Convolutions: as one matrix product, which is fast on CPUs, and by XLA."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TENSOR_CORE_CHANNELS = 8  # a multiple of which cuDNN wants of 16-bit numbers
+TENSOR_CORE_CHANNELS = 8  # cuDNN takes tensor cores for a multiple of so many 16-bit channels
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -36,7 +36,7 @@ def _conv_as_dot_forward(x, kernel, stride, padding):
     patches = patches.reshape(-1, size**2 * channels)
     kernel = kernel.astype(x.dtype)
     out = _dot(patches, kernel.reshape(-1, features), 0).reshape(out_shape)
-    return out, (patches, kernel, x[:0])  # of x, the backward pass needs but shape and dtype
+    return out, (patches, kernel, x[:0])  # of x the backward pass needs only shape and dtype
 
 
 def _conv_as_dot_backward(stride, padding, residuals, grad):
@@ -63,11 +63,11 @@ conv_as_dot.defvjp(_conv_as_dot_forward, _conv_as_dot_backward)
 
 
 def extract_patches(x, size: int, stride: int, padding: int):
-    """Return what each output of a convolution sees: [N, H, W, C] -> [N, OH, OW, size * size * C]."""
+    """Return the pixels that each output of a convolution sees: [N, H, W, C] -> [N, OH, OW, size * size * C]."""
     n, height, width, channels = x.shape
     out_height, out_width = (output_size(length, size, stride, padding) for length in (height, width))
     row_end, column_end = ((out - 1) * stride + 1 for out in (out_height, out_width))
-    # What no output sees behind the image is neither padded nor kept.
+    # Rows and columns behind the image that no output sees are neither padded nor kept.
     behind = [end - 1 + size - length - padding for end, length in ((row_end, height), (column_end, width))]
     pads = [(0, 0, 0), *((padding, high, 0) for high in behind), (0, 0, 0)]
     x = lax.pad(x, jnp.zeros((), x.dtype), pads)
@@ -80,7 +80,7 @@ def extract_patches(x, size: int, stride: int, padding: int):
 
 
 def output_size(length: int, size: int, stride: int, padding: int) -> int:
-    """Return how many outputs a convolution or pooling has along an axis.
+    """Return the number of outputs of a convolution or pooling along an axis.
 
     For an odd kernel padded by size // 2 that is ceil(length / stride).
     """
@@ -88,13 +88,12 @@ def output_size(length: int, size: int, stride: int, padding: int) -> int:
 
 
 def _dot(rows, matrix, contracted: int):
-    """rows [M, K] times matrix, over its axis `contracted`; the sum is in float32."""
+    """Multiply rows [M, K] by a matrix, over its axis `contracted`; sums are in float32."""
     return lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _bits(x):
-    """The same bits as unsigned integers: XLA moves bfloat16 on CPU as float32, twice the bytes and two
-    conversions, but integers as they are."""
+    """Return the bits as unsigned integers, which XLA moves as they are; on CPUs it moves bfloat16 as float32."""
     return lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
 
 
@@ -112,14 +111,14 @@ def conv_lax_blocks(x: jax.Array, kernel: jax.Array, stride: int, padding: int) 
     """Convolve as `conv_lax` does, but over blocks of pixels where channels do not fill tensor cores; for GPUs.
 
     cuDNN has no tensor-core kernel for 3 channels of bfloat16, and XLA pads channels for float16 alone: as it is, a
-    first layer took 54 of the 153 ms of a full-batch update (docs/hardware.md). So blocks of stride x stride pixels
+    first layer took 54 of the 153 ms of a full-batch step (docs/hardware.md). So blocks of stride x stride pixels
     become pixels with stride^2 times the channels, padded to a multiple of TENSOR_CORE_CHANNELS by zeros, and the
     kernel a smaller one of stride 1. The sums are the same, in another order.
     """
     size, _, channels, features = kernel.shape
     if channels % TENSOR_CORE_CHANNELS == 0:
         return conv_lax(x, kernel, stride, padding)
-    blocks = -(-size // stride)  # of a side of the kernel
+    blocks = -(-size // stride)  # number of blocks to a side of the kernel
     outputs = [output_size(length, size, stride, padding) for length in x.shape[1:3]]
     behind = [
         (out - 1 + blocks) * stride - length - padding for out, length in zip(outputs, x.shape[1:3], strict=True)

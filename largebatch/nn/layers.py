@@ -1,4 +1,4 @@
-"""Activation, pooling, normalisation, and linear classifiers behind inner layers."""
+"""Activation, pooling, auxiliary heads, normalisation, and whitened patches."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from largebatch.nn.convolution import CONVS, extract_patches
 
 @jax.custom_vjp
 def gelu(x):
-    """gelu in its tanh form (Hendrycks & Gimpel 2016); the gradient is computed from `x` alone.
+    """Apply gelu in its tanh form (Hendrycks & Gimpel 2016); the gradient is computed from `x` alone.
 
-    By itself XLA keeps the tanh too on a GPU: another kernel that writes an array as large as `x`, which two others
-    read. That is a quarter of all bytes that an update of the convnet moves there (docs/hardware.md).
+    By itself XLA keeps the tanh too on a GPU: another kernel writes an array as large as `x`, and two others read
+    it. That is a quarter of all bytes that a step of the convnet moves there (docs/hardware.md).
     """
     return nn.gelu(x)
 
@@ -27,8 +27,8 @@ def _forward(x):
 
 
 def _backward(x, cotangent):
-    # Behind the barrier the compiler does not find that it has had this tanh before. On TPUs it computes it anew
-    # without being told; on CPUs that is slower.
+    # The barrier hides from the compiler that it has computed this tanh before. On TPUs it recomputes it without a
+    # barrier; on CPUs that is slower.
     x = lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x)
     return jax.vjp(nn.gelu, x)[1](cotangent)
 
@@ -37,7 +37,7 @@ gelu.defvjp(_forward, _backward)
 
 
 def max_pool(x):
-    """The largest of each 2 x 2 pixels: [N, H, W, C] -> [N, H // 2, W // 2, C].
+    """Return the largest of each 2 x 2 pixels: [N, H, W, C] -> [N, H // 2, W // 2, C].
 
     An odd row or column is left out; a single one stays. `flax.linen.max_pool` gives the same, with a gradient that
     is four to five times slower on CPUs (LOG.md).
@@ -52,11 +52,11 @@ def _halve(x, axis: int):
     return jnp.maximum(*(lax.slice_in_dim(x, start, even_size, 2, axis) for start in (0, 1)))
 
 
-SIDE_LOGITS = "side_logits"  # the collection that their logits are sown into, where the loss asks for it
+SIDE_LOGITS = "side_logits"  # the collection of auxiliary heads' logits, where the loss asks for it
 
 
 class SideHead(nn.Module):
-    """A linear classifier of the mean over all pixels: Lee et al. 2015, "Deeply-Supervised Nets"."""
+    """An auxiliary head, linear in the mean over all pixels: Lee et al. 2015, "Deeply-Supervised Nets"."""
 
     num_classes: int
     dtype: jnp.dtype
@@ -68,18 +68,18 @@ class SideHead(nn.Module):
         self.sow(SIDE_LOGITS, "logits", head(jnp.mean(x, axis=(1, 2))).astype(jnp.float32))
 
 
-STATISTICS, FROZEN = "batch_stats", "frozen"  # the collections of what is not trained
+STATISTICS, FROZEN = "batch_stats", "frozen"  # the collections of untrained variables
 EPSILON = 1e-5
 
 
 class BatchNorm(nn.Module):
     """Batch normalisation (Ioffe and Szegedy 2015) by the statistics of ghost batches.
 
-    These are those of Hoffer et al. 2017, "Train longer, generalize better": groups of the images that a device
+    Ghost batches (Hoffer et al. 2017, "Train longer, generalize better") are groups of the images that a device
     takes at once, so nothing crosses devices. `weights` [groups, images of a group] say which images are together,
     and keep padding out of the statistics. With weights, "batch_stats" is set to the mean over images of their
-    groups' means and variances, which the step averages over the batch and smooths over updates; without, the
-    smoothed ones normalise.
+    groups' means and variances, which the step averages over the batch and smooths over steps; without weights, the
+    smoothed statistics normalise.
     """
 
     scale_init: Callable = nn.initializers.ones
@@ -95,7 +95,7 @@ class BatchNorm(nn.Module):
         )
         x = x.astype(jnp.float32)
         if weights is not None:
-            # XLA does more on a CPU with an axis of one group.
+            # On a CPU an axis of one group makes XLA do more.
             weights = weights[0] if len(weights) == 1 else weights
             own_mean, own_variance = _statistics_of_groups(x, weights)
             if not self.is_initializing():
@@ -114,7 +114,7 @@ class BatchNorm(nn.Module):
 
 
 def _statistics_of_groups(x, weights) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of each group, float32 [groups, C], or of the only one, [C].
+    """Return mean and variance of each group, float32 [groups, C], or of the only one, [C].
 
     Args:
       x: float32 [M, ..., C].
@@ -124,18 +124,18 @@ def _statistics_of_groups(x, weights) -> tuple[jax.Array, jax.Array]:
     totals = weights.sum(-1, keepdims=True)
     share = jnp.where(totals > 0, weights / jnp.maximum(totals, 1.0), 1 / weights.shape[-1])[..., None]
     spatial, grouped = tuple(range(1, x.ndim - 1)), (*weights.shape, -1)
-    # Images first and then groups, or XLA reads all of x twice on a GPU. And all of the mean before the squares: of
-    # both at once it makes a loop that is slower on a CPU.
+    # The mean is over pixels first and then over groups, or XLA reads all of x twice on a GPU. It comes before the
+    # squares, since for both at once XLA makes a loop that is slower on a CPU.
     mean = jnp.sum(x.mean(spatial).reshape(grouped) * share, axis=-2)
     mean_square = jnp.sum(jnp.square(x).mean(spatial).reshape(grouped) * share, axis=-2)
-    # Loses digits only where the mean is far from zero; after a convolution it is not.
+    # This loses digits only where the mean is far from zero; after a convolution it is not.
     return mean, jnp.maximum(mean_square - mean**2, 0.0)
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation (Wu and He 2018), which knows no batch.
+    """Group normalisation (Wu and He 2018), which does not depend on the batch.
 
-    In as many groups of equal size as there may be, up to the paper's 32, each of at least 2 channels.
+    There are as many groups of equal size as possible, up to the paper's 32, each of at least 2 channels.
     """
 
     scale_init: Callable = nn.initializers.ones
@@ -147,13 +147,13 @@ class GroupNorm(nn.Module):
 
 
 def number_of_groups(channels: int) -> int:
-    """The largest divisor of `channels` that is at most 32 and leaves 2 channels or more to a group."""
+    """Return the largest divisor of `channels` that is at most 32 and leaves 2 channels or more to a group."""
     most = max(min(32, channels // 2), 1)
     return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
 
 
 class NoNorm(nn.Module):
-    """The identity, with the fields of the others."""
+    """The identity, with the fields of the other normalisations."""
 
     scale_init: Callable = nn.initializers.ones
 
@@ -165,7 +165,7 @@ NORMS = {"none": NoNorm, "batch": BatchNorm, "group": GroupNorm}
 
 
 class Patches(NamedTuple):
-    """The squares of an image that a convolution looks at, in pixels."""
+    """The squares of an image that a convolution sees, in pixels."""
 
     size: int
     stride: int
@@ -192,9 +192,9 @@ class WhitenedPatches(nn.Module):
 
 
 def whitening_kernel(images: np.ndarray, patches: Patches, epsilon: float) -> np.ndarray:
-    """Return the kernel of `WhitenedPatches`, from the patches that no padding is in.
+    """Return the kernel of `WhitenedPatches`, from those patches of images that hold no padding.
 
-    It is made of the eigenvectors of their covariance, each over the root of its eigenvalue.
+    It consists of the eigenvectors of the patches' covariance, each over the root of its eigenvalue.
 
     Args:
       images: float32 [N, H, W, C], normalised as for the network.

@@ -1,7 +1,7 @@
-"""Adam's direction where its decays may change from update to update, as they do with the batch size.
+"""Adam with decays that may change from step to step, as they do with the batch size.
 
 A moving average that starts at zero has to be divided by the weight of the gradients in it, which is 1 minus the
-product of all decays so far. optax takes the decay of the latest update for all of them.
+product of all decays so far. optax takes the decay of the latest step for all of them.
 """
 
 from typing import Any
@@ -21,33 +21,34 @@ class Average:
 
     @classmethod
     def start(cls, like) -> "Average":
-        """Of nothing yet, for values like the pytree `like`."""
+        """Create an empty moving average shaped like the pytree `like`."""
         return cls(jax.tree.map(jnp.zeros_like, like), jnp.ones(()))
 
     def add(self, new, decay) -> "Average":
-        """decay * value + (1 - decay) * new."""
+        """Return the average after one more value: decay * value + (1 - decay) * new."""
         value = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, self.value, new)
         return Average(value, self.weight_of_start * decay)
 
     @property
     def corrected(self):
-        """The average of what was added alone."""
+        """The average of the values added, without the zero that it started from."""
         return jax.tree.map(lambda value: value / (1 - self.weight_of_start), self.value)
 
 
 @struct.dataclass
 class AdamState:
-    """Moments of all parameters."""
+    """First and second moments of the gradients of all parameters."""
 
     first: Average
     second: Average
 
 
 def scale_by_adam(b1, b2, eps: float = 1e-8, *, nesterov: bool = False) -> optax.GradientTransformation:
-    """Kingma and Ba 2015, "Adam", algorithm 1; with `nesterov` Dozat 2016, "Incorporating Nesterov Momentum".
+    """Create Adam (Kingma and Ba 2015, "Adam", algorithm 1), with `nesterov` NAdam.
 
     Args:
-      b1, b2: decays of the moments of the next update; may be traced.
+      b1, b2: decays of the moments at the next step; may be traced.
+      nesterov: Dozat 2016, "Incorporating Nesterov Momentum".
     """
 
     def init(params):
@@ -65,10 +66,9 @@ def scale_by_adam(b1, b2, eps: float = 1e-8, *, nesterov: bool = False) -> optax
 
 
 def look_ahead(average: Average, grads, decay):
-    """The average of the next update, in which this gradient stands for the one that is not known yet.
+    """Return the average after the next step, for whose unknown gradient this one stands.
 
-    As optax has it: both parts are corrected by themselves, so their sum is too large at first, 1.47 times the
-    gradient with a decay of 0.9.
+    As in optax, both parts are corrected separately; their sum is too large at first: 1.47 gradients at decay 0.9.
     """
     ahead = Average(average.value, average.weight_of_start * decay).corrected
     weight = 1 - average.weight_of_start

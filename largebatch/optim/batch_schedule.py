@@ -49,7 +49,7 @@ class BatchSchedule(PiecewiseConstant):
 
     @property
     def found_in_training(self) -> bool:
-        """True where later sizes are not known before the first step."""
+        """True where training finds the later sizes, so that they are not known before the first step."""
         return self.source != "config"
 
     def state(self) -> list[list[int]] | None:
@@ -57,7 +57,7 @@ class BatchSchedule(PiecewiseConstant):
         return [self.starts.tolist(), self.values.tolist()] if self.found_in_training else None
 
     def restored(self, state: list[list[int]] | None, step: int) -> "BatchSchedule":
-        """Return the sizes of a checkpoint, followed from `step` on by that of these devices."""
+        """Return the sizes of a checkpoint, followed from `step` on by the size for these devices."""
         if state is None:
             return self
         starts, values = (np.array(part, np.int64) for part in state)
@@ -110,7 +110,7 @@ def possible_batch_sizes(batch: BatchConfig, schedule) -> np.ndarray:
     return np.unique([*doublings, largest])
 
 
-# By schedule.decay_by, the power of the batch's growth at a decay step that multiplies the rate. "rate": the batch
+# Power of the batch's growth that multiplies the rate at a decay step, by schedule.decay_by. "rate": the batch
 # does not grow. "batch": rate / batch falls as it would have, Smith et al. 2018, "Don't Decay the Learning Rate,
 # Increase the Batch Size". "seesaw": rate / sqrt(batch) does, Meterez et al. 2025, "Seesaw".
 DECAY_BY = {"rate": 0.0, "batch": 1.0, "seesaw": 0.5}
@@ -122,8 +122,8 @@ class DecayPlan:
 
     num_updates: int
     batch_sizes: BatchSchedule
-    rate_batch_sizes: PiecewiseConstant  # by which the scaling rule sets the peak rate
-    decay_factors: PiecewiseConstant | None  # of the peak rate; None where a shape gives the rate
+    rate_batch_sizes: PiecewiseConstant  # batch sizes by which the scaling rule sets the peak rate
+    decay_factors: PiecewiseConstant | None  # factors on the peak rate; None where a shape gives the rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Steps:
     """The stages of a decaying rate, counted in steps of the first batch size."""
 
     starts: np.ndarray  # int64 [stages], the first step of each stage, ascending from 0
-    factors: np.ndarray  # float64 [stages], of the peak rate; 1 in the first stage
+    factors: np.ndarray  # float64 [stages], factors on the peak rate; 1 in the first stage
     end: int  # the number of steps
 
 
@@ -145,8 +145,8 @@ def given_steps(decay_steps: tuple[int, ...], factor: float, num_updates: int) -
 def steps_along(shape: Callable[[int], float], factor: float, num_updates: int) -> Steps:
     """Return stages in place of a falling shape: the rate decays by `factor` whenever the shape has fallen by it.
 
-    The last begins where a batch that grew by 1 / `factor` at each would next have a stage without a step, or fewer
-    than two steps up to the end of the run.
+    At the last stage, a batch that grows by 1 / `factor` at each stage would next have a stage without a step, or
+    fewer than two steps to the end of the run.
 
     Args:
       shape: step -> part of the peak rate; never rises.
@@ -176,7 +176,7 @@ def plan_decay(steps: Steps, decay_by: str, batch_sizes: BatchSchedule, examples
     sizes = np.minimum(np.rint(batch_size / steps.factors), examples_per_epoch).astype(np.int64)
     starts, seen = [0], 0
     for end, size in zip([*steps.starts[1:].tolist(), steps.end], sizes.tolist(), strict=True):
-        left = max(end * batch_size - seen, 0)  # the stage before may have seen too much
+        left = max(end * batch_size - seen, 0)  # the stage before may have seen more than its part
         updates = -(-left // size)
         starts.append(starts[-1] + updates)
         seen += updates * size

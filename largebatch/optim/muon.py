@@ -1,6 +1,6 @@
-"""Muon's direction: the momentum of a kernel, as a matrix whose singular values are all near 1.
+"""Muon: the momentum of a kernel as a matrix whose singular values are all near 1.
 
-optax.contrib.muon gives the same. On a CPU it takes three times as long (LOG.md).
+optax.contrib.muon computes the same, but takes three times as long on a CPU (LOG.md).
 """
 
 from collections.abc import Callable
@@ -12,23 +12,23 @@ from jax import lax
 
 from largebatch.optim.adam import Average, look_ahead
 
-# Of the quintic polynomial that Newton-Schulz iterates: Jordan et al. 2024, "Muon".
+# Coefficients of the quintic polynomial that Newton-Schulz iterates: Jordan et al. 2024, "Muon".
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-DIRECT_ITERATIONS = 2  # of them, before `by_gram_matrix` goes on with Gram matrices alone
-EPSILON = 1e-8  # beside the norm of a matrix
+DIRECT_ITERATIONS = 2  # iterations on the matrix itself in `by_gram_matrix`; the others are on Gram matrices
+EPSILON = 1e-8  # added to the norm of a matrix
 HIGHEST = lax.Precision.HIGHEST
 
 
 def scale_by_muon(beta, *, nesterov: bool) -> optax.GradientTransformation:
-    """Orthogonalised momentum, times the root of (outputs / inputs) where a kernel has more outputs than inputs.
+    """Orthogonalise the momentum, times the root of (outputs / inputs) for kernels with more outputs than inputs.
 
     Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". A kernel [..., outputs] is the
     matrix [inputs, outputs].
 
     Args:
       beta: decay of the momentum; may be traced.
-      nesterov: orthogonalises the momentum as it will be after the next update, if the gradient stays.
+      nesterov: orthogonalises the momentum as it will be after the next step, if the gradient stays.
     """
 
     def init(params):
@@ -44,12 +44,12 @@ def scale_by_muon(beta, *, nesterov: bool) -> optax.GradientTransformation:
 
 
 def orthogonalize_directions() -> optax.GradientTransformation:
-    """Orthogonalises any direction of a kernel, with the factor for its shape, as `scale_by_muon` the momentum."""
+    """Create a transformation that orthogonalises directions of kernels as `scale_by_muon` does momentum."""
     return optax.stateless(lambda directions, params=None: _directions(directions))
 
 
 def _directions(kernels):
-    """The orthogonalised kernels of a pytree, each times the factor for its shape."""
+    """Return the orthogonalised kernels of a pytree, each times the factor for its shape."""
     leaves, structure = jax.tree.flatten(kernels)
     matrices = orthogonalize([kernel.reshape(-1, kernel.shape[-1]) for kernel in leaves])
     scaled = [
@@ -60,9 +60,9 @@ def _directions(kernels):
 
 
 def orthogonalize(matrices: list[jax.Array]) -> list[jax.Array]:
-    """Matrices with the singular vectors of these, and singular values between 0.7 and 1.2.
+    """Return matrices with the singular vectors of these, and singular values between 0.7 and 1.2.
 
-    (Those that are 1000 times smaller than the largest ones of a matrix become less.)
+    (Singular values 1000 times smaller than the largest ones of their matrix end lower.)
     """
     of_shape: dict[tuple[int, int], list[int]] = {}
     for number, matrix in enumerate(matrices):
@@ -70,8 +70,8 @@ def orthogonalize(matrices: list[jax.Array]) -> list[jax.Array]:
     results = list(matrices)
     for numbers in of_shape.values():
         tall = [_made_tall(matrices[number]) for number in numbers]
-        # Elsewhere than on a CPU matrix products are in less than float32 unless one pays for it, and Gram matrices
-        # need it. A GPU starts one kernel for all products of a shape, which are small.
+        # Accelerators multiply in less than float32 unless asked for more, and Gram matrices need float32. On a GPU
+        # one kernel computes all products of a shape, since they are small.
         alone = _one_by_one(by_newton_schulz)
         together = _at_once if len(tall) > 1 else alone
         found = lax.platform_dependent(*tall, cpu=_one_by_one(by_gram_matrix), cuda=together, default=alone)
@@ -97,7 +97,7 @@ def _normalised(matrix: jax.Array) -> jax.Array:
 
 
 def by_newton_schulz(matrix: jax.Array, iterations: int = ITERATIONS) -> jax.Array:
-    """X <- X (a + b G + c G^2) with the Gram matrix G = X^T X, for a tall X of norm 1."""
+    """Iterate X <- X (a + b G + c G^2) with the Gram matrix G = X^T X, for a tall X of norm 1."""
     a, b, c = COEFFICIENTS
     for _ in range(iterations):
         gram = matrix.T @ matrix
@@ -106,11 +106,11 @@ def by_newton_schulz(matrix: jax.Array, iterations: int = ITERATIONS) -> jax.Arr
 
 
 def by_gram_matrix(matrix: jax.Array) -> jax.Array:
-    """The same in small products alone, but for the first and the last.
+    """Iterate as `by_newton_schulz` does, with only the first and the last products being large.
 
     Each iteration multiplies X by a polynomial P of its Gram matrix G, which becomes P G P. So X itself is
-    multiplied only once, by the product of all P. G holds the squares of singular values, of which small ones are
-    rounded away: so two iterations come before, which make them twelve times as large.
+    multiplied only once, by the product of all P. G holds the squares of singular values, of which small ones would
+    be rounded away; so two iterations on X come first and make them twelve times as large.
     """
     a, b, c = COEFFICIENTS
     matrix = by_newton_schulz(matrix, DIRECT_ITERATIONS)

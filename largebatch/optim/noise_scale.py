@@ -1,16 +1,15 @@
-"""The noise of the gradient, measured between parts of an update's batch.
+"""The noise of the gradient, measured between parts of a step's batch.
 
-A batch is summed in groups: the micro-batches of all devices, which may be smaller in an update that measures
-(`NoisePlan`). Group k has n_k of the B examples and the gradient
-sum s_k; G is the mean gradient. With the covariance S of a single example's gradient and the true gradient g, of
-examples that are drawn independently E |s_k|^2 / n_k = n_k |g|^2 + tr S and E |G|^2 = |g|^2 + tr S / B. So with K
-groups
+A batch is summed in groups: the micro-batches of all devices, which may be smaller in a step that measures
+(`NoisePlan`). Group k has n_k of the B examples and the gradient sum s_k; G is the mean gradient. With the
+covariance S of a single example's gradient and the true gradient g, for examples that are drawn independently
+E |s_k|^2 / n_k = n_k |g|^2 + tr S and E |G|^2 = |g|^2 + tr S / B. So with K groups
 
     tr S = (sum_k |s_k|^2 / n_k - B |G|^2) / (K - 1)    and    |g|^2 = |G|^2 - tr S / B
 
 are unbiased, whatever the groups' sizes: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
-appendix A.1, for more than two batch sizes. Neither needs another gradient. A whole share would not do for a group:
-in a batch of more than one pass it holds several views of an image, whose gradients are alike.
+appendix A.1, for more than two batch sizes. Neither needs another gradient. A device's whole share would not do
+as a group: in a batch of more than one pass it holds several views of an image, whose gradients are alike.
 
 The true gradient is that of the training set, which is what training follows. Batches are drawn from its N
 originals without replacement, pass by pass, and whole passes have no noise. So with c, the finite population
@@ -19,7 +18,7 @@ correction (`Sampling`), which is 1 - B / N within a pass and 1 for an endless s
     tr S = (sum_k |s_k|^2 / n_k - B |G|^2) / (K - B / N - c)    and    |g|^2 = |G|^2 - c tr S / B
 
 where the views of an original count as one example: their gradients differ less than those of two originals
-(LOG.md). A scale that took the set for endless would be too large by 1 / (1 - scale / N).
+(LOG.md). A scale computed for an endless set would be too large by 1 / (1 - scale / N).
 """
 
 import dataclasses
@@ -32,13 +31,13 @@ from jax import lax
 
 from largebatch.optim.averaging import smooth
 
-# Degrees of freedom of a group. Groups that are whole passes have none, and tell nothing.
+# Fewest degrees of freedom per group that give an estimate. Groups that are whole passes have none.
 LEAST_FREEDOM = 0.01
 
 
 @struct.dataclass
 class Noise:
-    """Moving averages of both estimates over measurements."""
+    """Moving averages of both estimates, the noise and the signal, over measurements."""
 
     variance: jax.Array  # float32, tr S
     signal: jax.Array  # float32, |g|^2
@@ -47,16 +46,16 @@ class Noise:
 
 @struct.dataclass
 class Measured:
-    """The estimates of one update."""
+    """The estimates of one step."""
 
     variance: jax.Array  # float32, tr S
     signal: jax.Array  # float32, |g|^2
-    valid: jax.Array  # bool, whether the groups told anything
+    valid: jax.Array  # bool, whether the groups gave an estimate
 
 
 @struct.dataclass
 class Sampling:
-    """How a batch was drawn."""
+    """The number of passes in a batch, and its finite population correction."""
 
     passes: jax.Array | float  # B / N
     correction: jax.Array | float  # the share of tr S that is left in B Var(G)
@@ -66,7 +65,7 @@ ENDLESS = Sampling(0.0, 1.0)
 
 
 def sampling(offset, batch_size, num_originals: int) -> Sampling:
-    """Of the batch at positions [offset, offset + batch_size) of an epoch, in passes over all originals.
+    """Describe the batch at positions [offset, offset + batch_size) of an epoch, in passes over all originals.
 
     Only the parts of passes at its two ends have noise: the mean of n of N that are drawn without replacement has
     1 - n / N of the variance of n independent ones (Cochran 1977, "Sampling Techniques", section 2.5).
@@ -79,25 +78,25 @@ def sampling(offset, batch_size, num_originals: int) -> Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class NoisePlan:
-    """The updates that measure the noise, and the sizes of their micro-batches."""
+    """The steps that measure the noise, and the sizes of their micro-batches."""
 
     decay: float  # of the moving averages, per measurement: their errors depend on how many measurements they hold
-    every: int  # updates from one measurement to the next
-    sizes: tuple[int, ...]  # of micro-batches in an update that measures, falling
-    least_groups: int  # of a device, for which it takes the largest size that gives as many, or else the last size
+    every: int  # steps from one measurement to the next
+    sizes: tuple[int, ...]  # sizes of micro-batches in a step that measures, falling
+    least_groups: int  # a device takes the largest size that gives it so many groups, else the last size
 
     def choice(self, num_groups: list[jax.Array]) -> jax.Array:
-        """Return the number of the size that a device takes, int32.
+        """Return the index in `sizes` of the size that a device takes, int32.
 
         Args:
-          num_groups: that each size would give there, int32.
+          num_groups: numbers of groups that the sizes would give there, int32.
         """
         too_few = [groups < self.least_groups for groups in num_groups[:-1]]
         return sum(too_few, jnp.zeros_like(num_groups[-1]))
 
 
 def _squares(x) -> jax.Array:
-    """|x|^2, in full float32 everywhere.
+    """Return |x|^2, in full float32 on every platform.
 
     A convolution on a CPU leaves its kernel's gradient transposed. Transposed once more it is read as it lies; else
     XLA copies it first. The barrier keeps two sums from becoming one, whose order XLA does not change there.
@@ -107,19 +106,19 @@ def _squares(x) -> jax.Array:
 
 
 def group_term(gradient_sum, count) -> jax.Array:
-    """|s|^2 / n of one group; 0 of an empty one."""
+    """Return |s|^2 / n of one group; 0 for an empty one."""
     squares = sum(map(_squares, jax.tree.leaves(gradient_sum)))
     return jnp.where(count > 0, squares / jnp.maximum(count, 1), 0.0)
 
 
 def measure(group_terms, num_groups, mean_gradient_norm, batch_size, drawn: Sampling = ENDLESS) -> Measured:
-    """The estimates of one update.
+    """Estimate the noise and the signal of one step's gradient.
 
     Args:
       group_terms: the sum of `group_term` over groups.
-      num_groups: those that hold examples.
+      num_groups: number of groups that hold examples.
       mean_gradient_norm: |G|.
-      drawn: the batch.
+      drawn: sampling of the batch.
     """
     squared = jnp.square(mean_gradient_norm)
     degrees_of_freedom = num_groups - drawn.passes - drawn.correction
@@ -130,9 +129,9 @@ def measure(group_terms, num_groups, mean_gradient_norm, batch_size, drawn: Samp
 
 
 def add(noise: Noise, measured: Measured, decay: float) -> Noise:
-    """The moving averages with one more measurement.
+    """Return the moving averages with one more measurement.
 
-    As the paper smooths them: each by itself, not their quotient.
+    As in the paper, each estimate is smoothed by itself, not their quotient.
     """
     variance = smooth(noise.variance, measured.variance, decay, noise.count)
     signal = smooth(noise.signal, measured.signal, decay, noise.count)
@@ -141,7 +140,7 @@ def add(noise: Noise, measured: Measured, decay: float) -> Noise:
 
 
 def gain(noise: Noise, batch_size, reference_batch_size: int) -> jax.Array:
-    """How many updates of the reference batch one of this batch is worth.
+    """Return the number of steps of the reference batch that one step of this batch is worth.
 
     AdaScale's gain ratio, Johnson et al. 2020, "AdaScale SGD", eq. 4: with the scale B / B_ref, sigma^2 =
     tr S / B_ref and mu^2 = |g|^2 it is (sigma^2 + mu^2) / (sigma^2 / scale + mu^2), from 1 where all is signal to
@@ -157,7 +156,7 @@ def gain(noise: Noise, batch_size, reference_batch_size: int) -> jax.Array:
 def noise_scale(noise: Noise) -> float | None:
     """Return the simple noise scale tr S / |g|^2 in examples (McCandlish et al., eq. 2.9).
 
-    It is no estimate of the critical batch of other optimizers than SGD: docs/batches.md compares the two.
+    It estimates the critical batch size of SGD, not of other optimizers: docs/batches.md compares the two.
 
     Args:
       noise: NumPy numbers.

@@ -1,7 +1,7 @@
-"""Optimizers by name, as optax transformations whose numbers are data, not code.
+"""Optimizers by name, as optax transformations whose hyper-parameters are data, not code.
 
 `optax.inject_hyperparams` keeps every hyper-parameter in the optimizer state, so the compiled program
-holds none of them and serves every setting; `with_hyperparams` sets those of the next update.
+holds none of them and serves every setting; `with_hyperparams` sets those of the next step.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from largebatch.optim.adam import scale_by_adam
 from largebatch.optim.muon import orthogonalize_directions, scale_by_muon
 from largebatch.optim.soap import SOAP_EVERY, add_decayed_weights, has_bases, scale_by_soap
 
-LAMB_EPSILON = 1e-6  # beside the root of the second moment
+LAMB_EPSILON = 1e-6  # added to the root of the second moment
 LARS_TRUST = 0.001  # the paper's trust coefficient; a factor of the learning rate
 HEAD = "head"  # the name of a network's last layer
 
@@ -32,7 +32,7 @@ class Hyperparams:
     momentum: jax.Array | float = 0.9  # b1 of the Adam family
     b2: jax.Array | float = 0.999  # decay of the Adam family's second moment
     weight_decay: jax.Array | float = 0.0
-    clip_norm: jax.Array | float = jnp.inf  # of the gradient's global norm; infinite where nothing is clipped
+    clip_norm: jax.Array | float = jnp.inf  # largest global norm of the gradient; infinite for no clipping
     # Multiplies the rate of biases and norms: Page 2018, "How to train your ResNet", part 7.
     bias_multiplier: jax.Array | float = 1.0
     # Multiplies the rate of Muon's AdamW part, whose weight decay stays that of the rest.
@@ -40,7 +40,7 @@ class Hyperparams:
 
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig) -> "Hyperparams":
-        """Take them from a config's section, whose clip_norm is None where nothing is clipped."""
+        """Take the hyper-parameters from a config's section, whose clip_norm is None for no clipping."""
         values = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(cls)}
         if values["clip_norm"] is None:
             values["clip_norm"] = np.inf
@@ -54,11 +54,11 @@ class OptimizerOptions:
     nesterov: bool = False
     momentum_correction: bool = True  # keeps the rate out of SGD's and LARS' momentum: Goyal et al. 2017, section 3
     exclude_biases: bool = True  # keeps weight decay, trust ratios and preconditioning off biases and norms
-    soap_every: int = SOAP_EVERY  # updates between two refreshes of SOAP's bases
+    soap_every: int = SOAP_EVERY  # steps between two refreshes of SOAP's bases
 
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig) -> "OptimizerOptions":
-        """Take them from a config's section."""
+        """Take the options from a config's section."""
         return cls(**{field.name: getattr(optimizer, field.name) for field in dataclasses.fields(cls)})
 
 
@@ -66,7 +66,7 @@ DEFAULT_HYPERPARAMS, DEFAULT_OPTIONS = Hyperparams(), OptimizerOptions()
 
 
 def _kernels(params):
-    """Mask: kernels, not biases or normalisation scales."""
+    """Return a mask that is True for kernels, False for biases and normalisation scales."""
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
@@ -96,9 +96,9 @@ def _sgd(learning_rate, hyperparams, options, mask):
 
 def _lars(learning_rate, hyperparams, options, mask):
     # You et al. 2017, "Large Batch Training of Convolutional Networks"; with the norm of the decayed gradient in
-    # place of the sum of both norms, as optax.lars, which is eq. 10 above. What has no norm moves as if it had 1.
+    # place of the sum of both norms, as optax.lars, which is eq. 10 above. Where a norm is zero the ratio is 1.
     decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
-    # The coefficient for itself: beside a zero norm optax would drop it with the ratio.
+    # The coefficient is scaled separately, since optax would drop it with the ratio where a norm is zero.
     trust = optax.masked(optax.chain(optax.scale_by_trust_ratio(), optax.scale(LARS_TRUST)), mask)
     return _with_momentum(optax.chain(decay, trust), learning_rate, hyperparams, options)
 
@@ -140,7 +140,7 @@ def _soap_muon(learning_rate, hyperparams, options, mask):
     soap = scale_by_soap(hyperparams.momentum, hyperparams.b2, every=options.soap_every)
     of_kernels = optax.chain(soap, orthogonalize_directions())
 
-    def waits(params):  # AdamW's part moves in the first update, and decays in it
+    def waits(params):  # AdamW's part moves at the first step, and decays at it
         return jax.tree.map(lambda part, has_basis: part == "muon" and has_basis, _parts(params), has_bases(params))
 
     decay = add_decayed_weights(hyperparams.weight_decay, mask, waits)
@@ -148,7 +148,7 @@ def _soap_muon(learning_rate, hyperparams, options, mask):
 
 
 def _parts(params):
-    """The head, biases and norms are AdamW's."""
+    """Return the part of each parameter: "adamw" for the head, biases and norms, "muon" for the rest."""
 
     def of(path, p):
         is_head = any(getattr(key, "key", None) == HEAD for key in path)
@@ -189,13 +189,13 @@ OPTIMIZERS: dict[str, Callable] = {
     "soap": _soap,
     "soap_muon": _soap_muon,
 }
-WITH_BASES = ("soap", "soap_muon")  # they cannot be averaged over devices; the first update only finds them
+WITH_BASES = ("soap", "soap_muon")  # bases cannot be averaged over devices; the first step only finds them
 
 
 def create_optimizer(
     name: str, hyperparams: Hyperparams = DEFAULT_HYPERPARAMS, options: OptimizerOptions = DEFAULT_OPTIONS
 ) -> optax.GradientTransformation:
-    """The optimizer called `name`, a key of OPTIMIZERS.
+    """Create the optimizer called `name`, a key of OPTIMIZERS.
 
     The gradient is clipped to the global norm `clip_norm` first. Weight decay is part of the gradient for SGD, LARS
     and Adam, and beside it for the others; only kernels have it, unless `options` say otherwise.
@@ -204,7 +204,7 @@ def create_optimizer(
       A transformation whose state has `hyperparams["learning_rate"]`, zero until set.
     """
 
-    # `inject_hyperparams` wants them one by one.
+    # `inject_hyperparams` takes hyper-parameters one by one.
     def make(*, learning_rate, momentum, b2, weight_decay, clip_norm, bias_multiplier, adamw_multiplier):
         hyperparams = Hyperparams(
             momentum=momentum,
@@ -225,13 +225,13 @@ def create_optimizer(
 
 
 def with_hyperparams(opt_state, **values):
-    """`opt_state` with these hyper-parameters of the next update: learning_rate, b2."""
+    """Return `opt_state` with these hyper-parameters of the next step: learning_rate, b2."""
     hyperparams = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
     return opt_state._replace(hyperparams={**opt_state.hyperparams, **hyperparams})
 
 
 def trust_ratios(grads, params, weight_decay: float):
-    """LAMB's trust ratio of every parameter at the first update: ||p|| / ||Adam's direction + decay * p||.
+    """Return LAMB's trust ratio of every parameter at the first step: ||p|| / ||Adam's direction + decay * p||.
 
     You et al. 2020, algorithm 2. The momentum cancels, since the first moments are corrected for their bias.
 

@@ -25,7 +25,7 @@ def describe_schedule(schedule: Schedule) -> str:
 
 
 def describe_batches(batch: BatchConfig, sync: SyncConfig) -> str:
-    """Describe how batches change and when devices synchronise, where either is not the plain way."""
+    """Describe how batches change and when devices synchronise, where either differs from the default."""
     text = ""
     if batch.trace is not None:
         text += f", from {read_trace(batch).text}"
@@ -89,7 +89,7 @@ def _batch_stages(schedule: Schedule) -> list[str]:
 
 
 def format_range(values: np.ndarray, form: str | None = None) -> str:
-    """One value, or the lowest and the highest."""
+    """Format the lowest and the highest value, or the only one."""
     form = form or ("," if values.dtype.kind == "i" else "g")
     low, high = values.min(), values.max()
     return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"

@@ -1,6 +1,6 @@
-"""Learning rate and batch size of every update, as closed forms on the host.
+"""Learning rate and batch size of every step, as closed forms on the host.
 
-Everything counts updates, never micro-batches. Update `t` is the one after `t` others, so the first is 0.
+Everything counts steps of the optimizer, never micro-batches. Step `t` comes after `t` others: the first is 0.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from largebatch.optim.batch_schedule import BatchSchedule, DecayPlan, given_step
 from largebatch.optim.traces import PiecewiseConstant
 from largebatch.util import BadSetting
 
-# How the rate follows the batch size, of which `ratio` is that to the reference batch size. linear: Goyal et
+# Factor on the learning rate, by the ratio of the batch size to the reference batch size. linear: Goyal et
 # al. 2017, "Accurate, Large Minibatch SGD", section 2.1; sqrt: Krizhevsky 2014, "One weird trick". With adascale
 # (see noise_scale.py) the gain that is measured during training takes the place of a rule.
 SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -24,29 +24,29 @@ SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "sqrt": np.sqrt,
     "adascale": np.ones_like,
 }
-# How b2 follows the batch size, by the power to which it is taken. half_life: as many examples as before halve the
+# Power to which b2 is taken, by the ratio of the batch sizes. half_life: as many examples as before halve the
 # weight of a gradient in the second moment: Marek et al. 2025, "Small Batch Size Training for Language Models".
 B2_SCALING: dict[str, Callable[[np.ndarray], np.ndarray]] = {"none": np.ones_like, "half_life": lambda ratio: ratio}
 WARMUPS = ("warmup_updates", "warmup_epochs", "warmup_examples")  # a config gives one, or none
-MOST_ROUNDING = 0.1  # of 1 - b2 in float32
-MOST_EXAMPLES = 2**62  # what does not fit 64 bits is longer than any run
+MOST_ROUNDING = 0.1  # largest relative error of 1 - b2 in float32
+MOST_EXAMPLES = 2**62  # more examples than any run has; fits 64 bits
 
 
 # ---- the shape of the rate after warm-up ------------------------------------------------------------
 
 
 def constant(done: np.ndarray, final_fraction: float) -> np.ndarray:
-    """The peak, to the end."""
+    """Stay at the peak, to the end."""
     return np.ones(done.shape)
 
 
 def linear(done: np.ndarray, final_fraction: float) -> np.ndarray:
-    """A line from the peak to `final_fraction` of it."""
+    """Fall in a line from the peak to `final_fraction` of it."""
     return 1 - (1 - final_fraction) * done
 
 
 def cosine(done: np.ndarray, final_fraction: float) -> np.ndarray:
-    """Half a cosine from the peak to `final_fraction` of it: Loshchilov and Hutter 2017, "SGDR"."""
+    """Fall along half a cosine from the peak to `final_fraction` of it: Loshchilov and Hutter 2017, "SGDR"."""
     return final_fraction + (1 - final_fraction) * (1 + np.cos(np.pi * done)) / 2
 
 
@@ -60,10 +60,10 @@ SHAPES = {"constant": constant, "linear": linear, "cosine": cosine}
 
 @struct.dataclass
 class UpdateInputs:
-    """What the compiled loop is told of each update, as NumPy arrays [updates]; one update's are scalars."""
+    """Inputs of the compiled loop for each step, as NumPy arrays [updates]; scalars for a single step."""
 
-    epoch: np.ndarray  # int32, in which its batch begins
-    offset: np.ndarray  # int32, examples of that epoch before its batch
+    epoch: np.ndarray  # int32, epoch in which the batch begins
+    offset: np.ndarray  # int32, examples of that epoch before the batch
     batch_size: np.ndarray  # int32, examples over all devices
     # float32. With AdaScale it is a table of the whole run by scale-invariant step, below 0 beyond its end.
     learning_rate: np.ndarray
@@ -71,9 +71,9 @@ class UpdateInputs:
 
 
 def epoch_and_offset(examples_before: np.ndarray, examples_per_epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Epoch and position in it, int32, of updates that start after `examples_before` (int64) examples.
+    """Return epoch and position in it, int32, of steps that start after `examples_before` (int64) examples.
 
-    Done on the host: the number of examples of a run does not fit 32 bits, an epoch does.
+    This is done on the host: the number of examples of a run does not fit 32 bits, an epoch does.
     """
     epoch, offset = np.divmod(np.asarray(examples_before, np.int64), examples_per_epoch)
     return epoch.astype(np.int32), offset.astype(np.int32)
@@ -81,43 +81,43 @@ def epoch_and_offset(examples_before: np.ndarray, examples_per_epoch: int) -> tu
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A run's updates: how many, how large, at which rate. Made by `create_schedule`.
+    """The number of a run's steps, and their batch sizes and rates; made by `create_schedule`.
 
-    With AdaScale, that is `scale_invariant`, rates go by scale-invariant step, of which there are `num_updates`.
+    With AdaScale (`scale_invariant`) rates go by scale-invariant step, of which there are `num_updates`.
     """
 
     options: ScheduleConfig
-    base_learning_rate: float  # of the reference batch size
-    base_b2: float  # of the reference batch size
+    base_learning_rate: float  # at the reference batch size
+    base_b2: float  # at the reference batch size
     num_updates: int
     examples_per_epoch: int
     batch_sizes: BatchSchedule
-    rate_batch_sizes: PiecewiseConstant  # by which the scaling rule sets the peak rate; see `decay_steps`
-    decay_factors: PiecewiseConstant | None  # of the peak rate, where it goes by steps
+    rate_batch_sizes: PiecewiseConstant  # batch sizes by which the scaling rule sets the peak rate
+    decay_factors: PiecewiseConstant | None  # factors on the peak rate, where it falls by decay steps
     warmup_updates: int
     # The rate from which warm-up goes to the peak. More than one stage where the batch grows within it.
     warmup_starts: PiecewiseConstant
 
     @property
     def scale_invariant(self) -> bool:
-        """Whether rates go by AdaScale's scale-invariant steps, not by updates."""
+        """True where rates go by AdaScale's scale-invariant steps, not by plain ones."""
         return self.options.scaling == "adascale"
 
     @property
     def max_batch_size(self) -> int:
-        """The largest batch of the run."""
+        """The largest batch size of the run."""
         return int(self.batch_sizes.first(self.num_updates).values.max())
 
     def batch_size_at(self, update: int) -> int:
-        """Examples of one update."""
+        """Return the batch size of one step."""
         return int(self.batch_sizes.at(update))
 
     def examples_before(self, update: int) -> int:
-        """Examples visited by the updates before `update`."""
+        """Return the number of examples that the steps before step `update` visit."""
         return int(self.batch_sizes.total_before(update))
 
     def learning_rates(self, updates: np.ndarray) -> np.ndarray:
-        """float64 rates of int64 `updates` (scale-invariant steps with AdaScale)."""
+        """Return the float64 rates of the int64 steps `updates` (scale-invariant steps with AdaScale)."""
         updates = np.asarray(updates, np.int64)
         peak = peak_rates(self.options, self.base_learning_rate, self.rate_batch_sizes.at(updates))
 
@@ -133,21 +133,21 @@ class Schedule:
         return np.where(updates < self.warmup_updates, warmup, after_warmup)
 
     def _progress(self, updates: np.ndarray | int) -> np.ndarray | int:
-        """Updates or images before `updates`, by `decay_over`."""
+        """Return the steps or the images before the steps `updates`, by `decay_over`."""
         is_by_images = self.options.decay_over == "images"
         return self.batch_sizes.total_before(np.asarray(updates, np.int64)) if is_by_images else updates
 
     def learning_rate_at(self, update: int) -> float:
-        """The rate of one update (scale-invariant step with AdaScale)."""
+        """Return the rate of one step (scale-invariant step with AdaScale)."""
         return float(self.learning_rates(np.int64(update)))
 
     def b2s(self, batch_sizes: np.ndarray) -> np.ndarray:
-        """The decay of the second moment, float32, in updates of these batch sizes."""
+        """Return the decay of the second moment, float32, for steps of these batch sizes."""
         ratio = batch_sizes / self.options.reference_batch_size
         return np.float32(self.base_b2 ** B2_SCALING[self.options.b2_scaling](ratio))
 
     def inputs(self, first_update: int, length: int) -> UpdateInputs:
-        """What the compiled loop is told of `length` updates from `first_update` on."""
+        """Return the inputs of the compiled loop for `length` steps from `first_update` on."""
         updates = np.arange(first_update, first_update + length, dtype=np.int64)
         epoch, offset = epoch_and_offset(self.batch_sizes.total_before(updates), self.examples_per_epoch)
         rates = self.rate_table if self.scale_invariant else self.learning_rates(updates).astype(np.float32)
@@ -173,29 +173,29 @@ def create_schedule(
     examples_per_epoch: int,
     b2: float = 0.999,
 ) -> Schedule:
-    """The schedule that a config's `schedule` asks for.
+    """Create the schedule that a config's `schedule` asks for.
 
-    Warm-up (Goyal et al. 2017, section 2.2) raises the rate linearly to its peak, which its last update has; it
+    Warm-up (Goyal et al. 2017, section 2.2) raises the rate linearly to its peak, which its last step has; it
     starts from the unscaled rate where the scaling rule raises that of any batch, else from zero. After warm-up the
     rate follows one of SHAPES, or is the peak times decay_factor to the number of decay steps reached (step).
 
-    With decay_by "batch" or "seesaw" a step that would have cut the rate grows the batch, with the same examples
-    between two steps and so fewer updates; see `decay_steps`. Seesaw makes steps of the other shapes, too.
+    With decay_by "batch" or "seesaw" a decay step grows the batch where it would have cut the rate, so that fewer
+    steps see the same examples; see `plan_decay`. Seesaw puts decay steps in place of the other shapes, too.
 
-    Where the batch changes otherwise, the scaling rule gives every update the peak of its own batch. With adascale
-    all of this is in scale-invariant steps, each of which is worth an update of the reference batch.
+    Where the batch changes otherwise, the scaling rule gives every step the peak of its own batch. With adascale
+    all of this is in scale-invariant steps, each of which is worth a step of the reference batch.
 
     Batch sizes found in training change neither the length of the warm-up nor where it started: both follow
-    from the first batch. From the update with which the batch changes, the rate goes on from where it is, linearly
-    to the peak of the new batch, which it reaches with the last update of the warm-up; a peak below the rate is its
+    from the first batch. From the step at which the batch changes, the rate goes on from where it is, linearly
+    to the peak of the new batch, which it reaches at the last step of the warm-up; a peak below the rate is its
     value at once.
 
     Args:
-      options: without `problems`.
-      learning_rate: at the reference batch size.
-      num_updates: of the run; where the batch grows, of one that keeps its first batch size, as decay steps are.
+      options: options that passed the rules of a config.
+      learning_rate: rate at the reference batch size.
+      num_updates: steps of the run if it keeps its first batch size; decay steps count in these, too.
       batch_sizes: one stage only, where the schedule grows the batch; those so far, where training finds them.
-      examples_per_epoch: which no batch exceeds.
+      examples_per_epoch: examples in an epoch, which no batch exceeds.
       b2: decay of the second moment, at the reference batch size.
     Raises:
       BadSetting: the warm-up is as long as training; float32 does not hold the b2 of a batch.
@@ -226,12 +226,12 @@ def create_schedule(
 
 
 def peak_rates(options: ScheduleConfig, learning_rate: float, batch_sizes: np.ndarray) -> np.ndarray:
-    """The rates of batch sizes once warm-up is over."""
+    """Return the rates of batch sizes once warm-up is over."""
     return learning_rate * SCALING[options.scaling](batch_sizes / options.reference_batch_size)
 
 
 def _warmup_batch_sizes(options: ScheduleConfig, batch_sizes: BatchSchedule) -> PiecewiseConstant:
-    """The batch sizes by which a warm-up that is given in examples or epochs is counted."""
+    """Return the batch sizes by which a warm-up that is given in examples or epochs is counted."""
     if options.scaling == "adascale":
         return PiecewiseConstant.constant(options.reference_batch_size)
     if batch_sizes.found_in_training:
@@ -261,7 +261,7 @@ def _refuse_long_warmup(options: ScheduleConfig, warmup: int, num_updates: int) 
 
 
 def _refuse_b2_that_rounds(options: ScheduleConfig, b2: float, batch_sizes: PiecewiseConstant) -> None:
-    """The b2 of a small batch may be so near to 1 that float32 makes another half-life of it, or none at all."""
+    """Refuse a b2 so near to 1, at a small batch, that float32 makes another half-life of it, or none."""
     if options.b2_scaling == "none":
         return
     exact = b2 ** B2_SCALING[options.b2_scaling](batch_sizes.values / options.reference_batch_size)
@@ -277,10 +277,10 @@ def _refuse_b2_that_rounds(options: ScheduleConfig, b2: float, batch_sizes: Piec
 def _warmup_starts_of_changing_batch(
     start: float, warmup: int, peaks: np.ndarray, changed_at: np.ndarray
 ) -> PiecewiseConstant:
-    """From which rate the warm-up goes to the peak of each batch size, of those that begin within it.
+    """Return the rates from which warm-up goes to the peaks of the batch sizes that begin within it.
 
     Args:
-      peaks: of each batch size, which is in use from update `changed_at` on.
+      peaks: peak rate of each batch size, which is in use from step `changed_at` on.
     """
     starts, rates = [0], [start]
     for first, peak_before in zip(changed_at[1:].tolist(), peaks, strict=False):
@@ -293,14 +293,14 @@ def _warmup_starts_of_changing_batch(
 
 
 def _shape_at(options: ScheduleConfig, done, first, end):
-    """The part of the peak rate that a shape between `first` and `end` leaves once `done` is done."""
+    """Return the part of the peak rate that a shape between `first` and `end` leaves once `done` is done."""
     return SHAPES[options.name](np.clip((done - first) / (end - first), 0, 1), options.final_fraction)
 
 
 def _plan(
     options: ScheduleConfig, warmup: int, num_updates: int, batch_sizes: BatchSchedule, examples_per_epoch: int
 ) -> DecayPlan:
-    """What decays at the given steps, or at those that seesaw puts in place of a shape."""
+    """Plan the decay at the given steps, or at those that seesaw puts in place of a shape."""
     if options.name == "step":
         steps = given_steps(options.decay_steps, options.decay_factor, num_updates)
     elif options.decay_by == "seesaw":

@@ -11,14 +11,14 @@ from jax import lax
 
 from largebatch.optim.adam import Average
 
-SOAP_EVERY = 10  # updates between two refreshes of the eigenbases, the paper's own choice
-# A larger side keeps the basis it has, which the paper allows: its eigenbasis would cost too much.
+SOAP_EVERY = 10  # steps between two refreshes of the eigenbases, the paper's own choice
+# Sides above this size have no eigenbasis, which would cost too much; the paper allows it.
 SOAP_MAX_SIDE = 1024
 
 
 @struct.dataclass
 class Side:
-    """The rows or the columns of a matrix, of which there are n."""
+    """Statistics of the n rows or of the n columns of a matrix."""
 
     covariance: jax.Array  # float32 [n, n], moving average of the gradients' G G^T (of columns: G^T G)
     basis: jax.Array  # float32 [n, n], an orthonormal basis of it; vectors are columns
@@ -26,53 +26,53 @@ class Side:
 
 @struct.dataclass
 class Moments:
-    """What is kept of one parameter, as a matrix [inputs, outputs]."""
+    """The moments of one parameter, as a matrix [inputs, outputs]."""
 
     first: Average  # float32 [inputs, outputs], in the parameter's own basis
     second: Average  # float32 [inputs, outputs], in the bases of `sides`
-    sides: tuple[Side | None, Side | None]  # rows, columns; None where it is too large
+    sides: tuple[Side | None, Side | None]  # rows and columns; None where a side is too large
 
 
 @struct.dataclass
 class SoapState:
-    """Of all parameters."""
+    """The state of `scale_by_soap`."""
 
-    count: jax.Array  # int32, updates done
-    moments: tuple[Moments, ...]  # leaf by leaf
+    count: jax.Array  # int32, steps done
+    moments: tuple[Moments, ...]  # moments of all parameters, leaf by leaf
 
 
 @struct.dataclass
 class DecayState:
     """The state of `add_decayed_weights`."""
 
-    count: jax.Array  # int32, updates done
+    count: jax.Array  # int32, steps done
 
 
 @dataclasses.dataclass(frozen=True)
 class _Soap:
-    """The numbers of algorithm 3; both decays may be traced."""
+    """The hyper-parameters of algorithm 3; both decays may be traced."""
 
     b1: jax.Array | float  # decay of first moments
     b2: jax.Array | float  # decay of second moments and covariances
     eps: float
-    every: int  # updates between two refreshes of the bases
+    every: int  # steps between two refreshes of the bases
 
 
 def scale_by_soap(
     b1, b2, eps: float = 1e-8, every: int = SOAP_EVERY, max_side: int = SOAP_MAX_SIDE
 ) -> optax.GradientTransformation:
-    """Adam in the eigenbasis of Shampoo's preconditioner.
+    """Create Adam in the eigenbasis of Shampoo's preconditioner.
 
     Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", algorithm 3: a kernel's gradient is
     the matrix G [inputs, output channels]; L and R are moving averages, with decay `b2`, of G G^T and G^T G.
     Adam's second moment is kept in their eigenbases, its first moment in the parameters' own. The bases come from
-    an eigendecomposition at the first update, whose direction is zero, and from one step of power iteration and a
-    QR decomposition every `every` updates, columns in falling order as in the authors' program. A parameter
+    an eigendecomposition at the first step, whose direction is zero, and from one step of power iteration and a
+    QR decomposition every `every` steps, columns in falling order as in the authors' program. A parameter
     without such a side gets plain Adam.
 
     Args:
-      b1, b2: may be traced.
-      max_side: sides above it, and those of parameters with one dimension, keep the basis they have.
+      b1, b2: decays of first moments, and of second moments and covariances; may be traced.
+      max_side: sides above it, and those of parameters with one dimension, have no eigenbasis.
     """
     soap = _Soap(b1, b2, eps, every)
 
@@ -99,14 +99,14 @@ def scale_by_soap(
 
 
 def add_decayed_weights(weight_decay, mask: Callable, waits: Callable) -> optax.GradientTransformation:
-    """Weight decay that leaves alone what SOAP leaves alone at the first update.
+    """Create weight decay that starts at the second step for parameters that SOAP does not move at the first.
 
-    As the authors' program, which skips its first step wholly.
+    The authors' program skips its first step wholly, too.
 
     Args:
       weight_decay: may be traced.
-      mask: params -> a pytree of bools alike, which parameters decay.
-      waits: the same, which of them only from the second update on.
+      mask: params -> a pytree of bools alike: the parameters that decay.
+      waits: params -> a pytree of bools alike: those that decay only from the second step on.
     """
 
     def init(params):
@@ -126,7 +126,7 @@ def add_decayed_weights(weight_decay, mask: Callable, waits: Callable) -> optax.
 
 
 def has_bases(params, max_side: int = SOAP_MAX_SIDE):
-    """A pytree like `params` of bools: which of them `scale_by_soap` leaves alone at the first update."""
+    """Return a pytree of bools like `params`: those that `scale_by_soap` does not move at the first step."""
     return jax.tree.map(lambda p: any(_with_basis(p, max_side)), params)
 
 
@@ -142,14 +142,14 @@ def _matrix_shape(p) -> tuple[int, int]:
 
 
 def _matrix(p):
-    """[..., output channels] -> [inputs, output channels]; a vector is one row."""
+    """Reshape [..., output channels] to [inputs, output channels]; a vector becomes one row."""
     return p.reshape(_matrix_shape(p))
 
 
 def _update(soap: _Soap, grads, moments, count) -> tuple[tuple[jax.Array, ...], tuple[Moments, ...]]:
-    """Return the directions of all parameters, and their moments after update number `count`, from 1.
+    """Return the directions of all parameters, and their moments after step number `count`, from 1.
 
-    Conditions are asked once for all parameters that have bases: a GPU pays for each of them.
+    All parameters that have bases share their conditions, since a GPU pays for each of them.
     """
     moments = [
         one.replace(sides=_add_to_covariances(soap, grad, one.sides))
@@ -202,9 +202,9 @@ def _start_bases(moments: Moments) -> Moments:
 
 
 def _refresh_bases(moments: Moments) -> Moments:
-    """One step of power iteration from the columns in falling order, along which the second moments go.
+    """Take a step of power iteration from the columns in falling order, along which second moments go.
 
-    QR turns power iteration's columns towards that order; from any other they would wander.
+    QR turns power iteration's columns towards that order; in any other order they would wander.
     """
     second, sides = moments.second.value, []
     for axis, side in enumerate(moments.sides):
@@ -218,12 +218,12 @@ def _refresh_bases(moments: Moments) -> Moments:
 
 
 def _product(one, other):
-    """A matrix product in full float32, which TPUs and GPUs do not do unasked: bases have to stay orthogonal."""
+    """Multiply matrices in full float32, which TPUs and GPUs do not do unasked: bases have to stay orthogonal."""
     return jnp.matmul(one, other, precision=lax.Precision.HIGHEST)
 
 
 def _adam(soap: _Soap, grad, moments: Moments) -> tuple[jax.Array, Moments]:
-    """Adam's direction, with its second moment in the bases of the sides, and the moments after it."""
+    """Return Adam's direction, with its second moment in the bases of the sides, and the moments after it."""
     first = moments.first.add(grad, soap.b1)
     second = moments.second.add(jnp.square(_into_bases(grad, moments.sides)), soap.b2)
     direction = _into_bases(first.corrected, moments.sides) / (jnp.sqrt(second.corrected) + soap.eps)

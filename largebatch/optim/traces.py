@@ -1,8 +1,8 @@
-"""How large the batch of every update is: in stages, from a list, or from a file.
+"""Batch sizes by step: in stages, from a list, or from a file.
 
 A batch trace has the columns `step` and `batchsize`. An availability trace has a column of times or indices and one
-that counts devices (GPUs, TPU_cores, ...), of which each takes so many examples; while there are none there are no
-updates.
+that counts devices (GPUs, TPU_cores, ...), each of which takes a fixed number of examples; while there are no
+devices there are no steps.
 """
 
 import csv
@@ -25,7 +25,7 @@ STEP_COLUMNS = ("step", "update", "iteration")
 BATCH_COLUMNS = ("batchsize", "batch")
 TIME_WORDS = ("time", "date", "second", "minute", "hour")  # a column's name starts with one
 INDEX_WORDS = ("index", "unnamed", *STEP_COLUMNS)
-# Updates, and the examples of one, are counted in 32 bits on the devices; so 63 hold the examples of a run.
+# Steps, and the examples of a step, are counted in 32 bits on the devices; so 63 bits hold those of a run.
 LARGEST = 2**31 - 1
 DEVICE_WORDS = ("gpu", "tpu", "core", "device", "worker", "node", "instance", "machine")
 
@@ -39,7 +39,7 @@ class PiecewiseConstant:
 
     @classmethod
     def constant(cls, value) -> Self:
-        """Return one value for ever."""
+        """Return a constant value."""
         return cls(np.zeros(1, np.int64), np.array([value]))
 
     def at(self, steps: np.ndarray | int) -> np.ndarray:
@@ -67,7 +67,7 @@ class PiecewiseConstant:
         return dataclasses.replace(self, starts=self.starts[:count], values=self.values[:count])
 
     def changed_from(self, step: int, value) -> Self:
-        """Return the same up to `step`, and `value` from there on."""
+        """Return the same values up to `step`, and `value` from there on."""
         before = self.starts < step
         starts, values = np.append(self.starts[before], step), np.append(self.values[before], value)
         return dataclasses.replace(self, starts=starts, values=values)
@@ -84,15 +84,15 @@ class Trace:
     """Batch sizes that were given beforehand."""
 
     batch_sizes: PiecewiseConstant
-    length: int  # updates that have one
-    text: str  # where they come from
+    length: int  # steps that have a batch size
+    text: str  # origin of the batch sizes, in words
 
 
 def from_list(sizes, largest: int = LARGEST) -> Trace:
-    """A trace that has the batch size of every update, one by one, each at most `largest`.
+    """Make a trace of the batch sizes of single steps, each at most `largest`.
 
     Raises:
-      BadSetting: it is empty or holds anything but such integers; names the place.
+      BadSetting: the list is empty or holds anything but such integers; names the place.
     """
     for place, size in enumerate(sizes):
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= largest:
@@ -103,7 +103,7 @@ def from_list(sizes, largest: int = LARGEST) -> Trace:
 
 
 def digest(path: str) -> str:
-    """SHA-256 of a trace file, which must not change while a run is resumed."""
+    """Return the SHA-256 of a trace file, which must not change while a run is resumed."""
     return hashlib.sha256(untrusted.read_text(path, "batch.trace").encode()).hexdigest()
 
 
@@ -113,16 +113,16 @@ def read(
     time_per_update: float = 1.0,
     largest: int = LARGEST,
 ) -> Trace:
-    """The trace in a CSV file with one line of column names, of batches of at most `largest` examples.
+    """Read the trace in a CSV file with one line of column names, of batches of at most `largest` examples.
 
-    In a trace of batch sizes a step of 0 after later ones begins the count anew: its row goes on with the next
-    update.
+    In a trace of batch sizes a step of 0 after later ones restarts the count: its row is for the step after the row
+    before it.
 
     Args:
       per_device_batch_size: examples that each available device takes; an availability trace needs it.
-      time_per_update: of an availability trace, in the unit of its time column, or of its index where it has no
-        times; seconds for timestamps. An update belongs to the latest row at its start. Time without devices is
-        left out.
+      time_per_update: time of a step of an availability trace, in the unit of its time column, or of its index
+        where it has no times; seconds for timestamps. A step belongs to the latest row at its start. Time without
+        devices is left out.
     Raises:
       BadSetting: names the file, the line and what is allowed.
     """
@@ -141,16 +141,16 @@ def read(
 
 @dataclass(frozen=True)
 class AvailableDevices:
-    """How many devices there were, from time to time."""
+    """The number of available devices over time."""
 
     path: str
-    counted: str  # the name of the column that counts
-    times: np.ndarray  # float64 [rows], ascending; from which a count holds
+    counted: str  # name of the column that counts the devices
+    times: np.ndarray  # float64 [rows], ascending; the times from which the counts hold
     counts: np.ndarray  # int64 [rows]
 
 
 def read_availability(path: str, setting: str) -> AvailableDevices:
-    """The availability trace in a CSV file.
+    """Read the availability trace in a CSV file.
 
     Args:
       setting: the config field or flag that names the file, for errors.
@@ -161,7 +161,7 @@ def read_availability(path: str, setting: str) -> AvailableDevices:
 
 
 def read_once(path: str, *arguments) -> Trace:
-    """`read`, which a run asks for again and again: parsed once, unless the file changes."""
+    """Read a trace as `read` does, but parse the file again only if it has changed."""
     try:
         stat = Path(expanded(path)).stat()
         version = stat.st_mtime_ns, stat.st_size, stat.st_ino
@@ -201,12 +201,12 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Table:
-    """A CSV file."""
+    """The rows of a CSV file."""
 
-    setting: str  # what names the file: a config field or a flag
+    setting: str  # the config field or flag that names the file
     path: str
     header: list[str]
-    lines: list[tuple[int, list[str]]]  # each with its number in the file, without the header
+    lines: list[tuple[int, list[str]]]  # each line with its number in the file, without the header
 
     @property
     def names(self) -> list[str]:
@@ -214,15 +214,15 @@ class _Table:
         return [_plain(name) for name in self.header]
 
     def column(self, index: int, low: int, high: int = LARGEST) -> np.ndarray:
-        """A column of integers from `low` to `high`."""
+        """Return a column of integers from `low` to `high`, int64."""
         return np.array([self._integer(number, line, index, low, high) for number, line in self.lines], np.int64)
 
     def times(self, index: int) -> np.ndarray:
-        """A column of numbers or timestamps, float64."""
+        """Return a column of numbers or timestamps, float64."""
         return np.array([self._time(number, line, index) for number, line in self.lines])
 
     def ascending(self, values: np.ndarray, index: int) -> np.ndarray:
-        """`values` of column `index`, if each is above the one before."""
+        """Return `values` of column `index`, or raise BadSetting if one is not above the value before it."""
         wrong = np.flatnonzero(values[1:] <= values[:-1])
         if len(wrong):
             number, line = self.lines[wrong[0] + 1]
@@ -232,7 +232,7 @@ class _Table:
         return values
 
     def error(self, number: int, problem: str, allowed: str) -> BadSetting:
-        """What is wrong in a line of the file."""
+        """Return the error for a line of the file."""
         return BadSetting(f"{self.setting}: {self.path}, line {number}: {problem}; allowed: {allowed}")
 
     def _cell(self, number: int, line: list[str], index: int) -> str:
@@ -285,7 +285,7 @@ def _batch_trace(table: _Table, names: list[str], largest: int) -> Trace:
 
 
 def _refuse_late_updates(table: _Table, starts: np.ndarray) -> None:
-    """Updates that no run comes to, and whose examples 64 bits would not count."""
+    """Refuse steps that no run comes to, and whose examples 64 bits would not count."""
     late = np.flatnonzero(~(starts <= LARGEST))  # nan too
     if len(late):
         update = f"{starts[late[0]]:.0f}"
@@ -334,23 +334,23 @@ def _availability_trace(
         problem = f"{counted} {available[row]} x {per_device_batch_size} is a batch of {batch_size}"
         raise table.error(table.lines[row][0], problem, f"up to {largest}")
     there = available > 0
-    # The first update that starts once the time with devices before the row is over.
+    # The first step that starts once the time with devices before the row is over.
     with np.errstate(over="ignore", invalid="ignore"):  # refused below
         elapsed = np.concatenate([[0.0], np.cumsum(np.diff(when) * there[:-1])])
     with np.errstate(over="ignore", invalid="ignore"):
         starts = np.ceil(elapsed / time_per_update - 1e-9)
     _refuse_late_updates(table, starts)
     starts = starts.astype(np.int64)
-    last = np.append(starts[there][1:] != starts[there][:-1], True)  # of several rows that start one update
+    last = np.append(starts[there][1:] != starts[there][:-1], True)  # the last of the rows of one step
     starts, sizes = starts[there][last], available[there][last] * per_device_batch_size
     text = f"{table.path}, {len(available):,} rows, {per_device_batch_size:,} for each of {counted}"
     length = int(starts[-1]) + 1
-    if not there[-1]:  # the last devices went when the last row says
+    if not there[-1]:  # the last devices left at the time of the last row
         length = max(length, math.ceil(elapsed[-1] / time_per_update - 1e-9))
     return Trace(_stages(starts, sizes), length, text)
 
 
 def _stages(starts: np.ndarray, values: np.ndarray) -> PiecewiseConstant:
-    """Without the stages that change nothing."""
+    """Return the stages without those that change nothing."""
     changes = np.append(True, values[1:] != values[:-1])
     return PiecewiseConstant(starts[changes].astype(np.int64), values[changes].astype(np.int64))

@@ -22,7 +22,7 @@ from largebatch.pod.processes import Hosts, Signals
 from largebatch.pod.watch import watch
 from largebatch.util import UserError, address_argument, printable
 
-# Flags with their defaults.
+# Flags with their defaults and help texts.
 ELASTIC_FLAGS = {
     "min_hosts": (1, "wait while there are fewer"),
     "retries": (5, "failures in a row that are borne"),
@@ -36,7 +36,7 @@ TRACE_FLAGS = {
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; wrong usage ends the program with one line."""
+    """Parse the command line; wrong usage ends the program with one line."""
     parser = argparse.ArgumentParser(
         prog="python -m largebatch.pod",
         description=__doc__,
@@ -72,7 +72,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _refuse_unused(parser, given: argparse.Namespace, flags: dict, wanted: str, is_there: object) -> None:
-    """Sets flags that were not given to their defaults, and refuses those that would do nothing."""
+    """Set flags that were not given to their defaults, and refuse those that would do nothing."""
     for flag, (default, _) in flags.items():
         if getattr(given, flag) is None:
             setattr(given, flag, default)
@@ -81,10 +81,10 @@ def _refuse_unused(parser, given: argparse.Namespace, flags: dict, wanted: str, 
 
 
 def make_availability(given: argparse.Namespace) -> Availability:
-    """Which hosts there will be.
+    """Create the availability of hosts that the flags describe.
 
     Raises:
-      UserError: the trace cannot be read, or asks for more hosts than allowed.
+      UserError: the trace cannot be read, or has more hosts than allowed.
     """
     if given.availability is None:
         return ReturningHosts(given.hosts, given.return_sec)
@@ -97,14 +97,14 @@ def make_availability(given: argparse.Namespace) -> Availability:
 
 
 def run_once(command: list[str], num_hosts: int, devices_per_host: int) -> int:
-    """Runs the command once, and ends all hosts when one fails; returns the exit code of the pod."""
+    """Run the command once, and end all hosts when one fails; return the exit code of the pod."""
     signals = Signals()
     with Hosts(command, num_hosts, devices_per_host) as hosts:
         return watch(hosts, signals).code
 
 
 def main() -> int:
-    """Runs the pod; returns the exit code."""
+    """Run the pod; return the exit code."""
     given = parse()
     try:
         if not (given.elastic or given.availability):

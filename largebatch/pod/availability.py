@@ -1,4 +1,4 @@
-"""How many hosts there are at a moment, as a pod that may lose some has to know."""
+"""Number of available hosts over time, for a pod that may lose some."""
 
 import dataclasses
 import math
@@ -11,57 +11,57 @@ from largebatch.util import UserError
 
 
 class Availability(Protocol):
-    """Tells how many hosts there are; `seconds` count from the start of the pod."""
+    """Number of available hosts over time; `seconds` count from the start of the pod."""
 
     def count(self, seconds: float) -> int:
-        """Hosts that could run now."""
+        """Return the number of hosts that could run now."""
 
     def lose(self, num_hosts: int, seconds: float) -> None:
-        """Notes that so many hosts have just died."""
+        """Record that `num_hosts` hosts have just died."""
 
     def is_over(self, seconds: float) -> bool:
-        """Whether the count will not change any more by itself."""
+        """Return True if the count will not change any more by itself."""
 
 
 class ReturningHosts:
-    """A fixed number of hosts, of which a dead one is there again after some time."""
+    """Fixed number of hosts, of which a dead one returns after some time."""
 
     def __init__(self, num_hosts: int, return_sec: float):
         self._num_hosts, self._return_sec = num_hosts, return_sec
         self._deaths: list[float] = []
 
     def count(self, seconds: float) -> int:
-        """See `Availability`."""
+        """Return the number of hosts that could run now."""
         return self._num_hosts - sum(seconds < death + self._return_sec for death in self._deaths)
 
     def lose(self, num_hosts: int, seconds: float) -> None:
-        """See `Availability`."""
+        """Record that `num_hosts` hosts have just died."""
         self._deaths += [seconds] * num_hosts
 
     def is_over(self, seconds: float) -> bool:
-        """See `Availability`."""
+        """Return True if no dead host will return any more."""
         return self._return_sec == math.inf or all(seconds >= death + self._return_sec for death in self._deaths)
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedHosts:
-    """Hosts that come and go as a trace says. One that dies of something else is there again at once."""
+    """Hosts that come and go by a trace; one that dies of another cause returns at once."""
 
-    starts: np.ndarray  # float64 [changes], seconds from which a count holds; the first is 0
+    starts: np.ndarray  # float64 [changes], seconds at which a count begins; the first is 0
     counts: np.ndarray  # int64 [changes]
 
     @classmethod
     def scaled(
         cls, devices: AvailableDevices, *, per_host: int, seconds_per_unit: float, max_hosts: int
     ) -> "TracedHosts":
-        """The hosts that a trace of devices makes.
+        """Convert a trace of devices to one of hosts.
 
         Args:
-          per_host: the trace's devices that make a host; what is left over makes none.
-          seconds_per_unit: seconds that a unit of the trace's time takes.
-          max_hosts: that there may be.
+          per_host: number of the trace's devices per host; a remainder makes no host.
+          seconds_per_unit: seconds per unit of the trace's time.
+          max_hosts: largest allowed number of hosts.
         Raises:
-          UserError: there are more at some time.
+          UserError: the trace has more hosts than `max_hosts` at some time.
         """
         starts = (devices.times - devices.times[0]) * seconds_per_unit
         counts = devices.counts // per_host
@@ -75,12 +75,12 @@ class TracedHosts:
         return cls(starts, counts)
 
     def count(self, seconds: float) -> int:
-        """See `Availability`."""
+        """Return the number of hosts that the trace has now."""
         return int(self.counts[np.searchsorted(self.starts, seconds, side="right") - 1])
 
     def lose(self, num_hosts: int, seconds: float) -> None:
-        """See `Availability`."""
+        """Do nothing: hosts that die return at once."""
 
     def is_over(self, seconds: float) -> bool:
-        """See `Availability`."""
+        """Return True after the last change of the trace."""
         return seconds >= self.starts[-1]

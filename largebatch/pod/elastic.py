@@ -1,7 +1,7 @@
-"""A pod that outlives its hosts: when some die the command starts again on those that are left.
+"""Elastic pod: when hosts die, the command starts again on the remaining ones.
 
-The command has to go on by itself from what it saved, as train.py with a --workdir does. When hosts come back, all
-are told to save and stop, and the command starts again on more. On a cluster the scheduler does this (see
+The command has to resume by itself from its last checkpoint, as train.py with a --workdir does. When hosts return,
+all are told to save and stop, and the command starts again on more. On a cluster the scheduler does this (see
 docs/pods.md); this supervisor plays its part on one machine.
 """
 
@@ -12,34 +12,34 @@ from largebatch.pod.availability import Availability
 from largebatch.pod.processes import POLL_SEC, Hosts, Signals, say
 from largebatch.pod.watch import Ending, watch
 
-EXIT_USAGE, EXIT_DIVERGED = 2, 3  # of a command that another start would not help
+EXIT_USAGE, EXIT_DIVERGED = 2, 3  # exit codes after which another start would not help
 
 
 @dataclasses.dataclass(frozen=True)
 class ElasticOptions:
-    """What an elastic pod runs, and how much it bears."""
+    """Command of an elastic pod, and its limits on hosts and failures."""
 
     command: list[str]
     devices_per_host: int
-    min_hosts: int  # with fewer it waits
-    retries: int  # failures in a row after which it gives up
-    healthy_sec: float  # a start that lasted so long ends the row
+    min_hosts: int  # with fewer the pod waits
+    retries: int  # maximum consecutive failures
+    healthy_sec: float  # a start that lasted so long resets the count of failures
 
 
 class Supervisor:
-    """Starts the command again and again until it is done, is stopped, or fails too often.
+    """Supervisor that starts the command again until it is done, is stopped, or fails too often.
 
     Args:
-      availability: the hosts that there are, in seconds since this was made.
+      availability: number of available hosts, by seconds since the supervisor was made.
     """
 
     def __init__(self, options: ElasticOptions, availability: Availability, signals: Signals):
         self._options, self._availability, self._signals = options, availability, signals
         self._start_time = time.monotonic()
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive ones
 
     def run(self) -> int:
-        """Returns the exit code of the pod."""
+        """Run the pod until its end; return its exit code."""
         while True:
             num_hosts = self._wait_for_hosts()
             if not num_hosts:
@@ -57,18 +57,18 @@ class Supervisor:
             self._pause(back_off_seconds(self._failures))
 
     def _run_once(self, num_hosts: int) -> Ending:
-        """Runs the command until it ends, for whatever reason."""
+        """Run the command until it ends, for whatever reason."""
         self._say(f"starting on {num_hosts} hosts")
         with Hosts(self._options.command, num_hosts, self._options.devices_per_host) as hosts:
             ending = watch(hosts, self._signals, lambda: self._is_resized(num_hosts))
             if not self._signals.received:
-                hosts.kill()  # those that wait for a dead one
+                hosts.kill()  # hosts that wait for a dead one
         return ending
 
     def _note(self, ending: Ending) -> None:
-        """Takes in how a start ended that is followed by another."""
+        """Record the ending of a start that is followed by another."""
         if ending.kind == "stopped":
-            if not ending.was_told:  # a signal came to a host alone, as from a cloud that takes it back
+            if not ending.was_told:  # one host alone got a signal, as from a cloud that takes it back
                 self._say("a host was told to go; all have stopped")
                 self._availability.lose(1, self._seconds())
             return
@@ -76,19 +76,19 @@ class Supervisor:
         self._availability.lose(ending.num_killed, self._seconds())
 
     def _is_resized(self, num_hosts: int) -> bool:
-        """Whether there are other hosts than the command runs on."""
+        """Return True if the number of available hosts differs from that of the running command."""
         wanted = self._wanted_hosts()
         if wanted != num_hosts:
             self._say(f"{num_hosts} hosts run and {wanted} are there: saving")
         return wanted != num_hosts
 
     def _wanted_hosts(self) -> int:
-        """Hosts to run on now; 0 to wait."""
+        """Return the number of hosts to run on now; 0 to wait."""
         count = self._availability.count(self._seconds())
         return count if count >= self._options.min_hosts else 0
 
     def _wait_for_hosts(self) -> int:
-        """Waits until there are enough hosts; returns how many, 0 if a signal came or no more will come."""
+        """Wait until there are enough hosts; return how many, 0 if a signal came or no more will come."""
         is_waiting = False
         while not self._signals.received:
             if wanted := self._wanted_hosts():
@@ -108,13 +108,13 @@ class Supervisor:
         return 1
 
     def _pause(self, seconds: float) -> None:
-        """Waits, or until a signal comes."""
+        """Wait for some seconds, or until a signal comes."""
         deadline = self._seconds() + seconds
         while self._seconds() < deadline and not self._signals.received:
             time.sleep(POLL_SEC)
 
     def _seconds(self) -> float:
-        """Since the pod began."""
+        """Return the seconds since the pod began."""
         return time.monotonic() - self._start_time
 
     def _say(self, text: str) -> None:
@@ -122,5 +122,5 @@ class Supervisor:
 
 
 def back_off_seconds(failures: int) -> float:
-    """Seconds to wait after so many failures in a row: none after the first, then 1, 2, 4, ... up to a minute."""
+    """Return the seconds to wait after consecutive failures: none after the first, then 1, 2, 4, ... up to 60."""
     return 0.0 if failures <= 1 else min(2.0 ** min(failures - 2, 6), 60.0)

@@ -1,4 +1,4 @@
-"""The hosts of a pod on one machine: processes, each with its own CPU devices, joined over loopback."""
+"""Hosts of a pod on one machine: processes, each with its own CPU devices, joined over loopback."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Signals:
-    """The signals that the pod gets, noted as they come."""
+    """Record of the signals that the pod receives."""
 
     def __init__(self):
         self.received: list[int] = []
@@ -31,7 +31,7 @@ class Signals:
 
 
 class Hosts:
-    """One start of a command on several hosts. A context: whatever still runs when it is left is ended."""
+    """Processes of one start of a command on several hosts; a context manager that ends them on exit."""
 
     def __init__(self, command: list[str], num_hosts: int, devices_per_host: int):
         self._command, self._num_hosts, self._devices_per_host = command, num_hosts, devices_per_host
@@ -53,23 +53,23 @@ class Hosts:
             log.close()
 
     def codes(self) -> list[int | None]:
-        """The exit code of each host, below 0 if a signal killed it; None while it runs."""
+        """Return the exit code of each host, below 0 if a signal killed it; None while it runs."""
         return [process.poll() for process in self._processes]
 
     def send(self, number: int) -> None:
-        """Sends a signal to every host and whatever it has started."""
+        """Send a signal to every host and its child processes."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
 
     def kill(self) -> None:
-        """Ends all hosts at once and waits for them."""
+        """End all hosts at once and wait for them."""
         self.send(signal.SIGKILL)
         for process in self._processes:
             process.wait()
 
     def last_lines(self, host: int, count: int) -> list[str]:
-        """The end of what a host printed; of host 0 nothing, for that was shown."""
+        """Return the last lines of a host's output; none of host 0, whose output was shown."""
         if host == 0:
             return []
         log = self._logs[host]
@@ -81,7 +81,7 @@ class Hosts:
         flags = [
             os.environ.get("XLA_FLAGS", ""),
             f"--xla_force_host_platform_device_count={self._devices_per_host}",
-            # The simulated devices share a few cores, so one may wait for the others as long as all of them work.
+            # The simulated devices share a few cores, so one may wait for the others as long as all work.
             f"--xla_cpu_collective_call_terminate_timeout_seconds={COLLECTIVE_TIMEOUT_SEC}",
         ]
         for host, log in enumerate(self._logs):
@@ -92,7 +92,7 @@ class Hosts:
                 NUM_HOSTS_VARIABLE: str(self._num_hosts),
                 HOST_INDEX_VARIABLE: str(host),
                 "XLA_FLAGS": " ".join(flags).strip(),
-                "JAX_NUM_CPU_DEVICES": str(self._devices_per_host),  # which JAX heeds before XLA_FLAGS
+                "JAX_NUM_CPU_DEVICES": str(self._devices_per_host),  # takes precedence over XLA_FLAGS
             }
             process = subprocess.Popen(
                 self._command,
@@ -105,7 +105,7 @@ class Hosts:
             self._processes.append(process)
 
     def _end(self) -> None:
-        """Sends SIGINT to every process group that is left, and SIGKILL to those still there after GRACE_SEC."""
+        """Send SIGINT to every remaining process group, and SIGKILL to those that remain after GRACE_SEC."""
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}  # nothing interrupts this
         deadline = time.monotonic() + GRACE_SEC
         for number in (signal.SIGINT, signal.SIGKILL):
@@ -119,19 +119,19 @@ class Hosts:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nothing listens."""
+    """Return a port of 127.0.0.1 on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def say(text: str) -> None:
-    """Prints a line about the pod."""
+    """Print a line about the pod."""
     print(f"pod: {text}", file=sys.stderr, flush=True)
 
 
 def _die_with_parent() -> None:
-    """Runs in the child: gives it a session, and on Linux SIGKILL from the kernel when this process dies."""
+    """Start a session in the child, and on Linux request SIGKILL from the kernel when this process dies."""
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""The run folder: what a run writes, reads back and shows."""
+"""Run folders: their writers, readers and display."""

@@ -1,4 +1,4 @@
-"""How often to save: from what a save costs and from how often the run has failed.
+"""Checkpoint interval, chosen by the cost of a save and the failure rate of the run.
 
 Young 1974, "A first order approximation to the optimum checkpoint interval", CACM 17(9); Daly 2006, "A higher order
 estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3).
@@ -16,27 +16,27 @@ from largebatch.runs.reader import ENDED, event_time, process_begin
 
 log = logging.getLogger("largebatch")
 
-SEC_WITHOUT_FAILURE = 86_400.0  # assumed between failures until one was seen: a day
-LONGEST_SEC = 3600.0  # nobody waits longer for a checkpoint
-TOLD_COST = 0.01  # share of the time that saves take, from which on it is said
+SEC_WITHOUT_FAILURE = 86_400.0  # assumed time between failures before the first: a day
+LONGEST_SEC = 3600.0  # longest interval between checkpoints
+TOLD_COST = 0.01  # share of the time that saves take, above which it is logged
 
 
 @dataclass(frozen=True)
 class Failures:
-    """How often the processes of a run failed, and what a start costs."""
+    """Failure statistics of the processes of a run, and the time of a restart."""
 
     count: int
-    mean_sec: float  # between two failures
-    restart_sec: float  # from the start of a process to its first update
+    mean_sec: float  # mean seconds between two failures
+    restart_sec: float  # seconds from the start of a process to its first step
 
     @classmethod
     def of(cls, events: Sequence[dict], run_sec: float) -> "Failures":
-        """What the lines of events.jsonl say, in their order.
+        """Compute the statistics from the lines of events.jsonl, in their order.
 
-        A process failed if it wrote so, or if another started after it and it had written no end.
+        A process failed if it recorded a failure, or if another started after it and it had recorded no end.
 
         Args:
-          run_sec: for which processes of the run have run.
+          run_sec: total seconds that processes of the run have run.
         """
         count, is_open = 0, False
         for event in events:
@@ -52,7 +52,7 @@ class Failures:
 
 
 def _readable(read_events: Callable[[], list[dict]]) -> list[dict]:
-    """The events; none, and a word, where they cannot be read: no run ends for that."""
+    """Read the events; return none, with a warning, if they cannot be read, for no run ends for that."""
     try:
         return read_events()
     except OSError as error:
@@ -71,7 +71,7 @@ def _restart_seconds(events: Sequence[dict]) -> list[float]:
 
 
 class Cadence:
-    """When a run saves between two validations.
+    """Schedule of the saves between two validations.
 
     Args:
       every_sec: a config's checkpoint.every_sec, seconds or "auto".
@@ -79,26 +79,26 @@ class Cadence:
 
     def __init__(self, every_sec: float | str):
         self._every_sec = every_sec
-        self._save_seconds: list[float] = []  # that saves of this process held training up
-        self._interval: float | None = None  # None where it has to be chosen anew
+        self._save_seconds: list[float] = []  # durations for which saves of this process blocked training
+        self._interval: float | None = None  # None if it has to be chosen anew
         self._is_told = False
 
     @property
     def save_sec(self) -> float | None:
-        """What a save costs, the median; None before the first."""
+        """Median seconds that a save takes; None before the first."""
         return float(np.median(self._save_seconds)) if self._save_seconds else None
 
     def note_save(self, seconds: float) -> None:
-        """Takes in what a save has just cost."""
+        """Record the duration of a save."""
         self._save_seconds.append(seconds)
         self._interval = None
 
     def interval(self, read_events: Callable[[], list[dict]], run_sec: float) -> float:
-        """Return the seconds from one save to the next; once it is said why, if saves cost 1% of the time or more.
+        """Return the seconds from one save to the next; log the reason once if saves take 1% of the time or more.
 
         Args:
-          read_events: gives the lines of events.jsonl.
-          run_sec: see `Failures.of`.
+          read_events: function that returns the lines of events.jsonl.
+          run_sec: total seconds that processes of the run have run.
         """
         if self._every_sec != "auto":
             return self._every_sec
@@ -120,11 +120,11 @@ class Cadence:
 
 
 def best_interval(save_sec: float, mean_failure_sec: float) -> float:
-    """Seconds of training between two saves that lose the least time: Daly 2006, equation 37.
+    """Return the seconds of training between two saves that lose the least time: Daly 2006, equation 37.
 
     Args:
-      save_sec: that a save holds training up.
-      mean_failure_sec: between two failures.
+      save_sec: seconds for which a save blocks training.
+      mean_failure_sec: mean seconds between two failures.
     """
     if save_sec >= 2 * mean_failure_sec:
         return min(mean_failure_sec, LONGEST_SEC)
@@ -134,7 +134,7 @@ def best_interval(save_sec: float, mean_failure_sec: float) -> float:
 
 
 def expected_goodput(interval: float, save_sec: float, failures: Failures) -> float:
-    """The share of wall time that trains and counts, if saves and failures go on like this: Daly 2006, equation 20.
+    """Return the share of wall time that is training and not lost, at these rates: Daly 2006, equation 20.
 
     Args:
       interval: seconds of training between two saves.

@@ -1,12 +1,12 @@
-"""Checkpoints: arrays by Orbax, written in the background, every byte under a SHA-256.
+"""Checkpoints: arrays written by Orbax in the background, every byte under a SHA-256.
 
     checkpoints/00000300/arrays/          Orbax: one folder per array, named as the array
     checkpoints/00000300/checkpoint.json  step, config, progress, a SHA-256 per array taken from memory
     checkpoints/00000300/SHA256SUMS       of every file above; `sha256sum -c SHA256SUMS` checks it by hand
 
-Orbax restores flipped bits as if nothing had happened, hence the digests. A folder is written under a
-temporary name and renamed, so under its own name it is whole. Only one host writes and reads; the state
-is the same on every device.
+Orbax restores flipped bits without an error, hence the digests. A folder is written under a temporary name and
+renamed, so under its own name it is whole. Only one host writes and reads; the state is the same on every
+device.
 """
 
 import concurrent.futures
@@ -32,7 +32,7 @@ log = logging.getLogger("largebatch")
 SUMS, DESCRIPTION, ARRAYS = "SHA256SUMS", "checkpoint.json", "arrays"
 REPLICAS = "replicas"  # the part of a checkpoint whose leading axes count devices
 
-# Names of arrays are a file format. An array, or all arrays below a name, that an earlier version called otherwise:
+# Arrays, or names with all arrays below them, that were renamed since an earlier version of this file format:
 # {"state.old": "state.new", "replicas.old": "replicas.new"}.
 RENAMED = {
     "state.averaged": "state.num_averaged",
@@ -41,22 +41,22 @@ RENAMED = {
     "replicas.progress": "replicas.scale_invariant_steps",
 }
 
-# What is damage; any other OSError is a disk or a network in trouble, and the file may well be sound.
+# Errors that mean damage; any other OSError is of a failing disk or network, and the file may well be sound.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint does not hold what was saved; the text names file and array."""
+    """Raised when a checkpoint does not hold what was saved; the message names file and array."""
 
 
 def named_leaves(tree) -> dict[str, Any]:
-    """{"params.Dense_0.bias": leaf, ...} for every leaf of a pytree."""
+    """Return {"params.Dense_0.bias": leaf, ...} for every leaf of a pytree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def current_name(stored: str) -> str:
-    """What this version calls an array that is stored under the name `stored`; see RENAMED."""
+    """Return the name in this version of an array that is stored under the name `stored`; see RENAMED."""
     for old, new in RENAMED.items():
         if stored == old or stored.startswith(f"{old}."):
             return new + stored.removeprefix(old)
@@ -77,7 +77,7 @@ def _array_digest(array: np.ndarray) -> dict:
 
 @functools.cache
 def _hush_orbax() -> None:
-    """What its threads raise (on a full disk: each of them) comes back from `save`; they print it as well."""
+    """Silence Orbax's threads, which print errors (on a full disk, each of them) that `save` raises as well."""
     for name in ("absl", "asyncio", "concurrent.futures"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     in_thread, unraisable = threading.excepthook, sys.unraisablehook
@@ -94,19 +94,19 @@ def _hush_orbax() -> None:
 
 
 def _orbax():
-    """Orbax's checkpointer, confined to this process; imported only now since it takes a while."""
+    """Return Orbax and a checkpointer confined to this process; imported late since it takes a while."""
     import orbax.checkpoint as ocp
 
     _hush_orbax()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(), active_processes={jax.process_index()}, barrier_sync_key_prefix="alone"
     )
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)  # an array, a folder
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)  # a folder per array
     return ocp, ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _sync(path: Path) -> None:
-    """Asks the disk to keep a file, or the names in a folder, through a power cut."""
+    """Sync a file, or the names in a folder, to disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,10 +115,10 @@ def _sync(path: Path) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run: saves in the background, keeps the last few and whatever is protected.
+    """Checkpoints of one run, saved in the background; the last few and the protected ones are kept.
 
     Args:
-      after_save: called when a checkpoint is on disk, in the background too; it may raise a UserError.
+      after_save: function that is called when a checkpoint is on disk, in the background; it may raise a UserError.
     """
 
     def __init__(self, folder: Path, keep: int, after_save: Callable[[], None] = lambda: None):
@@ -127,18 +127,18 @@ class Checkpoints:
         self._pending: concurrent.futures.Future | None = None
 
     def steps(self) -> list[int]:
-        """Steps of which there is a whole checkpoint, oldest first."""
+        """Return the steps with a whole checkpoint, oldest first."""
         return sorted(int(path.name) for path in self.folder.glob("[0-9]*") if path.name.isdigit())
 
     def path(self, step: int) -> Path:
-        """The folder of one checkpoint."""
+        """Return the folder of one checkpoint."""
         return self.folder / f"{step:08d}"
 
     def save(self, step: int, tree, description: dict, protect: Iterable[int] = ()) -> None:
-        """Saves a pytree of this host's arrays (copied before this returns) under `step`, in the background.
+        """Save a pytree of this host's arrays (copied before this returns) under `step`, in the background.
 
         Args:
-          description: kept beside the arrays; plain JSON.
+          description: plain JSON that is kept beside the arrays.
           protect: steps that are kept whatever their age.
         Raises:
           UserError: the save before this one failed.
@@ -149,15 +149,15 @@ class Checkpoints:
         self._pending = self._writer.submit(self._write, step, arrays, text, {step, *protect})
 
     def poll(self) -> None:
-        """Raises what `wait` would, without waiting."""
+        """Raise the error of a finished save, without waiting for a running one."""
         if self._pending and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is on disk.
+        """Wait until the checkpoint is on disk.
 
         Raises:
-          UserError: it could not be written; older ones are untouched.
+          UserError: the checkpoint could not be written; older ones are untouched.
         """
         if self._pending:
             pending, self._pending = self._pending, None
@@ -177,7 +177,7 @@ class Checkpoints:
             for path in (temporary / DESCRIPTION, temporary / SUMS, temporary):
                 _sync(path)
             old = self.folder / f".{step:08d}.old.tmp"
-            if target.exists():  # of the same step, from before a rollback
+            if target.exists():  # a checkpoint of the same step, from before a rollback
                 target.rename(old)
             temporary.rename(target)
             shutil.rmtree(old, ignore_errors=True)
@@ -196,14 +196,14 @@ class Checkpoints:
             self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Renamed first: a folder under its own name is whole."""
+        """Remove a checkpoint, renamed first, since a folder under its own name is whole."""
         trash = self.folder / f".{step:08d}.gone.tmp"
         shutil.rmtree(trash, ignore_errors=True)
         self.path(step).rename(trash)
         shutil.rmtree(trash)
 
     def discard_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps than `step`."""
+        """Remove the checkpoints of later steps than `step`."""
         self.wait()
         for later in self.steps():
             if later > step:
@@ -212,18 +212,18 @@ class Checkpoints:
     def restore_newest(
         self, like, check: Callable[[dict], None] = lambda description: None
     ) -> tuple[Any, dict] | None:
-        """The newest sound checkpoint; damaged ones are named and set aside as NAME.damaged.
+        """Restore the newest sound checkpoint; log damaged ones and set them aside as NAME.damaged.
 
         Args:
-          like: pytree of what is expected, with shapes and dtypes.
-          check: see `restore`.
+          like: pytree of the expected structure, shapes and dtypes.
+          check: as of `restore`.
         Returns:
           Tree of NumPy arrays and description, or None where there is no checkpoint yet.
         Raises:
-          UserError: all are damaged (then nothing is set aside), one cannot be read, or it holds other
-            arrays than `like`.
+          UserError: all are damaged (then nothing is set aside), one cannot be read, or it holds other arrays than
+            `like`.
         """
-        for old in self.folder.glob(".*.old.tmp"):  # of a process that was killed while it replaced one
+        for old in self.folder.glob(".*.old.tmp"):  # left by a process killed while it replaced one
             if not (target := self.path(int(old.name[1:9]))).exists():
                 old.rename(target)
         for temporary in self.folder.glob(".*.tmp"):
@@ -253,7 +253,7 @@ class Checkpoints:
             raise UserError(f"--workdir: cannot write {aside} ({error.strerror})") from error
 
     def close(self) -> None:
-        """Waits for the writer."""
+        """Wait for the writer and end it."""
         self._writer.shutdown()
 
 
@@ -270,10 +270,10 @@ def _sums_of(folder: Path) -> str:
 
 
 def check(folder: Path) -> dict:
-    """Verifies every file of a checkpoint; returns its description.
+    """Verify every file of a checkpoint; return its description.
 
     Raises:
-      DamagedCheckpoint: names the file, and the array that it belongs to.
+      DamagedCheckpoint: a file is damaged; the message names it, and the array that it belongs to.
       UserError: a file cannot be read just now.
     """
     try:
@@ -292,7 +292,7 @@ def check(folder: Path) -> dict:
         if name not in expected:
             raise DamagedCheckpoint(f"{folder / SUMS} does not list {name}")
         of_array = f" (array {name.split('/')[1]})" if name.count("/") > 1 else ""
-        if name not in present:  # or is no file of this folder, as "../../dev/zero"
+        if name not in present:  # or no file of this folder, as "../../dev/zero"
             raise DamagedCheckpoint(f"{folder / name} cannot be read (no such file){of_array}")
         try:
             digest = _sha256((folder / name).read_bytes())
@@ -306,10 +306,10 @@ def check(folder: Path) -> dict:
 
 
 def read_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
-    """Verified arrays by their names of today, and the description.
+    """Read and verify the arrays, by their current names, and the description.
 
     Raises:
-      DamagedCheckpoint: a file, or an array as Orbax restores it, is not what was saved.
+      DamagedCheckpoint: a file, or an array as Orbax restores it, differs from what was saved.
     """
     description = check(folder)
     ocp, checkpointer = _orbax()
@@ -325,13 +325,13 @@ def read_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
 
 
 def restore(folder: Path, like, check: Callable[[dict], None] = lambda description: None) -> tuple[Any, dict]:
-    """A checkpoint as the pytree `like`, and its description.
+    """Restore a checkpoint as a pytree like `like`; return it with its description.
 
     Args:
-      check: takes the description before the arrays are compared with `like`; raises UserError to refuse it.
+      check: function of the description, called before the arrays are compared with `like`; may raise UserError.
     Raises:
-      DamagedCheckpoint: see `read_arrays`.
-      UserError: it holds other arrays than `like` has.
+      DamagedCheckpoint: as of `read_arrays`.
+      UserError: the checkpoint holds other arrays than `like`.
     """
     arrays, description = read_arrays(folder)
     check(description)
@@ -339,7 +339,7 @@ def restore(folder: Path, like, check: Callable[[dict], None] = lambda descripti
 
 
 def fill(like, arrays: dict[str, np.ndarray], where: str):
-    """`arrays` as the leaves of the pytree `like`; those of REPLICAS may be of another number of devices.
+    """Return a pytree like `like` with `arrays` as leaves; those of REPLICAS may have another number of devices.
 
     Raises:
       UserError: names, shapes or dtypes differ; all are listed.

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it trains."""
+"""Terminal display of a run while it trains."""
 
 from rich import box, progress, table
 
@@ -6,12 +6,12 @@ from largebatch.tasks.kinds import CLASSIFICATION, TaskKind
 from largebatch.terminal import Console, duration, four_digits
 from largebatch.util import printable
 
-LONG_RUN_SEC = 600  # a run that will train for longer says so once its speed is known
-SLOW_CALL_SEC = 5  # beside which what the first update does once takes no time
+LONG_RUN_SEC = 600  # the time of a longer run is printed once its speed is known
+SLOW_CALL_SEC = 5  # in a call this long the one-off work of the first step is negligible
 
 
 class Reporter:
-    """What a person sees: a progress bar and a line per outer loop on a terminal, plain lines elsewhere."""
+    """Progress display: a bar and a line per outer loop on a terminal, plain lines elsewhere."""
 
     def __init__(self, kind: TaskKind = CLASSIFICATION, *, enabled: bool):
         self._kind, self._num_calls, self._knows_speed = kind, 0, False
@@ -35,23 +35,23 @@ class Reporter:
         self._bar.stop()
 
     def start(self, total_updates: int, step: int, headline: str) -> None:
-        """Before the first update, which is number `step` of `total_updates`."""
+        """Print the headline and start the bar, before the first step, number `step` of `total_updates`."""
         self.line(headline)
         self._bar.update(self._task, total=total_updates, completed=step)
 
     def line(self, text: str) -> None:
-        """Prints one line above the bar."""
+        """Print one line above the bar."""
         self._console.print(text, soft_wrap=True)
 
     def at(self, step: int, images: int, seconds: float, images_left: int) -> None:
-        """Move the bar to update `step`, and say once how long a long run will take.
+        """Move the bar to `step`, and print once how long a long run will take.
 
-        The first call is a single update, which may be several times slower than later ones. It tells the speed
-        only if it takes long.
+        The first call is a single step, which may be several times slower than later ones. It counts as a
+        measurement of the speed only if it takes long.
 
         Args:
-          images, seconds: of the call of the compiled loop that has just ended.
-          images_left: training images from here to the last update.
+          images, seconds: training images and duration of the last call of the compiled loop.
+          images_left: training images from here to the last step.
         """
         images_per_sec = images / seconds
         seconds_left = images_left / images_per_sec
@@ -63,7 +63,7 @@ class Reporter:
         self._bar.update(self._task, completed=step, rate=f"{images_per_sec:,.0f} images/s")
 
     def row(self, row: dict, outer_steps: int) -> None:
-        """The line of one outer loop."""
+        """Print the line of one outer loop."""
         score = f"val {self._kind.score_words} {row['val_score']:.4f}{self._others(row)}"
         self.line(
             f"outer {row['outer']:>4}/{outer_steps}  step {row['step']:>6}  epoch {row['epoch']:8.2f}  "
@@ -73,7 +73,7 @@ class Reporter:
         )
 
     def results(self, summary: dict, workdir: str) -> None:
-        """The closing table."""
+        """Print the closing table."""
         out = table.Table(box=box.SIMPLE, show_header=False)
         out.add_column(no_wrap=True)
         out.add_column(overflow="fold")
@@ -104,7 +104,7 @@ class Reporter:
         self._console.print(out)
 
     def _others(self, row: dict) -> str:
-        """The scores beside the plain one, as " (top5 0.9900, views 0.9500)"."""
+        """Return the scores beside the plain one, as " (top5 0.9900, views 0.9500)"."""
         prefix = f"{self._kind.score_column}_"
         known = {name: value for name, value in row.items() if name.startswith(prefix) and value is not None}
         scores = [f"{name.removeprefix(prefix)} {value:.4f}" for name, value in known.items()]
@@ -112,7 +112,7 @@ class Reporter:
 
 
 def _hardware(row: dict) -> str:
-    """Say how well the devices are used and how full they were, where that is known."""
+    """Return the model FLOPs utilization and peak memory of the devices in words, where known."""
     text, mfu, peak = "", row["mfu"], row["device_memory_peak_bytes"]
     if mfu is not None:
         text += f"  mfu {mfu:.0%}" if mfu >= 0.095 else f"  mfu {mfu:.1%}"

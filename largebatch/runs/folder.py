@@ -1,4 +1,4 @@
-"""The run folder, its writers, and what a person sees while training."""
+"""Run folder with the writers of its files, and its copy in a bucket."""
 
 import contextlib
 import datetime
@@ -24,11 +24,11 @@ from largebatch.util import UserError, expanded
 
 log = logging.getLogger("largebatch")
 
-LAST_COPY_SEC, RETRY_SEC = 60.0, 5.0  # of the copy to a bucket at the end of a run
+LAST_COPY_SEC, RETRY_SEC = 60.0, 5.0  # limit and pause of the copy to a bucket at the end of a run
 
 
 def jsonable(value):
-    """`value` with NumPy numbers as Python's and every non-finite number as None."""
+    """Return `value` with NumPy numbers as Python's and every non-finite number as None."""
     if isinstance(value, dict):
         return {key: jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -42,7 +42,7 @@ def jsonable(value):
 
 @contextlib.contextmanager
 def writing(path):
-    """Turns a failing disk into one line that names the file."""
+    """Turn the errors of a failing disk into a UserError of one line that names the file."""
     try:
         yield
     except OSError as error:
@@ -54,18 +54,18 @@ def _json(content: dict) -> str:
 
 
 class InUse(UserError):
-    """Another process trains in the run folder."""
+    """Raised when another process trains in the run folder."""
 
 
 class RunFolder:
-    """config.json, metrics.jsonl, events.jsonl, summary.json and predictions of one run.
+    """Folder of one run: config.json, metrics.jsonl, events.jsonl, summary.json and predictions.
 
     Only the primary host writes. Whole files are written under a temporary name and renamed; lines of the
-    two .jsonl files are added one by one. That of a bucket is written on this machine; see `bucket`.
+    two .jsonl files are added one by one. A folder in a bucket is written on this machine; see `bucket`.
 
     Attributes:
-      address: as the user gave it.
-      path: where it is written.
+      address: path or URL as the user gave it.
+      path: folder on this machine that is written.
     """
 
     def __init__(self, address: str | os.PathLike):
@@ -73,11 +73,11 @@ class RunFolder:
         self._bucket = bucket.Bucket(self.address) if bucket.is_url(address) else None
         self.path = self._bucket.folder if self._bucket else Path(expanded(address, "--workdir"))
         self._lock = None
-        self._is_new = False  # whether `lock` made the folder
+        self._is_new = False  # True if `lock` made the folder
         self._rows_bytes, self._rows_sha256 = 0, hashlib.sha256()
 
     def read(self, name: str) -> dict | None:
-        """A JSON file of the folder, or None where there is none."""
+        """Read a JSON file of the folder; return None where there is none."""
         path = f"{self.address}/{name}"
         try:
             text = self._read(name)
@@ -89,23 +89,23 @@ class RunFolder:
         return content
 
     def holds(self, name: str) -> bool:
-        """Whether there is a file of this name."""
+        """Return True if there is a file of this name."""
         return self._read(name) is not None
 
     def _read(self, name: str) -> bytes | None:
-        if self._bucket and not self._lock:  # before `lock` has fetched it
+        if self._bucket and not self._lock:  # `lock` has not fetched it yet
             return self._bucket.read(name)
         path = self.path / name
         return path.read_bytes() if path.exists() else None
 
     def lock(self) -> None:
-        """Makes the folder, tries it, and keeps other processes out until this one ends, however it ends.
+        """Create the folder, test it, and lock it against other processes until this one ends, however it ends.
 
-        That of a bucket is brought up to what is there. Processes of other machines are not kept out of it.
+        A folder in a bucket is brought up to date with the bucket. Processes of other machines are not locked out.
 
         Raises:
           UserError: the folder cannot be written.
-          InUse: another process trains in it.
+          InUse: another process trains in the folder.
         """
         path, probe = self.path / "lock", self.path / "probe"
         self._is_new = not self.path.exists()
@@ -121,14 +121,14 @@ class RunFolder:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
-                raise BlockingIOError  # a process that has just ended removed it; yet another may have made its own
+                raise BlockingIOError  # removed by a process that has just ended; another may have made its own
         except BlockingIOError as error:
             lock.close()
             raise InUse(f"--workdir: another process is training in {self.address}") from error
         except OSError as error:  # some network file systems
             log.warning("--workdir: %s cannot be locked (%s): start one process in it only", path, error.strerror)
         self._lock = lock
-        with writing(self.path):  # what a process that was killed left
+        with writing(self.path):  # files that a killed process left
             for left in self.path.glob(".*.tmp"):
                 util.remove(left)
             prediction_files.finish_writing(self.path)
@@ -140,7 +140,7 @@ class RunFolder:
                 raise
 
     def _fetch(self, its_bucket: bucket.Bucket) -> None:
-        """Brings the folder up to what is in the bucket."""
+        """Bring the folder up to date with the bucket."""
         what = "is copied to after every checkpoint, from %s; a bucket has no locks: start one run in it only"
         log.info(f"--workdir: %s {what}", self.address, self.path)
         its_bucket.probe()
@@ -148,10 +148,10 @@ class RunFolder:
             its_bucket.pull()
 
     def copy(self) -> None:
-        """Copies to the bucket, where the folder is of one; where that fails, a later copy makes up for it.
+        """Copy the folder to its bucket, if it has one; if that fails, a later copy makes up for it.
 
         Raises:
-          UserError: another process has copied to it.
+          UserError: another process has copied to the bucket.
         """
         if self._bucket:
             try:
@@ -161,10 +161,10 @@ class RunFolder:
                 log.warning("%s; the run goes on, and the next checkpoint is copied with this one", error)
 
     def copy_whole(self) -> None:
-        """Copies to the bucket, at the end of a run.
+        """Copy the folder to its bucket at the end of a run, with retries.
 
         Raises:
-          UserError: it cannot be reached in LAST_COPY_SEC, or another process has copied to it.
+          UserError: the bucket cannot be reached in LAST_COPY_SEC, or another process has copied to it.
         """
         deadline = time.monotonic() + LAST_COPY_SEC
         while self._bucket:
@@ -178,10 +178,10 @@ class RunFolder:
                 time.sleep(RETRY_SEC)
 
     def start_rows(self, mark: dict | None) -> None:
-        """Cuts metrics.jsonl back to `mark`, the `rows_mark` of a checkpoint; None is before the first row.
+        """Truncate metrics.jsonl to `mark`, the `rows_mark` of a checkpoint; None is before the first row.
 
         Raises:
-          UserError: the file no longer starts with the rows that were there then.
+          UserError: the file no longer starts with the rows of the checkpoint.
         """
         path = self.path / "metrics.jsonl"
         mark = mark or {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
@@ -197,23 +197,23 @@ class RunFolder:
         self._rows_bytes, self._rows_sha256 = mark["bytes"], digest
 
     def rows_mark(self) -> dict:
-        """Where metrics.jsonl ends now: its length and SHA-256."""
+        """Return the current length and SHA-256 of metrics.jsonl."""
         return {"bytes": self._rows_bytes, "sha256": self._rows_sha256.hexdigest()}
 
     def log_event(self, event: str, **fields) -> None:
-        """Adds a line to events.jsonl, which tells what happened to the run: starts, stops, rollbacks."""
+        """Append a line to events.jsonl, the history of the run: starts, stops, rollbacks."""
         path = self.path / "events.jsonl"
         process = {"pid": os.getpid(), "node": os.uname().nodename}
         now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
         line = {"time": now, "event": event, **fields, **process}
         with writing(path), path.open("ab+") as file:
-            # A line that a killed process left without its end stays apart from the next.
+            # A line that a killed process left incomplete stays apart from the next.
             file.seek(max(file.tell() - 1, 0))
             end = b"\n" if file.read(1) not in (b"", b"\n") else b""
             file.write(end + json.dumps(jsonable(line), allow_nan=False).encode() + b"\n")
 
     def events(self) -> list[dict]:
-        """The whole lines of events.jsonl."""
+        """Return the whole lines of events.jsonl."""
         path, events = self.path / "events.jsonl", []
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError):
@@ -223,21 +223,21 @@ class RunFolder:
         return events
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
+        """Remove a file, if it exists."""
         with writing(self.path / name):
             (self.path / name).unlink(missing_ok=True)
 
     def write_json(self, name: str, content: dict) -> None:
-        """Writes or replaces one JSON file."""
+        """Write or replace one JSON file."""
         self._write(name, _json(content).encode())
 
     def write_outcome(self, outcome: Outcome, parts: Iterator) -> None:
-        """Replaces what the best validation before has left."""
+        """Replace the predictions of the best validation so far."""
         with writing(self.path / outcome.name):
             outcome.write(self.path, parts)
 
     def append_row(self, row: dict) -> None:
-        """Adds one line to metrics.jsonl, whole or not at all."""
+        """Append one line to metrics.jsonl, whole or not at all."""
         path = self.path / "metrics.jsonl"
         line = (json.dumps(jsonable(row), allow_nan=False) + "\n").encode()
         with writing(path), path.open("ab", buffering=0) as file:
@@ -252,7 +252,7 @@ class RunFolder:
         self._rows_sha256.update(line)
 
     def close(self) -> None:
-        """Lets other processes in; a new folder in which nothing was written goes."""
+        """Unlock the folder; remove it if it is new and empty."""
         if self._lock:
             (self.path / "lock").unlink(missing_ok=True)
             if self._is_new:

@@ -1,4 +1,4 @@
-"""How a run begins and ends."""
+"""Begin, end and rollback of a run."""
 
 import contextlib
 import logging
@@ -16,10 +16,10 @@ log = logging.getLogger("largebatch")
 
 
 def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
-    """The run folder, locked; or with its summary where it holds an ended run. The same answer on every host.
+    """Open and lock the run folder, or return it with the summary of its ended run; equal on every host.
 
     Args:
-      config: as plain JSON.
+      config: config as plain JSON.
     Raises:
       UserError: the folder cannot be written, is in use, or holds a run of another config; or a tracker that the
         config asks for is not installed.
@@ -37,7 +37,7 @@ def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
         return summary
     run.lock()
     try:
-        # Again: what this machine has of a run in a bucket may not have been copied there yet.
+        # Checked again: this machine may hold a run that has not been copied to its bucket yet.
         if not _holds_this_run(run, config) and run.holds("metrics.jsonl"):
             raise UserError(f"--workdir: {run.address} holds metrics.jsonl but no config.json; give a new folder")
     except UserError:
@@ -47,9 +47,9 @@ def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
 
 
 def _holds_this_run(run: RunFolder, config: dict) -> bool:
-    """Return whether a run of this config is in the folder; one of another config is refused.
+    """Return True if a run of this config is in the folder; refuse a run of another config.
 
-    Where the data are does not matter: checkpoints have their digests.
+    The place of the data does not matter: checkpoints have their digests.
     """
     stored = run.read("config.json")
     if stored is None:
@@ -61,7 +61,7 @@ def _holds_this_run(run: RunFolder, config: dict) -> bool:
 
 
 def _name_other_places(run: RunFolder, config: dict) -> None:
-    """Warn where an ended run had its data from elsewhere: nobody has looked at what lies in these places now."""
+    """Warn if an ended run had its data from other places: the data in the new places are not checked."""
     there = run.read("config.json")["dataset"]
     for name in (path.removeprefix("dataset.") for path in DATA_PATHS):
         if _place(there.get(name)) != _place(here := config["dataset"][name]):
@@ -75,21 +75,21 @@ def _place(path: str | None) -> str | None:
         return path
     try:
         return str(Path(expanded(path)).resolve())
-    except UserError:  # ~USER of another machine
+    except UserError:  # "~USER" of another machine
         return path
 
 
 class Diverged(Exception):
-    """A loss or gradient is not finite, and the run cannot go on."""
+    """Raised when a loss or gradient is not finite and the run cannot continue."""
 
 
 class Pruned(Exception):
-    """A sweep ended the run early, for others do better."""
+    """Raised when a sweep ends the run early, since others do better."""
 
 
 @contextlib.contextmanager
 def recorded_end(progress):
-    """Writes summary.json and the last event, however the block ends; saves first if it was stopped.
+    """Write summary.json and the last event, however the block ends; save first if it was stopped.
 
     Args:
       progress: the run's RunProgress.
@@ -118,17 +118,17 @@ def recorded_end(progress):
         progress.write_end(reason)
 
 
-# ---- back to a validated checkpoint, after numerical trouble ------------------------------------------
+# ---- rollback to a validated checkpoint ---------------------------------------------------------------
 
 
 def roll_back(progress, from_step: int, reason: str) -> None:
-    """Goes back to the last validated checkpoint with the learning rate cut, on all hosts.
+    """Roll back to the last validated checkpoint with a lower learning rate, on all hosts.
 
     Args:
       progress: the run's RunProgress.
-      from_step: the update that was in trouble.
+      from_step: the step with the non-finite or diverging loss.
     Raises:
-      Diverged: it was rolled back as often as the config allows.
+      Diverged: the run was rolled back `max_nonfinite` times before.
       UserError: the checkpoint is damaged.
     """
     options, rollbacks = progress.config["train"], progress.summary["rollbacks"]
@@ -151,7 +151,7 @@ def roll_back(progress, from_step: int, reason: str) -> None:
 
 
 def _cut(scale, factor: float, times: int) -> np.float32:
-    """One by one: the same roundings whatever was saved in between."""
+    """Multiply by `factor` one time after the other: equal roundings whatever was saved in between."""
     scale = np.float32(scale)
     for _ in range(times):
         scale = np.float32(scale * np.float32(factor))

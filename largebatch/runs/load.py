@@ -20,7 +20,7 @@ WHOLE_AVERAGE = 1_000_000  # steps, after which no moving average remembers its 
 
 @dataclasses.dataclass(frozen=True)
 class BestCheckpoint:
-    """A checkpoint: arrays by name, and checkpoint.json (step, config, description of the data, ...)."""
+    """Checkpoint with arrays by name, and checkpoint.json (step, config, description of the data, ...)."""
 
     arrays: dict[str, np.ndarray]
     description: dict
@@ -36,7 +36,7 @@ def best_checkpoint(run: Path) -> BestCheckpoint:
         raise UserError(f"{run} is no run folder: it has no config.json")
     saved = checkpoints.Checkpoints(run / "checkpoints", keep=1)
     best_step = None
-    for step in reversed(saved.steps()):  # the newest sound one tells which was best
+    for step in reversed(saved.steps()):  # the newest sound one records which was best
         try:
             best_step = checkpoints.check(saved.path(step))["summary"]["best_step"]
             break

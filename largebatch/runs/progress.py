@@ -1,4 +1,4 @@
-"""What a run has reached and must not lose: its rows, its checkpoints, and where it goes on after a stop."""
+"""Progress of a run that must survive a stop: its rows, its checkpoints, and its resumption."""
 
 import contextlib
 import dataclasses
@@ -34,53 +34,53 @@ log = logging.getLogger("largebatch")
 
 @dataclasses.dataclass(frozen=True)
 class RunDescription:
-    """What a checkpoint says of a run beside its arrays; plain JSON."""
+    """Description of a run that a checkpoint holds beside its arrays; plain JSON."""
 
     config: dict
-    # What someone needs to use the network elsewhere, and what must not change.
+    # Properties of the data that the network needs elsewhere, and those that must not change.
     data: dict
-    summary: dict  # before the first update
+    summary: dict  # before the first step
 
 
 class RunProgress:
-    """Ties a trainer to its run folder. Every host has one; host 0 reads and writes.
+    """Link between a trainer and its run folder. Every host has one; host 0 reads and writes.
 
-    A checkpoint holds the trainer's `snapshot`, the config, and as plain JSON what the hosts gathered:
-    the summary so far, the clock, and how long metrics.jsonl is.
+    A checkpoint holds the trainer's `snapshot`, the config, and as plain JSON the summary so far, the clock, and
+    the length of metrics.jsonl.
 
     Args:
-      trainer: with `snapshot`, `restore`, `step`, `schedule` and `state` (see `trainer.Trainer`).
+      trainer: object with `snapshot`, `restore`, `step`, `schedule` and `state` (see `trainer.Trainer`).
     """
 
     def __init__(self, run: RunFolder, trainer, clock: Clock, description: RunDescription):
         self._run, self._trainer, self._clock, self._data = run, trainer, clock, description.data
         self.config, self.summary = description.config, description.summary
         self._kind = kind_of(self.config)
-        self.validated_step = 0  # of the last checkpoint after a validation, or of the first
-        self.seconds_before: dict[str, float] = {}  # clock.seconds when the running outer loop began
+        self.validated_step = 0  # step of the last checkpoint after a validation, or of the first
+        self.seconds_before: dict[str, float] = {}  # clock.seconds at the begin of the running outer loop
         self.batch_sizes: list[list[int]] | None = None  # of the restored checkpoint; see `BatchSchedule.state`
         options = self.config["checkpoint"]
         self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", options["keep"], run.copy)
         self._cadence = Cadence(options["every_sec"])
-        self._trackers: Trackers | None = None  # on host 0, from the start on
-        self._is_training = False  # whether this process has told of its first update
+        self._trackers: Trackers | None = None  # on host 0, once the run has started
+        self._is_training = False  # True once this process has recorded its first step
         self._saved_step, self._saved_time = None, time.monotonic()
         self._like = trainer.snapshot()  # structure, shapes and types
 
     @property
     def reached_target(self) -> bool:
-        """Whether a validation has reached the target."""
+        """True if a validation has reached the target."""
         return self.summary["steps_to_target"] is not None
 
     # ---- start ----------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Takes up the newest sound checkpoint of the run folder, or starts at update 0.
+        """Resume from the newest sound checkpoint of the run folder, or start at step 0.
 
-        A run that is refused stays as it is, but that damaged checkpoints are set aside.
+        A run that is refused stays unchanged, except that damaged checkpoints are set aside.
 
         Raises:
-          UserError: the checkpoint or metrics.jsonl do not go with this program; on every host.
+          UserError: the checkpoint or metrics.jsonl do not fit this program; on every host.
         """
         with self._clock.measure("checkpoint"):
             newest = collectives.agreed(self._read_newest, collectives.is_primary())
@@ -112,13 +112,13 @@ class RunProgress:
         refuse_other_data(description["data"], self._data, self._run.path, trace)
 
     def _for_these_devices(self, snapshot: dict) -> dict:
-        """Of replicas that were more or fewer, each of the new ones starts from their mean."""
+        """Return a snapshot with as many replicas as devices; if the number changes, all start from the mean."""
         if "replicas" not in snapshot or len(snapshot["replicas"].step) == len(self._like["replicas"].step):
             return snapshot
         return {**snapshot, "replicas": replicas_from_mean(snapshot["state"], self._like["replicas"])}
 
     def _start_from_another_run(self) -> None:
-        """Takes what train.init_from asks for; see `runs.start`."""
+        """Restore the state of the run that train.init_from names; see `runs.load`."""
         train, state = self.config["train"], self._like["state"]
         step, version = train["init_step"], self._data["network_version"]
 
@@ -138,14 +138,14 @@ class RunProgress:
         self._trainer.restore(snapshot)
 
     def _from_primary(self, checkpoint: tuple[dict, dict] | None) -> tuple[dict | None, dict | None]:
-        """Host 0's snapshot and description, on every host; None where it has none."""
+        """Return host 0's snapshot and description on every host; None where it has none."""
         description = collectives.json_from_primary(checkpoint and checkpoint[1])
         if description is None:
             return None, None
         return collectives.from_primary(checkpoint[0] if checkpoint else self._like), description
 
     def take_up(self, snapshot: dict, description: dict) -> None:
-        """Goes on from a checkpoint, on all hosts."""
+        """Restore a checkpoint, on all hosts."""
         self.batch_sizes = description["batch_sizes"]
         self._trainer.restore(snapshot)
         known, summary = empty_summary().keys(), summary_of_older_code(description["summary"])
@@ -155,7 +155,7 @@ class RunProgress:
 
     def _write_start(self) -> None:
         self._run.write_json("config.json", self.config)
-        self._run.remove("summary.json")  # of the start before
+        self._run.remove("summary.json")  # of an earlier start
         code = code_of(self.summary)
         counted = sum(self._clock.seconds.get(section, 0.0) for section in COUNTED_SECTIONS)
         times = {"start_sec": self._clock.since_made(), "counted_sec": counted}
@@ -190,7 +190,7 @@ class RunProgress:
             log.warning("%s", warning)
 
     def _layout(self) -> dict:
-        """What must be the same for bitwise the same results, beside the code."""
+        """Return the devices, hosts and platform, which bitwise equal results need beside equal code."""
         return {
             "devices": self.summary["devices"],
             "hosts": self.summary["hosts"],
@@ -200,13 +200,13 @@ class RunProgress:
     # ---- rows -----------------------------------------------------------------------------------
 
     def record(self, row: dict, outcome: Outcome) -> bool:
-        """Adds the row of an outer loop to the run, with its outcome where that is the best so far.
+        """Add the row of an outer loop to the run, with its outcome if that is the best so far.
 
         Args:
-          outcome: of the validation. It comes to the host only where it is written, by parts, and all hosts take
-            part in that.
+          outcome: predictions of the validation. They are copied to the host only if they are written, in parts, by
+            all hosts together.
         Returns:
-          Whether the validation score is the best so far.
+          True if the validation score is the best so far.
         Raises:
           UserError: the disk is full; on every host.
         """
@@ -226,21 +226,21 @@ class RunProgress:
         return improved
 
     def note_training(self) -> None:
-        """Notes, once, that this process has done its first updates: the end of its load."""
+        """Record, once, that this process has made its first steps: the end of its start."""
         if not self._is_training:
             self._is_training = True
             self.note_event("training", step=self._trainer.step)
 
     def note_event(self, event: str, **details) -> None:
-        """Adds a line to events.jsonl; a failure is raised on every host."""
+        """Append a line to events.jsonl; raise a failure on every host."""
         collectives.agreed(lambda: self._run.log_event(event, **details), collectives.is_primary())
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def save(self, *, after_validation: bool) -> None:
-        """Saves in the background; `after_validation` is after the row of an outer loop, else inside one.
+        """Save in the background; `after_validation` is after the row of an outer loop, else inside one.
 
-        Host 0 may have to wait for the save before, and the others with it.
+        Host 0 may have to wait for the previous save, and the others with it.
 
         Raises:
           UserError: this save or the one before it failed; on every host.
@@ -271,10 +271,10 @@ class RunProgress:
         self._checkpoints.save(self._trainer.step, snapshot, description, protect)
 
     def save_if_due(self) -> None:
-        """Between two calls inside an outer loop: saves when `every_sec` have passed.
+        """Save, between two calls inside an outer loop, if `every_sec` have passed.
 
         Raises:
-          UserError: the save before failed; on every host.
+          UserError: the previous save failed; on every host.
         """
         due, error = False, None
         try:
@@ -284,7 +284,7 @@ class RunProgress:
             self._checkpoints.poll()
         except UserError as raised:
             error = raised
-        # Nobody comes late to this collective, which costs less than a meeting.
+        # No host comes late to this collective, which costs less than a barrier.
         due, failed = collectives.from_primary(np.array([due, error is not None], np.int32))
         if failed:
             collectives.share_error(error)
@@ -292,10 +292,10 @@ class RunProgress:
             self.save(after_validation=False)
 
     def read_validated(self) -> tuple[dict, dict]:
-        """Snapshot and description of the last validated checkpoint, on every host; later ones are removed.
+        """Return the snapshot and description of the last validated checkpoint on every host; remove later ones.
 
         Raises:
-          UserError: it is damaged; on every host.
+          UserError: the checkpoint is damaged; on every host.
         """
 
         def read():
@@ -314,7 +314,7 @@ class RunProgress:
     # ---- end ------------------------------------------------------------------------------------
 
     def finish_saving(self) -> None:
-        """Saves where the run stands and waits for it; all hosts learn of a failure."""
+        """Save the current step and wait for it; raise a failure on all hosts."""
         error = None
         try:
             if self._saved_step != self._trainer.step:
@@ -325,7 +325,7 @@ class RunProgress:
         collectives.share_error(error)
 
     def write_end(self, reason: str | None) -> None:
-        """Writes the summary as it is now and the last event; the last thing that is done to a run."""
+        """Write the current summary and the last event, as the last action of a run."""
         self.summary["seconds"] = {**self._clock.seconds, "total": self._clock.total()}
 
         def write():
@@ -337,13 +337,13 @@ class RunProgress:
             self._run.copy_whole()
             if self._trackers:
                 self._trackers.end(jsonable(self.summary))
-                self._run.copy()  # what they wrote at their end
+                self._run.copy()  # files that the trackers wrote at their end
 
         self._checkpoints.close()
         if self.summary["status"] != "failed":
             collectives.agreed(write_and_copy, collectives.is_primary())
-        elif collectives.is_primary():  # the others may not come here
-            # The failure itself (a full disk?) is what the user has to know.
+        elif collectives.is_primary():  # the other hosts may not come here
+            # The failure itself (a full disk?) is reported to the user.
             with contextlib.suppress(UserError):
                 write()
                 self._run.copy()
@@ -352,7 +352,7 @@ class RunProgress:
 
 
 def replicas_from_mean(mean, like):
-    """As many replicas as `like` has, all of them `mean`, as if they had just synchronised.
+    """Return as many replicas as `like` has, all equal to `mean`, as if they had just synchronised.
 
     Args:
       mean: the TrainState of one device that takes local steps, of NumPy arrays.

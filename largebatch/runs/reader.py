@@ -1,8 +1,8 @@
-"""Runs and studies read back from their folders, whatever state they are in.
+"""Readers of run and study folders in any state.
 
 A study is a folder with study.json and trials/0000, trials/0001, ..., each an ordinary run folder with a
-trial.json beside. A damaged or unfinished run raises nothing: what is wrong with it stands in its `problems`.
-Folders may come from someone else; `lies_in` tells whether a path that one names leads outside of it.
+trial.json beside. A damaged or unfinished run raises nothing: its `problems` list what is wrong with it.
+Folders may come from someone else; `lies_in` checks that a path that a folder names does not lead out of it.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from largebatch.terminal import duration
 from largebatch.util import UserError, expanded
 
 ENDED = ("done", "diverged", "interrupted", "failed", "pruned")  # how a process's part of a run ends
-SCORES = ("best_val_accuracy", "best_score")  # the first is its name where the task is classification
+SCORES = ("best_val_accuracy", "best_score")  # the first is the name for classification
 OBJECTIVES = (*SCORES, "steps_to_target", "examples_to_target", "sec_to_target")
 BATCH = "batch.size"
-COUNTED_SECTIONS = ("train", "evaluation")  # of a run's clock: time that brought it on
-EARLIEST_YEAR, LONGEST_START_SEC = 2000, 1e6  # of an event; a file that tells others is damaged
-LARGEST = 1e40  # what float32 holds and some more; beyond it a file is damaged, and squares would overflow
+COUNTED_SECTIONS = ("train", "evaluation")  # sections of a run's clock that count as goodput
+EARLIEST_YEAR, LONGEST_START_SEC = 2000, 1e6  # of an event; a file with others is damaged
+LARGEST = 1e40  # above the range of float32; beyond it a file is damaged, and squares would overflow
 SCALAR = (str, int, float, bool, type(None))
 
 
@@ -33,7 +33,7 @@ SCALAR = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds.
+    """Content of a run folder.
 
     Attributes:
       config, summary: config.json and summary.json; {} where the file is missing or damaged.
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """One of ENDED, "running" (or killed: its end was not recorded), or "unreadable" (damaged)."""
+        """Status: one of ENDED, "running" (or killed: its end was not recorded), or "unreadable" (damaged)."""
         recorded = self.summary.get("status")
         if recorded in ENDED:
             return recorded
@@ -64,13 +64,13 @@ class Run:
 
     @property
     def trial_error(self) -> str | None:
-        """Why the trial failed, in one line."""
+        """Reason why the trial failed, in one line; None if it did not."""
         error = self.trial.get("error") if self.trial else None
         return _one_line(error) if error else None
 
     @property
     def batch_size(self) -> int | None:
-        """Examples per update over all devices, a number even where the config says "full"; None if it changed."""
+        """Examples per step over all devices, a number even if the config says "full"; None if it changed."""
         grows_by_schedule = self.field("schedule.decay_by") in ("batch", "seesaw")
         if self.field("batch.trace") or self.field("batch.auto") or grows_by_schedule:
             return None
@@ -82,56 +82,56 @@ class Run:
 
     @property
     def kind(self) -> TaskKind:
-        """Of its task, which says by what validations are compared."""
+        """Kind of the run's task, which defines how validations are compared."""
         return kind_of(self.config)
 
     @property
     def best_score(self) -> float | None:
-        """The best so far."""
+        """Best validation score so far."""
         scores = [score_of(row) for row in self.rows]
         return self.kind.best([*scores, *(number(self.summary.get(name)) for name in SCORES)])
 
     @property
     def target(self) -> float | None:
-        """The score at which it ends; None where there is none."""
+        """Score at which the run ends; None where there is none."""
         targets = [number(self.field(f"train.target_{name}")) for name in ("score", "accuracy")]
         return next((target for target in targets if target is not None), None)
 
     def field(self, name: str):
-        """A config field by its dotted name, None where there is none."""
+        """Return a config field by its dotted name, None where there is none."""
         value = self.config
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
     def value(self, objective: str) -> float | None:
-        """What the run says of one of OBJECTIVES; None where a target was not reached."""
+        """Return the run's value of one of OBJECTIVES; None where a target was not reached."""
         if objective in SCORES:
             return self.best_score
         cost = number(self.summary.get(objective))
         return cost if cost and cost > 0 else None
 
     def updates_to(self, score: float) -> int | None:
-        """Updates after which a validation first had this score, None where none had."""
+        """Return the steps after which a validation first reached a score, None where none did."""
         return next((row.get("step") for row in self.rows if self.kind.reaches(score_of(row), score)), None)
 
 
 def last_sign_of_life(path: Path) -> str:
-    """Return in words how long ago something was last written into a run folder, by the times of its files."""
+    """Return in words how long ago a run folder was last written to, by the times of its files."""
     times = []
     for file in (*path.glob("*"), *path.glob("checkpoints/*")):
-        with contextlib.suppress(OSError):  # it was replaced meanwhile
+        with contextlib.suppress(OSError):  # the file was replaced meanwhile
             times.append(file.stat().st_mtime)
     return f"last sign of life {duration(max(time.time() - max(times, default=0), 0))} ago"
 
 
 def score_of(row: dict) -> float | None:
-    """The score of a row of metrics.jsonl; rows of older code have an accuracy alone."""
+    """Return the score of a row of metrics.jsonl; rows of older code have only an accuracy."""
     return row.get("val_score", row.get("val_accuracy"))
 
 
 def read_run(path) -> Run:
-    """Reads a run folder, whatever state it is in; never raises for damage."""
+    """Read a run folder in any state, without errors for damage."""
     path, problems = Path(path), []
     trial = _read_object(path / "trial.json", problems)
     if trial is not None and not isinstance(trial.get("setting"), dict):
@@ -140,7 +140,7 @@ def read_run(path) -> Run:
     error = trial.get("error") if trial else None
     if error:
         problems.append(f"trial.json: the trial failed: {_one_line(error)}")
-    # A trial that failed may have left neither file, and its error says why.
+    # A failed trial may have left neither file, and its error is the reason.
     config = _read_object(path / "config.json", problems, if_missing=None if error else "the run never began")
     unfinished = f"the run goes on, or was killed; {last_sign_of_life(path)}" if config and not error else None
     summary = _read_object(path / "summary.json", problems, if_missing=unfinished)
@@ -159,12 +159,12 @@ def read_run(path) -> Run:
 
 
 def _numbers_only(row: dict) -> dict:
-    """A metrics row with only what can be drawn: numbers and None."""
+    """Return a metrics row with only its numbers and Nones, which can be drawn."""
     return {name: number(value) for name, value in row.items() if value is None or number(value) is not None}
 
 
 def event_time(event: dict) -> datetime.datetime | None:
-    """When a line of events.jsonl was written; None where it does not say."""
+    """Return the time of a line of events.jsonl; None where it has none."""
     try:
         time = datetime.datetime.fromisoformat(str(event.get("time")))
     except ValueError:
@@ -175,13 +175,13 @@ def event_time(event: dict) -> datetime.datetime | None:
 
 
 def process_begin(start: dict) -> datetime.datetime | None:
-    """When a process began the start that this "start" line ended; None where no time is told."""
+    """Return the time at which the process of a "start" line was started; None where the line has no time."""
     time, seconds = event_time(start), number(start.get("start_sec")) or 0.0
     return time and time - datetime.timedelta(seconds=min(max(seconds, 0.0), LONGEST_START_SEC))
 
 
 def setting_of(run: Run, fields: Iterable[str]) -> dict:
-    """What a trial set, {dotted field: scalar}; of a run without a sound trial.json, the `fields` of its config."""
+    """Return a trial's setting {dotted field: scalar}; without a sound trial.json, the `fields` of the config."""
     setting = {}
     if run.trial and run.trial["setting"]:
         setting = run.trial["setting"]
@@ -196,11 +196,11 @@ def setting_of(run: Run, fields: Iterable[str]) -> dict:
 
 @dataclass(frozen=True)
 class Study:
-    """What a study folder holds.
+    """Content of a study folder.
 
     Attributes:
       description: study.json; {} where it is damaged.
-      runs: those of its trials, in the order of their index.
+      runs: runs of its trials, in the order of their index.
       problems: a line for each thing that is wrong with study.json; see `Run.problems` for the rest.
     """
 
@@ -211,13 +211,13 @@ class Study:
 
     @property
     def objective(self) -> str:
-        """One of OBJECTIVES."""
+        """Objective of the study: one of OBJECTIVES."""
         objective = self.description.get("objective")
         return objective if objective in OBJECTIVES else OBJECTIVES[0]
 
     @property
     def kind(self) -> TaskKind:
-        """Of the task of its runs."""
+        """Kind of the task of the study's runs."""
         config = self.description.get("config")
         return kind_of(config if isinstance(config, dict) else {})
 
@@ -231,7 +231,7 @@ class Study:
 
 
 def read_study(path) -> Study:
-    """Reads a study folder and all of its trials; never raises for damage."""
+    """Read a study folder and all of its trials, without errors for damage."""
     path, problems = Path(path), []
     description = _read_object(path / "study.json", problems, if_missing="this is no study") or {}
     objective = description.get("objective")
@@ -250,13 +250,13 @@ def read_study(path) -> Study:
 
 
 def _is_branch_point(content) -> bool:
-    """Return whether this is a point of a study of branches, as far as its numbers are needed."""
+    """Return True if `content` has the numbers of a branch point that are needed."""
     names = ("step", "examples_seen", "batch_size")
     return isinstance(content, dict) and all((number(content.get(name)) or 0) >= 1 for name in names)
 
 
 def _trial_order(run: Run) -> tuple:
-    """Sorts by the index in trial.json, else by the number that the folder is called; others come last."""
+    """Return a sort key: the index in trial.json, else the number in the folder's name; others come last."""
     index = number((run.trial or {}).get("index"))
     if index is None and run.path.name.isdigit():
         index = int(run.path.name)
@@ -264,10 +264,10 @@ def _trial_order(run: Run) -> tuple:
 
 
 def read(path) -> Run | Study:
-    """Reads a run or a study, whichever the folder is.
+    """Read a run or a study, whichever the folder is.
 
     Raises:
-      UserError: it is neither.
+      UserError: the folder is neither.
     """
     path = Path(expanded(path))
     if (path / "study.json").exists():
@@ -293,7 +293,7 @@ def _what_is_at(path: Path) -> str:
 
 
 def lies_in(path, folder) -> bool:
-    """Whether a path is within a folder once links are followed; no path that cannot be followed is."""
+    """Return True if a path is within a folder after links are followed; False if it cannot be followed."""
     try:
         return Path(expanded(path)).resolve().is_relative_to(Path(folder).resolve())
     except (OSError, ValueError, RuntimeError, UserError):  # "~nobody", a NUL, links in a circle
@@ -301,23 +301,23 @@ def lies_in(path, folder) -> bool:
 
 
 def number(value) -> float | int | None:
-    """`value` where it is a finite number that a run can have measured, else None."""
+    """Return `value` if it is a finite number that a run can have measured, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if abs(value) <= LARGEST else None
 
 
 def _parse(text: bytes):
-    """JSON, with null for the NaN and Infinity that Python would read."""
+    """Parse JSON, with null for the NaN and Infinity that Python would read."""
     return json.loads(text, parse_constant=lambda _: None)
 
 
 def _read_object(path: Path, problems: list[str], if_missing: str | None = None) -> dict | None:
-    """A JSON object, or None where there is no sound one.
+    """Read a JSON object; return None where there is no sound one.
 
     Args:
-      problems: what is wrong is added to it.
-      if_missing: what to say of a file that is not there; None says nothing.
+      problems: list to which problems are added.
+      if_missing: text for a missing file; None adds nothing.
     """
     try:
         content = _parse(path.read_bytes())
@@ -335,7 +335,7 @@ def _read_object(path: Path, problems: list[str], if_missing: str | None = None)
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[dict] | None:
-    """The sound lines of a .jsonl file, None where it is not there; the others are named in `problems`."""
+    """Read the sound lines of a .jsonl file, None if it is missing; add the others to `problems`."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

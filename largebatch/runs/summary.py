@@ -1,4 +1,4 @@
-"""The summary of a run, and which code and data it was made with."""
+"""Summary of a run, with checks of the code and data that it was made with."""
 
 import hashlib
 import subprocess
@@ -12,12 +12,12 @@ from largebatch.hosts.clock import Clock
 from largebatch.tasks.kinds import TaskKind
 from largebatch.util import UserError
 
-# What may stand behind the name of the score, in a row where a run was asked for it.
+# Suffixes of the optional scores of a row.
 OTHER_SCORES = ("_views", "_ema", "_ema_views")
 
 
 def empty_summary() -> dict:
-    """summary.json before the first validation; `add_to_summary` fills it row by row."""
+    """Create the summary.json of a run before the first validation; `add_to_summary` fills it row by row."""
     return {
         "status": "failed",
         "best_score": None,
@@ -43,9 +43,9 @@ def empty_summary() -> dict:
 
 
 def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
-    """The time fields of a metrics row; `before` is clock.seconds as it was when the outer loop began.
+    """Return the time fields of a metrics row; `before` is clock.seconds at the begin of the outer loop.
 
-    `updates` and `examples` are those of the outer loop.
+    `updates` and `examples` are the numbers of steps and examples of the outer loop.
     """
     train_sec = clock.seconds["train"] - before.get("train", 0.0)
     eval_sec = clock.seconds["evaluation"] - before.get("evaluation", 0.0)
@@ -60,7 +60,7 @@ def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
 
 
 def add_to_summary(summary: dict, row: dict, kind: TaskKind) -> bool:
-    """Brings the summary up to a new row; returns whether its score is the best so far."""
+    """Update the summary with a new row; return True if its score is the best so far."""
     score, accuracy = row["val_score"], row.get("val_accuracy")
     summary["steps"], summary["examples_seen"] = row["step"], row["examples_seen"]
     summary["final_score"], summary["final_val_accuracy"] = score, accuracy
@@ -82,7 +82,7 @@ def add_to_summary(summary: dict, row: dict, kind: TaskKind) -> bool:
 
 
 def summary_of_older_code(summary: dict) -> dict:
-    """A summary that was begun where every score was an accuracy, as it would be now."""
+    """Return a summary with current names, even if older code wrote it, whose scores were all accuracies."""
     if "best_score" in summary:
         return summary
     return {
@@ -97,12 +97,12 @@ LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Versions of what shapes the numbers."""
+    """Return the versions of Python and the libraries that affect the results."""
     return {"python": sys.version.split()[0], **{name: metadata.version(name) for name in LIBRARIES}}
 
 
 def code_sha256() -> str:
-    """Of the project's Python files that train, changed and not yet committed ones too."""
+    """Compute the SHA-256 of the Python files of the root and of largebatch/, uncommitted changes included."""
     root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for path in sorted([*root.glob("*.py"), *root.glob("largebatch/**/*.py")]):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -110,7 +110,7 @@ def code_sha256() -> str:
 
 
 def git_commit() -> str | None:
-    """Commit of the code, with "+" when files differ from it; None outside a checkout."""
+    """Return the commit of the code, with "+" if files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parent
     git = ["git", "-C", str(folder)]
     try:
@@ -124,23 +124,23 @@ def git_commit() -> str | None:
 
 
 def code_of(summary: dict) -> dict:
-    """What a summary was written by: files, commit and libraries."""
+    """Return the files, commit and libraries that wrote a summary."""
     files = (summary.get("code_sha256") or "not recorded")[:12]
     return {"files": files, "commit": summary["git_commit"], **summary["versions"]}
 
 
 def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> None:
-    """Refuses to go on with other examples than those of the checkpoint.
+    """Refuse to resume with other examples than those of the checkpoint.
 
     Args:
-      theirs, ours: the data as the checkpoint and this process describe them.
-      folder: of the run.
+      theirs, ours: descriptions of the data in the checkpoint and in this process.
+      folder: folder of the run.
       trace: the config's batch.trace.
     Raises:
       UserError: ids, labels, images, the trace or the order of examples changed.
     """
     for name in ("ids", "labels", "pixels"):
-        if theirs.get(name, ours[name]) != ours[name]:  # older code had another digest of the pixels
+        if theirs.get(name, ours[name]) != ours[name]:  # older code had no such digest of the pixels
             decoded = ", or other libraries decode them" if name == "pixels" else ""
             raise UserError(
                 f"dataset: its {name} changed since the checkpoint was saved in {folder}{decoded}; allowed: the "
@@ -167,10 +167,10 @@ def refuse_other_network(theirs: dict, version: int, folder: Path) -> None:
 
     Args:
       theirs: the data that a run or an export describes.
-      version: of this code's networks.
-      folder: of the run or export.
+      version: version of this code's networks.
+      folder: folder of the run or export.
     Raises:
-      UserError: they would give other outputs here.
+      UserError: the parameters would give other outputs here.
     """
     found = theirs.get("network_version", 1)
     if found != version:
@@ -181,11 +181,11 @@ def refuse_other_network(theirs: dict, version: int, folder: Path) -> None:
 
 
 def warnings_on_resuming(description: dict, layout: dict, summary: dict) -> list[str]:
-    """Why a resumed run may differ from one that was never stopped; a line each.
+    """Return a line for each reason why a resumed run may differ from an uninterrupted one.
 
     Args:
-      description: of the checkpoint.
-      layout, summary: of this process: devices, hosts and platform; the run.
+      description: description in the checkpoint.
+      layout, summary: devices, hosts and platform of this process, and its summary of the run.
     """
     warnings = []
     if changed := _changes(description["layout"], layout):
@@ -199,5 +199,5 @@ def warnings_on_resuming(description: dict, layout: dict, summary: dict) -> list
 
 
 def _changes(then: dict, now: dict) -> str:
-    """What of `now` is not as it was, in one line; empty where all is."""
+    """Return the differences between `then` and `now` in one line, empty where there are none."""
     return "; ".join(f"{name} {now[name]}, was {then.get(name)}" for name in now if now[name] != then.get(name))

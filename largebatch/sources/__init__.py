@@ -1,1 +1,1 @@
-"""Which images there are, of which class and split."""
+"""Sources of images, their classes and their splits."""

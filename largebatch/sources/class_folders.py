@@ -1,6 +1,6 @@
-"""What the names of files say of the images in them: the class, and the split if a set is published in splits.
+"""Classes of images, and their splits where a set is published in splits, parsed from the names of files.
 
-Class/image.jpg          folders around all classes are left off
+Class/image.jpg          folders around all classes are ignored
 train/Class/image.jpg    beside val/Class/image.jpg, test/Class/image.jpg, or both
 """
 
@@ -23,14 +23,14 @@ ALLOWED_NAMES = " | ".join(_NAMES)
 
 
 def split_named(name: str) -> str | None:
-    """Which of SPLITS a publisher means by `name`, in any case; None if it is no name of a split."""
+    """Return the one of SPLITS that a publisher means by `name`, in any case; None if it names no split."""
     return _NAMES.get(name.lower())
 
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
-# Control characters, line ends, and what stands for bytes that are no UTF-8: no line of text can hold them.
+# Control characters, line ends and surrogate escapes of bytes that are no UTF-8: no line of text can hold them.
 UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-# Words in the names of folders that hold a split, plain images, or what belongs to each pixel of them.
+# Words in the names of folders that hold a split, plain images, or dense targets.
 SPLIT_WORD = re.compile(r"train(ing|val)?|val(id(ation)?)?|dev|eval(uation)?|test(ing)?|holdout|(un)?labell?ed")
 IMAGE_WORD = re.compile(r"(image|img)s?")
 MAP_WORD = re.compile(r"(mask|label|annotation|depth|background)s?|gt|groundtruth|seg(s|mentations?)?")
@@ -40,7 +40,7 @@ SHOWN_NAMES = 10
 
 @dataclass(frozen=True)
 class ParsedNames:
-    """The images among some names, in the order of the names; everything but `class_names` is per image."""
+    """Images among some names, in the order of the names; everything but `class_names` is per image."""
 
     names: list[str]
     ids: list[str]  # "Class/file", or "train/Class/file" where there are splits
@@ -50,7 +50,7 @@ class ParsedNames:
 
 
 def parse_names(names: list[str], where: str) -> ParsedNames:
-    """Classes and published splits of the images among `names`.
+    """Parse the classes and published splits of the images among `names`.
 
     Classes are the folders that hold the images. They lie in one folder, or in split folders side by side, which
     are named train, val (or validation, valid, dev) and test, in any case. A train folder alone publishes no split:
@@ -58,7 +58,7 @@ def parse_names(names: list[str], where: str) -> ParsedNames:
 
     Args:
       names: relative names of all files, with "/" between the parts; those that end in "/" are folders.
-      where: the folder or zip that they are of, with the field that says so, for messages.
+      where: the folder or zip that holds them, with the field that names it, for messages.
     Raises:
       UserError: a name twice; classes at several places, without images, fewer than two, or in one split only;
         classes that are all called as splits or as kinds of maps; split folders without images or without train,
@@ -92,12 +92,12 @@ def parse_names(names: list[str], where: str) -> ParsedNames:
 
 
 def _images_and_folders(names: list[str], where: str) -> tuple[dict[str, PurePosixPath], set[PurePosixPath]]:
-    """The folder of each image by its name, and the folders that have an entry of their own or hold something else.
+    """Return the folder of each image by its name, and the folders that have an entry or hold something else.
 
-    Paths take longer than all else here, so there is one for each folder, not for each of millions of images.
+    Paths take longer than all else here, so one is made for each folder, not for each of millions of images.
     """
     parent_of, folders, ignored = {}, set(), 0
-    path_of = {}  # by what stands before the last "/"; None where that is hidden
+    path_of = {}  # by the name up to the last "/"; None if the folder is hidden
     for name in names:
         before, _, file = name.rpartition("/")
         if before not in path_of:
@@ -121,7 +121,7 @@ def _images_and_folders(names: list[str], where: str) -> tuple[dict[str, PurePos
 
 
 def _split_folders(outers: set[PurePosixPath], where: str) -> dict[PurePosixPath, str]:
-    """The split of each of the folders around classes; empty if there is one such folder only."""
+    """Return the split of each of the folders around classes; empty if there is only one such folder."""
     if len(outers) == 1:
         return {}
     split_of = {outer: split_named(outer.name) for outer in sorted(outers)}
@@ -144,10 +144,10 @@ def _split_folders(outers: set[PurePosixPath], where: str) -> dict[PurePosixPath
 
 
 def _refuse_names_of_no_classes(class_names: list[str], where: str) -> None:
-    """Refuse folders that are all called as splits or as kinds of maps, with numbers behind or not.
+    """Refuse folders that all have names of splits or of dense targets, with or without numbers.
 
-    Such sets hold the images of a split in one folder, or masks beside images. Where one folder has another name,
-    all of them are classes.
+    Such sets hold the images of a split in one folder, or masks beside images. If one folder has another name, all
+    of them are classes.
 
     Raises:
       UserError: no folder has the name of a class.
@@ -181,7 +181,7 @@ def _is_no_class(word: str) -> bool:
 def _refuse_empty_folders(
     folders: set[PurePosixPath], parents: set[PurePosixPath], outers: set[PurePosixPath], where: str
 ) -> None:
-    """Classes, and splits beside those of `outers`, that have no image at all."""
+    """Raise UserError for classes, and for splits beside those of `outers`, that have no image at all."""
     class_names = {parent.name for parent in parents}
     around = {outer.parent for outer in outers if split_named(outer.name)}
     with_those_around = folders.union(*(folder.parents for folder in folders))
@@ -206,15 +206,15 @@ def _refuse_classes_of_one_split(
 
 
 def is_hidden(path: PurePosixPath) -> bool:
-    """Whether it is one of those files that systems leave in folders and zips, or in such a folder."""
+    """Return True for hidden files that operating systems leave in folders and zips, or files in such folders."""
     return any(part.startswith(untrusted.HIDDEN) for part in path.parts)
 
 
 def is_image(name: str, where: str) -> bool:
-    """By the end of its name, which must fit into one line of text.
+    """Return True if the suffix of a name is that of an image; the name must fit into one line of text.
 
     Raises:
-      UserError: it does not; the text begins with `where`.
+      UserError: the name holds unsafe characters; the message begins with `where`.
     """
     if name.endswith("/") or posixpath.splitext(name)[1].lower() not in IMAGE_SUFFIXES:
         return False

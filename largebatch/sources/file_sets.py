@@ -1,4 +1,4 @@
-"""Files in a folder or zip, and images in class folders of them."""
+"""Files in a folder or zip, and the source of images in class folders."""
 
 import contextlib
 import functools
@@ -22,18 +22,18 @@ from largebatch.util import UserError, expanded
 
 @dataclass(frozen=True)
 class EncodedFile:
-    """One file that can be read; several threads may read at once."""
+    """File that can be read by several threads at once."""
 
     num_bytes: int
     read: Callable[[], bytes]
 
 
 class FileSet(Protocol):
-    """Files by their names, with "/" between the parts; the names of folders end in "/".
+    """Set of files by their names, with "/" between the parts; the names of folders end in "/".
 
     Attributes:
-      path: of the folder or zip.
-      where: the same behind the field that says it, for messages.
+      path: path of the folder or zip.
+      where: the path behind the field that names it, for messages.
     """
 
     path: str
@@ -41,23 +41,23 @@ class FileSet(Protocol):
     names: list[str]
 
     def stamps(self, names: list[str]) -> list[str]:
-        """A line for each of these files, which is another one when its content is.
+        """Return a line for each of these files, which changes when its content does.
 
         Raises:
-          UserError: one of them cannot be read.
+          UserError: a file cannot be read.
         """
 
     def opened(self) -> contextlib.AbstractContextManager[Callable[[str], EncodedFile]]:
-        """Within a `with`, gives files by their names."""
+        """Return a context manager of a function that returns files by their names."""
 
 
 class FolderFiles:
-    """The files under a folder; see `FileSet`.
+    """File set of a folder; see `FileSet`.
 
     Args:
-      field: the config field or flag that says where it is, for messages.
+      field: the config field or flag that names the folder, for messages.
     Raises:
-      UserError: it is no folder, or something in it cannot be read.
+      UserError: the path is no folder, or something in it cannot be read.
     """
 
     def __init__(self, path: epath.Path, field: str):
@@ -67,13 +67,13 @@ class FolderFiles:
         self._stats: dict[str, os.stat_result] = {}
 
     def stamps(self, names: list[str]) -> list[str]:
-        """See `FileSet`."""
+        """Return name, size and time of the last change of each file."""
         stats = {name: self._stat(name) for name in names}
         return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats.items()]
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Callable[[str], EncodedFile]]:
-        """See `FileSet`."""
+        """Yield a function that returns files by their names."""
         yield self._file
 
     def _file(self, name: str) -> EncodedFile:
@@ -91,7 +91,7 @@ class FolderFiles:
 
 
 class ZipFiles:
-    """The files in a zip; see `FileSet`. Arguments and errors are those of `FolderFiles`."""
+    """File set of a zip; see `FileSet`. Arguments and errors are those of `FolderFiles`."""
 
     def __init__(self, path: epath.Path, field: str):
         self.path, self.where = str(path), f"{field}: {path}"
@@ -101,7 +101,7 @@ class ZipFiles:
         self._entries = {entry.filename: entry for entry in entries}
 
     def stamps(self, names: list[str]) -> list[str]:
-        """By what the directory of the zip says: the CRC-32 and the size of every file."""
+        """Return name, size and CRC-32 of each file, from the directory of the zip."""
         entries = [self._entries[name] for name in names]
         for entry in entries:
             untrusted.check_entry(entry, self.where)
@@ -109,7 +109,7 @@ class ZipFiles:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Callable[[str], EncodedFile]]:
-        """See `FileSet`."""
+        """Yield a function that returns files by their names."""
         with untrusted.ZipReader(self._root, self._field) as reader:
 
             def file_of(name: str) -> EncodedFile:
@@ -120,10 +120,10 @@ class ZipFiles:
 
 
 def open_set(path: str, field: str) -> FileSet:
-    """The files of a folder or zip.
+    """Open the files of a folder or zip.
 
     Raises:
-      UserError: there is none, or it cannot be read.
+      UserError: the path does not exist or cannot be read.
     """
     root = epath.Path(expanded(path, field))
     if not root.exists():
@@ -132,10 +132,10 @@ def open_set(path: str, field: str) -> FileSet:
 
 
 def class_source(files: FileSet, options: images.DecodeOptions, max_pixels: int) -> Source:
-    """The source of class folders.
+    """Create the source of class folders.
 
     Raises:
-      UserError: the names of the files are no class folders, or a file cannot be read.
+      UserError: the files are not in class folders, or a file cannot be read.
     """
     parsed = parse_names(files.names, files.where)
     listing = files.stamps(parsed.names)
@@ -167,7 +167,7 @@ def class_source(files: FileSet, options: images.DecodeOptions, max_pixels: int)
 
 
 def fingerprint_of(listing: list[str], options: images.DecodeOptions) -> str:
-    """Changes when a file does, or how it is decoded."""
+    """Return a fingerprint that changes when a file or its decoding does."""
     return f"files {hashlib.sha256(chr(10).join(listing).encode()).hexdigest()} {options}"
 
 
@@ -181,16 +181,16 @@ def find_images(
     options: images.DecodeOptions,
     max_image_pixels: int = images.MAX_IMAGE_PIXELS,
 ) -> images.Dataset:
-    """All images in a folder or zip, whatever its folders; label -1 where the folder is none of `class_names`.
+    """Decode all images in a folder or zip of any layout; label -1 where the folder is none of `class_names`.
 
     Raises:
-      UserError: nothing there, or an image is damaged or has more than `max_image_pixels`.
+      UserError: no images, or an image is damaged or has more than `max_image_pixels`.
     """
     files, where = open_set(path, "--images"), f"--images: {path}"
     names = sorted(name for name in files.names if is_image(name, where) and not is_hidden(PurePosixPath(name)))
     if not names:
         raise UserError(f"{where} holds no {'/'.join(IMAGE_SUFFIXES)} files")
-    files.stamps(names)  # refuses what cannot be read
+    files.stamps(names)  # refuses files that cannot be read
     label_of = {name: label for label, name in enumerate(class_names)}
     with files.opened() as file_of:
         encoded = [

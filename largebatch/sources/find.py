@@ -1,4 +1,4 @@
-"""The source that a config names, with EuroSAT downloaded where no path is given."""
+"""Lookup of the source that a config names; EuroSAT is downloaded where no path is given."""
 
 import functools
 import hashlib
@@ -31,12 +31,12 @@ EUROSAT_MIRRORS = (
 
 
 def eurosat_path(cache_dir: epath.Path) -> epath.Path:
-    """Return where the zip is kept once it was downloaded."""
+    """Return the path of the EuroSAT zip after its download."""
     return cache_dir / "EuroSAT.zip"
 
 
 def download_eurosat(cache_dir: epath.Path) -> epath.Path:
-    """Path of the official zip in `cache_dir`, downloaded, checked against its SHA-256 and kept."""
+    """Return the path of the official zip in `cache_dir`; download it and check its SHA-256 if it is missing."""
     target = eurosat_path(cache_dir)
     if target.exists():
         return target
@@ -52,7 +52,7 @@ def download_eurosat(cache_dir: epath.Path) -> epath.Path:
 
 
 def _download_from_a_mirror(part: epath.Path) -> None:
-    """Raises UserError if none has the file with its SHA-256."""
+    """Download the zip from the first mirror that works; raise UserError if none has it with its SHA-256."""
     problems = []
     for url, sha256 in EUROSAT_MIRRORS:
         try:
@@ -70,7 +70,7 @@ def _download_from_a_mirror(part: epath.Path) -> None:
 
 
 def _download(url: str, target: epath.Path) -> str:
-    """Downloads with a progress bar; returns the SHA-256 of what came."""
+    """Download with a progress bar; return the SHA-256 of the received bytes."""
     from rich import progress
 
     digest = hashlib.sha256()
@@ -110,22 +110,22 @@ def find_source(
     max_image_pixels: int = images.MAX_IMAGE_PIXELS,
     of_pixels: bool = False,
 ) -> Source:
-    """Finds and lists a data set without decoding it.
+    """Find and list a data set without decoding it.
 
     Args:
-      name: "eurosat", "synthetic", "scenes", a TFDS name, or what to call the images of a zip or folder.
+      name: "eurosat", "synthetic", "scenes", a TFDS name, or any name for the images of a zip or folder.
       source: "tfds", "zip", "folder", "synthetic", or "auto" to tell from `name` and `path`.
       path: the zip, the folder of class folders or of masks and depths, or the TFDS data directory. EuroSAT
         needs none: a prepared TFDS set is used if there is one, else the zip is downloaded to `cache_dir`. Scenes
         stand on the images of a zip or folder.
-      options: how images are decoded; a size is needed where they differ in it.
-      tfds_split: which TFDS split (or "train+test") is read, to be split by us; None reads the published ones.
-      num_examples, seed: of the synthetic set.
-      max_image_pixels: above which an image is refused; its file may have 4 bytes for each.
-      of_pixels: whether what is to be predicted is of each pixel, and not of the image.
+      options: how images are decoded; a size is needed where images differ in it.
+      tfds_split: the TFDS split (or "train+test") to read before our own split; None reads the published ones.
+      num_examples, seed: number of images and seed of the synthetic set.
+      max_image_pixels: most pixels of an image; a file may have 4 bytes for each.
+      of_pixels: True for dense targets, False for one target per image.
 
     Raises:
-      UserError: nothing there, or it is not what `source` says.
+      UserError: nothing there, or it is not of the kind of `source`.
     """
     if name in PATTERNS:
         if source not in ("auto", "synthetic"):
@@ -152,12 +152,12 @@ def find_source(
 
 
 def version_of(name: str) -> dict[str, int]:
-    """What a cache of this set has to be made anew for, beside the fields of the config: {} of images in files."""
+    """Return the versions of the code that makes a set, which invalidate its caches: {} for images in files."""
     return {"scenes_version": SCENES_VERSION} if name in PATTERNS else {}
 
 
 def source_of(fields, cache_dir: str, *, of_pixels: bool) -> Source:
-    """Return the source of a config's `dataset`; see `find_source`."""
+    """Return the source of a config's `dataset`, found by `find_source`."""
     return find_source(
         fields.name,
         fields.source,
@@ -175,7 +175,7 @@ def source_of(fields, cache_dir: str, *, of_pixels: bool) -> Source:
 def places_of(fields, cache_dir: str) -> list[epath.Path]:
     """Return the folders and files that `source_of` would read.
 
-    They need not exist. There are none where images are made, and two where EuroSAT may be either of them.
+    They need not exist. There are none where images are generated, and two where EuroSAT may be either of them.
     """
     name, source, path = fields.name, fields.source, fields.path
     given = [] if path is None else [epath.Path(expanded(path, "dataset.path"))]
@@ -195,7 +195,7 @@ def places_of(fields, cache_dir: str) -> list[epath.Path]:
 def _is_there(folder: epath.Path) -> bool:
     try:
         return folder.is_dir()
-    except (OSError, ValueError, RuntimeError, ImportError):  # of a bucket that cannot be reached
+    except (OSError, ValueError, RuntimeError, ImportError):  # a bucket that cannot be reached
         return False
 
 

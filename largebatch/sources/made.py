@@ -1,4 +1,4 @@
-"""Images that are made from seeds: textures, and scenes with masks and depths."""
+"""Images generated from seeds: textures, and scenes with masks and depths."""
 
 import contextlib
 import math
@@ -18,15 +18,15 @@ CLASSES = ("checks", "disks", "noise", "rings", "stripes")
 
 
 def synthetic_labels(num_examples: int) -> np.ndarray:
-    """The classes in turn, int32 [N]."""
+    """Return the labels of the synthetic images, int32 [N]: the classes in turn."""
     return np.arange(num_examples, dtype=np.int32) % len(CLASSES)
 
 
 def synthetic(num_examples: int, size: int, seed: int) -> np.ndarray:
-    """Textures in random colours, uint8 [N, size, size, 3].
+    """Generate textures in random colours, uint8 [N, size, size, 3].
 
-    The class is the pattern, which mean colour does not tell. Every pattern looks alike under the 8 views, has
-    random phase, scale and contrast, and carries noise.
+    The class is the pattern, which the mean colour does not reveal. Every pattern looks alike under the 8 flips and
+    rotations, has random phase, scale and contrast, and carries noise.
     """
     rng = np.random.default_rng(seed)
     images = np.empty((num_examples, size, size, 3), np.uint8)
@@ -39,7 +39,7 @@ def synthetic(num_examples: int, size: int, seed: int) -> np.ndarray:
 
 
 def _pattern(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """One texture of +1 and -1, [size, size]."""
+    """Generate one texture of +1 and -1, [size, size]."""
     y, x = np.mgrid[:size, :size].astype(np.float32)
     period = rng.uniform(6, 10)
     along_x, along_y = (np.sin(2 * np.pi * axis / period + rng.uniform(0, 2 * np.pi)) for axis in (x, y))
@@ -58,10 +58,10 @@ def _pattern(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
 
 
 FARTHEST = 12.0  # metres, depth 1
-CAMERA_HEIGHT = 1.25  # metres above the floor; were it another in each scene, no picture would tell its size
-FOCAL_LENGTH = 1.0  # of the side of the picture
-HORIZONS = 0.28, 0.32  # of the side, from above; over a wider range nobody could tell how far the wall is
-PERIODS = 0.6, 1.0  # metres, of patterns; over a wider range they would not tell how far they are
+CAMERA_HEIGHT = 1.25  # metres above the floor; the same in all scenes, or no picture would reveal its scale
+FOCAL_LENGTH = 1.0  # in sides of the picture
+HORIZONS = 0.28, 0.32  # in sides, from above; a wider range would hide the distance of the wall
+PERIODS = 0.6, 1.0  # metres, of patterns; a wider range would hide their distance
 FEWEST_OBJECTS, MOST_OBJECTS = 3, 8
 SHAPES = ("arch", "box", "ellipse", "triangle")
 BACKGROUND_PATTERNS, OBJECT_PATTERNS = ("stripes", "waves"), ("checks", "dots")
@@ -73,16 +73,16 @@ Texture = Callable[[np.ndarray, np.ndarray, np.random.Generator], np.ndarray]
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture of S x S pixels, and what is to be found in it."""
+    """Picture of S x S pixels with its dense targets."""
 
     image: np.ndarray  # uint8 [S, S, 3]
-    background: np.ndarray  # uint8 [S, S, 3]: the same without objects
-    mask: np.ndarray  # bool [S, S]: where an object is
+    background: np.ndarray  # uint8 [S, S, 3]: the picture without objects
+    mask: np.ndarray  # bool [S, S]: True where an object is
     depth: np.ndarray  # float64 [S, S], above 0, up to 1
 
 
 class _View:
-    """What a camera at some place sees of each pixel."""
+    """Rays of the pixels of a camera with a random horizon."""
 
     def __init__(self, size: int, rng: np.random.Generator):
         self.size = size
@@ -92,16 +92,16 @@ class _View:
         self.right, self.up = (columns - size / 2) / self.focal, (self.horizon - rows) / self.focal  # at one metre
 
     def floor_depths(self) -> np.ndarray:
-        """Metres to the floor at each pixel; infinite above the horizon."""
+        """Return metres to the floor at each pixel, float [S, S]; infinite above the horizon."""
         return np.divide(CAMERA_HEIGHT, -self.up, out=np.full_like(self.up, np.inf), where=self.up < 0)
 
     @property
     def nearest_floor(self) -> float:
-        """Metres to what the lowest row sees."""
+        """Metres to the floor at the lowest row of pixels."""
         return self.focal * CAMERA_HEIGHT / (self.size - self.horizon)
 
     def box(self, left: float, width: float, height: float, distance: float) -> tuple[slice, slice]:
-        """Rows and columns that see a rectangle that stands on the floor; in metres, `left` from the middle."""
+        """Return rows and columns that see a rectangle on the floor; in metres, `left` from the middle."""
         scale = self.focal / distance
         rows = self.horizon + scale * (CAMERA_HEIGHT - height), self.horizon + scale * CAMERA_HEIGHT
         columns = self.size / 2 + scale * left, self.size / 2 + scale * (left + width)
@@ -111,10 +111,10 @@ class _View:
 
 
 def make_scene(size: int, seed: tuple[int, ...], background: Texture, objects: Texture) -> Scene:
-    """The scene of a seed.
+    """Generate the scene of a seed.
 
     Args:
-      background, objects: textures of floor and wall, and of what stands before them.
+      background, objects: textures of floor and wall, and of the objects before them.
     """
     rng = np.random.default_rng(seed)
     view = _View(size, rng)
@@ -146,7 +146,7 @@ def _to_bytes(image: np.ndarray) -> np.ndarray:
 
 
 def _is_inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which points lie in a shape that fills the unit square; y is 0 where it stands."""
+    """Return True for points in a shape that fills the unit square; y is 0 where the shape stands."""
     if shape == "ellipse":
         return (2 * x - 1) ** 2 + (2 * y - 1) ** 2 < 1
     is_within = (x >= 0) & (x < 1) & (y >= 0) & (y < 1)
@@ -161,7 +161,7 @@ def _is_inside(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def patterns(kinds: tuple[str, ...]) -> Texture:
-    """Patterns of these kinds in random colours, directions and periods."""
+    """Create a texture of patterns of these kinds in random colours, directions and periods."""
 
     def texture(right, up, rng):
         kind, angle, period = str(rng.choice(kinds)), rng.uniform(0, np.pi), rng.uniform(*PERIODS)
@@ -181,7 +181,7 @@ def patterns(kinds: tuple[str, ...]) -> Texture:
 
 
 def tiles(images: np.ndarray, metres: float = 2.0) -> Texture:
-    """Pieces of images [N, H, W, 3], each repeated every so many metres."""
+    """Create a texture of images [N, H, W, 3], each repeated every `metres`."""
 
     def texture(right, up, rng):
         image = images[rng.integers(len(images))]
@@ -192,13 +192,13 @@ def tiles(images: np.ndarray, metres: float = 2.0) -> Texture:
     return texture
 
 
-VERSION = 5  # of the scenes: another wherever a seed gives another scene
+VERSION = 5  # of the scenes: increased whenever a seed gives another scene
 DEFAULT_SIZE = 48  # pixels
 SCENE_CLASSES = ("background", "object")
-# Scenes of the splits come from different ranges of seeds, whatever their number.
+# First seed of the scenes of each split; the ranges do not overlap, whatever the number of scenes.
 FIRST_SEEDS = {"train": 0, "val": 2**30, "test": 2**31}
-SHARES = {"val": 0.1, "test": 0.1}  # of the scenes, and of the images whose pieces they stand on
-# By the name of the set: the patterns of floor and wall, and those of objects.
+SHARES = {"val": 0.1, "test": 0.1}  # of the scenes, and of the images that texture their floor and wall
+# Patterns of floor and wall, and those of objects, by the name of the set.
 PATTERNS = {
     "scenes": (BACKGROUND_PATTERNS, OBJECT_PATTERNS),
     "scenes_swapped": (OBJECT_PATTERNS, BACKGROUND_PATTERNS),
@@ -208,13 +208,13 @@ PATTERNS = {
 def scenes_source(
     name: str, num_examples: int, seed: int, options: images.DecodeOptions, ground: Source | None = None
 ) -> Source:
-    """The source of so many scenes.
+    """Create the source of a number of scenes.
 
     Args:
       name: a key of PATTERNS.
-      ground: images whose pieces are floor and wall, in place of patterns. Each split has images of its own.
+      ground: images that texture floor and wall, in place of patterns. Each split has images of its own.
     Raises:
-      UserError: they are to be of no square, or not of 3 channels.
+      UserError: the size in `options` is no square, or its channels are not 3.
     """
     height, width = options.size or (DEFAULT_SIZE, DEFAULT_SIZE)
     if height != width:
@@ -257,14 +257,14 @@ def scenes_source(
 
 
 def split_counts(count: int) -> dict[str, int]:
-    """How many of so many things each split has."""
+    """Return how many of `count` scenes or images each split has."""
     others = {split: int(share * count) for split, share in SHARES.items()}
     return {"train": count - sum(others.values()), **others}
 
 
 @contextlib.contextmanager
 def opened_ground(ground: Source, seed: int) -> Iterator[Callable[[str, int], Texture]]:
-    """Gives the texture of floor and wall by split and number of a scene: an image of that split."""
+    """Yield a function that returns the ground texture, an image of the split, by split and number of a scene."""
     order = np.random.default_rng(seed).permutation(len(ground.ids))
     ends = np.cumsum(list(split_counts(len(order)).values()))
     images_of: dict[str, Sequence[int]] = dict(zip(FIRST_SEEDS, np.split(order, ends[:-1]), strict=True))
@@ -279,6 +279,6 @@ def opened_ground(ground: Source, seed: int) -> Iterator[Callable[[str, int], Te
 
 
 def _stored(scene) -> np.ndarray:
-    """uint8 [H, W, 6]."""
+    """Return a scene as it is stored, uint8 [H, W, 6]: image, mask and depth."""
     depth = np.rint(scene.depth * planes.LARGEST_DEPTH).astype(np.uint16)
     return planes.join(scene.image, scene.mask, depth)

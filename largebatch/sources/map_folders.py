@@ -1,4 +1,4 @@
-"""Images with masks or depths beside them, in folders or a zip."""
+"""Sets of images with masks or depths beside them, in folders or a zip."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ CLASSES_FILE = "classes.txt"
 
 @dataclasses.dataclass(frozen=True)
 class FileKey:
-    """What the files of an image have in common.
+    """Common part of the names of an image's files.
 
     Attributes:
       outer: the folders around images/, with "/" between them.
@@ -34,12 +34,12 @@ class FileKey:
 
 @dataclasses.dataclass(frozen=True)
 class ParsedMaps:
-    """The images of a set and what belongs to them; lists are by image.
+    """Images of a set with the files that belong to them; lists are by image.
 
     Attributes:
-      names: of the files, by kind; a kind that no image has is left out.
-      splits: each of SPLITS; None where the set has no split folders.
-      classes_file: None where there is none.
+      names: names of the files, by kind; a kind that no image has is left out.
+      splits: one of SPLITS for each image; None where the set has no split folders.
+      classes_file: name of the file of class names, or None.
     """
 
     ids: list[str]
@@ -49,19 +49,19 @@ class ParsedMaps:
 
 
 def has_images_folder(names: list[str]) -> bool:
-    """Whether this is such a set, and not any folder of images."""
+    """Return True if a set has a folder images/, as sets with dense targets do."""
     return any(IMAGES in PurePosixPath(name).parts[:-1] for name in names)
 
 
 def parse_map_names(names: list[str], where: str, *, may_lack_maps: bool = False) -> ParsedMaps:
-    """Which files belong together.
+    """Match the files that belong to the same image.
 
     Args:
-      where: the folder or zip that they are of, with the field that says so, for messages.
-      may_lack_maps: there need be neither masks nor depths.
+      where: the folder or zip that holds them, with the field that names it, for messages.
+      may_lack_maps: True if masks and depths may both be missing.
     Raises:
-      UserError: an image has no mask or depth; some have a background and others have none; a map has no image; a
-        file is no image; split folders that cannot be told.
+      UserError: an image has no mask or depth; some have a background and others have none; a target has no image;
+        a file is no image; unclear split folders.
     """
     found, classes_files = _files_by_kind(names, where)
     keys = sorted(found[IMAGES], key=lambda key: (key.outer, key.inner))
@@ -82,7 +82,7 @@ def parse_map_names(names: list[str], where: str, *, may_lack_maps: bool = False
 
 
 def _files_by_kind(names: list[str], where: str) -> tuple[dict[str, dict[FileKey, str]], list[str]]:
-    """The files of each kind, and those that name classes."""
+    """Return the files of each kind by their keys, and the files of class names."""
     found: dict[str, dict[FileKey, str]] = {kind: {} for kind in KINDS}
     classes_files = []
     for name in names:
@@ -105,7 +105,7 @@ def _files_by_kind(names: list[str], where: str) -> tuple[dict[str, dict[FileKey
 
 
 def _refuse_missing(images: dict[FileKey, str], of_kind: dict[FileKey, str], kind: str, where: str) -> None:
-    """A kind is there for all images or for none."""
+    """Raise UserError unless all images or none have a file of a kind."""
     if not of_kind:
         return
     without = [name for key, name in images.items() if key not in of_kind]
@@ -118,7 +118,7 @@ def _refuse_missing(images: dict[FileKey, str], of_kind: dict[FileKey, str], kin
 
 
 def _splits_of(keys: list[FileKey], where: str) -> list[str | None]:
-    """The split of each image; None for all where the set has no split folders."""
+    """Return the split of each image; None for all where the set has no split folders."""
     outers = {key.outer for key in keys}
     if len(outers) > 1:
         split_of = {outer: split_named(PurePosixPath(outer).name) for outer in sorted(outers)}
@@ -144,7 +144,7 @@ def _only_classes_file(files: list[str], where: str) -> str | None:
     return files[0] if files else None
 
 
-MAX_CLASSES_BYTES = 2**16  # of the file that names them
+MAX_CLASSES_BYTES = 2**16  # of the file of class names
 TWO_CLASSES, LARGEST_MASK_VALUE = ("background", "object"), 255
 NO_VOID = ", for no value means yet that a pixel is not labelled"
 SHOWN_VALUES = 8
@@ -153,10 +153,10 @@ OPTIONS = {MASKS: images.DecodeOptions(indices=True), DEPTHS: images.DecodeOptio
 
 
 def map_source(files: FileSet, options: images.DecodeOptions, max_pixels: int) -> Source:
-    """The source of such a set.
+    """Create the source of a set of images with dense targets.
 
     Raises:
-      UserError: see `parse_map_names`; or classes.txt names fewer than 2 classes.
+      UserError: as of `parse_map_names`; or classes.txt names fewer than 2 classes.
     """
     parsed = parse_map_names(files.names, files.where)
     targets = _targets_of(files, parsed)
@@ -205,7 +205,7 @@ def _read_classes(files: FileSet, name: str | None) -> tuple[str, ...]:
 
 
 def _listed(values: np.ndarray) -> str:
-    """Return the values of a mask in words, as "0, 1 and 255"; of many the first and the last."""
+    """Return the values of a mask in words, as "0, 1 and 255"; of many, the first ones and the last."""
     *others, last = map(str, values)
     if len(others) > SHOWN_VALUES:
         others = [*others[:SHOWN_VALUES], "..."]
@@ -214,19 +214,19 @@ def _listed(values: np.ndarray) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Decoder:
-    """Puts an image and its maps together."""
+    """Decoder of an image and its dense targets into one array."""
 
     parsed: ParsedMaps
     options: images.DecodeOptions
     targets: PixelTargets
-    # The values that stood for the object of two classes, each with the mask that had it.
+    # The values that marked the object of two classes, each with the mask that had it.
     object_in: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def stored(self, index: int, file_of, limits: images.Limits) -> np.ndarray:
-        """uint8 [H, W, channels and planes]; planes of 0 where the set lacks what is to be predicted.
+        """Decode an image with its targets, uint8 [H, W, channels and targets]; missing targets are 0.
 
         Raises:
-          UserError: the maps are not of the size of the image, or hold what is no class or no depth.
+          UserError: a target is not of the size of the image, or holds values that are no class or no depth.
         """
         decoded = {}
         for kind in self.parsed.names:
@@ -245,7 +245,7 @@ class _Decoder:
         )
 
     def _decode(self, kind: str, index: int, file_of, limits: images.Limits) -> np.ndarray:
-        """The file of a kind, of the size that it has: masks uint8, depths uint16."""
+        """Decode the file of a kind without resizing: masks uint8, depths uint16."""
         name = self.parsed.names[kind][index]
         file = file_of(name)
         options = OPTIONS.get(kind, dataclasses.replace(self.options, size=None))
@@ -255,7 +255,7 @@ class _Decoder:
         return pixels
 
     def _refuse(self, kind: str, index: int, decoded: dict[str, np.ndarray]) -> None:
-        """Raises UserError where what was decoded last is not what belongs to the image."""
+        """Raise UserError if the array that was decoded last does not fit the image."""
         name, found = self.parsed.names[kind][index], decoded[kind]
         (height, width, channels), (wanted_height, wanted_width, _) = found.shape, decoded[IMAGES].shape
         if (height, width) != (wanted_height, wanted_width):
@@ -269,9 +269,9 @@ class _Decoder:
             self._refuse_values(name, found)
 
     def _refuse_values(self, name: str, mask: np.ndarray) -> None:
-        """Refuse values that are no class, and 255 beside 1: then it means that a pixel is not labelled.
+        """Refuse values that are no class, and 255 beside 1, where it means that a pixel is not labelled.
 
-        1 and 255 may also come in two masks of a set. Several threads look: each notes first what it found itself.
+        1 and 255 may also be in two masks of a set. Several threads check: each first records what it found itself.
         """
         num_classes = len(self.targets.classes)
         if num_classes > 2:
@@ -298,15 +298,15 @@ class _Decoder:
 def find_maps(
     path: str, targets: PixelTargets, channels: int, options: images.DecodeOptions, max_pixels: int
 ) -> images.Dataset:
-    """All images in a folder or zip, with what is to be predicted of them.
+    """Decode all images in a folder or zip, with their dense targets.
 
-    Images without masks and depths have label -1, and planes of 0. Without backgrounds they may lie in any folders.
+    Images without masks and depths have label -1 and targets of 0. Without backgrounds they may lie in any folders.
 
     Args:
-      targets: what is to be predicted.
-      channels: of an image, with its background.
+      targets: the dense targets of the run.
+      channels: number of channels of an image, with its background.
     Raises:
-      UserError: nothing there, or it has something else to be predicted, or an image or a map is bad.
+      UserError: no images, or other targets than the run's, or a bad image or target.
     """
     files = open_set(path, "--images")
     if not has_images_folder(files.names):

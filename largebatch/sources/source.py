@@ -1,4 +1,4 @@
-"""A source of images, what tells whether its files changed, and published sizes."""
+"""Source of images, stamp of its files to detect changes, and sizes of published sets."""
 
 import contextlib
 import dataclasses
@@ -18,30 +18,30 @@ from largebatch.tasks.planes import NO_TARGETS, PixelTargets
 
 
 class ReadPixels(Protocol):
-    """Decodes examples; several threads may call it at once."""
+    """Function that decodes examples; several threads may call it at once."""
 
     def __call__(self, indices: Sequence[int], out: np.ndarray | None = None) -> list[np.ndarray]:
-        """The pixels [H, W, C] of examples, by their index.
+        """Return the pixels [H, W, C] of the examples with these indices.
 
         Args:
-          out: [N, H, W, C], room for the pixels that saves making some. Images that fit may be put there, at their
-            place; what is returned for them is a view of it.
+          out: [N, H, W, C], a buffer for the pixels that saves allocations. Images that fit may be put into it, and
+            their results are then views of it.
         """
 
 
 @dataclass(frozen=True)
 class Source:
-    """Which examples there are, and how to decode them.
+    """Examples of a data set, and how to decode them.
 
     Attributes:
-      description: where it is, for people.
-      fingerprint: changes when what `open` gives would.
-      ids: of the examples; "Class/file" where there are files.
+      description: name and place of the source, for people.
+      fingerprint: text that changes when the pixels that `open` gives do.
+      ids: names of the examples; "Class/file" where there are files.
       labels: int32 [N].
-      class_names: by label.
+      class_names: names by label.
       splits: "train", "val" or "test" for each example, where the source has published splits; else None.
-      targets: what lies behind the channels of the images.
-      open: gives a `ReadPixels`, within a `with`. It may raise UserError for a damaged image, named by its id.
+      targets: dense targets that lie behind the channels of the images.
+      open: context manager of a `ReadPixels`, which may raise UserError for a damaged image, named by its id.
     """
 
     description: str
@@ -57,7 +57,7 @@ class Source:
 def source_in_memory(
     description: str, fingerprint: str, ids: list[str], labels: np.ndarray, class_names: list[str], pixels
 ) -> Source:
-    """A source whose pixels [N, H, W, C] are there, or come from a function without arguments."""
+    """Create a source of pixels [N, H, W, C], given as an array or by a function without arguments."""
 
     @contextlib.contextmanager
     def open_pixels():
@@ -70,16 +70,16 @@ def source_in_memory(
 def stamp_of(places: list[epath.Path]) -> str | None:
     """Return a digest of (relative name, size, time of the last change) of all files in some places.
 
-    Links are followed, and what is hidden is left out, as where these files are listed. Times are in ns, but in a
+    Links are followed, and hidden files are left out, as where these files are listed. Times are in ns, but in a
     bucket in seconds.
 
-    This takes one `stat` a file, 4 us on a local disk: 0.11 s for 27,000 files. On a network
-    disk it takes as long as that answers so many.
+    The digest takes one `stat` a file, 4 us on a local disk: 0.11 s for 27,000 files. A network disk may take
+    longer.
 
     Args:
-      places: folders and files; none of a set that is made, not read.
+      places: folders and files; empty for a set that is generated, not read.
     Returns:
-      None where nothing is there, or nothing that can be read.
+      The digest, or None if nothing is there that can be read.
     """
     digest, is_there = hashlib.sha256(), not places
     for place in places:
@@ -91,7 +91,7 @@ def stamp_of(places: list[epath.Path]) -> str | None:
 
 
 def _lines(place: epath.Path) -> Iterator[bytes]:
-    """Yield a line for each file and folder of a place, in an order that follows from their names."""
+    """Yield a line for each file and folder of a place, in an order that depends on their names alone."""
     is_local = "://" not in os.fspath(place)
     with contextlib.suppress(OSError, ValueError, RuntimeError, ImportError):  # nothing that this host can read
         yield from _local_lines(os.fspath(place)) if is_local else _lines_of_bucket(place)
@@ -108,7 +108,7 @@ def _local_lines(root: str) -> Iterator[bytes]:
     if not stat.S_ISDIR(status.st_mode):
         yield _line("", status)
         return
-    linked = set()  # folders that links led to: links in a circle have no end
+    linked = set()  # folders that links led to, against endless circles of links
     waiting = [("", root)]
     while waiting:
         prefix, folder = waiting.pop()
@@ -119,7 +119,7 @@ def _local_lines(root: str) -> Iterator[bytes]:
             if entry.name.startswith(untrusted.HIDDEN):
                 continue
             name, status = prefix + entry.name, None
-            with contextlib.suppress(OSError):  # as of a link that leads nowhere, which is named where it is read
+            with contextlib.suppress(OSError):  # as of a dangling link, which is reported when it is read
                 status = entry.stat()
             if status is None or not stat.S_ISDIR(status.st_mode):
                 yield _line(name, status)
@@ -138,7 +138,7 @@ def _line(name: str, status: os.stat_result | None) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class PublishedSize:
-    """A set as the sources here give it out, with its own splits or ours."""
+    """Size of a published set as the sources here return it, with its own splits or ours."""
 
     counts: dict[str, int]
     image_shape: tuple[int, int, int]  # height, width, channels; of sets of many sizes the most usual
@@ -152,7 +152,7 @@ SIZES = {
     "eurosat": PublishedSize(_EUROSAT, (64, 64, 3), "uint8", 10),
     "eurosat_ms": PublishedSize(_EUROSAT, (64, 64, 13), "uint16", 10),
     "cifar10": PublishedSize(_CIFAR10, (32, 32, 3), "uint8", 10),
-    # The labels of its test images are not published: our test images are cut from those to train on.
+    # ImageNet publishes no labels of its test images: our test images are cut from its training images.
     "imagenet2012": PublishedSize(
         {"train": 1_231_167, "val": 50_000, "test": 50_000}, (375, 500, 3), "uint8", 1000
     ),

@@ -1,4 +1,4 @@
-"""Which split an example falls into: as published, by a file, or at random."""
+"""Assignment of examples to splits: as published, by a file, or at random."""
 
 import csv
 import hashlib
@@ -17,37 +17,37 @@ from largebatch.util import BadSetting, UserError
 log = logging.getLogger("largebatch")
 
 FIELD = "dataset.split_file"
-PLACEHOLDER = "{split}"  # in a path: stands for each of SPLITS
+PLACEHOLDER = "{split}"  # in a path: replaced by each of SPLITS
 ID_COLUMNS = ("id", "path", "filename", "image")
 SPLIT_COLUMN = "split"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row: an image and its split."""
+    """Row of a split file: an image and its split."""
 
     name: str
     split: str
     file: str
     line: int
-    may_be_header: bool  # the first row of a file, whose column names are not known
+    may_be_header: bool  # True for the first row of a file without known column names
 
     @property
     def place(self) -> str:
-        """Where the row is, for messages."""
+        """File and line of the row, for messages."""
         return f"{self.file}, line {self.line}"
 
 
 @dataclass(frozen=True)
 class SplitFile:
-    """What a split file lists, before it is known which images there are."""
+    """Content of a split file, before it is matched with the images of a set."""
 
     path: str
     entries: list[Entry]
-    digest: str  # SHA-256 of all that was read
+    digest: str  # SHA-256 of all text that was read
 
     def match(self, example_ids: list[str]) -> dict[str, list[int]]:
-        """The examples of each split; those that the file does not name are left out, which one line says.
+        """Return the examples of each split; leave out, with a warning, those that the file does not name.
 
         Returns:
           For each of SPLITS indices into `example_ids`, in the order of the file.
@@ -90,10 +90,10 @@ class SplitFile:
 
 
 def read_split_file(path: str) -> SplitFile:
-    """Reads a split file, or the three files if `path` contains "{split}".
+    """Read a split file, or three files if `path` contains "{split}".
 
-    One file has a header with the columns `split` and one of ID_COLUMNS. Of three files the ids are in the column
-    of such a name, or in the first one. Other columns are not looked at.
+    One file has a header with the columns `split` and one of ID_COLUMNS. Three files have the ids in a column of
+    ID_COLUMNS, or in the first one. Other columns are ignored.
 
     Raises:
       BadSetting: names the file, the line and what is allowed.
@@ -111,7 +111,7 @@ def read_split_file(path: str) -> SplitFile:
 
 
 def _rows(text: str, file: str) -> list[tuple[int, list[str]]]:
-    """The rows that are not blank, each with the number of its line."""
+    """Return the rows that are not blank, each with the number of its line."""
     reader = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
     try:
         rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
@@ -165,12 +165,12 @@ def _entry(row: list[str], column: int, split: str, file: str, line: int, *, may
 
 
 def _is_header(entry: Entry) -> bool:
-    """Whether an entry that names no image is a line of column names, and not the name of an image elsewhere."""
+    """Return True if an entry that names no image is a line of column names, and not an image elsewhere."""
     return entry.may_be_header and _without_suffix(entry.name) == entry.name
 
 
 def _find(entries: list[Entry], example_ids: list[str]) -> list[int | None]:
-    """The index of the example that each entry names; None where there is none.
+    """Return the index of the example that each entry names; None where there is none.
 
     Raises:
       BadSetting: an entry names several.
@@ -219,7 +219,7 @@ def _file_name_without_suffix(name: str) -> str:
     return _without_suffix(_file_name(name))
 
 
-# How the name in a file is compared with an id, each if those before find nothing.
+# Forms in which a name in a file is compared with an id, each tried if those before find nothing.
 FORMS: tuple[tuple[Callable[[str], str], Callable[[str], str]], ...] = (
     (_whole, _whole),
     (_whole, _file_name),
@@ -238,17 +238,17 @@ def assign_splits(
     seed: int = 0,
     split_file: SplitFile | None = None,
 ) -> dict[str, np.ndarray]:
-    """Which examples are for training, validation and test.
+    """Assign examples to training, validation and test.
 
-    Published splits, and those of a file, are sorted by id. What a published set lacks is cut from its training
-    examples, a tenth of them for each part. `split_indices` is the split of ours.
+    Published splits, and those of a file, are sorted by id. Splits that a published set lacks are cut from its
+    training examples, a tenth of them for each. Our own split is that of `split_indices`.
 
     Args:
-      example_ids, labels: of all examples of a source; labels int [N].
+      example_ids, labels: ids and labels of all examples of a source; labels int [N].
       published: the split of each example as its source has it, each of SPLITS; None where it has none.
       choice: "auto" takes `split_file`, else `published`, else our own split; "published" takes no split of ours;
         "own" takes only that.
-      seed: of our own split and of what is cut.
+      seed: seed of our own split and of splits that are cut.
     Returns:
       For each of SPLITS the indices into `example_ids`, int64. Only a split file leaves examples out.
     Raises:
@@ -272,7 +272,7 @@ def assign_splits(
 
 
 def split_indices(example_ids: list[str], seed: int) -> dict[str, np.ndarray]:
-    """80/10/10 split: a seeded permutation of the examples sorted by id, so every source gives the same.
+    """Split 80/10/10 by a seeded permutation of the examples sorted by id, the same for every source.
 
     Returns:
       For each of SPLITS the indices into `example_ids`.
@@ -289,10 +289,10 @@ def split_indices(example_ids: list[str], seed: int) -> dict[str, np.ndarray]:
 
 
 def _complete(example_ids: list[str], published: list[str], seed: int) -> dict[str, np.ndarray]:
-    """The published splits, and what is missing cut from the training examples.
+    """Return the published splits, with missing ones cut from the training examples.
 
-    That is a tenth of them, but no more than the other part that is published: of ImageNet's 1,281,167, not 128,116
-    are taken from training but as many as its 50,000 for validation.
+    A missing split gets a tenth of them, but no more than the other published split has: of ImageNet's 1,281,167
+    training images not 128,116 are taken, but 50,000, the size of its validation split.
     """
     names = np.array(published)
     splits = {split: np.flatnonzero(names == split) for split in SPLITS}
@@ -308,7 +308,7 @@ def _complete(example_ids: list[str], published: list[str], seed: int) -> dict[s
             )
         held_out = max(len(splits["val"]), len(splits["test"]))
         size = min(tenth, held_out) if held_out else tenth
-        for split in reversed(missing):  # both missing: as `split_indices` cuts them
+        for split in reversed(missing):  # if both are missing, cut as by `split_indices`
             order, splits[split] = order[:-size], order[-size:]
             log.info("%s: %d of the published training images", split, size)
         splits["train"] = order
@@ -316,7 +316,7 @@ def _complete(example_ids: list[str], published: list[str], seed: int) -> dict[s
 
 
 def _shuffled(example_ids: list[str], rows: np.ndarray, seed: int) -> np.ndarray:
-    """A seeded permutation of `rows` that does not depend on their order."""
+    """Return a seeded permutation of `rows` that does not depend on their order."""
     return _sorted_by_id(example_ids, rows)[np.random.default_rng(seed).permutation(len(rows))]
 
 
@@ -337,7 +337,7 @@ def _refuse_repeated_ids(example_ids: list[str], published: list[str] | None) ->
 
 
 def _check_classes(splits: dict[str, np.ndarray], labels: np.ndarray, class_names: list[str]) -> None:
-    """Refuses a class that cannot be learned, and warns of one that is not measured."""
+    """Refuse a class without training images, and warn of one without validation or test images."""
     lacking = {}
     for split, rows in splits.items():
         found = np.bincount(labels[rows], minlength=len(class_names)) > 0

@@ -14,11 +14,11 @@ from largebatch.util import UserError, expanded, iterate_batches, num_bytes
 
 log = logging.getLogger("largebatch")
 
-ROWS_AT_ONCE = 256  # in blocks: half the time of one by one
+ROWS_AT_ONCE = 256  # reading blocks takes half the time of single rows
 
 
 def prepared_builder(name: str, data_dir: str | None):
-    """The TFDS builder of a prepared set, or None. Needs no TensorFlow."""
+    """Return the TFDS builder of a prepared set, or None. TensorFlow is not needed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow_datasets as tfds
 
@@ -32,24 +32,24 @@ def prepared_builder(name: str, data_dir: str | None):
 
 
 def tfds_dir(data_dir: str | None) -> str:
-    """Given explicitly, for TFDS reads the variable only once, when it is imported."""
+    """Return the TFDS directory, to be passed explicitly: TFDS reads TFDS_DATA_DIR only when it is imported."""
     return data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
 
 
 def is_readable(builder) -> bool:
-    """TFDS 4.9.10 reads tfrecord with TensorFlow only, and writes parquet sets that lack examples."""
+    """Return True for array_record: TFDS 4.9.10 needs TensorFlow for tfrecord and loses examples in parquet."""
     return builder.info.file_format is not None and builder.info.file_format.value == "array_record"
 
 
 def tfds_source(
     name: str, data_dir: str | None, split: str | None, options: images.DecodeOptions, max_pixels: int
 ) -> Source:
-    """The source of a prepared TFDS set.
+    """Create the source of a prepared TFDS set.
 
     Args:
-      split: of TFDS, as "train+test", to be split by us; None takes the splits that are published.
+      split: TFDS split, as "train+test", to be split by us; None takes the published splits.
     Raises:
-      UserError: it is not prepared, not readable here, has other features, or no such split.
+      UserError: the set is not prepared, not readable here, has other features, or no such split.
     """
     builder = _readable_builder(name, data_dir)
     class_names = list(builder.info.features["label"].names)
@@ -92,10 +92,10 @@ def tfds_source(
 
 
 def _published_splits(builder, name: str) -> dict[str, str]:
-    """The splits of TFDS that are published for training, validation or test, each with the name it has here.
+    """Return the TFDS splits that are published for training, validation or test, with the names of SPLITS.
 
-    A set that has only one split, or train and others that are none of these, publishes no split. A split without
-    labels is left out.
+    A set of one split is all training. Splits of other names, and those without labels, are left out; if only train
+    remains, the set publishes no split.
     """
     sizes = {theirs: info.num_examples for theirs, info in builder.info.splits.items() if info.num_examples}
     published = {theirs: split_named(theirs) for theirs in sizes if split_named(theirs)}
@@ -108,7 +108,7 @@ def _published_splits(builder, name: str) -> dict[str, str]:
         )
     for theirs in [theirs for theirs, ours in published.items() if ours != "train"]:
         (first,) = _read_rows(_open_split(builder, theirs), [0], name)
-        if int(first["label"]) < 0:  # as the test split of ImageNet, whose labels nobody publishes
+        if int(first["label"]) < 0:  # as in the test split of ImageNet, whose labels are not published
             del published[theirs]
     left_out = [f"{theirs} ({size} images)" for theirs, size in sizes.items() if theirs not in published]
     if left_out:
@@ -148,12 +148,12 @@ def _readable_builder(name: str, data_dir: str | None):
 
 
 def _sizes(builder) -> list[tuple[str, int]]:
-    """Return name and bytes of each file, which are the same in all copies of a set, unlike times and places."""
+    """Return name and bytes of each file, which are equal in all copies of a set, unlike times and places."""
     return sorted((path.name, num_bytes(path)) for path in epath.Path(builder.data_dir).iterdir())
 
 
 def _open_split(builder, split: str):
-    """Random access to the rows of a split, with images as they are encoded."""
+    """Open the rows of a split for random access, with images still encoded."""
     import tensorflow_datasets as tfds
 
     try:
@@ -170,7 +170,7 @@ def _read_rows(rows, indices, name: str) -> list[dict]:
 
 
 def _list_rows(rows, name: str, split: str, class_names: list[str]) -> tuple[list[str], list[int]]:
-    """Ids and labels of all rows. TFDS stores them beside the images, so all of the set is read once."""
+    """Return ids and labels of all rows. TFDS stores them beside the images, so all of the set is read once."""
     ids, labels = [], []
     for part in iterate_batches(len(rows), ROWS_AT_ONCE):
         for number, row in enumerate(_read_rows(rows, range(part.start, part.stop), name), part.start):

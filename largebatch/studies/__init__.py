@@ -1,1 +1,1 @@
-"""Many runs: search, queue, analysis."""
+"""Studies of many runs: search, queue, analysis."""

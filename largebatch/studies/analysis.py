@@ -1,4 +1,4 @@
-"""What follows from the runs of a study: ranks, intervals over seeds, steps to a target, the knee.
+"""Analysis of the runs of a study: ranks, intervals over seeds, steps to a target.
 
 study = reader.read("studies/optimizers")
 for setting in analysis.leaderboard(study):
@@ -26,17 +26,17 @@ BROKEN = frozenset({"diverged", "failed"})
 
 @dataclass(frozen=True)
 class Estimate:
-    """What values of several seeds say. Without values the mean is None; with one, so is all below it."""
+    """Statistics of the values of several seeds; mean is None without values, the rest also with one value."""
 
     mean: float | None
-    std: float | None  # of the sample
-    low: float | None  # the ends of the 95 % interval of the mean
+    std: float | None  # standard deviation of the sample
+    low: float | None  # ends of the 95 % interval of the mean
     high: float | None
-    count: int  # of values
+    count: int  # number of values
 
 
 def estimate(values: Iterable[float | None]) -> Estimate:
-    """Mean and its 95 % Student-t interval; None among the values is left out."""
+    """Compute the mean and its 95 % Student-t interval; leave out None among the values."""
     from scipy.special import stdtrit  # not scipy.stats, whose import takes a second
 
     known = np.array([value for value in values if value is not None], np.float64)
@@ -56,13 +56,13 @@ def estimate(values: Iterable[float | None]) -> Estimate:
 
 @dataclass(frozen=True)
 class Setting:
-    """All seeds of one setting. The estimates are over its finished seeds, or the unfinished where none is.
+    """All seeds of one setting, with estimates over its finished seeds, or the unfinished ones if none is.
 
     Attributes:
       values: {dotted field: value}.
       runs: one per seed.
-      objective: of the study's objective, over the seeds that have one.
-      score: of the best score.
+      objective: estimate of the study's objective, over the seeds that have one.
+      score: estimate of the best score.
       statuses: {status: number of runs}.
     """
 
@@ -74,27 +74,27 @@ class Setting:
 
 
 def leaderboard(study: Study) -> list[Setting]:
-    """Settings, best first.
+    """Rank the settings of a study, best first.
 
-    First come settings with a finished seed, of these those without a diverged or failed one; then settings with
-    a seed that runs, was stopped or pruned; then the rest. Within each of these four groups come first the settings
-    whose seeds all reached the target, ranked by the objective, and then the others, ranked by their score.
+    Settings come in four groups: with a finished seed and no diverged or failed one; with a finished seed; with a
+    seed that runs, was stopped or pruned; the rest. Within a group come first the settings whose seeds all reached
+    the target, ranked by the objective, and then the others, ranked by their score.
     """
     settings = [_setting_of_runs(runs, study) for runs in _runs_by_setting(study)]
     return sorted(settings, key=lambda setting: _rank(setting, study))
 
 
 def updates_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
-    """Updates to a validation accuracy, over the seeds that reached it, and of how many seeds that is.
+    """Estimate the steps to a validation accuracy over the seeds that reached it; return also the number of seeds.
 
-    What is between two validations is not seen: each seed's figure is at most that much too high.
+    Steps are known at validations only: each seed's number is too high by at most one interval between two.
     """
     runs = _runs_that_count(setting.runs)
     return estimate(run.updates_to(accuracy) for run in runs), len(runs)
 
 
 def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[list[str], list[list[str]]]:
-    """The leaderboard as text, for a terminal or a CSV file: (header, rows), with the updates to `accuracies`."""
+    """Return the leaderboard as text for a terminal or CSV file: (header, rows), with steps to `accuracies`."""
     fields, has_target = study.fields, study.objective not in SCORES
     header = ["rank", *fields, study.objective, "low", "high", "std"]
     if has_target:
@@ -123,7 +123,7 @@ def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[li
 
 
 def _runs_by_setting(study: Study) -> list[list[Run]]:
-    """The runs of each setting, in the order in which settings first came."""
+    """Return the runs of each setting, in the order in which settings first appear."""
     fields = list(study.description.get("space") or {})
     runs_by_values: dict[str, list[Run]] = {}
     for run in study.runs:
@@ -144,14 +144,14 @@ def _setting_of_runs(runs: list[Run], study: Study) -> Setting:
 
 
 def _runs_that_count(runs: list[Run]) -> list[Run]:
-    """The finished runs of a setting; without one the unfinished; without one of those, all."""
+    """Return the finished runs of a setting; if there are none, the unfinished ones, or else all."""
     finished = [run for run in runs if run.status == "done"]
     unfinished = [run for run in runs if run.status in UNFINISHED]
     return finished or unfinished or runs
 
 
 def _rank(setting: Setting, study: Study) -> tuple:
-    """Sorts settings, best first; see `leaderboard`."""
+    """Return a sort key of settings, best first; see `leaderboard`."""
     statuses = setting.statuses.keys()
     tier = 3
     if "done" in statuses:
@@ -179,9 +179,9 @@ def _config_value(value) -> str:
 
 
 def tuned_apart(study: Study) -> dict[str, Study]:
-    """The runs of each optimizer as a study of their own, where each has best settings of its own (GROUPS).
+    """Split a study by optimizer, if each has best settings of its own (GROUPS of the space file).
 
-    Without, the whole study under the name "".
+    Without such groups the result is the whole study under the name "".
     """
     if OPTIMIZER not in (study.description.get("groups") or []):
         return {"": study}
@@ -193,7 +193,7 @@ def tuned_apart(study: Study) -> dict[str, Study]:
 
 @dataclass(frozen=True)
 class Edge:
-    """The best value of a searched field is the lowest, highest or only one (`side`) of `count` tried."""
+    """Best value of a searched field that is the lowest, highest or only one (`side`) of `count` tried."""
 
     field: str
     value: float
@@ -208,12 +208,12 @@ class Edge:
 
 @dataclass(frozen=True)
 class BatchPoint:
-    """The best-tuned setting at one batch size, and what its seeds took to the target.
+    """Best-tuned setting at one batch size, with the steps of its seeds to the target.
 
     Attributes:
       values: {dotted field: value} of the setting.
-      updates, examples, seconds: to the target, over the seeds.
-      seeds, steps: how many seeds there are, and the updates to the target of each.
+      updates, examples, seconds: steps, examples and seconds to the target, estimated over the seeds.
+      seeds, steps: number of seeds, and the steps to the target of each.
       edges: fields whose best value lies on the edge of those tried: a better one may lie beyond.
     """
 
@@ -228,18 +228,18 @@ class BatchPoint:
 
 
 def steps_to_target(study: Study) -> list[BatchPoint]:
-    """Per batch size the setting with the fewest mean updates to the target, among those whose seeds all got there.
+    """Find, for each batch size, the setting with the fewest mean steps to the target that all its seeds reached.
 
-    Where some settings have more seeds, it is one of them. They were chosen as the best by their first seed, and
-    a single lucky seed of another says less than their mean.
-    Seeds that still run or were interrupted do not count yet; diverged, failed and pruned ones did not get there.
+    If some settings have more seeds, it is one of them. They were chosen as the best by their first seed, and a
+    single lucky seed of another is weaker evidence than their mean.
+    Seeds that still run or were interrupted do not count yet; diverged, failed and pruned ones did not reach it.
     Batch sizes without such a setting are left out: see `unreached_batch_sizes`. Tuning at each batch size
     by itself follows Shallue et al. 2019, "Measuring the Effects of Data Parallelism on Neural Network Training".
     """
-    best: dict[int, list[Run]] = {}  # the runs of the best setting of each batch size
+    best: dict[int, list[Run]] = {}  # runs of the best setting of each batch size
     for runs in _runs_by_setting(study):
         counted = [run for run in runs if run.status not in ("running", "interrupted", "unreadable")]
-        for batch_size in {run.batch_size for run in counted} - {None}:  # None where a run never said it
+        for batch_size in {run.batch_size for run in counted} - {None}:  # None if a run never recorded it
             at_size = [run for run in counted if run.batch_size == batch_size]
             if any(run.value("steps_to_target") is None for run in at_size):
                 continue
@@ -249,7 +249,7 @@ def steps_to_target(study: Study) -> list[BatchPoint]:
 
 
 def _cost(runs: list[Run]) -> tuple[int, float]:
-    """What makes one setting better than another: more seeds, then fewer updates to the target."""
+    """Return a sort key of settings, best first: more seeds, then fewer steps to the target."""
     return -len(runs), estimate(run.value("steps_to_target") for run in runs).mean
 
 
@@ -269,14 +269,14 @@ def _batch_point(study: Study, batch_size: int, runs: list[Run]) -> BatchPoint:
 
 
 def unreached_batch_sizes(study: Study) -> list[int]:
-    """Batch sizes that ran with a target, at which no setting took all of its seeds there."""
+    """Return the batch sizes that ran with a target that no setting reached with all of its seeds."""
     reached = {point.batch_size for point in steps_to_target(study)}
     with_target = {run.batch_size for run in study.runs if run.target is not None}
     return sorted(with_target - reached - {None})
 
 
 def noise_scales(study: Study) -> list[float]:
-    """The gradient noise scale, in examples, of each run that reached the target, when it did."""
+    """Return the gradient noise scale, in examples, of each run that reached the target, at that step."""
     scales = []
     for run in study.runs:
         steps = run.value("steps_to_target")
@@ -288,10 +288,10 @@ def noise_scales(study: Study) -> list[float]:
 
 
 def edge_flags(study: Study, values: dict, batch_size: int | None = None) -> list[Edge]:
-    """Which numeric fields of the setting `values` lie on the edge of what was tried with the same optimizer.
+    """Find the numeric fields of `values` that are on the edge of the values tried with the same optimizer.
 
     Args:
-      batch_size: only runs at it count; None counts all. A field with one value in the whole study is not searched.
+      batch_size: only runs at it count; None counts all. A field with one value in the whole study is skipped.
     """
     fields = study.fields
     settings = [(run, setting_of(run, fields)) for run in study.runs]

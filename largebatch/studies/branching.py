@@ -1,9 +1,9 @@
-"""Branches of a run, which tell how large a batch keeps up with the run's own: a study of sweep.py --branch.
+"""Branches of a run, which measure how large a batch keeps up with its own: a study of sweep.py --branch.
 
-Each branch starts from a checkpoint of the run, with its optimizer's moments. It trains on at the rate that the run
-had there, with a batch of its own. All see the same number of images. The rate follows the batch by the root, with
-SGD and LARS linearly. After Merrill et al. 2025, "Critical Batch Size Revisited". What follows from the losses is
-in `critical_batch`.
+Each branch starts from a checkpoint of the run, with its optimizer's moments. It trains at the rate that the run
+had there, with a batch of its own. All see the same number of images. The rate is scaled by the square root of the
+batch, with SGD and LARS linearly. After Merrill et al. 2025, "Critical Batch Size Revisited". The losses are
+analysed in `critical_batch`.
 """
 
 import logging
@@ -22,23 +22,23 @@ from largebatch.studies.space import SpaceFile
 from largebatch.util import UserError, expanded
 
 MOST_POINTS = 6  # checkpoints that are branched from, if the user names none
-PARTS = 4  # a branch is validated so often; its loss is that of the last part
+PARTS = 4  # validations of a branch; its loss is that of the last part
 LARGEST_GROWTH = 64  # of the batch, if the user names no sizes
 LINEAR = ("sgd", "lars")  # optimizers whose rate follows the batch linearly
-NEARLY_ZERO = 0.01  # of the run's highest rate: with that or less every batch keeps up
+NEARLY_ZERO = 0.01  # of the run's highest rate: at this rate or less every batch keeps up
 
 log = logging.getLogger("largebatch")
 
 
 @dataclass(frozen=True)
 class BranchOptions:
-    """What the flags of sweep.py say of branches.
+    """Flags of sweep.py for branches.
 
     Attributes:
       run: folder of the run that is branched.
-      images: that a branch trains on.
-      sizes: of batches; None for the run's own times powers of two.
-      steps: updates after which branches begin; None for up to MOST_POINTS that the run has checkpoints of.
+      images: number of images that a branch trains on.
+      sizes: batch sizes; None for the run's own times powers of two.
+      steps: steps after which branches begin; None for up to MOST_POINTS that the run has checkpoints of.
     """
 
     run: str
@@ -49,7 +49,7 @@ class BranchOptions:
 
 @dataclass(frozen=True)
 class BranchPoint:
-    """A validation of the run whose checkpoint is still there, as its row says."""
+    """Validation of a run whose checkpoint still exists, with the values of its row."""
 
     step: int
     examples_seen: int
@@ -59,10 +59,10 @@ class BranchPoint:
 
 
 def branch_points(run: Path) -> list[BranchPoint]:
-    """Return where branches of a run may begin. Warns of checkpoints where its learning rate is nearly 0.
+    """Return the points where branches of a run may begin; warn of those with a learning rate of nearly 0.
 
     Raises:
-      UserError: there is no place, or this is no run folder.
+      UserError: there is no such point, or this is no run folder.
     """
     rows = reader.read_run(run).rows
     saved = set(Checkpoints(run / "checkpoints", keep=1).steps())
@@ -94,10 +94,10 @@ def branch_points(run: Path) -> list[BranchPoint]:
 
 
 def recorded_points(description: dict) -> list[BranchPoint]:
-    """The points in a study's study.json: the run may have trained on since. None where it is no study of branches.
+    """Return the points in a study.json, since the run may have trained further; empty without branches.
 
     Raises:
-      UserError: they are damaged.
+      UserError: the points are damaged.
     """
     try:
         return [BranchPoint(**point) for point in description.get("branch_points") or []]
@@ -106,10 +106,10 @@ def recorded_points(description: dict) -> list[BranchPoint]:
 
 
 def chosen_points(options: BranchOptions) -> list[BranchPoint]:
-    """The points of the chosen steps; without them a few, spread evenly up to the last.
+    """Return the points of the chosen steps; without chosen steps a few, spread evenly up to the last.
 
     Raises:
-      UserError: the run has no checkpoint there.
+      UserError: the run has no checkpoint of a chosen step.
     """
     points, steps = branch_points(Path(expanded(options.run, "--branch"))), options.steps
     if steps is None:
@@ -126,10 +126,10 @@ def chosen_points(options: BranchOptions) -> list[BranchPoint]:
 
 
 def branch_space(options: BranchOptions, points: Sequence[BranchPoint]) -> SpaceFile:
-    """The space of a study of branches from these points.
+    """Create the space of a study of branches from these points.
 
     Raises:
-      UserError: a branch would have too few updates, or none has the run's own batch.
+      UserError: a branch would have too few steps, or none has the run's own batch.
     """
     own = sorted({point.batch_size for point in points})
     part, too_many = divmod(options.images, PARTS)
@@ -160,7 +160,7 @@ def branch_space(options: BranchOptions, points: Sequence[BranchPoint]) -> Space
 
 
 def _become_branch(config: config_dict.ConfigDict, options: BranchOptions, point: BranchPoint) -> None:
-    """Makes a run's config that of a branch from `point`, with its own batch.size."""
+    """Change a run's config to that of a branch from `point`, with its own batch.size."""
     config.train.init_from = options.run
     config.train.target_accuracy = config.train.target_score = None
     config.train.inner_steps, config.train.outer_steps = options.images // PARTS // config.batch.size, PARTS
@@ -172,7 +172,7 @@ def _become_branch(config: config_dict.ConfigDict, options: BranchOptions, point
     if config.sync.mode == "every_step":
         config.sync.update({"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0})
     config.optimizer.learning_rate = point.learning_rate
-    if config.schedule.b2_scaling == "half_life":  # what it was at that batch
+    if config.schedule.b2_scaling == "half_life":  # its value at that batch
         config.optimizer.b2 **= point.batch_size / config.schedule.reference_batch_size
     scaling = "linear" if config.optimizer.name in LINEAR else "sqrt"
     b2_scaling = "none" if config.optimizer.name in LINEAR else "half_life"

@@ -1,8 +1,8 @@
-"""The critical batch over a run, from the losses of its branches (see `branching`).
+"""Critical batch size over a run, from the losses of its branches (see `branching`).
 
-At each point of the run the critical batch is the largest whose branch keeps up: its training loss over the last
-part of its images is at most TOLERANCE above that of the run's own batch. Between two batch sizes that were tried
-the loss goes linearly with the logarithm of the batch.
+At each point of the run it is the largest batch size whose branch keeps up: its training loss over the last part
+of its images is at most TOLERANCE above that of the run's own batch. Between two batch sizes that were tried, the
+loss is interpolated linearly in the logarithm of the batch size.
 """
 
 import math
@@ -12,9 +12,9 @@ import numpy as np
 
 from largebatch.runs.reader import BATCH, Run, Study, number
 
-STEP = "train.init_step"  # the field that says from where a run branches
-# Of the loss of the run's own batch. With it branches of LAMB and Muon are within a factor of 2 of their knees, and
-# those of SOAP-Muon, which had no part in the choice, are too (LOG.md).
+STEP = "train.init_step"  # field of the step from which a run branches
+# Relative to the loss of the run's own batch. With it branches of LAMB and Muon are within a factor of 2 of the
+# fitted critical batch size, and so are those of SOAP-Muon, which was not used for the choice (LOG.md).
 TOLERANCE = 0.15
 RESAMPLES = 1000
 LEFT_OUT = "no training loss in its last row: left out of the critical batch"
@@ -22,14 +22,14 @@ LEFT_OUT = "no training loss in its last row: left out of the critical batch"
 
 @dataclass(frozen=True)
 class CriticalBatch:
-    """Where larger batches stop keeping up, at one point of a run.
+    """Critical batch size at one point of a run, above which larger batches do not keep up.
 
     Attributes:
-      size: the critical batch; inf where the largest that was tried keeps up.
+      size: the critical batch size; inf if the largest that was tried keeps up.
       low, high: ends of its 95 % interval, a bootstrap over seeds; None with one seed.
-      noise_scale: what the run measured there; None where it did not.
-      losses: mean over seeds, by batch size.
-      seeds: how many seeds those are; they ended at each of these sizes.
+      noise_scale: gradient noise scale of the run at this point; None if not measured.
+      losses: mean loss over seeds, by batch size.
+      seeds: number of those seeds; they ended at each of these sizes.
     """
 
     step: int
@@ -44,9 +44,9 @@ class CriticalBatch:
 
 
 def critical_batches(study: Study) -> list[CriticalBatch]:
-    """Return the critical batches of a study of branches, along the run.
+    """Return the critical batch sizes of a study of branches, along the run.
 
-    Without points where the run's own batch has not ended, or diverged: nothing can be held to it.
+    Points where the run's own batch has not ended, or diverged, are left out: nothing can be compared with it.
     """
     found = []
     for point in study.description.get("branch_points") or []:
@@ -58,13 +58,13 @@ def critical_batches(study: Study) -> list[CriticalBatch]:
 
 
 def left_out(study: Study) -> list[Run]:
-    """Return the branches that are done and of which LEFT_OUT is to be said."""
+    """Return the branches that are done but have no training loss, the problem that LEFT_OUT describes."""
     has_points = bool(study.description.get("branch_points"))
     return [run for run in study.runs if has_points and run.status == "done" and _last_loss(run) is None]
 
 
 def _last_loss(run: Run) -> float | None:
-    """Return the training loss of a branch's last row, inf where it diverged; None where it is not known."""
+    """Return the training loss of a branch's last row, inf if it diverged; None if it is not known."""
     if run.status == "diverged":
         return math.inf
     return number(run.rows[-1].get("train_loss")) if run.status == "done" and run.rows else None
@@ -73,8 +73,8 @@ def _last_loss(run: Run) -> float | None:
 def _losses_at(study: Study, point: dict) -> tuple[list[int], np.ndarray]:
     """Return the batch sizes that can be compared at a point, and their losses [seeds, sizes].
 
-    Sizes are compared on the seeds that ended at all of them, since another seed sees other images. Those with more
-    seeds of the run's own size come first; one that would leave no seed is left out.
+    Sizes are compared on the seeds that ended at all of them, since another seed sees other images. Sizes with more
+    seeds of the run's own size come first; a size that would leave no seed is left out.
     """
     by_size: dict[int, dict[int, float]] = {}
     for run in study.runs:
@@ -113,13 +113,13 @@ def _critical_batch(point: dict, sizes: list[int], losses: np.ndarray) -> Critic
 
 
 def largest_that_keeps_up(sizes: list[int], losses: np.ndarray, base: int, tolerance: float = TOLERANCE) -> float:
-    """The batch size at which losses rise above the tolerance.
+    """Interpolate the batch size at which losses rise above the tolerance; inf if they do not.
 
     Args:
-      sizes: ascending.
-      losses: of each size.
+      sizes: batch sizes, ascending.
+      losses: loss of each size.
       base: index of the run's own size.
-      tolerance: relative to the loss of the run's own size.
+      tolerance: allowed excess, relative to the loss of the run's own size.
     """
     limit = losses[base] * (1 + tolerance)
     for index in range(base + 1, len(sizes)):
@@ -131,7 +131,7 @@ def largest_that_keeps_up(sizes: list[int], losses: np.ndarray, base: int, toler
 
 
 def rows(found: list[CriticalBatch]) -> tuple[list[str], list[list[str]]]:
-    """Return a table for a terminal: (header, rows)."""
+    """Return a table of critical batch sizes for a terminal: (header, rows)."""
     header = ["update", "images_seen", "batch", "critical_batch", "low", "high", "seeds", "noise_scale"]
     return header, [
         [
@@ -154,16 +154,16 @@ def _rounded(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """A batch size, and the first update that has it."""
+    """Batch size, and the first step that has it."""
 
     first_update: int
     batch_size: int
 
 
 def batch_warmup(found: list[CriticalBatch]) -> list[Stage]:
-    """Batch sizes for a run, of which branches lost nothing.
+    """Return batch sizes for a run whose branches lost nothing by them.
 
-    It starts with the run's own batch, and doubles once it has seen as many images as a point from which a branch
+    The batch starts with the run's own, and doubles once it has seen as many images as a point from which a branch
     of the doubled batch lost nothing: without tolerance, since small losses add up over a run. It never shrinks.
     """
     size, update, seen = found[0].base, 0, 0

@@ -1,4 +1,4 @@
-"""The database of a study: opened by its URL, which is shown and kept without its password."""
+"""Database of a study: opened by its URL, which is shown and recorded without its password."""
 
 import logging
 import time
@@ -24,28 +24,28 @@ warnings.filterwarnings("ignore", message="Heartbeat of storage is supposed to b
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 # A trial's process counts as dead after so many missed heartbeats. Optuna compares heartbeats with the database's
-# now(): that is one server's clock. SQLite has no server, and its now() is the UTC of the machine that asks. So
+# now(): that is one server's clock. SQLite has no server, and its now() is the UTC of the querying machine. So
 # machines that share an SQLite file need clocks that agree to within the grace period.
 MISSED_HEARTBEATS = 3
 SQLITE_LOCK_TIMEOUT_SEC = 60
 TRIES_TO_OPEN = 5
 FIRST_WAIT_SEC, MAX_WAIT_SEC = 1.0, 30.0  # between two tries to reach the database
-# What is raised while the database cannot be reached.
+# Exceptions that are raised while the database cannot be reached.
 DATABASE_ERRORS = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError)
-# What databases say to the slower of two processes that make the same table.
+# Error texts of databases for the slower of two processes that create the same table.
 TABLE_EXISTS = ("already exists", "duplicate key", "UNIQUE constraint")
 
 
 def grace_sec(heartbeat_sec: int) -> int:
-    """Seconds without a heartbeat after which a trial's process counts as dead."""
+    """Return the seconds without a heartbeat after which a trial's process counts as dead."""
     return MISSED_HEARTBEATS * heartbeat_sec
 
 
 def without_password(url: str) -> str:
-    """A database URL that may be shown and kept.
+    """Return a database URL without its password, which may be shown and recorded.
 
     Raises:
-      UserError: it is no URL, or its password was already replaced by ***.
+      UserError: the text is no URL, or its password was already replaced by ***.
     """
     try:
         shown = sqlalchemy.engine.make_url(url).render_as_string(hide_password=True)
@@ -59,20 +59,20 @@ def without_password(url: str) -> str:
 
 
 def is_sqlite_file_in(url: str, folder: Path) -> bool:
-    """Whether a database URL is an SQLite file in a folder, once links are followed."""
+    """Return True if a database URL is an SQLite file in a folder, after links are followed."""
     parts = sqlalchemy.engine.make_url(url)
     if parts.get_backend_name() != "sqlite" or not parts.database:
         return False
-    if parts.query:  # which may name another file
+    if parts.query:  # it may name another file
         return False
     return lies_in(parts.database, folder)
 
 
 def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
-    """Opens a database that SQLAlchemy knows, and makes its tables.
+    """Open a database that SQLAlchemy knows, and create its tables.
 
     Raises:
-      UserError: it cannot be opened.
+      UserError: the database cannot be opened.
     """
     for _ in range(TRIES_TO_OPEN):
         try:
@@ -81,7 +81,7 @@ def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
             cause, reason = error, _first_line(error)
         if not any(text in reason for text in TABLE_EXISTS):
             break
-        time.sleep(1)  # another process is making the tables
+        time.sleep(1)  # another process is creating the tables
     raise UserError(f"--storage: {without_password(url)} cannot be opened ({reason})") from cause
 
 
@@ -102,7 +102,7 @@ def _open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
 
 
 def _lock_from_the_start(engine: sqlalchemy.engine.Engine) -> None:
-    """Makes every SQLite transaction lock the database when it begins.
+    """Make every SQLite transaction lock the database when it begins.
 
     Optuna keeps two processes from taking the same trial by SELECT ... FOR UPDATE, which SQLite does not have.
     """
@@ -115,16 +115,16 @@ def _lock_from_the_start(engine: sqlalchemy.engine.Engine) -> None:
     def begin(connection):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
-    engine.dispose()  # connections made before have no such listeners
+    engine.dispose()  # earlier connections have no such listeners
 
 
 def retry_while_away(call: Callable[[], Result], on_return: Callable[[], None]) -> Result:
-    """Calls until the database can be reached, with messages and longer and longer waits.
+    """Call a function until the database can be reached, with messages and increasing waits.
 
     Args:
-      on_return: called when the database can be reached again, if it could not at first.
+      on_return: function to call when the database can be reached again, if it could not at first.
     Raises:
-      preemption.Stopped: a signal came while this waited.
+      preemption.Stopped: a signal came during a wait.
     """
     wait_sec, started = FIRST_WAIT_SEC, time.monotonic()
     while True:
@@ -144,10 +144,10 @@ def retry_while_away(call: Callable[[], Result], on_return: Callable[[], None]) 
 
 
 def _sleep(seconds: float) -> None:
-    """Sleeps; leaves at once on a signal.
+    """Sleep, but leave at once on a signal.
 
     Raises:
-      preemption.Stopped: there was one.
+      preemption.Stopped: there was a signal.
     """
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
@@ -157,5 +157,5 @@ def _sleep(seconds: float) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """What a database said, in one line: that of the driver, where SQLAlchemy or Optuna wrapped its error."""
+    """Return the first line of a database error, of the driver's if SQLAlchemy or Optuna wrapped it."""
     return str(error.__cause__ or error).strip().splitlines()[0]

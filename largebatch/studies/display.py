@@ -1,4 +1,4 @@
-"""What a person sees of a study while it runs."""
+"""Terminal display of a study while it runs."""
 
 import time
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from largebatch.tasks.kinds import TaskKind
 from largebatch.terminal import Console, duration, four_digits
 
 SHOWN_TRIALS = 12
-TOO_EARLY = 0.2  # trials done by this process, before which no time is estimated
+TOO_EARLY = 0.2  # trials that this process must have done before a time is estimated
 
 
 @dataclass
 class _TrialLine:
-    """What the table shows of one trial of this process.
+    """Table line of one trial of this process.
 
     Attributes:
-      values: of its setting, as text.
-      first_update: where this process took the trial up.
-      started_at: when, by time.monotonic().
+      values: values of its setting, as text.
+      first_update: step from which this process trains the trial.
+      started_at: time.monotonic() at that step.
     """
 
     values: str
@@ -36,30 +36,30 @@ class _TrialLine:
 
     @property
     def done(self) -> float:
-        """The fraction of a whole trial that this process did. An ended one counts to its end, even if pruned."""
+        """Fraction of a whole trial that this process did; an ended trial counts to its end, even if pruned."""
         last_update = self.update if self.status == "running" else self.total_updates
         return (last_update - self.first_update) / self.total_updates
 
     @property
     def left(self) -> float:
-        """The fraction of the trial that is still to do."""
+        """Fraction of the trial that is still to do."""
         return (self.total_updates - self.update) / self.total_updates if self.status == "running" else 0.0
 
 
 class SweepTable:
-    """What a person sees of a study: a live table of trials on a terminal, a line per start and end elsewhere.
+    """Display of a study: a live table of trials on a terminal, a line per start and end elsewhere.
 
     Args:
-      name: of the study.
-      kind: of the task of its trials.
-      counts: how many trials are waiting, running and ended by now, of all processes.
-      enabled: else nothing is shown.
+      name: name of the study.
+      kind: kind of the task of its trials.
+      counts: function that returns the waiting, running and ended trials of all processes.
+      enabled: False to show nothing.
     """
 
     def __init__(self, name: str, kind: TaskKind, counts: Callable[[], Counts], *, enabled: bool):
         self._name, self._kind, self._counts, self._started = name, kind, counts, time.monotonic()
         self._console = Console(enabled=enabled)
-        self._trials: dict[str, _TrialLine] = {}  # of this process, in the order of their start
+        self._trials: dict[str, _TrialLine] = {}  # this process's trials, by start
         self._live = live.Live(
             get_renderable=self._render, console=self._console, refresh_per_second=2, redirect_stderr=False
         )
@@ -74,25 +74,25 @@ class SweepTable:
             self._live.stop()
 
     def start(self, name: str, values: dict, total_updates: int, step: int) -> None:
-        """A trial has begun, at update `step`."""
+        """Show that a trial has begun, at `step`."""
         shown = "  ".join(f"{field.rpartition('.')[2]} {_short(value)}" for field, value in values.items())
         self._trials[name] = _TrialLine(shown, total_updates, step, step, time.monotonic())
         self._print_line(f"trial {name}  {shown}  started at update {step} of {total_updates}")
 
     def at(self, name: str, step: int, images_per_sec: float) -> None:
-        """A trial has done update `step`."""
+        """Move a trial's bar to `step`."""
         self._trials[name].update = step
         self._trials[name].images_per_sec = images_per_sec
 
     def row(self, name: str, row: dict) -> None:
-        """A trial was validated."""
+        """Show the score of a trial's validation."""
         trial = self._trials[name]
         trial.score = self._kind.best([trial.score, score_of(row)])
 
     def end(self, name: str, status: str, score: float | None, error: str | None = None) -> None:
-        """A trial has ended, with its best score or an error."""
+        """Show that a trial has ended, with its best score or an error."""
         now = time.monotonic()
-        if name not in self._trials:  # it had ended before, or failed before its start
+        if name not in self._trials:  # a trial that had ended before, or failed before its start
             self._trials[name] = _TrialLine("", total_updates=1, first_update=0, update=1, started_at=now)
         trial = self._trials[name]
         trial.status, trial.score = status, score
@@ -107,7 +107,7 @@ class SweepTable:
             self._console.print(line, soft_wrap=True)
 
     def _summary_of_study(self) -> str:
-        """How many trials have ended, and about how long the rest will take this process."""
+        """Return how many trials have ended, and about how long the rest will take this process."""
         counts = self._counts()
         done = sum(trial.done for trial in self._trials.values())
         left = counts.waiting + sum(trial.left for trial in self._trials.values())

@@ -1,4 +1,4 @@
-"""The knee: from which batch size on larger batches save few updates."""
+"""Fit of the critical batch size, above which larger batches save few steps."""
 
 import math
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Knee:
-    """Where larger batches stop paying: S(B) = min_steps (1 + critical_batch_size / B).
+    """Fitted steps to the target over the batch size B: S(B) = min_steps (1 + critical_batch_size / B).
 
     Attributes:
-      critical_batch_size: where twice the fewest updates and twice the fewest examples are needed. inf where
-        updates still fall in proportion at the largest batch measured; 0 where they do not fall at all.
-      low, high: ends of its 95 % interval; None where no batch size has two seeds.
-      min_steps: the fewest updates to the target, at any batch size; None where the knee is inf.
-      min_examples: the fewest examples to the target; None where the knee is 0.
+      critical_batch_size: batch size that needs twice the fewest steps and twice the fewest examples. inf if
+        steps still fall in proportion at the largest batch measured; 0 if they do not fall at all.
+      low, high: ends of its 95 % interval; None if no batch size has two seeds.
+      min_steps: the fewest steps to the target, at any batch size; None if critical_batch_size is inf.
+      min_examples: the fewest examples to the target; None if critical_batch_size is 0.
     """
 
     critical_batch_size: float
@@ -25,29 +25,29 @@ class Knee:
     min_examples: float | None
 
     def steps_at(self, batch_size):
-        """Updates to the target at a batch size, or an array of them."""
+        """Return the steps to the target at a batch size, or an array of them."""
         if math.isinf(self.critical_batch_size):
             return self.min_examples / np.asarray(batch_size, np.float64)
         return self.min_steps * (1 + self.critical_batch_size / np.asarray(batch_size, np.float64))
 
 
 def fit_knee(batch_sizes, steps, *, resamples: int = 1000, seed: int = 0) -> Knee | None:
-    """Fits S(B) = S_min (1 + B_crit / B), that is (S / S_min - 1) (E / E_min - 1) = 1 with E = S B.
+    """Fit S(B) = S_min (1 + B_crit / B), that is (S / S_min - 1) (E / E_min - 1) = 1 with E = S B.
 
     McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", equations 2.11 and 5.1. Least squares in
     log S; the interval is the 2.5 and 97.5 percentile of a bootstrap over the seeds of each batch size.
 
     Args:
-      batch_sizes, steps: one entry per seed, [N].
+      batch_sizes, steps: batch size and steps to the target, one entry per seed, [N].
     Returns:
-      None with fewer than 3 different batch sizes: the curve has two parameters.
+      The fit; None with fewer than 3 different batch sizes, since the curve has two parameters.
     """
     batch, steps = np.asarray(batch_sizes, np.float64), np.asarray(steps, np.float64)
     sizes = np.unique(batch)
     if len(sizes) < 3:
         return None
-    # For a given B_crit the best log S_min is a mean, so only B_crit is searched. 100 times beyond what was
-    # measured the curve is a straight line in the logarithms: where it bends there cannot be told.
+    # For a given B_crit the best log S_min is a mean, so only B_crit is searched. 100 times beyond the measured
+    # sizes the curve is a straight line in the logarithms, and B_crit cannot be determined.
     log_critical = np.linspace(math.log(sizes[0] / 100), math.log(sizes[-1] * 100), 1000)  # [G]
     log_min_steps = np.log(steps) - np.log1p(np.exp(log_critical)[:, None] / batch)  # [G, N], by each seed
     critical = float(_best_critical(log_critical, log_min_steps, np.ones((1, len(batch))))[0])
@@ -64,14 +64,14 @@ def fit_knee(batch_sizes, steps, *, resamples: int = 1000, seed: int = 0) -> Kne
 
 
 def _best_critical(log_critical: np.ndarray, log_min_steps: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """B_crit of least squares, by a grid and then a parabola through the best point and its two neighbours.
+    """Find B_crit of least squares by a grid and then a parabola through the best point and its two neighbours.
 
     Args:
       log_critical: the grid, [G].
-      log_min_steps: what each seed says of log S_min if B_crit is a point of the grid, [G, N].
+      log_min_steps: log S_min by each seed if B_crit is a point of the grid, [G, N].
       weights: how often each seed counts, for each of R fits, [R, N].
     Returns:
-      [R]; 0 or inf where the best is at an end of the grid.
+      B_crit of each fit, [R]; 0 or inf if the best is at an end of the grid.
     """
     last = len(log_critical) - 1
     # The weighted variance of log S_min over the seeds, times the sum of the weights: [R, G].
@@ -89,7 +89,7 @@ def _best_critical(log_critical: np.ndarray, log_min_steps: np.ndarray, weights:
 
 
 def _resample(batch: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """How often each seed is drawn, with replacement among those of its batch size: [count, N]."""
+    """Draw seeds with replacement among those of the same batch size; return the counts [count, N]."""
     weights = np.zeros((count, len(batch)))
     for size in np.unique(batch):
         seeds = np.flatnonzero(batch == size)

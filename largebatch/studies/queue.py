@@ -1,6 +1,6 @@
-"""The trials of a study in a database that several processes may share, and which any of them may outlive.
+"""Queue of a study's trials in a database that several processes share, which survives any of them.
 
-A trial is one run: setting number k with seed number s. Which runs a study has follows from its options.
+A trial is one run: setting number k with seed number s. The options of a study determine its runs.
 `TrialQueue` keeps one live trial of every such run in the database: waiting, running or ended. A running trial
 whose process sends no heartbeats any more counts as dead, and its run is enqueued again. Its run folder holds its
 checkpoints.
@@ -22,14 +22,14 @@ from largebatch.studies import search
 from largebatch.studies.database import DATABASE_ERRORS, grace_sec, retry_while_away
 from largebatch.util import UserError
 
-# Another process took this one for dead and ended its trial. Then the run is trained again, and found to be done.
+# Another process took this one for dead and ended its trial. The run is then claimed again, and found to be done.
 TAKEN_FOR_DEAD = contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError)
-LAST_HEARTBEAT_SEC = 5  # for one that is under way when a queue is closed; a database that is away may take minutes
+LAST_HEARTBEAT_SEC = 5  # for a heartbeat in progress when a queue is closed; an unreachable database takes minutes
 
 
 @dataclass(frozen=True)
 class RunKey:
-    """Which run of a study: the number of its setting, and of its seed."""
+    """Key of a run in a study: the number of its setting, and of its seed."""
 
     setting: int
     seed: int
@@ -37,7 +37,7 @@ class RunKey:
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """One run of a study, with its values: {dotted config field: value}."""
+    """Run of a study, with its values: {dotted config field: value}."""
 
     setting: int
     seed: int
@@ -45,27 +45,27 @@ class TrialSpec:
 
     @property
     def name(self) -> str:
-        """The name of its run folder."""
+        """Name of the trial's run folder."""
         return f"{self.setting:04d}-{self.seed}"
 
 
 @dataclass(frozen=True)
 class ClaimedTrial:
-    """A trial that this process has to run, as Optuna knows it."""
+    """Trial that this process has to run, with its Optuna trial."""
 
     spec: TrialSpec
     optuna_trial: optuna.Trial
-    is_searched: bool = True  # not a further seed, nor a setting around a best one: those are never pruned
+    is_searched: bool = True  # False for further seeds and settings around a best one, which are never pruned
 
     @property
     def id(self) -> int:
-        """Its number in the database."""
+        """Number of the trial in the database."""
         return self.optuna_trial._trial_id
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many runs of a study are waiting, running and ended, over all processes."""
+    """Numbers of waiting, running and ended runs of a study, over all processes."""
 
     waiting: int = 0
     running: int = 0
@@ -73,17 +73,17 @@ class Counts:
 
     @property
     def left(self) -> int:
-        """Runs that have not ended."""
+        """Number of runs that have not ended."""
         return self.waiting + self.running
 
     @property
     def total(self) -> int:
-        """All runs that can be named by now."""
+        """Number of runs that are known by now."""
         return self.waiting + self.running + self.ended
 
 
 def waits_for_database(method):
-    """Makes a method of `TrialQueue` wait until the database can be reached; see `retry_while_away`."""
+    """Make a method of `TrialQueue` wait until the database can be reached; see `retry_while_away`."""
 
     @functools.wraps(method)
     def waiting(queue, *args, **kwargs):
@@ -94,14 +94,14 @@ def waits_for_database(method):
 
 
 class TrialQueue:
-    """The queue of one study. Used as a context, it sends heartbeats for the trials that this process runs.
+    """Queue of one study; as a context manager it sends heartbeats for the trials that this process runs.
 
     Args:
       storage: the database, of `open_storage`.
-      name: of the study in the database.
-      options: which runs the study has.
+      name: name of the study in the database.
+      options: search options, which determine the runs of the study.
       direction: "maximize" or "minimize" the value of a trial.
-      description: what all processes of the study must agree on, as plain JSON.
+      description: plain JSON that must be equal in all processes of the study.
     Raises:
       UserError: the database holds another study of this name.
     """
@@ -140,10 +140,10 @@ class TrialQueue:
         if changed:
             raise UserError(f"--storage: the database holds another study named {name!r}: {changed}")
 
-    # ---- which runs there are -----------------------------------------------------------------------
+    # ---- runs of the study --------------------------------------------------------------------------
 
     def _live_trials(self, trials: list[FrozenTrial]) -> dict[RunKey, FrozenTrial]:
-        """The first trial of each run that is waiting, running or ended; not those of dead processes."""
+        """Return the first trial of each run that is waiting, running or ended; not those of dead processes."""
         live: dict[RunKey, FrozenTrial] = {}
         for trial in trials:
             attrs = trial.user_attrs
@@ -155,9 +155,9 @@ class TrialQueue:
         return live
 
     def _wanted_runs(self, live: dict[RunKey, FrozenTrial]) -> dict[RunKey, dict]:
-        """Every run that can be named by now, with its values: {} where TPE is to choose them.
+        """Return every run that is known by now, with its values: {} where TPE is to choose them.
 
-        What depends on the best settings can be named once all runs before it have ended.
+        Runs that depend on the best settings are known once all runs before them have ended.
         """
         options = self._options
         known = self._fixed_settings or self._values_chosen_by_tpe()
@@ -176,7 +176,7 @@ class TrialQueue:
         return wanted
 
     def _runs_of(self, settings: dict[int, dict | None], seeds: range) -> dict[RunKey, dict]:
-        """The runs of these settings. TPE chooses where there are no values yet, when the first seed starts."""
+        """Return the runs of these settings; TPE chooses missing values when the first seed starts."""
         runs: dict[RunKey, dict] = {}
         for setting, values in settings.items():
             for seed in seeds if values is not None else range(1):
@@ -184,9 +184,9 @@ class TrialQueue:
         return runs
 
     def _best_settings(self, live: dict[RunKey, FrozenTrial], settings: dict[int, dict]) -> list[int]:
-        """The best setting of each group; none where all of a group diverged or failed.
+        """Return the best setting of each group; none for a group whose settings all diverged or failed.
 
-        The first of several equally good ones.
+        Of several equally good ones it is the first.
         """
         groups: dict[str, list[int]] = {}
         for setting, values in settings.items():
@@ -196,7 +196,7 @@ class TrialQueue:
         return [setting for setting in best if scores[setting] > -math.inf]
 
     def _score(self, setting: int, live: dict[RunKey, FrozenTrial]) -> float:
-        """The sum over a setting's searched seeds, larger is better; -inf if one diverged, failed or was pruned."""
+        """Score a setting by its searched seeds, larger is better; -inf if one diverged, failed or was pruned."""
         total = 0.0
         for seed in range(self._options.seeds):
             trial = live[RunKey(setting, seed)]
@@ -207,7 +207,7 @@ class TrialQueue:
         return total if maximize else -total
 
     def _values_chosen_by_tpe(self) -> dict[int, dict]:
-        """What TPE chose for each setting, in its first trial, even if that is dead."""
+        """Return the values that TPE chose for each setting in its first trial, even if that is dead."""
         chosen: dict[int, dict] = {}
         for trial in self._study.get_trials(deepcopy=False):
             if "values" in trial.user_attrs:
@@ -218,10 +218,10 @@ class TrialQueue:
 
     @waits_for_database
     def enqueue_missing(self) -> Counts:
-        """Enqueues every run that has no live trial: at first all runs, later those of dead processes.
+        """Enqueue every run that has no live trial: at first all runs, later those of dead processes.
 
         Returns:
-          What `counts` is from here on.
+          The new value of `counts`.
         """
         if time.monotonic() >= self._grace_until:
             optuna.storages.fail_stale_trials(self._study)
@@ -239,15 +239,15 @@ class TrialQueue:
         return self.counts
 
     def restart_grace_period(self) -> None:
-        """Gives all processes time for a heartbeat: while the database was away they could send none."""
+        """Give all processes time for a heartbeat, since they could send none while the database was away."""
         self._grace_until = time.monotonic() + grace_sec(self._heartbeat_sec)
         self._first_seen_unclaimed.clear()
 
     def _end_unclaimed(self) -> None:
-        """Ends trials whose process died between taking them and its first heartbeat: Optuna overlooks those.
+        """End trials whose process died between claiming them and its first heartbeat, which Optuna overlooks.
 
-        Time counts from when this process first saw them. Their `datetime_start` would not do: it is by the clock
-        and time zone of another machine.
+        Time counts from the moment when this process first saw them. Their `datetime_start` is by the clock and
+        time zone of another machine.
         """
         now = time.monotonic()
         running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -260,7 +260,7 @@ class TrialQueue:
                 self._end(trial_id, TrialState.FAIL)
 
     def _end_duplicates(self, trials: list[FrozenTrial], live: dict[RunKey, FrozenTrial]) -> None:
-        """Ends waiting trials of runs that have an earlier one: two processes filled the queue at once."""
+        """End waiting trials of runs that have an earlier one, since two processes filled the queue at once."""
         live_numbers = {trial.number for trial in live.values()}
         for trial in trials:
             if trial.state == TrialState.WAITING and trial.number not in live_numbers:
@@ -270,25 +270,25 @@ class TrialQueue:
 
     @waits_for_database
     def claim(self) -> ClaimedTrial | None:
-        """Takes the next waiting trial, if there is one, and sends heartbeats for it from here on."""
+        """Claim the next waiting trial, if there is one, and send heartbeats for it from now on."""
         while True:
             trial = self._study.ask()
             if "setting" not in trial.user_attrs:  # the queue was empty: Optuna made a new trial
                 self._end(trial._trial_id, TrialState.FAIL)
                 return None
-            with TAKEN_FOR_DEAD:  # while this process claimed it; then the next one is tried
+            with TAKEN_FOR_DEAD:  # during the claim; then the next one is tried
                 if claimed := self._claim(trial):
                     return claimed
 
     def _claim(self, trial: optuna.Trial) -> ClaimedTrial | None:
-        """Claims a trial that was waiting; ends it and returns None if its run is not wanted any more.
+        """Claim a trial that was waiting; end it and return None if its run is not wanted any more.
 
         Raises:
           optuna.exceptions.UpdateFinishedTrialError: another process has ended it.
         """
         key = RunKey(trial.user_attrs["setting"], trial.user_attrs["seed"])
         live = self._live_trials(self._study.get_trials(deepcopy=False))
-        # Another process may have enqueued this run before, or ended this trial. Or --trials was larger then.
+        # Another process may have enqueued this run before, or ended this trial; or --trials was larger then.
         is_live = key in live and live[key].number == trial.number
         if not is_live or key not in self._wanted_runs(live):
             self._end(trial._trial_id, TrialState.FAIL)
@@ -308,7 +308,7 @@ class TrialQueue:
 
     @waits_for_database
     def report(self, claimed: ClaimedTrial, value: float, outer: int) -> bool:
-        """Tells the pruner a trial's value after an outer loop; returns whether the trial should be pruned."""
+        """Report a trial's value after an outer loop to the pruner; return True if the trial should be pruned."""
         with TAKEN_FOR_DEAD:
             claimed.optuna_trial.report(value, outer)
             return claimed.is_searched and claimed.optuna_trial.should_prune()
@@ -316,26 +316,26 @@ class TrialQueue:
 
     @waits_for_database
     def complete(self, claimed: ClaimedTrial, value: float, *, diverged: bool = False) -> None:
-        """Ends a trial that ran to its end, or until it diverged."""
+        """End a trial that ran to its end, or until it diverged."""
         if diverged:
             self._set_attr(claimed, "diverged", True)
         self._end_claimed(claimed, TrialState.COMPLETE, value)
 
     @waits_for_database
     def prune(self, claimed: ClaimedTrial, value: float) -> None:
-        """Ends a trial that the pruner ended."""
+        """End a trial that was pruned."""
         self._set_attr(claimed, "pruned", True)
         self._end_claimed(claimed, TrialState.PRUNED, value)
 
     @waits_for_database
     def fail(self, claimed: ClaimedTrial, error: str) -> None:
-        """Ends a trial whose setting does not work. It is not run again."""
+        """End a trial whose setting does not work; it is not run again."""
         self._set_attr(claimed, "error", error)
         self._end_claimed(claimed, TrialState.FAIL, None)
 
     @waits_for_database
     def put_back(self, claimed: ClaimedTrial) -> None:
-        """Gives a trial back, unless it has ended: any process may go on with its run."""
+        """Give a trial back, unless it has ended, so that any process may resume its run."""
         if claimed.id in self._beating:
             self._end(claimed.id, TrialState.FAIL)
             self._stop_beating(claimed)
@@ -378,7 +378,7 @@ class TrialQueue:
             with self._lock:
                 beating = list(self._beating)
             for trial_id in beating:
-                # Whoever next needs the database says that it is away.
+                # The next call that needs the database reports that it is away.
                 with contextlib.suppress(*DATABASE_ERRORS):
                     self._storage.record_heartbeat(trial_id)
 
@@ -388,5 +388,5 @@ def _have_ended(runs: dict[RunKey, dict], live: dict[RunKey, FrozenTrial]) -> bo
 
 
 def _has_ended(trial: FrozenTrial) -> bool:
-    """Whether a live trial has ended. One that failed is live if its setting does not work."""
+    """Return True if a live trial has ended; a failed one is live if its setting does not work."""
     return trial.state in (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)

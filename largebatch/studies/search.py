@@ -1,7 +1,7 @@
-"""Which settings a study tries: points of a grid, of random or quasi-random search, or what TPE chooses.
+"""Settings that a study tries: points of a grid, of random or quasi-random search, or those that TPE chooses.
 
-Setting number k of all but TPE follows from (study seed, k) alone. So a sweep that is killed and started again,
-or shared by several processes, tries the same settings.
+Except with TPE, setting number k depends on (study seed, k) alone. So a sweep that is killed and started again, or
+shared by several processes, tries the same settings.
 """
 
 import itertools
@@ -20,17 +20,17 @@ from largebatch.studies.space import Space
 from largebatch.tasks.kinds import TaskKind
 from largebatch.util import UserError
 
-# TPE has no points of its own: it looks at the trials that ended.
+# TPE has no points of its own: it learns from the trials that ended.
 SAMPLERS = ("grid", "random", "quasi-random", "tpe")
 FIRST_OF_GROUP = 2  # trials that a group ends before its median ends others
-FIRST_VALIDATIONS = 10  # that no trial is judged by: in warm-up the lowest rate leads
+FIRST_VALIDATIONS = 10  # validations that do not prune: in warm-up the lowest rate leads
 
 
 class MedianOfGroup(optuna.pruners.MedianPruner):
-    """Ends a trial whose accuracy is below the median that the trials of its group had after as many validations.
+    """Pruner of trials whose accuracy is below the median of their group after as many validations.
 
     Args:
-      fields: trials with the same values of these are a group.
+      fields: fields whose values define a group of trials.
     """
 
     def __init__(self, fields: tuple[str, ...], kind: TaskKind):
@@ -38,13 +38,13 @@ class MedianOfGroup(optuna.pruners.MedianPruner):
         self._fields, self._kind = fields, kind
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Whether the trial should end."""
+        """Return True if the trial should end."""
         return super().prune(_Group(study, self._fields, self._kind, trial), trial)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """As much of a study as a MedianPruner asks for: the trials of one group, by their score."""
+    """View of a study for a MedianPruner: the trials of one group, by their score."""
 
     study: optuna.Study
     fields: tuple[str, ...]
@@ -53,7 +53,7 @@ class _Group:
 
     @property
     def direction(self) -> StudyDirection:
-        """Of what is reported, the score, whatever the study's objective is."""
+        """Direction of the reported score, whatever the study's objective is."""
         return StudyDirection.MAXIMIZE if self.kind.higher_is_better else StudyDirection.MINIMIZE
 
     def get_trials(self, **options) -> list[FrozenTrial]:
@@ -70,26 +70,26 @@ PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
     "successive-halving": optuna.pruners.SuccessiveHalvingPruner,
     "hyperband": optuna.pruners.HyperbandPruner,
 }
-MAX_GRID = 10_000  # points that are tried
-MAX_COMBINATIONS = 1_000_000  # before `includes` leaves some out
+MAX_GRID = 10_000  # most points that are tried
+MAX_COMBINATIONS = 1_000_000  # most points before `includes` leaves some out
 
 
 def create_pruner(name: str, groups: tuple[str, ...], kind: TaskKind) -> optuna.pruners.BasePruner:
-    """The pruner called `name`, a key of PRUNERS; "median" is that of the trial's group where there are groups."""
+    """Create the pruner `name`, a key of PRUNERS; "median" is that of the trial's group if there are groups."""
     return MedianOfGroup(groups, kind) if groups and name == "median" else PRUNERS[name]()
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Which runs a study has.
+    """Options that determine the runs of a study.
 
-    First each of `settings` settings is run with `seeds` seeds. Then come the settings that `refine` makes of the
-    best one. Then the best of all gets more seeds, up to `best_seeds` in all. Where `best_by` names fields, each
+    First each of `settings` settings is run with `seeds` seeds. Then come the settings that `refine` derives from
+    the best one. Then the best of all gets more seeds, up to `best_seeds` in all. If `best_by` names fields, each
     combination of their values has a best setting of its own.
 
     Attributes:
-      includes: which points of the space belong to its grid; None for all.
-      refine: further settings around a best one; None for none.
+      includes: predicate of the points of the space that belong to its grid; None for all.
+      refine: function that returns further settings around a best one; None for none.
     """
 
     space: Space
@@ -103,15 +103,15 @@ class SearchOptions:
     refine: Callable[[dict], list[dict]] | None = None
 
     def group_of(self, values: dict) -> str:
-        """The combination of values of `best_by` that a setting belongs to."""
+        """Return the combination of values of `best_by` that a setting belongs to."""
         return json.dumps([values.get(field) for field in self.best_by])
 
 
-# ---- settings that are known before a run --------------------------------------------------------------
+# ---- fixed settings -------------------------------------------------------------------------------------
 
 
 def fixed_settings(options: SearchOptions) -> list[dict]:
-    """The values of every setting, {field: value}; empty with TPE, which chooses as it goes."""
+    """Return the values of every setting, {field: value}; empty with TPE, which chooses during the study."""
     if options.sampler == "tpe":
         return []
     if options.sampler == "grid":
@@ -120,7 +120,7 @@ def fixed_settings(options: SearchOptions) -> list[dict]:
 
 
 def grid(space: Space, includes: Callable[[dict], bool] | None = None) -> list[dict]:
-    """All points that `includes` accepts, the first field changing slowest.
+    """Return all points that `includes` accepts, the first field changing slowest.
 
     Raises:
       UserError: a field has no finite number of values, or there are too many points, or none.
@@ -147,15 +147,15 @@ def grid(space: Space, includes: Callable[[dict], bool] | None = None) -> list[d
 def _is_included(includes: Callable[[dict], bool], point: dict) -> bool:
     try:
         return bool(includes(point))
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # of a user's function
         raise UserError(f"--space: includes(): {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _grid_values(field: str, distribution: BaseDistribution) -> list:
-    """The values of one field, ascending where it is a range.
+    """Return the values of one field, ascending if it is a range.
 
     Raises:
-      UserError: it is a range without a step.
+      UserError: the field is a range without a step.
     """
     if isinstance(distribution, CategoricalDistribution):
         return list(distribution.choices)
@@ -168,7 +168,7 @@ def _grid_values(field: str, distribution: BaseDistribution) -> list:
 
 
 def _sample(options: SearchOptions, setting: int) -> dict:
-    """The values of one setting of random or quasi-random search."""
+    """Return the values of one setting of random or quasi-random search."""
     space, seed = options.space, options.study_seed
     if options.sampler == "random":
         unit = np.random.default_rng([seed, setting]).random(len(space))
@@ -186,10 +186,10 @@ def _sample(options: SearchOptions, setting: int) -> dict:
 
 
 def _value_at(distribution: BaseDistribution, position: float):
-    """The value at `position`, in [0, 1), of a field's range."""
+    """Return the value at `position`, in [0, 1), of a field's range."""
     if isinstance(distribution, CategoricalDistribution):
         return distribution.choices[int(position * len(distribution.choices))]
-    half_step = (distribution.step or 0) / 2  # so that the two ends come as often as the values between
+    half_step = (distribution.step or 0) / 2  # so that the two ends are as frequent as the values between
     low, high = distribution.low - half_step, distribution.high + half_step
     if distribution.log:
         number = math.exp(math.log(low) + position * (math.log(high) - math.log(low)))
@@ -199,7 +199,7 @@ def _value_at(distribution: BaseDistribution, position: float):
 
 
 def _nearest_value(distribution: BaseDistribution, number: float) -> int | float:
-    """The value of a numeric range that is nearest to `number`."""
+    """Return the value of a numeric range that is nearest to `number`."""
     if distribution.step is not None:
         steps = round((number - distribution.low) / distribution.step)
         number = distribution.low + steps * distribution.step
@@ -208,16 +208,16 @@ def _nearest_value(distribution: BaseDistribution, number: float) -> int | float
 
 
 def refined(options: SearchOptions, best: dict) -> list[dict]:
-    """The settings to try around the best one of a group.
+    """Return the settings to try around the best one of a group.
 
     Raises:
-      UserError: the user's function fails, or gives what is no point of the space.
+      UserError: the user's function fails, or returns a point outside the space.
     """
     if options.refine is None:
         return []
     try:
         settings = [dict(values) for values in options.refine(dict(best))]
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # of a user's function
         raise UserError(f"--space: refine(): {type(error).__name__}: {' '.join(str(error).split())}") from error
     for values in settings:
         if values.keys() != options.space.keys():
@@ -230,11 +230,11 @@ def refined(options: SearchOptions, best: dict) -> list[dict]:
     return settings
 
 
-# ---- settings that Optuna is asked for ------------------------------------------------------------------
+# ---- settings that Optuna suggests ----------------------------------------------------------------------
 
 
 def suggest_values(trial: optuna.Trial, space: Space) -> dict:
-    """The values that were fixed for a trial when it was enqueued, or else what its sampler chooses."""
+    """Return the values that were fixed for a trial when it was enqueued, or else those of its sampler."""
     values = {}
     for field, distribution in space.items():
         if isinstance(distribution, CategoricalDistribution):
@@ -248,6 +248,6 @@ def suggest_values(trial: optuna.Trial, space: Space) -> dict:
 
 
 def tpe_sampler(study_seed: int, setting: int) -> optuna.samplers.TPESampler:
-    """A sampler whose draws follow from (study seed, setting): a restarted sweep does not repeat its draws."""
+    """Create a sampler seeded by (study seed, setting), so that a restarted sweep does not repeat its draws."""
     rng = np.random.default_rng([study_seed, setting])
     return optuna.samplers.TPESampler(seed=int(rng.integers(2**32)))

@@ -1,4 +1,4 @@
-"""Search spaces: a Python file gives {config field: distribution}, and every field of it is checked."""
+"""Search spaces: Python files that define {config field: distribution}, with checks of every field."""
 
 import hashlib
 import json
@@ -23,21 +23,21 @@ from largebatch.util import UserError
 
 Space = dict[str, BaseDistribution]
 
-# A tuple of a choice is kept as JSON, which Optuna advises against but does.
+# A choice that is a tuple is stored as JSON, which Optuna supports but advises against.
 warnings.filterwarnings("ignore", message="Choices for a categorical distribution should be a tuple")
 
 
 @dataclass(frozen=True)
 class SpaceFile:
-    """What a space file defines.
+    """Content of a space file.
 
     Attributes:
       space: {dotted config field: distribution}.
-      derive: sets the config fields that follow from the searched ones.
-      includes: whether a grid has a point; None where it has all.
-      refine: the settings to try around the best one, once the grid has ended; None for none.
-      groups: fields; each combination of their values has a best setting of its own. Empty where the file has none.
-      sha256: of the bytes that were run; None where there is no file.
+      derive: function that sets the config fields that depend on the searched ones.
+      includes: predicate of the points of a grid; None for all points.
+      refine: function that returns the settings to try around the best one, after the grid; None for none.
+      groups: fields; each combination of their values has a best setting of its own. Empty if the file has none.
+      sha256: SHA-256 of the bytes that were run; None where there is no file.
     """
 
     space: Space
@@ -49,21 +49,21 @@ class SpaceFile:
 
 
 def read_space(path: Path, rules: Mapping[str, Rule], expected_sha256: str | None = None) -> SpaceFile:
-    """Runs a space file: `get_space()` gives {field: optuna distribution}.
+    """Run a space file, whose `get_space()` returns {field: optuna distribution}.
 
     The functions `derive(config)`, `includes(values)` and `refine(best)` and the tuple GROUPS are optional; see
     `SpaceFile`.
 
     Args:
-      rules: of every config field; see `largebatch.config.rules`.
-      expected_sha256: a file with another one is not run.
+      rules: rules of every config field; see `largebatch.config.rules`.
+      expected_sha256: required digest of the file; None accepts any file.
     Raises:
-      UserError: the file cannot be run, or names unknown fields or values that are not allowed. Names all of them.
+      UserError: the file cannot be run, or has unknown fields or values that are not allowed; all are named.
     """
     if not path.is_file():
         raise UserError(f"--space: {path} is not a file")
     try:
-        content = path.read_bytes()  # once, so that what is hashed is what is run
+        content = path.read_bytes()  # read once, so that the hashed bytes are run
     except OSError as error:
         raise UserError(f"--space: {path} cannot be read ({error.strerror})") from error
     sha256 = hashlib.sha256(content).hexdigest()
@@ -93,15 +93,15 @@ def read_space(path: Path, rules: Mapping[str, Rule], expected_sha256: str | Non
 
 
 def as_json(space: Space) -> dict:
-    """The space as plain JSON, the same for the same space."""
+    """Return the space as plain JSON, equal for equal spaces."""
     return {field: json.loads(distribution_to_json(distribution)) for field, distribution in space.items()}
 
 
 def _run(path: Path, content: bytes) -> tuple[dict, object]:
-    """Runs the file; returns its names and what get_space() gave.
+    """Run the file; return its names and the result of get_space().
 
     Raises:
-      UserError: whatever went wrong in it, with the line.
+      UserError: the file raised an error; the message has the line.
     """
     module: dict = {"__name__": "<space>", "__file__": str(path)}
     try:
@@ -111,7 +111,7 @@ def _run(path: Path, content: bytes) -> tuple[dict, object]:
         return module, module["get_space"]()
     except UserError:
         raise
-    except Exception as error:  # whatever a user's file raises
+    except Exception as error:  # of a user's file
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {lines[-1]}" if lines else ""
         raise UserError(
@@ -120,7 +120,7 @@ def _run(path: Path, content: bytes) -> tuple[dict, object]:
 
 
 def _make_tuples_lists(space: Space) -> None:
-    """Makes choices that are tuples lists, as a database gives them back."""
+    """Convert choices that are tuples to lists, as a database returns them."""
     for distribution in space.values():
         if isinstance(distribution, CategoricalDistribution):
             distribution.choices = tuple(
@@ -133,12 +133,12 @@ def _derive_nothing(config: config_dict.ConfigDict) -> None:
 
 
 def _problems(field: str, distribution: object, rules: Mapping[str, Rule]) -> list[str]:
-    """What is wrong with one field of a space, a line each."""
+    """Return the problems of one field of a space, a line each."""
     if field not in rules:
         return [f"{field}: unknown field{nearest_field(field)}"]
     if field == "seed":
         return ["seed: cannot be searched (use --seeds)"]
-    if not rules[field].identity:  # it does not shape a run's numbers
+    if not rules[field].identity:  # the field does not affect a run's results
         return [f"{field}: cannot be searched"]
     if isinstance(distribution, CategoricalDistribution):
         tried = [tuple(choice) if isinstance(choice, list) else choice for choice in distribution.choices]

@@ -1,4 +1,4 @@
-"""What a study is: a space, how it is searched, and the config that all its runs start from."""
+"""Definition of a study: a space, its search options, and the config that all its runs start from."""
 
 import dataclasses
 import json
@@ -24,25 +24,25 @@ from largebatch.util import BadSetting, UserError
 
 log = logging.getLogger("largebatch")
 
-ROOT = Path(__file__).resolve().parents[2]  # of this project
+ROOT = Path(__file__).resolve().parents[2]  # root of this project
 
-# With other values some branches would have no loss to compare.
+# Required options of a study of branches: with others some branches would have no loss to compare.
 BRANCH_OPTIONS = {"sampler": "grid", "pruner": "none", "best_seeds": 0, "trials": None}
-# Fields of study.json that may change when a study goes on.
+# Fields of study.json that may change when a study is resumed.
 MAY_CHANGE = ("trials", "seeds", "best_seeds", "space_file", "space_sha256", "dtype_is_auto")
-# Without GROUPS in the space file --best_seeds goes to the best setting of each value of the first of these fields
-# that is searched.
+# Without GROUPS in the space file --best_seeds applies to the best setting of each value of the first searched
+# field of these.
 BEST_BY = ("batch.size", "optimizer.name")
 
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What the flags of sweep.py say of a study, and study.json keeps.
+    """Flags of sweep.py for a study, which study.json records.
 
     Attributes:
       space: the space file; None for branches of a run.
       trials: searched runs in total; None for the whole grid.
-      objective: one of OBJECTIVES, by which trials are ranked; None for what fits the config.
+      objective: one of OBJECTIVES, by which trials are ranked; None for the default of the config.
       storage: a database URL; None for an SQLite file in the study folder.
     """
 
@@ -63,13 +63,13 @@ class StudyOptions:
 
     @property
     def branches(self) -> BranchOptions | None:
-        """What is asked of branches, if the study is one of branches."""
+        """Options of branches; None if this is not a study of branches."""
         if not self.branch:
             return None
         return BranchOptions(self.branch, self.branch_images, self.branch_sizes, self.branch_steps)
 
     def with_objective(self, config: config_dict.ConfigDict) -> "StudyOptions":
-        """These options, with the objective that fits `config` where none was given."""
+        """Return these options, with the default objective of `config` if none was given."""
         if self.objective:
             return self
         best = "best_val_accuracy" if KINDS[config.task.name] == CLASSIFICATION else "best_score"
@@ -79,13 +79,13 @@ class StudyOptions:
 
 @dataclass(frozen=True)
 class Study:
-    """A study folder's study.json, resolved, with the functions of its space file.
+    """Study of a study folder, resolved from its study.json, with the functions of its space file.
 
     Attributes:
       path: the study folder.
-      config: what all runs start from; its dtype is settled, for all of them and all machines.
+      config: config that all runs start from; its dtype is not "auto", so that all machines use the same.
       storage: URL of the database.
-      derive: sets the config fields that follow from the searched ones.
+      derive: function that sets the config fields that depend on the searched ones.
       models: see `config.rules`.
       description: the content of study.json.
       groups: see `SpaceFile`.
@@ -105,19 +105,19 @@ class Study:
 
     @property
     def kind(self) -> TaskKind:
-        """Of the task that its trials train for."""
+        """Kind of the task that the study's trials train for."""
         return KINDS[self.config.task.name]
 
     @property
     def maximizes(self) -> bool:
-        """Whether a larger objective is better."""
+        """True if a larger objective is better."""
         return self.objective in SCORES and self.kind.higher_is_better
 
     def config_of(self, values: dict, seed: int) -> config_dict.ConfigDict:
-        """The config of one run.
+        """Create the config of one run.
 
         Raises:
-          BadSetting: it is not allowed.
+          BadSetting: the config is not allowed.
         """
         config = self.config.copy_and_resolve_references()
         try:
@@ -127,15 +127,15 @@ class Study:
                 config.seed = self.config.seed + seed
                 self.derive(config)
             rules.check(config.to_dict(), self.models)
-            if config.model.dtype == "auto":  # each machine would choose
+            if config.model.dtype == "auto":  # each machine would choose its own
                 raise UserError("model.dtype: 'auto'; allowed in a trial: float32 | bfloat16")
-        except Exception as error:  # `derive` is a user's
+        except Exception as error:  # `derive` is a user's function
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             raise BadSetting(f"--space: {values}: {kind}{' '.join(str(error).split())}") from error
         return config
 
     def folder_of(self, spec: TrialSpec) -> Path:
-        """The run folder of a trial."""
+        """Return the run folder of a trial."""
         return self.path / "trials" / spec.name
 
 
@@ -146,7 +146,7 @@ def _has_target(config: config_dict.ConfigDict) -> bool:
 def _set_field(config: config_dict.ConfigDict, field: str, value: object) -> None:
     group, _, name = field.rpartition(".")
     target = config[group] if group else config
-    target[name] = tuple(value) if isinstance(value, list) else value  # a database gives tuples back as lists
+    target[name] = tuple(value) if isinstance(value, list) else value  # a database returns tuples as lists
 
 
 # ---- a study from the command line and a folder -----------------------------------------------------
@@ -162,13 +162,13 @@ def define_study(
     dtype_is_auto: bool,
     models: Models,
 ) -> Study:
-    """The study in folder `path` that `config` and `options` ask for.
+    """Define the study in folder `path` by `config` and `options`.
 
     Args:
-      config: with its dtype settled.
+      config: base config, whose dtype is not "auto".
       recorded: the study.json that the folder already has, or {}.
-      space_given: whether the user named the space file; else only `recorded` does.
-      dtype_is_auto: whether the dtype was asked for as "auto".
+      space_given: True if the user named the space file; else only `recorded` does.
+      dtype_is_auto: True if the user's config has dtype "auto".
       models: see `config.rules`.
     Raises:
       UserError: an option, the space or a point of it is not allowed; or `recorded` is another study.
@@ -200,16 +200,16 @@ def define_study(
         study.description["branch_points"] = [dataclasses.asdict(point) for point in points]
     for values in fixed_settings(search):
         for setting in (values, *refined(search, values)):
-            study.config_of(setting, seed=0)  # raises where it is not allowed
+            study.config_of(setting, seed=0)  # raises if it is not allowed
     refuse_another(path, study.description, recorded)
     return study
 
 
 def search_options(space_file: SpaceFile, options: StudyOptions, config: config_dict.ConfigDict) -> SearchOptions:
-    """Which runs the study of a space has.
+    """Create the search options of a space, which determine the runs of its study.
 
     Raises:
-      UserError: options that do not go together, or not with the space.
+      UserError: options that do not fit each other or the space.
     """
     for name in ("includes", "refine"):
         if getattr(space_file, name) and options.sampler != "grid":
@@ -234,7 +234,7 @@ def _describe(
     config: config_dict.ConfigDict,
     shown_storage: str | None,
 ) -> dict:
-    """The content of study.json, as it will be read back."""
+    """Return the content of study.json, as it will be read back."""
     description = dataclasses.asdict(options)
     description["space"] = as_json(space_file.space)
     description["storage"] = shown_storage
@@ -242,7 +242,7 @@ def _describe(
     description["space_sha256"] = space_file.sha256
     description["config"] = config.to_dict()
     description["order_version"] = ORDER_VERSION
-    if not options.branch:  # as it was before there were branches
+    if not options.branch:  # the format of studies without branches
         description = {name: value for name, value in description.items() if not name.startswith("branch")}
     if space_file.includes:
         description["grid"] = grid(space_file.space, space_file.includes)
@@ -254,17 +254,17 @@ def _describe(
 
 
 def adopt_recorded_config(config: config_dict.ConfigDict, recorded: dict, file: Path) -> None:
-    """Makes `config` the one that a file of a study or run recorded. Warns of the paths that it names elsewhere.
+    """Set `config` to the one that a file of a study or run recorded; warn of paths that it names elsewhere.
 
     Raises:
-      UserError: what is recorded is no config.
+      UserError: the file holds no config.
     """
     platform = recorded.get("devices", {}).get("platform") if isinstance(recorded, dict) else None
     if not isinstance(platform, str):
         raise UserError(f"{file} holds no config of a run or study")
     before = dicts.flatten(config.to_dict())
     recorded = dict(recorded)
-    # Where hosts meet is the user's to say each time: no folder makes this process call someone.
+    # The coordinator is set by the user each time: no folder makes this process connect to an address.
     recorded["devices"] = {"platform": platform}
     with config.unlocked():
         config.update(config_dict.ConfigDict(recorded))
@@ -276,13 +276,13 @@ def adopt_recorded_config(config: config_dict.ConfigDict, recorded: dict, file: 
 
 
 def read_space_file(path: Path, file: Path, recorded: dict, models: Models, *, given: bool) -> SpaceFile:
-    """Runs the space file of the study in folder `path`.
+    """Run the space file of the study in folder `path`.
 
     A space file is a program, and the study folder may come from someone else. So a file that only the study.json
-    `recorded` names is run if two things hold: it is the user's own, and it has not changed since the study began.
+    `recorded` names is run only if it is the user's own and has not changed since the study began.
 
     Raises:
-      UserError: it is not run, or see `read_space`.
+      UserError: the file may not be run, or an error of `read_space`.
     """
     if given:
         return read_space(file, rules.rules(models))
@@ -299,10 +299,10 @@ def read_space_file(path: Path, file: Path, recorded: dict, models: Models, *, g
 
 
 def number_of_settings(space_file: SpaceFile, options: StudyOptions, config: config_dict.ConfigDict) -> int:
-    """How many settings --trials runs are.
+    """Return the number of settings for --trials runs.
 
     Raises:
-      UserError: options that do not go together.
+      UserError: options that do not fit each other.
     """
     if options.branches:
         for name, allowed in BRANCH_OPTIONS.items():
@@ -340,10 +340,10 @@ def number_of_settings(space_file: SpaceFile, options: StudyOptions, config: con
 
 
 def refuse_another(path: Path, description: dict, recorded: dict) -> None:
-    """Checks that a study folder's study.json `recorded`, if there is one, is of the study `description`.
+    """Check that a study folder's study.json `recorded`, if there is one, is of the study `description`.
 
     Raises:
-      UserError: they differ in more than MAY_CHANGE: in space, sampler, objective, pruner, config, ...
+      UserError: the two differ in more than MAY_CHANGE: in space, sampler, objective, pruner, config, ...
     """
     if not recorded:
         return
@@ -353,10 +353,10 @@ def refuse_another(path: Path, description: dict, recorded: dict) -> None:
 
 
 def identity(description: dict) -> dict:
-    """The part of a study.json that may not change."""
-    kept = {"order_version": 1}  # of studies from before it was recorded
+    """Return the part of a study.json that may not change."""
+    kept = {"order_version": 1}  # of studies before it was recorded
     for name, value in description.items():
-        # With other seeds another setting may be the best one, and what was tried around it has a number already.
+        # With other seeds another setting may be the best, and the settings around it already have numbers.
         if name not in MAY_CHANGE or (name == "seeds" and "refined" in description):
             kept[name] = value
     kept["config"] = dicts.identity(description["config"])

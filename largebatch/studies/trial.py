@@ -1,4 +1,4 @@
-"""One trial of a study: a run of train.py in the study's folder, whose queue and table are told how it goes."""
+"""Training of one trial: a run of train.py in the study's folder that reports to its queue and table."""
 
 import contextlib
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from largebatch.util import BadSetting
 
 @dataclass(frozen=True)
 class AssignedTrial:
-    """A trial that all hosts train together. Host 0 claimed it from the queue; on the others `claimed` is None."""
+    """Trial that all hosts train together; host 0 claimed it from the queue, on the others `claimed` is None."""
 
     spec: TrialSpec
     claimed: ClaimedTrial | None
@@ -27,12 +27,12 @@ class AssignedTrial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended.
+    """Result of a trial that has ended.
 
     Attributes:
-      status: "done", "pruned", "diverged" or "failed". Hosts other than host 0 know only "failed" from "done".
-      summary: the run's summary.json on host 0; empty on the others, and where the trial failed.
-      error: why it failed, in one line.
+      status: "done", "pruned", "diverged" or "failed". Hosts other than host 0 have only "failed" and "done".
+      summary: the run's summary.json on host 0; empty on the others, and if the trial failed.
+      error: reason of the failure, in one line.
     """
 
     status: str
@@ -41,7 +41,7 @@ class TrialResult:
 
 
 class TrialReporter(Reporter):
-    """Tells the table and the queue how a trial goes, in place of the usual progress bar; prunes the trial."""
+    """Reporter of a trial's progress to the table and the queue, without a progress bar; it prunes the trial."""
 
     def __init__(self, study: Study, trial: AssignedTrial, queue: TrialQueue | None, table: SweepTable):
         self._study, self._queue, self._table = study, queue, table
@@ -55,21 +55,21 @@ class TrialReporter(Reporter):
         pass
 
     def start(self, total_updates: int, step: int, headline: str) -> None:
-        """Shows the trial; tells the pruner of the validations that an earlier process did."""
+        """Show the trial; report the validations of an earlier process to the pruner."""
         self._table.start(self._spec.name, self._spec.values, total_updates, step)
         if self._prunes:
             earlier_rows = read_run(self._study.folder_of(self._spec)).rows if self._claimed else []
             self._report_to_queue(earlier_rows)
 
     def at(self, step: int, images: int, seconds: float, images_left: int) -> None:
-        """Move the trial's bar to update `step`."""
+        """Move the trial's bar to `step`."""
         self._table.at(self._spec.name, step, images / seconds)
 
     def row(self, row: dict, outer_steps: int) -> None:
-        """Shows a validation and asks the pruner. The last validation ends the run anyway.
+        """Show a validation and query the pruner, except after the last, which ends the run anyway.
 
         Raises:
-          Pruned: on all hosts.
+          Pruned: the pruner ends the trial; on all hosts.
         """
         self._table.row(self._spec.name, row)
         if not self._prunes:
@@ -79,12 +79,12 @@ class TrialReporter(Reporter):
             raise Pruned(f"pruned after outer loop {row['outer']} ({self._study.pruner})")
 
     def results(self, summary: dict, workdir: str) -> None:
-        """Nothing: the table shows them."""
+        """Do nothing: the table shows the results."""
 
     def _report_to_queue(self, rows: list[dict]) -> bool:
-        """Tells the queue of validations; returns whether the pruner would end the trial after the last of them.
+        """Report validations to the queue; return True if the pruner would end the trial after the last of them.
 
-        All hosts call this together: only host 0 talks to the database, and the others wait for its answer.
+        Collective: only host 0 talks to the database, and the other hosts wait for its answer.
 
         Raises:
           preemption.Stopped: a signal came while the database was away; on all hosts.
@@ -103,13 +103,13 @@ class TrialReporter(Reporter):
 
 
 def train_trial(study: Study, spec: TrialSpec, *, train: Callable, cache, reporter: TrialReporter) -> TrialResult:
-    """Trains one trial, from where it stands. A setting that does not work gives a failed result.
+    """Train or resume one trial; a setting that does not work gives a failed result.
 
     Args:
       train: `train.train_and_evaluate`.
-      cache: the programs and data that trials share; handed on to `train`.
+      cache: programs and data that trials share, passed on to `train`.
     Raises:
-      InUse: another process trains it.
+      InUse: another process trains the trial.
       preemption.Stopped: a signal came.
     """
     folder = RunFolder(study.folder_of(spec))
@@ -117,7 +117,7 @@ def train_trial(study: Study, spec: TrialSpec, *, train: Callable, cache, report
     try:
         config = collectives.agreed(lambda: study.config_of(spec.values, spec.seed))
         collectives.agreed(lambda: folder.write_json("trial.json", record), collectives.is_primary())
-        with contextlib.suppress(Diverged, Pruned):  # the summary says so
+        with contextlib.suppress(Diverged, Pruned):  # recorded in the summary
             train(config, str(folder.path), shared=cache, report=reporter)
     except (BadSetting, jax.errors.JaxRuntimeError) as error:
         if not _is_due_to_setting(error):
@@ -132,5 +132,5 @@ def train_trial(study: Study, spec: TrialSpec, *, train: Callable, cache, report
 
 
 def _is_due_to_setting(error: Exception) -> bool:
-    """Whether another setting might work: this one is not allowed, or needs too much memory."""
+    """Return True if a setting is not allowed or needs too much memory, so that another one might work."""
     return isinstance(error, BadSetting) or "RESOURCE_EXHAUSTED" in str(error)

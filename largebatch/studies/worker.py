@@ -1,4 +1,4 @@
-"""What a process does for a study: it takes trials from the queue and trains them, until none is left."""
+"""Worker process of a study, which claims trials from the queue and trains them until none is left."""
 
 import contextlib
 import dataclasses
@@ -20,12 +20,12 @@ from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 
-MAX_FAILURES = 3  # in a row: then something is wrong that is not the trials'
+MAX_FAILURES = 3  # maximum consecutive failures: then the cause is not the trials' settings
 POLL_SEC = 2.0
 
 
 def open_queue(study: Study) -> TrialQueue:
-    """Opens the study's trials in its database; once that is done, study.json is written too.
+    """Open the study's trials in its database, and then write study.json.
 
     Raises:
       UserError: the database cannot be opened, or holds another study of this name.
@@ -33,7 +33,7 @@ def open_queue(study: Study) -> TrialQueue:
     if study.storage.startswith(f"sqlite:///{study.path.resolve()}"):
         with writing(study.path):
             study.path.mkdir(parents=True, exist_ok=True)
-    # The description is without the storage: another machine may reach the same database by another URL.
+    # The description omits the storage: another machine may reach the same database by another URL.
     description = identity(study.description)
     del description["storage"]
     queue = TrialQueue(
@@ -52,12 +52,12 @@ def open_queue(study: Study) -> TrialQueue:
 
 
 class Worker:
-    """Trains trials until none is left. Host 0 has the queue; all hosts train the trials that it takes.
+    """Worker that trains trials until none is left; host 0 has the queue, and all hosts train its trials.
 
     Args:
-      queue: host 0's; None on the others.
+      queue: queue on host 0; None on the other hosts.
       train: `train.train_and_evaluate`.
-      cache: the programs and data that trials share; handed on to `train`.
+      cache: programs and data that trials share, passed on to `train`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Worker:
         self._study, self._queue, self._table = study, queue, table
         self._train, self._cache = train, cache
         self._failures_in_a_row = 0
-        self._signal = 0  # that this host got while it trained, or 0
+        self._signal = 0  # signal that this host got while it trained, or 0
 
     def run(self) -> None:
         """Train all trials that this process gets.
@@ -92,12 +92,12 @@ class Worker:
             finally:
                 self._put_back(trial)
 
-    # ---- taking trials ------------------------------------------------------------------------------
+    # ---- claims -------------------------------------------------------------------------------------
 
     def _next_trial(self) -> AssignedTrial | None:
         """Return the trial that host 0 claimed, on every host; None once all runs of the study have ended.
 
-        While other processes run the last trials, this waits: if one of them dies, its trial comes back.
+        While other processes run the last trials, the worker waits: if one dies, its trial is enqueued again.
 
         Raises:
           preemption.Stopped: on all hosts, if any of them got a signal.
@@ -139,17 +139,17 @@ class Worker:
     def _put_back(self, trial: AssignedTrial) -> None:
         """Put back a trial that has not ended."""
         if trial.claimed:
-            # A signal came while the database was away. This process ends, and its trial will be missed.
+            # A signal came while the database was away. This process ends, and its trial will count as dead.
             with contextlib.suppress(preemption.Stopped):
                 self._queue.put_back(trial.claimed)
 
-    # ---- training them ------------------------------------------------------------------------------
+    # ---- training -----------------------------------------------------------------------------------
 
     def _train_one(self, trial: AssignedTrial) -> None:
         """Train a trial and end it in the queue.
 
         Raises:
-          UserError: it failed, as the trials before it did.
+          UserError: the trial failed, as the trials before it did.
         """
         reporter = TrialReporter(self._study, trial, self._queue, self._table)
         result = train_trial(self._study, trial.spec, train=self._train, cache=self._cache, reporter=reporter)
@@ -173,7 +173,7 @@ class Worker:
             self._queue.complete(claimed, self._objective_of(result), diverged=result.status == "diverged")
 
     def _objective_of(self, result: TrialResult) -> float:
-        """The value by which the study ranks a trial; the worst one where a target was not reached."""
+        """Return the value by which the study ranks a trial, the worst one if a target was not reached."""
         value = result.summary[self._study.objective]
         if value is not None:
             return value

@@ -1,4 +1,4 @@
-"""One class for each image: cross-entropy, and the share of images whose class is predicted."""
+"""Classification, one class for each image: cross-entropy, and the share of images whose class is predicted."""
 
 import dataclasses
 import math
@@ -12,12 +12,12 @@ from flax import struct
 from largebatch.tasks.kinds import CLASSIFICATION
 
 TOP = 5
-MIN_CLASSES_FOR_TOP5 = TOP + 1  # with fewer every example is among the first five
+MIN_CLASSES_FOR_TOP5 = TOP + 1  # with fewer classes every example is among the first five
 
 
 @dataclasses.dataclass(frozen=True)
 class ClassificationScores:
-    """Over `num_examples` examples; see `task.Scores`."""
+    """Scores over `num_examples` examples; see `task.Scores`."""
 
     loss: float  # mean cross-entropy, in nats
     accuracy: float  # 0..1
@@ -30,7 +30,7 @@ class ClassificationScores:
         return self.accuracy
 
     def row_fields(self) -> dict[str, float | int | None]:
-        """See `task.Scores`."""
+        """Return the columns of metrics.jsonl; see `task.Scores`."""
         return {
             "val_loss": self.loss,
             "val_accuracy": self.accuracy,
@@ -41,7 +41,7 @@ class ClassificationScores:
 
 @struct.dataclass
 class ClassificationSums:
-    """Over the examples of a micro-batch whose class is known."""
+    """Sums over the examples of a micro-batch whose class is known."""
 
     losses: jax.Array  # float32
     hits: jax.Array  # int32
@@ -62,26 +62,26 @@ class Classification:
 
     @property
     def outputs(self) -> int:
-        """See `task.Task`."""
+        """Number of classes; see `task.Task`."""
         return self.num_classes
 
     def targets(self, labels, planes) -> jax.Array:
-        """The classes."""
+        """Return the classes."""
         return labels
 
     def losses(self, outputs, targets) -> jax.Array:
-        """Cross-entropy against labels smoothed as by Szegedy et al. 2016, section 7."""
+        """Compute cross-entropy against labels smoothed as by Szegedy et al. 2016, section 7."""
         if self.label_smoothing:
             smoothed = optax.smooth_labels(jax.nn.one_hot(targets, outputs.shape[-1]), self.label_smoothing)
             return optax.softmax_cross_entropy(outputs, smoothed)
         return optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
 
     def metrics(self, outputs, targets) -> dict[str, jax.Array]:
-        """Hits, whose mean is the accuracy."""
+        """Return the hits, whose mean is the accuracy."""
         return {"accuracy": (jnp.argmax(outputs, axis=-1) == targets).astype(jnp.float32)}
 
     def sums(self, outputs, targets, is_known) -> ClassificationSums:
-        """Plain cross-entropy and hits.
+        """Sum plain cross-entropy and hits.
 
         An example is a hit among the first k if fewer than k classes come before its own. The larger logit comes
         first, of equal ones the lower class, as with argmax. A logit that is NaN comes before all, and is never a
@@ -101,15 +101,15 @@ class Classification:
         )
 
     def kept(self, outputs, targets) -> jax.Array:
-        """The logits."""
+        """Return the logits."""
         return outputs
 
     def predictions(self, outputs) -> jax.Array:
-        """The logits."""
+        """Return the logits."""
         return outputs
 
     def scores(self, sums: ClassificationSums) -> ClassificationScores | None:
-        """See `task.Task`."""
+        """Return the scores of a split; see `task.Task`."""
         count = int(sums.count.sum())
         if not count:
             return None

@@ -17,12 +17,12 @@ NEAR = 1.25  # a depth is right within this factor: Eigen et al. 2014, "Depth Ma
 
 @dataclasses.dataclass(frozen=True)
 class DepthScores:
-    """Over all pixels of a split; see `task.Scores`."""
+    """Scores over all pixels of a split; see `task.Scores`."""
 
     loss: float
     rmse: float
     relative_error: float | None  # mean of |error| / depth; None where no depth is above 0
-    near: float | None  # share of these pixels that are right within a factor of NEAR
+    near: float | None  # share of the pixels with a depth above 0 that are right within a factor of NEAR
     num_examples: int
 
     @property
@@ -31,7 +31,7 @@ class DepthScores:
         return self.rmse
 
     def row_fields(self) -> dict:
-        """See `task.Scores`."""
+        """Return the columns of metrics.jsonl; see `task.Scores`."""
         return {
             "val_loss": self.loss,
             "val_depth_rmse": self.rmse,
@@ -43,15 +43,15 @@ class DepthScores:
 
 @struct.dataclass
 class DepthSums:
-    """Over the examples of a micro-batch that are known, and their pixels."""
+    """Sums over the known examples of a micro-batch, and over their pixels."""
 
     losses: jax.Array  # float32
     count: jax.Array  # int32, examples
     pixels: jax.Array  # int32
     square_errors: jax.Array  # float32
     relative_errors: jax.Array  # float32: |error| / depth, of pixels with a depth above 0
-    near: jax.Array  # int32: of these, pixels within a factor of NEAR
-    with_depth: jax.Array  # int32: how many these are
+    near: jax.Array  # int32: pixels with a depth that are right within a factor of NEAR
+    with_depth: jax.Array  # int32: pixels with a depth above 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,19 +66,19 @@ class Depth:
     kept_names: ClassVar = ("loss", "depth_rmse")
 
     def targets(self, labels, target_planes) -> jax.Array:
-        """See `task.Task`."""
+        """Return the depths; see `task.Task`."""
         return planes.depths_of(target_planes)
 
     def losses(self, outputs, targets) -> jax.Array:
-        """See `task.Task`."""
+        """Compute the loss of each example; see `task.Task`."""
         return DEPTH_LOSSES[self.depth_loss](outputs[..., 0], targets)
 
     def metrics(self, outputs, targets) -> dict[str, jax.Array]:
-        """An image's mean absolute error."""
+        """Return the mean absolute error of each image."""
         return {"depth_error": jnp.abs(predicted_depths(outputs) - targets).mean(PIXELS)}
 
     def sums(self, outputs, targets, is_known) -> DepthSums:
-        """See `task.Task`."""
+        """Sum losses and errors; see `task.Task`."""
         depths = predicted_depths(outputs)
         errors, known = jnp.abs(depths - targets), jnp.broadcast_to(is_known[:, None, None], targets.shape)
         has_depth = known & (targets > 0)
@@ -94,16 +94,16 @@ class Depth:
         )
 
     def kept(self, outputs, targets) -> jax.Array:
-        """The loss and the RMSE."""
+        """Return the loss and the RMSE."""
         rmse = jnp.sqrt(jnp.square(predicted_depths(outputs) - targets).mean(PIXELS))
         return jnp.stack([self.losses(outputs, targets), rmse], axis=-1)
 
     def predictions(self, outputs) -> jax.Array:
-        """The depth of each pixel, as planes of uint8: [M, H, W, 2]."""
+        """Return the depth of each pixel, as planes of uint8: [M, H, W, 2]."""
         return jnp.stack(planes.two_bytes(predicted_depths(outputs)), axis=-1)
 
     def scores(self, sums: DepthSums) -> DepthScores | None:
-        """See `task.Task`."""
+        """Return the scores of a split; see `task.Task`."""
         count = int(sums.count.sum())
         if not count:
             return None
@@ -121,5 +121,5 @@ class Depth:
 
 
 def predicted_depths(outputs: jax.Array) -> jax.Array:
-    """Outputs [M, H, W, 1] -> depths [M, H, W], cut off at 0 and 1."""
+    """Return the depths [M, H, W] of outputs [M, H, W, 1], cut off at 0 and 1."""
     return jnp.clip(outputs[..., 0], 0.0, 1.0)

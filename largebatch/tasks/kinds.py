@@ -1,4 +1,4 @@
-"""What is known of a task by its name: what is to be predicted, and by which score. JAX is not imported."""
+"""Kinds of tasks by name: their targets and their scores. JAX is not imported."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ class TaskKind:
     """A task that a config can name.
 
     Attributes:
-      name: in a config's `task`.
+      name: name in a config's `task`.
       has_mask, has_depth: whether each pixel has a class or a depth; with neither each image has a class.
-      score: what the score is; with "val_" before it, its column in metrics.jsonl.
-      score_words: what people call it.
-      higher_is_better: which way the score goes.
-      fields: of a config's `task` that it heeds.
+      score: name of the score; with "val_" before it, its column in metrics.jsonl.
+      score_words: the score in words.
+      higher_is_better: whether higher scores are better.
+      fields: fields of a config's `task` that matter to it.
     """
 
     name: str
@@ -28,30 +28,30 @@ class TaskKind:
 
     @property
     def of_pixels(self) -> bool:
-        """Whether something is to be predicted of each pixel."""
+        """True where each pixel has a target."""
         return self.has_mask or self.has_depth
 
     @property
     def score_column(self) -> str:
-        """Of metrics.jsonl."""
+        """The score's column in metrics.jsonl."""
         return f"val_{self.score}"
 
     def rank(self, score: float | None) -> float:
-        """A number by which scores are sorted, best first; None and NaN come last."""
+        """Return a number by which scores are sorted, best first; None and NaN come last."""
         if score is None or math.isnan(score):
             return math.inf
         return -score if self.higher_is_better else score
 
     def is_better(self, score: float, other: float | None) -> bool:
-        """Whether a score is better than another one; any is better than none."""
+        """Tell whether a score is better than another one; any is better than none."""
         return other is None or self.rank(score) < self.rank(other)
 
     def reaches(self, score: float | None, target: float) -> bool:
-        """Whether a score is as good as the target."""
+        """Tell whether a score is as good as the target."""
         return self.rank(score) <= self.rank(target)
 
     def best(self, scores: Iterable[float | None]) -> float | None:
-        """The best of those that are known."""
+        """Return the best of the scores that are known."""
         return min((score for score in scores if score is not None), key=self.rank, default=None)
 
 
@@ -92,7 +92,7 @@ KINDS = {kind.name: kind for kind in (CLASSIFICATION, SEGMENTATION, DEPTH, MASK_
 
 
 def kind_of(config: Mapping) -> TaskKind:
-    """The kind of a run, by its config; classification where that names none, as those of older code."""
+    """Return the kind of a run's task, by its config; classification where that names none, as in older code."""
     task = config.get("task")
     name = task.get("name") if isinstance(task, Mapping) else None
     return KINDS.get(name, CLASSIFICATION) if isinstance(name, str) else CLASSIFICATION

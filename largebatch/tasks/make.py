@@ -13,8 +13,8 @@ def make_task(config: TaskConfig, num_classes: int, targets: PixelTargets, label
     """Make the task of a config for a data set.
 
     Args:
-      num_classes: of images.
-      targets: what the data set has for each pixel.
+      num_classes: number of classes of images.
+      targets: dense targets of the data set.
     """
     mask, depth = Segmentation(targets.classes, config.mask_loss), Depth(config.depth_loss)
     tasks = {

@@ -15,7 +15,7 @@ from largebatch.tasks.segmentation import Segmentation, SegmentationScores, Segm
 
 @struct.dataclass
 class MaskDepthTargets:
-    """What is to be predicted of M images."""
+    """Dense targets of M images."""
 
     classes: jax.Array  # int32 [M, H, W]
     depths: jax.Array  # float32 [M, H, W], 0 to 1
@@ -23,7 +23,7 @@ class MaskDepthTargets:
 
 @struct.dataclass
 class MaskDepthSums:
-    """Those of both tasks."""
+    """Sums of both tasks."""
 
     mask: SegmentationSums
     depth: DepthSums
@@ -31,7 +31,7 @@ class MaskDepthSums:
 
 @dataclasses.dataclass(frozen=True)
 class MaskDepthScores:
-    """Over all pixels of a split; see `task.Scores`."""
+    """Scores over all pixels of a split; see `task.Scores`."""
 
     loss: float
     mask: SegmentationScores
@@ -39,16 +39,16 @@ class MaskDepthScores:
 
     @property
     def score(self) -> float:
-        """Mean IoU."""
+        """The mean IoU."""
         return self.mask.score
 
     @property
     def num_examples(self) -> int:
-        """Images."""
+        """Number of images."""
         return self.mask.num_examples
 
     def row_fields(self) -> dict:
-        """See `task.Scores`."""
+        """Return the columns of metrics.jsonl; see `task.Scores`."""
         return self.mask.row_fields() | self.depth.row_fields() | {"val_loss": self.loss}
 
 
@@ -58,7 +58,7 @@ class MaskDepth:
 
     mask: Segmentation
     depth: Depth
-    depth_weight: float  # of the depth's loss beside the mask's
+    depth_weight: float  # weight of the depth's loss beside the mask's
     kind: ClassVar = KINDS["mask_depth"]
     target_planes: ClassVar = planes.MASK_PLANES + planes.DEPTH_PLANES
     metric_names: ClassVar = (*Segmentation.metric_names, *Depth.metric_names)
@@ -66,26 +66,26 @@ class MaskDepth:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """See `task.Task`."""
+        """Channels of the class logits and of the depth; see `task.Task`."""
         return (*self.mask.outputs, *self.depth.outputs)
 
     def targets(self, labels, target_planes) -> MaskDepthTargets:
-        """See `task.Task`."""
+        """Return the classes and the depths; see `task.Task`."""
         return MaskDepthTargets(planes.classes_of(target_planes), planes.depths_of(target_planes))
 
     def losses(self, outputs, targets) -> jax.Array:
-        """See `task.Task`."""
+        """Compute the weighted sum of both losses; see `task.Task`."""
         logits, depths = _parted(outputs)
         of_depth = self.depth.losses(depths, targets.depths)
         return self.mask.losses(logits, targets.classes) + self.depth_weight * of_depth
 
     def metrics(self, outputs, targets) -> dict[str, jax.Array]:
-        """Those of both."""
+        """Return the metrics of both tasks."""
         logits, depths = _parted(outputs)
         return self.mask.metrics(logits, targets.classes) | self.depth.metrics(depths, targets.depths)
 
     def sums(self, outputs, targets, is_known) -> MaskDepthSums:
-        """See `task.Task`."""
+        """Return the sums of both tasks; see `task.Task`."""
         logits, depths = _parted(outputs)
         return MaskDepthSums(
             mask=self.mask.sums(logits, targets.classes, is_known),
@@ -93,7 +93,7 @@ class MaskDepth:
         )
 
     def kept(self, outputs, targets) -> jax.Array:
-        """The loss, the mean IoU, and the RMSE of the depth."""
+        """Return the loss, the mean IoU, and the RMSE of the depth."""
         logits, depths = _parted(outputs)
         mean_iou, rmse = (
             self.mask.kept(logits, targets.classes)[:, 1],
@@ -102,12 +102,12 @@ class MaskDepth:
         return jnp.stack([self.losses(outputs, targets), mean_iou, rmse], axis=-1)
 
     def predictions(self, outputs) -> jax.Array:
-        """Class and depth of each pixel, as planes of uint8: [M, H, W, 3]."""
+        """Return class and depth of each pixel, as planes of uint8: [M, H, W, 3]."""
         logits, depths = _parted(outputs)
         return jnp.concatenate([self.mask.predictions(logits), self.depth.predictions(depths)], axis=-1)
 
     def scores(self, sums: MaskDepthSums) -> MaskDepthScores | None:
-        """See `task.Task`."""
+        """Return the scores of a split; see `task.Task`."""
         mask, depth = self.mask.scores(sums.mask), self.depth.scores(sums.depth)
         if mask is None or depth is None:
             return None
@@ -115,5 +115,5 @@ class MaskDepth:
 
 
 def _parted(outputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits of classes [M, H, W, K] and the depth [M, H, W, 1]."""
+    """Split outputs into logits of classes [M, H, W, K] and the depth [M, H, W, 1]."""
     return outputs[..., :-1], outputs[..., -1:]

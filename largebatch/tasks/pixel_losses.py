@@ -1,7 +1,7 @@
-"""Losses of maps, one number for each image: means over its pixels, so that sums over images are exact however a
-batch is split, and equal on any number of devices.
+"""Losses of dense targets (mask, depth), one number for each image.
 
-Masks have class logits [M, H, W, K] and classes int32 [M, H, W]; depths float32 [M, H, W]. Each gives float32 [M].
+A loss is a mean over an image's pixels, so that sums over images are exact however a batch is split over devices.
+Masks have class logits [M, H, W, K] and classes int32 [M, H, W]; depths float32 [M, H, W]. Losses are float32 [M].
 """
 
 from collections.abc import Callable
@@ -11,19 +11,19 @@ import jax.numpy as jnp
 import optax
 
 FOCUS = 2.0  # gamma of the focal loss
-BERHU_SHARE = 0.2  # of an image's largest error: where its BerHu loss goes from linear to quadratic
+BERHU_SHARE = 0.2  # share of an image's largest error, where its BerHu loss goes from linear to quadratic
 SMOOTHING = 1.0  # pixels, added to both parts of Dice's fraction: a class that is nowhere costs nothing
 
-PIXELS = (1, 2)  # the axes of a map
+PIXELS = (1, 2)  # the axes of a dense target
 
 
 def cross_entropy(logits: jax.Array, classes: jax.Array) -> jax.Array:
-    """Mean over pixels, in nats; of two classes it is binary cross-entropy."""
+    """Compute cross-entropy, mean over pixels, in nats; with two classes it is binary cross-entropy."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, classes).mean(PIXELS)
 
 
 def dice(logits: jax.Array, classes: jax.Array) -> jax.Array:
-    """1 - 2 |P and T| / (|P| + |T|) of each image, mean over the classes but the first, the background.
+    """Compute 1 - 2 |P and T| / (|P| + |T|) of each image, mean over the classes but the first, the background.
 
     Milletari et al. 2016, "V-Net", with plain sums below the fraction.
     """
@@ -34,26 +34,26 @@ def dice(logits: jax.Array, classes: jax.Array) -> jax.Array:
 
 
 def cross_entropy_dice(logits: jax.Array, classes: jax.Array) -> jax.Array:
-    """The sum of the two."""
+    """Compute the sum of `cross_entropy` and `dice`."""
     return cross_entropy(logits, classes) + dice(logits, classes)
 
 
 def focal(logits: jax.Array, classes: jax.Array) -> jax.Array:
-    """Cross-entropy times (1 - share of the true class) ** 2: Lin et al. 2017, "Focal Loss", equation 4."""
+    """Compute cross-entropy times (1 - share of the true class) ** 2: Lin et al. 2017, "Focal Loss", eq. 4."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, classes)
     return ((1 - jnp.exp(-losses)) ** FOCUS * losses).mean(PIXELS)
 
 
 def l1(depths: jax.Array, truth: jax.Array) -> jax.Array:
-    """Mean absolute error."""
+    """Compute the mean absolute error."""
     return jnp.abs(depths - truth).mean(PIXELS)
 
 
 def berhu(depths: jax.Array, truth: jax.Array) -> jax.Array:
-    """Absolute error up to a threshold c, (e^2 + c^2) / (2 c) beyond it; c is a share of the image's largest error.
+    """Compute absolute errors up to a threshold c, (e^2 + c^2) / (2 c) beyond it, mean over pixels.
 
     Laina et al. 2016, "Deeper Depth Prediction with Fully Convolutional Residual Networks", equation 1, where c is
-    by batch. The threshold is not differentiated.
+    a share of the batch's largest error; here of the image's. The threshold is not differentiated.
     """
     errors = jnp.abs(depths - truth)
     threshold = jax.lax.stop_gradient(BERHU_SHARE * errors.max(PIXELS, keepdims=True))
@@ -63,7 +63,7 @@ def berhu(depths: jax.Array, truth: jax.Array) -> jax.Array:
 
 
 def gradient(depths: jax.Array, truth: jax.Array) -> jax.Array:
-    """L1 of the depths and of their differences between neighbours, which keep edges sharp."""
+    """Compute L1 of the depths and of their differences between neighbours, which keep edges sharp."""
     errors = depths - truth
     pixels = errors.shape[1] * errors.shape[2]
     across, down = (jnp.abs(jnp.diff(errors, axis=axis)).sum(PIXELS) for axis in (2, 1))

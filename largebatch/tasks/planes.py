@@ -1,9 +1,9 @@
-"""What is to be predicted of each pixel, stored as further channels of its image, of 8 bits as these.
+"""Dense targets (mask, depth) as planes: further channels of an image, of 8 bits like its own.
 
-So masks and depths are cached, verified, dealt to devices, streamed and moved by augmentations with their image, as
-integers. First comes the mask, then the depth in two planes, the high byte first; either may be missing.
+So masks and depths are cached, verified, sharded over devices, streamed and moved by augmentations with their
+image, as integers. First comes the mask, then the depth in two planes, the high byte first; either may be missing.
 
-NumPy and JAX arrays alike; JAX is not imported.
+Functions take NumPy or JAX arrays; JAX is not imported.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ import numpy as np
 from largebatch.tasks.kinds import KINDS, TaskKind
 from largebatch.util import BadSetting
 
-LARGEST_DEPTH = 65_535  # stored; it stands for 1
+LARGEST_DEPTH = 65_535  # largest stored depth, which stands for 1
 MASK_PLANES, DEPTH_PLANES = 1, 2
 
 
 @dataclass(frozen=True)
 class PixelTargets:
-    """What a data set has for each pixel, behind the channels of its images; nothing where images have classes.
+    """Dense targets of a data set, in the planes of its images; none where images have classes.
 
     Attributes:
       classes: names, by the value in the mask; () where there is no mask.
@@ -32,10 +32,10 @@ class PixelTargets:
 
     @classmethod
     def recorded_in(cls, data: Mapping) -> "PixelTargets":
-        """What the description of a data set says of them; see `record`.
+        """Read the targets from the description of a data set; see `record`.
 
         Raises:
-          ValueError: it is damaged.
+          ValueError: the description is damaged.
         """
         if "targets" not in data:
             return cls()
@@ -47,22 +47,22 @@ class PixelTargets:
         return cls(tuple(classes), has_depth)
 
     def record(self) -> dict:
-        """For the description of a data set, plain JSON."""
+        """Return the targets as plain JSON, for the description of a data set."""
         return {"targets": {"classes": list(self.classes), "has_depth": self.has_depth}} if self.planes else {}
 
     @property
     def planes(self) -> int:
-        """How many channels it takes."""
+        """Number of channels that the targets take."""
         return (MASK_PLANES if self.classes else 0) + (DEPTH_PLANES if self.has_depth else 0)
 
     @property
     def kind(self) -> TaskKind:
-        """The task that they are for."""
+        """The kind of task that the targets are for."""
         wanted = bool(self.classes), self.has_depth
         return next(kind for kind in KINDS.values() if (kind.has_mask, kind.has_depth) == wanted)
 
     def check_task(self, name: str, dataset: str) -> None:
-        """Raises BadSetting where the data set is not for the task of this name."""
+        """Raise BadSetting where the data set is not for the task of this name."""
         if name != self.kind.name:
             raise BadSetting(
                 f"task.name: {name!r}; allowed: {self.kind.name!r} with {dataset}, which has {self.text}"
@@ -70,7 +70,7 @@ class PixelTargets:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """The targets in words."""
         masks = [f"masks of {', '.join(self.classes)}"] if self.classes else []
         depths = ["depths"] if self.has_depth else []
         return " and ".join([*masks, *depths]) or "classes of images"
@@ -80,7 +80,7 @@ NO_TARGETS = PixelTargets()  # where images have classes
 
 
 def join(image: np.ndarray, mask: np.ndarray | None, depth: np.ndarray | None) -> np.ndarray:
-    """An image uint8 [H, W, C] with its planes, uint8 [H, W, C + planes].
+    """Join an image uint8 [H, W, C] and its planes to uint8 [H, W, C + planes].
 
     Args:
       mask: classes [H, W], below 256; None where there is none.
@@ -95,17 +95,17 @@ def join(image: np.ndarray, mask: np.ndarray | None, depth: np.ndarray | None) -
 
 
 def two_bytes(depths: np.ndarray) -> list[np.ndarray]:
-    """Depths from 0 to 1 -> their high and low bytes, uint8."""
+    """Split depths from 0 to 1 into their high and low bytes, uint8."""
     values = (depths * LARGEST_DEPTH + 0.5).astype(np.int32)
     return [(values >> 8).astype(np.uint8), (values & 255).astype(np.uint8)]
 
 
 def classes_of(planes: np.ndarray) -> np.ndarray:
-    """Planes [M, H, W, P] with a mask -> classes int32 [M, H, W]."""
+    """Return the classes int32 [M, H, W] of planes [M, H, W, P] with a mask."""
     return planes[..., 0].astype(np.int32)
 
 
 def depths_of(planes: np.ndarray) -> np.ndarray:
-    """Planes [M, H, W, P] with a depth -> depths float32 [M, H, W], 0 to 1."""
+    """Return the depths float32 [M, H, W], 0 to 1, of planes [M, H, W, P] with a depth."""
     high, low = (planes[..., index].astype(np.int32) for index in (-2, -1))
     return (256 * high + low).astype(np.float32) / LARGEST_DEPTH

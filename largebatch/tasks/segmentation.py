@@ -12,25 +12,25 @@ from largebatch.tasks import planes
 from largebatch.tasks.kinds import KINDS
 from largebatch.tasks.pixel_losses import MASK_LOSSES, PIXELS
 
-NO_CLASS = -1  # is predicted where an output is not finite
+NO_CLASS = -1  # the class predicted where an output is not finite
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentationScores:
-    """Over all pixels of a split; see `task.Scores`."""
+    """Scores over all pixels of a split; see `task.Scores`."""
 
     loss: float
-    iou: dict[str, float | None]  # of each class; None where it is neither there nor predicted
+    iou: dict[str, float | None]  # IoU of each class; None where it is neither there nor predicted
     num_examples: int
 
     @property
     def score(self) -> float:
-        """Mean IoU of the classes that are there or were predicted."""
+        """The mean IoU of the classes that are there or were predicted."""
         known = [iou for iou in self.iou.values() if iou is not None]
         return sum(known) / len(known)
 
     def row_fields(self) -> dict:
-        """See `task.Scores`."""
+        """Return the columns of metrics.jsonl; see `task.Scores`."""
         return {
             "val_loss": self.loss,
             "val_mean_iou": self.score,
@@ -41,7 +41,7 @@ class SegmentationScores:
 
 @struct.dataclass
 class SegmentationSums:
-    """Over the examples of a micro-batch that are known, and their pixels."""
+    """Sums over the known examples of a micro-batch, and over their pixels."""
 
     losses: jax.Array  # float32
     count: jax.Array  # int32, examples
@@ -62,23 +62,23 @@ class Segmentation:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """See `task.Task`."""
+        """Number of classes, as the only dense target's channels; see `task.Task`."""
         return (len(self.classes),)
 
     def targets(self, labels, target_planes) -> jax.Array:
-        """See `task.Task`."""
+        """Return the classes; see `task.Task`."""
         return planes.classes_of(target_planes)
 
     def losses(self, outputs, targets) -> jax.Array:
-        """See `task.Task`."""
+        """Compute the loss of each example; see `task.Task`."""
         return MASK_LOSSES[self.mask_loss](outputs, targets)
 
     def metrics(self, outputs, targets) -> dict[str, jax.Array]:
-        """The share of an image's pixels whose class is right."""
+        """Return the share of each image's pixels whose class is right."""
         return {"pixel_accuracy": (predicted_classes(outputs) == targets).mean(PIXELS)}
 
     def sums(self, outputs, targets, is_known) -> SegmentationSums:
-        """See `task.Task`."""
+        """Sum losses, intersections and unions; see `task.Task`."""
         intersections, unions = class_pixels(outputs, targets)
         known = is_known[:, None]
         return SegmentationSums(
@@ -89,18 +89,18 @@ class Segmentation:
         )
 
     def kept(self, outputs, targets) -> jax.Array:
-        """The loss, and the mean IoU of the classes that are there or were predicted."""
+        """Return the loss, and the mean IoU of the classes that are there or were predicted."""
         intersections, unions = class_pixels(outputs, targets)
         num_classes = jnp.sum(unions > 0, axis=-1)
         mean_iou = jnp.sum(intersections / jnp.maximum(unions, 1), axis=-1) / num_classes
         return jnp.stack([self.losses(outputs, targets), mean_iou], axis=-1)
 
     def predictions(self, outputs) -> jax.Array:
-        """The class of each pixel, as the plane of a mask: uint8 [M, H, W, 1]."""
+        """Return the class of each pixel, as the plane of a mask: uint8 [M, H, W, 1]."""
         return jnp.argmax(outputs, axis=-1, keepdims=True).astype(jnp.uint8)
 
     def scores(self, sums: SegmentationSums) -> SegmentationScores | None:
-        """See `task.Task`."""
+        """Return the scores of a split; see `task.Task`."""
         count = int(sums.count.sum())
         if not count:
             return None
@@ -113,13 +113,13 @@ class Segmentation:
 
 
 def predicted_classes(outputs: jax.Array) -> jax.Array:
-    """Logits [M, H, W, K] -> classes int32 [M, H, W], NO_CLASS where one is not finite."""
+    """Return the classes int32 [M, H, W] of logits [M, H, W, K], NO_CLASS where one is not finite."""
     is_finite = jnp.all(jnp.isfinite(outputs), axis=-1)
     return jnp.where(is_finite, jnp.argmax(outputs, axis=-1), NO_CLASS)
 
 
 def class_pixels(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each image and class, int32 [M, K]: pixels of it that were predicted as it, and pixels that are either."""
+    """Count pixels of a class predicted as it, and pixels that are either; both int32 [M, K]."""
     every_class = jnp.arange(outputs.shape[-1])
     is_predicted = predicted_classes(outputs)[..., None] == every_class
     is_there = targets[..., None] == every_class

@@ -1,1 +1,1 @@
-"""What is told of a run to tools outside of its folder."""
+"""Trackers that report a run to tools outside of its folder."""

@@ -1,4 +1,4 @@
-"""What TensorBoard and Weights & Biases are told of a run."""
+"""Trackers of a run in TensorBoard and Weights & Biases."""
 
 import contextlib
 import dataclasses
@@ -18,16 +18,18 @@ from typing import Protocol
 from largebatch import util
 from largebatch.util import UserError
 
+log = logging.getLogger("largebatch")
+
 
 @dataclasses.dataclass(frozen=True)
 class TrackedRun:
-    """A run that begins or goes on.
+    """Run that begins or resumes, as trackers see it.
 
     Attributes:
-      folder: of the run; a tracker may write to a folder of its own name in it.
-      name: of the run.
+      folder: run folder; a tracker may write to a folder of its own name in it.
+      name: name of the run.
       group: the study that it is a trial of, or None.
-      config: as plain JSON.
+      config: config as plain JSON.
     """
 
     folder: Path
@@ -37,15 +39,15 @@ class TrackedRun:
 
 
 class TensorBoard:
-    """A `Tracker` that writes every number of a row as a scalar of its step."""
+    """Tracker that writes every number of a row as a TensorBoard scalar of its step."""
 
     def __init__(self, run: TrackedRun):
         self._folder = run.folder / "tensorboard"
         self._events, self._num_files = None, 0
 
     def row(self, row: dict) -> None:
-        """Writes a row."""
-        # Imported only now: where PyTorch is installed it comes along, 1.5 s before the first update.
+        """Write a row."""
+        # Imported late: it also imports PyTorch if that is installed, 1.5 s before the first step.
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -53,10 +55,10 @@ class TensorBoard:
         if self._events is None:
             self._folder.mkdir(exist_ok=True)
             # The synchronous writer: SummaryWriter's thread would hang the run when the disk is full.
-            # Its names have the second, in which a run may go back and write again.
+            # Its file names have the second, in which a run may roll back and write again.
             self._events = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{self._num_files:04d}")
             self._num_files += 1
-            # TensorBoard drops what an earlier file has from this step on.
+            # TensorBoard drops the rows of earlier files from this step on.
             start = SessionLog(status=SessionLog.START)
             self._events.write_event(Event(wall_time=time.time(), step=row["step"], session_log=start))
         for name, value in row.items():
@@ -66,29 +68,29 @@ class TensorBoard:
         self._events.flush()
 
     def went_back(self) -> None:
-        """Lets the next row begin a file, which takes the place of later steps."""
+        """Close the file; the next row begins another one, which replaces later steps."""
         events, self._events = self._events, None
         if events:
             events.close()
 
     def end(self, summary: dict) -> None:
-        """Closes the file."""
+        """Close the file."""
         self.went_back()
 
 
 RECORD = "wandb.json"  # in a run folder: the id of its record, the same at every start
 FINISH_SEC, INTERRUPTED_SEC = 30.0, 3.0  # for the last rows to be sent; after a signal there is little time
-PIPE_BYTES = 1 << 20  # rows that may wait: hundreds
+PIPE_BYTES = 1 << 20  # room for hundreds of rows
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def wandb_is_installed() -> bool:
-    """Whether log.wandb can be turned on."""
+    """Return True if log.wandb can be turned on."""
     return importlib.util.find_spec("wandb") is not None
 
 
 class WeightsAndBiases:
-    """A `Tracker` that tells a process, `wandb_process`, of the run, by lines of JSON.
+    """Tracker that reports the run to a process, `wandb_process`, by lines of JSON.
 
     Raises:
       OSError: from every method, if the process has ended or does not read.
@@ -97,7 +99,7 @@ class WeightsAndBiases:
     def __init__(self, run: TrackedRun):
         record_id = _record_id(run.folder)
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        # In a session of its own: Ctrl-C is for the run, which then sends its last rows.
+        # The process has its own session: Ctrl-C is for the run, which then sends its last rows.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "largebatch.tracking.wandb_process"],
             stdin=subprocess.PIPE,
@@ -122,14 +124,14 @@ class WeightsAndBiases:
         self._send({"begin": begin})
 
     def row(self, row: dict) -> None:
-        """Sends a row."""
+        """Send a row."""
         self._send({"row": row})
 
     def went_back(self) -> None:
-        """Nothing: the curves are drawn over `step`, and show both ways."""
+        """Do nothing: the curves are drawn over `step`, and show the steps before and after the rollback."""
 
     def end(self, summary: dict) -> None:
-        """Sends the summary and waits for the process to end, but not for long; then it ends by itself."""
+        """Send the summary and wait a limited time for the process to end; a slower one ends by itself."""
         self._send({"end": summary})
         self._process.stdin.close()
         limit = INTERRUPTED_SEC if summary["status"] == "interrupted" else FINISH_SEC
@@ -141,7 +143,7 @@ class WeightsAndBiases:
             raise OSError(f"its process ended with exit code {code}")
 
     def _send(self, message: dict) -> None:
-        """Writes a line and never waits: a process that hangs must not hold up the run."""
+        """Write a line without waiting: a process that hangs must not block the run."""
         line = json.dumps(message, allow_nan=False).encode() + b"\n"
         try:
             num_written = os.write(self._pipe, line)
@@ -158,7 +160,7 @@ class WeightsAndBiases:
 
 
 def _record_id(folder: Path) -> str:
-    """The id of a run's record, which is chosen once."""
+    """Return the id of a run's record, which is chosen once."""
     path = folder / RECORD
     if not path.exists():
         content = json.dumps({"id": secrets.token_hex(8)})
@@ -170,30 +172,28 @@ def _record_id(folder: Path) -> str:
         raise ValueError(f"{path} is damaged") from error
 
 
-log = logging.getLogger("largebatch")
-
 GOES_ON = "the run goes on without it"
 
 
 class Tracker(Protocol):
-    """Hears of a run on host 0, in plain JSON. If it raises anything, it hears no more; the run goes on."""
+    """Receiver of a run's rows on host 0, in plain JSON; one that raises is dropped, and the run continues."""
 
     def row(self, row: dict) -> None:
-        """Takes a line of metrics.jsonl."""
+        """Receive a line of metrics.jsonl."""
 
     def went_back(self) -> None:
-        """The run went back to a checkpoint: rows of later steps come once more."""
+        """Receive notice of a rollback to a checkpoint: rows of later steps come once more."""
 
     def end(self, summary: dict) -> None:
-        """Takes summary.json, when this process has done its part of the run; the last call."""
+        """Receive summary.json as the last call, when this process has done its part of the run."""
 
 
-# By the field of a config's `log` that asks for it.
+# Trackers by the field of a config's `log` that enables them.
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 def check_installed(options: dict) -> None:
-    """Refuses what cannot be, before a run begins.
+    """Refuse trackers that are not installed, before a run begins.
 
     Args:
       options: a config's `log`.
@@ -205,7 +205,7 @@ def check_installed(options: dict) -> None:
 
 
 class Trackers:
-    """Those that a run's config asks for. One that fails is named in a line and then left out."""
+    """Trackers that a run's config enables; one that fails is logged once and then dropped."""
 
     def __init__(self, run: TrackedRun):
         self._trackers: dict[str, Tracker] = {}
@@ -217,15 +217,15 @@ class Trackers:
                     _say_why(name, error)
 
     def row(self, row: dict) -> None:
-        """See `Tracker.row`."""
+        """Send a line of metrics.jsonl to all trackers."""
         self._tell(lambda tracker: tracker.row(row))
 
     def went_back(self) -> None:
-        """See `Tracker.went_back`."""
+        """Notify all trackers of a rollback."""
         self._tell(lambda tracker: tracker.went_back())
 
     def end(self, summary: dict) -> None:
-        """See `Tracker.end`."""
+        """Send summary.json to all trackers."""
         self._tell(lambda tracker: tracker.end(summary), then="the run itself is whole")
 
     def _tell(self, tell: Callable[[Tracker], None], then: str = GOES_ON) -> None:

@@ -1,6 +1,6 @@
-"""Writes what it reads to Weights & Biases: {"begin": ...}, then a {"row": ...} each, then {"end": summary}.
+"""Process that copies lines to Weights & Biases: {"begin": ...}, {"row": ...} many times, {"end": summary}.
 
-Where there is no key or no network the record is written to the folder wandb/ of the run; `wandb sync` sends it.
+Without a key or a network the record is written to the folder wandb/ of the run; `wandb sync` sends it.
 """
 
 import json
@@ -15,25 +15,25 @@ ENDED_WELL = ("done", "pruned", "interrupted")
 
 
 def main() -> None:
-    """Reads until the run has ended; without an end it was killed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which then tells its end
+    """Copy lines until the run has ended, or was killed if the end is missing."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which then sends its end
         signal.signal(number, signal.SIG_IGN)
     messages = map(json.loads, sys.stdin)
     try:
         record = open_record(next(messages)["begin"])
         record.finish(exit_code=write(record, messages))
-    except (wandb.Error, ValueError) as error:  # the second of a bad WANDB_MODE and the like
+    except (wandb.Error, ValueError) as error:  # ValueError: a bad WANDB_MODE or the like
         sys.exit(f"log.wandb: {_one_line(error)}")
 
 
 def open_record(begin: dict):
-    """The record of a run: a new one, or the one of its earlier processes; offline where nothing else can be."""
+    """Open the record of a run, new or of its earlier processes, and offline if the server fails."""
     try:
         return _init(begin, mode=None)
     except wandb.Error as error:
         hint = f"offline: wandb sync {begin['folder']}/wandb/offline-run-* sends it"
         print(f"log.wandb: {_one_line(error)}; {hint}", file=sys.stderr, flush=True)
-        wandb.teardown()  # or it would know the id already, and refuse it
+        wandb.teardown()  # else it knows the id already, and refuses it
         return _init(begin, mode="offline")
 
 
@@ -59,7 +59,7 @@ def _init(begin: dict, mode: str | None):
 
 
 def write(record, messages: Iterator[dict]) -> int:
-    """Writes rows and summary; returns the exit code of the run."""
+    """Write rows and summary; return the exit code of the run."""
     for message in messages:
         if "end" in message:
             summary = message["end"]

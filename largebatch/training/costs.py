@@ -1,4 +1,4 @@
-"""What training costs: FLOPs, memory, bytes between devices."""
+"""Costs of training: FLOPs, memory, and bytes between devices."""
 
 import dataclasses
 import functools
@@ -13,20 +13,20 @@ import numpy as np
 from largebatch.hardware.chips import Hardware
 from largebatch.training.state import count_params
 
-# On a GPU what is not fused comes on top: by XLA's figures for an H200, 1.1 to 1.4 times the convnet's at
-# micro-batches of 32 to 1,350, 1.2 times those of ResNet-8.
+# Factor for unfused intermediates on a GPU. By XLA's figures for an H200 the convnet needs 1.1 to 1.4 times its
+# activations at micro-batches of 32 to 1,350, ResNet-8 1.2 times.
 ACTIVATIONS_ON_GPU = 1.4
 
 
 def bytes_sent_per_update(
     num_devices: int, allreduce_bytes: int, sync_bytes: int, metrics: dict[str, np.ndarray]
 ) -> float:
-    """What each device sends per update, by a ring: 2 (D - 1) / D of the bytes that it puts into all-reduces.
+    """Return the bytes each device sends per step: by a ring, 2 (D - 1) / D of those it puts into all-reduces.
 
     Args:
-      allreduce_bytes: put in by a synchronous update.
-      sync_bytes: put in by a synchronisation after local steps.
-      metrics: of every update; "local" is 1 for local steps, "synced" where a synchronisation followed.
+      allreduce_bytes: bytes put in by a synchronous step.
+      sync_bytes: bytes put in by a synchronisation after local steps.
+      metrics: metrics of every step; "local" is 1 for local steps, "synced" where a synchronisation followed.
     """
     num_updates = len(metrics["loss"])
     num_local = metrics["local"].sum() if "local" in metrics else 0
@@ -36,16 +36,16 @@ def bytes_sent_per_update(
 
 
 def flops_utilisation(flops_per_image: float, images_per_sec: float, hardware: Hardware) -> float | None:
-    """Model FLOPs utilisation: its FLOPs over what the devices can do (Chowdhery et al. 2022, appendix B).
+    """Return the model FLOPs utilisation, FLOPs over the devices' peak (Chowdhery et al. 2022, appendix B).
 
-    The peak is that of bfloat16, in whatever precision the network runs. Work that is done twice or on padding does
-    not count.
+    The peak is that of bfloat16, whatever the network's precision. Work that is done twice or on padding does not
+    count.
 
     Args:
-      flops_per_image: forward and backward.
-      images_per_sec: trained on by all devices together.
+      flops_per_image: FLOPs of an image, forward and backward.
+      images_per_sec: images per second of all devices together.
     Returns:
-      From 0 to 1; None where the peak of a device is not known, as of CPUs.
+      From 0 to 1; None where the peak of a device is not known, as for CPUs.
     """
     if hardware.chip is None:
         return None
@@ -53,7 +53,7 @@ def flops_utilisation(flops_per_image: float, images_per_sec: float, hardware: H
 
 
 def bytes_beside_images(network, state, image_shape, micro_batch_size: int, platform: str) -> dict[str, int]:
-    """Estimate of what a step needs on a device beside the images, in bytes by part; `state` may be shapes."""
+    """Estimate the bytes that a step needs on a device beside the images, by part; `state` may be shapes."""
     costs = training_costs(network, image_shape)
     factor = ACTIVATIONS_ON_GPU if platform == "gpu" else 1
     return {
@@ -65,15 +65,15 @@ def bytes_beside_images(network, state, image_shape, micro_batch_size: int, plat
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of one training image."""
+    """FLOPs and activation memory per training image."""
 
     flops: float  # of all matrix products, forward and backward
-    activation_bytes: int  # kept for the backward pass
+    activation_bytes: int  # activations kept for the backward pass
 
 
 @functools.cache  # tracing takes half a second
 def training_costs(network: nn.Module, image_shape: tuple[int, int, int]) -> Costs:
-    """Counts one image's gradient from the traced program, so on any platform.
+    """Count the costs of one image's gradient from the traced program, equal on all platforms.
 
     FLOPs are 2 per multiply-add of each matrix product, forward and backward, with convolutions written as
     products (taps over the padding count); elementwise work does not count. Bytes are an estimate: the
@@ -102,16 +102,16 @@ class _Product:
     """A matrix product of a traced program."""
 
     flops: int
-    operand: Any  # abstract value of the left one
-    output: Any
+    operand: Any  # abstract value of the left factor
+    output: Any  # abstract value
 
 
 def _products(jaxpr) -> list[_Product]:
-    """Every matrix product that a jaxpr's outputs need, inner jaxprs' too."""
+    """Return all matrix products that a jaxpr's outputs need, those of inner jaxprs too."""
     needed, products = set(jaxpr.outvars), []
     for equation in reversed(jaxpr.eqns):
         if not needed.intersection(equation.outvars):
-            continue  # the gradient of the images, which XLA drops too
+            continue  # such as the gradient of the images, which XLA drops too
         needed.update(v for v in equation.invars if not isinstance(v, jax.extend.core.Literal))
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]

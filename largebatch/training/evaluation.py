@@ -25,17 +25,17 @@ def make_predict(
     whole: bool = False,
     devices: list | None = None,
 ):
-    """Predicts a block and reduces it where it lies, pmapped.
+    """Make the pmapped program that predicts a block and reduces it on the devices.
 
     Args:
-      logits_fn: (variables, integer images [M, H, W, C]) -> what the network gives for them, float32.
-      stored_shape: of an image, with what is to be predicted of it.
+      logits_fn: (variables, integer images [M, H, W, C]) -> outputs of the network, float32.
+      stored_shape: shape of a stored image, with its dense targets.
       micro_batch_size: images per forward pass, per device.
-      whole: all that is predicted is kept, in place of what a run keeps of it; see `task.Task`.
-      devices: to compile for, where they are not here.
+      whole: whether to keep the predictions in place of the outputs that a run keeps; see `task.Task`.
+      devices: devices to compile for, which need not be attached; None for this host's.
     Returns:
       (variables, Block), both with a leading local-device axis -> the sums of the task over all devices (see
-      `in_halves`), each [micro-batches, ...]; and what is kept of the rows of this host's devices, which stays
+      `in_halves`), each [micro-batches, ...]; and the per-example outputs of this host's devices, which stay
       there: [local devices, n', ...], n' >= rows of the block.
     """
 
@@ -44,7 +44,7 @@ def make_predict(
         size = min(micro_batch_size, num_rows)
 
         def some(start):
-            # The last slice may run over the end: it repeats the last row there, which then counts nowhere.
+            # The last slice may run over the end: there it repeats the last row, which does not count again.
             rows = start + jnp.arange(size)
             within = jnp.minimum(rows, num_rows - 1)
             labels = block.labels[within]
@@ -62,7 +62,7 @@ def make_predict(
 
 
 def in_halves(sums):
-    """Whole numbers int32 [...] of a pytree as [..., 2]: how many times 65,536, and what is left.
+    """Split whole numbers int32 [...] of a pytree into [..., 2]: how many times 65,536, and the rest.
 
     The pixels of all devices may be more than an int32 holds; the sums of halves are not.
     """
@@ -72,7 +72,7 @@ def in_halves(sums):
 
 
 def from_halves(sums):
-    """NumPy arrays of `in_halves` -> whole numbers int64."""
+    """Join the NumPy arrays that `in_halves` split to whole numbers int64."""
     return jax.tree.map(
         lambda sum_: (sum_[..., 0].astype(np.int64) << 16) + sum_[..., 1] if _is_whole(sum_) else sum_, sums
     )
@@ -84,16 +84,16 @@ def _is_whole(array) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SplitRows:
-    """What was kept of the examples of a split, as logits, on the devices where it was computed.
+    """Per-example outputs for a split, on the devices that computed them.
 
-    A slice `rows[first:last]` is those examples' as NumPy array [n, ...] in the split's order, on every host; every
-    host asks for it, and no more than the slice travels.
+    A slice `rows[first:last]` is a NumPy array [n, ...] in the split's order, on every host. Slicing is collective;
+    only the slice crosses hosts.
 
     Attributes:
-      blocks: [local devices, rows of a block or more, ...] each.
-      rows_per_block: of a device.
+      blocks: one array for each block, [local devices, rows of a block or more, ...].
+      rows_per_block: rows of a device in each block.
       num_devices: see `DealtSplit`.
-      shape: (examples, ...), as of classes (examples, num_classes).
+      shape: (examples, ...); for classes (examples, num_classes).
     """
 
     blocks: list[jax.Array]
@@ -105,14 +105,14 @@ class SplitRows:
         first, last, _ = examples.indices(self.shape[0])
         first_row, end_row = first // self.num_devices, -(-last // self.num_devices)
         here = self._rows_of_local_devices(first_row, end_row)
-        collectives.barrier()  # a host may be late from writing what came before
+        collectives.barrier()  # a host may still be writing an earlier slice
         of_all = collectives.gather(here).reshape(-1, *here.shape[1:])  # [devices, rows, ...]
         in_order = of_all.swapaxes(0, 1).reshape(-1, *self.shape[1:])
         skipped = first - first_row * self.num_devices
         return in_order[skipped : skipped + last - first]
 
     def _rows_of_local_devices(self, first_row: int, end_row: int) -> np.ndarray:
-        """[local devices, end_row - first_row, ...]."""
+        """Return rows of this host's devices: [local devices, end_row - first_row, ...]."""
         pieces = []
         for number, block in enumerate(self.blocks):
             start = number * self.rows_per_block
@@ -125,7 +125,7 @@ class SplitRows:
 
 
 def _fetch_rows(shard: jax.Array, begin: int, end: int) -> np.ndarray:
-    """Rows of one device [1, rows, ...], on the host; of a small part only that is copied."""
+    """Return rows of one device [1, rows, ...], on the host; where they are a small part, copy only them."""
     if 2 * (end - begin) > shard.shape[1]:
         return np.asarray(shard)[:, begin:end]
     return np.asarray(_slice_rows(shard, begin, end - begin))
@@ -138,7 +138,7 @@ def _slice_rows(shard, begin, size):
 
 @dataclasses.dataclass(frozen=True)
 class SplitPredictions:
-    """What was predicted for a split; the scores are None where nothing is known of any example."""
+    """The predictions for a split; the scores are None where no example's targets are known."""
 
     scores: Scores | None
     rows: SplitRows
@@ -147,11 +147,11 @@ class SplitPredictions:
 def predict_split(
     predict: Callable, variables, split: DealtSplit, micro_batch_size: int, task: Task
 ) -> SplitPredictions:
-    """Predicts all of a split; every host calls it.
+    """Predict all examples of a split. Collective.
 
     Args:
-      predict: made by `make_predict` with this micro-batch size and task.
-      variables: of the network, with a leading local-device axis.
+      predict: program made by `make_predict` with this micro-batch size and task.
+      variables: variables of the network, with a leading local-device axis.
     Raises:
       UserError: an image cannot be read; see `DealtSplit.blocks`.
     """

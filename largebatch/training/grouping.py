@@ -11,10 +11,10 @@ from largebatch.hardware.chips import Hardware, auto_micro_batch_size
 from largebatch.optim.noise_scale import NoisePlan
 from largebatch.util import BadSetting
 
-# At least so many groups of a device in an update that measures the noise, where most do not; and how much smaller
-# each size of groups is than the one for larger batches.
+# Fewest groups of a device in a step that measures the noise, where most steps do not; also the factor between two
+# sizes of groups.
 NOISE_GROUPS = 8
-NOISE_EVERY = 10  # updates from one measurement to the next on accelerators, where it is needed
+NOISE_EVERY = 10  # steps from one measurement to the next on accelerators, where the noise is needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +24,13 @@ class MicroBatchPlan:
     grouping: Grouping
     noise: NoisePlan | None  # how the gradient's noise is measured; None where it is not
     single: bool  # see `has_one_micro_batch`
-    by_slices: bool  # whether updates read slices of the rows on a device, see `step.SliceReader`
-    predicted_at_once: int  # images of a forward pass of validation
+    by_slices: bool  # whether steps read slices of the rows on a device, see `step.SliceReader`
+    predicted_at_once: int  # images per forward pass of validation
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatchOptions:
-    """What a run asks for, as fields of its config.
+    """Options that determine the micro-batches of a run, as fields of its config.
 
     Attributes:
       micro_batch_size, ghost_size: batch.micro_batch_size and batch.ghost_size.
@@ -51,7 +51,7 @@ class MicroBatchOptions:
     def from_config(
         cls, batch: BatchConfig, model: ModelConfig, schedule: ScheduleConfig, log: LogConfig
     ) -> "MicroBatchOptions":
-        """Take them from the sections of a config."""
+        """Take the options from the sections of a config."""
         return cls(
             micro_batch_size=batch.micro_batch_size,
             ghost_size=batch.ghost_size,
@@ -75,9 +75,9 @@ def plan_micro_batches(
     """Plan the micro-batches of a run.
 
     Args:
-      batch_sizes: all that the run may come to, ascending.
-      activation_bytes: gives the bytes that an image's activations take; asked on GPUs.
-      in_any_order: whether every update takes every example on a device once, and all of them lie there as rows.
+      batch_sizes: all batch sizes that the run may come to, ascending.
+      activation_bytes: returns the bytes of an image's activations; called on GPUs.
+      in_any_order: whether every step takes every example on a device once, and all of them lie there as rows.
     Raises:
       BadSetting: batch normalisation would see single images, or noise that is needed could not be measured.
     """
@@ -101,13 +101,13 @@ def choose_grouping(
     """Choose the micro-batches and ghost batches of a run.
 
     Args:
-      batch_sizes: all that the run may come to, ascending.
+      batch_sizes: all batch sizes that the run may come to, ascending.
       wanted: images of a gradient evaluation.
     Raises:
       BadSetting: batch normalisation would see single images.
     """
     most_per_device = sharding.share_bounds(int(batch_sizes[-1]))[1]
-    # Of no batch a device has more than one smaller group, which needs no place for more images than it has.
+    # A device's only group may be smaller than a ghost batch; it needs no place for more images than it has.
     unit = min(options.ghost_size or 1, most_per_device)
     most_units = -(-most_per_device // unit)
     units = min(max(wanted // unit, 1), most_units)
@@ -121,12 +121,12 @@ def choose_grouping(
 
 
 def has_one_micro_batch(batch_sizes: np.ndarray, grouping: Grouping, sharding: DataSharding, platform: str) -> bool:
-    """Tell whether programs are to know that every device has one micro-batch in every update of a run.
+    """Tell whether programs are to know that every device has one micro-batch in every step of a run.
 
-    On a GPU each turn of a loop costs launches. Elsewhere it costs next to nothing, and programs serve more runs.
+    On a GPU each iteration of a loop costs launches. Elsewhere a loop costs next to nothing, and serves more runs.
 
     Args:
-      batch_sizes: all that the run may come to, ascending.
+      batch_sizes: all batch sizes that the run may come to, ascending.
       platform: cpu | gpu | tpu
     """
     fewest, most = sharding.share_bounds(int(batch_sizes[0]))[0], sharding.share_bounds(int(batch_sizes[-1]))[1]
@@ -134,9 +134,9 @@ def has_one_micro_batch(batch_sizes: np.ndarray, grouping: Grouping, sharding: D
 
 
 def _even_size(size: int, count: int) -> int:
-    """About `size`, up to a sixteenth more, so that `count` examples fill the fewest micro-batches with no padding.
+    """Return about `size`, at most a sixteenth more, so that `count` examples fill the fewest micro-batches evenly.
 
-    Of 5,400 examples in 6 parts of 1,024, a seventh would be padding: 5 parts of 1,080 have none.
+    For example, 5,400 examples in 6 parts of 1,024 would be padded by a seventh; 5 parts of 1,080 have no padding.
     """
     if count % size == 0:
         return size
@@ -154,7 +154,7 @@ def _refuse_single_images(batch_sizes: np.ndarray, size: int, sharding: DataShar
 
 
 def _smallest_group(fewest: int, most: int, size: int) -> int:
-    """Images in the smallest group of a device that has `fewest` to `most` of a batch, split evenly."""
+    """Return the size of the smallest group of a device that has `fewest` to `most` of a batch, split evenly."""
     if fewest == 0:
         return 0
     return min(count // -(-count // size) for count in range(fewest, most + 1))
@@ -164,7 +164,7 @@ def _smallest_group(fewest: int, most: int, size: int) -> int:
 
 
 def resolve_noise_every(options: MicroBatchOptions, platform: str) -> int:
-    """The updates from one measurement of the noise to the next that log.noise_every means; 0 measures none."""
+    """Return the steps from one measurement of the noise to the next by log.noise_every; 0 measures none."""
     if options.noise_every != "auto":
         return options.noise_every
     if platform == "cpu":
@@ -179,14 +179,14 @@ def plan_noise(
     grouping: Grouping,
     platform: str,
 ) -> NoisePlan | None:
-    """Plan how a run measures the noise of its gradient; None where it does not.
+    """Plan how a run measures the noise of its gradient; return None where it does not.
 
-    Where every update measures, micro-batches stay what they are, as long as there are two of them: smaller ones
-    would make all of training slower. Where few do, each device's part is cut into 8 or more. Ghost batches are
-    never cut, or the update would be another one.
+    Where every step measures, micro-batches keep their size as long as there are two of them: smaller ones would
+    make all of training slower. Where few steps measure, each device's part is cut into 8 groups or more. Ghost
+    batches are never cut, which would change the step.
 
     Args:
-      batch_sizes: all that the run may come to, ascending.
+      batch_sizes: all batch sizes that the run may come to, ascending.
       platform: cpu | gpu | tpu
     Raises:
       BadSetting: the run needs the noise, and there are no two groups between which to measure it.

@@ -1,8 +1,8 @@
-"""Devices that take local steps, each on its own part of every batch, and average what they have now and then.
+"""Local SGD: each device takes steps on its own part of every batch, and all average their states now and then.
 
-Local SGD: Stich 2019, "Local SGD Converges Fast and Communicates Little"; after a synchronous start, post-local
+Stich 2019, "Local SGD Converges Fast and Communicates Little"; after a synchronous start, post-local
 SGD: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD". Each device's weight in the average is the
-number of examples that it has trained on since the last one, so that averaging after every update of plain or
+number of examples that it has trained on since the last one, so that averaging after every step of plain or
 momentum SGD is synchronous training. The average may be moved on by an outer optimizer: Douillard et al. 2023,
 "DiLoCo".
 """
@@ -35,20 +35,20 @@ from largebatch.training.step import (
 
 @struct.dataclass
 class Sync:
-    """When devices synchronise and what they do then. As data: any value serves the same compiled program.
+    """The times of synchronisations, and the outer optimizer; any values serve the same compiled program.
 
     The average's distance from the parameters at the last synchronisation goes through SGD with the outer rate and
     Nesterov momentum; a rate of 1 and a momentum of 0 take the average as it is.
     """
 
-    every: jax.Array  # int32, updates from one synchronisation to the next
-    start_step: jax.Array  # int32, the update from which they are counted
+    every: jax.Array  # int32, steps from one synchronisation to the next
+    start_step: jax.Array  # int32, the step from which they are counted
     outer_learning_rate: jax.Array  # float32
     outer_momentum: jax.Array  # float32
 
     @classmethod
     def from_config(cls, fields: SyncConfig) -> "Sync":
-        """Take it from a config's section."""
+        """Take the fields from a config's section."""
         return cls(
             every=np.int32(fields.every),
             start_step=np.int32(fields.start_step),
@@ -59,13 +59,13 @@ class Sync:
 
 @struct.dataclass
 class Averaged:
-    """What devices average, all as float32. Counters are rounded again afterwards: they differ where a batch left
-    some devices without an example."""
+    """Values that devices average, all as float32."""
 
     squared_distance: jax.Array  # |distance|^2
     distance: Any  # of the parameters from the anchor
     statistics: Any  # of the network's layers
     ema: Any
+    # Rounded after averaging: counters differ where a batch left some devices without an example.
     num_averaged: jax.Array
     opt_state: Any  # None where devices keep their own
 
@@ -79,7 +79,7 @@ def _scaled(tree, factor):
 
 
 def _cast_like(means, originals):
-    """The float32 `means` in the dtypes of what they are means of; counters are rounded."""
+    """Cast the float32 `means` to the dtypes of `originals`; counters are rounded."""
 
     def cast(mean, original):
         is_count = jnp.issubdtype(original.dtype, jnp.integer)
@@ -89,8 +89,8 @@ def _cast_like(means, originals):
 
 
 def _to_average(state: TrainState, statistics: tuple[str, ...], policy: str) -> Averaged:
-    """This device's part of the average."""
-    # Distances from the anchor, not parameters: less is rounded, and little lost when squares are taken away.
+    """Return this device's part of the average."""
+    # Distances from the anchor lose less to rounding than parameters, also where squares are subtracted.
     distance = jax.tree.map(jnp.subtract, state.params, state.local.anchor)
     of_device = Averaged(
         squared_distance=_squared_norm(distance),
@@ -104,13 +104,13 @@ def _to_average(state: TrainState, statistics: tuple[str, ...], policy: str) -> 
 
 
 def _mean_over_devices(of_device: Averaged, examples, reduce) -> tuple[Averaged, jax.Array]:
-    """The mean weighted by examples, and how many those were; by ONE all-reduce."""
+    """Return the mean weighted by examples, and the number of examples; by ONE all-reduce."""
     sums, examples = reduce((_scaled(of_device, examples), examples))
     return _scaled(sums, 1 / jnp.maximum(examples, 1)), examples
 
 
 def _with_means(state: TrainState, mean: Averaged, params) -> TrainState:
-    """`state` with these parameters and the means of what goes with them."""
+    """Return `state` with these parameters and the means that belong to them."""
     ema = mean.ema
     if ema is not None:  # a frozen stem is the same everywhere, but for rounding in its mean
         frozen = {name: part for name, part in state.ema["model_state"].items() if name not in mean.statistics}
@@ -132,9 +132,9 @@ def _select(condition, if_true, if_false):
 
 
 def make_average(statistics: tuple[str, ...], policy: str, reduce=sum_over_devices, devices: list | None = None):
-    """(state of each device) -> a copy with what a synchronisation would average as the mean; see `LocalStep`.
+    """Make the program (state of each device) -> a copy with the means that a synchronisation would compute.
 
-    Right after a synchronisation that is the state itself, bit by bit. Pmapped over all devices.
+    Right after a synchronisation the copy is the state itself, bit by bit; see `LocalStep`. Pmapped over devices.
     """
 
     def average(state):
@@ -150,14 +150,14 @@ def make_average(statistics: tuple[str, ...], policy: str, reduce=sum_over_devic
 class LocalStep:
     """Local steps, and the synchronisation after some of them."""
 
-    step: TrainStep  # without AdaScale, which needs all devices at every update
-    # Of the optimizer's state when devices synchronise: each takes the "average" of all, does "keep" its own, or
-    # starts anew ("reset").
+    step: TrainStep  # without AdaScale, which needs all devices at every step
+    # The optimizer's state when devices synchronise: each takes the "average" of all, does "keep" its own, or is
+    # "reset".
     policy: str
     statistics: tuple[str, ...]  # collections of the model state that `step.loss_fn` has sums for
 
     def local_step(self, state: TrainState, data, device, update: UpdateInputs, zeros: GradientSums):
-        """One update of this device by its part of the batch.
+        """Take one step of this device on its part of the batch.
 
         Returns:
           The state after it, and its metrics, weighted so that their sum over devices is the mean of the batch.
@@ -182,7 +182,7 @@ class LocalStep:
         return state.replace(step=state.step + 1, local=local), metrics
 
     def synchronize(self, state: TrainState, sync: Sync) -> TrainState:
-        """The state of every device after a synchronisation."""
+        """Return the state of every device after a synchronisation."""
         of_device = _to_average(state, self.statistics, self.policy)
         mean, examples = _mean_over_devices(of_device, state.local.examples, self.step.reduce)
         anchor, momentum = state.local.anchor, sync.outer_momentum
@@ -195,7 +195,7 @@ class LocalStep:
         if self.policy == "reset":
             inner_state = self.step.optimizer.init(params).inner_state
             synced = synced.replace(opt_state=state.opt_state._replace(inner_state=inner_state))
-        # Without an example no device had a finite gradient, and nothing has moved.
+        # Where no example was counted, no device had a finite gradient, and nothing has moved.
         synced = _select(examples > 0, synced, state)
         local = LocalState(
             anchor=synced.params,
@@ -208,13 +208,13 @@ class LocalStep:
 
 
 def _with_anchor(state: TrainState) -> TrainState:
-    """Before the first local step devices hold the same parameters, which later ones are measured from."""
+    """Set the anchor at the first local step, to the parameters that all devices still share."""
     anchor = lax.cond(state.local.updates > 0, lambda: state.local.anchor, lambda: state.params)
     return state.replace(local=state.local.replace(anchor=anchor))
 
 
 def _count_in_a_row(before, bad, reached):
-    """How many of the latest updates were bad: after the last one, and after each that was reached."""
+    """Count the consecutive bad steps up to the last step, and up to each step that was reached."""
 
     def count(before, update):
         bad, reached = update
@@ -225,24 +225,24 @@ def _count_in_a_row(before, bad, reached):
 
 
 def _sum_in_place_of_update(metrics, first_update, reduce):
-    """The sum over devices of metrics [inputs_length], in an order of additions that no restart changes.
+    """Sum metrics [inputs_length] over devices, in an order of additions that no restart changes.
 
     An all-reduce over hosts may add the elements of a vector in an order that depends on where in the vector they
-    lie. A run that was stopped and resumed begins a call at another update. So each update's metrics are rolled to
-    the place of its number, summed there, and rolled back.
+    lie. A run that was stopped and resumed begins a call at another step. So each step's metrics are rolled to the
+    place of its number, summed there, and rolled back.
     """
     in_place = jax.tree.map(lambda x: jnp.roll(x, first_update), metrics)
     return jax.tree.map(lambda x: jnp.roll(x, -first_update), reduce(in_place))
 
 
 def make_local_loop(local: LocalStep, devices: list | None = None):
-    """The inner loop of local steps, pmapped over all devices, or those `devices` to compile for.
+    """Make the inner loop of local steps, pmapped over all devices, or over the `devices` to compile for.
 
     Returns:
       (state, data, inputs, num_updates, sync: Sync) -> (state, metrics), as `step.make_inner_loop`. Every device
       has a state of its own. Metrics are those of all devices: "grad_norm" is the mean norm of their gradients,
-      "nonfinite" counts the latest updates in a row that some device passed over, "local" is 1, and "drift" and
-      "synced" are zero for updates without a synchronisation. Metrics cross devices once, at the end of a call.
+      "nonfinite" counts the latest consecutive steps that some device skipped, "local" is 1, and "drift" and
+      "synced" are zero for steps without a synchronisation. Metrics cross devices once, at the end of a call.
     """
 
     def local_loop(state, data, inputs, num_updates, sync):
@@ -272,6 +272,6 @@ def make_local_loop(local: LocalStep, devices: list | None = None):
 
 
 def bytes_of_sync(state: TrainState, statistics: tuple[str, ...], policy: str) -> int:
-    """What one device puts into the all-reduce of a synchronisation; `state` is one device's, or its shapes."""
+    """Return the bytes a device puts into the all-reduce of a synchronisation; `state` may be its shapes."""
     of_device = jax.eval_shape(lambda state: _to_average(state, statistics, policy), state)
     return 4 * (1 + sum(leaf.size for leaf in jax.tree.leaves(of_device)))

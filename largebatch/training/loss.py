@@ -1,4 +1,4 @@
-"""From integer images, uint8 or uint16, to what a network gives for them, and the loss."""
+"""Outputs and loss of a network for integer images, uint8 or uint16."""
 
 from typing import Any
 
@@ -13,26 +13,25 @@ from largebatch.tasks.task import Task
 
 @struct.dataclass
 class Batch:
-    """One micro-batch of M examples."""
+    """A micro-batch of M examples."""
 
     images: jax.Array  # pixel values of any dtype [M, H, W, C], or flat rows [M, H * W * C]
-    targets: Any  # what the task asks for: of classification the class, int32 [M]
-    # float32 [groups, M / groups], 1, and 0 for padding. Batch normalisation takes each group by itself.
+    targets: Any  # targets of the task; for classification the class, int32 [M]
+    # float32 [groups, M / groups]: 1, and 0 for padding. Batch normalisation takes each group by itself.
     weights: jax.Array
 
 
 @struct.dataclass
 class BatchSums:
-    """What a loss adds up over a micro-batch beside the loss itself."""
+    """Sums over a micro-batch that a loss returns beside itself."""
 
     metrics: dict[str, jax.Array]  # scalars by name, to be averaged over the batch
-    statistics: (
-        Any  # of the network's layers times the sum of weights, as the collections that they are smoothed into
-    )
+    # Statistics of the network's layers times the sum of weights, by the collections that they are smoothed into.
+    statistics: Any
 
 
 def make_normalise(network, image_shape, mean, std):
-    """Pixel values of any dtype [M, H * W * C] -> [M, H, W, C] in the network's dtype, normalised when read."""
+    """Make the function: pixels of any dtype [M, H * W * C] -> normalised [M, H, W, C] in the network's dtype."""
     mean, scale = np.float32(mean), np.float32(1 / np.asarray(std))
 
     def normalise(images):
@@ -43,9 +42,9 @@ def make_normalise(network, image_shape, mean, std):
 
 
 def make_logits_fn(network, image_shape, mean, std):
-    """(variables, integer images [M, H, W, C]) -> what the network gives, float32, as for evaluation.
+    """Make the function (variables, integer images [M, H, W, C]) -> outputs, float32, for evaluation.
 
-    Variables are {"params": ..., and the collections that `model.init_variables` gives}.
+    Variables are {"params": ..., and the collections that `model.init_variables` returns}.
     """
     normalise = make_normalise(network, image_shape, mean, std)
 
@@ -56,9 +55,9 @@ def make_logits_fn(network, image_shape, mean, std):
 
 
 def make_loss_fn(network, image_shape, mean, std, task: Task):
-    """The `loss_fn` of the step.
+    """Make the `loss_fn` of the step.
 
-    Where the network has side heads, the mean of their losses is added.
+    The mean of the losses of auxiliary heads is added, where the network has any.
 
     Returns:
       (params, model state, batch) -> sum over the micro-batch of weight * loss, and BatchSums with the metrics of

@@ -1,4 +1,4 @@
-"""Where an update stops being finite."""
+"""Search for the first layer with a non-finite value in a step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from largebatch.training.step import TrainStep
 
 @struct.dataclass
 class NonFiniteCounts:
-    """How many values of an update are not finite, int32, over the whole batch."""
+    """Numbers of non-finite values in a step, int32, over the whole batch."""
 
-    outputs: list[jax.Array]  # of each layer, from input to output
-    gradients: dict  # like the parameters
+    outputs: list[jax.Array]  # in the output of each layer, from input to output
+    gradients: dict  # in the gradients, like the parameters
 
 
 @dataclasses.dataclass
 class _LayerOutputs:
-    """The outputs of a network's layers. Tracing it notes their names."""
+    """A function that returns the outputs of a network's layers; tracing it notes their names."""
 
     network: nn.Module
     normalise: Callable  # see loss.make_normalise
@@ -51,12 +51,12 @@ class _LayerOutputs:
 def locate_nonfinite(
     network: nn.Module, normalise: Callable, step: TrainStep, state: TrainState, data, update: UpdateInputs
 ) -> str:
-    """The first layer, from input to output, that is not finite in an update; in words.
+    """Describe where a step first has a non-finite value: in a layer's output, else in a gradient.
 
     Args:
       normalise: see loss.make_normalise.
-      step: by which the update was done.
-      state: before the update, and `data` of each device; with a leading local-device axis.
+      step: the training step that was taken.
+      state: state before that step, and `data` of each device; with a leading local-device axis.
     """
     layer_outputs = _LayerOutputs(network, normalise)
     counts = count_nonfinite(layer_outputs, step, state, data, update)
@@ -74,7 +74,7 @@ def locate_nonfinite(
 def count_nonfinite(
     layer_outputs: Callable, step: TrainStep, state: TrainState, data, update: UpdateInputs
 ) -> NonFiniteCounts:
-    """Counts on all devices.
+    """Count the non-finite values of a step, over all devices.
 
     Args:
       layer_outputs: (params, model state, batch) -> the outputs of the network's layers.

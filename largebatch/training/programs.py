@@ -60,9 +60,9 @@ class Predictors:
     """The functions that predict images, and their sizes.
 
     Attributes:
-      logits_fn: (variables, integer images [M, H, W, C]) -> what the network gives for them, float32.
+      logits_fn: (variables, integer images [M, H, W, C]) -> outputs of the network, float32.
       averaged_fn: as `logits_fn`, averaged over copies of an image; None where not asked for.
-      stored_shape: height, width and channels of an image as it is stored, with what is to be predicted of it.
+      stored_shape: height, width and channels of an image as it is stored, with its dense targets.
       micro_batch_size: images that one device predicts at once.
     """
 

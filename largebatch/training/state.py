@@ -1,4 +1,4 @@
-"""The training state: whatever must survive a restart is in this one pytree."""
+"""The training state, one pytree of all that must survive a restart."""
 
 import hashlib
 from typing import Any
@@ -14,40 +14,40 @@ from largebatch.optim.noise_scale import Noise
 
 @struct.dataclass
 class LocalState:
-    """What a device that takes local steps remembers since the last synchronisation; see local_sgd.py."""
+    """The state that a device with local steps has since the last synchronisation; see local_sgd.py."""
 
-    anchor: Any  # like the parameters: what they were then, the same on every device
+    anchor: Any  # like the parameters: their values then, the same on every device
     velocity: Any  # like the parameters: the outer momentum
-    examples: jax.Array  # float32, that this device has trained on since
-    updates: jax.Array  # int32, of all devices since
+    examples: jax.Array  # float32, examples that this device has trained on since
+    updates: jax.Array  # int32, steps of all devices since
     drift: jax.Array  # float32, the distance of the replicas from their mean then, as a part of the mean's norm
 
 
 @struct.dataclass
 class TrainState:
-    """Replicated over devices; devices that take local steps have one each."""
+    """The state of training, replicated over devices; devices that take local steps have one each."""
 
-    step: jax.Array  # int32, updates done; never micro-batches
+    step: jax.Array  # int32, steps done; never micro-batches
     seed: jax.Array  # uint32, orders the examples; as data, so that seeds share one compiled program
     params: Any  # pytree of float32
-    model_state: Any  # what the network has beside parameters: statistics of batch normalisation, a frozen stem
+    model_state: Any  # untrained variables of the network: statistics of batch normalisation, a frozen stem
     ema: Any  # moving average {"params": ..., "model_state": ...}, or None
-    opt_state: Any  # of optax
-    nonfinite: jax.Array  # int32, the latest updates in a row that were not applied, since they were not finite
-    learning_rate_scale: jax.Array  # float32, what rollbacks left of the planned rate
-    num_averaged: jax.Array  # int32, updates that the moving averages of `model_state` and `ema` hold
-    noise: Noise  # of the gradient
-    scale_invariant_steps: jax.Array  # float32, sum of AdaScale's gains; without AdaScale the updates applied
-    local: LocalState | None  # None where every update is synchronous
+    opt_state: Any  # state of the optax transformation
+    nonfinite: jax.Array  # int32, the latest consecutive steps that were not applied, since they were not finite
+    learning_rate_scale: jax.Array  # float32, factor on the learning rate after rollbacks
+    num_averaged: jax.Array  # int32, steps that the moving averages of `model_state` and `ema` hold
+    noise: Noise  # noise of the gradient
+    scale_invariant_steps: jax.Array  # float32, sum of AdaScale's gains; without AdaScale the steps applied
+    local: LocalState | None  # None where every step is synchronous
 
     @property
     def variables(self) -> dict:
-        """What the network is applied to."""
+        """The variables that the network is applied to."""
         return {"params": self.params, **self.model_state}
 
     @property
     def ema_variables(self) -> dict:
-        """The same, averaged over updates."""
+        """The moving averages of the variables over steps."""
         return {"params": self.ema["params"], **self.ema["model_state"]}
 
 
@@ -60,7 +60,7 @@ def create_train_state(
     ema: bool = False,
     local: bool = False,
 ) -> TrainState:
-    """The state before the first update.
+    """Create the state before the first step.
 
     Args:
       ema: whether to keep a moving average of parameters and model state.
@@ -85,12 +85,12 @@ def create_train_state(
 
 
 def count_params(params) -> int:
-    """Number of trained numbers."""
+    """Return the number of trainable parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def params_sha256(params) -> str:
-    """SHA-256 over names, shapes and bytes of all parameters (arrays on this host), to compare runs bitwise."""
+    """Hash names, shapes and bytes of all parameters (arrays on this host) to compare runs bitwise: SHA-256."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         leaf = np.asarray(leaf)

@@ -1,9 +1,9 @@
-"""The pmapped inner loop: many updates per call, one all-reduce per update.
+"""The pmapped inner loop: many steps per call, one all-reduce per step.
 
 Each device sums weighted gradients over its part of the batch, micro-batch by micro-batch; one psum
-adds the devices; the sum is divided by the true batch size. The loops over updates and micro-batches
+adds the devices; the sum is divided by the true batch size. The loops over steps and micro-batches
 have traced trip counts, so a batch size that changes, or a call that is cut shorter, compiles nothing new.
-Only where every batch is the whole set, or one micro-batch, their number may be a constant.
+Only where every batch is the whole set, or one micro-batch, the number of micro-batches may be a constant.
 """
 
 import dataclasses
@@ -27,25 +27,25 @@ from largebatch.optim.schedules import UpdateInputs
 from largebatch.training.loss import Batch, BatchSums
 from largebatch.training.state import TrainState
 
-# By these names profiles and compiled programs call the loops.
+# Names of the loops in profiles and compiled programs.
 UPDATES, MICRO_BATCHES = "updates", "micro_batches"
 
 
 def sum_over_devices(tree):
-    """The sum of `tree` over devices, as ONE all-reduce of one flat float32 vector."""
+    """Sum `tree` over devices, as ONE all-reduce of one flat float32 vector."""
     vector, unravel = flatten_util.ravel_pytree(tree)
     return unravel(lax.psum(vector, AXIS))
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatchReader:
-    """Reads the micro-batches of a device's part of a batch."""
+    """A reader of the micro-batches of a device's part of a batch."""
 
     # (data of this device, local example indices [M], visit keys [M]) -> images, labels
     read: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     sharding: DataSharding
     grouping: Grouping
-    single: bool = False  # whether each device has one micro-batch in every update; see `has_one_micro_batch`
+    single: bool = False  # whether each device has one micro-batch in every step; see `has_one_micro_batch`
 
     def with_size(self, micro_batch_size: int) -> "MicroBatchReader":
         """Return a reader of smaller micro-batches: whole groups, or parts of the only group there is."""
@@ -53,7 +53,7 @@ class MicroBatchReader:
         return dataclasses.replace(self, grouping=Grouping(micro_batch_size, group_size), single=False)
 
     def example_batch(self, data) -> Batch:
-        """A micro-batch to trace by: example 0, again and again."""
+        """Return a micro-batch to trace by: example 0, again and again."""
         grouping = self.grouping
         examples = jnp.zeros(grouping.micro_batch_size, jnp.int32)
         weights = jnp.zeros((grouping.groups_at_once, grouping.group_size))
@@ -64,19 +64,19 @@ class MicroBatchReader:
         return 1 if self.single else self.grouping.num_micro_batches(batch.count)
 
     def find(self, batch: DeviceBatch, index, seed):
-        """What `micro_batch` takes, of number `index` of the micro-batches of a device's part of a batch."""
+        """Return what `micro_batch` takes for micro-batch number `index` of a device's part of a batch."""
         return batching.micro_batch(self.sharding, batch, index, self.grouping, seed)
 
     def micro_batch(self, data, found) -> Batch:
-        """The micro-batch that was found."""
+        """Read the micro-batch that was found."""
         images, labels = self.read(data, found.examples, found.visit_keys)
         return Batch(images, labels, found.weights.reshape(self.grouping.groups_at_once, -1))
 
     def sum_over(self, sums_of: Callable[[Batch], Any], zeros, data, batch: DeviceBatch, seed):
-        """`sums_of(micro_batch)`, a pytree like `zeros`, added over the micro-batches of `batch`."""
+        """Add `sums_of(micro_batch)`, a pytree like `zeros`, over the micro-batches of `batch`."""
 
-        # A turn finds the examples of the next one. XLA would fuse how they are found, a shuffle of 24 rounds, into
-        # what reads their images, and do it again for every pixel; what is passed on by a loop is found once.
+        # Each iteration finds the examples of the next one. Otherwise XLA would fuse the shuffle of 24 rounds that
+        # finds them into the reading of images, and repeat it for every pixel; a loop's carry is computed once.
         def add(index, carry):
             sums, found = carry
             sums = jax.tree.map(jnp.add, sums, sums_of(self.micro_batch(data, found)))
@@ -89,9 +89,9 @@ class MicroBatchReader:
 
 @dataclasses.dataclass(frozen=True)
 class SliceReader(MicroBatchReader):
-    """Reads all examples of a device as slices of its rows, for batches that are the whole training set.
+    """A reader of all examples of a device as slices of its rows, for batches that are the whole training set.
 
-    Which examples share a micro-batch does not matter then, so nothing is drawn or gathered. Not for batch
+    Which examples share a micro-batch does not matter then, so nothing is drawn or gathered. It is not for batch
     normalisation or the gradient's noise: a slice has all views of its images, and is no fair sample of the set.
     """
 
@@ -101,7 +101,7 @@ class SliceReader(MicroBatchReader):
     def num_micro_batches(self, batch: DeviceBatch):
         """Return the number of micro-batches, a constant if all devices have as many.
 
-        Then a GPU does not ask its host before each of them.
+        With a constant a GPU does not ask its host before each micro-batch.
         """
         shares = self.sharding.share_bounds(self.sharding.num_examples)
         fewest, most = (self.grouping.num_micro_batches(share) for share in shares)
@@ -130,23 +130,23 @@ class GradientSums:
     grads: Any  # like the parameters
     loss: jax.Array
     others: BatchSums
-    group_terms: jax.Array  # of noise_scale.group_term
+    group_terms: jax.Array  # sum of noise_scale.group_term
 
 
 @struct.dataclass
 class MeanGradient:
-    """Means over examples; `statistics` are those of the network's layers."""
+    """Means over the examples of a batch; `statistics` are those of the network's layers."""
 
     grads: Any
     loss: jax.Array
     metrics: dict[str, jax.Array]
     statistics: Any
     grad_norm: jax.Array
-    finite: jax.Array  # bool, whether loss and gradient norm are; else the update is not applied
+    finite: jax.Array  # bool, whether loss and gradient norm are finite; else the step is not applied
 
 
 def mean_gradient(sums: GradientSums, count) -> MeanGradient:
-    """The means of sums over `count` examples."""
+    """Return the means of sums over `count` examples."""
     grads, loss, others = jax.tree.map(lambda x: x / count, (sums.grads, sums.loss, sums.others))
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -155,28 +155,28 @@ def mean_gradient(sums: GradientSums, count) -> MeanGradient:
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """One update of the parameters, and what it is made of."""
+    """The training step of the parameters, and its parts."""
 
     # (params, model state, batch) -> sum over the micro-batch of weight * loss, BatchSums
     loss_fn: Callable[[Any, Any, Batch], tuple[jax.Array, BatchSums]]
     optimizer: optax.GradientTransformation  # from `optimizers.create_optimizer`
     reader: MicroBatchReader
-    # Adds a pytree over devices. Everything that crosses devices goes through it, once per update.
+    # Adds a pytree over devices. Everything that crosses devices goes through it, once per step.
     reduce: Callable = sum_over_devices
-    # Updates in a row that are not finite before the loop ends early. Such an update is never applied: its batch is
-    # passed over.
+    # Maximum consecutive non-finite steps before the loop ends early. A non-finite step is never applied: its
+    # batch is skipped.
     max_nonfinite: int = 0
-    statistics_decay: float = 0.9  # of the moving average of the layers' statistics over updates
+    statistics_decay: float = 0.9  # of the moving average of the layers' statistics over steps
     ema_decay: float = 0.0  # of the moving average of parameters and model state, where the state has one
-    noise: NoisePlan | None = None  # how the gradient's noise is measured; None does not
-    # AdaScale's reference batch size. The rate of an update is then that of the scale-invariant step that it starts
-    # in, times its gain; the loop ends early where the run does.
+    noise: NoisePlan | None = None  # how the gradient's noise is measured; None where it is not
+    # AdaScale's reference batch size. The rate of a step is then that of the scale-invariant step in which it
+    # starts, times its gain; the loop ends early where the run does.
     adascale_reference: int | None = None
 
     def zero_sums(self, state: TrainState, data) -> GradientSums:
-        """The sums of an empty batch, all zero; to start adding from.
+        """Return the sums of an empty batch, all zero, to start adding from.
 
-        Which metrics and statistics the loss returns is found by tracing it, which is quick.
+        The metrics and statistics that the loss returns are found by tracing it, which is quick.
         """
         example = self.reader.example_batch(data)
         shapes = jax.eval_shape(self.loss_fn, state.params, state.model_state, example)[1]
@@ -184,12 +184,12 @@ class TrainStep:
         return GradientSums(jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(()), others, jnp.zeros(()))
 
     def sum_gradients(self, state: TrainState, data, batch: DeviceBatch, zeros: GradientSums) -> GradientSums:
-        """Sums over this device's part of a batch; no collective in this loop."""
+        """Sum gradients over this device's part of a batch, without any collective."""
         if self.noise is None:
             return self._sum_over(self.reader, state, data, batch, zeros, measures=False)
         ways = [functools.partial(self._sum_over, reader, measures=True) for reader in self._measuring_readers()]
         way = self.noise.choice(self._num_groups(batch.count))
-        if self.noise.every > 1:  # then most updates do not measure
+        if self.noise.every > 1:  # then most steps do not measure
             ways = [functools.partial(self._sum_over, self.reader, measures=False), *ways]
             way = jnp.where(self._measures_at(state.step), way + 1, 0)
         if len(ways) == 1:
@@ -206,7 +206,7 @@ class TrainStep:
         *,
         measures,
     ) -> GradientSums:
-        """`sum_gradients` by the micro-batches of `reader`, with or without the noise between them."""
+        """Sum gradients by the micro-batches of `reader`, with or without the noise between them."""
         value_and_grad = jax.value_and_grad(self.loss_fn, has_aux=True)
 
         def sums_of(micro_batch):
@@ -219,7 +219,7 @@ class TrainStep:
         return reader.sum_over(sums_of, zeros, data, batch, state.seed)
 
     def apply_gradients(self, state: TrainState, mean: MeanGradient, update: UpdateInputs, gain=1.0) -> TrainState:
-        """The state after an update by the mean gradient of a batch; `gain` multiplies the rate."""
+        """Return the state after a step by the mean gradient of a batch; `gain` multiplies the rate."""
         learning_rate = update.learning_rate * gain * state.learning_rate_scale
         opt_state = optimizers.with_hyperparams(state.opt_state, learning_rate=learning_rate, b2=update.b2)
         updates, opt_state = self.optimizer.update(mean.grads, opt_state, state.params)
@@ -241,11 +241,11 @@ class TrainStep:
         )
 
     def train_step(self, state: TrainState, data, device, update: UpdateInputs, zeros: GradientSums):
-        """One synchronous update: the state after it, and its metrics by name.
+        """Take one synchronous step; return the state after it, and its metrics by name.
 
         Args:
           device: index of this device, over all hosts.
-          update: of this one update.
+          update: inputs of this step.
           zeros: see `zero_sums`.
         """
         sharding = self.reader.sharding
@@ -262,7 +262,7 @@ class TrainStep:
 
         updated = self.apply_gradients(state, mean, update, gain)
         updated = updated.replace(noise=noise, scale_invariant_steps=state.scale_invariant_steps + gain)
-        # Not by a condition: a GPU would wait for its host to choose a branch, and copy the state into it.
+        # With a condition a GPU would wait for its host to choose a branch, and copy the state into it.
         state = jax.tree.map(lambda new, old: jnp.where(mean.finite, new, old), updated, state)
         nonfinite = jnp.where(mean.finite, 0, state.nonfinite + 1)
         state = state.replace(step=state.step + 1, nonfinite=nonfinite)
@@ -273,19 +273,19 @@ class TrainStep:
         return state, metrics
 
     def _measures_at(self, step) -> jax.Array:
-        """Tell whether the update after `step` others measures the noise; a resumed run knows their number."""
+        """Tell whether the step after `step` others measures the noise, also in a resumed run."""
         return step % self.noise.every == 0
 
     def _measuring_readers(self) -> list[MicroBatchReader]:
-        """The readers of an update that measures, one for each size."""
+        """Return the readers of a step that measures, one for each size."""
         return [self.reader.with_size(size) for size in self.noise.sizes]
 
     def _num_groups(self, count) -> list[jax.Array]:
-        """The micro-batches of `count` examples of a device in an update that measures, by size."""
+        """Return the number of micro-batches of `count` examples of a device in a step that measures, by size."""
         return [reader.grouping.num_micro_batches(count) for reader in self._measuring_readers()]
 
     def _measure_noise(self, sums: GradientSums, mean: MeanGradient, update: UpdateInputs) -> noise_scale.Measured:
-        """The gradient's noise, from how the micro-batches of all devices differ."""
+        """Measure the gradient's noise by how the micro-batches of all devices differ."""
         sharding = self.reader.sharding
         every_device = jnp.arange(sharding.num_devices)
         batches = batching.device_batch(sharding, every_device, update.epoch, update.offset, update.batch_size)
@@ -295,7 +295,7 @@ class TrainStep:
         return noise_scale.measure(sums.group_terms, num_groups, mean.grad_norm, update.batch_size, drawn)
 
     def inputs_at(self, inputs: UpdateInputs, index, state: TrainState) -> UpdateInputs:
-        """The inputs of update number `index` of a call, taken from the arrays of the call."""
+        """Return the inputs of step number `index` of a call, taken from the arrays of the call."""
         rate_index = index
         if self.adascale_reference:  # a table by scale-invariant step
             last = inputs.learning_rate.shape[0] - 1
@@ -309,7 +309,7 @@ class TrainStep:
         )
 
     def metric_names(self, zeros: GradientSums) -> list[str]:
-        """The names of the metrics that `train_step` returns."""
+        """Return the names of the metrics that `train_step` returns."""
         names = ["loss", "grad_norm", "nonfinite", *zeros.others.metrics]
         if self.adascale_reference:
             names += ["gain", "rate"]
@@ -317,18 +317,18 @@ class TrainStep:
 
 
 def make_inner_loop(step: TrainStep, devices: list | None = None):
-    """The inner loop of training, pmapped over all devices.
+    """Make the inner loop of training, pmapped over all devices.
 
     Args:
-      devices: to compile for, where they are not here.
+      devices: devices to compile for, which need not be attached; None for this host's.
     Returns:
       A function (state, data, inputs, num_updates) -> (state, metrics).
       state: TrainState with a leading axis of this host's devices; donated.
       data: as `MicroBatchReader.read` takes it, with the same leading axis.
-      inputs: UpdateInputs of the next updates, each [inputs_length], the same on every device.
-      num_updates: how many of them to do.
-      metrics: float32 [inputs_length] by name, zero for updates that were not reached: "loss", "grad_norm",
-        "nonfinite" (the state's counter after the update) and those of `loss_fn`; with AdaScale "gain" and "rate".
+      inputs: UpdateInputs of the next steps, each [inputs_length], the same on every device.
+      num_updates: number of steps to take.
+      metrics: float32 [inputs_length] by name, zero for steps that were not reached: "loss", "grad_norm",
+        "nonfinite" (the state's counter after the step) and those of `loss_fn`; with AdaScale "gain" and "rate".
     """
 
     def inner_loop(state, data, inputs, num_updates):
@@ -355,10 +355,10 @@ def make_inner_loop(step: TrainStep, devices: list | None = None):
 
 
 def empty_metrics(inputs: UpdateInputs, names) -> dict[str, jax.Array]:
-    """Zeros by metric, for all updates that a call can do."""
+    """Return zeros by metric, for all steps that a call can take."""
     return {name: jnp.zeros(inputs.epoch.shape) for name in names}
 
 
 def write_metrics(metrics: dict, index, of_update: dict) -> dict:
-    """`metrics` with the values of update number `index` written at that index."""
+    """Return `metrics` with the values of step number `index` written at that index."""
     return jax.tree.map(lambda every, one: every.at[index].set(one), metrics, of_update)

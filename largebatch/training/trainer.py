@@ -35,7 +35,7 @@ class TrainerOptions:
     """Options that do not change while a run trains."""
 
     inner_steps: int  # steps between two validations; the last outer loop may be shorter than the others
-    max_nonfinite: int  # as the loops were made with
+    max_nonfinite: int  # maximum consecutive non-finite steps, as the loops were made with
     inputs_length: int  # most steps of a call, as the loops were compiled for
     first_local_step: int | None  # the step from which devices take local steps; None where they never do
     sync: Sync
@@ -47,7 +47,7 @@ class Counters:
     """The counters of a training state, as Python numbers on every host."""
 
     step: int
-    seed: int  # of the order of examples
+    seed: int  # seed of the order of examples
     scale_invariant_steps: float
     learning_rate_scale: float
 
@@ -232,7 +232,7 @@ class Trainer:
             loaded = self._data.for_updates(self._upcoming(num_updates), num_updates)
             num_updates = loaded.num_updates
             self.state, metrics = self._run_loop(loaded.arrays, inputs, num_updates)
-            del loaded  # or its memory could not be used for what comes after it
+            del loaded  # else its memory could not be used for the data that follow
             jax.block_until_ready((self.state, metrics))
         counters = Counters.of(self.state)
         if self.schedule.scale_invariant:  # the schedule may have ended before
@@ -279,8 +279,8 @@ class Trainer:
         folder, self._profile_dir = self._profile_dir, None
         if not is_primary():
             return contextlib.nullcontext()
-        # Python's own calls are left out: the devices are what is asked about, and that tracer runs in every
-        # thread of the process, those that write checkpoints among them.
+        # Python's own calls are left out: the profile is about the devices, and that tracer runs in every thread of
+        # the process, those that write checkpoints among them.
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         return jax.profiler.trace(folder, profiler_options=options)

@@ -1,4 +1,4 @@
-"""The views of an image, and how the images of a micro-batch are read from a device's memory."""
+"""The views of an image, and the reading of a micro-batch's images from a device's memory."""
 
 import functools
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from largebatch.data.placement import split_planes, take_rows
 from largebatch.data.random_augment import RandomAugment
 from largebatch.tasks.task import Task
 
-# What of the training images is on the devices; each needs less memory than the one before.
+# Ways to hold the training images on the devices; each needs less memory than the one before.
 STORAGES = ("expanded", "on_device", "streamed")
-# How many of the views of `apply_view` an original has, by augment.views.
+# Number of the views of `apply_view` that an image has, by augment.views.
 VIEW_COUNTS = {"all": 8, "flip": 2, "none": 1}
 
 
 def apply_view(images, view: int):
-    """View `view` of images [..., H, W, C]: bit 0 flips left/right, bit 1 up/down, bit 2 transposes.
+    """Apply view `view` to images [..., H, W, C]: bit 0 flips left/right, bit 1 up/down, bit 2 transposes.
 
-    These are the 8 symmetries of the square (four rotations, each with and without a flip); 0 is the
-    identity. NumPy and JAX arrays alike.
+    The views are the 8 symmetries of the square (four rotations, each with and without a flip); 0 is the
+    identity. Images are NumPy or JAX arrays.
     """
     if view & 1:
         images = images[..., :, ::-1, :]
@@ -34,7 +34,7 @@ def apply_view(images, view: int):
 
 
 def expand(images: np.ndarray, num_views: int) -> np.ndarray:
-    """The first `num_views` views of images [n, H, W, C], as [n, num_views, H, W, C]."""
+    """Return the first `num_views` views of images [n, H, W, C], as [n, num_views, H, W, C]."""
     views = np.empty((len(images), num_views, *images.shape[1:]), images.dtype)
     for view in range(num_views):
         views[:, view] = apply_view(images, view)
@@ -42,12 +42,12 @@ def expand(images: np.ndarray, num_views: int) -> np.ndarray:
 
 
 def expansion(storage: str, num_views: int) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return what makes the views that devices hold of originals [n, H, W, C]; None where they hold those."""
+    """Return the function from images [n, H, W, C] to the views that devices hold; None where they hold images."""
     return functools.partial(expand, num_views=num_views) if storage == "expanded" else None
 
 
 def select_views(images: jax.Array, views: jax.Array, num_views: int) -> jax.Array:
-    """`apply_view` with one traced view per image: images [M, H, W, C], views int32 [M], below `num_views`."""
+    """Apply one traced view per image: images [M, H, W, C], views int32 [M], below `num_views`."""
     views = views[:, None, None, None]
     if num_views > 1:
         images = jnp.where(views & 1, images[:, :, ::-1], images)
@@ -65,11 +65,11 @@ def make_read(
     task: Task,
     random_augment: RandomAugment | None = None,
 ):
-    """The `read` of `step.MicroBatchReader` for {"images": [n, H * W * C], "labels": [originals]}.
+    """Make the `read` of `step.MicroBatchReader` for {"images": [n, H * W * C], "labels": [originals]}.
 
-    From the storage comes a view of an original, which is then changed at random. Images lie as flat rows: a TPU
+    The storage gives a view of an original, which is then changed at random. Images lie as flat rows, since a TPU
     pads the last two dimensions of an array to its tile of 8 x 128.
-    A stream has "rows": [originals] too: in which row an original lies, if it does.
+    A stream has "rows": [originals] too: the rows in which originals lie, where they do.
     """
 
     def images_in(shard, rows):
@@ -92,7 +92,7 @@ def make_read(
 
 
 def make_read_slice(stored_shape: tuple[int, int, int], num_views: int, task: Task):
-    """Make the `read_slice` of `step.SliceReader`, of the same data in storage "expanded"."""
+    """Make the `read_slice` of `step.SliceReader` for the same data in storage "expanded"."""
 
     def read_slice(shard, start, size):
         rows = lax.dynamic_slice_in_dim(shard["images"], start, size)
@@ -104,5 +104,5 @@ def make_read_slice(stored_shape: tuple[int, int, int], num_views: int, task: Ta
 
 
 def inverse_view(view: int) -> int:
-    """The view that undoes `view`: a transposition swaps the two flips, other views undo themselves."""
+    """Return the view that undoes `view`: a transposition swaps the two flips, other views undo themselves."""
     return 4 | (view & 1) << 1 | (view & 2) >> 1 if view & 4 else view
