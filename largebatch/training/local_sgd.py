@@ -131,7 +131,7 @@ def _select(condition, if_true, if_false):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 
 
-def make_average(statistics: tuple[str, ...], policy: str, reduce=sum_over_devices, devices: list | None = None):
+def make_average(statistics: tuple[str, ...], policy: str, devices: list | None = None):
     """Make the program (state of each device) -> a copy with the means that a synchronisation would compute.
 
     Right after a synchronisation the copy is the state itself, bit by bit; see `LocalStep`. Pmapped over devices.
@@ -139,7 +139,7 @@ def make_average(statistics: tuple[str, ...], policy: str, reduce=sum_over_devic
 
     def average(state):
         of_device = _to_average(state, statistics, policy)
-        mean, examples = _mean_over_devices(of_device, state.local.examples, reduce)
+        mean, examples = _mean_over_devices(of_device, state.local.examples, sum_over_devices)
         params = jax.tree.map(jnp.add, state.local.anchor, mean.distance)
         return _select(examples > 0, _with_means(state, mean, params), state)
 
