@@ -20,7 +20,7 @@ import export
 import train
 from largebatch.exports import folder
 from largebatch.runs import reader
-from largebatch.sources import made
+from largebatch.sources import synthetic
 from largebatch.util import UserError
 
 NUM_IMAGES = 200
@@ -80,9 +80,9 @@ def model_copy(make_model, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> Path:
     """Textures that no run has seen, in folders of their classes."""
-    path, images = tmp_path_factory.mktemp("pictures"), made.synthetic(NUM_IMAGES, 16, seed=7)
-    for number, label in enumerate(made.synthetic_labels(NUM_IMAGES)):
-        target = path / made.CLASSES[label] / f"{number:03d}.png"
+    path, images = tmp_path_factory.mktemp("pictures"), synthetic.synthetic(NUM_IMAGES, 16, seed=7)
+    for number, label in enumerate(synthetic.synthetic_labels(NUM_IMAGES)):
+        target = path / synthetic.CLASSES[label] / f"{number:03d}.png"
         target.parent.mkdir(exist_ok=True)
         Image.fromarray(images[number]).save(target)
     return path
@@ -120,7 +120,7 @@ def outputs_of(code: str, more: str, model: Path, images: np.ndarray, tmp_path: 
 
 
 def assert_same_logits(found: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
-    assert expected.shape == (NUM_IMAGES, len(made.CLASSES))
+    assert expected.shape == (NUM_IMAGES, len(synthetic.CLASSES))
     assert len(np.unique(expected.argmax(axis=1))) >= 3
     assert abs(expected).max() < 8
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
@@ -195,8 +195,8 @@ def test_the_card_has_the_figures_of_the_run(make_run, make_model, dtype):
     assert f"| arithmetic | {dtype} |" in text
     assert f"| commit | {summary['git_commit'] or 'not known'} |" in text
     assert f"jax {summary['versions']['jax']}" in text
-    assert about["data"]["class_names"] == list(made.CLASSES)
-    assert all(f"`{name}`" in text for name in made.CLASSES)
+    assert about["data"]["class_names"] == list(synthetic.CLASSES)
+    assert all(f"`{name}`" in text for name in synthetic.CLASSES)
 
 
 def test_neither_program_nor_card_names_folders_of_this_machine(make_model):

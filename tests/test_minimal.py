@@ -19,8 +19,8 @@ from build import ProgramCache, prepare
 from largebatch.hosts import replicas
 from largebatch.hosts.clock import Clock
 from largebatch.sources.find import find_source
-from largebatch.sources.made import synthetic, synthetic_labels
 from largebatch.sources.split import split_indices
+from largebatch.sources.synthetic import synthetic, synthetic_labels
 from largebatch.training.loss import Batch
 from largebatch.training.validation import validate
 from largebatch.training.views import expand

@@ -9,10 +9,16 @@ from etils import epath
 
 from largebatch.decoding import images
 from largebatch.sources.file_sets import FolderFiles, ZipFiles, class_source, open_set
-from largebatch.sources.made import CLASSES, PATTERNS, scenes_source, synthetic, synthetic_labels
-from largebatch.sources.made import VERSION as SCENES_VERSION
 from largebatch.sources.map_folders import map_source
 from largebatch.sources.source import Source, source_in_memory
+from largebatch.sources.synthetic import (
+    CLASSES,
+    PATTERNS,
+    SCENES_VERSION,
+    scenes_source,
+    synthetic,
+    synthetic_labels,
+)
 from largebatch.sources.tfds_source import is_readable, prepared_builder, tfds_dir, tfds_source
 from largebatch.util import UserError, expanded, remove_stale, replacing
 

@@ -11,7 +11,7 @@ from configs import default
 from largebatch.data import pictures
 from largebatch.decoding.colours import class_colours, shaded
 from largebatch.decoding.images import AS_THEY_ARE
-from largebatch.sources import find, made
+from largebatch.sources import find, synthetic
 from largebatch.sources.file_sets import FolderFiles
 from largebatch.sources.map_folders import map_source
 from largebatch.util import UserError
@@ -123,5 +123,5 @@ def test_scenes_of_another_version_are_made_anew(tmp_path, monkeypatch):
     before = folder()
     assert folder() == before
     monkeypatch.setattr(find, "SCENES_VERSION", 0)
-    monkeypatch.setattr(made, "VERSION", 0)
+    monkeypatch.setattr(synthetic, "SCENES_VERSION", 0)
     assert folder() != before

@@ -9,8 +9,8 @@ import pytest
 from benchmarks import compile as compile_command
 from largebatch.hardware import targets
 from largebatch.hardware.chips import CARDS, TPUS
-from largebatch.sources.made import PATTERNS
 from largebatch.sources.source import SIZES
+from largebatch.sources.synthetic import PATTERNS
 from largebatch.util import UserError
 
 

@@ -6,10 +6,10 @@ from conftest import decode_all, make_folder
 
 from largebatch.decoding.images import DecodeOptions
 from largebatch.sources.find import find_source
-from largebatch.sources.made import (
+from largebatch.sources.synthetic import (
     BACKGROUND_PATTERNS,
     OBJECT_PATTERNS,
-    VERSION,
+    SCENES_VERSION,
     _View,
     make_scene,
     patterns,
@@ -104,9 +104,9 @@ def test_textures_cut_from_images():
 
 
 def test_a_seed_gives_the_same_scene_in_later_versions():
-    """If it should not, `scenes_source.VERSION` has to change with it."""
+    """If it should not, `SCENES_VERSION` has to change with it."""
     scene = make_scene(SIZE, (0, 0), *TEXTURES)
-    assert VERSION == 5
+    assert SCENES_VERSION == 5
     assert scene.mask.sum() == 1092
     assert scene.depth[[0, 24, 47], [0, 24, 47]] == pytest.approx([0.621404, 0.196438, 0.152267], abs=1e-6)
     assert scene.image.mean() == pytest.approx(152.95, abs=0.01)

@@ -192,7 +192,7 @@ def tiles(images: np.ndarray, metres: float = 2.0) -> Texture:
     return texture
 
 
-VERSION = 5  # of the scenes: increased whenever a seed gives another scene
+SCENES_VERSION = 5  # of the scenes: increased whenever a seed gives another scene
 DEFAULT_SIZE = 48  # pixels
 SCENE_CLASSES = ("background", "object")
 # First seed of the scenes of each split; the ranges do not overlap, whatever the number of scenes.
@@ -244,9 +244,10 @@ def scenes_source(
             yield read_with(ground_of)
 
     on = f" on {ground.description}" if ground else ""
+    photos = ground.fingerprint if ground else ""
     return Source(
         description=f"{name} ({num_examples} of {height} pixels, seed {seed}){on}",
-        fingerprint=f"{name}-{VERSION} {num_examples} {height} {seed} {ground.fingerprint if ground else ''}",
+        fingerprint=f"{name}-{SCENES_VERSION} {num_examples} {height} {seed} {photos}",
         ids=[f"{number:010d}" for _, number in numbers],
         labels=np.zeros(num_examples, np.int32),
         class_names=["scene"],
