@@ -19,7 +19,7 @@ from largebatch.data.random_augment import RandomAugment
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.clock import Clock
-from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_optimizer
+from largebatch.optim.optimizers import Hyperparams, create_optimizer
 from largebatch.training.local_sgd import Sync
 from largebatch.training.loss import make_logits_fn, make_loss_fn
 from largebatch.training.programs import Predictors, Programs, compile_here, make_programs
@@ -49,10 +49,9 @@ def make_step(plan: RunPlan) -> TrainStep:
     if plan.micro_batches.by_slices:
         read_slice = make_read_slice(shape, views, plan.task)
         reader = SliceReader(read, plan.sharding, plan.grouping, read_slice=read_slice)
-    options = OptimizerOptions.from_config(config.optimizer)
     return TrainStep(
         loss_fn=make_loss_fn(plan.network, plan.image_shape, plan.data.mean, plan.data.std, plan.task),
-        optimizer=create_optimizer(config.optimizer.name, Hyperparams(), options),
+        optimizer=create_optimizer(config.optimizer, Hyperparams()),
         reader=reader,
         max_nonfinite=plan.max_nonfinite,
         statistics_decay=config.model.norm_decay,

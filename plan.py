@@ -25,7 +25,7 @@ from largebatch.data.random_augment import RandomAugment
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory
 from largebatch.optim.batch_schedule import BatchSchedule, possible_batch_sizes, resolve_batch_size
-from largebatch.optim.optimizers import Hyperparams, OptimizerOptions, create_optimizer
+from largebatch.optim.optimizers import CODE_FIELDS, Hyperparams, create_optimizer
 from largebatch.optim.schedules import Schedule, create_schedule
 from largebatch.tasks.make import make_task
 from largebatch.tasks.task import Task
@@ -46,7 +46,7 @@ class RunPlan:
     """Everything that is decided before the first step.
 
     Attributes:
-      schedule: as the run starts; where the batch grows, later ones are made by `schedule_of`.
+      schedule: as the run starts; where the batch grows, later ones are made of it, with_batch_sizes.
       batch_sizes: all batch sizes that the run may come to, ascending.
       storage: augment.storage, and what was chosen where the config says "auto".
       buffer_rows: images in a device's buffer; None where nothing is streamed.
@@ -123,7 +123,7 @@ class RunPlan:
             (self.image_shape, self.data.mean, self.data.std, self.sharding),
             (self.network, self.task, self.micro_batches, self.inputs_length, self.max_nonfinite),
             RandomAugment.from_config(config.augment, self.data.mean),
-            (config.optimizer.name, OptimizerOptions.from_config(config.optimizer)),
+            tuple(getattr(config.optimizer, name) for name in CODE_FIELDS),
             (config.model.norm_decay, config.train.ema_decay, config.eval),
             (config.schedule.reference_batch_size, len(self.schedule.rate_table)) if is_adascale else None,
             (config.sync.mode, config.sync.optimizer_state),
@@ -148,7 +148,12 @@ def plan_run(config: Config, data: DatasetInfo, hardware: Hardware, storage: str
     views, storage = augment.VIEW_COUNTS[config.augment.views], storage or config.augment.storage
     sharding = choose_sharding(config.batch.virtual_shards, data.num_images, hardware.num_devices, views)
     batch_sizes = BatchSchedule.from_config(config.batch, sharding.num_examples, hardware.num_devices)
-    schedule = schedule_of(config, sharding.num_examples, batch_sizes)
+    num_steps, optimizer = config.train.inner_steps * config.train.outer_steps, config.optimizer
+    schedule = create_schedule(
+        config.schedule, optimizer.learning_rate, num_steps, batch_sizes, sharding.num_examples, optimizer.b2
+    )
+    if config.sync.start_step >= schedule.num_updates:  # growing batches leave fewer steps
+        raise BadSetting(f"sync.start_step: {config.sync.start_step}; allowed: up to {schedule.num_updates - 1}")
     sizes = possible_batch_sizes(config.batch, schedule)
     task = make_task(config.task, data.num_classes, data.targets, config.train.label_smoothing)
     network = make_network(config, task, hardware.platform)
@@ -195,21 +200,6 @@ def with_inner_steps(config: Config, data: DatasetInfo) -> Config:
     return config
 
 
-def schedule_of(config: Config, num_examples: int, batch_sizes: BatchSchedule) -> Schedule:
-    """Make the schedule of a run; see `create_schedule`.
-
-    Raises:
-      BadSetting: see there; or local steps would begin after the last step.
-    """
-    num_steps, options = config.train.inner_steps * config.train.outer_steps, config.optimizer
-    schedule = create_schedule(
-        config.schedule, options.learning_rate, num_steps, batch_sizes, num_examples, options.b2
-    )
-    if config.sync.start_step >= schedule.num_updates:  # growing batches leave fewer steps
-        raise BadSetting(f"sync.start_step: {config.sync.start_step}; allowed: up to {schedule.num_updates - 1}")
-    return schedule
-
-
 def takes_whole_set(config: Config, num_examples: int) -> bool:
     """Tell whether every step of a run takes every example once, as it is."""
     batch, is_changed = config.batch, RandomAugment.from_config(config.augment, ()).is_on
@@ -232,12 +222,12 @@ def make_network(config: Config, task: Task, platform: str) -> nn.Module:
 
 def make_init(plan: RunPlan):
     """Make the function (seed, hyper-parameters, kernel of the frozen stem or None) -> state of one replica."""
-    config, options = plan.config, OptimizerOptions.from_config(plan.config.optimizer)
+    config = plan.config
 
     def init(seed, hyperparams, kernel):
         params, model_state = models.init_variables(plan.network, plan.image_shape, seed)
         model_state = models.with_whitening(model_state, kernel)
-        optimizer = create_optimizer(config.optimizer.name, hyperparams, options)
+        optimizer = create_optimizer(config.optimizer, hyperparams)
         keeps_ema, takes_local_steps = config.train.ema_decay is not None, plan.first_local_step is not None
         return create_train_state(params, optimizer, seed, model_state, ema=keeps_ema, local=takes_local_steps)
 

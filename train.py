@@ -40,7 +40,7 @@ from largebatch.training.state import TrainState, count_params, params_sha256
 from largebatch.training.trainer import NonFinite, Trainer, TrainerOptions
 from largebatch.training.validation import Validation, metrics_row, outcome_of, validate
 from largebatch.util import UserError
-from plan import RunPlan, schedule_of
+from plan import RunPlan
 
 log = logging.getLogger("largebatch")
 
@@ -199,14 +199,14 @@ def grow_batch(plan: RunPlan, trainer: Trainer) -> None:
     larger = [size for size in plan.batch_sizes if current < size <= noise]
     if larger:
         batch_sizes = trainer.schedule.batch_sizes.changed_from(trainer.step, larger[0])
-        trainer.schedule = schedule_of(plan.config, plan.num_examples, batch_sizes)
+        trainer.schedule = plan.schedule.with_batch_sizes(batch_sizes)
 
 
 def restore_batch_sizes(plan: RunPlan, trainer: Trainer, progress: RunProgress) -> None:
     """Give the trainer the batch sizes of the restored checkpoint, where they are found in training."""
     if progress.batch_sizes is not None:
         batch_sizes = plan.schedule.batch_sizes.restored(progress.batch_sizes, trainer.step)
-        trainer.schedule = schedule_of(plan.config, plan.num_examples, batch_sizes)
+        trainer.schedule = plan.schedule.with_batch_sizes(batch_sizes)
 
 
 # ---- what is written and shown ----------------------------------------------------------------------

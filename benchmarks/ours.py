@@ -17,6 +17,7 @@ import numpy as np
 import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
+from largebatch.config.fields import OptimizerConfig
 from largebatch.data.batching import DataSharding, choose_sharding
 from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware, auto_dtype_here, compile_with, options_for
@@ -142,7 +143,7 @@ class OurStep(serve.Step):
             reader = SliceReader(read, self._sharding, plan.grouping, read_slice=read_slice)
         return TrainStep(
             make_loss(self.network),
-            create_optimizer(OPTIMIZER),
+            create_optimizer(OptimizerConfig(name=OPTIMIZER)),
             reader,
             noise=plan.noise,
         )
@@ -211,7 +212,7 @@ class OurStep(serve.Step):
 def _first_state(network):
     """The state before the first update."""
     params, model_state = model.init_variables(network, serve.IMAGE_SHAPE, 0)
-    return create_train_state(params, create_optimizer(OPTIMIZER), 0, model_state)
+    return create_train_state(params, create_optimizer(OptimizerConfig(name=OPTIMIZER)), 0, model_state)
 
 
 @functools.lru_cache(maxsize=1)  # gigabytes, which the next contender mostly wants again

@@ -54,9 +54,8 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path, kind):
         load(alone)
     with pytest.raises(UserError, match=rf"--images: .*alone .*\(a {kind}, no regular file\)"):
         find(alone)
-    for read in (traces.read, traces.read_once, traces.digest):
-        with pytest.raises(BadSetting, match=rf"batch.trace: .*alone cannot be read \(a {kind}, no regular file\)"):
-            read(str(alone))
+    with pytest.raises(BadSetting, match=rf"batch.trace: .*alone cannot be read \(a {kind}, no regular file\)"):
+        traces.digest(str(alone))
     with pytest.raises(UserError, match=r"--space: .*alone is not a file"):
         read_space(alone, {})
 
@@ -169,9 +168,8 @@ def test_names_that_no_terminal_shows_are_refused(tmp_path, read, name):
 
 
 def test_a_home_that_is_nobodys_is_named():
-    for read in (traces.read, traces.read_once):
-        with pytest.raises(BadSetting, match=r"batch.trace: ~nobody_at_all/x.csv: there is no home folder"):
-            read("~nobody_at_all/x.csv")
+    with pytest.raises(BadSetting, match=r"batch.trace: ~nobody_at_all/x.csv: there is no home folder"):
+        traces.digest("~nobody_at_all/x.csv")
 
 
 @pytest.mark.parametrize("method", untrusted.METHODS)

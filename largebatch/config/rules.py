@@ -10,7 +10,6 @@ from largebatch.config.dicts import FIELDS, RULES, SECTIONS, flatten, kinds_of
 from largebatch.config.fields import Config
 from largebatch.config.values import Rule
 from largebatch.optim import traces
-from largebatch.optim.batch_schedule import read_trace
 from largebatch.optim.schedules import WARMUPS
 from largebatch.tasks.kinds import CLASSIFICATION, KINDS
 from largebatch.util import BadSetting, UserError
@@ -282,7 +281,7 @@ def length_problems(config: Config) -> Iterator[str]:
     if batch.trace is None:
         return
     try:
-        trace = read_trace(batch)
+        trace = traces.read_trace(batch)
     except BadSetting as problem:
         yield str(problem)
         return

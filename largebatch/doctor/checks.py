@@ -96,7 +96,7 @@ def _inputs(
     examples_before = np.arange(length, dtype=np.int64) * batch_size
     epoch, offset = epoch_and_offset(examples_before, subject.plan.num_examples)
     sizes, rates = np.full(length, batch_size, np.int32), np.full(length, learning_rate, np.float32)
-    return UpdateInputs(epoch, offset, sizes, rates, b2=subject.plan.schedule.b2s(sizes))
+    return UpdateInputs(epoch, offset, sizes, rates, b2=np.float32(subject.plan.schedule.b2s(sizes)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,9 +165,16 @@ def check_update(subject: Subject, start: TrainState) -> Finding:
 
 
 def check_trust_ratios(gradient, params, weight_decay: float) -> Finding:
-    """Check LAMB's trust ratios at the first step; a layer without a gradient has none."""
-    ratios = checkpoints.named_leaves(optimizers.trust_ratios(gradient, params, weight_decay))
-    ratios = {layer: float(ratios[layer]) for layer in _kernels(params)}
+    """Check LAMB's trust ratios at the first step: ||p|| / ||Adam's direction + decay * p||, by kernel.
+
+    You et al. 2020, algorithm 2. Adam's first direction is the gradient over its own size, whatever its decays. A
+    layer without a gradient has no ratio.
+    """
+    gradients, ratios = checkpoints.named_leaves(gradient), {}
+    for layer, kernel in _kernels(params).items():
+        grad = np.asarray(gradients[layer])
+        direction = grad / (np.abs(grad) + optimizers.LAMB_EPSILON) + weight_decay * kernel
+        ratios[layer] = _norm(kernel) / _norm(direction) if np.any(grad) else np.inf
     text, name = f"{_range_text(ratios)} at the first update", "trust ratio"
     if dead := [layer for layer, ratio in ratios.items() if np.isinf(ratio)]:
         return Finding(WARN, name, text, f"no gradient reaches {', '.join(dead)}")

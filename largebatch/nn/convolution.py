@@ -14,10 +14,9 @@ TENSOR_CORE_CHANNELS = 8  # cuDNN takes tensor cores for a multiple of so many 1
 def conv_as_dot(x: jax.Array, kernel: jax.Array, stride: int, padding: int) -> jax.Array:
     """Convolve by strided slices, one concatenate and one matrix product; for CPUs.
 
-    Gradients of `lax.conv` inside a loop miss XLA's fast path on CPU (about 50x slower: jax issue 12868);
-    matrix products do not. With bfloat16 operands all three products (output and both gradients) stay in
-    the one form that XLA hands to its bfloat16 kernels, bfloat16 x bfloat16 -> float32 with rows times
-    columns: 1.5x the float32 step (LOG.md). Reverse mode only.
+    Gradients of `lax.conv` inside a loop miss XLA's fast path on CPU (about 50x slower: jax issue 12868). With
+    bfloat16 operands all three products (output and both gradients) stay in the one form that XLA hands to its
+    bfloat16 kernels, rows times columns with sums in float32: 1.5x the float32 step (LOG.md). Reverse mode only.
 
     Args:
       x: [N, H, W, C]; its dtype is that of the arithmetic.
@@ -31,12 +30,10 @@ def conv_as_dot(x: jax.Array, kernel: jax.Array, stride: int, padding: int) -> j
 
 def _conv_as_dot_forward(x, kernel, stride, padding):
     size, _, channels, features = kernel.shape
-    patches = _from_bits(extract_patches(_bits(x), size, stride, padding), x.dtype)
-    out_shape = (*patches.shape[:3], features)
-    patches = patches.reshape(-1, size**2 * channels)
-    kernel = kernel.astype(x.dtype)
-    out = _dot(patches, kernel.reshape(-1, features), 0).reshape(out_shape)
-    return out, (patches, kernel, x[:0])  # of x the backward pass needs only shape and dtype
+    patches = lax.bitcast_convert_type(extract_patches(_bits(x), size, stride, padding), x.dtype)
+    rows, kernel = patches.reshape(-1, size**2 * channels), kernel.astype(x.dtype)
+    out = _dot(rows, kernel.reshape(-1, features), 0).reshape(*patches.shape[:3], features)
+    return out, (rows, kernel, x[:0])  # of x the backward pass needs only shape and dtype
 
 
 def _conv_as_dot_backward(stride, padding, residuals, grad):
@@ -48,14 +45,13 @@ def _conv_as_dot_backward(stride, padding, residuals, grad):
     else:
         # The barriers keep XLA from folding the transpositions into the product, which would turn it into a
         # form without bfloat16 kernel; a flat vector has but one layout, so the transposition really happens.
-        columns = _from_bits(lax.optimization_barrier(_bits(rows).T.ravel()).reshape(features, -1), rows.dtype)
+        columns = lax.optimization_barrier(_bits(rows).T.ravel()).reshape(features, -1)
+        columns = lax.bitcast_convert_type(columns, rows.dtype)
         kernel_grad = lax.optimization_barrier(_dot(columns, patches, 0)).T
     patches_grad = _dot(rows, kernel.reshape(-1, features), 1).reshape(*grad.shape[:3], -1)
-    add_up = jax.linear_transpose(
-        functools.partial(extract_patches, size=len(kernel), stride=stride, padding=padding),
-        jax.ShapeDtypeStruct((len(grad), *no_x.shape[1:]), jnp.float32),
-    )
-    (x_grad,) = add_up(patches_grad)
+    extract = functools.partial(extract_patches, size=len(kernel), stride=stride, padding=padding)
+    x = jax.ShapeDtypeStruct((len(grad), *no_x.shape[1:]), jnp.float32)
+    (x_grad,) = jax.linear_transpose(extract, x)(patches_grad)
     return x_grad.astype(no_x.dtype), kernel_grad.reshape(kernel.shape)
 
 
@@ -64,13 +60,9 @@ conv_as_dot.defvjp(_conv_as_dot_forward, _conv_as_dot_backward)
 
 def extract_patches(x, size: int, stride: int, padding: int):
     """Return the pixels that each output of a convolution sees: [N, H, W, C] -> [N, OH, OW, size * size * C]."""
-    n, height, width, channels = x.shape
-    out_height, out_width = (output_size(length, size, stride, padding) for length in (height, width))
-    row_end, column_end = ((out - 1) * stride + 1 for out in (out_height, out_width))
-    # Rows and columns behind the image that no output sees are neither padded nor kept.
-    behind = [end - 1 + size - length - padding for end, length in ((row_end, height), (column_end, width))]
-    pads = [(0, 0, 0), *((padding, high, 0) for high in behind), (0, 0, 0)]
-    x = lax.pad(x, jnp.zeros((), x.dtype), pads)
+    n, _, _, channels = x.shape
+    row_end, column_end = ((output_size(length, size, stride, padding) - 1) * stride + 1 for length in x.shape[1:3])
+    x = _pad_to(x, padding, (row_end - 1 + size, column_end - 1 + size))
     taps = [
         lax.slice(x, (0, i, j, 0), (n, i + row_end, j + column_end, channels), (1, stride, stride, 1))
         for i in range(size)
@@ -79,11 +71,14 @@ def extract_patches(x, size: int, stride: int, padding: int):
     return jnp.concatenate(taps, axis=-1)
 
 
-def output_size(length: int, size: int, stride: int, padding: int) -> int:
-    """Return the number of outputs of a convolution or pooling along an axis.
+def _pad_to(x, padding: int, lengths: tuple[int, int]):
+    """Pad images with zeros in front, and behind to these lengths; pixels that no output sees are cut off."""
+    behind = (new - old - padding for new, old in zip(lengths, x.shape[1:3], strict=True))
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((padding, high, 0) for high in behind), (0, 0, 0)])
 
-    For an odd kernel padded by size // 2 that is ceil(length / stride).
-    """
+
+def output_size(length: int, size: int, stride: int, padding: int) -> int:
+    """Return the number of outputs of a convolution along an axis: ceil(length / stride) for padding size // 2."""
     return (length + 2 * padding - size) // stride + 1
 
 
@@ -95,10 +90,6 @@ def _dot(rows, matrix, contracted: int):
 def _bits(x):
     """Return the bits as unsigned integers, which XLA moves as they are; on CPUs it moves bfloat16 as float32."""
     return lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
-
-
-def _from_bits(x, dtype):
-    return lax.bitcast_convert_type(x, dtype)
 
 
 def conv_lax(x: jax.Array, kernel: jax.Array, stride: int, padding: int) -> jax.Array:
@@ -119,11 +110,8 @@ def conv_lax_blocks(x: jax.Array, kernel: jax.Array, stride: int, padding: int) 
     if channels % TENSOR_CORE_CHANNELS == 0:
         return conv_lax(x, kernel, stride, padding)
     blocks = -(-size // stride)  # number of blocks to a side of the kernel
-    outputs = [output_size(length, size, stride, padding) for length in x.shape[1:3]]
-    behind = [
-        (out - 1 + blocks) * stride - length - padding for out, length in zip(outputs, x.shape[1:3], strict=True)
-    ]
-    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((padding, high, 0) for high in behind), (0, 0, 0)])
+    lengths = [(output_size(length, size, stride, padding) - 1 + blocks) * stride for length in x.shape[1:3]]
+    x = _pad_to(x, padding, lengths)
     larger = blocks * stride - size
     kernel = jnp.pad(kernel, ((0, larger), (0, larger), (0, 0), (0, 0)))
     x = x.reshape(len(x), -1, stride, x.shape[2] // stride, stride, channels).transpose(0, 1, 3, 2, 4, 5)

@@ -22,18 +22,14 @@ def gelu(x):
     return nn.gelu(x)
 
 
-def _forward(x):
-    return nn.gelu(x), x
-
-
-def _backward(x, cotangent):
+def _gelu_backward(x, cotangent):
     # The barrier hides from the compiler that it has computed this tanh before. On TPUs it recomputes it without a
     # barrier; on CPUs that is slower.
     x = lax.platform_dependent(x, cuda=lax.optimization_barrier, default=lambda x: x)
     return jax.vjp(nn.gelu, x)[1](cotangent)
 
 
-gelu.defvjp(_forward, _backward)
+gelu.defvjp(lambda x: (nn.gelu(x), x), _gelu_backward)
 
 
 def max_pool(x):
@@ -42,14 +38,10 @@ def max_pool(x):
     An odd row or column is left out; a single one stays. `flax.linen.max_pool` gives the same, with a gradient that
     is four to five times slower on CPUs (LOG.md).
     """
-    return _halve(_halve(x, axis=1), axis=2)
-
-
-def _halve(x, axis: int):
-    even_size = x.shape[axis] // 2 * 2
-    if not even_size:
-        return x
-    return jnp.maximum(*(lax.slice_in_dim(x, start, even_size, 2, axis) for start in (0, 1)))
+    for axis in (1, 2):
+        if even_size := x.shape[axis] // 2 * 2:
+            x = jnp.maximum(*(lax.slice_in_dim(x, start, even_size, 2, axis) for start in (0, 1)))
+    return x
 
 
 SIDE_LOGITS = "side_logits"  # the collection of auxiliary heads' logits, where the loss asks for it
@@ -89,10 +81,8 @@ class BatchNorm(nn.Module):
         shape, features, dtype = x.shape, x.shape[-1:], x.dtype
         mean = self.variable(STATISTICS, "mean", jnp.zeros, features)
         variance = self.variable(STATISTICS, "variance", jnp.ones, features)
-        scale, bias = (
-            self.param("scale", self.scale_init, features),
-            self.param("bias", nn.initializers.zeros, features),
-        )
+        scale = self.param("scale", self.scale_init, features)
+        bias = self.param("bias", nn.initializers.zeros, features)
         x = x.astype(jnp.float32)
         if weights is not None:
             # On a CPU an axis of one group makes XLA do more.
@@ -152,16 +142,8 @@ def number_of_groups(channels: int) -> int:
     return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
 
 
-class NoNorm(nn.Module):
-    """The identity, with the fields of the other normalisations."""
-
-    scale_init: Callable = nn.initializers.ones
-
-    def __call__(self, x, weights=None):
-        return x
-
-
-NORMS = {"none": NoNorm, "batch": BatchNorm, "group": GroupNorm}
+# Classes of layers that take (x, weights); "none" is the identity.
+NORMS = {"none": lambda scale_init=None: lambda x, weights=None: x, "batch": BatchNorm, "group": GroupNorm}
 
 
 class Patches(NamedTuple):

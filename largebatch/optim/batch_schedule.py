@@ -1,15 +1,63 @@
 """The batch size of every step: fixed, by a trace, by the devices, or grown where a rate would decay."""
 
-import bisect
 import dataclasses
-from collections.abc import Callable
+from typing import Self
 
 import numpy as np
 
 from largebatch.config.fields import BatchConfig
-from largebatch.optim import traces
-from largebatch.optim.traces import PiecewiseConstant
+from largebatch.optim.traces import read_trace
 from largebatch.util import BadSetting
+
+
+@dataclasses.dataclass(frozen=True)
+class PiecewiseConstant:
+    """A value that holds from one step to another; the last one holds for ever."""
+
+    starts: np.ndarray  # int64 [stages], the first step of each stage, ascending from 0
+    values: np.ndarray  # [stages], int64 or float64
+
+    @classmethod
+    def constant(cls, value) -> Self:
+        """Return a constant value."""
+        return cls(np.zeros(1, np.int64), np.array([value]))
+
+    def at(self, steps: np.ndarray | int) -> np.ndarray:
+        """Return the values at `steps`."""
+        return self.values[self._stage_of(steps)]
+
+    def start_of(self, steps: np.ndarray) -> np.ndarray:
+        """Return the first step of the stage that each of `steps` is in, int64."""
+        return self.starts[self._stage_of(steps)]
+
+    def total_before(self, steps: np.ndarray | int) -> np.ndarray:
+        """Return the sum of the values of all steps before `steps`, int64, in closed form."""
+        stage = self._stage_of(steps)
+        return self._totals_at_starts()[stage] + (steps - self.starts[stage]) * self.values[stage]
+
+    def steps_to(self, total: np.ndarray | int) -> np.ndarray:
+        """Return how many steps it takes to reach the sum `total`, which is above 0; int64."""
+        totals = self._totals_at_starts()
+        stage = np.searchsorted(totals, total, side="left") - 1
+        return (self.starts[stage] + -(-(total - totals[stage]) // self.values[stage])).astype(np.int64)
+
+    def first(self, num_steps: int) -> Self:
+        """Return the stages that begin within the first `num_steps` steps."""
+        count = np.searchsorted(self.starts, num_steps)
+        return dataclasses.replace(self, starts=self.starts[:count], values=self.values[:count])
+
+    def changed_from(self, step: int, value) -> Self:
+        """Return the same values up to `step`, and `value` from there on."""
+        before = self.first(step)
+        return dataclasses.replace(
+            self, starts=np.append(before.starts, step), values=np.append(before.values, value)
+        )
+
+    def _stage_of(self, steps: np.ndarray | int) -> np.ndarray:
+        return np.searchsorted(self.starts, steps, side="right") - 1
+
+    def _totals_at_starts(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(np.diff(self.starts) * self.values[:-1])])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +82,8 @@ class BatchSchedule(PiecewiseConstant):
           BadSetting: a size is too large, or the trace is bad.
         """
         if batch.trace is not None:
-            sizes = read_trace(batch, num_examples).batch_sizes
-            return cls(sizes.starts, sizes.values)
+            trace = read_trace(batch, num_examples)
+            return cls(trace.starts, trace.sizes)
         if batch.per_device_batch_size is None:
             size = resolve_batch_size(batch.size, num_examples)
             return dataclasses.replace(cls.constant(size), source="noise" if batch.auto else "config")
@@ -56,26 +104,13 @@ class BatchSchedule(PiecewiseConstant):
         """Return the sizes so far, for a checkpoint; None where the config says them all."""
         return [self.starts.tolist(), self.values.tolist()] if self.found_in_training else None
 
-    def restored(self, state: list[list[int]] | None, step: int) -> "BatchSchedule":
+    def restored(self, state: list[list[int]], step: int) -> "BatchSchedule":
         """Return the sizes of a checkpoint, followed from `step` on by the size for these devices."""
-        if state is None:
-            return self
-        starts, values = (np.array(part, np.int64) for part in state)
+        starts, values = np.array(state, np.int64)
         restored, size = dataclasses.replace(self, starts=starts, values=values), int(self.at(0))
         if self.source == "devices" and restored.at(step) != size:
             return restored.changed_from(step, size)
         return restored
-
-
-def read_trace(batch: BatchConfig, largest: int = traces.LARGEST) -> traces.Trace:
-    """Read the trace that a config names, of batches of at most `largest` examples.
-
-    Raises:
-      BadSetting: the trace is bad.
-    """
-    if isinstance(batch.trace, str):
-        return traces.read_once(batch.trace, batch.per_device_batch_size, batch.time_per_update, largest)
-    return traces.from_list(tuple(batch.trace), largest)
 
 
 def resolve_batch_size(size: int | str, num_examples: int, field: str = "batch.size") -> int:
@@ -106,8 +141,7 @@ def possible_batch_sizes(batch: BatchConfig, schedule) -> np.ndarray:
     largest = resolve_batch_size(batch.max_size, schedule.examples_per_epoch, field="batch.max_size")
     if largest < smallest:
         raise BadSetting(f"batch.max_size: {largest}; allowed: at least batch.size, {smallest}")
-    doublings = smallest * 2 ** np.arange((largest // smallest).bit_length())
-    return np.unique([*doublings, largest])
+    return np.unique([*smallest * 2 ** np.arange((largest // smallest).bit_length()), largest])
 
 
 # Power of the batch's growth that multiplies the rate at a decay step, by schedule.decay_by. "rate": the batch
@@ -116,76 +150,29 @@ def possible_batch_sizes(batch: BatchConfig, schedule) -> np.ndarray:
 DECAY_BY = {"rate": 0.0, "batch": 1.0, "seesaw": 0.5}
 
 
-@dataclasses.dataclass(frozen=True)
-class DecayPlan:
-    """The part of a Schedule that decay steps shape."""
-
-    num_updates: int
-    batch_sizes: BatchSchedule
-    rate_batch_sizes: PiecewiseConstant  # batch sizes by which the scaling rule sets the peak rate
-    decay_factors: PiecewiseConstant | None  # factors on the peak rate; None where a shape gives the rate
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """The stages of a decaying rate, counted in steps of the first batch size."""
-
-    starts: np.ndarray  # int64 [stages], the first step of each stage, ascending from 0
-    factors: np.ndarray  # float64 [stages], factors on the peak rate; 1 in the first stage
-    end: int  # the number of steps
-
-
-def given_steps(decay_steps: tuple[int, ...], factor: float, num_updates: int) -> Steps:
-    """Return a decay by `factor` at each of `decay_steps`."""
-    starts = np.array([0, *decay_steps], np.int64)
-    # Python's power, since the last digit of NumPy's depends on the CPU.
-    return Steps(starts, np.array([factor**step for step in range(len(starts))]), num_updates)
-
-
-def steps_along(shape: Callable[[int], float], factor: float, num_updates: int) -> Steps:
-    """Return stages in place of a falling shape: the rate decays by `factor` whenever the shape has fallen by it.
-
-    At the last stage, a batch that grows by 1 / `factor` at each stage would next have a stage without a step, or
-    fewer than two steps to the end of the run.
-
-    Args:
-      shape: step -> part of the peak rate; never rises.
-    """
-    starts, factors = [0], [1.0]
-    while True:
-        next_factor = factors[-1] * factor
-        start = bisect.bisect_left(range(num_updates), -next_factor, key=lambda update: -shape(update))
-        if (start - starts[-1]) * factors[-1] < 1 or (num_updates - start) * next_factor < 2:
-            return Steps(np.array(starts, np.int64), np.array(factors), num_updates)
-        starts.append(start)
-        factors.append(next_factor)
-
-
-def plan_decay(steps: Steps, decay_by: str, batch_sizes: BatchSchedule, examples_per_epoch: int) -> DecayPlan:
-    """Plan decaying stages: the rate falls, or the batch grows and fewer steps see as many examples.
+def grow_at_decays(
+    decay: PiecewiseConstant, decay_by: str, num_steps: int, batch_size: int, largest: int
+) -> tuple[int, BatchSchedule, PiecewiseConstant]:
+    """Let the batch grow where the rate would decay, so that fewer steps see as many examples.
 
     Where the data set is too small for the batch to grow so far, the rate falls for the rest.
 
     Args:
+      decay: factors on the peak rate, by step of the first batch size.
       decay_by: a key of DECAY_BY.
-      batch_sizes: one stage only, where the batch grows.
+      num_steps: steps of a run that keeps the first batch size.
+      largest: examples in an epoch, which no batch exceeds.
+    Returns:
+      The number of steps, their batch sizes, and the factors on the peak rate that are left.
     """
-    if decay_by == "rate":
-        return DecayPlan(steps.end, batch_sizes, batch_sizes, PiecewiseConstant(steps.starts, steps.factors))
-    batch_size = int(batch_sizes.values[0])
-    sizes = np.minimum(np.rint(batch_size / steps.factors), examples_per_epoch).astype(np.int64)
+    sizes = np.minimum(np.rint(batch_size / decay.values), largest).astype(np.int64)
     starts, seen = [0], 0
-    for end, size in zip([*steps.starts[1:].tolist(), steps.end], sizes.tolist(), strict=True):
+    for end, size in zip([*decay.starts[1:].tolist(), num_steps], sizes.tolist(), strict=True):
         left = max(end * batch_size - seen, 0)  # the stage before may have seen more than its part
         updates = -(-left // size)
         starts.append(starts[-1] + updates)
         seen += updates * size
-    factors = steps.factors * (sizes / batch_size) ** DECAY_BY[decay_by]
-    has_updates = np.diff(starts) > 0
-    starts, num_updates = np.array(starts[:-1], np.int64)[has_updates], starts[-1]
-    return DecayPlan(
-        num_updates=num_updates,
-        batch_sizes=BatchSchedule(starts, sizes[has_updates]),
-        rate_batch_sizes=PiecewiseConstant.constant(batch_size),
-        decay_factors=PiecewiseConstant(starts, factors[has_updates]),
-    )
+    factors = decay.values * (sizes / batch_size) ** DECAY_BY[decay_by]
+    has_steps = np.diff(starts) > 0
+    num_steps, starts = starts[-1], np.array(starts[:-1], np.int64)[has_steps]
+    return num_steps, BatchSchedule(starts, sizes[has_steps]), PiecewiseConstant(starts, factors[has_steps])

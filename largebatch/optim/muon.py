@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from largebatch.optim.adam import Average, look_ahead
+from largebatch.optim.averages import Average
 
 # Coefficients of the quintic polynomial that Newton-Schulz iterates: Jordan et al. 2024, "Muon".
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -21,79 +21,57 @@ HIGHEST = lax.Precision.HIGHEST
 
 
 def scale_by_muon(beta, *, nesterov: bool) -> optax.GradientTransformation:
-    """Orthogonalise the momentum, times the root of (outputs / inputs) for kernels with more outputs than inputs.
+    """Orthogonalise the momentum of kernels [..., outputs], each as a matrix [inputs, outputs].
 
-    Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". A kernel [..., outputs] is the
-    matrix [inputs, outputs].
+    Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
 
     Args:
       beta: decay of the momentum; may be traced.
       nesterov: orthogonalises the momentum as it will be after the next step, if the gradient stays.
     """
 
-    def init(params):
-        return Average.start(params)
-
     def update(grads, momentum, params=None):
         del params
         momentum = momentum.add(grads, beta)
-        directions = look_ahead(momentum, grads, beta) if nesterov else momentum.corrected
-        return _directions(directions), momentum
+        directions = momentum.nesterov(grads, beta) if nesterov else momentum.corrected
+        kernels, structure = jax.tree.flatten(directions)
+        matrices = orthogonalize([kernel.reshape(-1, kernel.shape[-1]) for kernel in kernels])
+        shaped = [matrix.reshape(kernel.shape) for matrix, kernel in zip(matrices, kernels, strict=True)]
+        return structure.unflatten(shaped), momentum
 
-    return optax.GradientTransformation(init, update)
-
-
-def orthogonalize_directions() -> optax.GradientTransformation:
-    """Create a transformation that orthogonalises directions of kernels as `scale_by_muon` does momentum."""
-    return optax.stateless(lambda directions, params=None: _directions(directions))
-
-
-def _directions(kernels):
-    """Return the orthogonalised kernels of a pytree, each times the factor for its shape."""
-    leaves, structure = jax.tree.flatten(kernels)
-    matrices = orthogonalize([kernel.reshape(-1, kernel.shape[-1]) for kernel in leaves])
-    scaled = [
-        matrix.reshape(kernel.shape) * max(1.0, matrix.shape[1] / matrix.shape[0]) ** 0.5
-        for matrix, kernel in zip(matrices, leaves, strict=True)
-    ]
-    return structure.unflatten(scaled)
+    return optax.GradientTransformation(Average.start, update)
 
 
 def orthogonalize(matrices: list[jax.Array]) -> list[jax.Array]:
-    """Return matrices with the singular vectors of these, and singular values between 0.7 and 1.2.
+    """Return matrices [inputs, outputs] with the singular vectors of these, and nearly equal singular values.
 
-    (Singular values 1000 times smaller than the largest ones of their matrix end lower.)
+    Singular values are between 0.7 and 1.2, times the root of (outputs / inputs) where there are more outputs.
+    (Those 1000 times smaller than the largest ones of their matrix end lower.)
     """
-    of_shape: dict[tuple[int, int], list[int]] = {}
-    for number, matrix in enumerate(matrices):
-        of_shape.setdefault((max(matrix.shape), min(matrix.shape)), []).append(number)
-    results = list(matrices)
-    for numbers in of_shape.values():
-        tall = [_made_tall(matrices[number]) for number in numbers]
+    tall = [matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T for matrix in matrices]
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for number, matrix in enumerate(tall):
+        by_shape.setdefault(matrix.shape, []).append(number)
+    for numbers in by_shape.values():
         # Accelerators multiply in less than float32 unless asked for more, and Gram matrices need float32. On a GPU
         # one kernel computes all products of a shape, since they are small.
         alone = _one_by_one(by_newton_schulz)
-        together = _at_once if len(tall) > 1 else alone
-        found = lax.platform_dependent(*tall, cpu=_one_by_one(by_gram_matrix), cuda=together, default=alone)
+        together = _at_once if len(numbers) > 1 else alone
+        ways = {"cpu": _one_by_one(by_gram_matrix), "cuda": together, "default": alone}
+        found = lax.platform_dependent(*(tall[number] for number in numbers), **ways)
         for number, matrix in zip(numbers, found, strict=True):
-            results[number] = matrix if matrix.shape == matrices[number].shape else matrix.T
-    return results
+            tall[number] = matrix
+    results = [new if new.shape == old.shape else new.T for new, old in zip(tall, matrices, strict=True)]
+    return [matrix * max(1.0, matrix.shape[1] / matrix.shape[0]) ** 0.5 for matrix in results]
 
 
-def _made_tall(matrix: jax.Array) -> jax.Array:
-    return matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
-
-
-def _one_by_one(function: Callable) -> Callable:
-    return lambda *matrices: tuple(function(_normalised(matrix)) for matrix in matrices)
+def _one_by_one(way: Callable) -> Callable:
+    return lambda *matrices: tuple(way(matrix / (jnp.linalg.norm(matrix) + EPSILON)) for matrix in matrices)
 
 
 def _at_once(*matrices):
-    return tuple(jax.vmap(lambda matrix: by_newton_schulz(_normalised(matrix)))(jnp.stack(matrices)))
-
-
-def _normalised(matrix: jax.Array) -> jax.Array:
-    return matrix / (jnp.linalg.norm(matrix) + EPSILON)
+    (found,) = jax.vmap(_one_by_one(by_newton_schulz))(jnp.stack(matrices))
+    return tuple(found)
 
 
 def by_newton_schulz(matrix: jax.Array, iterations: int = ITERATIONS) -> jax.Array:

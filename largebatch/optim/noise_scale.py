@@ -1,24 +1,19 @@
 """The noise of the gradient, measured between parts of a step's batch.
 
 A batch is summed in groups: the micro-batches of all devices, which may be smaller in a step that measures
-(`NoisePlan`). Group k has n_k of the B examples and the gradient sum s_k; G is the mean gradient. With the
-covariance S of a single example's gradient and the true gradient g, for examples that are drawn independently
-E |s_k|^2 / n_k = n_k |g|^2 + tr S and E |G|^2 = |g|^2 + tr S / B. So with K groups
-
-    tr S = (sum_k |s_k|^2 / n_k - B |G|^2) / (K - 1)    and    |g|^2 = |G|^2 - tr S / B
-
-are unbiased, whatever the groups' sizes: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training",
-appendix A.1, for more than two batch sizes. Neither needs another gradient. A device's whole share would not do
-as a group: in a batch of more than one pass it holds several views of an image, whose gradients are alike.
-
-The true gradient is that of the training set, which is what training follows. Batches are drawn from its N
-originals without replacement, pass by pass, and whole passes have no noise. So with c, the finite population
-correction (`Sampling`), which is 1 - B / N within a pass and 1 for an endless set,
+(`NoisePlan`). Group k has n_k of the B examples and the gradient sum s_k; G is the mean gradient. S is the
+covariance of a single example's gradient and g the true gradient, that of the training set. Batches are drawn from
+its N images without replacement, pass by pass, and whole passes have no noise: c, the finite population correction
+(`sampling`), is 1 - B / N within a pass. Then E |s_k|^2 / n_k = n_k |g|^2 + tr S for small groups and
+E |G|^2 = |g|^2 + c tr S / B. So with K groups
 
     tr S = (sum_k |s_k|^2 / n_k - B |G|^2) / (K - B / N - c)    and    |g|^2 = |G|^2 - c tr S / B
 
-where the views of an original count as one example: their gradients differ less than those of two originals
-(LOG.md). A scale computed for an endless set would be too large by 1 / (1 - scale / N).
+are unbiased, whatever the groups' sizes. For an endless set c is 1 and B / N is 0: McCandlish et al. 2018, "An
+Empirical Model of Large-Batch Training", appendix A.1, for more than two batch sizes; a scale computed so would be
+too large by 1 / (1 - scale / N). Neither estimate needs another gradient. A device's whole share would not do as
+a group: in a batch of more than one pass it holds several views of an image, whose gradients differ less than those
+of two images (LOG.md). So c counts the views of an image as one example.
 """
 
 import dataclasses
@@ -29,7 +24,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from largebatch.optim.averaging import smooth
+from largebatch.optim.averages import smooth
 
 # Fewest degrees of freedom per group that give an estimate. Groups that are whole passes have none.
 LEAST_FREEDOM = 0.01
@@ -44,36 +39,16 @@ class Noise:
     count: jax.Array  # int32, measurements that the averages hold
 
 
-@struct.dataclass
-class Measured:
-    """The estimates of one step."""
-
-    variance: jax.Array  # float32, tr S
-    signal: jax.Array  # float32, |g|^2
-    valid: jax.Array  # bool, whether the groups gave an estimate
-
-
-@struct.dataclass
-class Sampling:
-    """The number of passes in a batch, and its finite population correction."""
-
-    passes: jax.Array | float  # B / N
-    correction: jax.Array | float  # the share of tr S that is left in B Var(G)
-
-
-ENDLESS = Sampling(0.0, 1.0)
-
-
-def sampling(offset, batch_size, num_originals: int) -> Sampling:
-    """Describe the batch at positions [offset, offset + batch_size) of an epoch, in passes over all originals.
+def sampling(offset, batch_size, num_images: int) -> tuple[jax.Array, jax.Array]:
+    """Return B / N and c of the batch at [offset, offset + batch_size) of an epoch, in passes over N images.
 
     Only the parts of passes at its two ends have noise: the mean of n of N that are drawn without replacement has
     1 - n / N of the variance of n independent ones (Cochran 1977, "Sampling Techniques", section 2.5).
     """
-    head = jnp.minimum(batch_size, num_originals - offset % num_originals)
-    tail = (batch_size - head) % num_originals
-    noisy = sum(part * (1 - part / num_originals) for part in (head, tail))
-    return Sampling(batch_size / num_originals, noisy / batch_size)
+    head = jnp.minimum(batch_size, num_images - offset % num_images)
+    tail = (batch_size - head) % num_images
+    noisy = sum(part * (1 - part / num_images) for part in (head, tail))
+    return batch_size / num_images, noisy / batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,32 +86,33 @@ def group_term(gradient_sum, count) -> jax.Array:
     return jnp.where(count > 0, squares / jnp.maximum(count, 1), 0.0)
 
 
-def measure(group_terms, num_groups, mean_gradient_norm, batch_size, drawn: Sampling = ENDLESS) -> Measured:
+def measure(group_terms, num_groups, mean_gradient_norm, batch_size, drawn=(0.0, 1.0)):
     """Estimate the noise and the signal of one step's gradient.
 
     Args:
       group_terms: the sum of `group_term` over groups.
       num_groups: number of groups that hold examples.
       mean_gradient_norm: |G|.
-      drawn: sampling of the batch.
+      drawn: B / N and c, from `sampling`; by default of an endless set.
+    Returns:
+      tr S and |g|^2, and whether the groups gave an estimate.
     """
+    passes, correction = drawn
     squared = jnp.square(mean_gradient_norm)
-    degrees_of_freedom = num_groups - drawn.passes - drawn.correction
+    degrees_of_freedom = num_groups - passes - correction
     enough = (num_groups > 1) & (degrees_of_freedom > LEAST_FREEDOM * num_groups)
     variance = (group_terms - batch_size * squared) / jnp.where(enough, degrees_of_freedom, 1)
-    signal = squared - drawn.correction * variance / batch_size
-    return Measured(variance, signal, enough & jnp.isfinite(variance))
+    signal = squared - correction * variance / batch_size
+    return variance, signal, enough & jnp.isfinite(variance)
 
 
-def add(noise: Noise, measured: Measured, decay: float) -> Noise:
-    """Return the moving averages with one more measurement.
+def add(noise: Noise, variance, signal, valid, decay: float) -> Noise:
+    """Return the moving averages with the estimates of one more step, where they are valid.
 
     As in the paper, each estimate is smoothed by itself, not their quotient.
     """
-    variance = smooth(noise.variance, measured.variance, decay, noise.count)
-    signal = smooth(noise.signal, measured.signal, decay, noise.count)
-    new = Noise(variance, signal, noise.count + 1)
-    return jax.tree.map(lambda a, b: jnp.where(measured.valid, a, b), new, noise)
+    variance, signal = smooth((noise.variance, noise.signal), (variance, signal), decay, noise.count)
+    return jax.tree.map(lambda a, b: jnp.where(valid, a, b), Noise(variance, signal, noise.count + 1), noise)
 
 
 def gain(noise: Noise, batch_size, reference_batch_size: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """Optimizers by name, as optax transformations whose hyper-parameters are data, not code.
 
-`optax.inject_hyperparams` keeps every hyper-parameter in the optimizer state, so the compiled program
-holds none of them and serves every setting; `with_hyperparams` sets those of the next step.
+`optax.inject_hyperparams` keeps every hyper-parameter in the optimizer state, so the compiled program holds none of
+them and serves every setting; `optax.tree.set(state, learning_rate=..., b2=...)` sets those of the next step.
 """
 
 import dataclasses
@@ -16,13 +16,15 @@ from flax import struct
 from jax import tree_util
 
 from largebatch.config.fields import OptimizerConfig
-from largebatch.optim.adam import scale_by_adam
-from largebatch.optim.muon import orthogonalize_directions, scale_by_muon
-from largebatch.optim.soap import SOAP_EVERY, add_decayed_weights, has_bases, scale_by_soap
+from largebatch.optim.averages import Average
+from largebatch.optim.muon import orthogonalize, scale_by_muon
+from largebatch.optim.soap import soap
 
 LAMB_EPSILON = 1e-6  # added to the root of the second moment
 LARS_TRUST = 0.001  # the paper's trust coefficient; a factor of the learning rate
 HEAD = "head"  # the name of a network's last layer
+# The fields of a config's section that are code: another value is another compiled program.
+CODE_FIELDS = ("name", "nesterov", "momentum_correction", "exclude_biases", "soap_every")
 
 
 @struct.dataclass
@@ -33,151 +35,124 @@ class Hyperparams:
     b2: jax.Array | float = 0.999  # decay of the Adam family's second moment
     weight_decay: jax.Array | float = 0.0
     clip_norm: jax.Array | float = jnp.inf  # largest global norm of the gradient; infinite for no clipping
-    # Multiplies the rate of biases and norms: Page 2018, "How to train your ResNet", part 7.
-    bias_multiplier: jax.Array | float = 1.0
-    # Multiplies the rate of Muon's AdamW part, whose weight decay stays that of the rest.
-    adamw_multiplier: jax.Array | float = 1.0
+    bias_multiplier: jax.Array | float = 1.0  # of the rate: Page 2018, "How to train your ResNet", part 7
+    adamw_multiplier: jax.Array | float = 1.0  # of the rate of Muon's AdamW part, but not of its weight decay
 
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig) -> "Hyperparams":
         """Take the hyper-parameters from a config's section, whose clip_norm is None for no clipping."""
         values = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(cls)}
-        if values["clip_norm"] is None:
-            values["clip_norm"] = np.inf
-        return cls(**values)
+        return cls(**values | {"clip_norm": np.inf if optimizer.clip_norm is None else optimizer.clip_norm})
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerOptions:
-    """The options that are code: another value is another compiled program."""
-
-    nesterov: bool = False
-    momentum_correction: bool = True  # keeps the rate out of SGD's and LARS' momentum: Goyal et al. 2017, section 3
-    exclude_biases: bool = True  # keeps weight decay, trust ratios and preconditioning off biases and norms
-    soap_every: int = SOAP_EVERY  # steps between two refreshes of SOAP's bases
-
-    @classmethod
-    def from_config(cls, optimizer: OptimizerConfig) -> "OptimizerOptions":
-        """Take the options from a config's section."""
-        return cls(**{field.name: getattr(optimizer, field.name) for field in dataclasses.fields(cls)})
+# Masks of parameters: kernels are those with more than one dimension, the others biases and normalisation scales.
+_kernels = partial(jax.tree.map, lambda p: p.ndim > 1)
+_biases = partial(jax.tree.map, lambda p: p.ndim <= 1)
+_all = partial(jax.tree.map, lambda p: True)
 
 
-DEFAULT_HYPERPARAMS, DEFAULT_OPTIONS = Hyperparams(), OptimizerOptions()
+def scale_by_adam(b1, b2, eps: float = 1e-8, *, nesterov: bool = False) -> optax.GradientTransformation:
+    """Create Adam (Kingma and Ba 2015, "Adam", algorithm 1), with `nesterov` NAdam.
+
+    Unlike in optax's, decays may change from step to step; see `Average`, of which the state holds a pair.
+
+    Args:
+      b1, b2: decays of the moments at the next step; may be traced.
+      nesterov: Dozat 2016, "Incorporating Nesterov Momentum".
+    """
+
+    def init(params):
+        return Average.start(params), Average.start(params)
+
+    def update(grads, state, params=None):
+        del params
+        first, second = state[0].add(grads, b1), state[1].add(jax.tree.map(jnp.square, grads), b2)
+        directions = first.nesterov(grads, b1) if nesterov else first.corrected
+        directions = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), directions, second.corrected)
+        return directions, (first, second)
+
+    return optax.GradientTransformation(init, update)
 
 
-def _kernels(params):
-    """Return a mask that is True for kernels, False for biases and normalisation scales."""
-    return jax.tree.map(lambda p: p.ndim > 1, params)
+def _decay(hyperparams: Hyperparams, mask: Callable) -> optax.GradientTransformation:
+    return optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
 
 
-def _biases(params):
-    return jax.tree.map(lambda p: p.ndim <= 1, params)
-
-
-def _all(params):
-    return jax.tree.map(lambda p: True, params)
-
-
-def _with_momentum(direction, learning_rate, hyperparams: Hyperparams, options: OptimizerOptions):
-    # Goyal et al., eq. 9: u <- m u + g, w <- w - rate u. Eq. 10 has the rate inside, v <- m v + rate g, and after a
-    # change of the rate needs v scaled by it, which makes it eq. 9 again.
+def _with_momentum(direction, rate, hyperparams: Hyperparams, options: OptimizerConfig):
+    # Goyal et al. 2017, eq. 9: u <- m u + g, w <- w - rate u. Eq. 10 has the rate inside, v <- m v + rate g, and
+    # after a change of the rate needs v scaled by it, which makes it eq. 9 again.
     momentum = optax.trace(hyperparams.momentum, nesterov=options.nesterov)
-    rate = optax.scale_by_learning_rate(learning_rate)
     if options.momentum_correction:
         return optax.chain(direction, momentum, rate)
     return optax.chain(direction, rate, momentum)
 
 
-def _sgd(learning_rate, hyperparams, options, mask):
+def _sgd(rate, hyperparams, options, mask):
     # Decay is added to the gradient of the mean loss: no scaling of the loss scales it (Goyal et al., section 3).
-    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
-    return _with_momentum(decay, learning_rate, hyperparams, options)
+    return _with_momentum(_decay(hyperparams, mask), rate, hyperparams, options)
 
 
-def _lars(learning_rate, hyperparams, options, mask):
+def _lars(rate, hyperparams, options, mask):
     # You et al. 2017, "Large Batch Training of Convolutional Networks"; with the norm of the decayed gradient in
     # place of the sum of both norms, as optax.lars, which is eq. 10 above. Where a norm is zero the ratio is 1.
-    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
     # The coefficient is scaled separately, since optax would drop it with the ratio where a norm is zero.
     trust = optax.masked(optax.chain(optax.scale_by_trust_ratio(), optax.scale(LARS_TRUST)), mask)
-    return _with_momentum(optax.chain(decay, trust), learning_rate, hyperparams, options)
+    return _with_momentum(optax.chain(_decay(hyperparams, mask), trust), rate, hyperparams, options)
 
 
-def _adam(learning_rate, hyperparams, options, mask):
+def _adam(rate, hyperparams, options, mask):
     # Kingma and Ba 2015, with L2 regularisation in the gradient.
-    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
-    adam = scale_by_adam(hyperparams.momentum, hyperparams.b2)
-    return optax.chain(decay, adam, optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(_decay(hyperparams, mask), scale_by_adam(hyperparams.momentum, hyperparams.b2), rate)
 
 
-def _adamw(learning_rate, hyperparams, options, mask, *, nesterov=False):
+def _adamw(rate, hyperparams, options, mask, *, nesterov=False):
     # Loshchilov and Hutter 2019; with Nesterov's momentum Dozat 2016.
-    return optax.chain(
-        scale_by_adam(hyperparams.momentum, hyperparams.b2, nesterov=nesterov),
-        optax.add_decayed_weights(hyperparams.weight_decay, mask=mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    adam = scale_by_adam(hyperparams.momentum, hyperparams.b2, nesterov=nesterov)
+    return optax.chain(adam, _decay(hyperparams, mask), rate)
 
 
-def _lamb(learning_rate, hyperparams, options, mask):
+def _lamb(rate, hyperparams, options, mask):
     # You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2.
-    return optax.chain(
-        scale_by_adam(hyperparams.momentum, hyperparams.b2, LAMB_EPSILON),
-        optax.add_decayed_weights(hyperparams.weight_decay, mask=mask),
-        optax.masked(optax.scale_by_trust_ratio(), mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    adam = scale_by_adam(hyperparams.momentum, hyperparams.b2, LAMB_EPSILON)
+    trust = optax.masked(optax.scale_by_trust_ratio(), mask)
+    return optax.chain(adam, _decay(hyperparams, mask), trust, rate)
 
 
-def _muon(learning_rate, hyperparams, options, mask):
+def _soap(rate, hyperparams, options, mask):
+    decay = {"weight_decay": hyperparams.weight_decay, "mask": mask}
+    return optax.chain(soap(hyperparams.momentum, hyperparams.b2, every=options.soap_every, **decay), rate)
+
+
+def _muon(rate, hyperparams, options, mask):
     momentum = scale_by_muon(hyperparams.momentum, nesterov=options.nesterov)
-    decay = optax.add_decayed_weights(hyperparams.weight_decay, mask=mask)
-    return _beside_adamw(momentum, decay, learning_rate, hyperparams, options)
+    muon = optax.chain(momentum, _decay(hyperparams, mask))
+    return optax.chain(_beside_adamw(muon, hyperparams, options, mask), rate)
 
 
-def _soap_muon(learning_rate, hyperparams, options, mask):
+def _soap_muon(rate, hyperparams, options, mask):
     # "SOAP-Muon" of modded-nanogpt, track 3, 2026.
-    soap = scale_by_soap(hyperparams.momentum, hyperparams.b2, every=options.soap_every)
-    of_kernels = optax.chain(soap, orthogonalize_directions())
-
-    def waits(params):  # AdamW's part moves at the first step, and decays at it
-        return jax.tree.map(lambda part, has_basis: part == "muon" and has_basis, _parts(params), has_bases(params))
-
-    decay = add_decayed_weights(hyperparams.weight_decay, mask, waits)
-    return _beside_adamw(of_kernels, decay, learning_rate, hyperparams, options)
+    decay = {"weight_decay": hyperparams.weight_decay, "mask": mask}
+    orthogonal = soap(hyperparams.momentum, hyperparams.b2, every=options.soap_every, finish=orthogonalize, **decay)
+    return optax.chain(_beside_adamw(orthogonal, hyperparams, options, mask), rate)
 
 
 def _parts(params):
     """Return the part of each parameter: "adamw" for the head, biases and norms, "muon" for the rest."""
 
-    def of(path, p):
+    def part(path, p):
         is_head = any(getattr(key, "key", None) == HEAD for key in path)
         return "adamw" if p.ndim < 2 or is_head else "muon"
 
-    return tree_util.tree_map_with_path(of, params)
+    return tree_util.tree_map_with_path(part, params)
 
 
-def _beside_adamw(of_kernels, decay, learning_rate, hyperparams: Hyperparams, options: OptimizerOptions):
+def _beside_adamw(muon, hyperparams: Hyperparams, options: OptimizerConfig, mask: Callable):
     adam = scale_by_adam(hyperparams.momentum, hyperparams.b2, nesterov=options.nesterov)
-    directions = {
-        "muon": of_kernels,  # a name in checkpoints
-        "adamw": optax.chain(adam, optax.scale(hyperparams.adamw_multiplier)),
-    }
-    return optax.chain(
-        optax.partition(directions, _parts),
-        decay,
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    adamw = optax.chain(adam, optax.scale(hyperparams.adamw_multiplier), _decay(hyperparams, mask))
+    return optax.partition({"muon": muon, "adamw": adamw}, _parts)
 
 
-def _soap(learning_rate, hyperparams, options, mask):
-    return optax.chain(
-        scale_by_soap(hyperparams.momentum, hyperparams.b2, every=options.soap_every),
-        add_decayed_weights(hyperparams.weight_decay, mask, has_bases),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-
-
+# (transformation by the learning rate, hyper-parameters, a config's section, mask of the parameters that decay)
 OPTIMIZERS: dict[str, Callable] = {
     "sgd": _sgd,
     "adam": _adam,
@@ -193,59 +168,29 @@ WITH_BASES = ("soap", "soap_muon")  # bases cannot be averaged over devices; the
 
 
 def create_optimizer(
-    name: str, hyperparams: Hyperparams = DEFAULT_HYPERPARAMS, options: OptimizerOptions = DEFAULT_OPTIONS
+    options: OptimizerConfig, hyperparams: Hyperparams | None = None
 ) -> optax.GradientTransformation:
-    """Create the optimizer called `name`, a key of OPTIMIZERS.
+    """Create the optimizer of a config's section.
 
     The gradient is clipped to the global norm `clip_norm` first. Weight decay is part of the gradient for SGD, LARS
-    and Adam, and beside it for the others; only kernels have it, unless `options` say otherwise.
+    and Adam, and beside it for the others; only kernels have it, unless `exclude_biases` is off.
 
+    Args:
+      options: a config's section; the optimizer itself depends on its CODE_FIELDS alone.
+      hyperparams: initial values, which may be traced; None for those of `options`.
     Returns:
       A transformation whose state has `hyperparams["learning_rate"]`, zero until set.
     """
 
     # `inject_hyperparams` takes hyper-parameters one by one.
     def make(*, learning_rate, momentum, b2, weight_decay, clip_norm, bias_multiplier, adamw_multiplier):
-        hyperparams = Hyperparams(
-            momentum=momentum,
-            b2=b2,
-            weight_decay=weight_decay,
-            clip_norm=clip_norm,
-            bias_multiplier=bias_multiplier,
-            adamw_multiplier=adamw_multiplier,
-        )
+        injected = Hyperparams(momentum, b2, weight_decay, clip_norm, bias_multiplier, adamw_multiplier)
+        rate, mask = optax.scale_by_learning_rate(learning_rate), _kernels if options.exclude_biases else _all
         return optax.chain(
             optax.clip_by_global_norm(clip_norm),
-            OPTIMIZERS[name](learning_rate, hyperparams, options, _kernels if options.exclude_biases else _all),
+            OPTIMIZERS[options.name](rate, injected, options, mask),
             optax.masked(optax.scale(bias_multiplier), _biases),
         )
 
-    values = {field.name: getattr(hyperparams, field.name) for field in dataclasses.fields(hyperparams)}
+    values = vars(hyperparams or Hyperparams.from_config(options))
     return optax.inject_hyperparams(make)(learning_rate=0.0, **values)
-
-
-def with_hyperparams(opt_state, **values):
-    """Return `opt_state` with these hyper-parameters of the next step: learning_rate, b2."""
-    hyperparams = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
-    return opt_state._replace(hyperparams={**opt_state.hyperparams, **hyperparams})
-
-
-def trust_ratios(grads, params, weight_decay: float):
-    """Return LAMB's trust ratio of every parameter at the first step: ||p|| / ||Adam's direction + decay * p||.
-
-    You et al. 2020, algorithm 2. The momentum cancels, since the first moments are corrected for their bias.
-
-    Args:
-      grads, params: pytrees alike.
-      weight_decay: on kernels only.
-    Returns:
-      A pytree alike of float32 scalars; inf where the gradient is zero, whatever the decay.
-    """
-    adam = scale_by_adam(b1=0.9, b2=0.999, eps=LAMB_EPSILON)
-    lamb = optax.chain(adam, optax.add_decayed_weights(weight_decay, mask=_kernels))
-    updates, _ = lamb.update(grads, lamb.init(params), params)
-
-    def ratio(grad, param, update):
-        return jnp.where(jnp.any(grad != 0), optax.tree.norm(param) / optax.tree.norm(update), jnp.inf)
-
-    return jax.tree.map(ratio, grads, params, updates)

@@ -3,25 +3,20 @@
 import numpy as np
 
 from largebatch.config.fields import BatchConfig, SyncConfig
-from largebatch.optim.batch_schedule import read_trace
-from largebatch.optim.schedules import Schedule, peak_rates
+from largebatch.optim.schedules import Schedule
+from largebatch.optim.traces import read_trace
 
 
 def describe_schedule(schedule: Schedule) -> str:
     """Describe in one line how the learning rate goes, and the batch where the schedule grows it."""
-    options = schedule.options
     sizes = schedule.rate_batch_sizes.first(schedule.num_updates).values
-    peaks = peak_rates(options, schedule.base_learning_rate, sizes)
-    text = f"learning rate {format_range(peaks)}{_how_it_is_scaled(schedule, sizes, peaks)}"
+    peaks = schedule.peak_rates(sizes)
+    unit = "scale-invariant steps" if schedule.scale_invariant else "updates"
+    text = f"learning rate {format_range(peaks)}{_scaling(schedule, sizes, peaks)},"
     if schedule.warmup_updates:
         starts = np.minimum(schedule.warmup_starts.values[0], peaks)
-        text += f", reached from {format_range(starts)} in {schedule.warmup_updates:,} {_unit(schedule)}, then"
-    else:
-        text += ","
-    text += f" {_after_warmup(schedule, peaks)}"
-    if options.decay_by != "rate":
-        text += f": batch {', '.join(_batch_stages(schedule))}"
-    return text + _how_b2_is_scaled(schedule)
+        text += f" reached from {format_range(starts)} in {schedule.warmup_updates:,} {unit}, then"
+    return f"{text} {_shape(schedule, peaks, unit)}{_b2(schedule)}"
 
 
 def describe_batches(batch: BatchConfig, sync: SyncConfig) -> str:
@@ -39,36 +34,30 @@ def describe_batches(batch: BatchConfig, sync: SyncConfig) -> str:
     return text
 
 
-def _unit(schedule: Schedule) -> str:
-    return "scale-invariant steps" if schedule.scale_invariant else "updates"
-
-
-def _how_it_is_scaled(schedule: Schedule, sizes: np.ndarray, peaks: np.ndarray) -> str:
-    rule, reference = schedule.options.scaling, schedule.options.reference_batch_size
+def _scaling(schedule: Schedule, sizes: np.ndarray, peaks: np.ndarray) -> str:
+    rule, reference, base = (
+        schedule.options.scaling,
+        schedule.options.reference_batch_size,
+        schedule.base_learning_rate,
+    )
     if rule == "none":
         return ""
     if rule == "adascale":
         return f" at batch {reference:,}, times the measured gain of a larger batch (AdaScale)"
-    base = schedule.base_learning_rate
     root = "the root of " if rule == "sqrt" else ""
     ratio = f"{root}batch {format_range(sizes)} / reference {reference:,}"
     return f" = {base:g} x {format_range(peaks / base, '.4g')} ({rule}: {ratio})"
 
 
-def _how_b2_is_scaled(schedule: Schedule) -> str:
-    if schedule.options.b2_scaling == "none":
-        return ""
-    b2s = schedule.b2s(schedule.batch_sizes.first(schedule.num_updates).values)
-    half_life = schedule.options.reference_batch_size * np.log(0.5) / np.log(schedule.base_b2)
-    return f"; b2 {format_range(b2s)}: half of the second moment is of the last {half_life:,.0f} images"
-
-
-def _after_warmup(schedule: Schedule, peaks: np.ndarray) -> str:
-    options, unit = schedule.options, _unit(schedule)
-    length = f"{schedule.num_updates:,} {unit}"
+def _shape(schedule: Schedule, peaks: np.ndarray, unit: str) -> str:
+    options, length = schedule.options, f"{schedule.num_updates:,} {unit}"
     if options.decay_by != "rate":
         shape = "a decay" if options.name == "step" else f"a {options.name} decay by steps"
-        return f"{length} with a growing batch for {shape} of x {options.decay_factor:g}"
+        stages = zip(schedule.batch_sizes.starts, schedule.batch_sizes.values, schedule.decay.values, strict=True)
+        batches = ", ".join(
+            f"{size:,} from update {first:,} at {peaks[0] * left:g}" for first, size, left in stages
+        )
+        return f"{length} with a growing batch for {shape} of x {options.decay_factor:g}: batch {batches}"
     if options.name == "constant":
         return f"constant over {length}"
     if options.name == "step":
@@ -78,14 +67,12 @@ def _after_warmup(schedule: Schedule, peaks: np.ndarray) -> str:
     return f"{options.name}{over_images} to {final_rate} at {unit[:-1]} {schedule.num_updates:,}"
 
 
-def _batch_stages(schedule: Schedule) -> list[str]:
-    sizes = schedule.batch_sizes
-    first_peak = peak_rates(schedule.options, schedule.base_learning_rate, schedule.rate_batch_sizes.values)[0]
-    rates = first_peak * schedule.decay_factors.values
-    return [
-        f"{size:,} from update {first:,} at {rate:g}"
-        for first, size, rate in zip(sizes.starts, sizes.values, rates, strict=True)
-    ]
+def _b2(schedule: Schedule) -> str:
+    if schedule.options.b2_scaling == "none":
+        return ""
+    b2s = schedule.b2s(schedule.batch_sizes.first(schedule.num_updates).values)
+    half_life = schedule.options.reference_batch_size * np.log(0.5) / np.log(schedule.base_b2)
+    return f"; b2 {format_range(b2s)}: half of the second moment is of the last {half_life:,.0f} images"
 
 
 def format_range(values: np.ndarray, form: str | None = None) -> str:

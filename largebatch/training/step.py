@@ -20,8 +20,8 @@ from jax import flatten_util, lax
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, DeviceBatch, Grouping
 from largebatch.hosts.replicas import AXIS, pmap
-from largebatch.optim import noise_scale, optimizers
-from largebatch.optim.averaging import smooth
+from largebatch.optim import noise_scale
+from largebatch.optim.averages import smooth
 from largebatch.optim.noise_scale import NoisePlan
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.training.loss import Batch, BatchSums
@@ -221,7 +221,7 @@ class TrainStep:
     def apply_gradients(self, state: TrainState, mean: MeanGradient, update: UpdateInputs, gain=1.0) -> TrainState:
         """Return the state after a step by the mean gradient of a batch; `gain` multiplies the rate."""
         learning_rate = update.learning_rate * gain * state.learning_rate_scale
-        opt_state = optimizers.with_hyperparams(state.opt_state, learning_rate=learning_rate, b2=update.b2)
+        opt_state = optax.tree.set(state.opt_state, learning_rate=learning_rate, b2=update.b2)
         updates, opt_state = self.optimizer.update(mean.grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         smoothed = {
@@ -254,9 +254,10 @@ class TrainStep:
         mean = mean_gradient(sums, update.batch_size)
         noise, gain = state.noise, jnp.float32(1)
         if self.noise is not None:
-            measured = self._measure_noise(sums, mean, update)
-            measured = measured.replace(valid=measured.valid & self._measures_at(state.step))
-            noise = noise_scale.add(noise, measured, self.noise.decay)
+            variance, signal, valid = self._measure_noise(sums, mean, update)
+            noise = noise_scale.add(
+                noise, variance, signal, valid & self._measures_at(state.step), self.noise.decay
+            )
         if self.adascale_reference:
             gain = noise_scale.gain(noise, update.batch_size, self.adascale_reference)
 
@@ -284,8 +285,8 @@ class TrainStep:
         """Return the number of micro-batches of `count` examples of a device in a step that measures, by size."""
         return [reader.grouping.num_micro_batches(count) for reader in self._measuring_readers()]
 
-    def _measure_noise(self, sums: GradientSums, mean: MeanGradient, update: UpdateInputs) -> noise_scale.Measured:
-        """Measure the gradient's noise by how the micro-batches of all devices differ."""
+    def _measure_noise(self, sums: GradientSums, mean: MeanGradient, update: UpdateInputs) -> tuple:
+        """Measure the gradient's noise by how all devices' micro-batches differ; see `noise_scale.measure`."""
         sharding = self.reader.sharding
         every_device = jnp.arange(sharding.num_devices)
         batches = batching.device_batch(sharding, every_device, update.epoch, update.offset, update.batch_size)

@@ -15,8 +15,8 @@ from largebatch.data.placement import bytes_per_device, place
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.streaming import Stream, Upcoming, load_inputs
 from largebatch.hosts import collectives
+from largebatch.optim.batch_schedule import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs
-from largebatch.optim.traces import PiecewiseConstant
 from largebatch.tasks.classification import Classification
 from largebatch.training.views import make_read
 from largebatch.util import UserError

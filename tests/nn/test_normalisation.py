@@ -25,7 +25,6 @@ from largebatch.data import batching
 from largebatch.data.batching import Grouping
 from largebatch.hosts import replicas
 from largebatch.nn import layers
-from largebatch.optim.averaging import smooth
 from largebatch.optim.noise_scale import NoisePlan
 from largebatch.tasks.classification import Classification
 from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn
@@ -239,14 +238,6 @@ def test_the_stem_stays_as_it_is(images_and_labels):
     assert np.abs(frozen).max() > 0
     np.testing.assert_array_equal(model_state["frozen"]["WhitenedPatches_0"]["kernel"], frozen)
     assert "WhitenedPatches_0" not in problem.params
-
-
-def test_smoothing_is_a_mean_at_first_and_then_forgets():
-    values, average = [4.0, 8.0, 0.0, 10.0], jnp.float32(123)  # where it starts does not count
-    for step, value in enumerate(values):
-        average = smooth(average, jnp.float32(value), 0.75, jnp.int32(step))
-    assert float(average) == pytest.approx(np.mean(values))
-    assert float(smooth(jnp.float32(1), jnp.float32(5), 0.75, jnp.int32(1000))) == pytest.approx(2.0)
 
 
 # ---- in a run ---------------------------------------------------------------------------------------

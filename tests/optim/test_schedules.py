@@ -32,30 +32,39 @@ def rates(schedule, *updates):
 # ---- rates ----------------------------------------------------------------------------------------
 
 
-def test_constant():
-    assert rates(create(), 0, 50, 99) == [0.1, 0.1, 0.1]
-
-
-def test_warm_up_ends_at_the_peak_and_wastes_no_update():
-    np.testing.assert_allclose(rates(create(warmup_updates=10), 0, 4, 9, 10, 99), [0.01, 0.05, 0.1, 0.1, 0.1])
-
-
-def test_linear():
-    # 90 updates after the warm-up: the first has the peak, the last a 90th of it.
-    np.testing.assert_allclose(
-        rates(create(name="linear", warmup_updates=10), 9, 10, 55, 99), [0.1, 0.1, 0.05, 0.1 / 90]
-    )
-    np.testing.assert_allclose(
-        rates(create(name="linear", final_fraction=0.2), 0, 50, 99),
-        [0.1, 0.1 * (1 - 0.8 * 0.5), 0.1 * (1 - 0.8 * 0.99)],
-    )
-
-
-def test_cosine():
-    by_update = rates(create(name="cosine", warmup_updates=20), 19, 20, 40, 60, 80, 99)
-    expected = [0.1, 0.1, *(0.05 * (1 + np.cos(np.pi * p)) for p in (0.25, 0.5, 0.75, 79 / 80))]
-    np.testing.assert_allclose(by_update, expected)
-    assert rates(create(name="cosine", final_fraction=0.1), 50)[0] == pytest.approx(0.01 + 0.09 / 2)
+@pytest.mark.parametrize(
+    ("fields", "updates", "expected"),
+    [
+        ({}, (0, 50, 99), [0.1, 0.1, 0.1]),
+        # Warm-up ends at the peak and wastes no update.
+        ({"warmup_updates": 10}, (0, 4, 9, 10, 99), [0.01, 0.05, 0.1, 0.1, 0.1]),
+        # 90 updates after the warm-up: the first has the peak, the last a 90th of it.
+        ({"name": "linear", "warmup_updates": 10}, (9, 10, 55, 99), [0.1, 0.1, 0.05, 0.1 / 90]),
+        (
+            {"name": "linear", "final_fraction": 0.2},
+            (0, 50, 99),
+            [0.1, 0.1 * (1 - 0.8 * 0.5), 0.1 * (1 - 0.8 * 0.99)],
+        ),
+        (
+            {"name": "cosine", "warmup_updates": 20},
+            (19, 20, 40, 60, 80, 99),
+            [0.1, 0.1, *(0.05 * (1 + np.cos(np.pi * p)) for p in (0.25, 0.5, 0.75, 79 / 80))],
+        ),
+        ({"name": "cosine", "final_fraction": 0.1}, (50,), [0.01 + 0.09 / 2]),
+        (
+            {"name": "step", "decay_steps": (30, 60), "decay_factor": 0.5, "warmup_updates": 5},
+            (0, 4, 29, 30, 59, 60, 99),
+            [0.02, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025],
+        ),
+        # 51,200 examples are 100 updates of 512; half an epoch of 25,600 is 25.
+        ({"num_updates": 400, "warmup_examples": 51_200}, (0, 99), [0.001, 0.1]),
+        ({"epoch_size": 25_599, "warmup_epochs": 0.5}, (0, 23, 24), [0.1 / 25, 0.1 * 24 / 25, 0.1]),
+    ],
+)
+def test_rates(fields, updates, expected):
+    schedule = create(**fields)
+    np.testing.assert_allclose(rates(schedule, *updates), expected)
+    assert schedule.batch_sizes.at(np.arange(100)).tolist() == [512] * 100
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
@@ -178,14 +187,6 @@ def test_a_warm_up_beyond_all_numbers_is_refused():
             create(**warmup)
 
 
-def test_warm_up_in_examples_and_epochs_counts_updates():
-    # 51,200 examples are 100 updates of 512; half an epoch of 172,800 is 168.75, so 169.
-    by_examples = create(num_updates=400, warmup_examples=51_200)
-    np.testing.assert_allclose(rates(by_examples, 0, 99), [0.001, 0.1])
-    by_epochs = create(num_updates=400, warmup_epochs=0.5)
-    np.testing.assert_allclose(rates(by_epochs, 0, 167, 168), [0.1 / 169, 0.1 * 168 / 169, 0.1])
-
-
 # ---- batch growth -----------------------------------------------------------------------------------
 
 
@@ -235,15 +236,8 @@ def test_seesaw_follows_its_paper(name, factor):
     assert seen == schedule.examples_before(schedule.num_updates)
     assert 400 * 512 <= seen < 400 * 512 + sizes[-1]
     assert num_stages > 3
-
-
-def test_seesaw_in_words():
-    schedule = create(num_updates=400, name="linear", decay_by="seesaw", decay_factor=0.5)
-    text = describe_schedule(schedule)
-    assert (
-        "with a growing batch for a linear decay by steps of x 0.5: batch 512 from update 0 at 0.1, 1,024" in text
-    )
-    assert "from update 200 at 0.0707107" in text
+    text = f"with a growing batch for a {name} decay by steps of x {factor}: batch 512 from update 0 at 0.1, "
+    assert text in describe_schedule(schedule)
 
 
 def test_seesaw_of_given_steps_and_a_small_set():
@@ -283,11 +277,16 @@ def test_a_stage_without_an_update_is_left_out():
     assert f"from update {schedule.num_updates:,}" not in describe_schedule(schedule)
 
 
-def test_examples_before_is_the_sum_of_the_batches():
-    stages = BatchSchedule(np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50]))
-    sizes = stages.at(np.arange(20))
-    assert sizes.tolist() == [64] * 3 + [7] + [1024] * 5 + [50] * 11
-    np.testing.assert_array_equal(stages.total_before(np.arange(21)), np.concatenate([[0], np.cumsum(sizes)]))
+def test_stages_against_plain_sums():
+    starts, values = np.array([0, 3, 4, 9]), np.array([64, 7, 1024, 50])
+    stages, sizes = BatchSchedule(starts, values), np.array([64] * 3 + [7] + [1024] * 5 + [50] * 191)
+    before, steps = np.concatenate([[0], np.cumsum(sizes)]), np.arange(200)
+    np.testing.assert_array_equal(stages.at(steps), sizes)
+    np.testing.assert_array_equal(stages.total_before(np.arange(201)), before)
+    totals = np.arange(1, before[-1] + 1, 13)
+    np.testing.assert_array_equal(stages.steps_to(totals), np.searchsorted(before, totals))
+    assert stages.first(9).starts.tolist() == [0, 3, 4]
+    assert stages.changed_from(4, 5).at(steps[:12]).tolist() == [64] * 3 + [7] + [5] * 8
     many = BatchSchedule(np.array([0]), np.array([EPOCH]))
     assert many.total_before(np.int64(10**9)) == 10**9 * EPOCH  # beyond 32 bits
 

@@ -14,7 +14,8 @@ from test_analysis import write_run
 
 import train
 from configs import default
-from largebatch.optim import traces
+from largebatch.config.fields import BatchConfig
+from largebatch.optim.traces import read_trace
 from largebatch.reports.branch_panel import branch_panel
 from largebatch.runs import reader
 from largebatch.studies import branching, critical_batch
@@ -268,7 +269,7 @@ def test_branches_of_a_real_run_give_a_trace(small_config, tmp_path):
         assert run.summary["examples_seen"] == 256
         assert run.field("optimizer.b2") == pytest.approx(0.98**0.5)
         assert run.rows[-1]["learning_rate"] == pytest.approx(0.01 * ratio**0.5)
-    trace = traces.read_once(str(study / "batch_warmup.csv"), None, 1.0, 1000)
-    assert trace.batch_sizes.values[0] == 32
+    trace = read_trace(BatchConfig(trace=str(study / "batch_warmup.csv")), 1000)
+    assert trace.sizes[0] == 32
     with (study / "batch_warmup.csv").open() as file:
         assert next(csv.reader(file)) == ["step", "batchsize"]

@@ -13,16 +13,16 @@ import evaluate
 import train
 from benchmarks.ours import collectives
 from largebatch.config.dicts import flatten
+from largebatch.config.fields import OptimizerConfig
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import preemption, replicas
 from largebatch.optim import noise_scale
-from largebatch.optim.batch_schedule import BatchSchedule
 from largebatch.optim.optimizers import Hyperparams, create_optimizer
 from largebatch.runs.progress import RunProgress
 from largebatch.training.local_sgd import Sync
 from largebatch.training.state import create_train_state
 from largebatch.util import BadSetting, UserError
-from plan import plan_run, schedule_of
+from plan import plan_run
 
 
 def run(config, workdir, **fields):
@@ -315,7 +315,9 @@ def test_another_number_of_replicas_starts_from_their_mean(small_config, tmp_pat
 
 def test_other_replicas_take_the_mean_of_all_that_has_one():
     def replicas_on(num_devices):
-        state = create_train_state({"w": np.zeros(3)}, create_optimizer("adam"), 0, local=True)
+        state = create_train_state(
+            {"w": np.zeros(3)}, create_optimizer(OptimizerConfig(name="adam")), 0, local=True
+        )
         return jax.tree.map(lambda leaf: np.stack([leaf] * num_devices), state)
 
     mean = jax.tree.map(lambda leaf: np.full(leaf.shape[1:], 7, leaf.dtype), replicas_on(1))
@@ -336,7 +338,7 @@ def test_local_steps_after_the_last_update_are_refused(small_config):
     small_config.sync.update({"mode": "post_local", "start_step": 4, "every": 2})
     small_config.batch.size = 64
     with pytest.raises(BadSetting, match=r"sync\.start_step: 4; allowed: up to 3"):
-        schedule_of(typed(small_config), 480 * 8, BatchSchedule.constant(64))
+        plan_run(typed(small_config), facts_of(480, (16, 16, 3), num_classes=10), Hardware.here(1))
 
 
 @pytest.mark.full

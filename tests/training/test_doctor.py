@@ -81,6 +81,7 @@ def test_trust_ratios_out_of_range_are_named():
     assert (finding.status, "1e-05 (low) to 1 (good)" in finding.text) == ("warn", True)
     params["low"] *= 1e4
     assert doctor.check_trust_ratios(gradient, params, 0.0).status == "ok"
+    assert "0.67 (good)" in doctor.check_trust_ratios(gradient, params, 0.5).text  # 1 / (1 + 0.5)
     gradient["low"] = np.full((2, 2), 1e-9, np.float32)  # lost beside LAMB's epsilon
     finding = doctor.check_trust_ratios(gradient, params, 0.0)
     assert (finding.status, "1e+02 (low)" in finding.text) == ("warn", True)

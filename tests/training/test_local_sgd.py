@@ -12,13 +12,13 @@ from jax import flatten_util, lax
 from test_step import examples_of
 
 from benchmarks.ours import collectives
-from largebatch.config.fields import BatchConfig, ScheduleConfig
+from largebatch.config.fields import BatchConfig, OptimizerConfig, ScheduleConfig
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS
-from largebatch.optim import optimizers, schedules
+from largebatch.optim import schedules
 from largebatch.optim.batch_schedule import BatchSchedule
-from largebatch.optim.optimizers import Hyperparams, OptimizerOptions
+from largebatch.optim.optimizers import Hyperparams, create_optimizer
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.runs.progress import replicas_from_mean
 from largebatch.training import local_sgd
@@ -75,7 +75,7 @@ def make_problem(num_devices, name="sgd", micro_batch_size=16, momentum=MOMENTUM
     def read(data, examples, visit_keys):
         return data["rows"][examples], jnp.zeros(examples.shape, jnp.int32)
 
-    optimizer = optimizers.create_optimizer(name, Hyperparams(momentum=momentum), OptimizerOptions(**options))
+    optimizer = create_optimizer(OptimizerConfig(name=name, momentum=momentum, **options))
     step = TrainStep(
         loss_fn, optimizer, MicroBatchReader(read, sharding, Grouping(micro_batch_size, micro_batch_size))
     )

@@ -11,13 +11,13 @@ import pytest
 
 import augment
 import model as models
+from largebatch.config.fields import OptimizerConfig
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping, choose_sharding
 from largebatch.data.placement import split_planes
 from largebatch.data.random_augment import RandomAugment
 from largebatch.hosts import replicas
-from largebatch.optim import optimizers
-from largebatch.optim.optimizers import Hyperparams
+from largebatch.optim.optimizers import create_optimizer
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.tasks.classification import Classification
 from largebatch.tasks.depth import Depth
@@ -151,7 +151,7 @@ def make_trainer(
 
 def sgd_trainer(problem: Problem, num_devices, **options) -> Trainer:
     """Plain SGD; options as of `make_trainer`."""
-    optimizer = optimizers.create_optimizer("sgd", Hyperparams(momentum=0.0))
+    optimizer = create_optimizer(OptimizerConfig(name="sgd", momentum=0.0))
     return make_trainer(problem, optimizer, num_devices, **options)
 
 
@@ -319,7 +319,7 @@ def test_learning_rate_is_data(problem):
 def test_golden_first_step():
     """Recorded once; a doubled rate, a sum in place of a mean or another normalisation all miss it."""
     problem = make_problem(models.create_model("convnet", NUM_CLASSES, "float32", "dot"))
-    trainer = make_trainer(problem, optimizers.create_optimizer("lamb"), 2)
+    trainer = make_trainer(problem, create_optimizer(OptimizerConfig(name="lamb")), 2)
 
     def first_step(rate):
         state, metrics = trainer.run([trainer.sharding.num_examples], rate)
