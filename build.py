@@ -4,6 +4,7 @@
 the next run of the process; `prepare` puts it all together for a run.
 """
 
+import dataclasses
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -20,11 +21,12 @@ from largebatch.hardware.chips import Hardware
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.optim.optimizers import Hyperparams, create_optimizer
-from largebatch.training.local_sgd import Sync
+from largebatch.training.evaluation import make_predict
+from largebatch.training.local_sgd import LocalSGD, Sync, make_local_loop
 from largebatch.training.loss import make_logits_fn, make_loss_fn
-from largebatch.training.programs import Predictors, Programs, compile_here, make_programs
-from largebatch.training.state import TrainState
-from largebatch.training.step import MicroBatchReader, SliceReader, TrainStep
+from largebatch.training.programs import Programs
+from largebatch.training.state import TrainState, count_params
+from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 from largebatch.training.views import expansion, make_read, make_read_slice
 from plan import RunPlan, choose_plan, data_fields, make_init, plan_run, state_shapes
 
@@ -45,10 +47,8 @@ def make_step(plan: RunPlan) -> TrainStep:
     config, shape, views = plan.config, plan.data.layout.image_shape, plan.sharding.views
     random_augment = RandomAugment.from_config(config.augment, plan.data.mean)
     read = make_read(plan.storage, shape, views, plan.task, random_augment)
-    reader = MicroBatchReader(read, plan.sharding, plan.grouping, plan.micro_batches.single)
-    if plan.micro_batches.by_slices:
-        read_slice = make_read_slice(shape, views, plan.task)
-        reader = SliceReader(read, plan.sharding, plan.grouping, read_slice=read_slice)
+    read_slice = make_read_slice(shape, views, plan.task) if plan.micro_batches.by_slices else None
+    reader = MicroBatchReader(read, plan.sharding, plan.grouping, plan.micro_batches.single, read_slice)
     return TrainStep(
         loss_fn=make_loss_fn(plan.network, plan.image_shape, plan.data.mean, plan.data.std, plan.task),
         optimizer=create_optimizer(config.optimizer, Hyperparams()),
@@ -72,16 +72,33 @@ def programs_of(plan: RunPlan, devices: list | None = None) -> Programs:
             shift=evaluation.shift_average,
             gives_maps=plan.task.kind.of_pixels,
         )
-    size, layout = plan.micro_batches.predicted_at_once, plan.data.layout
-    return make_programs(
-        plan.network,
-        plan.task,
-        make_step(plan),
-        make_init(plan),
-        Predictors(logits_fn, averaged_fn, layout.image_shape, size),
-        (plan.config.sync.mode, plan.config.sync.optimizer_state),
-        shapes=(state_shapes(plan), train_shapes(layout, plan.sharding, plan.stored_views, plan.buffer_rows)),
-        devices=devices,
+    size, layout, task, step = plan.micro_batches.predicted_at_once, plan.data.layout, plan.task, make_step(plan)
+    state = state_shapes(plan)
+    data = train_shapes(layout, plan.sharding, plan.stored_views, plan.buffer_rows)
+    sums = jax.eval_shape(step.zero_sums, state, data)
+    sync, metric_names, local = plan.config.sync, set(step.metric_names(sums)), None
+    if sync.mode != "every_step":
+        local = LocalSGD(dataclasses.replace(step, noise=None), sync.optimizer_state)
+        metric_names |= {"drift", "synced", "local"}
+
+    def predict_with(function):
+        return function and make_predict(function, task, layout.image_shape, size, devices=devices)
+
+    return Programs(
+        network=plan.network,
+        task=task,
+        step=step,
+        init=make_init(plan),
+        inner_loop=make_inner_loop(step, devices) if sync.mode != "local" else None,
+        local_loop=local and make_local_loop(local, devices),
+        average=local and replicas.pmap(local.average, devices=devices),
+        predict=predict_with(logits_fn),
+        predict_views=predict_with(averaged_fn),
+        predict_images=jax.jit(lambda variables, images: task.predictions(logits_fn(variables, images))),
+        prediction_micro_batch_size=size,
+        metric_names=tuple(sorted(metric_names)),
+        allreduce_bytes=4 * count_params(sums),  # gradients, statistics and scalars, all float32
+        sync_bytes=local.sync_bytes(state) if local else 0,
     )
 
 
@@ -164,7 +181,7 @@ class ProgramCache:
             programs = programs_of(plan)
             state = replicas.replicate(programs.init(np.uint32(0), Hyperparams(), self.whitening_kernel(plan)))
             inputs, sync = plan.schedule.inputs(0, plan.inputs_length), Sync.from_config(plan.config.sync)
-            compile_here(programs, state, self._placed.data, inputs, sync)
+            programs.compile_here(state, self._placed.data, inputs, sync)
             self._programs[key] = programs
         return self._programs[key]
 

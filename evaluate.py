@@ -45,8 +45,8 @@ from largebatch.runs import checkpoints, reader
 from largebatch.runs.load import BestCheckpoint, arrays_of, best_checkpoint
 from largebatch.runs.summary import refuse_other_network
 from largebatch.sources import file_sets, map_folders
-from largebatch.tasks.make import make_task
 from largebatch.tasks.planes import PixelTargets
+from largebatch.tasks.task import make_task
 from largebatch.training.costs import training_costs
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
@@ -101,9 +101,9 @@ def evaluate(
     dataset = read_images(images, run) if images else read_split(run, split, overrides)
     result = predict(run, dataset, num_views=num_views, shift=shift, ema=ema, whole=bool(out))
     if run.targets.planes:
-        predictions = MapPredictions(dataset, result.rows, run.targets)
+        predictions = MapPredictions(dataset, result, run.targets)
     else:
-        predictions = ClassPredictions.of(dataset, result.rows)
+        predictions = ClassPredictions.of(dataset, result)
     heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
     heading += f", mean over {num_views} views" if views else ""
     heading += f", mean over shifts of {shift} px" if shift else ""

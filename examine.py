@@ -33,7 +33,6 @@ from largebatch.sources.source import SIZES
 from largebatch.terminal import print_table
 from largebatch.training.costs import training_costs
 from largebatch.training.local_sgd import Sync
-from largebatch.training.programs import lower
 from largebatch.util import UserError
 from plan import RunPlan, choose_plan, needed_bytes, plan_run, state_shapes
 
@@ -178,8 +177,7 @@ def lower_plan(plan: RunPlan, free_bytes: int, devices: list) -> dict[str, jax.s
       free_bytes: free memory of a device, where validation images stay if they fit.
     """
     layout, size = plan.data.layout, plan.micro_batches.predicted_at_once
-    return lower(
-        programs_of(plan, devices),
+    return programs_of(plan, devices).lower(
         (
             state_shapes(plan),
             train_shapes(layout, plan.sharding, plan.stored_views, plan.buffer_rows),
@@ -187,7 +185,7 @@ def lower_plan(plan: RunPlan, free_bytes: int, devices: list) -> dict[str, jax.s
         ),
         plan.schedule.inputs(0, plan.inputs_length),
         Sync.from_config(plan.config.sync),
-        devices,
+        len(devices),
     )
 
 

@@ -22,7 +22,7 @@ from largebatch.exports import card, contents, folder, program
 from largebatch.hosts.start import start_jax
 from largebatch.runs import reader
 from largebatch.runs.summary import versions
-from largebatch.tasks.make import make_task
+from largebatch.tasks.task import make_task
 from largebatch.training.loss import make_logits_fn
 from largebatch.util import UserError
 from plan import make_network

@@ -27,10 +27,9 @@ from largebatch.hosts import memory
 from largebatch.optim.batch_schedule import BatchSchedule, possible_batch_sizes, resolve_batch_size
 from largebatch.optim.optimizers import CODE_FIELDS, Hyperparams, create_optimizer
 from largebatch.optim.schedules import Schedule, create_schedule
-from largebatch.tasks.make import make_task
-from largebatch.tasks.task import Task
+from largebatch.tasks.task import Task, make_task
 from largebatch.training.costs import bytes_beside_images, training_costs
-from largebatch.training.grouping import MicroBatchOptions, MicroBatchPlan, plan_micro_batches
+from largebatch.training.grouping import MicroBatchPlan, plan_micro_batches
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.views import STORAGES
 from largebatch.util import BadSetting
@@ -158,11 +157,14 @@ def plan_run(config: Config, data: DatasetInfo, hardware: Hardware, storage: str
     task = make_task(config.task, data.num_classes, data.targets, config.train.label_smoothing)
     network = make_network(config, task, hardware.platform)
     micro_batches = plan_micro_batches(
-        MicroBatchOptions.from_config(config.batch, config.model, config.schedule, config.log),
         sizes,
         sharding,
         hardware,
         lambda: training_costs(network, data.image_shape).activation_bytes,
+        batch=config.batch,
+        model=config.model,
+        schedule=config.schedule,
+        log=config.log,
         in_any_order=storage == "expanded" and takes_whole_set(config, sharding.num_examples),
     )
     # The doctor takes one micro-batch per device.

@@ -37,7 +37,7 @@ from largebatch.training.loss import make_normalise
 from largebatch.training.nonfinite import locate_nonfinite
 from largebatch.training.programs import Programs
 from largebatch.training.state import TrainState, count_params, params_sha256
-from largebatch.training.trainer import NonFinite, Trainer, TrainerOptions
+from largebatch.training.trainer import NonFinite, Trainer
 from largebatch.training.validation import Validation, metrics_row, outcome_of, validate
 from largebatch.util import UserError
 from plan import RunPlan
@@ -110,8 +110,8 @@ def run_loop(
         try:
             end = trainer.next_validation
             while trainer.step < end and not trainer.done:
-                call = trainer.run(end - trainer.step)
-                report.at(trainer.schedule_step, call.examples, call.seconds, trainer.examples_left)
+                examples, seconds = trainer.run(end - trainer.step)
+                report.at(trainer.schedule_step, examples, seconds, trainer.examples_left)
                 progress.note_training()
                 if not trainer.at_validation:
                     progress.save_if_due()
@@ -176,7 +176,12 @@ def make_trainer(
       profile_dir: where a profile of a few steps is written. All hosts profile if host 0 does.
     """
     profiles = bool(collectives.from_primary(np.int32(bool(profile_dir))))
-    options = TrainerOptions(
+    return Trainer(
+        state,
+        programs,
+        data.train,
+        plan.schedule,
+        clock,
         inner_steps=plan.config.train.inner_steps,
         max_nonfinite=plan.max_nonfinite,
         inputs_length=plan.inputs_length,
@@ -184,7 +189,6 @@ def make_trainer(
         sync=Sync.from_config(plan.config.sync),
         profile_dir=(profile_dir or "profile") if profiles else None,
     )
-    return Trainer(state, programs, data.train, plan.schedule, clock, options)
 
 
 def grow_batch(plan: RunPlan, trainer: Trainer) -> None:

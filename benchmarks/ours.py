@@ -17,7 +17,7 @@ import numpy as np
 import model
 from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
-from largebatch.config.fields import OptimizerConfig
+from largebatch.config.fields import BatchConfig, LogConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from largebatch.data.batching import DataSharding, choose_sharding
 from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware, auto_dtype_here, compile_with, options_for
@@ -25,12 +25,12 @@ from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim.optimizers import create_optimizer
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
-from largebatch.tasks.classification import Classification
+from largebatch.tasks.task import Classification
 from largebatch.training.costs import training_costs
-from largebatch.training.grouping import MicroBatchOptions, MicroBatchPlan, plan_micro_batches
+from largebatch.training.grouping import MicroBatchPlan, plan_micro_batches
 from largebatch.training.loss import Batch, make_loss_fn
 from largebatch.training.state import count_params, create_train_state
-from largebatch.training.step import MicroBatchReader, SliceReader, TrainStep, make_inner_loop
+from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 from largebatch.training.views import VIEW_COUNTS, make_read, make_read_slice
 
 NETWORK, OPTIMIZER = "convnet", "adam"
@@ -82,22 +82,16 @@ def resolve(options: StepOptions, hardware: Hardware) -> StepOptions:
 
 def _plan(options: StepOptions, sharding: DataSharding, hardware: Hardware) -> MicroBatchPlan:
     """Plan micro-batches and noise as train.py does: the one place that knows which fields of a config it takes."""
-    asked = MicroBatchOptions(
-        micro_batch_size=options.micro_batch_size,
-        ghost_size=None,
-        network=NETWORK,
-        norm="none",
-        noise_every=options.noise_every,
-        noise_decay=NOISE_DECAY,
-        needs_noise=False,
-    )
     network = make_network(options.dtype, options.conv)
     return plan_micro_batches(
-        asked,
         np.array([options.batch_size]),
         sharding,
         hardware,
         lambda: training_costs(network, serve.IMAGE_SHAPE).activation_bytes,
+        batch=BatchConfig(micro_batch_size=options.micro_batch_size),
+        model=ModelConfig(name=NETWORK, norm="none"),
+        schedule=ScheduleConfig(noise_decay=NOISE_DECAY),
+        log=LogConfig(noise_every=options.noise_every),
         in_any_order=options.storage == "expanded" and options.batch_size == sharding.num_examples,
     )
 
@@ -137,10 +131,8 @@ class OurStep(serve.Step):
         """Make the step, as `build.make_parts` does from a config."""
         plan, task = self._plan, Classification(serve.NUM_CLASSES)
         read = make_read(self.options.storage, serve.IMAGE_SHAPE, VIEWS, task)
-        reader = MicroBatchReader(read, self._sharding, plan.grouping, plan.single)
-        if plan.by_slices:
-            read_slice = make_read_slice(serve.IMAGE_SHAPE, VIEWS, task)
-            reader = SliceReader(read, self._sharding, plan.grouping, read_slice=read_slice)
+        read_slice = make_read_slice(serve.IMAGE_SHAPE, VIEWS, task) if plan.by_slices else None
+        reader = MicroBatchReader(read, self._sharding, plan.grouping, plan.single, read_slice)
         return TrainStep(
             make_loss(self.network),
             create_optimizer(OptimizerConfig(name=OPTIMIZER)),

@@ -21,7 +21,7 @@ from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory
 from largebatch.sources.source import source_in_memory
 from largebatch.sources.split import SPLITS, split_indices
-from largebatch.tasks.classification import Classification
+from largebatch.tasks.task import Classification
 from largebatch.training.views import make_read, select_views
 from largebatch.util import BadSetting, UserError
 from plan import data_fields, plan_run

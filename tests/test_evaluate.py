@@ -17,7 +17,8 @@ from configs import default
 from largebatch.decoding.images import Dataset
 from largebatch.predictions.tables import macro_f1, print_results
 from largebatch.runs.load import best_checkpoint
-from largebatch.tasks.classification import ClassificationScores
+from largebatch.tasks.kinds import CLASSIFICATION
+from largebatch.tasks.scores import Scores
 from largebatch.util import UserError
 
 
@@ -187,7 +188,8 @@ def test_names_that_others_gave_do_not_steer_the_terminal(capsys):
     names = ["\x1b[2J", "[/nothing]", "ash\r"]
     dataset = Dataset(np.zeros((3, 8, 8, 3), np.uint8), np.arange(3), names, ["a", "b", "c"])
     logits = np.roll(np.eye(3), 1, axis=0)
-    scores = ClassificationScores(loss=1.0, accuracy=0.0, accuracy_top5=None, num_examples=3)
+    values = {"loss": 1.0, "accuracy": 0.0, "accuracy_top5": None, "examples": 3}
+    scores = Scores(CLASSIFICATION, values)
     print_results(dataset, logits.argmax(1), scores, "run \x1b]0;title\x07")
     shown = capsys.readouterr().out
     assert "accuracy 0.0000, macro F1 0.0000, loss 1.0000 over 3 images" in shown

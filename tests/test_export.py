@@ -93,7 +93,7 @@ def logits_of(path: Path, pictures: Path, **options):
     run = evaluate.load_run(path)
     dataset = evaluate.read_images(str(pictures), run)
     options = {"num_views": 1, "shift": 0, "ema": False} | options
-    return dataset.images, evaluate.predict(run, dataset, whole=True, **options).rows[: len(dataset.labels)]
+    return dataset.images, evaluate.predict(run, dataset, whole=True, **options)[: len(dataset.labels)]
 
 
 def blocks_of(model: Path) -> list[str]:

@@ -374,7 +374,7 @@ def test_the_command_does_what_train_py_does(train_py, monkeypatch, capsys):
     found = [float(loss) for _, loss, _ in matches]
     np.testing.assert_allclose(found, losses.reshape(4, 5).mean(axis=1), atol=1e-4)
     run = train_py("sgd").run
-    expected = validate(run.programs, run.data, replicas.replicate(state)).scores.accuracy
+    expected = validate(run.programs, run.data, replicas.replicate(state)).scores.score
     assert float(matches[-1][2]) == pytest.approx(expected, abs=1e-4)
 
 

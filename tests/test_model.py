@@ -13,7 +13,7 @@ import model as models
 from configs import default
 from largebatch.nn import layers
 from largebatch.nn.layers import max_pool
-from largebatch.tasks.classification import Classification
+from largebatch.tasks.task import Classification
 from largebatch.training.costs import training_costs
 from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn, make_normalise
 from largebatch.training.state import count_params

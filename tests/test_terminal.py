@@ -14,8 +14,8 @@ from largebatch.runs.display import Reporter
 from largebatch.runs.summary import empty_summary
 from largebatch.studies.display import SweepTable
 from largebatch.studies.queue import Counts
-from largebatch.tasks.classification import ClassificationScores
 from largebatch.tasks.kinds import CLASSIFICATION
+from largebatch.tasks.scores import Scores
 
 NAME = "[/lr] [bold]x[/bold] :cat: [red \x1b[2J"
 SHOWN = r"[/lr] [bold]x[/bold] :cat: [red \x1b[2J"
@@ -69,7 +69,8 @@ def test_a_study_shows_its_name_settings_and_errors(capsys):
 
 def test_predictions_and_findings_show_classes_and_folders(capsys):
     dataset = Dataset(np.zeros((2, 8, 8, 3), np.uint8), np.array([0, 1]), [NAME, "b"], ["0", "1"])
-    scores = ClassificationScores(loss=1.0, accuracy=0.5, accuracy_top5=None, num_examples=2)
+    values = {"loss": 1.0, "accuracy": 0.5, "accuracy_top5": None, "examples": 2}
+    scores = Scores(CLASSIFICATION, values)
     tables.print_results(dataset, np.array([1, 1]), scores, f"runs/{NAME}")
     tables.print_results(dataset, np.array([0, 1]), None, f"runs/{NAME}")
     show([Finding(OK, NAME, NAME, advice=NAME)], ending=f"see {NAME}")

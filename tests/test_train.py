@@ -135,14 +135,15 @@ def test_one_compilation_serves_every_call(small_config, tmp_path, monkeypatch):
     )
     small_config.optimizer.learning_rate = 0.0123
     calls = []
-    inner_call = Trainer._call
+    run = Trainer.run
 
-    def call(self, count):
+    def counted(self, count):
         before = len(compiled)
-        inner_call(self, count)
+        result = run(self, count)
         calls.append(len(compiled) - before)
+        return result
 
-    monkeypatch.setattr(Trainer, "_call", call)
+    monkeypatch.setattr(Trainer, "run", counted)
     train.train_and_evaluate(small_config, str(tmp_path), shared=ProgramCache())
     jax.monitoring.clear_event_listeners()
     assert len(compiled) > 0
@@ -184,16 +185,17 @@ def test_a_loss_that_is_no_number_ends_the_run_as_diverged(small_config, tmp_pat
 
 
 def test_replicas_that_differ_stop_the_run(small_config, tmp_path, monkeypatch):
-    call = Trainer._call
+    run = Trainer.run
 
     def corrupt_one_replica(self, count):
-        call(self, count)
+        result = run(self, count)
         bias = self.state.params["Dense_0"]["bias"]
         shards = [shard.data for shard in bias.addressable_shards]
         shards[5] = shards[5].at[0, 3].add(1e-7)
         self.state.params["Dense_0"]["bias"] = replicas.stack(shards)
+        return result
 
-    monkeypatch.setattr(Trainer, "_call", corrupt_one_replica)
+    monkeypatch.setattr(Trainer, "run", corrupt_one_replica)
     with pytest.raises(RuntimeError, match=r"parameters differ between replicas: devices \[5\]"):
         train.train_and_evaluate(small_config, str(tmp_path))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"

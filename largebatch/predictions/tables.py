@@ -60,7 +60,7 @@ def print_results(dataset: Dataset, predicted: np.ndarray, scores, heading: str)
     Args:
       dataset: label -1 where it is not known.
       predicted: int [N], the class of every image.
-      scores: `classification.ClassificationScores` of the labelled images; None where there are none.
+      scores: `tasks.scores.Scores` of the labelled images; None where there are none.
     """
     out = Console()
     out.print(printable(heading), soft_wrap=True)
@@ -73,10 +73,11 @@ def print_results(dataset: Dataset, predicted: np.ndarray, scores, heading: str)
     labelled = dataset.labels >= 0
     labels, found = dataset.labels[labelled], predicted[labelled]
     out.print(class_table(names, labels, found))
-    top5 = "" if scores.accuracy_top5 is None else f", among the first five {scores.accuracy_top5:.4f}"
+    values = scores.values
+    top5 = "" if values["accuracy_top5"] is None else f", among the first five {values['accuracy_top5']:.4f}"
     f1 = f"macro F1 {macro_f1(labels, found):.4f}"
     out.print(
-        f"accuracy {scores.accuracy:.4f}{top5}, {f1}, loss {scores.loss:.4f} over {scores.num_examples:,} images"
+        f"accuracy {values['accuracy']:.4f}{top5}, {f1}, loss {scores.loss:.4f} over {values['examples']:,} images"
     )
     if not labelled.all():
         others = np.count_nonzero(~labelled)

@@ -11,20 +11,24 @@ class TaskKind:
 
     Attributes:
       name: name in a config's `task`.
-      has_mask, has_depth: whether each pixel has a class or a depth; with neither each image has a class.
       score: name of the score; with "val_" before it, its column in metrics.jsonl.
       score_words: the score in words.
       higher_is_better: whether higher scores are better.
+      has_mask, has_depth: whether each pixel has a class or a depth; with neither each image has a class.
+      metric_names: names of the metrics of training.
+      kept_names: names of the columns that a run keeps of validation examples; () where it keeps the outputs.
       fields: fields of a config's `task` that matter to it.
     """
 
     name: str
-    has_mask: bool
-    has_depth: bool
     score: str
     score_words: str
-    higher_is_better: bool
-    fields: frozenset[str]
+    higher_is_better: bool = True
+    has_mask: bool = False
+    has_depth: bool = False
+    metric_names: tuple[str, ...] = ()
+    kept_names: tuple[str, ...] = ()
+    fields: frozenset[str] = frozenset()
 
     @property
     def of_pixels(self) -> bool:
@@ -55,44 +59,37 @@ class TaskKind:
         return min((score for score in scores if score is not None), key=self.rank, default=None)
 
 
-CLASSIFICATION = TaskKind(
-    name="classification",
-    has_mask=False,
-    has_depth=False,
-    score="accuracy",
-    score_words="accuracy",
-    higher_is_better=True,
-    fields=frozenset(),
-)
+CLASSIFICATION = TaskKind("classification", "accuracy", "accuracy", metric_names=("accuracy",))
 SEGMENTATION = TaskKind(
-    name="segmentation",
+    "segmentation",
+    "mean_iou",
+    "mean IoU",
     has_mask=True,
-    has_depth=False,
-    score="mean_iou",
-    score_words="mean IoU",
-    higher_is_better=True,
+    metric_names=("pixel_accuracy",),
+    kept_names=("loss", "mean_iou"),
     fields=frozenset({"mask_loss"}),
 )
 DEPTH = TaskKind(
-    name="depth",
-    has_mask=False,
-    has_depth=True,
-    score="depth_rmse",
-    score_words="depth RMSE",
+    "depth",
+    "depth_rmse",
+    "depth RMSE",
     higher_is_better=False,
+    has_depth=True,
+    metric_names=("depth_error",),
+    kept_names=("loss", "depth_rmse"),
     fields=frozenset({"depth_loss"}),
 )
 MASK_DEPTH = dataclasses.replace(
     SEGMENTATION,
     name="mask_depth",
     has_depth=True,
+    metric_names=("pixel_accuracy", "depth_error"),
+    kept_names=("loss", "mean_iou", "depth_rmse"),
     fields=frozenset({"mask_loss", "depth_loss", "depth_weight"}),
 )
 KINDS = {kind.name: kind for kind in (CLASSIFICATION, SEGMENTATION, DEPTH, MASK_DEPTH)}
 
 
 def kind_of(config: Mapping) -> TaskKind:
-    """Return the kind of a run's task, by its config; classification where that names none, as in older code."""
-    task = config.get("task")
-    name = task.get("name") if isinstance(task, Mapping) else None
-    return KINDS.get(name, CLASSIFICATION) if isinstance(name, str) else CLASSIFICATION
+    """Return the kind of a run's task, by its config; classification where that names none."""
+    return KINDS.get((config.get("task") or {}).get("name"), CLASSIFICATION)

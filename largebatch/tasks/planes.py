@@ -38,13 +38,11 @@ class PixelTargets:
           ValueError: the description is damaged.
         """
         if "targets" not in data:
-            return cls()
-        found = data["targets"] if isinstance(data["targets"], Mapping) else {}
-        classes, has_depth = found.get("classes"), found.get("has_depth")
-        are_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-        if not are_names or not isinstance(has_depth, bool):
-            raise ValueError(f"targets: {data['targets']}; allowed: classes and has_depth")
-        return cls(tuple(classes), has_depth)
+            return NO_TARGETS
+        try:
+            return cls(tuple(map(str, data["targets"]["classes"])), bool(data["targets"]["has_depth"]))
+        except (KeyError, TypeError):
+            raise ValueError(f"targets: {data['targets']}; allowed: classes and has_depth") from None
 
     def record(self) -> dict:
         """Return the targets as plain JSON, for the description of a data set."""

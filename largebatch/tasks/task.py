@@ -1,70 +1,179 @@
-"""The interface of tasks: the loss of an example, and the scores of a split."""
+"""The two tasks: a class for each image, and dense targets for each pixel (a mask, a depth, or both).
 
-from typing import Any, Protocol
+In all methods `outputs` are the network's for a micro-batch of M examples, and `targets` what they should be: the
+classes of images int32 [M], or integer planes [M, H, W, target_planes].
+"""
+
+import dataclasses
+from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from largebatch.tasks.kinds import TaskKind
+from largebatch.config.fields import TaskConfig
+from largebatch.tasks import losses, planes, scores
+from largebatch.tasks.kinds import CLASSIFICATION, KINDS, TaskKind
+from largebatch.tasks.planes import PixelTargets
+from largebatch.tasks.scores import Scores
+
+TOP = 5
 
 
-class Scores(Protocol):
-    """Scores over the examples of a split that count."""
+@dataclasses.dataclass(frozen=True)
+class Classification:
+    """The task of logits [M, num_classes] for classes of images; equal tasks share their programs."""
 
-    loss: float  # mean over the examples
-    num_examples: int
+    num_classes: int
+    label_smoothing: float = 0.0
+    kind: ClassVar = CLASSIFICATION
+    target_planes: ClassVar = 0  # number of the last channels of a stored image that are its dense targets
 
     @property
-    def score(self) -> float:
-        """The score by which the best validation is chosen; `TaskKind` says which way it goes."""
+    def outputs(self) -> int:
+        """The outputs of the network: the number of classes, or the channels of each dense target."""
+        return self.num_classes
 
-    def row_fields(self) -> dict[str, float | int | None]:
-        """Return the columns of a row of metrics.jsonl for the validation split."""
+    def losses(self, outputs, targets) -> jax.Array:
+        """Return one loss per example, float32 [M]."""
+        return losses.image_cross_entropy(outputs, targets, self.label_smoothing)
+
+    def metrics(self, outputs, targets) -> dict[str, jax.Array]:
+        """Return the metrics of training beside the loss, by name: float32 [M], to be averaged over a batch."""
+        return {"accuracy": (jnp.argmax(outputs, axis=-1) == targets).astype(jnp.float32)}
+
+    def evaluate(self, outputs, targets, is_known) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Return the sums for `scores` over the examples where `is_known` [M], and what a run keeps of each.
+
+        The latter is float32 [M, columns]; the columns are `kind.kept_names`, or where those are () the outputs.
+        """
+        labels = jnp.where(is_known, targets, 0)[:, None]
+        # An example is a hit among the first k if fewer than k classes come before its own. The larger logit comes
+        # first, of equal ones the lower class, as with argmax. A NaN comes before all, and is never a hit.
+        own = jnp.take_along_axis(outputs, labels, axis=1)
+        comes_later = jnp.arange(outputs.shape[1]) >= labels
+        rank = jnp.sum(~((own > outputs) | ((own == outputs) & comes_later)), axis=1)
+        sums = {
+            "losses": scores.sum_where(is_known, losses.image_cross_entropy(outputs, labels[:, 0])),
+            "hits": scores.count(is_known & (rank < 1)),
+            "hits_top5": scores.count(is_known & (rank < TOP)),
+            "examples": scores.count(is_known),
+        }
+        return sums, outputs
+
+    def scores(self, sums: dict[str, np.ndarray]) -> Scores | None:
+        """Return the scores of a split from its sums [micro-batches, ...]; None where no example is known."""
+        examples, hits, hits_top5 = (int(sums[name].sum()) for name in ("examples", "hits", "hits_top5"))
+        if not examples:
+            return None
+        values = {
+            "loss": scores.exact_sum(sums["losses"]) / examples,
+            "accuracy": hits / examples,
+            "accuracy_top5": hits_top5 / examples if self.num_classes > TOP else None,  # else always 1
+            "examples": examples,
+        }
+        return Scores(self.kind, values)
+
+    def predictions(self, outputs) -> jax.Array:
+        """Return the prediction for each example, for evaluate.py to write: [M, ...]."""
+        return outputs
 
 
-class Task(Protocol):
-    """A task, as a frozen dataclass, since programs are shared between runs of equal tasks.
-
-    In all methods `outputs` are the network's for a micro-batch of M examples, and `targets` what they should be.
-
-    Attributes:
-      kind: kind of the task, by its name.
-      outputs: outputs of the network: the number of classes, or the channels of each dense target.
-      metric_names: names of the metrics that `metrics` returns.
-      kept_names: names of the columns of `kept`; () where they are those of the outputs.
-      target_planes: number of the last channels of a stored image that are its dense targets.
-    """
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """The task of outputs [M, H, W, channels] for class masks, depths or both; methods as of `Classification`."""
 
     kind: TaskKind
-    outputs: int | tuple[int, ...]
-    metric_names: tuple[str, ...]
-    kept_names: tuple[str, ...]
-    target_planes: int
+    classes: tuple[str, ...]  # names, by the value in the mask
+    mask_loss: str  # a key of MASK_LOSSES
+    depth_loss: str  # a key of DEPTH_LOSSES
+    depth_weight: float = 1.0  # weight of the depth's loss beside the mask's
 
-    def targets(self, labels: jax.Array, planes: jax.Array) -> Any:
-        """Return the targets of classes int32 [M] and integer planes [M, H, W, target_planes]."""
+    @property
+    def target_planes(self) -> int:
+        """The number of the last channels of a stored image that are its dense targets."""
+        return PixelTargets(self.classes, self.kind.has_depth).planes
 
-    def losses(self, outputs: Any, targets: Any) -> jax.Array:
-        """Return one loss per example, float32 [M], so that sums do not depend on how a batch is split."""
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The channels of the mask's logits and of the depth."""
+        return ((len(self.classes),) if self.kind.has_mask else ()) + ((1,) if self.kind.has_depth else ())
 
-    def metrics(self, outputs: Any, targets: Any) -> dict[str, jax.Array]:
-        """Return the metrics of training beside the loss, by name: float32 [M], to be averaged over a batch."""
+    def _parts(self, outputs, targets) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Return what is predicted and what is true of the mask and the depth, as far as the task has them."""
+        parts = {}
+        if self.kind.has_mask:
+            parts["mask"] = outputs[..., : len(self.classes)], planes.classes_of(targets)
+        if self.kind.has_depth:
+            parts["depth"] = outputs[..., -1], planes.depths_of(targets)
+        return parts
 
-    def sums(self, outputs: Any, targets: Any, is_known: jax.Array) -> Any:
-        """Return the sums for `scores`: a pytree of sums over the examples where `is_known` [M].
+    def _losses(self, parts: dict) -> dict[str, jax.Array]:
+        """Return the losses of mask and depth, float32 [M] each."""
+        functions = {"mask": losses.MASK_LOSSES[self.mask_loss], "depth": losses.DEPTH_LOSSES[self.depth_loss]}
+        return {f"{name}_losses": functions[name](*part) for name, part in parts.items()}
 
-        Whole numbers are int32: their sum over devices may be above that.
-        """
+    def _weighted(self, parts: dict):
+        """Return the loss of an example from those of its mask and depth."""
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        return parts["mask_losses"] + self.depth_weight * parts["depth_losses"]
 
-    def kept(self, outputs: Any, targets: Any) -> jax.Array:
-        """Return the per-example outputs that a run keeps for validation examples, float32 [M, columns]."""
+    def losses(self, outputs, targets) -> jax.Array:
+        """Return the loss of the mask, of the depth, or their weighted sum."""
+        return self._weighted(self._losses(self._parts(outputs, targets)))
 
-    def predictions(self, outputs: Any) -> jax.Array:
-        """Return the prediction for each example, for evaluate.py to write: [M, ...]."""
+    def metrics(self, outputs, targets) -> dict[str, jax.Array]:
+        """Return the share of an image's pixels whose class is right, and its depth's mean absolute error."""
+        parts = self._parts(outputs, targets)
+        metrics = (scores.METRICS[name](*part) for name, part in parts.items())
+        return dict(zip(self.kind.metric_names, metrics, strict=True))
 
-    def scores(self, sums: Any) -> Scores | None:
-        """Return the scores of a split; None where no example is known.
+    def evaluate(self, outputs, targets, is_known) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Return sums over the known examples, and the loss, mean IoU and RMSE of each example."""
+        parts = self._parts(outputs, targets)
+        part_losses = self._losses(parts)
+        sums = {name: scores.sum_where(is_known, values) for name, values in part_losses.items()}
+        sums["examples"], kept = scores.count(is_known), [self._weighted(part_losses)]
+        for name, part in parts.items():
+            part_sums, part_score = scores.SUMS[name](*part, is_known)
+            sums |= part_sums
+            kept.append(part_score)
+        return sums, jnp.stack(kept, axis=-1)
 
-        Args:
-          sums: sums as by `sums`, but NumPy arrays [micro-batches, ...], for the host to add up in more digits;
-            whole numbers are int64.
-        """
+    def scores(self, sums: dict[str, np.ndarray]) -> Scores | None:
+        """Return the scores over all pixels of a split."""
+        examples = int(sums["examples"].sum())
+        if not examples:
+            return None
+        means = {name: scores.exact_sum(part) / examples for name, part in sums.items() if name.endswith("_losses")}
+        values = {"loss": self._weighted(means)}
+        if self.kind.has_mask:
+            values |= scores.mask_scores(sums, self.classes) | {"examples": examples}
+        if self.kind.has_depth:
+            values |= scores.depth_scores(sums) | {"examples": examples}
+        return Scores(self.kind, values)
+
+    def predictions(self, outputs) -> jax.Array:
+        """Return class and depth of each pixel, as planes of uint8: [M, H, W, target_planes]."""
+        parts = []
+        if self.kind.has_mask:
+            parts.append(jnp.argmax(outputs[..., : len(self.classes)], axis=-1).astype(jnp.uint8))
+        if self.kind.has_depth:
+            parts += planes.two_bytes(scores.clipped(outputs[..., -1]))
+        return jnp.stack(parts, axis=-1)
+
+
+Task = Classification | Dense
+
+
+def make_task(config: TaskConfig, num_classes: int, targets: PixelTargets, label_smoothing: float = 0.0) -> Task:
+    """Make the task of a config for a data set.
+
+    Args:
+      num_classes: number of classes of images.
+      targets: dense targets of the data set.
+    """
+    if config.name == CLASSIFICATION.name:
+        return Classification(num_classes, label_smoothing)
+    return Dense(KINDS[config.name], targets.classes, config.mask_loss, config.depth_loss, config.depth_weight)

@@ -1,14 +1,12 @@
-"""Costs of training: FLOPs, memory, and bytes between devices."""
+"""Costs of training: FLOPs and memory."""
 
-import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.extend.core
-import numpy as np
 
 from largebatch.hardware.chips import Hardware
 from largebatch.training.state import count_params
@@ -16,23 +14,6 @@ from largebatch.training.state import count_params
 # Factor for unfused intermediates on a GPU. By XLA's figures for an H200 the convnet needs 1.1 to 1.4 times its
 # activations at micro-batches of 32 to 1,350, ResNet-8 1.2 times.
 ACTIVATIONS_ON_GPU = 1.4
-
-
-def bytes_sent_per_update(
-    num_devices: int, allreduce_bytes: int, sync_bytes: int, metrics: dict[str, np.ndarray]
-) -> float:
-    """Return the bytes each device sends per step: by a ring, 2 (D - 1) / D of those it puts into all-reduces.
-
-    Args:
-      allreduce_bytes: bytes put in by a synchronous step.
-      sync_bytes: bytes put in by a synchronisation after local steps.
-      metrics: metrics of every step; "local" is 1 for local steps, "synced" where a synchronisation followed.
-    """
-    num_updates = len(metrics["loss"])
-    num_local = metrics["local"].sum() if "local" in metrics else 0
-    num_syncs = metrics["synced"].sum() if "synced" in metrics else 0
-    put_in = allreduce_bytes * (num_updates - num_local) + sync_bytes * num_syncs
-    return float(2 * (num_devices - 1) / num_devices * put_in / num_updates)
 
 
 def flops_utilisation(flops_per_image: float, images_per_sec: float, hardware: Hardware) -> float | None:
@@ -63,8 +44,7 @@ def bytes_beside_images(network, state, image_shape, micro_batch_size: int, plat
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """FLOPs and activation memory per training image."""
 
     flops: float  # of all matrix products, forward and backward
@@ -88,26 +68,17 @@ def training_costs(network: nn.Module, image_shape: tuple[int, int, int]) -> Cos
         return as_dot.apply({"params": params, **rest}, images).sum()
 
     activation_bytes = 0
-    for product in _products(jax.make_jaxpr(total)(params, rest, images).jaxpr):
+    for _, operand, output in _products(jax.make_jaxpr(total)(params, rest, images).jaxpr):
         if network.conv == "dot":
-            activation_bytes += 2 * product.output.size * 4 + product.operand.size * network.dtype.itemsize
+            activation_bytes += 2 * output.size * 4 + operand.size * network.dtype.itemsize
         else:
-            activation_bytes += 2 * product.output.size * network.dtype.itemsize
+            activation_bytes += 2 * output.size * network.dtype.itemsize
     forward_and_backward = _products(jax.make_jaxpr(jax.value_and_grad(total))(params, rest, images).jaxpr)
-    return Costs(float(sum(product.flops for product in forward_and_backward)), activation_bytes)
+    return Costs(float(sum(flops for flops, _, _ in forward_and_backward)), activation_bytes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """A matrix product of a traced program."""
-
-    flops: int
-    operand: Any  # abstract value of the left factor
-    output: Any  # abstract value
-
-
-def _products(jaxpr) -> list[_Product]:
-    """Return all matrix products that a jaxpr's outputs need, those of inner jaxprs too."""
+def _products(jaxpr) -> list[tuple[int, Any, Any]]:
+    """Return FLOPs, left factor and output of all matrix products that a jaxpr's outputs need, inner jaxprs too."""
     needed, products = set(jaxpr.outvars), []
     for equation in reversed(jaxpr.eqns):
         if not needed.intersection(equation.outvars):
@@ -117,7 +88,7 @@ def _products(jaxpr) -> list[_Product]:
             (contracted, _), _ = equation.params["dimension_numbers"]
             operand, output = equation.invars[0].aval, equation.outvars[0].aval
             flops = 2 * output.size * math.prod(operand.shape[axis] for axis in contracted)
-            products.append(_Product(flops, operand, output))
+            products.append((flops, operand, output))
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):

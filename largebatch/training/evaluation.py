@@ -13,7 +13,8 @@ from largebatch.data.placement import split_planes
 from largebatch.data.validation import UNKNOWN, DealtSplit
 from largebatch.hosts import collectives
 from largebatch.hosts.replicas import AXIS, pmap
-from largebatch.tasks.task import Scores, Task
+from largebatch.tasks.scores import Scores
+from largebatch.tasks.task import Task
 
 
 def make_predict(
@@ -50,9 +51,9 @@ def make_predict(
             labels = block.labels[within]
             images, planes = split_planes(block.images[within].reshape(-1, *stored_shape), task.target_planes)
             outputs = logits_fn(variables, images)
-            targets, is_known = task.targets(labels, planes), (rows < num_rows) & (labels != UNKNOWN)
-            kept = task.predictions(outputs) if whole else task.kept(outputs, targets)
-            return in_halves(task.sums(outputs, targets, is_known)), kept
+            targets, is_known = planes if task.target_planes else labels, (rows < num_rows) & (labels != UNKNOWN)
+            sums, kept = task.evaluate(outputs, targets, is_known)
+            return in_halves(sums), task.predictions(outputs) if whole else kept
 
         starts = jnp.arange(-(-num_rows // size)) * size
         sums, kept = lax.map(some, starts)
@@ -83,19 +84,21 @@ def _is_whole(array) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitRows:
-    """Per-example outputs for a split, on the devices that computed them.
+class SplitPredictions:
+    """The scores of a split, and its per-example outputs on the devices that computed them.
 
-    A slice `rows[first:last]` is a NumPy array [n, ...] in the split's order, on every host. Slicing is collective;
-    only the slice crosses hosts.
+    A slice `predictions[first:last]` is a NumPy array [n, ...] in the split's order, on every host. Slicing is
+    collective; only the slice crosses hosts.
 
     Attributes:
+      scores: None where no example's targets are known.
       blocks: one array for each block, [local devices, rows of a block or more, ...].
       rows_per_block: rows of a device in each block.
-      num_devices: see `DealtSplit`.
+      num_devices: number of devices of all hosts.
       shape: (examples, ...); for classes (examples, num_classes).
     """
 
+    scores: Scores | None
     blocks: list[jax.Array]
     rows_per_block: int
     num_devices: int
@@ -104,24 +107,19 @@ class SplitRows:
     def __getitem__(self, examples: slice) -> np.ndarray:
         first, last, _ = examples.indices(self.shape[0])
         first_row, end_row = first // self.num_devices, -(-last // self.num_devices)
-        here = self._rows_of_local_devices(first_row, end_row)
-        collectives.barrier()  # a host may still be writing an earlier slice
-        of_all = collectives.gather(here).reshape(-1, *here.shape[1:])  # [devices, rows, ...]
-        in_order = of_all.swapaxes(0, 1).reshape(-1, *self.shape[1:])
-        skipped = first - first_row * self.num_devices
-        return in_order[skipped : skipped + last - first]
-
-    def _rows_of_local_devices(self, first_row: int, end_row: int) -> np.ndarray:
-        """Return rows of this host's devices: [local devices, end_row - first_row, ...]."""
-        pieces = []
+        pieces = []  # rows [local devices, n, ...] of this host's devices
         for number, block in enumerate(self.blocks):
             start = number * self.rows_per_block
-            begin = max(first_row - start, 0)
-            end = min(end_row - start, self.rows_per_block)
+            begin, end = max(first_row - start, 0), min(end_row - start, self.rows_per_block)
             if begin < end:
                 shards = [shard.data for shard in block.addressable_shards]
                 pieces.append(np.concatenate([_fetch_rows(shard, begin, end) for shard in shards]))
-        return np.concatenate(pieces, axis=1)
+        here = np.concatenate(pieces, axis=1)
+        collectives.barrier()  # a host may still be writing an earlier slice
+        all_rows = collectives.gather(here).reshape(-1, *here.shape[1:])  # [devices, rows, ...]
+        in_order = all_rows.swapaxes(0, 1).reshape(-1, *self.shape[1:])
+        skipped = first - first_row * self.num_devices
+        return in_order[skipped : skipped + last - first]
 
 
 def _fetch_rows(shard: jax.Array, begin: int, end: int) -> np.ndarray:
@@ -136,14 +134,6 @@ def _slice_rows(shard, begin, size):
     return lax.dynamic_slice_in_dim(shard, begin, size, axis=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitPredictions:
-    """The predictions for a split; the scores are None where no example's targets are known."""
-
-    scores: Scores | None
-    rows: SplitRows
-
-
 def predict_split(
     predict: Callable, variables, split: DealtSplit, micro_batch_size: int, task: Task
 ) -> SplitPredictions:
@@ -155,15 +145,14 @@ def predict_split(
     Raises:
       UserError: an image cannot be read; see `DealtSplit.blocks`.
     """
-    sums, rows = [], []
+    sums, blocks = [], []
     for block in split.blocks(micro_batch_size):
         # Only started here: the next block is read while the devices work on this one.
-        sums_of_block, rows_of_block = predict(variables, block)
-        sums.append(sums_of_block)
-        rows.append(rows_of_block)
+        block_sums, block_outputs = predict(variables, block)
+        sums.append(block_sums)
+        blocks.append(block_outputs)
         if len(sums) > 1:
             jax.block_until_ready(sums[-2])  # so that no more than two blocks are on the devices
-    shape = (len(split.labels), *rows[0].shape[2:])
-    on_devices = SplitRows(rows, split.rows_per_block(micro_batch_size), split.num_devices, shape)
-    of_all = jax.tree.map(lambda *of_blocks: np.concatenate(of_blocks), *sums)
-    return SplitPredictions(task.scores(from_halves(of_all)), on_devices)
+    scores = task.scores(from_halves(jax.tree.map(lambda *parts: np.concatenate(parts), *sums)))
+    shape = (len(split.labels), *blocks[0].shape[2:])
+    return SplitPredictions(scores, blocks, split.rows_per_block(micro_batch_size), split.num_devices, shape)

@@ -47,11 +47,7 @@ def make_logits_fn(network, image_shape, mean, std):
     Variables are {"params": ..., and the collections that `model.init_variables` returns}.
     """
     normalise = make_normalise(network, image_shape, mean, std)
-
-    def logits_fn(variables, images):
-        return network.apply(variables, normalise(images))
-
-    return logits_fn
+    return lambda variables, images: network.apply(variables, normalise(images))
 
 
 def make_loss_fn(network, image_shape, mean, std, task: Task):

@@ -39,18 +39,24 @@ def sum_over_devices(tree):
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatchReader:
-    """A reader of the micro-batches of a device's part of a batch."""
+    """A reader of the micro-batches of a device's part of a batch.
 
-    # (data of this device, local example indices [M], visit keys [M]) -> images, labels
+    With `read_slice`, for batches that are the whole training set, micro-batches are slices of a device's rows:
+    which examples share a micro-batch does not matter then, so nothing is drawn or gathered. It is not for batch
+    normalisation or the gradient's noise: a slice has all views of its images, and is no fair sample of the set.
+    """
+
+    # (data of this device, local example indices [M], visit keys [M]) -> images, targets
     read: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     sharding: DataSharding
     grouping: Grouping
-    single: bool = False  # whether each device has one micro-batch in every step; see `has_one_micro_batch`
+    single: bool = False  # whether each device has one micro-batch in every step
+    # (data of this device, first row, rows M) -> images, targets
+    read_slice: Callable[[Any, jax.Array, int], tuple[jax.Array, jax.Array]] | None = None
 
-    def with_size(self, micro_batch_size: int) -> "MicroBatchReader":
-        """Return a reader of smaller micro-batches: whole groups, or parts of the only group there is."""
-        group_size = min(self.grouping.group_size, micro_batch_size)
-        return dataclasses.replace(self, grouping=Grouping(micro_batch_size, group_size), single=False)
+    def device_batch(self, device, update: UpdateInputs) -> DeviceBatch:
+        """Return the part of a step's batch that falls to `device`, which may be an array of indices."""
+        return batching.device_batch(self.sharding, device, update.epoch, update.offset, update.batch_size)
 
     def example_batch(self, data) -> Batch:
         """Return a micro-batch to trace by: example 0, again and again."""
@@ -60,17 +66,38 @@ class MicroBatchReader:
         return Batch(*self.read(data, examples, examples.astype(jnp.uint32)), weights)
 
     def num_micro_batches(self, batch: DeviceBatch):
-        """Return the number of micro-batches of a device's part of a batch, a constant where that is 1."""
-        return 1 if self.single else self.grouping.num_micro_batches(batch.count)
+        """Return the number of micro-batches of a device's part of a batch, a constant where all devices have it.
+
+        With a constant a GPU does not ask its host before each micro-batch.
+        """
+        if self.single:
+            return 1
+        if self.read_slice:
+            shares = self.sharding.share_bounds(self.sharding.num_examples)
+            fewest, most = (self.grouping.num_micro_batches(share) for share in shares)
+            if fewest == most:
+                return most
+        return self.grouping.num_micro_batches(batch.count)
 
     def find(self, batch: DeviceBatch, index, seed):
-        """Return what `micro_batch` takes for micro-batch number `index` of a device's part of a batch."""
+        """Return the examples of micro-batch `index` of a device's part of a batch, or of a slice its place."""
+        if self.read_slice:
+            begins, lengths = self.grouping.groups_of(batch.count, index)
+            return begins[0], lengths[0]
         return batching.micro_batch(self.sharding, batch, index, self.grouping, seed)
 
     def micro_batch(self, data, found) -> Batch:
-        """Read the micro-batch that was found."""
-        images, labels = self.read(data, found.examples, found.visit_keys)
-        return Batch(images, labels, found.weights.reshape(self.grouping.groups_at_once, -1))
+        """Read the micro-batch that was found. A slice that would end behind the last row begins earlier."""
+        if not self.read_slice:
+            images, targets = self.read(data, found.examples, found.visit_keys)
+            return Batch(images, targets, found.weights.reshape(self.grouping.groups_at_once, -1))
+        (begin, length), num_rows = found, data["images"].shape[0]
+        size = min(self.grouping.micro_batch_size, num_rows)
+        start = jnp.minimum(begin, num_rows - size)
+        images, targets = self.read_slice(data, start, size)
+        rows = start + jnp.arange(size)
+        weights = ((begin <= rows) & (rows < begin + length)).astype(jnp.float32)
+        return Batch(images, targets, weights[None])
 
     def sum_over(self, sums_of: Callable[[Batch], Any], zeros, data, batch: DeviceBatch, seed):
         """Add `sums_of(micro_batch)`, a pytree like `zeros`, over the micro-batches of `batch`."""
@@ -87,45 +114,9 @@ class MicroBatchReader:
             return lax.fori_loop(0, self.num_micro_batches(batch), add, (zeros, first))[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class SliceReader(MicroBatchReader):
-    """A reader of all examples of a device as slices of its rows, for batches that are the whole training set.
-
-    Which examples share a micro-batch does not matter then, so nothing is drawn or gathered. It is not for batch
-    normalisation or the gradient's noise: a slice has all views of its images, and is no fair sample of the set.
-    """
-
-    # (data of this device, first row, rows M) -> images, labels; required
-    read_slice: Callable[[Any, jax.Array, int], tuple[jax.Array, jax.Array]] | None = None
-
-    def num_micro_batches(self, batch: DeviceBatch):
-        """Return the number of micro-batches, a constant if all devices have as many.
-
-        With a constant a GPU does not ask its host before each micro-batch.
-        """
-        shares = self.sharding.share_bounds(self.sharding.num_examples)
-        fewest, most = (self.grouping.num_micro_batches(share) for share in shares)
-        return most if fewest == most else super().num_micro_batches(batch)
-
-    def find(self, batch: DeviceBatch, index, seed):
-        """Return the first row of micro-batch `index` and how many rows it has; see `MicroBatchReader`."""
-        begins, lengths = self.grouping.groups_of(batch.count, index)
-        return begins[0], lengths[0]
-
-    def micro_batch(self, data, found) -> Batch:
-        """Read the rows that were found. A slice that would end behind the last row begins earlier."""
-        (begin, length), num_rows = found, data["images"].shape[0]
-        size = min(self.grouping.micro_batch_size, num_rows)
-        start = jnp.minimum(begin, num_rows - size)
-        images, labels = self.read_slice(data, start, size)
-        rows = start + jnp.arange(size)
-        weights = ((begin <= rows) & (rows < begin + length)).astype(jnp.float32)
-        return Batch(images, labels, weights[None])
-
-
 @struct.dataclass
-class GradientSums:
-    """Sums over a device's part of a batch, or over the whole batch."""
+class Gradients:
+    """The gradient, the loss and more of a batch: sums or means over its examples."""
 
     grads: Any  # like the parameters
     loss: jax.Array
@@ -133,24 +124,11 @@ class GradientSums:
     group_terms: jax.Array  # sum of noise_scale.group_term
 
 
-@struct.dataclass
-class MeanGradient:
-    """Means over the examples of a batch; `statistics` are those of the network's layers."""
-
-    grads: Any
-    loss: jax.Array
-    metrics: dict[str, jax.Array]
-    statistics: Any
-    grad_norm: jax.Array
-    finite: jax.Array  # bool, whether loss and gradient norm are finite; else the step is not applied
-
-
-def mean_gradient(sums: GradientSums, count) -> MeanGradient:
-    """Return the means of sums over `count` examples."""
-    grads, loss, others = jax.tree.map(lambda x: x / count, (sums.grads, sums.loss, sums.others))
-    grad_norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    return MeanGradient(grads, loss, others.metrics, others.statistics, grad_norm, finite)
+def mean_gradient(sums: Gradients, count) -> tuple[Gradients, jax.Array, jax.Array]:
+    """Return the means of sums over `count` examples, the gradient's norm, and whether loss and norm are finite."""
+    mean = jax.tree.map(lambda x: x / count, sums)
+    grad_norm = optax.tree.norm(mean.grads)
+    return mean, grad_norm, jnp.isfinite(mean.loss) & jnp.isfinite(grad_norm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +151,7 @@ class TrainStep:
     # starts, times its gain; the loop ends early where the run does.
     adascale_reference: int | None = None
 
-    def zero_sums(self, state: TrainState, data) -> GradientSums:
+    def zero_sums(self, state: TrainState, data) -> Gradients:
         """Return the sums of an empty batch, all zero, to start adding from.
 
         The metrics and statistics that the loss returns are found by tracing it, which is quick.
@@ -181,31 +159,20 @@ class TrainStep:
         example = self.reader.example_batch(data)
         shapes = jax.eval_shape(self.loss_fn, state.params, state.model_state, example)[1]
         others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return GradientSums(jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(()), others, jnp.zeros(()))
+        return Gradients(jax.tree.map(jnp.zeros_like, state.params), jnp.zeros(()), others, jnp.zeros(()))
 
-    def sum_gradients(self, state: TrainState, data, batch: DeviceBatch, zeros: GradientSums) -> GradientSums:
+    def sum_gradients(self, state: TrainState, data, batch: DeviceBatch) -> Gradients:
         """Sum gradients over this device's part of a batch, without any collective."""
         if self.noise is None:
-            return self._sum_over(self.reader, state, data, batch, zeros, measures=False)
+            return self._sum_over(self.reader, state, data, batch, measures=False)
         ways = [functools.partial(self._sum_over, reader, measures=True) for reader in self._measuring_readers()]
         way = self.noise.choice(self._num_groups(batch.count))
         if self.noise.every > 1:  # then most steps do not measure
             ways = [functools.partial(self._sum_over, self.reader, measures=False), *ways]
-            way = jnp.where(self._measures_at(state.step), way + 1, 0)
-        if len(ways) == 1:
-            return ways[0](state, data, batch, zeros)
-        return lax.switch(way, ways, state, data, batch, zeros)
+            way = jnp.where(state.step % self.noise.every == 0, way + 1, 0)
+        return ways[0](state, data, batch) if len(ways) == 1 else lax.switch(way, ways, state, data, batch)
 
-    def _sum_over(
-        self,
-        reader: MicroBatchReader,
-        state: TrainState,
-        data,
-        batch: DeviceBatch,
-        zeros: GradientSums,
-        *,
-        measures,
-    ) -> GradientSums:
+    def _sum_over(self, reader: MicroBatchReader, state: TrainState, data, batch: DeviceBatch, *, measures: bool):
         """Sum gradients by the micro-batches of `reader`, with or without the noise between them."""
         value_and_grad = jax.value_and_grad(self.loss_fn, has_aux=True)
 
@@ -214,107 +181,90 @@ class TrainStep:
             group_term = jnp.zeros(())
             if measures:
                 group_term = noise_scale.group_term(grads, micro_batch.weights.sum())
-            return GradientSums(grads, loss, others, group_term)
+            return Gradients(grads, loss, others, group_term)
 
-        return reader.sum_over(sums_of, zeros, data, batch, state.seed)
+        return reader.sum_over(sums_of, self.zero_sums(state, data), data, batch, state.seed)
 
-    def apply_gradients(self, state: TrainState, mean: MeanGradient, update: UpdateInputs, gain=1.0) -> TrainState:
-        """Return the state after a step by the mean gradient of a batch; `gain` multiplies the rate."""
+    def apply_gradients(self, state: TrainState, mean: Gradients, update: UpdateInputs, gain=1.0) -> TrainState:
+        """Return the state after a step by the mean gradient of a batch; `gain` multiplies the learning rate."""
         learning_rate = update.learning_rate * gain * state.learning_rate_scale
-        opt_state = optax.tree.set(state.opt_state, learning_rate=learning_rate, b2=update.b2)
+        hyperparams = {**state.opt_state.hyperparams, "learning_rate": learning_rate, "b2": update.b2}
+        opt_state = state.opt_state._replace(hyperparams=hyperparams)
         updates, opt_state = self.optimizer.update(mean.grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        count, model_state, ema = state.num_averaged, state.model_state, state.ema
         smoothed = {
-            name: smooth(state.model_state[name], new, self.statistics_decay, state.num_averaged)
-            for name, new in mean.statistics.items()
+            name: smooth(model_state[name], new, self.statistics_decay, count)
+            for name, new in mean.others.statistics.items()
         }
-        model_state = {**state.model_state, **smoothed}
-        ema = state.ema
+        model_state = {**model_state, **smoothed}
         if ema is not None:
-            ema = smooth(ema, {"params": params, "model_state": model_state}, self.ema_decay, state.num_averaged)
+            ema = smooth(ema, {"params": params, "model_state": model_state}, self.ema_decay, count)
         return state.replace(
-            params=params,
-            model_state=model_state,
-            ema=ema,
-            opt_state=opt_state,
-            num_averaged=state.num_averaged + 1,
+            params=params, model_state=model_state, ema=ema, opt_state=opt_state, num_averaged=count + 1
         )
 
-    def train_step(self, state: TrainState, data, device, update: UpdateInputs, zeros: GradientSums):
+    def train_step(self, state: TrainState, data, device, inputs: UpdateInputs, index):
         """Take one synchronous step; return the state after it, and its metrics by name.
 
         Args:
           device: index of this device, over all hosts.
-          update: inputs of this step.
-          zeros: see `zero_sums`.
+          inputs: inputs of the steps of a call, of which this is number `index`.
         """
-        sharding = self.reader.sharding
-        batch = batching.device_batch(sharding, device, update.epoch, update.offset, update.batch_size)
-        sums = self.reduce(self.sum_gradients(state, data, batch, zeros))
-        mean = mean_gradient(sums, update.batch_size)
+        update = jax.tree.map(lambda x: x[index], inputs)
+        if self.adascale_reference:
+            update = update.replace(learning_rate=scale_invariant_rate(inputs, state))
+        sums = self.reduce(self.sum_gradients(state, data, self.reader.device_batch(device, update)))
+        mean, grad_norm, is_finite = mean_gradient(sums, update.batch_size)
         noise, gain = state.noise, jnp.float32(1)
         if self.noise is not None:
-            variance, signal, valid = self._measure_noise(sums, mean, update)
-            noise = noise_scale.add(
-                noise, variance, signal, valid & self._measures_at(state.step), self.noise.decay
-            )
+            variance, signal, valid = self._measure_noise(sums.group_terms, grad_norm, update)
+            # By the step's number, so that a resumed run measures at the same steps.
+            valid &= state.step % self.noise.every == 0
+            noise = noise_scale.add(noise, variance, signal, valid, self.noise.decay)
         if self.adascale_reference:
             gain = noise_scale.gain(noise, update.batch_size, self.adascale_reference)
 
         updated = self.apply_gradients(state, mean, update, gain)
         updated = updated.replace(noise=noise, scale_invariant_steps=state.scale_invariant_steps + gain)
         # With a condition a GPU would wait for its host to choose a branch, and copy the state into it.
-        state = jax.tree.map(lambda new, old: jnp.where(mean.finite, new, old), updated, state)
-        nonfinite = jnp.where(mean.finite, 0, state.nonfinite + 1)
+        state = optax.tree.where(is_finite, updated, state)
+        nonfinite = jnp.where(is_finite, 0, state.nonfinite + 1)
         state = state.replace(step=state.step + 1, nonfinite=nonfinite)
-        metrics = {"loss": mean.loss, "grad_norm": mean.grad_norm, **mean.metrics}
+        metrics = {"loss": mean.loss, "grad_norm": grad_norm, **mean.others.metrics}
         metrics["nonfinite"] = nonfinite.astype(jnp.float32)
         if self.adascale_reference:
             metrics["gain"], metrics["rate"] = gain, update.learning_rate * gain
         return state, metrics
 
-    def _measures_at(self, step) -> jax.Array:
-        """Tell whether the step after `step` others measures the noise, also in a resumed run."""
-        return step % self.noise.every == 0
+    def metric_names(self, sums: Gradients) -> list[str]:
+        """Return the names of the metrics that `train_step` returns."""
+        extra = ("gain", "rate") if self.adascale_reference else ()
+        return ["loss", "grad_norm", "nonfinite", *sums.others.metrics, *extra]
 
     def _measuring_readers(self) -> list[MicroBatchReader]:
-        """Return the readers of a step that measures, one for each size."""
-        return [self.reader.with_size(size) for size in self.noise.sizes]
+        """Return the readers of a step that measures, by size: of whole groups, or parts of the only group."""
+        group_size = self.reader.grouping.group_size
+        groupings = [Grouping(size, min(group_size, size)) for size in self.noise.sizes]
+        return [dataclasses.replace(self.reader, grouping=grouping, single=False) for grouping in groupings]
 
     def _num_groups(self, count) -> list[jax.Array]:
         """Return the number of micro-batches of `count` examples of a device in a step that measures, by size."""
         return [reader.grouping.num_micro_batches(count) for reader in self._measuring_readers()]
 
-    def _measure_noise(self, sums: GradientSums, mean: MeanGradient, update: UpdateInputs) -> tuple:
+    def _measure_noise(self, group_terms, grad_norm, update: UpdateInputs) -> tuple:
         """Measure the gradient's noise by how all devices' micro-batches differ; see `noise_scale.measure`."""
         sharding = self.reader.sharding
-        every_device = jnp.arange(sharding.num_devices)
-        batches = batching.device_batch(sharding, every_device, update.epoch, update.offset, update.batch_size)
-        by_size = self._num_groups(batches.count)
+        by_size = self._num_groups(self.reader.device_batch(jnp.arange(sharding.num_devices), update).count)
         num_groups = jnp.sum(jnp.choose(self.noise.choice(by_size), by_size, mode="clip"))
         drawn = noise_scale.sampling(update.offset, update.batch_size, sharding.num_originals)
-        return noise_scale.measure(sums.group_terms, num_groups, mean.grad_norm, update.batch_size, drawn)
+        return noise_scale.measure(group_terms, num_groups, grad_norm, update.batch_size, drawn)
 
-    def inputs_at(self, inputs: UpdateInputs, index, state: TrainState) -> UpdateInputs:
-        """Return the inputs of step number `index` of a call, taken from the arrays of the call."""
-        rate_index = index
-        if self.adascale_reference:  # a table by scale-invariant step
-            last = inputs.learning_rate.shape[0] - 1
-            rate_index = jnp.minimum(jnp.floor(state.scale_invariant_steps), last).astype(jnp.int32)
-        return UpdateInputs(
-            epoch=inputs.epoch[index],
-            offset=inputs.offset[index],
-            batch_size=inputs.batch_size[index],
-            learning_rate=inputs.learning_rate[rate_index],
-            b2=inputs.b2[index],
-        )
 
-    def metric_names(self, zeros: GradientSums) -> list[str]:
-        """Return the names of the metrics that `train_step` returns."""
-        names = ["loss", "grad_norm", "nonfinite", *zeros.others.metrics]
-        if self.adascale_reference:
-            names += ["gain", "rate"]
-        return names
+def scale_invariant_rate(inputs: UpdateInputs, state: TrainState) -> jax.Array:
+    """Return AdaScale's learning rate: that of the scale-invariant step in which a step starts."""
+    last = inputs.learning_rate.shape[0] - 1
+    return inputs.learning_rate[jnp.minimum(jnp.floor(state.scale_invariant_steps), last).astype(jnp.int32)]
 
 
 def make_inner_loop(step: TrainStep, devices: list | None = None):
@@ -334,30 +284,26 @@ def make_inner_loop(step: TrainStep, devices: list | None = None):
 
     def inner_loop(state, data, inputs, num_updates):
         device = lax.axis_index(AXIS)
-        zeros = step.zero_sums(state, data)
 
         def goes_on(carry):
             index, state, _ = carry
             more = (index < num_updates) & (state.nonfinite <= step.max_nonfinite)
-            return more & (step.inputs_at(inputs, index, state).learning_rate >= 0)
+            if step.adascale_reference:  # the table of rates is below 0 beyond the end of the run
+                more &= scale_invariant_rate(inputs, state) >= 0
+            return more
 
         def body(carry):
             index, state, metrics = carry
-            state, of_update = step.train_step(state, data, device, step.inputs_at(inputs, index, state), zeros)
+            state, of_update = step.train_step(state, data, device, inputs, index)
             return index + 1, state, write_metrics(metrics, index, of_update)
 
-        metrics = empty_metrics(inputs, step.metric_names(zeros))
+        names = step.metric_names(step.zero_sums(state, data))
+        metrics = dict.fromkeys(names, jnp.zeros(inputs.epoch.shape))
         with jax.named_scope(UPDATES):
             _, state, metrics = lax.while_loop(goes_on, body, (jnp.int32(0), state, metrics))
         return state, metrics
 
-    in_axes, out_axes = (0, 0, None, None), (0, None)
-    return pmap(inner_loop, in_axes, out_axes, donate_argnums=(0,), devices=devices)
-
-
-def empty_metrics(inputs: UpdateInputs, names) -> dict[str, jax.Array]:
-    """Return zeros by metric, for all steps that a call can take."""
-    return {name: jnp.zeros(inputs.epoch.shape) for name in names}
+    return pmap(inner_loop, (0, 0, None, None), out_axes=(0, None), donate_argnums=(0,), devices=devices)
 
 
 def write_metrics(metrics: dict, index, of_update: dict) -> dict:

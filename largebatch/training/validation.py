@@ -13,9 +13,9 @@ from largebatch.optim import noise_scale
 from largebatch.predictions.cases import Cases, CasesToWrite
 from largebatch.predictions.files import Outcome, Predictions
 from largebatch.runs.summary import timings
-from largebatch.tasks.task import Scores
-from largebatch.training.costs import bytes_sent_per_update, flops_utilisation
-from largebatch.training.evaluation import SplitPredictions, SplitRows, predict_split
+from largebatch.tasks.scores import Scores
+from largebatch.training.costs import flops_utilisation
+from largebatch.training.evaluation import SplitPredictions, predict_split
 from largebatch.training.programs import Programs
 from largebatch.training.state import TrainState
 from largebatch.training.trainer import Trainer
@@ -26,15 +26,19 @@ class Validation:
     """The result of a validation, over all validation examples.
 
     Attributes:
-      kept: per-example outputs with the plain parameters, still on the devices; see `Task.kept`.
+      predictions: scores and kept outputs with the plain parameters.
       variables: variables of the network, on every device.
       other_scores: scores with views and shifts, with the moving average and with both, by metric.
     """
 
-    scores: Scores
-    kept: SplitRows
+    predictions: SplitPredictions
     variables: dict
     other_scores: dict[str, float]
+
+    @property
+    def scores(self) -> Scores:
+        """The scores with the plain parameters."""
+        return self.predictions.scores
 
 
 def validate(programs: Programs, data: DeviceData, state: TrainState) -> Validation:
@@ -44,29 +48,30 @@ def validate(programs: Programs, data: DeviceData, state: TrainState) -> Validat
       RuntimeError: the replicas no longer hold the same parameters.
       UserError: validation images that do not stay on the devices cannot be read.
     """
-    name, others = programs.task.kind.score_column, {}
-    if programs.predict_views:
-        others[f"{name}_views"] = _predict(programs, programs.predict_views, data, state.variables).scores.score
+
+    def predict(program, variables) -> SplitPredictions:
+        size = programs.prediction_micro_batch_size
+        return predict_split(program, variables, data.validation, size, programs.task)
+
+    others, averages = {}, {"": state.variables}
     if state.ema is not None:
-        others[f"{name}_ema"] = _predict(programs, programs.predict, data, state.ema_variables).scores.score
-    if state.ema is not None and programs.predict_views:
-        averaged = _predict(programs, programs.predict_views, data, state.ema_variables)
-        others[f"{name}_ema_views"] = averaged.scores.score
-    # The plain parameters come last, since their rows are kept: no others are on the devices beside them.
-    plain = _predict(programs, programs.predict, data, state.variables)
+        averages["_ema"] = state.ema_variables
+    for average, variables in averages.items():
+        for copies, program in (("", programs.predict), ("_views", programs.predict_views)):
+            if program and average + copies:
+                score = predict(program, variables).scores.score
+                others[f"{programs.task.kind.score_column}{average}{copies}"] = score
+    # The plain parameters come last, since their outputs are kept: no others are on the devices beside them.
+    plain = predict(programs.predict, state.variables)
     replicas.check_replicas(state.variables, "parameters")
-    return Validation(plain.scores, plain.rows, state.variables, others)
-
-
-def _predict(programs: Programs, predict, data: DeviceData, variables) -> SplitPredictions:
-    return predict_split(predict, variables, data.validation, programs.prediction_micro_batch_size, programs.task)
+    return Validation(plain, state.variables, others)
 
 
 def outcome_of(validation: Validation, programs: Programs, data: DeviceData) -> Outcome:
     """Return the predictions that the run folder keeps of a validation, if it is the best."""
     if programs.task.kind.of_pixels:
-        return CasesToWrite(validation.kept, functools.partial(_cases, programs, data, validation.variables))
-    return Predictions(data.validation.labels, validation.kept, data.val_ids)
+        return CasesToWrite(validation.predictions, functools.partial(_cases, programs, data, validation.variables))
+    return Predictions(data.validation.labels, validation.predictions, data.val_ids)
 
 
 def _cases(programs: Programs, data: DeviceData, variables: dict, numbers: np.ndarray, scores: np.ndarray) -> Cases:
@@ -77,7 +82,7 @@ def _cases(programs: Programs, data: DeviceData, variables: dict, numbers: np.nd
     return Cases(
         ids=data.val_ids[numbers],
         scores=scores,
-        columns=np.array(task.kept_names),
+        columns=np.array(task.kind.kept_names),
         classes=np.array(cache.targets.classes, str),
         images=images,
         truth=truth,
@@ -106,11 +111,12 @@ def metrics_row(
     def mean(name: str) -> float | None:
         return metrics[name][is_known].mean() if is_known.any() else None
 
-    last_update = trainer.step - 1
+    noise, has_local_steps = replicas.first_replica(trainer.state.noise), bool(np.any(metrics.get("local", 0)))
+    last_update, num_steps = trainer.step - 1, len(metrics["loss"])
     learning_rate = metrics["rate"][-1] if schedule.scale_invariant else schedule.learning_rate_at(last_update)
     examples_seen = schedule.examples_before(trainer.step)
-    examples_before = schedule.examples_before(trainer.step - trainer.updates_in_outer)
-    times = timings(clock, seconds_before, trainer.updates_in_outer, examples_seen - examples_before)
+    examples_before = schedule.examples_before(trainer.step - num_steps)
+    times = timings(clock, seconds_before, num_steps, examples_seen - examples_before)
     hardware = Hardware.here()
     row = {
         "step": trainer.step,
@@ -120,13 +126,11 @@ def metrics_row(
         "global_batch_size": schedule.batch_size_at(last_update),
         "learning_rate": learning_rate * trainer.learning_rate_scale,
         "train_loss": mean("loss"),
-        **{f"train_{name}": mean(name) for name in programs.task.metric_names},
+        **{f"train_{name}": mean(name) for name in programs.task.kind.metric_names},
         "grad_norm": metrics["grad_norm"][-1],
         "skipped_updates": int((~is_applied).sum()),
-        "noise_scale": measured_noise_scale(trainer, metrics),
-        "bytes_sent": bytes_sent_per_update(
-            hardware.num_devices, programs.allreduce_bytes, programs.sync_bytes, metrics
-        ),
+        "noise_scale": None if has_local_steps else noise_scale.noise_scale(noise),  # local steps measure none
+        "bytes_sent": programs.bytes_sent_per_update(hardware.num_devices, metrics),
         "val_score": validation.scores.score,
         **validation.scores.row_fields(),
         **validation.other_scores,
@@ -143,10 +147,3 @@ def metrics_row(
         is_synced = metrics["synced"] > 0
         row["replica_drift"] = metrics["drift"][is_synced][-1] if is_synced.any() else None
     return row
-
-
-def measured_noise_scale(trainer: Trainer, metrics: dict[str, np.ndarray]) -> float | None:
-    """Return the noise scale after an outer loop; None where steps were local, which measure none."""
-    if "local" in metrics and metrics["local"].any():
-        return None
-    return noise_scale.noise_scale(replicas.first_replica(trainer.state.noise))

@@ -33,6 +33,11 @@ def apply_view(images, view: int):
     return images
 
 
+def inverse_view(view: int) -> int:
+    """Return the view that undoes `view`: a transposition swaps the two flips, other views undo themselves."""
+    return 4 | (view & 1) << 1 | (view & 2) >> 1 if view & 4 else view
+
+
 def expand(images: np.ndarray, num_views: int) -> np.ndarray:
     """Return the first `num_views` views of images [n, H, W, C], as [n, num_views, H, W, C]."""
     views = np.empty((len(images), num_views, *images.shape[1:]), images.dtype)
@@ -72,21 +77,19 @@ def make_read(
     A stream has "rows": [originals] too: the rows in which originals lie, where they do.
     """
 
-    def images_in(shard, rows):
-        return take_rows(shard["images"], rows).reshape(-1, *stored_shape)
-
-    def read_views(shard, examples):
-        if storage == "expanded":
-            return images_in(shard, examples)
-        originals = examples // num_views
-        rows = take_rows(shard["rows"], originals) if storage == "streamed" else originals
-        return select_views(images_in(shard, rows), examples % num_views, num_views)
-
     def read(shard, examples, visit_keys):
-        images, planes = split_planes(read_views(shard, examples), task.target_planes)
+        rows = originals = examples // num_views
+        if storage == "expanded":
+            rows = examples
+        elif storage == "streamed":
+            rows = take_rows(shard["rows"], originals)
+        images = take_rows(shard["images"], rows).reshape(-1, *stored_shape)
+        if storage != "expanded":
+            images = select_views(images, examples % num_views, num_views)
+        images, planes = split_planes(images, task.target_planes)
         if random_augment:
             images, planes = random_augment.apply(images, visit_keys), random_augment.move(planes, visit_keys)
-        return images, task.targets(take_rows(shard["labels"], examples // num_views), planes)
+        return images, planes if task.target_planes else take_rows(shard["labels"], originals)
 
     return read
 
@@ -98,11 +101,6 @@ def make_read_slice(stored_shape: tuple[int, int, int], num_views: int, task: Ta
         rows = lax.dynamic_slice_in_dim(shard["images"], start, size)
         images, planes = split_planes(rows.reshape(-1, *stored_shape), task.target_planes)
         originals = (start + jnp.arange(size)) // num_views
-        return images, task.targets(take_rows(shard["labels"], originals), planes)
+        return images, planes if task.target_planes else take_rows(shard["labels"], originals)
 
     return read_slice
-
-
-def inverse_view(view: int) -> int:
-    """Return the view that undoes `view`: a transposition swaps the two flips, other views undo themselves."""
-    return 4 | (view & 1) << 1 | (view & 2) >> 1 if view & 4 else view

@@ -8,7 +8,7 @@ import pytest
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.hardware import hlo
-from largebatch.tasks.classification import Classification
+from largebatch.tasks.task import Classification
 from largebatch.training.step import MicroBatchReader
 from largebatch.training.views import make_read
 

@@ -1,15 +1,15 @@
 """What is to be predicted of a pixel goes where the pixel goes."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import augment
+from largebatch.config.fields import TaskConfig
 from largebatch.data import random_augment
 from largebatch.data.random_augment import RandomAugment
-from largebatch.tasks.segmentation import Segmentation
+from largebatch.tasks.planes import PixelTargets
+from largebatch.tasks.task import make_task
 from largebatch.training.views import make_read
 
 KEYS = np.arange(5, dtype=np.uint32) * 77 + 3
@@ -17,15 +17,7 @@ RNG = np.random.default_rng(0)
 SIZE, NUM_ORIGINALS = 12, 6
 
 
-@dataclasses.dataclass(frozen=True)
-class AsStored(Segmentation):
-    """A task whose targets are the planes as they come out of the reader."""
-
-    def targets(self, labels, target_planes):
-        return target_planes
-
-
-TASK = AsStored(("a", "b"), "cross_entropy")
+TASK = make_task(TaskConfig(name="segmentation"), 0, PixelTargets(("a", "b")))
 
 
 @pytest.mark.parametrize("storage", ["expanded", "on_device"])

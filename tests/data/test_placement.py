@@ -13,7 +13,7 @@ from largebatch.decoding.images import DecodeOptions
 from largebatch.hosts import memory
 from largebatch.sources.find import find_source
 from largebatch.sources.split import split_indices
-from largebatch.tasks.classification import Classification
+from largebatch.tasks.task import Classification
 from largebatch.training.views import expansion, make_read
 
 

@@ -11,7 +11,7 @@ from numpy_order import key_of
 from largebatch.data import batching, random_augment
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.data.random_augment import RandomAugment
-from largebatch.tasks.classification import Classification
+from largebatch.tasks.task import Classification
 from largebatch.training.views import make_read
 from largebatch.util import BadSetting
 

@@ -17,7 +17,7 @@ from largebatch.data.streaming import Stream, Upcoming, load_inputs
 from largebatch.hosts import collectives
 from largebatch.optim.batch_schedule import PiecewiseConstant
 from largebatch.optim.schedules import UpdateInputs
-from largebatch.tasks.classification import Classification
+from largebatch.tasks.task import Classification
 from largebatch.training.views import make_read
 from largebatch.util import UserError
 

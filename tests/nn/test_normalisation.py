@@ -26,7 +26,7 @@ from largebatch.data.batching import Grouping
 from largebatch.hosts import replicas
 from largebatch.nn import layers
 from largebatch.optim.noise_scale import NoisePlan
-from largebatch.tasks.classification import Classification
+from largebatch.tasks.task import Classification
 from largebatch.training.loss import Batch, make_logits_fn, make_loss_fn
 from largebatch.util import UserError
 

@@ -7,7 +7,7 @@ import scipy.special
 from largebatch.data import validation
 from largebatch.data.validation import DealtSplit
 from largebatch.hosts import replicas
-from largebatch.tasks.classification import Classification, ClassificationSums
+from largebatch.tasks.task import Classification
 from largebatch.training.evaluation import make_predict, predict_split
 
 CLASSES = 7
@@ -56,16 +56,18 @@ def test_scores_are_numpys_over_all_examples_on_uneven_shards(
     split = deal(images, labels, num_devices, monkeypatch).placed()
     result = predict(split, micro_batch_size)
     logits = 0.5 * images.astype(np.float64)
-    np.testing.assert_array_equal(result.rows[:], logits)
+    np.testing.assert_array_equal(result[:], logits)
     known = labels >= 0
     logits, labels = logits[known], labels[known]
     losses = -scipy.special.log_softmax(logits, axis=1)[np.arange(len(labels)), labels]
     # Largest first, of equal ones the lower class.
     first_five = np.argsort(-logits, axis=1, kind="stable")[:, :5]
-    assert result.scores.num_examples == len(labels)
-    assert result.scores.loss == pytest.approx(losses.mean(), rel=1e-5)
-    assert result.scores.accuracy == np.mean(logits.argmax(1) == labels)
-    assert result.scores.accuracy_top5 == np.mean((first_five == labels[:, None]).any(1))
+    assert result.scores.values == {
+        "loss": pytest.approx(losses.mean(), rel=1e-5),
+        "accuracy": np.mean(logits.argmax(1) == labels),
+        "accuracy_top5": np.mean((first_five == labels[:, None]).any(1)),
+        "examples": len(labels),
+    }
 
 
 def test_examples_without_labels_have_no_scores(monkeypatch):
@@ -75,17 +77,18 @@ def test_examples_without_labels_have_no_scores(monkeypatch):
 
 
 def test_few_classes_have_no_five_first():
-    sums = ClassificationSums(*(np.array([number], np.int32) for number in (1, 1, 2, 2)))
-    assert Classification(num_classes=6).scores(sums).accuracy_top5 == 1.0
-    assert Classification(num_classes=5).scores(sums).accuracy_top5 is None
+    numbers = {"losses": 1, "hits": 1, "hits_top5": 2, "examples": 2}
+    sums = {name: np.array([number], np.int32) for name, number in numbers.items()}
+    assert Classification(num_classes=6).scores(sums).values["accuracy_top5"] == 1.0
+    assert Classification(num_classes=5).scores(sums).values["accuracy_top5"] is None
 
 
 def test_a_logit_that_is_not_a_number_is_no_hit():
     logits = np.zeros((2, 6), np.float32)
     logits[0, 0] = logits[1, 5] = np.nan  # of the own class, and of another
-    sums = TASK.sums(jnp.asarray(logits), jnp.array([0, 0]), jnp.array([True, True]))
-    assert (int(sums.hits), int(sums.hits_top5), int(sums.count)) == (0, 1, 2)
-    assert np.isnan(sums.losses)
+    sums, _ = TASK.evaluate(jnp.asarray(logits), jnp.array([0, 0]), jnp.array([True, True]))
+    assert [int(sums[name]) for name in ("hits", "hits_top5", "examples")] == [0, 1, 2]
+    assert np.isnan(sums["losses"])
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
@@ -98,11 +101,11 @@ def test_a_split_read_in_blocks_gives_bitwise_what_one_that_stays_gives(num_devi
     assert {block.images.shape for block in blocks} == {(num_devices, 6, CLASSES)}
     one, other = predict(streamed), predict(streamed.placed())
     assert one.scores == other.scores
-    np.testing.assert_array_equal(one.rows[:], other.rows[:])
+    np.testing.assert_array_equal(one[:], other[:])
     for first, last in ((0, 1), (7, 30), (41, 57), (90, 101)):
         expected = 0.5 * images[first:last]
-        np.testing.assert_array_equal(one.rows[first:last], expected)
-        np.testing.assert_array_equal(other.rows[first:last], expected)
+        np.testing.assert_array_equal(one[first:last], expected)
+        np.testing.assert_array_equal(other[first:last], expected)
 
 
 def test_large_splits_are_read_again_and_small_ones_stay(monkeypatch):

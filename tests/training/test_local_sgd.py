@@ -15,14 +15,13 @@ from benchmarks.ours import collectives
 from largebatch.config.fields import BatchConfig, OptimizerConfig, ScheduleConfig
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.hosts import replicas
-from largebatch.hosts.replicas import AXIS
+from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.optim import schedules
 from largebatch.optim.batch_schedule import BatchSchedule
 from largebatch.optim.optimizers import Hyperparams, create_optimizer
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
 from largebatch.runs.progress import replicas_from_mean
-from largebatch.training import local_sgd
-from largebatch.training.local_sgd import LocalStep, Sync
+from largebatch.training.local_sgd import LocalSGD, Sync, make_local_loop
 from largebatch.training.loss import BatchSums
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
@@ -195,9 +194,13 @@ def test_devices_may_accumulate_unequally():
 
 def run_local(problem, sizes, sync: Sync, policy="average", updates=MAX_UPDATES, state=None, first_update=0):
     step = dataclasses.replace(problem.step, noise=None)
-    loop = local_sgd.make_local_loop(LocalStep(step, policy, ()))
+    loop = make_local_loop(LocalSGD(step, policy))
     inputs = inputs_of(sizes, first_update)
     return loop(state or problem.first_state(), problem.data, inputs, np.int32(updates), sync)
+
+
+def averaged(problem, state):
+    return pmap(LocalSGD(problem.step, "average").average)(state)
 
 
 def sync_of(every, rate=1.0, momentum=0.0) -> Sync:
@@ -267,7 +270,7 @@ def test_local_sgd_and_its_outer_step_against_numpy(rate, momentum):
         assert_close(params_of_device(state, device), replica.params, 1e-4)
     assert np.flatnonzero(np.asarray(metrics["synced"])).tolist() == [2, 5]
     np.testing.assert_allclose(np.asarray(metrics["drift"])[[2, 5]], drifts, rtol=1e-3)
-    average = replicas.all_replicas(local_sgd.make_average((), "average")(state))
+    average = replicas.all_replicas(averaged(problem, state))
     expected = {n: np.average([r.params[n] for r in in_numpy], axis=0, weights=weights) for n in anchor}
     assert_close(params_of_device(average, 0), expected, 1e-4)
     velocity = np.average([replica.velocity["w"] for replica in in_numpy], axis=0, weights=weights)
@@ -327,7 +330,7 @@ def test_results_do_not_depend_on_how_the_loop_is_cut():
 def test_on_another_number_of_devices_all_start_from_the_mean(num_devices):
     before, after = make_problem(4), make_problem(num_devices)
     state, _ = run_local(before, [48, 13], sync_of(4, 0.7, 0.9), updates=6)  # two after a synchronisation
-    mean = replicas.first_replica(local_sgd.make_average((), "average")(state))
+    mean = replicas.first_replica(averaged(before, state))
     moved = replicas_from_mean(mean, replicas.all_replicas(after.first_state()))
     weights = replicas.all_replicas(state).local.examples
     expected = {
@@ -350,7 +353,7 @@ def test_on_another_number_of_devices_all_start_from_the_mean(num_devices):
 def test_the_mean_of_devices_that_have_just_met_is_what_they_hold():
     problem = make_problem(4)
     state, _ = run_local(problem, [48], sync_of(4), updates=8)
-    mean = local_sgd.make_average((), "average")(state)
+    mean = averaged(problem, state)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(mean), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -359,7 +362,7 @@ def test_devices_cross_once_a_synchronisation_and_once_a_call():
     """All-reduces of the compiled program times how often they run, against one per update in step."""
     problem, every = make_problem(8, "adam"), 4
     step = dataclasses.replace(problem.step, noise=None)
-    loop = local_sgd.make_local_loop(LocalStep(step, "average", ()))
+    loop = make_local_loop(LocalSGD(step, "average"))
 
     def arguments():
         return problem.first_state(), problem.data, inputs_of([64]), np.int32(MAX_UPDATES)
@@ -379,7 +382,7 @@ def test_devices_cross_once_a_synchronisation_and_once_a_call():
     _, metrics = loop(*arguments(), sync_of(every))
     assert np.asarray(metrics["synced"]).sum() == MAX_UPDATES / every
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), problem.first_state())
-    assert local_sgd.bytes_of_sync(state, (), "average") in [one["bytes"] for one in reductions]
+    assert LocalSGD(step, "average").sync_bytes(state) in [one["bytes"] for one in reductions]
 
 
 def test_a_device_passes_over_an_update_that_is_not_finite():

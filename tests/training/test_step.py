@@ -11,7 +11,7 @@ import pytest
 
 import augment
 import model as models
-from largebatch.config.fields import OptimizerConfig
+from largebatch.config.fields import OptimizerConfig, TaskConfig
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping, choose_sharding
 from largebatch.data.placement import split_planes
@@ -19,12 +19,8 @@ from largebatch.data.random_augment import RandomAugment
 from largebatch.hosts import replicas
 from largebatch.optim.optimizers import create_optimizer
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
-from largebatch.tasks.classification import Classification
-from largebatch.tasks.depth import Depth
-from largebatch.tasks.mask_depth import MaskDepth
-from largebatch.tasks.planes import MASK_PLANES
-from largebatch.tasks.segmentation import Segmentation
-from largebatch.tasks.task import Task
+from largebatch.tasks.planes import MASK_PLANES, PixelTargets
+from largebatch.tasks.task import Classification, Task, make_task
 from largebatch.training.loss import Batch, make_loss_fn
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
@@ -70,7 +66,8 @@ def problem():
 @pytest.fixture(scope="module")
 def problem_of_maps():
     """A mask of two classes and a depth of 16 bits."""
-    task = MaskDepth(Segmentation(("floor", "thing"), "cross_entropy_dice"), Depth("berhu"), 2.0)
+    config = TaskConfig(name="mask_depth", mask_loss="cross_entropy_dice", depth_loss="berhu", depth_weight=2.0)
+    task = make_task(config, 0, PixelTargets(("floor", "thing"), has_depth=True))
     network = models.ResUNet(task.outputs, conv="dot", features=(8, 16), blocks=(1, 1))
     return make_problem(network, task)
 
@@ -231,7 +228,7 @@ def test_gradient_of_maps_equals_the_full_batch_gradient(problem_of_maps, num_de
     for batch_size in (7, 133):
         state, metrics = trainer.run([batch_size])
         rows = visited_examples(trainer.sharding, 0, 0, batch_size)
-        batches = [Batch(images[[r]], problem.task.targets(None, planes[[r]]), np.ones((1, 1))) for r in rows]
+        batches = [Batch(images[[r]], planes[[r]], np.ones((1, 1))) for r in rows]
         each = [of_one(problem.params, {}, batch) for batch in batches]
         # Added in float64: what is left is the rounding of the step.
         (loss, sums), grads = jax.tree.map(lambda *parts: np.mean(parts, axis=0, dtype=np.float64), *each)

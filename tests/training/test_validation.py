@@ -19,7 +19,7 @@ from largebatch.data import validation
 from largebatch.predictions import files as prediction_files
 from largebatch.reports import confusion
 from largebatch.runs import reader
-from largebatch.training.evaluation import SplitRows
+from largebatch.training.evaluation import SplitPredictions
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def runs(config, tmp_path, monkeypatch):
     monkeypatch.setattr(validation, "RESIDENT_SHARE", 0.0)
     monkeypatch.setattr(validation, "BLOCK_BYTES", 2 * 16 * 16 * 3)
     monkeypatch.setattr(prediction_files, "MAX_LOGITS_PER_FILE", 7 * 17)
-    fetched, get = [], SplitRows.__getitem__
+    fetched, get = [], SplitPredictions.__getitem__
 
     def count(self, examples):
         fetched.append((len(self.blocks), examples))
         return get(self, examples)
 
-    monkeypatch.setattr(SplitRows, "__getitem__", count)
+    monkeypatch.setattr(SplitPredictions, "__getitem__", count)
     train.train_and_evaluate(config, str(tmp_path / "streamed"), shared=build.ProgramCache())
     return tmp_path / "resident", tmp_path / "streamed", fetched.copy()
 

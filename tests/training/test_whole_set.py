@@ -1,4 +1,6 @@
-"""Batches that are the whole set, read as slices on accelerators."""
+"""Programs that know how many micro-batches there are, and batches of the whole set that are read as slices."""
+
+import dataclasses
 
 import jax
 import numpy as np
@@ -8,12 +10,13 @@ from conftest import make_small_config, typed
 from build import ProgramCache, make_step, prepare
 from largebatch.cache.plan import DatasetInfo
 from largebatch.data.batching import DeviceBatch, Grouping
+from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas
 from largebatch.hosts.clock import Clock
 from largebatch.training.grouping import plan_micro_batches
-from largebatch.training.step import SliceReader
-from plan import choose_plan
+from largebatch.training.step import MicroBatchReader
+from plan import choose_plan, plan_run
 
 
 @pytest.fixture
@@ -25,30 +28,80 @@ def make_config(cache_dir):
     """The first update subtracts the gradient; 640 examples on 8 devices."""
     c = make_small_config(cache_dir)
     c.augment.storage, c.log.noise_every = "expanded", 0
-    c.optimizer.name, c.optimizer.momentum = "sgd", 0.0
-    c.optimizer.learning_rate = 1.0
+    c.optimizer.name, c.optimizer.momentum, c.optimizer.learning_rate = "sgd", 0.0, 1.0
     return c
 
 
 @pytest.fixture
-def as_on_an_accelerator(monkeypatch):
+def plan_with(monkeypatch):
+    """plan_with(function): micro-batches are planned by that function."""
+    return lambda function: monkeypatch.setattr("plan.plan_micro_batches", function)
+
+
+@pytest.fixture
+def as_on_an_accelerator(plan_with):
     """Plan micro-batches here as for TPUs, whose updates read slices."""
 
-    def plan(config, batch_sizes, sharding, hardware, *arguments, **options):
+    def plan(batch_sizes, sharding, hardware, *given, **options):
         tpus = Hardware("tpu", "TPU v3", hardware.num_devices)
-        return plan_micro_batches(config, batch_sizes, sharding, tpus, *arguments, **options)
+        return plan_micro_batches(batch_sizes, sharding, tpus, *given, **options)
 
-    monkeypatch.setattr("plan.plan_micro_batches", plan)
+    plan_with(plan)
 
 
 def one_update(config):
-    """The gradient of the first update and its loss."""
+    """The gradient of the first update and its loss, and in how many loops over micro-batches they are found."""
     plan, data, programs, state = prepare(typed(config), Clock(), ProgramCache())
     before = replicas.first_replica(state.params)
-    inputs = plan.schedule.inputs(0, plan.inputs_length)
-    state, metrics = programs.inner_loop(state, data.train.arrays, inputs, np.int32(1))
+    arguments = state, data.train.arrays, plan.schedule.inputs(0, plan.inputs_length), np.int32(1)
+    program = hlo.parse(programs.inner_loop.lower(*arguments).compile().as_text())
+    loops = [loop for loop in program.loops() if loop.op_name.endswith("micro_batches/while")]
+    state, metrics = programs.inner_loop(*arguments)
     gradient = jax.tree.map(np.subtract, before, replicas.first_replica(state.params))
-    return gradient, float(metrics["loss"][0])
+    return gradient, float(metrics["loss"][0]), len(loops)
+
+
+def assert_same_gradient(one, other):
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(other))
+    for ours, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * largest)
+
+
+# ---- one micro-batch on each device in every update: on a GPU there is no loop over them ----------------------
+
+
+def test_a_program_that_knows_it_has_no_loop_and_the_same_gradient(config, plan_with):
+    config.batch.size, config.batch.micro_batch_size = 100, 16  # up to 14 images on each of 8 devices
+    expected, _, loops = one_update(config)
+    assert loops == 1
+    plan_with(lambda *given, **options: dataclasses.replace(plan_micro_batches(*given, **options), single=True))
+    gradient, _, loops = one_update(config)
+    assert loops == 0
+    assert_same_gradient(gradient, expected)
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_devices", "fields", "knows"),
+    [
+        ("gpu", 8, {}, True),
+        ("cpu", 8, {}, False),
+        ("tpu", 8, {}, False),
+        ("gpu", 1, {}, False),  # 7 micro-batches
+        ("gpu", 1, {"micro_batch_size": 100}, True),
+        ("gpu", 8, {"micro_batch_size": 12}, False),  # some devices have 2
+        ("gpu", 8, {"size": 4}, False),  # some devices have none
+        ("gpu", 8, {"auto": True, "max_size": 256}, False),  # 2 in the largest batch
+    ],
+)
+def test_which_programs_know(config, platform, num_devices, fields, knows):
+    config.batch.update({"size": 100, "micro_batch_size": 16} | fields)
+    config.log.noise_every = int(config.batch.auto)
+    data = DatasetInfo.of(ProgramCache().load(typed(config)).data.cache)
+    hardware = Hardware(platform, "NVIDIA H200", num_devices)
+    assert plan_run(typed(config), data, hardware).micro_batches.single == knows
+
+
+# ---- batches that are the whole set, read as slices on accelerators --------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +121,9 @@ def test_gradients_are_those_of_drawn_examples(
     config.batch.micro_batch_size = micro_batch_size
     config.batch.virtual_shards = 11  # 8 devices hold them unequally
     assert ProgramCache().load(typed(config)).plan.micro_batches.by_slices
-    gradient, loss = one_update(config)
-    expected, expected_loss = update_of_drawn_examples
-    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
-    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * largest)
+    gradient, loss, _ = one_update(config)
+    expected, expected_loss, _ = update_of_drawn_examples
+    assert_same_gradient(gradient, expected)
     assert loss == pytest.approx(expected_loss, rel=2e-6)
 
 
@@ -87,7 +138,7 @@ def test_every_row_of_a_share_has_a_weight_once(count, micro_batch_size):
         rows = jax.lax.dynamic_slice_in_dim(data["images"], start, size)
         return rows, rows
 
-    reader = SliceReader(None, None, Grouping(micro_batch_size, micro_batch_size), read_slice=read_slice)
+    reader = MicroBatchReader(None, None, Grouping(micro_batch_size, micro_batch_size), read_slice=read_slice)
     zero = np.int32(0)
     batch = DeviceBatch(zero, zero, zero, np.int32(count), np.int32(count))
     weights = np.zeros(80)

@@ -2,10 +2,9 @@
 
 FILE gets for each of OPTIMIZERS "<name>_params", the parameters before each update and after the last, [21, size],
 and "<name>_grads", [20, size]: the gradient of each update when it starts from the parameters in STARTS, which is
-another such file, or where that is "-" from its own. "shapes" are those of the arrays that make a row, as JSON.
+another such file, or where that is "-" from its own.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -91,8 +90,7 @@ def flat(tree):
 
 
 def main() -> None:
-    """Does the updates."""
-    import jax
+    """Do the updates."""
     import numpy as np
 
     import model
@@ -107,9 +105,7 @@ def main() -> None:
     found = {f"{name}_params": training[name].params() for name in OPTIMIZERS}
     starts = found if starts_path == "-" else np.load(starts_path)
     found |= {f"{name}_grads": training["sgd"].grads(starts[f"{name}_params"]) for name in OPTIMIZERS}
-    leaves = jax.tree_util.tree_leaves_with_path(training["sgd"].start.params)
-    shapes = [(jax.tree_util.keystr(name), leaf.shape) for name, leaf in leaves]
-    np.savez(out, shapes=json.dumps(shapes), **found)
+    np.savez(out, **found)
 
 
 if __name__ == "__main__":

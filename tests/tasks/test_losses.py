@@ -1,12 +1,11 @@
-"""Losses of maps, against NumPy in float64 and by hand."""
+"""Losses of masks and depths, against NumPy in float64 and by hand."""
 
 import jax
 import numpy as np
 import pytest
 import scipy.special
 
-from largebatch.tasks import pixel_losses
-from largebatch.tasks.pixel_losses import DEPTH_LOSSES, MASK_LOSSES
+from largebatch.tasks.losses import DEPTH_LOSSES, MASK_LOSSES
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(0, 2, (5, 6, 7, 3)).astype(np.float32)
@@ -78,7 +77,7 @@ def test_dice_by_hand():
     """Two of four pixels are the object; three are taken for it with certainty, two of them rightly."""
     truth = np.array([[[1, 1], [0, 0]]])
     logits = np.where(np.array([[[1, 1], [1, 0]]])[..., None] == [0, 1], 50.0, -50.0).astype(np.float32)
-    np.testing.assert_allclose(pixel_losses.dice(logits, truth), [1 - (2 * 2 + 1) / (3 + 2 + 1)], rtol=1e-6)
+    np.testing.assert_allclose(MASK_LOSSES["dice"](logits, truth), [1 - (2 * 2 + 1) / (3 + 2 + 1)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", DEPTH_LOSSES)

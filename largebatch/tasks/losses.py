@@ -1,7 +1,7 @@
-"""Losses of dense targets (mask, depth), one number for each image.
+"""Losses of all tasks: one number for each example, so that no sum depends on how a batch is split.
 
-A loss is a mean over an image's pixels, so that sums over images are exact however a batch is split over devices.
-Masks have class logits [M, H, W, K] and classes int32 [M, H, W]; depths float32 [M, H, W]. Losses are float32 [M].
+The loss of a dense target (mask, depth) is a mean over the image's pixels. Masks have class logits [M, H, W, K] and
+classes int32 [M, H, W], depths float32 [M, H, W]. Losses are float32 [M].
 """
 
 from collections.abc import Callable
@@ -15,6 +15,18 @@ BERHU_SHARE = 0.2  # share of an image's largest error, where its BerHu loss goe
 SMOOTHING = 1.0  # pixels, added to both parts of Dice's fraction: a class that is nowhere costs nothing
 
 PIXELS = (1, 2)  # the axes of a dense target
+
+
+def image_cross_entropy(logits: jax.Array, classes: jax.Array, label_smoothing: float = 0.0) -> jax.Array:
+    """Compute the cross-entropy in nats of logits [M, K] and the classes of images, int32 [M].
+
+    Args:
+      label_smoothing: share of a label that is spread evenly over all classes: Szegedy et al. 2016, section 7.
+    """
+    if label_smoothing:
+        smoothed = optax.smooth_labels(jax.nn.one_hot(classes, logits.shape[-1]), label_smoothing)
+        return optax.softmax_cross_entropy(logits, smoothed)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, classes)
 
 
 def cross_entropy(logits: jax.Array, classes: jax.Array) -> jax.Array:
@@ -31,11 +43,6 @@ def dice(logits: jax.Array, classes: jax.Array) -> jax.Array:
     truth = jax.nn.one_hot(classes, logits.shape[-1])[..., 1:]
     both, either = (shares * truth).sum(PIXELS), (shares + truth).sum(PIXELS)
     return jnp.mean(1 - (2 * both + SMOOTHING) / (either + SMOOTHING), axis=-1)
-
-
-def cross_entropy_dice(logits: jax.Array, classes: jax.Array) -> jax.Array:
-    """Compute the sum of `cross_entropy` and `dice`."""
-    return cross_entropy(logits, classes) + dice(logits, classes)
 
 
 def focal(logits: jax.Array, classes: jax.Array) -> jax.Array:
@@ -73,7 +80,7 @@ def gradient(depths: jax.Array, truth: jax.Array) -> jax.Array:
 MASK_LOSSES: dict[str, Callable] = {
     "cross_entropy": cross_entropy,
     "dice": dice,
-    "cross_entropy_dice": cross_entropy_dice,
+    "cross_entropy_dice": lambda logits, classes: cross_entropy(logits, classes) + dice(logits, classes),
     "focal": focal,
 }
 DEPTH_LOSSES: dict[str, Callable] = {"l1": l1, "berhu": berhu, "gradient": gradient}
