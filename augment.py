@@ -13,7 +13,10 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,26 +25,33 @@ from absl import flags
 from etils import epath
 from ml_collections import config_dict
 
-from largebatch.cache import known
-from largebatch.cache.build import build_together, hosts_sharing
-from largebatch.cache.cache import Cache, DamagedCache, cache_key, discard_cache, open_cache, open_sound_cache
-from largebatch.cache.estimate import BuildEstimate, estimate_build
-from largebatch.cache.plan import CachePlan, plan_layout
 from largebatch.config import rules
 from largebatch.config.dicts import RULES
 from largebatch.config.fields import Config
-from largebatch.data.batching import choose_sharding
+from largebatch.data.build import build_together
+from largebatch.data.cache import (
+    Cache,
+    DamagedCache,
+    DatasetInfo,
+    discard_cache,
+    folder_name,
+    latest_folder,
+    open_cache,
+    open_sound_cache,
+)
+from largebatch.data.files import stamp_of
+from largebatch.data.images_files import CachePlan
 from largebatch.data.pictures import draw_preview, export
-from largebatch.data.placement import originals_of_hosts
 from largebatch.data.random_augment import RandomAugment
+from largebatch.data.sources.find import find_dataset, places_of, version_of
+from largebatch.data.sources.splits import SplitFile, assign_splits, read_split_file
 from largebatch.hosts import collectives
-from largebatch.sources.find import places_of, source_of, version_of
-from largebatch.sources.source import stamp_of
-from largebatch.sources.split import SPLITS, SplitFile, assign_splits, read_split_file
 from largebatch.tasks.kinds import KINDS
 from largebatch.tasks.planes import PixelTargets
 from largebatch.training.views import VIEW_COUNTS, apply_view, expand, inverse_view
 from largebatch.util import BadSetting, UserError, expanded
+
+T = TypeVar("T")
 
 log = logging.getLogger("largebatch")
 
@@ -102,193 +112,159 @@ def _moved_both_ways(images: jax.Array, pixels: int) -> list[jax.Array]:
 # ---- the cache ----------------------------------------------------------------------------------------
 
 
-def prepare_cache(config: Config, *, look_at_source: bool | None = None, to_train: bool = False) -> Cache:
+class CacheRequest(NamedTuple):
+    """The cache that a config asks for."""
+
+    cache_dir: Path
+    name: str  # name of the data set
+    settings: dict  # plain JSON, all that shapes the cache except the source's files
+    places: list[epath.Path]  # folders and files that the data are read from
+    split_file: SplitFile | None
+
+    @classmethod
+    def of(cls, config: Config) -> "CacheRequest":
+        """Read what a config asks for.
+
+        Raises:
+          BadSetting: a path or the split file cannot be read.
+        """
+        fields = config.dataset
+        split_file = None if fields.split_file is None else read_split_file(fields.split_file)
+        values = dataclasses.asdict(fields).items()
+        settings = {name: value for name, value in values if RULES[f"dataset.{name}"].identity}
+        for name in ("path", "split_file"):
+            path = settings[name]
+            if path is not None and "://" not in path:
+                settings[name] = str(Path(expanded(path, f"dataset.{name}")).absolute())
+        settings |= version_of(fields.name) | {
+            "split_file_digest": split_file and split_file.digest,
+            "tfds_data_dir": os.environ.get("TFDS_DATA_DIR"),
+            "of_pixels": KINDS[config.task.name].of_pixels,
+        }
+        if "://" in config.augment.cache_dir:
+            allowed = "a folder of this machine, or of a file system that all hosts mount"
+            raise BadSetting(f"augment.cache_dir: {config.augment.cache_dir}; allowed: {allowed}")
+        cache_dir = Path(expanded(config.augment.cache_dir, "augment.cache_dir"))
+        return cls(cache_dir, fields.name, settings, places_of(fields, config.augment.cache_dir), split_file)
+
+    def folder(self, stamp: str | None) -> Path:
+        """Return the folder of the cache of files with this stamp."""
+        return self.cache_dir / folder_name(self.name, self.settings, stamp)
+
+    def find(self) -> Cache | None:
+        """Return the sound cache of the files as they are; where they cannot be read, the latest one."""
+        stamp = stamp_of(self.places)
+        if stamp is not None:
+            return open_sound_cache(self.folder(stamp))
+        latest = self.latest()
+        cache = latest and open_sound_cache(latest)
+        if cache is not None:
+            where, built = " and ".join(map(str, self.places)), cache.manifest["built"]
+            log.warning("dataset: %s cannot be read; takes the cache %s of %s", where, cache.folder, built)
+        return cache
+
+    def latest(self) -> Path | None:
+        """Return the folder of the cache that was built last, whatever the files were."""
+        return latest_folder(self.cache_dir, self.folder("*").name)
+
+
+def prepare_cache(config: Config) -> Cache:
     """Return the cache of `config`, built where it is missing, damaged or of other files. Collective.
 
-    Args:
-      to_train: hosts that share no file system need the training images of their own devices alone.
-      look_at_source: whether to list the source where its cache is known; None if files changed on any host.
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them, or differs between them.
     """
-    cache_dir, places = collectives.agreed(lambda: _places(config))
-    request, split_file = _request(config)
-    requests = [request, known.request_of_part(request, config.batch.virtual_shards)] if to_train else [request]
-    cache, stamp = None, None if look_at_source is False else stamp_of(places)
-    for asked in requests:
-        if cache is None and not look_at_source:
-            cache = _known_on_all(config, cache_dir, asked, stamp)
-    if cache is None:
-        cache = _list_and_build(config, cache_dir, requests, split_file, stamp)
-    elif stamp is None and look_at_source is None:
-        where, built = " and ".join(map(str, places)), cache.manifest["built"]
-        log.warning("dataset: %s cannot be read; takes the cache %s of %s", where, cache.folder, built)
-    content = [cache.identity(), cache.manifest["counts"]]
-    if len(set(collectives.gather_text(json.dumps(content, sort_keys=True)))) > 1:
+    request, cache = _find_cache(config)
+    if not _all_have(cache):
+        plan = _plan_on_hosts(config, request, missing=cache is None)
+        build_together(plan)
+        cache = collectives.agreed(lambda: _open_built(plan.folder), plan is not None) or cache
+    content = json.dumps([cache.identity(), cache.manifest["counts"]], sort_keys=True)
+    if len(set(collectives.gather_text(content))) > 1:
         raise UserError(f"dataset: hosts hold different data under {config.dataset.path or config.dataset.name!r}")
     return cache
 
 
-def _places(config: Config) -> tuple[epath.Path, list[epath.Path]]:
-    """Return the folder of caches, and the folders and files that the data are read from."""
-    cache_dir = epath.Path(expanded(config.augment.cache_dir, "augment.cache_dir"))
-    return cache_dir, places_of(config.dataset, config.augment.cache_dir)
-
-
-def _request(config: Config) -> tuple[dict, SplitFile | None]:
-    """Return the request of a config (see `known`), and its split file, read on every host."""
-    path = config.dataset.split_file
-    split_file = collectives.agreed(lambda: None if path is None else read_split_file(path))
-    digest = None if split_file is None else split_file.digest
-    fields = dataclasses.asdict(config.dataset)
-    asked = {name: value for name, value in fields.items() if RULES[f"dataset.{name}"].identity}
-    asked |= version_of(config.dataset.name)
-    if KINDS[config.task.name].of_pixels:
-        asked["targets"] = "of pixels"
-    return known.request_of(asked, digest), split_file
-
-
-def _known_on_all(config, cache_dir: epath.Path, request: dict, stamp: str | None) -> Cache | None:
-    """Return the cache noted for a request; None on every host, if one has none or other files."""
-    cache = collectives.agreed(lambda: _named_errors(config, lambda: known.known_cache(cache_dir, request, stamp)))
-    return None if _missing_somewhere(cache) else cache
-
-
-def _missing_somewhere(cache: Cache | None) -> bool:
-    return "none" in collectives.gather_text("none" if cache is None else "there")
-
-
-def _list_and_build(
-    config, cache_dir: epath.Path, requests: list[dict], split_file: SplitFile | None, stamp: str | None
-) -> Cache:
-    """List the source and open its cache, which is built on the hosts where there is none.
-
-    Args:
-      requests: for the whole cache, and for this host's part, if that serves.
-      stamp: stamp of the source before it is listed.
-    """
-    plan, request = _find_plan(config, cache_dir, split_file), requests[0]
-    cache = collectives.agreed(lambda: open_sound_cache(plan.folder))
-    sharing = hosts_sharing(cache_dir) if _missing_somewhere(cache) else []
-    all_share = len(sharing) in (0, jax.process_count())
-    if len(requests) > 1 and "apart" in collectives.gather_text("together" if all_share else "apart"):
-        num_originals = len(plan.splits["train"])
-        sharding = choose_sharding(config.batch.virtual_shards, num_originals, jax.device_count(), views=1)
-        plan = plan.part(originals_of_hosts(sharding, sharing, config.dataset.split_seed))
-        cache, request = collectives.agreed(lambda: open_sound_cache(plan.folder)), requests[1]
-    before = known.known_folder(cache_dir, request)
-    if before is not None and before != plan.folder:
-        log.warning("dataset: %s changed since %s was made", plan.source.description, before)
-    if sharing:
-        source, shape = plan.source, plan_layout(plan).image_shape
-        # This check comes before hours of work.
-        collectives.agreed(lambda: check_data(config, shape, source.targets, source.description))
-        build_together(plan, sharing, missing=cache is None)
-        cache = collectives.agreed(functools.partial(_open_built, plan.folder), cache is None) or cache
-    known.note(cache_dir, request, cache, stamp)
-    return cache
-
-
-def estimate_cache(config: Config) -> BuildEstimate | None:
-    """Estimate from a sample what building the cache of `config` takes; None where all hosts have it. Collective.
+def plan_cache(config: Config) -> CachePlan | None:
+    """Plan the cache of `config`, without building it; None where all hosts have it. Collective.
 
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
-    cache_dir, places = collectives.agreed(lambda: _places(config))
-    request, split_file = _request(config)
-    of_part = known.request_of_part(request, config.batch.virtual_shards)
-    stamp = stamp_of(places)
-    if any(_known_on_all(config, cache_dir, asked, stamp) for asked in (request, of_part)):
-        return None
-    plan = _find_plan(config, cache_dir, split_file)
-    return collectives.agreed(lambda: estimate_build(plan))
+    request, cache = _find_cache(config)
+    return None if _all_have(cache) else _plan_on_hosts(config, request, missing=True)
 
 
-def _open_built(folder: epath.Path) -> Cache:
-    try:
-        return open_cache(folder)
-    except DamagedCache as damage:  # another process removed it, or a network file system is late
-        raise UserError(f"augment.cache_dir: {damage}, right after it was built; start again") from damage
+def with_cache(config: Config, use: Callable[[Cache], T]) -> T:
+    """Return `use(cache)` of the cache of `config`; if it finds damage, build the cache again and try once more.
 
+    Collective: all hosts call it, and all try again if any of them finds damage.
 
-def _named_errors(config, act: Callable):
-    try:
-        return act()
-    except ImportError as error:  # the package of a file system, as gs://
-        raise UserError(f"augment.cache_dir: {config.augment.cache_dir} needs a package ({error})") from error
-
-
-def _find_plan(config, cache_dir: epath.Path, split_file: SplitFile | None) -> CachePlan:
-    """List the source on every host."""
-    is_primary = collectives.is_primary()
-    find = functools.partial(_named_errors, config, functools.partial(_plan_cache, config, cache_dir, split_file))
-    of_primary = collectives.agreed(find, is_primary)  # first, for it may download the set
-    of_other = collectives.agreed(find, not is_primary)
-    return of_primary if is_primary else of_other
-
-
-def _plan_cache(config, cache_dir: epath.Path, split_file: SplitFile | None) -> CachePlan:
-    fields = config.dataset
-    source = source_of(fields, config.augment.cache_dir, of_pixels=KINDS[config.task.name].of_pixels)
-    splits = assign_splits(
-        source.ids,
-        source.labels,
-        source.class_names,
-        published=source.splits,
-        choice=fields.splits,
-        seed=fields.split_seed,
-        split_file=split_file,
-    )
-    name = "".join(c if c.isalnum() else "_" for c in fields.name)
-    return CachePlan(cache_dir / f"{name}-{cache_key(source, splits)}", source, splits)
-
-
-class CacheAttempt:
-    """A single try at reading the cache; see `cache_attempts`."""
-
-    def __init__(self, config, *, is_last: bool, **options: bool | None):
-        self._is_last = is_last
-        self._cache = prepare_cache(config, **options)
-        self.succeeded = False
-
-    def __enter__(self) -> Cache:
-        return self._cache
-
-    def __exit__(self, kind, error, traceback) -> bool:
-        if error is not None and not isinstance(error, DamagedCache):
-            return False
-        damages = [text for text in collectives.gather_text(str(error or "")) if text]
-        if damages and self._is_last:
-            raise UserError(f"augment.cache_dir: damaged again right after it was built: {damages[0]}") from error
-        if damages:
-            discard = functools.partial(discard_cache, self._cache.folder, self._cache.manifest_bytes, error)
-            collectives.agreed(discard, error is not None)
-        self.succeeded = not damages
-        return True
-
-
-def cache_attempts(
-    config: Config, *, look_at_source: bool | None = None, to_train: bool = False
-) -> Iterator[CacheAttempt]:
-    """Yield the cache of `config`, to be read within a `with`; rebuild it for one more try where it is damaged.
-
-        for attempt in cache_attempts(config):
-            with attempt as cache:
-                ...
-
-    All hosts do this, and all try again if any of them finds damage.
-
-    Args:
-      look_at_source, to_train: see `prepare_cache`.
     Raises:
       UserError: on every host, if the fresh cache is damaged too; what `prepare_cache` raises.
     """
     for is_last in (False, True):
-        attempt = CacheAttempt(config, is_last=is_last, look_at_source=look_at_source, to_train=to_train)
-        yield attempt
-        if attempt.succeeded:
-            return
+        cache, result, error = prepare_cache(config), None, None
+        try:
+            result = use(cache)
+        except DamagedCache as damage:
+            error = damage
+        damages = [text for text in collectives.gather_text(str(error or "")) if text]
+        if not damages:
+            break
+        if is_last:
+            raise UserError(f"augment.cache_dir: damaged again right after it was built: {damages[0]}") from error
+        collectives.agreed(functools.partial(discard_cache, cache, error), error is not None)
+    return result
+
+
+def _find_cache(config: Config) -> tuple[CacheRequest, Cache | None]:
+    """Return what a config asks for, and the cache if this host has it."""
+    request = collectives.agreed(lambda: CacheRequest.of(config))
+    return request, collectives.agreed(request.find)
+
+
+def _all_have(cache: Cache | None) -> bool:
+    return "none" not in collectives.gather_text("none" if cache is None else "there")
+
+
+def _plan_on_hosts(config: Config, request: CacheRequest, *, missing: bool) -> CachePlan | None:
+    """Plan the cache on the hosts where it is missing, on host 0 first, for it may download the set."""
+    is_primary = collectives.is_primary()
+    plan = functools.partial(_plan, config, request)
+    of_primary = collectives.agreed(plan, missing and is_primary)
+    return collectives.agreed(plan, missing and not is_primary) or of_primary
+
+
+def _plan(config: Config, request: CacheRequest) -> CachePlan:
+    """List the data set, and check it before hours of work."""
+    stamp = stamp_of(request.places)
+    dataset = find_dataset(config.dataset, config.augment.cache_dir, of_pixels=KINDS[config.task.name].of_pixels)
+    splits = assign_splits(
+        dataset.ids,
+        dataset.labels,
+        dataset.class_names,
+        published=dataset.splits,
+        choice=config.dataset.splits,
+        seed=config.dataset.split_seed,
+        split_file=request.split_file,
+    )
+    dataset = dataset.like(int(splits["train"][0]))
+    height, width, channels = dataset.image_shape
+    channels -= dataset.targets.planes
+    check_data(config, (height, width, channels), dataset.targets, dataset.description)
+    if before := request.latest():
+        log.warning("dataset: %s changed since %s was made", dataset.description, before)
+    if config.dataset.path is None:  # it may have been downloaded just now
+        stamp = stamp_of(request.places)
+    return CachePlan(request.folder(stamp), dataset, splits)
+
+
+def _open_built(folder: Path) -> Cache:
+    try:
+        return open_cache(folder)
+    except DamagedCache as damage:  # another process removed it, or a network file system is late
+        raise UserError(f"augment.cache_dir: {damage}, right after it was built; start again") from damage
 
 
 # ---- the command ------------------------------------------------------------------------------------
@@ -299,20 +275,24 @@ def main(config: config_dict.ConfigDict) -> None:
     import model as models
 
     config = rules.check(config.to_dict(), models.MODELS)
-    for attempt in cache_attempts(config, look_at_source=True):
-        with attempt as cache:
-            cache.verify()
-    check_data(config, cache.image_shape, cache.targets, f"dataset {config.dataset.name!r}")
+    cache = with_cache(config, _verified)
+    train, test = cache.split("train"), cache.split("test")
+    check_data(config, DatasetInfo.of(cache).image_shape, cache.targets, f"dataset {config.dataset.name!r}")
     num_views = VIEW_COUNTS[config.augment.views]
-    counts = ", ".join(f"{cache.count(split)} {split}" for split in SPLITS)
+    counts = ", ".join(f"{count} {split}" for split, count in cache.layout.counts.items())
     print(f"cache   {cache.folder}")
-    print(f"images  {counts}; training set {cache.count('train') * num_views} views")
-    print(f"classes {', '.join(cache.targets.classes or cache.class_names)}")
+    print(f"images  {counts}; training set {len(train.ids) * num_views} views")
+    print(f"classes {', '.join(cache.targets.classes or train.class_names)}")
     if flags.FLAGS.preview:
-        draw_preview(cache, functools.partial(expand, num_views=num_views), flags.FLAGS.preview)
+        draw_preview(train, functools.partial(expand, num_views=num_views), flags.FLAGS.preview)
         print(f"preview {flags.FLAGS.preview}")
     if flags.FLAGS.export:
-        print(f"export  {export(cache, 'test', flags.FLAGS.export)} test images in {flags.FLAGS.export}")
+        print(f"export  {export(test, flags.FLAGS.export)} test images in {flags.FLAGS.export}")
+
+
+def _verified(cache: Cache) -> Cache:
+    cache.verify()
+    return cache
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ the next run of the process; `prepare` puts it all together for a run.
 """
 
 import dataclasses
+import functools
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ import numpy as np
 
 import augment
 import model as models
-from largebatch.cache.plan import FIRST_ROWS, DatasetInfo
 from largebatch.config.fields import Config
+from largebatch.data.cache import Cache, DamagedCache, DatasetInfo
 from largebatch.data.placement import DeviceData, place, train_shapes
 from largebatch.data.random_augment import RandomAugment
 from largebatch.hardware.chips import Hardware
@@ -28,11 +29,12 @@ from largebatch.training.programs import Programs
 from largebatch.training.state import TrainState, count_params
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 from largebatch.training.views import expansion, make_read, make_read_slice
+from largebatch.util import UserError
 from plan import RunPlan, choose_plan, data_fields, make_init, plan_run, state_shapes
 
 # A set of programs takes some 800 memory maps on a CPU; at Linux' limit of 65,530 a process dies.
 MAX_PROGRAMS = 30
-WHITENING_IMAGES = FIRST_ROWS  # training images whose patches whiten the stem
+WHITENING_IMAGES = 2048  # training images whose patches whiten the stem
 
 
 # ---- programs -------------------------------------------------------------------------------------------
@@ -142,31 +144,25 @@ class ProgramCache:
                 return Placed(plan, placed.data)
         self._data_of = self._placed = placed = None  # before other data take its memory
         self._kernels = {}
-        for attempt in augment.cache_attempts(config, to_train=True):
-            with attempt as cache:
-                plan = choose_plan(config, DatasetInfo.of(cache))
-                expand = expansion(plan.storage, plan.sharding.views)
-                seed = config.dataset.split_seed
-                data = place(cache, plan.sharding, seed, expand, buffer_rows=plan.buffer_rows)
-        jax.block_until_ready((data.train.arrays, data.validation.resident))
-        self._data_of, self._placed = data_fields(config), Placed(plan, data)
+
+        def plan_and_place(cache: Cache) -> Placed:
+            plan = choose_plan(config, DatasetInfo.of(cache))
+            expand, seed = expansion(plan.storage, plan.sharding.views), config.dataset.split_seed
+            return Placed(plan, place(cache, plan.sharding, seed, expand, buffer_rows=plan.buffer_rows))
+
+        self._placed = augment.with_cache(config, plan_and_place)
+        jax.block_until_ready((self._placed.data.train.arrays, self._placed.data.validation.resident))
+        self._data_of = data_fields(config)
         return self._placed
 
     def whitening_kernel(self, plan: RunPlan) -> np.ndarray | None:
         """Return the kernel of the network's frozen stem, if it has one: host 0's, on every host."""
         if plan.config.model.stem != "whitened":
             return None
-        network = plan.network
+        network, data = plan.network, self._placed.data
         if network.patches not in self._kernels:
-            # Reads the files as they were when the data were placed.
-            for attempt in augment.cache_attempts(plan.config, to_train=True, look_at_source=False):
-                with attempt as cache:
-                    kernel = np.zeros(models.whitening_shape(network, cache.image_shape), np.float32)
-                    if collectives.is_primary():
-                        rows = np.arange(min(WHITENING_IMAGES, cache.count("train")))
-                        images = cache.read_rows("train", rows).reshape(-1, *cache.image_shape)
-                        mean, std = cache.manifest["mean"], cache.manifest["std"]
-                        kernel = models.whitening_kernel(network, images, mean, std)
+            kernel = np.zeros(models.whitening_shape(network, plan.data.layout.image_shape), np.float32)
+            collectives.agreed(functools.partial(_whiten, network, data.cache, kernel), collectives.is_primary())
             self._kernels[network.patches] = collectives.from_primary(kernel)
         return self._kernels[network.patches]
 
@@ -184,6 +180,20 @@ class ProgramCache:
             programs.compile_here(state, self._placed.data, inputs, sync)
             self._programs[key] = programs
         return self._programs[key]
+
+
+def _whiten(network, cache: Cache, kernel: np.ndarray) -> None:
+    """Fill in the kernel of a whitened stem, from the first training images.
+
+    Raises:
+      UserError: the cache was damaged since the data were placed.
+    """
+    train = cache.split("train")
+    try:
+        images = train.images(np.arange(min(WHITENING_IMAGES, len(train.ids))))
+    except DamagedCache as damage:
+        raise UserError(f"augment.cache_dir: {damage}; start again to build the cache anew") from damage
+    kernel[...] = models.whitening_kernel(network, images, cache.manifest["mean"], cache.manifest["std"])
 
 
 def prepare(config: Config, clock: Clock, shared: ProgramCache) -> Prepared:

@@ -13,6 +13,7 @@ they lie in is a class of the run, or, for masks, where there are images/ and ma
 On several hosts run it on each; host 0 reads the run folder, prints and writes, and all of them read the images.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -28,12 +29,15 @@ import augment
 import model as models
 from largebatch import cli, terminal
 from largebatch.buckets import bucket
-from largebatch.cache import known
 from largebatch.config import rules
 from largebatch.config.dicts import FIELDS, flatten
 from largebatch.config.fields import Config
-from largebatch.data.validation import split_of_images
-from largebatch.decoding.images import Dataset, DecodeOptions
+from largebatch.data.cache import Cache, DamagedCache, find_recorded
+from largebatch.data.dataset import Dataset
+from largebatch.data.decode import DecodeOptions
+from largebatch.data.sharded_split import ShardedSplit, shard_split
+from largebatch.data.sources.class_folders import find_images
+from largebatch.data.sources.maps import find_maps
 from largebatch.exports import contents
 from largebatch.exports.folder import is_export
 from largebatch.hardware.chips import Hardware, auto_micro_batch_size
@@ -44,13 +48,12 @@ from largebatch.predictions.tables import ClassPredictions
 from largebatch.runs import checkpoints, reader
 from largebatch.runs.load import BestCheckpoint, arrays_of, best_checkpoint
 from largebatch.runs.summary import refuse_other_network
-from largebatch.sources import file_sets, map_folders
 from largebatch.tasks.planes import PixelTargets
 from largebatch.tasks.task import make_task
 from largebatch.training.costs import training_costs
 from largebatch.training.evaluation import SplitPredictions, make_predict, predict_split
 from largebatch.training.loss import make_logits_fn
-from largebatch.util import UserError
+from largebatch.util import BadSetting, UserError
 from plan import make_network
 
 log = logging.getLogger("largebatch")
@@ -98,12 +101,12 @@ def evaluate(
 
     run = load_run(run_folder, overrides)
     num_views = views_to_average(run) if views else 1
-    dataset = read_images(images, run) if images else read_split(run, split, overrides)
-    result = predict(run, dataset, num_views=num_views, shift=shift, ema=ema, whole=bool(out))
+    examples = shard_images(images, run) if images else shard_own_split(run, split, overrides)
+    result = predict(run, examples, num_views=num_views, shift=shift, ema=ema, whole=bool(out))
     if run.targets.planes:
-        predictions = MapPredictions(dataset, result, run.targets)
+        predictions = MapPredictions(examples.dataset, result, run.targets)
     else:
-        predictions = ClassPredictions.of(dataset, result)
+        predictions = ClassPredictions.of(examples.dataset, result)
     heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
     heading += f", mean over {num_views} views" if views else ""
     heading += f", mean over shifts of {shift} px" if shift else ""
@@ -230,22 +233,22 @@ def read_variables(run: TrainedRun, network, *, ema: bool) -> dict:
 # ---- images and predictions -----------------------------------------------------------------------------
 
 
-def read_split(run: TrainedRun, split: str, overrides: dict[str, str | int]) -> Dataset:
-    """Return images and labels of a split of the run's own data.
+def shard_own_split(run: TrainedRun, split: str, overrides: dict[str, str | int]) -> ShardedSplit:
+    """Shard a split of the run's own data over the devices. Collective.
 
-    They come from the user's own cache, else from the one that the run names, else they are decoded again into the
+    It comes from the user's own cache, else from the one that the run names, else it is decoded again into the
     user's own. A run may come from someone else: nothing is changed where it points, and reading there is logged.
 
     Raises:
       UserError: the digest of the example ids differs, so the split does.
     """
     cache_dir = own_cache_dir(overrides)
-    dataset = known.find_split(cache_dir, split, run.data)
-    if dataset is None and run.config.augment.cache_dir != cache_dir:
+    examples = shard_recorded(cache_dir, split, run.data)
+    if examples is None and run.config.augment.cache_dir != cache_dir:
         name_foreign(run.path, "augment.cache_dir", run.config.augment.cache_dir)
-        dataset = known.find_split(run.config.augment.cache_dir, split, run.data)
-    if dataset is not None:
-        return dataset
+        examples = shard_recorded(run.config.augment.cache_dir, split, run.data)
+    if examples is not None:
+        return examples
 
     config = run.config.replace(augment={"cache_dir": cache_dir})
     for field in ("dataset.path", "dataset.split_file"):
@@ -253,15 +256,32 @@ def read_split(run: TrainedRun, split: str, overrides: dict[str, str | int]) -> 
         if path and field not in overrides:
             name_foreign(run.path, field, path)
 
-    for attempt in augment.cache_attempts(config):
-        with attempt as cache:
-            dataset = known.read_split(cache, split)
-    identity, source = cache.identity(), cache.manifest["source"]
-    if identity["ids"] != run.data["ids"]:
-        raise UserError(f"dataset: the examples of {source} are not those of the run")
-    if identity["pixels"] != run.data.get("pixels", identity["pixels"]):  # which runs of older code do not have
-        log.warning("dataset: the examples of %s have other pixels than those of the run had", source)
-    return dataset
+    def shard(cache: Cache) -> ShardedSplit:
+        identity, source = cache.identity(), cache.manifest["source"]
+        if identity["ids"] != run.data["ids"]:
+            raise UserError(f"dataset: the examples of {source} are not those of the run")
+        if identity["pixels"] != run.data["pixels"]:
+            log.warning("dataset: the examples of %s have other pixels than those of the run had", source)
+        return shard_split(cache.split(split), jax.device_count(), verify=True)
+
+    return augment.with_cache(config, shard)
+
+
+def shard_recorded(cache_dir: str, split: str, recorded: dict) -> ShardedSplit | None:
+    """Shard a split of the data that a run recorded, from a cache in `cache_dir`, where nothing is changed.
+
+    The result is None on every host if one of them has no such cache, or a damaged one. Collective.
+    """
+    examples = cache = None
+    with contextlib.suppress(OSError, ValueError, BadSetting):  # nothing that this host can read
+        cache = find_recorded(cache_dir, recorded)
+    if "none" in collectives.gather_text("none" if cache is None else "found"):
+        return None
+    try:
+        examples = shard_split(cache.split(split), jax.device_count(), verify=True)
+    except DamagedCache as damage:
+        log.warning("damaged cache: %s", damage)
+    return None if "none" in collectives.gather_text("none" if examples is None else "sound") else examples
 
 
 def name_foreign(run_folder: Path, field: str, path: str) -> None:
@@ -270,34 +290,33 @@ def name_foreign(run_folder: Path, field: str, path: str) -> None:
         log.warning("reads %s %s, which %s names", field, path, run_folder)
 
 
-def read_images(path: str, run: TrainedRun) -> Dataset:
-    """Return all images in a folder or zip, in the size and with the channels of the run's, on every host.
+def shard_images(path: str, run: TrainedRun) -> ShardedSplit:
+    """Shard all images in a folder or zip, in the size and with the channels of the run's. Collective.
+
+    They are decoded block by block as they are predicted, unless all of them fit on the devices.
 
     Raises:
-      UserError: a host cannot read them or reads different ones, or their dtype is not the run's; on every host.
+      UserError: a host cannot read them or finds other names, or their dtype is not the run's; on every host.
     """
     height, width, channels = run.image_shape
-    options = DecodeOptions((height, width), run.config.dataset.resize, channels)
-    class_names, max_pixels = run.data["class_names"], run.config.dataset.max_image_pixels
-    dtype = run.data.get("image_dtype", "uint8")  # runs from before 16 bits do not say it
+    options = DecodeOptions.from_config(run.config.dataset)
+    dtype = run.data["image_dtype"]
 
     def find() -> Dataset:
         if run.targets.planes:
-            of_files = dataclasses.replace(options, channels=run.config.dataset.channels)
-            dataset = map_folders.find_maps(path, run.targets, channels, of_files, max_pixels)
+            dataset = find_maps(path, run.targets, channels, dataclasses.replace(options, size=(height, width)))
         else:
-            dataset = file_sets.find_images(path, class_names, options, max_pixels)
-        if dataset.images.dtype != dtype:
-            found = f"{dataset.example_ids[0]} is of {dataset.images.dtype}"
+            of_run = dataclasses.replace(options, size=(height, width), channels=channels)
+            dataset = find_images(path, run.data["class_names"], of_run)
+        if dataset.dtype != dtype:
+            found = f"{dataset.ids[0]} is of {dataset.dtype}"
             raise UserError(f"--images: {found}; allowed: {dtype}, as the images of {run.path}")
         return dataset
 
     dataset = collectives.agreed(find)
-    digest = hashlib.sha256(dataset.images)
-    digest.update("\n".join(dataset.example_ids).encode())
-    if len(set(collectives.gather_text(digest.hexdigest()))) > 1:
+    if len(set(collectives.gather_text(hashlib.sha256("\n".join(dataset.ids).encode()).hexdigest()))) > 1:
         raise UserError(f"--images: hosts hold different images under {path}")
-    return dataset
+    return collectives.agreed(lambda: shard_split(dataset, jax.device_count()))
 
 
 # ---- the predictions ---------------------------------------------------------------------------------
@@ -312,7 +331,7 @@ def views_to_average(run: TrainedRun) -> int:
 
 
 def predict(
-    run: TrainedRun, dataset: Dataset, *, num_views: int, shift: int, ema: bool, whole: bool
+    run: TrainedRun, examples: ShardedSplit, *, num_views: int, shift: int, ema: bool, whole: bool
 ) -> SplitPredictions:
     """Return scores of the labelled images and predictions of all, computed on all devices of all hosts.
 
@@ -336,9 +355,8 @@ def predict(
     micro_batch_size = auto_micro_batch_size(
         hardware, run.config.model.name, lambda: training_costs(network, image_shape).activation_bytes
     )
-    split = split_of_images(dataset.images, dataset.labels)
-    program = make_predict(logits_fn, task, dataset.images.shape[1:], micro_batch_size, whole=whole)
-    return predict_split(program, replicas.replicate(variables), split, micro_batch_size, task)
+    program = make_predict(logits_fn, task, examples.dataset.image_shape, micro_batch_size, whole=whole)
+    return predict_split(program, replicas.replicate(variables), examples, micro_batch_size, task)
 
 
 def main() -> None:

@@ -15,12 +15,14 @@ import augment
 import model as models
 from build import ProgramCache, prepare, programs_of
 from largebatch import cli
-from largebatch.cache.plan import DatasetInfo, make_layout
 from largebatch.config import rules
 from largebatch.config.fields import Config
 from largebatch.data.batching import DataSharding, Grouping
+from largebatch.data.cache import DatasetInfo, RowLayout
+from largebatch.data.images_files import CachePlan, estimate_build
 from largebatch.data.placement import train_shapes
-from largebatch.data.validation import block_shapes
+from largebatch.data.sharded_split import block_shapes
+from largebatch.data.sources.find import SIZES
 from largebatch.doctor import checks, elsewhere, findings
 from largebatch.hardware.chips import AUTO, Hardware, auto_dtype
 from largebatch.hardware.compiled import CompiledProgram, compile_and_look
@@ -29,7 +31,6 @@ from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
 from largebatch.optim.schedule_text import format_range
 from largebatch.optim.schedules import Schedule
-from largebatch.sources.source import SIZES
 from largebatch.terminal import print_table
 from largebatch.training.costs import training_costs
 from largebatch.training.local_sgd import Sync
@@ -108,14 +109,14 @@ def _row(step: int, schedule: Schedule, sharding: DataSharding, grouping: Groupi
 
 def examine_here(config: Config) -> None:
     """Print what a cache build takes and whether the images fit; then build the cache and try steps."""
-    estimate = augment.estimate_cache(config)
-    if estimate is not None:
-        findings.show([findings.check_build(estimate)])
-        plan = choose_plan(config, DatasetInfo.unread(estimate.layout, estimate.num_classes, estimate.targets))
+    planned = augment.plan_cache(config)
+    if planned is not None:
+        findings.show([findings.check_build(collectives.agreed(lambda: estimate_build(planned)))])
+        plan = choose_plan(config, info_of(planned))
         findings.show([findings.check_memory(plan.storage, needed_bytes(plan))])
     started = time.perf_counter()
     plan, data, programs, state = prepare(config_to_examine(config), Clock(), ProgramCache())
-    if estimate is None:
+    if planned is None:
         findings.show([findings.check_memory(plan.storage, needed_bytes(plan))])
     checks.report(checks.Subject(plan, data, programs), state, config.sync, started)
 
@@ -222,8 +223,12 @@ def dataset_info(config: Config) -> DatasetInfo:
         if fields.image_size is not None:
             height, width = np.broadcast_to(fields.image_size, 2).tolist()
         shape = (height, width, fields.channels or channels)
-        return DatasetInfo.unread(make_layout(size.counts, shape, np.dtype(size.dtype)), size.num_classes)
-    estimate = augment.estimate_cache(config)
-    if estimate is not None:
-        return DatasetInfo.unread(estimate.layout, estimate.num_classes, estimate.targets)
-    return DatasetInfo.of(augment.prepare_cache(config))
+        return DatasetInfo.unread(RowLayout.of(size.counts, shape, np.dtype(size.dtype)), size.num_classes)
+    planned = augment.plan_cache(config)
+    return info_of(planned) if planned else DatasetInfo.of(augment.prepare_cache(config))
+
+
+def info_of(planned: CachePlan) -> DatasetInfo:
+    """Describe the data set of a cache that is not built."""
+    dataset = planned.dataset
+    return DatasetInfo.unread(planned.layout, len(dataset.class_names), dataset.targets)

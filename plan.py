@@ -14,12 +14,12 @@ from flax import linen as nn
 
 import augment
 import model as models
-from largebatch.cache.plan import DatasetInfo
 from largebatch.config.dicts import RULES, flatten
 from largebatch.config.fields import Config
 from largebatch.config.rules import MODEL_OPTIONS, length_problems
 from largebatch.data import streaming
 from largebatch.data.batching import DataSharding, Grouping, choose_sharding
+from largebatch.data.cache import DatasetInfo
 from largebatch.data.placement import BUFFERS, bytes_per_device
 from largebatch.data.random_augment import RandomAugment
 from largebatch.hardware.chips import Hardware

@@ -140,7 +140,7 @@ def main(config: config_dict.ConfigDict) -> int:
     config.model.dtype = typed.model.dtype
     study = read_study(config, recorded, dtype_is_auto=dtype_is_auto)
     if not any(field.startswith("dataset.") for field in study.search.space):
-        augment.prepare_cache(typed, to_train=True)  # bad data are found before anything is written
+        augment.prepare_cache(typed)  # bad data are found before anything is written
     preemption.answer_signals()
     preemption.training_begins()  # what a trial has done goes back to the queue, however little it is
     with open_queue(study) if collectives.is_primary() else contextlib.nullcontext() as queue:

@@ -17,8 +17,8 @@ from ml_collections import config_dict
 import model as models
 from build import ProgramCache, prepare
 from largebatch import cli
-from largebatch.cache.plan import describe_targets
 from largebatch.data import batching
+from largebatch.data.cache import describe_targets
 from largebatch.data.placement import DeviceData
 from largebatch.data.streaming import load_inputs
 from largebatch.hosts import collectives, preemption, replicas
@@ -255,16 +255,16 @@ def describe_run(plan: RunPlan, data: DeviceData, trainer: Trainer, plain_config
 
 def headline(plan: RunPlan, data: DeviceData, trainer: Trainer, clock: Clock) -> str:
     """Return four lines that say what is about to run."""
-    config, cache = plan.config, data.cache
+    config, cache, counts = plan.config, data.cache, plan.data.layout.counts
     num_params = count_params(replicas.first_replica(trainer.state.params))
     batch_sizes = plan.schedule.batch_sizes.first(plan.schedule.num_updates).values
     largest_shares, changes = -(-batch_sizes // plan.num_devices), describe_batches(config.batch, config.sync)
     return (
         f"{num_params:,} parameters; {plan.num_devices} {jax.default_backend()} devices on "
         f"{jax.process_count()} hosts, computing in {config.model.dtype}; "
-        f"{cache.count('train'):,} training images as {plan.num_examples:,} views, "
-        f"{cache.count('val'):,} validation images, decoded {cache.manifest['built'][:10]}\n"
-        f"{describe_targets(cache)}\n"
+        f"{counts['train']:,} training images as {plan.num_examples:,} views, "
+        f"{counts['val']:,} validation images, decoded {cache.manifest['built'][:10]}\n"
+        f"{describe_targets(cache.split('train'))}\n"
         f"batch {format_range(batch_sizes)} = {format_range(largest_shares)} a device "
         f"in micro-batches of up to {plan.micro_batch_size}{changes}; "
         f"data {clock.seconds['data']:.1f} s, compiling {clock.seconds['compile']:.1f} s\n"

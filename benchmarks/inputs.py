@@ -27,7 +27,6 @@ from largebatch.data.batching import choose_sharding
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.start import start_jax
 from largebatch.runs.summary import git_commit, versions
-from largebatch.sources.split import SPLITS
 from largebatch.training.views import expansion
 from largebatch.util import UserError
 
@@ -43,7 +42,7 @@ def bench_input(path: str) -> dict:
         config = make_config(path, cache_dir)
         with clock.measure("list, decode and cache"):
             cache = augment.prepare_cache(config)
-        num_images = sum(cache.count(split) for split in SPLITS)
+        num_images = cache.layout.num_rows
         with clock.measure("open a sound cache"):
             augment.prepare_cache(config)
         # Each in a process of its own, so that no page or buffer of an earlier one helps or hinders.
@@ -59,7 +58,9 @@ def bench_input(path: str) -> dict:
         "place_seconds": [placing.seconds for placing in placings],
         "place_gb_per_sec": placings[0].all_bytes / seconds["read, verify and place"] / 1e9,
         "training_image_bytes_on_devices": placings[0].training_bytes,
-        "expected_training_image_bytes": cache.count("train") * num_views * math.prod(cache.image_shape),
+        "expected_training_image_bytes": cache.layout.counts["train"]
+        * num_views
+        * math.prod(cache.layout.image_shape),
         "peak_resident_bytes": max(placing.peak_resident_bytes for placing in placings),
         "start": starts,
         "devices": jax.device_count(),
@@ -99,7 +100,7 @@ def place(path: str, cache_dir: str) -> Placing:
     cache = augment.prepare_cache(config)
     begin = time.perf_counter()
     views = augment.VIEW_COUNTS[config.augment.views]
-    sharding = choose_sharding(None, cache.count("train"), jax.device_count(), views)
+    sharding = choose_sharding(None, cache.layout.counts["train"], jax.device_count(), views)
     expand = expansion(config.augment.storage, views)
     data = placement.place(cache, sharding, config.dataset.split_seed, expand)
     validation = data.validation.resident  # none where it does not stay on the devices

@@ -21,6 +21,7 @@ from PIL import Image
 
 import augment
 from benchmarks.inputs import in_new_process, make_config
+from largebatch.data.images_files import estimate_build
 from largebatch.hosts.start import start_jax
 from largebatch.runs.summary import git_commit, versions
 
@@ -158,7 +159,7 @@ def make_large_config(path: str, cache_dir: str):
 def estimate(path: str, cache_dir: str) -> float:
     """Seconds that train.py --doctor says the build will take, once the zip is listed."""
     start_jax()
-    return augment.estimate_cache(make_large_config(path, cache_dir)).seconds
+    return estimate_build(augment.plan_cache(make_large_config(path, cache_dir))).seconds
 
 
 def build(path: str, cache_dir: str) -> Built:

@@ -10,8 +10,7 @@ from benchmarks.inputs import make_config
 from benchmarks.peers import serve
 from benchmarks.timing import Contender, about_machine, interleave, ratio
 from build import make_step
-from largebatch.cache.cache import Cache
-from largebatch.cache.plan import DatasetInfo
+from largebatch.data.cache import Cache, DatasetInfo
 from largebatch.data.placement import place
 from largebatch.data.streaming import Upcoming
 from largebatch.hardware.chips import Hardware
@@ -29,19 +28,20 @@ def bench_stream(path: str, cache_dir: str, batch_size: int, repeats: int) -> di
     start_jax()
     config = make_config(path, cache_dir)
     config = config.replace(model={"dtype": DTYPE}, batch={"size": batch_size})
-    contenders = []
-    for attempt in augment.cache_attempts(config.replace(augment={"storage": "streamed"})):
-        with attempt as cache:
-            for storage in ("streamed", "on_device"):
-                step = StepOnCache(config.replace(augment={"storage": storage}), cache)
-                contenders.append(Contender(storage, step, batch_size))
+    storages = ("streamed", "on_device")
+
+    def place_both(cache: Cache) -> list[StepOnCache]:
+        return [StepOnCache(config.replace(augment={"storage": storage}), cache) for storage in storages]
+
+    steps = augment.with_cache(config.replace(augment={"storage": "streamed"}), place_both)
+    contenders = [Contender(storage, step, batch_size) for storage, step in zip(storages, steps, strict=True)]
     times = interleave(contenders, repeats)
     streamed, resident = contenders
     return {
         "command": "stream",
         "batch_size": batch_size,
         "dtype": DTYPE,
-        "image_shape": cache.image_shape,
+        "image_shape": steps[0].image_shape,
         "repeats": repeats,
         "images_per_sec": {c.name: c.images / statistics.median(times[c.name]) for c in contenders},
         "ratio": ratio(streamed, resident, times),
@@ -57,7 +57,7 @@ class StepOnCache(serve.Step):
         buffer_rows = None
         if config.augment.storage == "streamed":
             buffer_rows = plan.sharding.share_bounds(plan.schedule.max_batch_size)[1]
-        self._plan = plan
+        self._plan, self.image_shape = plan, cache.layout.image_shape
         self._data = place(cache, plan.sharding, config.dataset.split_seed, buffer_rows=buffer_rows).train
         self._inner_loop = make_inner_loop(make_step(plan))
         hyperparams = Hyperparams.from_config(config.optimizer)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from etils import epath
 
 STALE_SEC = 3600
 
@@ -68,6 +69,22 @@ def path_argument(text: str) -> Path:
     return Path(address_argument(text))
 
 
+def read_text(path: str, field: str) -> str:
+    """Return the content of a text file in UTF-8, local or in a bucket, with or without a byte order mark.
+
+    Args:
+      field: the config field or flag that gives it, for the message.
+    Raises:
+      BadSetting: it cannot be read, or is no text.
+    """
+    try:
+        return epath.Path(expanded(path, field)).read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadSetting(f"{field}: {path} cannot be read (it is no text)") from error
+    except (OSError, ValueError, ImportError) as error:  # the path may be none
+        raise BadSetting(f"{field}: {path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
 # ---- files: paths of pathlib or of epath (gs://) -----------------------------------------------------
 
 
@@ -104,8 +121,7 @@ def remove_stale(path) -> None:
     What was written to in the last `STALE_SEC` stays: a process on another host may be at work on it.
     """
     name = re.escape(path.name)
-    # The second pattern is the name that older code gave.
-    _remove_old(path.parent, re.compile(rf"\.{name}\.[0-9a-f]{{32}}\.tmp|\.tmp-{name}-.*"))
+    _remove_old(path.parent, re.compile(rf"\.{name}\.[0-9a-f]{{32}}\.tmp"))
 
 
 def remove_stale_in(folder) -> None:
@@ -182,6 +198,8 @@ def run_ranges(work: Callable[[int, int], None], length: int, num_threads: int |
       num_threads: number of threads; None takes one per core.
     """
     num_workers = num_threads or os.cpu_count() or 1
+    if num_workers == 1:
+        return work(0, length)
     edges = np.linspace(0, length, 4 * num_workers + 1).astype(int).tolist()
     with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
         futures = [pool.submit(work, a, b) for a, b in itertools.pairwise(edges) if a < b]

@@ -28,6 +28,7 @@ from ml_collections import config_dict
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
+CASES = ROOT.parent / "shared" / "cases"
 EUROSAT = ROOT.parent / "shared" / "data" / "EuroSAT.zip"
 sys.path.insert(0, str(ROOT))
 
@@ -135,13 +136,20 @@ def make_folder(root: Path, classes: dict[str, int], size=(16, 16), suffix=".png
     return root
 
 
-def decode_all(source):
-    """The images of a source, one by one, as a `Dataset`."""
-    from largebatch.decoding.images import Dataset
+def find_set(name: str = "mine", path=None, *, of_pixels: bool = False, cache_dir="", **fields):
+    """The data set that a config with these fields names."""
+    from largebatch.config.fields import DatasetConfig
+    from largebatch.data.sources.find import find_dataset
 
-    with source.open() as read:
-        decoded = read(range(len(source.ids)))
-    return Dataset(np.stack(decoded), source.labels, source.class_names, source.ids)
+    fields = DatasetConfig(name=name, path=path and str(path), **fields)
+    dataset = find_dataset(fields, str(cache_dir), of_pixels=of_pixels)
+    dataset.first()  # refused here if it is bad
+    return dataset
+
+
+def decode_all(dataset) -> np.ndarray:
+    """All images of a data set."""
+    return dataset.images(np.arange(len(dataset.ids)))
 
 
 def on_devices(count: int) -> dict[str, str]:
@@ -169,8 +177,8 @@ def assert_one_line_error(result: subprocess.CompletedProcess, *words: str, code
 
 def facts_of(num_originals: int, image_shape: tuple[int, int, int], num_classes: int = 5):
     """The DatasetInfo of uint8 images whose pixels have mean 120 and deviation 70."""
-    from largebatch.cache.plan import DatasetInfo, make_layout
+    from largebatch.data.cache import DatasetInfo, RowLayout
 
     channels = image_shape[-1]
-    layout = make_layout({"train": num_originals, "val": 8, "test": 8}, image_shape, np.dtype(np.uint8))
+    layout = RowLayout.of({"train": num_originals, "val": 8, "test": 8}, image_shape, np.dtype(np.uint8))
     return DatasetInfo(layout, num_classes, mean=(120.0,) * channels, std=(70.0,) * channels)

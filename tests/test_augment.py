@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 import itertools
 import json
@@ -15,12 +14,10 @@ from PIL import Image
 import augment
 import train
 from build import ProgramCache, programs_of
-from largebatch.cache.cache import CACHE_VERSION, DamagedCache, cache_key
 from largebatch.data import random_augment
+from largebatch.data.cache import CACHE_VERSION, DamagedCache
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory
-from largebatch.sources.source import source_in_memory
-from largebatch.sources.split import SPLITS, split_indices
 from largebatch.tasks.task import Classification
 from largebatch.training.views import make_read, select_views
 from largebatch.util import BadSetting, UserError
@@ -117,7 +114,7 @@ def test_such_images_are_refused_before_a_build(small_config, tmp_path):
     small_config.augment.cache_dir = str(tmp_path / "cache")
     with pytest.raises(BadSetting, match=r"^augment\.views: 'all' with images of 24x16 pixels"):
         augment.prepare_cache(typed(small_config))
-    assert not list((tmp_path / "cache").iterdir())
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("field", ["augment.shift", "eval.shift_average"])
@@ -173,31 +170,23 @@ def content_of(manifest: bytes) -> dict:
     return {name: fields[name] for name in fields.keys() - {"build", "built", "manifest_sha256"}}
 
 
-FILES = [
-    *(f"{split}_{name}.npy" for split in SPLITS for name in ("images-00000", "labels", "ids", "digests")),
-    "manifest.json",
-]
-NOT_READ_BY_TRAINING = ("test_", "train_ids")
+FILES = ["images-00000.raw", "crc32.npy", "labels.npy", "ids.npy", "manifest.json"]
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["flip first", "flip last", "truncate", "remove"])
-def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog, monkeypatch):
+def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog):
     config, folder = fresh_cache
-    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(preview=None, export=None))
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}
     path = folder / name
     if damage == "truncate":
         path.write_bytes(sound[name][: len(sound[name]) // 2])
     elif damage == "remove":
         path.unlink()
-    else:
-        flip_byte(path, 10 if damage == "flip first" else -1)
+    else:  # of the images a training image, and not a test image, which training does not read
+        flip_byte(path, 500 if damage == "flip first" else -1 - 10 * 16 * 16 * 3 * (name == "images-00000.raw"))
     caplog.clear()
-    if name.startswith(NOT_READ_BY_TRAINING):
-        augment.main(config)
-    else:
-        ProgramCache().load(typed(config))
+    ProgramCache().load(typed(config))
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     damages = [text for text in warnings if text.startswith("damaged cache: ")]
     assert len(damages) == 1
@@ -207,33 +196,39 @@ def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog,
     assert again == sound
 
 
+def test_the_command_verifies_the_test_images_too(fresh_cache, caplog, monkeypatch):
+    config, folder = fresh_cache
+    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(preview=None, export=None))
+    flip_byte(folder / "images-00000.raw", -1)
+    augment.main(config)
+    assert "images-00000.raw: its row 99 does not match its CRC-32; building it again" in caplog.text
+
+
 def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
     config, folder = fresh_cache
     caches = []
 
-    def find_damage():
-        for attempt in augment.cache_attempts(typed(config)):
-            with attempt as cache:
-                caches.append(cache)
-                raise DamagedCache(f"{folder} is bad {len(caches)}")
+    def find_damage(cache):
+        caches.append(cache)
+        raise DamagedCache(f"{folder} is bad {len(caches)}")
 
     with pytest.raises(UserError, match=r"damaged again right after it was built: .* is bad 2"):
-        find_damage()
+        augment.with_cache(typed(config), find_damage)
     assert len(caches) == 2
     assert caplog.text.count("is bad 1; building it again") == 1
 
 
 def test_a_cache_of_another_version_is_rebuilt(fresh_cache, caplog, monkeypatch):
     config, _ = fresh_cache
-    for module in ("cache", "finish"):
-        monkeypatch.setattr(f"largebatch.cache.{module}.CACHE_VERSION", CACHE_VERSION + 1)
+    for module in ("cache", "build"):
+        monkeypatch.setattr(f"largebatch.data.{module}.CACHE_VERSION", CACHE_VERSION + 1)
     assert augment.prepare_cache(typed(config)).manifest["cache_version"] == CACHE_VERSION + 1
     assert f"is of cache version {CACHE_VERSION}, this is {CACHE_VERSION + 1}" in caplog.text
 
 
 def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
     config, folder = fresh_cache
-    monkeypatch.setattr("augment.source_of", lambda *_, **__: pytest.fail("listed again"))
+    monkeypatch.setattr("augment.find_dataset", lambda *_, **__: pytest.fail("listed again"))
     assert augment.prepare_cache(typed(config)).folder == folder
     assert ProgramCache().load(typed(config)).data.cache.folder == folder
 
@@ -241,7 +236,7 @@ def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
 def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_path, monkeypatch):
     small_config.augment.cache_dir = str(tmp_path / "caches")
     monkeypatch.setattr(
-        "largebatch.cache.finish.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        "largebatch.data.build.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
         augment.prepare_cache(typed(small_config))
@@ -249,19 +244,21 @@ def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_pa
     assert left.name.startswith(".")
 
 
-def test_what_shapes_the_cache_changes_its_key():
-    ids = [f"{number:02d}" for number in range(20)]
-    source = source_in_memory("a", "files abc None", ids, np.zeros(20, np.int32), ["a"], None)
-    splits = split_indices(ids, 0)
-    moved = {"train": splits["train"][1:], "val": np.append(splits["val"], splits["train"][0])}
-    keys = {
-        cache_key(source, splits),
-        cache_key(source, split_indices(ids, 1)),
-        cache_key(source, splits | moved),
-        cache_key(dataclasses.replace(source, fingerprint="files abd None"), splits),
+def test_what_shapes_the_cache_changes_its_folder(small_config, tmp_path):
+    def folder(**fields) -> str:
+        config = small_config.copy_and_resolve_references()
+        config.update_from_flattened_dict({name.replace("__", "."): value for name, value in fields.items()})
+        return augment.CacheRequest.of(typed(config)).folder("0" * 64).name
+
+    others = {
+        "dataset__split_seed": 1,
+        "dataset__num_examples": 99,
+        "dataset__image_size": 8,
+        "dataset__name": "scenes",
     }
-    assert len(keys) == 4
-    assert cache_key(dataclasses.replace(source, description="moved"), splits) in keys
+    folders = {folder(), *(folder(**{name: value}) for name, value in others.items())}
+    assert len(folders) == 5
+    assert folder(dataset__max_image_pixels=10**6, seed=5, augment__cache_dir=str(tmp_path)) == folder()
 
 
 def test_command_builds_the_cache_and_draws_the_views(tmp_path):
@@ -304,7 +301,7 @@ def test_no_space_leaves_no_cache(small_config, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("largebatch.cache.build._Writer.write", full)
+    monkeypatch.setattr("largebatch.data.images_files._write_file", full)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
         augment.prepare_cache(typed(small_config))
     assert list((tmp_path / "caches").iterdir()) == []

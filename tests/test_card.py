@@ -20,7 +20,7 @@ from benchmarks.card_sizes import SIZES
 from benchmarks.card_workers import OURS, Workers
 from benchmarks.peers import serve
 from configs import default
-from largebatch.cache.plan import DatasetInfo, make_layout
+from largebatch.data.cache import DatasetInfo, RowLayout
 from largebatch.hardware.chips import Hardware
 from largebatch.util import UserError
 from plan import plan_run, possible_storages
@@ -73,7 +73,7 @@ def test_auto_is_what_a_config_makes_of_it(where, batch_size):
     hardware, config = CARDS[where], default.get_config()
     config.batch.size = "full" if batch_size == 172_800 else batch_size
     config.model.name, config.model.dtype = "convnet", "bfloat16"
-    layout = make_layout({"train": 21_600, "val": 0, "test": 0}, serve.IMAGE_SHAPE, np.dtype(np.uint8))
+    layout = RowLayout.of({"train": 21_600, "val": 0, "test": 0}, serve.IMAGE_SHAPE, np.dtype(np.uint8))
     data = DatasetInfo(layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
     expected = plan_run(typed(config), data, hardware)
     every = expected.micro_batches.noise.every if expected.micro_batches.noise else 0
@@ -87,7 +87,7 @@ def test_auto_is_what_a_config_makes_of_it(where, batch_size):
 def test_the_step_is_that_of_a_config():
     config = default.get_config()
     config.optimizer.name, config.model.name, config.batch.size = "adam", "convnet", 64
-    layout = make_layout({"train": 512, "val": 0, "test": 0}, serve.IMAGE_SHAPE, np.dtype(np.uint8))
+    layout = RowLayout.of({"train": 512, "val": 0, "test": 0}, serve.IMAGE_SHAPE, np.dtype(np.uint8))
     data = DatasetInfo(layout, serve.NUM_CLASSES, mean=(serve.MEAN,) * 3, std=(serve.STD,) * 3)
     hardware = Hardware.here()
     expected = build.make_step(plan_run(typed(config), data, hardware))

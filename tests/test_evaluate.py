@@ -1,20 +1,19 @@
 import csv
 import itertools
 import json
-import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tifffile
-from conftest import assert_one_line_error, make_folder, run_script
+from conftest import assert_one_line_error, decode_all, make_folder, run_script, typed
 from PIL import Image
 
 import evaluate
 import train
 from configs import default
-from largebatch.decoding.images import Dataset
+from largebatch.data.dataset import dataset_of_arrays
 from largebatch.predictions.tables import macro_f1, print_results
 from largebatch.runs.load import best_checkpoint
 from largebatch.tasks.kinds import CLASSIFICATION
@@ -137,7 +136,7 @@ def test_a_damaged_cache_of_the_run_is_left_as_it_is_and_one_of_the_users_built_
     shutil.copytree(run, copy)
     accuracy = evaluate.evaluate(copy, "test")
     for cache_dir in (cache_of(run), theirs):
-        (path,) = cache_dir.glob("trees-*/test_images-00000.npy")
+        (path,) = cache_dir.glob("trees-*/images-00000.raw")
         whole, damaged = path.read_bytes(), damage(path)
         caplog.clear()
         overrides = {} if cache_dir != theirs else {"augment.cache_dir": str(theirs)}
@@ -186,7 +185,7 @@ def test_what_lies_in_the_run_folder_needs_no_word(run, tmp_path, caplog):
 
 def test_names_that_others_gave_do_not_steer_the_terminal(capsys):
     names = ["\x1b[2J", "[/nothing]", "ash\r"]
-    dataset = Dataset(np.zeros((3, 8, 8, 3), np.uint8), np.arange(3), names, ["a", "b", "c"])
+    dataset = dataset_of_arrays(np.zeros((3, 8, 8, 3), np.uint8), np.arange(3), names, ["a", "b", "c"])
     logits = np.roll(np.eye(3), 1, axis=0)
     values = {"loss": 1.0, "accuracy": 0.0, "accuracy_top5": None, "examples": 3}
     scores = Scores(CLASSIFICATION, values)
@@ -251,9 +250,9 @@ def test_the_limit_of_pixels_is_the_users_own(run, monkeypatch):
 def test_bad_input_is_one_line(run, tmp_path):
     (tmp_path / "empty").mkdir()
     make_folder(tmp_path / "photos", {"oak": 3})
-    os.mkfifo(tmp_path / "photos" / "oak" / "pipe.png")
+    (tmp_path / "photos" / "oak" / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     cases = {
-        (run, "--images", tmp_path / "photos"): ("--images:", "oak/pipe.png", "a FIFO, no regular file"),
+        (run, "--images", tmp_path / "photos"): ("oak/cut.png: damaged image",),
         (tmp_path / "nowhere",): ("nowhere is no run folder",),
         (run, "--images", tmp_path / "empty"): ("--images:", "holds no .jpg"),
         (run, "--config.augment.cache_dir", cache_of(run), "--out", "/nowhere/x.csv"): (
@@ -279,9 +278,8 @@ def test_bad_input_is_one_line(run, tmp_path):
 
 
 def run_on_images(path: Path, image_shape: tuple, dtype: str, resize: str = "stretch") -> evaluate.TrainedRun:
-    """What `read_images` needs of a run."""
-    config = default.get_config()
-    config.dataset.resize = resize
+    """What `shard_images` needs of a run."""
+    config = typed(default.get_config()).replace(dataset={"resize": resize})
     data = {"class_names": ["ash", "elm"], "image_shape": list(image_shape), "image_dtype": dtype}
     return evaluate.TrainedRun(path / "run", config, data, 1, {})
 
@@ -292,17 +290,17 @@ def test_images_get_the_size_channels_and_resize_mode_of_the_run(tmp_path, resiz
     with Image.open(folder / "elm" / "elm_0.png") as opened:
         picture = opened.copy()
     picture.convert("L").save(folder / "grey.png")
-    dataset = evaluate.read_images(str(folder), run_on_images(tmp_path, (12, 20, 3), "uint8", resize))
-    assert dataset.images.shape == (2, 12, 20, 3)
-    by_id = dict(zip(dataset.example_ids, dataset.images, strict=True))
+    dataset = evaluate.shard_images(str(folder), run_on_images(tmp_path, (12, 20, 3), "uint8", resize)).dataset
+    assert dataset.image_shape == (12, 20, 3)
+    by_id = dict(zip(dataset.ids, decode_all(dataset), strict=True))
     if resize == "stretch":
         expected = np.asarray(picture.resize((20, 12), Image.Resampling.BILINEAR))
         np.testing.assert_array_equal(by_id["elm/elm_0.png"], expected)
     bars = by_id["elm/elm_0.png"][:, [0, 1, 2, 3, 16, 17, 18, 19]]  # of a square, 12 pixels are in the middle
     assert bars.any() == (resize != "pad")
     assert np.ptp(by_id["grey.png"], axis=-1).max() == 0
-    grey = evaluate.read_images(str(folder), run_on_images(tmp_path, (12, 20, 1), "uint8"))
-    assert grey.images.shape == (2, 12, 20, 1)
+    grey = evaluate.shard_images(str(folder), run_on_images(tmp_path, (12, 20, 1), "uint8")).dataset
+    assert decode_all(grey).shape == (2, 12, 20, 1)
 
 
 def test_images_of_another_depth_or_number_of_bands_than_the_run_s_are_named(tmp_path):
@@ -311,11 +309,12 @@ def test_images_of_another_depth_or_number_of_bands_than_the_run_s_are_named(tmp
     tifffile.imwrite(
         deep / "0.tif", np.zeros((8, 8, 13), np.uint16), photometric="minisblack", planarconfig="contig"
     )
-    assert evaluate.read_images(str(deep), run_on_images(tmp_path, (8, 8, 13), "uint16")).images.dtype == np.uint16
+    found = evaluate.shard_images(str(deep), run_on_images(tmp_path, (8, 8, 13), "uint16")).dataset
+    assert decode_all(found).dtype == np.uint16
     with pytest.raises(UserError, match=r"--images: 0.tif is of uint16; allowed: uint8, as the images of .*run"):
-        evaluate.read_images(str(deep), run_on_images(tmp_path, (8, 8, 13), "uint8"))
+        evaluate.shard_images(str(deep), run_on_images(tmp_path, (8, 8, 13), "uint8"))
     with pytest.raises(UserError, match=r"0.tif: 13 channels; allowed: 3"):
-        evaluate.read_images(str(deep), run_on_images(tmp_path, (8, 8, 3), "uint16"))
+        evaluate.shard_images(str(deep), run_on_images(tmp_path, (8, 8, 3), "uint16"))
     shallow = make_folder(tmp_path / "images", {"elm": 1})
     with pytest.raises(UserError, match=r"--images: elm/elm_0.png is of uint8; allowed: uint16, as the images of"):
-        evaluate.read_images(str(shallow), run_on_images(tmp_path, (8, 8, 3), "uint16"))
+        evaluate.shard_images(str(shallow), run_on_images(tmp_path, (8, 8, 3), "uint16"))

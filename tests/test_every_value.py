@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import make_folder, run_script
 from PIL import Image
-from sources.test_sources import png, write_prepared_tfds, zip_of
+from test_sources import png, write_prepared_tfds, zip_of
 
 import model as models
 from configs import default

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, assert_one_line_error, make_small_config, run_script
+from conftest import ROOT, assert_one_line_error, decode_all, make_small_config, run_script
 from PIL import Image
 
 import evaluate
 import export
 import train
+from largebatch.data.sources import synthetic
 from largebatch.exports import folder
 from largebatch.runs import reader
-from largebatch.sources import synthetic
 from largebatch.util import UserError
 
 NUM_IMAGES = 200
@@ -91,9 +91,10 @@ def pictures(tmp_path_factory) -> Path:
 def logits_of(path: Path, pictures: Path, **options):
     """The images, and what evaluate.py makes of them."""
     run = evaluate.load_run(path)
-    dataset = evaluate.read_images(str(pictures), run)
+    examples = evaluate.shard_images(str(pictures), run)
     options = {"num_views": 1, "shift": 0, "ema": False} | options
-    return dataset.images, evaluate.predict(run, dataset, whole=True, **options)[: len(dataset.labels)]
+    result = evaluate.predict(run, examples, whole=True, **options)
+    return decode_all(examples.dataset), result[: len(examples.dataset.labels)]
 
 
 def blocks_of(model: Path) -> list[str]:

@@ -11,10 +11,10 @@ from etils import epath
 
 import report
 from largebatch import util
+from largebatch.data.sources import find
 from largebatch.predictions.files import Predictions
 from largebatch.predictions.tables import write_csv
 from largebatch.runs.folder import InUse, RunFolder
-from largebatch.sources import find
 from largebatch.util import UserError
 
 HEX = "0123456789abcdef" * 2
@@ -46,7 +46,7 @@ def mirror(monkeypatch):
         return hashlib.sha256(b"zip").hexdigest()
 
     monkeypatch.setattr(find, "_download", arrive)
-    monkeypatch.setattr(find, "EUROSAT_MIRRORS", (("http://nowhere", hashlib.sha256(b"zip").hexdigest()),))
+    monkeypatch.setattr(find, "EUROSAT_MIRRORS", {"http://nowhere": hashlib.sha256(b"zip").hexdigest()})
 
 
 def once_before(monkeypatch, owner, name: str, act) -> None:
@@ -98,7 +98,7 @@ def test_a_place_for_no_file_is_an_oserror(path, named, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("make_path", [pathlib.Path, epath.Path])
 def test_only_what_is_stale_and_of_this_name_is_removed(tmp_path, make_path):
-    stale = [f".EuroSAT.zip.{HEX}.tmp", ".tmp-EuroSAT.zip-host-1"]
+    stale = [f".EuroSAT.zip.{HEX}.tmp"]
     kept = [f".EuroSAT-zip.{HEX}.tmp", f".b.EuroSAT.zip.{HEX}.tmp", ".EuroSAT.zip.tmp", "EuroSAT.zip"]
     for name in (*stale, *kept):
         (tmp_path / name).write_text("")

@@ -11,16 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT, assert_one_line_error, decode_all, make_folder, make_small_config, run_script, typed
+from conftest import (
+    ROOT,
+    assert_one_line_error,
+    decode_all,
+    find_set,
+    make_folder,
+    make_small_config,
+    run_script,
+    typed,
+)
 from test_sources import zip_of
 
 import minimal
 from build import ProgramCache, prepare
+from largebatch.data.sources.splits import split_indices
+from largebatch.data.sources.synthetic import synthetic, synthetic_labels
 from largebatch.hosts import replicas
 from largebatch.hosts.clock import Clock
-from largebatch.sources.find import find_source
-from largebatch.sources.split import split_indices
-from largebatch.sources.synthetic import synthetic, synthetic_labels
 from largebatch.training.loss import Batch
 from largebatch.training.validation import validate
 from largebatch.training.views import expand
@@ -148,10 +156,10 @@ def test_a_zip_is_read_as_by_train_py(tmp_path):
     make_folder(tmp_path / "set" / "2750", {"River": 7, "Forest": 12, "Highway": 5}, suffix=".jpg")
     path = zip_of(tmp_path / "set", tmp_path / "set.zip")
     images, labels = minimal.load_zip(str(path))
-    source = find_source("mine", "zip", str(path))
-    in_order = np.argsort(source.ids)
-    np.testing.assert_array_equal(images, decode_all(source).images[in_order])
-    np.testing.assert_array_equal(labels, source.labels[in_order])
+    dataset = find_set("mine", path, source="zip")
+    in_order = np.argsort(dataset.ids)
+    np.testing.assert_array_equal(images, decode_all(dataset)[in_order])
+    np.testing.assert_array_equal(labels, dataset.labels[in_order])
 
 
 def test_the_views_and_their_order_are_train_pys():

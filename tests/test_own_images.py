@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from conftest import assert_one_line_error, make_folder, make_small_config, run_script, typed
 from test_changed_files import Maps, OwnImages
-from test_map_files import save
-from test_sources import zip_of
+from test_sources import save, zip_of
 
 import augment
 import evaluate
 import train
-from largebatch.cache.plan import describe_targets
+from largebatch.data.cache import describe_targets
 from largebatch.util import UserError
 
 
@@ -66,7 +65,7 @@ def test_of_many_classes_the_first_ten_are_named_in_one_line(small_config, tmp_p
     configure(small_config, tmp_path / "images", tmp_path / "caches")
     small_config.dataset.split_file = str(tmp_path / "split.csv")
     shown = ", ".join(f"class {letter} 3" for letter in "abcdefgh")
-    line = describe_targets(augment.prepare_cache(typed(small_config)))
+    line = describe_targets(augment.prepare_cache(typed(small_config)).split("train"))
     assert line == f"training images of 12 classes: [red] 8, a\\u202eb 3, {shown} and 2 more"
 
 
@@ -76,7 +75,10 @@ def test_a_run_names_the_classes_of_its_masks(small_config, tmp_path):
     small_config.task.name, small_config.dataset.name = "segmentation", "mine"
     small_config.model.name = "unet_tiny"
     small_config.dataset.path, small_config.augment.cache_dir = str(maps.path), str(tmp_path / "caches")
-    assert describe_targets(augment.prepare_cache(typed(small_config))) == "masks of 2 classes: ground, tree"
+    assert (
+        describe_targets(augment.prepare_cache(typed(small_config)).split("train"))
+        == "masks of 2 classes: ground, tree"
+    )
 
 
 def elsewhere(place, folder, tmp_path):
@@ -184,8 +186,8 @@ def test_a_set_without_classes_is_refused_and_nothing_is_written(own, tmp_path):
     result = run_script("train.py", "--workdir", tmp_path / "new", *flags_of(own))
     words = (
         "dataset.path: ",
-        "has its images in 'test_1', 'train', which are names of splits",
-        "allowed: class folders",
+        "has its images in 'test_1', 'train', which name splits",
+        "allowed: CLASS/image.jpg",
     )
     assert_one_line_error(result, *words)
     assert not (tmp_path / "new").exists()
@@ -201,7 +203,7 @@ def test_masks_with_unlabelled_pixels_are_refused_and_leave_no_cache(own, tmp_pa
     result = run_script("train.py", "--workdir", tmp_path / "new", *flags_of(own, **fields))
     assert_one_line_error(result, ".png has the values 0, 1 and 255; allowed: 0 and 1, or 0 and 255, ")
     assert not (tmp_path / "new").exists()
-    assert [path.name for path in (tmp_path / "caches").iterdir()] == []
+    assert not list((tmp_path / "caches").glob("*"))
 
 
 @pytest.mark.full

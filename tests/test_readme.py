@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, decode_all
+from conftest import ROOT, find_set
 from test_sources import mean_colour_accuracy
 
 from configs import default
-from largebatch.sources.find import find_source
-from largebatch.sources.split import split_indices
+from largebatch.data.sources.splits import split_indices
 
 
 def test_make_keeps_its_variables_to_itself(tmp_path):
@@ -60,10 +59,10 @@ def test_make_train_on_a_fresh_clone_learns_what_colour_does_not_tell(tmp_path):
     assert f"{summary['best_val_accuracy']:.4f}" in result.stdout
 
     fields = default.get_config().dataset
-    dataset = decode_all(find_source(fields.name, num_examples=fields.num_examples, seed=fields.split_seed))
-    splits = split_indices(dataset.example_ids, fields.split_seed)
+    dataset = find_set(fields.name, num_examples=fields.num_examples, split_seed=fields.split_seed)
+    splits = split_indices(dataset.ids, fields.split_seed)
     train, val = (
-        (dataset.images[splits[name]].astype(np.float64), dataset.labels[splits[name]]) for name in ("train", "val")
+        (dataset.images(splits[name]).astype(np.float64), dataset.labels[splits[name]]) for name in ("train", "val")
     )
     assert mean_colour_accuracy(train, val) < 0.6
     with np.load(clone / workdir / "predictions.npz", allow_pickle=False) as predictions:

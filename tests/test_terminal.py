@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 from largebatch import terminal
-from largebatch.decoding.images import Dataset
+from largebatch.data.dataset import dataset_of_arrays
 from largebatch.doctor.findings import OK, Finding, show
 from largebatch.predictions import tables
 from largebatch.runs.display import Reporter
@@ -68,7 +68,7 @@ def test_a_study_shows_its_name_settings_and_errors(capsys):
 
 
 def test_predictions_and_findings_show_classes_and_folders(capsys):
-    dataset = Dataset(np.zeros((2, 8, 8, 3), np.uint8), np.array([0, 1]), [NAME, "b"], ["0", "1"])
+    dataset = dataset_of_arrays(np.zeros((2, 8, 8, 3), np.uint8), np.array([0, 1]), [NAME, "b"], ["0", "1"])
     values = {"loss": 1.0, "accuracy": 0.5, "accuracy_top5": None, "examples": 2}
     scores = Scores(CLASSIFICATION, values)
     tables.print_results(dataset, np.array([1, 1]), scores, f"runs/{NAME}")

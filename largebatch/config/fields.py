@@ -71,8 +71,7 @@ class DatasetConfig:
     num_examples: int = integer(480, 50, 10_000_000, data=True)
     """Number of synthetic images."""
     max_image_pixels: int = integer(89_478_485, 1, data=True, identity=False)
-    """Refused before decoding: an image of more pixels, a file of more than 4 bytes for each of these pixels, and
-    metadata of more than 1 byte for 32 of them. No more pixels than this are decoded at the same time."""
+    """Most pixels of an image; one of more is refused before it is decoded."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class AugmentConfig:
     cutout: int = integer(0, 0)
     """Side in pixels of a square that is set to the mean of the training images."""
     cache_dir: str = text("~/.cache/largebatch", data=True, identity=False, path=True)
-    """Folder of data caches, downloads and compiled programs; gs:// works."""
+    """Folder of data caches, downloads and compiled programs, on a disk of each host or one that all mount."""
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,7 @@ from flax import struct
 
 from largebatch.util import BadSetting
 
-# Version of the order of examples. A run is resumed only by code of the same version. Version 1 had all short
-# rounds at the end of the epoch; version 2 had no shards between originals and devices; up to version 3 originals
-# and views were shuffled in another way.
-ORDER_VERSION = 4
+ORDER_VERSION = 4  # version of the order of examples; a run is resumed only by code of the same version
 # Numbers of virtual shards to choose from: most numbers of devices get equal shares of them, or nearly. A shard
 # should hold enough originals to be shuffled; but a small pod should find enough shards in any data set.
 SHARD_COUNTS = (32, 96, 192, 480, 960, 1920, 3840)
@@ -176,8 +173,10 @@ class Grouping:
           Two int32 [groups at once].
         """
         group, num_groups = index * self.groups_at_once + jnp.arange(self.groups_at_once), self.num_groups(count)
-        begins, lengths = even_part(count, group, num_groups)
-        return begins, jnp.where(group < num_groups, lengths, 0)
+        # The first `count % num_groups` groups have one more example; written so that int32 cannot overflow.
+        examples_each, one_more = count // num_groups, count % num_groups
+        begins = group * examples_each + jnp.minimum(group, one_more)
+        return begins, jnp.where(group < num_groups, examples_each + (group < one_more), 0)
 
 
 @struct.dataclass
@@ -211,14 +210,6 @@ def device_batch(sharding: DataSharding, device, epoch, offset, batch_size) -> D
     in_this_epoch = sharding.count_before(jnp.minimum(end, sharding.num_examples), device) - start
     in_the_next = sharding.count_before(jnp.maximum(end - sharding.num_examples, 0), device)
     return DeviceBatch(device, epoch, start, in_this_epoch, in_this_epoch + in_the_next)
-
-
-def even_part(count, index, num_parts):
-    """Return where part `index` of `num_parts` begins among `count` examples, and its size; all may be traced."""
-    # The first `count % num_parts` parts have one more example; written so that int32 cannot overflow.
-    examples_each, one_more = count // num_parts, count % num_parts
-    begin = index * examples_each + jnp.minimum(index, one_more)
-    return begin, examples_each + (index < one_more)
 
 
 def micro_batch(sharding: DataSharding, batch: DeviceBatch, index, grouping: Grouping, seed) -> MicroBatchIndices:

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 from jax import lax
 
-from largebatch.cache.cache import Cache, RowLayout
 from largebatch.data.batching import DataSharding
+from largebatch.data.cache import Cache, RowLayout
+from largebatch.data.dataset import Dataset
+from largebatch.data.sharded_split import ShardedSplit, bytes_on_device, shard_split
 from largebatch.data.streaming import Resident, Stream
-from largebatch.data.validation import DealtSplit, bytes_on_device, place_validation
 from largebatch.hosts import memory, replicas
 from largebatch.util import iterate_batches, run_ranges
 
@@ -30,14 +31,7 @@ class DeviceData:
 
     cache: Cache  # the cache that they were read from
     train: Resident | Stream
-    validation: DealtSplit
-    val_ids: np.ndarray  # str [val examples], in the split's order
-
-
-def originals_of_hosts(sharding: DataSharding, hosts: list[int], seed: int) -> np.ndarray:
-    """Return the training originals that `place` reads on some hosts, ascending."""
-    devices = [device for host in hosts for device in replicas.indices_of(host)]
-    return np.sort(np.concatenate([sharding.originals_of(device, seed) for device in devices]))
+    validation: ShardedSplit
 
 
 def bytes_per_device(
@@ -55,29 +49,23 @@ def bytes_per_device(
       buffer_rows: originals in each of the two buffers of a stream; None where nothing is streamed.
       free_bytes: free bytes on a device; None asks this host's devices.
     """
-    row_bytes, num_val = layout.row_bytes, layout.counts["val"]
-    val_bytes = bytes_on_device(num_val, sharding.num_devices, row_bytes, free_bytes=free_bytes)
+    val_bytes = bytes_on_device(layout.counts["val"], sharding.num_devices, layout.row_bytes, free_bytes=free_bytes)
+    shapes = train_shapes(layout, sharding, views, buffer_rows)
+    sizes = {name: shape.size * shape.dtype.itemsize for name, shape in shapes.items()}
     if buffer_rows is None:
-        num_bytes = sharding.max_originals * views * row_bytes
-        return {"training images": num_bytes, "validation images": val_bytes}
-    return {
-        BUFFERS: 2 * buffer_rows * row_bytes,
-        "their rows and labels": 3 * 4 * sharding.max_originals,  # two int32 arrays of rows, one of labels
-        "validation images": val_bytes,
-    }
+        return {"training images": sizes["images"], "validation images": val_bytes}
+    of_rows = 2 * sizes["rows"] + sizes["labels"]  # labels serve both buffers
+    return {BUFFERS: 2 * sizes["images"], "their rows and labels": of_rows, "validation images": val_bytes}
 
 
 def train_shapes(
     layout: RowLayout, sharding: DataSharding, views: int, buffer_rows: int | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of the training data that `place` puts on a device; see `bytes_per_device`."""
+    num_rows = sharding.max_originals * views if buffer_rows is None else buffer_rows
     labels = jax.ShapeDtypeStruct((sharding.max_originals,), np.int32)
-    pixels = int(np.prod(layout.image_shape))
-    if buffer_rows is not None:
-        images = jax.ShapeDtypeStruct((buffer_rows, pixels), layout.dtype)
-        return {"images": images, "rows": labels, "labels": labels}
-    images = jax.ShapeDtypeStruct((sharding.max_originals * views, pixels), layout.dtype)
-    return {"images": images, "labels": labels}
+    shapes = {"images": jax.ShapeDtypeStruct((num_rows, int(np.prod(layout.image_shape))), layout.dtype)}
+    return shapes | ({} if buffer_rows is None else {"rows": labels}) | {"labels": labels}
 
 
 def place(
@@ -88,7 +76,7 @@ def place(
     *,
     buffer_rows: int | None = None,
 ) -> DeviceData:
-    """Place this host's rows of the cache on its devices, one by one, so that no second copy is held.
+    """Place this host's rows of the cache on its devices, one by one, so that no second copy is held. Collective.
 
     Args:
       sharding: the sharding of training examples over devices.
@@ -98,37 +86,34 @@ def place(
     Raises:
       DamagedCache: what is read is not what was written.
     """
-    local_devices = jax.local_devices()
-    device_numbers = replicas.local_indices()
-    validation = place_validation(cache, sharding.num_devices, device_numbers)
-    val_ids = cache.small_array("val_ids")
+    validation, train = shard_split(cache.split("val"), sharding.num_devices, verify=True), cache.split("train")
     if buffer_rows is not None:
-        return DeviceData(cache, Stream(cache, sharding, seed, buffer_rows), validation, val_ids)
-    rows_by_device = (_read_train(cache, sharding, seed, index, expand) for index in device_numbers)
-    placed = [jax.device_put(rows, device) for rows, device in zip(rows_by_device, local_devices, strict=True)]
-    return DeviceData(cache, Resident(replicas.stack(placed)), validation, val_ids)
+        return DeviceData(cache, Stream(cache, sharding, seed, buffer_rows), validation)
+    placed = [
+        jax.device_put(_read_device(train, sharding, sharding.originals_of(index, seed), expand), device)
+        for index, device in zip(replicas.local_indices(), jax.local_devices(), strict=True)
+    ]
+    return DeviceData(cache, Resident(replicas.stack(placed)), validation)
 
 
-def _read_train(cache: Cache, sharding: DataSharding, seed: int, device: int, expand: Expand | None) -> dict:
-    """Read the training set of one device, with a leading axis of 1."""
-    originals = sharding.originals_of(device, seed)
-    padding = sharding.max_originals - len(originals)
-    labels = cache.small_array("train_labels")[originals]
+def _read_device(train: Dataset, sharding: DataSharding, originals: np.ndarray, expand: Expand | None) -> dict:
+    """Read the training set of one device, padded, with a leading axis of 1."""
+    count, padding = len(originals), sharding.max_originals - len(originals)
+    views = () if expand is None else (sharding.views,)
+    images = memory.aligned_empty((sharding.max_originals, *views, *train.image_shape), train.dtype)
+    images[count:] = 0
     if expand is None:
-        images = cache.read_rows("train", originals, padding)
+        train.fill(originals, images[:count])
     else:
-        images = _read_expanded(cache, originals, padding, expand)
-    return {"images": images[None], "labels": np.pad(labels, (0, padding))[None]}
+        _fill_expanded(train, originals, images, expand)
+    rows = images.reshape(1, -1, np.prod(train.image_shape))
+    return {"images": rows, "labels": np.pad(train.labels[originals], (0, padding))[None]}
 
 
-def _read_expanded(cache: Cache, originals: np.ndarray, padding: int, expand: Expand) -> np.ndarray:
-    """Read all views of training originals: [(originals + padding) * views, H * W * C]; padding is zeros."""
-    views = expand(np.zeros((1, *cache.image_shape), cache.image_dtype)).shape[1]
-    shape = (len(originals) + padding, views, *cache.image_shape)
-    out = memory.aligned_empty(shape, cache.image_dtype)
+def _fill_expanded(train: Dataset, originals: np.ndarray, out: np.ndarray, expand: Expand) -> None:
+    """Read all views of training originals into `out` [originals or more, views, H, W, C]."""
     for part in iterate_batches(len(originals), ORIGINALS_AT_ONCE):
-        images = cache.read_rows("train", originals[part]).reshape(-1, *cache.image_shape)
-        out_of_part = out[part]
+        images, out_of_part = train.images(originals[part]), out[part]
 
         def fill(begin: int, end: int, images=images, out_of_part=out_of_part) -> None:
             for some in iterate_batches(end - begin, ORIGINALS_PER_EXPANSION):
@@ -136,8 +121,6 @@ def _read_expanded(cache: Cache, originals: np.ndarray, padding: int, expand: Ex
                 out_of_part[chosen] = expand(images[chosen])
 
         run_ranges(fill, len(images))
-    out[len(originals) :] = 0
-    return out.reshape(len(out) * views, -1)
 
 
 # The compiler of a TPU v3 has no good gather for wider rows: for 64 rows of 150,528 it plans 48 million cycles
@@ -151,12 +134,6 @@ def take_rows(array: jax.Array, index: jax.Array) -> jax.Array:
     if width <= WIDEST_GATHERED:
         return _gather(array, index)
     return lax.platform_dependent(array, index, tpu=_take_in_turn, default=_gather)
-
-
-def split_planes(images: jax.Array, num_planes: int) -> tuple[jax.Array, jax.Array]:
-    """Split stored images [M, H, W, C + planes] into images [M, H, W, C] and their dense targets."""
-    channels = images.shape[-1] - num_planes
-    return images[..., :channels], images[..., channels:]
 
 
 def _gather(array, index):

@@ -6,11 +6,11 @@ resumed run, and differently in every epoch.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from largebatch.config.fields import AugmentConfig
 from largebatch.data.batching import shuffle_key
@@ -39,14 +39,8 @@ class RandomAugment:
     @classmethod
     def from_config(cls, fields: AugmentConfig, mean: tuple[float, ...]) -> "RandomAugment":
         """Take the changes from a config's `augment`; `mean` is that of the training images, by channel."""
-        return cls(
-            crop_scale=fields.crop_scale,
-            shift=fields.shift,
-            brightness=fields.brightness,
-            contrast=fields.contrast,
-            cutout=fields.cutout,
-            fill=mean,
-        )
+        changes = ("crop_scale", "shift", "brightness", "contrast", "cutout")
+        return cls(**{name: getattr(fields, name) for name in changes}, fill=mean)
 
     @property
     def is_on(self) -> bool:
@@ -103,8 +97,7 @@ def uniform(visit_keys: jax.Array, salt: int) -> jax.Array:
 # ---- crop -------------------------------------------------------------------------------------------
 
 
-@struct.dataclass
-class Crops:
+class Crops(NamedTuple):
     """Parts of images, in pixels; float32 [M]."""
 
     top: jax.Array

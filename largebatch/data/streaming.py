@@ -17,13 +17,14 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import ClassVar, NamedTuple
 
 import jax
 import numpy as np
 
-from largebatch.cache.cache import Cache, DamagedCache, discard_cache
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, DeviceBatch, Grouping
+from largebatch.data.cache import Cache, DamagedCache, discard_cache
 from largebatch.hosts import collectives, memory, replicas
 from largebatch.util import UserError
 
@@ -40,8 +41,8 @@ def buffer_rows(sharding: DataSharding, row_bytes: int, batch_size: int) -> int:
       row_bytes: bytes of one original.
       batch_size: size of the largest batch, over all devices.
     """
-    of_one_update = sharding.share_bounds(min(batch_size, sharding.num_examples))[1]
-    return min(max(BUFFER_BYTES // row_bytes, of_one_update), sharding.max_originals)
+    of_one_step = sharding.share_bounds(min(batch_size, sharding.num_examples))[1]
+    return min(max(BUFFER_BYTES // row_bytes, of_one_step), sharding.max_originals)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +64,11 @@ class Upcoming:
         return bisect.bisect_right(range(self.first + 1, self.end + 1), position, key=self.examples_before)
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedUpdates:
-    """The data for the next steps of one call."""
+class LoadedUpdates(NamedTuple):
+    """The data for the next steps of one call, and the number of steps that they serve, at least one."""
 
-    arrays: dict  # the data that the compiled loops take
-    num_updates: int  # number of steps that the data serve; at least one
+    arrays: dict
+    num_updates: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Resident:
 
     # "images" uint8 [local devices, originals or examples, H * W * C], "labels" int32 [local devices, originals]
     arrays: dict
-    is_sound = True
+    is_sound: ClassVar = True
 
     def for_updates(self, upcoming: Upcoming, wanted: int) -> LoadedUpdates:
         """Return the data for the next steps, `wanted` at most."""
@@ -113,9 +113,10 @@ class Stream:
 
     def __init__(self, cache: Cache, sharding: DataSharding, seed: int, num_rows: int):
         self._cache, self._sharding, self._num_rows = cache, sharding, num_rows
+        self._train = cache.split("train")
         self._devices = dict(zip(replicas.local_indices(), jax.local_devices(), strict=True))
         self._originals = {index: sharding.originals_of(index, seed) for index in self._devices}
-        self._labels = self._place_labels(cache.small_array("train_labels"))
+        self._labels = replicas.stack([self._place_labels(index) for index in self._devices])
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "stream")
         nothing = {index: np.empty(0, np.int64) for index in self._devices}
         self.arrays = self._read(nothing)  # data of the chunk in use, whose shapes programs are compiled for
@@ -133,7 +134,7 @@ class Stream:
             damaged cache is removed.
         """
         if self._chunk is None or not self._chunk.updates_in(upcoming):
-            self._take_up(upcoming)
+            self._advance(upcoming)
         num_updates = self._chunk.updates_in(upcoming)
         following = dataclasses.replace(upcoming, first=upcoming.first + num_updates)
         is_planned = following.first < following.end
@@ -141,34 +142,26 @@ class Stream:
             self._next = self._start_reading(following)
         return LoadedUpdates(self.arrays, min(wanted, num_updates))
 
-    def _take_up(self, upcoming: Upcoming) -> None:
+    def _advance(self, upcoming: Upcoming) -> None:
         """Switch to the chunk that contains the next step; wait until it is there on all hosts."""
         chunk, self._chunk, self._next = self._next, None, None
         self.arrays = None  # its memory is needed
         if chunk is None or not chunk.updates_in(upcoming):
             chunk = self._start_reading(upcoming)
-        error = None
+        arrays = error = None
         try:
             arrays = chunk.arrays.result()
         except DamagedCache as damage:
             error = damage
-        self._share_damage(error)
-        self._chunk, self.arrays = chunk, arrays
-
-    def _share_damage(self, error: DamagedCache | None) -> None:
-        """Raise on all hosts the damage that one of them has found."""
         damages = [text for text in collectives.gather_text(str(error or "")) if text]
-        if not damages:
-            return
-        self.is_sound = False
-        discard = functools.partial(discard_cache, self._cache.folder, self._cache.manifest_bytes, error)
-        collectives.agreed(discard, error is not None)
-        raise UserError(
-            f"augment.cache_dir: {damages[0]}; no update was made with it: "
-            "start again to build the cache anew and go on from the last checkpoint"
-        ) from error
-
-    # ---- what a chunk is ------------------------------------------------------------------------------
+        if damages:
+            self.is_sound = False
+            collectives.agreed(lambda: discard_cache(self._cache, error), error is not None)
+            raise UserError(
+                f"augment.cache_dir: {damages[0]}; no update was made with it: "
+                "start again to build the cache anew and go on from the last checkpoint"
+            ) from error
+        self._chunk, self.arrays = chunk, arrays
 
     def _start_reading(self, upcoming: Upcoming) -> _Chunk:
         """Plan the next chunk here, before devices are busy, and read it in the background."""
@@ -182,14 +175,14 @@ class Stream:
         every_device = np.arange(sharding.num_devices)
         before = sharding.count_before(begin, every_device)
 
-        def rows_needed(update: int) -> float:
-            end = upcoming.examples_before(update)
+        def rows_needed(step: int) -> float:
+            end = upcoming.examples_before(step)
             if end - begin > sharding.num_examples:  # more than `batching.device_batch` takes
                 return math.inf
             return int((sharding.count_before(end, every_device) - before).max())
 
-        updates = range(upcoming.first + 1, upcoming.end + 1)
-        num_fitting = bisect.bisect_right(updates, self._num_rows, key=rows_needed)
+        steps = range(upcoming.first + 1, upcoming.end + 1)
+        num_fitting = bisect.bisect_right(steps, self._num_rows, key=rows_needed)
         return upcoming.examples_before(upcoming.first + max(num_fitting, 1))
 
     def _needed(self, device: int, seed: int, begin: int, end: int) -> np.ndarray:
@@ -208,8 +201,6 @@ class Stream:
         assert len(originals) <= self._num_rows, f"{len(originals)} originals for a buffer of {self._num_rows}"
         return originals
 
-    # ---- reading --------------------------------------------------------------------------------------
-
     def _read(self, needed: dict[int, np.ndarray]) -> dict:
         """Read and verify these originals of each device, and put them there.
 
@@ -217,24 +208,20 @@ class Stream:
         """
         placed = []
         for index, device in self._devices.items():
-            originals = needed[index]
-            images = memory.aligned_empty((self._num_rows, self._cache.layout.row_bytes), np.uint8)
-            rows_of_cache = self._originals[index][originals]
-            self._cache.read_images("train", rows_of_cache, images[: len(originals)], READING_THREADS)
+            originals, count = needed[index], len(needed[index])
+            images = memory.aligned_empty((self._num_rows, *self._train.image_shape), self._train.dtype)
+            self._train.fill(self._originals[index][originals], images[:count], READING_THREADS)
             rows = np.zeros((1, self._sharding.max_originals), np.int32)
-            rows[0, originals] = np.arange(len(originals))
-            of_device = {"images": images.view(self._cache.image_dtype)[None], "rows": rows}
+            rows[0, originals] = np.arange(count)
+            of_device = {"images": images.reshape(1, self._num_rows, -1), "rows": rows}
             placed.append(jax.block_until_ready(jax.device_put(of_device, device)))
         return {**replicas.stack(placed), "labels": self._labels}
 
-    def _place_labels(self, labels: np.ndarray) -> jax.Array:
-        """Place the labels of the training originals: int32 [local devices, originals]."""
-        placed = []
-        for index, device in self._devices.items():
-            of_device = labels[self._originals[index]]
-            padding = self._sharding.max_originals - len(of_device)
-            placed.append(jax.device_put(np.pad(of_device, (0, padding))[None], device))
-        return replicas.stack(placed)
+    def _place_labels(self, index: int) -> jax.Array:
+        """Place the labels of a device's originals: int32 [1, originals]."""
+        labels = self._train.labels[self._originals[index]]
+        padding = self._sharding.max_originals - len(labels)
+        return jax.device_put(np.pad(labels, (0, padding))[None], self._devices[index])
 
 
 def load_inputs(data: Resident | Stream, sharding: DataSharding, seed, inputs) -> LoadedUpdates:

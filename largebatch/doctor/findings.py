@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from rich import box, table, text
 
-from largebatch.cache.estimate import BuildEstimate
+from largebatch.data.images_files import BuildEstimate
 from largebatch.hosts import collectives, memory
 from largebatch.terminal import Console
 from largebatch.util import UserError
@@ -53,17 +53,15 @@ def duration(seconds: float) -> str:
 
 def check_build(estimate: BuildEstimate) -> Finding:
     """Check the disk space and time that building the cache takes."""
-    height, width, channels = estimate.layout.image_shape
+    layout = estimate.plan.layout
+    height, width, channels = layout.image_shape
     text = (
-        f"{estimate.num_images:,} images of {height}x{width}x{channels} {estimate.layout.dtype}: "
+        f"{layout.num_rows:,} images of {height}x{width}x{channels} {layout.dtype}: "
         f"{estimate.disk_bytes / 1e9:,.2f} GB on disk, about {duration(estimate.seconds)} to build, at "
         f"{estimate.images_per_sec:,.0f} images/s on this host ({estimate.sampled:,} were decoded for this)"
     )
-    free = estimate.free_disk_bytes
-    if free is None:
-        return Finding(WARN, "cache", text, "how much room the bucket of augment.cache_dir has is not known")
-    text += f"; {free / 1e9:,.2f} GB free"
-    if estimate.disk_bytes > free:
+    text += f"; {estimate.free_disk_bytes / 1e9:,.2f} GB free"
+    if estimate.disk_bytes > estimate.free_disk_bytes:
         return Finding(
             FAIL, "cache", text, "give an augment.cache_dir with more room, or a smaller dataset.image_size"
         )

@@ -8,12 +8,11 @@ model/SHA256SUMS         of these four; `sha256sum -c SHA256SUMS` checks it by h
 """
 
 import contextlib
-import errno
 import hashlib
 import os
 from pathlib import Path
 
-from largebatch import untrusted, util
+from largebatch import util
 from largebatch.util import UserError
 
 ARRAYS, PROGRAM, DESCRIPTION, CARD, SUMS = (
@@ -108,15 +107,12 @@ def read(folder: Path) -> dict[str, bytes]:
 
 
 def _read_file(path: Path) -> bytes:
-    """A whole file of at most MOST_BYTES."""
+    """Read a whole file; raise UserError if it cannot be read or has more than MOST_BYTES."""
     most = MOST_BYTES[path.name]
     try:
-        size = untrusted.stat_regular(path).st_size
+        size = path.stat().st_size
         if size > most:
-            raise OSError(errno.EFBIG, f"{size:,} bytes; allowed: up to {most:,}", str(path))
-        content = untrusted.read_regular(path, most + 1)
+            raise UserError(f"{path} cannot be read ({size:,} bytes; allowed: up to {most:,})")
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
-    if len(content) > most:  # it has grown since
-        raise UserError(f"{path} is too large; allowed: up to {most:,} bytes")
-    return content

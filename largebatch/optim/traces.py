@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from largebatch.config.fields import BatchConfig
-from largebatch.untrusted import read_text
-from largebatch.util import BadSetting
+from largebatch.util import BadSetting, read_text
 
 # Steps, and the examples of a step, are counted in 32 bits on the devices; so 63 bits hold those of a run.
 LARGEST = 2**31 - 1

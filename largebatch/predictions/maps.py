@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from rich import box, table
 
-from largebatch.decoding.images import Dataset
+from largebatch.data.dataset import Dataset
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets
 from largebatch.terminal import Console
@@ -89,10 +89,11 @@ class MapPredictions:
                 writer = csv.writer(file)
                 writer.writerow(["id", *self._score_names()])
                 for part in parts:
-                    for number, predicted in zip(part.numbers, part.predicted, strict=True):
-                        name = self.dataset.example_ids[number]
+                    truths = self._truths(np.array(part.numbers))
+                    for number, predicted, truth in zip(part.numbers, part.predicted, truths, strict=True):
+                        name = self.dataset.ids[number]
                         self._write_pictures(path_within(folder, name, "--out"), predicted)
-                        writer.writerow([name, *self._scores(number, predicted)])
+                        writer.writerow([name, *self._scores(predicted, truth)])
         except OSError as error:
             raise UserError(f"--out: cannot write {folder} ({error.strerror or error})") from error
 
@@ -110,11 +111,16 @@ class MapPredictions:
         names = {"mean_iou": self.targets.classes, "depth_rmse": self.targets.has_depth}
         return [name for name, is_there in names.items() if is_there]
 
-    def _scores(self, number: int, predicted: np.ndarray) -> list[str]:
-        """Mean IoU and depth RMSE of an image, empty where they are not known."""
-        if self.dataset.labels[number] < 0:
+    def _truths(self, numbers: np.ndarray) -> Iterable[np.ndarray | None]:
+        """Return the true planes of images; None where they are not known."""
+        if (self.dataset.labels[numbers] < 0).all():  # all images of a set have dense targets, or none
+            return [None] * len(numbers)
+        return self.dataset.images(numbers)[..., -self.targets.planes :]
+
+    def _scores(self, predicted: np.ndarray, truth: np.ndarray | None) -> list[str]:
+        """Return mean IoU and depth RMSE of an image, empty where they are not known."""
+        if truth is None:
             return ["" for _ in self._score_names()]
-        truth = self.dataset.images[number][..., -self.targets.planes :]
         scores = []
         if self.targets.classes:
             classes = len(self.targets.classes)

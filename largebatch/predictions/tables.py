@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich import box, table
 
-from largebatch.decoding.images import Dataset
+from largebatch.data.dataset import Dataset
 from largebatch.predictions.files import Predictions
 from largebatch.terminal import Console
 from largebatch.util import UserError, printable, replacing
@@ -37,7 +37,7 @@ class ClassPredictions:
         Args:
           logits: see `Predictions`.
         """
-        predictions = Predictions(dataset.labels, logits, np.array(dataset.example_ids))
+        predictions = Predictions(dataset.labels, logits, np.array(dataset.ids))
         classes = np.concatenate([part.logits.argmax(axis=1) for part in predictions.parts()])
         return cls(dataset, predictions, classes)
 

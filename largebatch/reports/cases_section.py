@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from largebatch.decoding.colours import class_colours, picture_of, shaded
+from largebatch.data.pictures import class_colours, picture_of, shaded
 from largebatch.predictions import cases as case_files
 from largebatch.predictions.cases import Cases
 from largebatch.reports.best_runs import best_runs

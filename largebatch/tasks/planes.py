@@ -92,6 +92,12 @@ def join(image: np.ndarray, mask: np.ndarray | None, depth: np.ndarray | None) -
     return np.concatenate([part.astype(np.uint8) for part in parts], axis=-1)
 
 
+def split_planes(images: np.ndarray, num_planes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split stored images [M, H, W, C + planes] into images [M, H, W, C] and their dense targets."""
+    channels = images.shape[-1] - num_planes
+    return images[..., :channels], images[..., channels:]
+
+
 def two_bytes(depths: np.ndarray) -> list[np.ndarray]:
     """Split depths from 0 to 1 into their high and low bytes, uint8."""
     values = (depths * LARGEST_DEPTH + 0.5).astype(np.int32)

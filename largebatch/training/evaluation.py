@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from largebatch.data.placement import split_planes
-from largebatch.data.validation import UNKNOWN, DealtSplit
+from largebatch.data.dataset import UNKNOWN
+from largebatch.data.sharded_split import ShardedSplit
 from largebatch.hosts import collectives
 from largebatch.hosts.replicas import AXIS, pmap
+from largebatch.tasks.planes import split_planes
 from largebatch.tasks.scores import Scores
 from largebatch.tasks.task import Task
 
@@ -135,7 +136,7 @@ def _slice_rows(shard, begin, size):
 
 
 def predict_split(
-    predict: Callable, variables, split: DealtSplit, micro_batch_size: int, task: Task
+    predict: Callable, variables, split: ShardedSplit, micro_batch_size: int, task: Task
 ) -> SplitPredictions:
     """Predict all examples of a split. Collective.
 
@@ -143,7 +144,7 @@ def predict_split(
       predict: program made by `make_predict` with this micro-batch size and task.
       variables: variables of the network, with a leading local-device axis.
     Raises:
-      UserError: an image cannot be read; see `DealtSplit.blocks`.
+      UserError: an image cannot be read; see `ShardedSplit.blocks`.
     """
     sums, blocks = [], []
     for block in split.blocks(micro_batch_size):
@@ -154,5 +155,5 @@ def predict_split(
         if len(sums) > 1:
             jax.block_until_ready(sums[-2])  # so that no more than two blocks are on the devices
     scores = task.scores(from_halves(jax.tree.map(lambda *parts: np.concatenate(parts), *sums)))
-    shape = (len(split.labels), *blocks[0].shape[2:])
+    shape = (len(split.dataset.labels), *blocks[0].shape[2:])
     return SplitPredictions(scores, blocks, split.rows_per_block(micro_batch_size), split.num_devices, shape)

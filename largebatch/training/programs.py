@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen as nn
 
 from largebatch.data.placement import DeviceData
-from largebatch.data.validation import Block
+from largebatch.data.sharded_split import Block
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.tasks.task import Task
 from largebatch.training.local_sgd import Sync

@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 
-from largebatch.data.placement import DeviceData, split_planes
+from largebatch.data.placement import DeviceData
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory, replicas
 from largebatch.hosts.clock import Clock
@@ -13,6 +13,7 @@ from largebatch.optim import noise_scale
 from largebatch.predictions.cases import Cases, CasesToWrite
 from largebatch.predictions.files import Outcome, Predictions
 from largebatch.runs.summary import timings
+from largebatch.tasks.planes import split_planes
 from largebatch.tasks.scores import Scores
 from largebatch.training.costs import flops_utilisation
 from largebatch.training.evaluation import SplitPredictions, predict_split
@@ -71,16 +72,17 @@ def outcome_of(validation: Validation, programs: Programs, data: DeviceData) -> 
     """Return the predictions that the run folder keeps of a validation, if it is the best."""
     if programs.task.kind.of_pixels:
         return CasesToWrite(validation.predictions, functools.partial(_cases, programs, data, validation.variables))
-    return Predictions(data.validation.labels, validation.predictions, data.val_ids)
+    dataset = data.validation.dataset
+    return Predictions(dataset.labels, validation.predictions, dataset.ids)
 
 
 def _cases(programs: Programs, data: DeviceData, variables: dict, numbers: np.ndarray, scores: np.ndarray) -> Cases:
     """Predict these validation examples once more, on one device."""
     task, cache = programs.task, data.cache
-    stored = data.validation.images_of(numbers).reshape(-1, *cache.image_shape)
+    stored = data.validation.dataset.images(numbers)
     images, truth = split_planes(stored, task.target_planes)
     return Cases(
-        ids=data.val_ids[numbers],
+        ids=data.validation.dataset.ids[numbers],
         scores=scores,
         columns=np.array(task.kind.kept_names),
         classes=np.array(cache.targets.classes, str),

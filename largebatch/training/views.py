@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from largebatch.data.placement import split_planes, take_rows
+from largebatch.data.placement import take_rows
 from largebatch.data.random_augment import RandomAugment
+from largebatch.tasks.planes import split_planes
 from largebatch.tasks.task import Task
 
 # Ways to hold the training images on the devices; each needs less memory than the one before.
@@ -95,7 +96,7 @@ def make_read(
 
 
 def make_read_slice(stored_shape: tuple[int, int, int], num_views: int, task: Task):
-    """Make the `read_slice` of `step.SliceReader` for the same data in storage "expanded"."""
+    """Make the `read_slice` of `step.MicroBatchReader` for the same data in storage "expanded"."""
 
     def read_slice(shard, start, size):
         rows = lax.dynamic_slice_in_dim(shard["images"], start, size)

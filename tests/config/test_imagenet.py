@@ -5,7 +5,7 @@ import pytest
 from conftest import typed
 
 from configs import imagenet_resnet50
-from largebatch.cache.plan import DatasetInfo, make_layout
+from largebatch.data.cache import DatasetInfo, RowLayout
 from largebatch.hardware.chips import Hardware
 from model import MODELS
 from plan import needed_bytes, plan_run
@@ -19,7 +19,7 @@ def setup():
     config = imagenet_resnet50.get_config()
     config.model.conv, config.model.dtype = "lax", "bfloat16"  # as on a TPU
     counts = {"train": NUM_TRAIN, "val": NUM_VAL, "test": NUM_TEST}
-    layout = make_layout(counts, (224, 224, 3), np.dtype(np.uint8))
+    layout = RowLayout.of(counts, (224, 224, 3), np.dtype(np.uint8))
     data = DatasetInfo(layout, 1000, mean=(120.0,) * 3, std=(70.0,) * 3)
     assert config.model.name in MODELS
     return plan_run(typed(config), data, Hardware.here(32)), layout

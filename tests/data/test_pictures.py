@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 from conftest import decode_all, typed
-from etils import epath
 from PIL import Image
 
 import augment
 from configs import default
 from largebatch.data import pictures
-from largebatch.decoding.colours import class_colours, shaded
-from largebatch.decoding.images import AS_THEY_ARE
-from largebatch.sources import find, synthetic
-from largebatch.sources.file_sets import FolderFiles
-from largebatch.sources.map_folders import map_source
+from largebatch.data.decode import DecodeOptions
+from largebatch.data.files import open_files
+from largebatch.data.pictures import class_colours, shaded
+from largebatch.data.sources import find
+from largebatch.data.sources.maps import maps
 from largebatch.util import UserError
 
 COUNT, SIZE = 20, 8
@@ -55,25 +54,28 @@ SETS = {
 def test_what_is_exported_is_read_back(name, tmp_path):
     root = make_set(tmp_path / "set", SETS[name])
     cache = cache_of(root, name.split()[0], tmp_path)
-    assert pictures.export(cache, "test", str(tmp_path / "out")) == cache.count("test") == 2
+    assert pictures.export(cache.split("test"), str(tmp_path / "out")) == 2
     exported, original = (
-        map_source(FolderFiles(epath.Path(folder), "dataset.path"), AS_THEY_ARE, 10**6)
-        for folder in (tmp_path / "out", root)
+        maps(open_files(str(folder), "dataset.path"), DecodeOptions()) for folder in (tmp_path / "out", root)
     )
     assert exported.targets == original.targets
-    stored = dict(zip(original.ids, decode_all(original).images, strict=True))
-    for example_id, pixels in zip(exported.ids, decode_all(exported).images, strict=True):
+    stored = dict(zip(original.ids, decode_all(original), strict=True))
+    for example_id, pixels in zip(exported.ids, decode_all(exported), strict=True):
         np.testing.assert_array_equal(pixels, stored[example_id])
 
 
 def test_a_preview_shows_image_mask_and_depth_of_each_view(tmp_path):
     cache = cache_of(make_set(tmp_path / "set", SETS["mask_depth"]), "mask_depth", tmp_path)
     pictures.draw_preview(
-        cache, lambda images: augment.expand(images, 2), str(tmp_path / "preview.png"), num_images=2, scale=1
+        cache.split("train"),
+        lambda images: augment.expand(images, 2),
+        str(tmp_path / "preview.png"),
+        num_images=2,
+        scale=1,
     )
     sheet, step = np.asarray(Image.open(tmp_path / "preview.png")), SIZE + pictures.GAP
     assert sheet.shape == (6 * step - pictures.GAP, 2 * step - pictures.GAP, 3)
-    numbers = [int(name) for name in cache.small_array("train_ids")[[0, 8]]]
+    numbers = [int(name) for name in cache.split("train").ids[[0, 8]]]
     for row, number in enumerate(numbers):
         expected = IMAGES[number], class_colours(MASKS[number]), shaded(DEPTHS[number] / np.float32(65_535))
         for line, picture in enumerate(expected):
@@ -86,7 +88,7 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     cache = cache_of(make_set(tmp_path / "set", SETS["depth"]), "depth", tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"^--export: cannot write .*file"):
-        pictures.export(cache, "test", str(tmp_path / "file"))
+        pictures.export(cache.split("test"), str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("value", [0, 2])
@@ -96,7 +98,7 @@ def test_masks_of_one_class_alone_are_refused(value, tmp_path):
     root = make_set(tmp_path / "set", kinds)
     name = ("sky", "road", "tree")[value]
     if value:  # one image with others is enough, where it is in the training set
-        assert cache_of(root, "segmentation", tmp_path).count("train") == 16
+        assert cache_of(root, "segmentation", tmp_path).layout.counts["train"] == 16
         return
     with pytest.raises(
         UserError, match=f"all pixels of the training masks of .*set are of class '{name}'; allowed"
@@ -123,5 +125,4 @@ def test_scenes_of_another_version_are_made_anew(tmp_path, monkeypatch):
     before = folder()
     assert folder() == before
     monkeypatch.setattr(find, "SCENES_VERSION", 0)
-    monkeypatch.setattr(synthetic, "SCENES_VERSION", 0)
     assert folder() != before

@@ -4,15 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import decode_all, typed
+from conftest import decode_all, find_set, typed
 
 import augment
 from largebatch.data.batching import choose_sharding
 from largebatch.data.placement import bytes_per_device, place
-from largebatch.decoding.images import DecodeOptions
+from largebatch.data.sources.splits import split_indices
 from largebatch.hosts import memory
-from largebatch.sources.find import find_source
-from largebatch.sources.split import split_indices
 from largebatch.tasks.task import Classification
 from largebatch.training.views import expansion, make_read
 
@@ -27,13 +25,14 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
     cache = augment.prepare_cache(typed(small_config))
-    sharding = choose_sharding(None, cache.count("train"), num_devices, 8)
+    sharding = choose_sharding(None, cache.layout.counts["train"], num_devices, 8)
     expand = expansion(storage, 8)
     data = place(cache, sharding, small_config.dataset.split_seed, expand)
-    dataset = decode_all(find_source("synthetic", num_examples=100, options=DecodeOptions((16, 16))))
+    dataset = find_set("synthetic", num_examples=100, image_size=16)
+    pixels = decode_all(dataset)
     original_and_view = {}
-    for original in split_indices(dataset.example_ids, 0)["train"]:
-        for view, image in enumerate(augment.expand(dataset.images[original][None], 8)[0]):
+    for original in split_indices(dataset.ids, 0)["train"]:
+        for view, image in enumerate(augment.expand(pixels[original][None], 8)[0]):
             original_and_view[image.tobytes(), int(dataset.labels[original])] = original, view
     read, seen = make_read(storage, (16, 16, 3), 8, Classification(5)), []
     for device in range(num_devices):
@@ -44,7 +43,7 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
             seen.append(original_and_view[image.tobytes(), int(label)])
     assert sorted(seen) == sorted(original_and_view.values())
     assert len(seen) == 640
-    assert cache.count("val") == len(data.validation.labels) == 10
+    assert len(data.validation.dataset.labels) == 10
     of_images = bytes_per_device(cache.layout, sharding, 8 if storage == "expanded" else 1)
     assert data.train.arrays["images"].nbytes == num_devices * of_images["training images"]
 
@@ -59,7 +58,7 @@ def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config
 
     monkeypatch.setattr(memory, "aligned_empty", remember)
     cache = augment.prepare_cache(typed(small_config))
-    sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
+    sharding = choose_sharding(None, cache.layout.counts["train"], jax.device_count(), 8)
     data = place(cache, sharding, small_config.dataset.split_seed, expansion(storage, 8))
     shards = [shard.data.unsafe_buffer_pointer() for shard in data.train.arrays["images"].addressable_shards]
     assert set(shards) <= {array.ctypes.data for array in made}  # no second copy

@@ -8,9 +8,9 @@ from conftest import typed
 from numpy_order import order
 
 import augment
-from largebatch.cache.cache import images_file
 from largebatch.data import streaming
 from largebatch.data.batching import choose_sharding
+from largebatch.data.cache import images_file
 from largebatch.data.placement import bytes_per_device, place
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.streaming import Stream, Upcoming, load_inputs
@@ -35,7 +35,7 @@ def on_devices(small_config, monkeypatch):
         monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
         cache = augment.prepare_cache(typed(small_config))
         views = augment.VIEW_COUNTS[small_config.augment.views]
-        sharding = choose_sharding(None, cache.count("train"), num_devices, views)
+        sharding = choose_sharding(None, cache.layout.counts["train"], num_devices, views)
         num_rows = num_rows or streaming.buffer_rows(sharding, 10**9, max(BATCH_SIZES))
         return cache, sharding, Stream(cache, sharding, small_config.dataset.split_seed, num_rows)
 
@@ -111,8 +111,8 @@ def test_a_stream_is_read_as_resident_data_are(small_config, on_devices, tmp_pat
         small_config.dataset.source, small_config.dataset.path = "folder", str(tiles)
         small_config.dataset.image_size = None
     cache, sharding, stream = on_devices(1)
-    assert cache.image_shape == shape
-    assert cache.image_dtype == (np.uint8 if shape[-1] == 3 else np.uint16)
+    assert cache.layout.image_shape == shape
+    assert cache.layout.dtype == (np.uint8 if shape[-1] == 3 else np.uint16)
     resident = place(cache, sharding, small_config.dataset.split_seed).train.arrays
     stream.for_updates(upcoming_from(0, (40,)), 1)
     examples = examples_of(sharding, 0, upcoming_from(0, (40,)), 0)
@@ -148,13 +148,13 @@ def test_a_buffer_has_what_one_update_needs_and_no_more_than_all(on_devices, mon
 
 def reads_of(cache, monkeypatch) -> list[np.ndarray]:
     """Grows by the rows that are read from now on."""
-    reads, read_images = [], type(cache).read_images
+    reads, fill = [], type(cache).fill
 
-    def read_and_note(self, split, examples, out, num_threads=None):
-        reads.append(examples)
-        read_images(self, split, examples, out, num_threads)
+    def fill_and_note(self, rows, out, num_threads=None):
+        reads.append(rows)
+        fill(self, rows, out, num_threads)
 
-    monkeypatch.setattr(type(cache), "read_images", read_and_note)
+    monkeypatch.setattr(type(cache), "fill", fill_and_note)
     return reads
 
 
@@ -199,14 +199,14 @@ def test_damage_is_told_to_all_hosts_before_the_images_are_used(small_config, on
     small_config.augment.cache_dir = str(tmp_path)
     cache, sharding, stream = on_devices(1)
     row = sharding.originals_of(0, 0)[examples_of(sharding, 0, upcoming_from(0), 2)[0] // sharding.views]
-    path = cache.folder / images_file("train", 0)
+    path = cache.folder / images_file(0)
     content = bytearray(path.read_bytes())
-    content[len(content) - (80 - row) * 16 * 16 * 3] ^= 1
+    content[len(content) - (100 - row) * 16 * 16 * 3] ^= 1
     path.write_bytes(content)
     told = []
     monkeypatch.setattr(collectives, "gather_text", lambda text: told.append(text) or [text])
     assert stream.for_updates(upcoming_from(0), 10).num_updates == 2
-    with pytest.raises(UserError, match=rf"example {row} does not match its SHA-256; no update was made with it"):
+    with pytest.raises(UserError, match=rf"its row {row} does not match its CRC-32; no update was made with it"):
         stream.for_updates(upcoming_from(2), 1)
-    assert f"example {row} does not" in "".join(told)
+    assert f"its row {row} does not" in "".join(told)
     assert not cache.folder.exists()

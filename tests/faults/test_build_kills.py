@@ -20,24 +20,26 @@ MOST_TWICE = 0.05  # of the images, for each kill
 CHILD = """
 import sys
 import augment
+import model
 from configs import default
-from largebatch.cache import build
+from largebatch.config import rules
+from largebatch.data import images_files
 from largebatch.hosts.start import start_jax
 
 path, cache_dir, log = sys.argv[1:]
 start_jax()
-decode = build.decode_block
+decode = images_files.decode_block
 
-def counted(plan, layout, examples, read):
-    block = decode(plan, layout, examples, read)
+def counted(plan, rows):
+    block = decode(plan, rows)
     with open(log, "a") as file:
-        file.write(f"{len(examples)}\\n")
+        file.write(f"{len(rows)}\\n")
     return block
 
-build.decode_block = counted
+images_files.decode_block = counted
 config = default.get_config()
 config.dataset.name, config.dataset.path, config.augment.cache_dir = "large", path, cache_dir
-augment.prepare_cache(typed(config))
+augment.prepare_cache(rules.check(config.to_dict(), model.MODELS))
 """
 
 

@@ -2,24 +2,22 @@
 
 import dataclasses
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from conftest import typed
 from etils import epath
 from figures import record
 from ml_collections import config_dict
 
-import augment
 import train
-from largebatch.cache import known, plan
-from largebatch.cache.cache import Cache, DamagedCache, open_cache
+from largebatch.data import cache as caches
 from largebatch.data import streaming
 from largebatch.data.batching import DataSharding, choose_sharding
+from largebatch.data.cache import Cache, DamagedCache, open_cache
 from largebatch.data.placement import place
 from largebatch.data.streaming import Upcoming
 from largebatch.runs import checkpoints
@@ -47,7 +45,7 @@ def run(tmp_path_factory):
     config.train.outer_steps = 2
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "MIN_FILE_BYTES", 24 * 16 * 16 * 3)  # four images files for 80 training images
+        patch.setattr(caches, "MIN_FILE_BYTES", 24 * 16 * 16 * 3)  # five images files for 100 images
         train.train_and_evaluate(config, str(folder))
     (cache_folder,) = epath.Path(config.augment.cache_dir).glob("synthetic-*")
     return FinishedRun(folder, cache_folder, config)
@@ -110,62 +108,47 @@ def stream_a_pass(cache: Cache, sharding: DataSharding, seed: int) -> None:
 # What is said of a damaged file of the cache.
 HOW = (
     "does not match its SHA-256",
+    "does not match its CRC-32",
     "ends within",
     "does not start as",
-    "is missing or cannot be read",
     "cannot be read",
 )
 
 
 def place_of(path: Path) -> str:
     """Which part of a cache a file is."""
-    if path.parent.name == known.FOLDER:
-        return "notes"
     if path.name == "manifest.json":
         return "manifest"
-    return "images" if "_images-" in path.name else "small arrays"
+    return "images" if path.name.startswith("images-") else "small arrays"
 
 
-def read_cache(run: FinishedRun, path: epath.Path, read_training: Callable) -> None:
-    """Reads what a damaged file belongs to, as training and augment.py do; raises what they raise."""
-    if place_of(path) == "notes":
-        sound = open_cache(run.cache_folder)
-        assert augment.prepare_cache(typed(run.config)).manifest_bytes == sound.manifest_bytes  # no other set
-        return
+def read_cache(run: FinishedRun, read_training: Callable) -> None:
+    """Reads a cache as training does, and its test images as augment.py does; raises what they raise."""
     cache = open_cache(run.cache_folder)
-    if path.name.startswith("test_") or path.name == "train_ids.npy":  # which training does not read
-        cache.verify()
-    else:
-        sharding = choose_sharding(None, cache.count("train"), jax.device_count(), 8)
-        read_training(cache, sharding, run.config.dataset.split_seed)
+    sharding = choose_sharding(None, cache.layout.counts["train"], jax.device_count(), 8)
+    read_training(cache, sharding, run.config.dataset.split_seed)
+    cache.split("test").images(np.arange(cache.layout.counts["test"]))
 
 
 def damage_caches(run: FinishedRun, count: int, rng: random.Random, read_training=place) -> None:
-    """The same for a data cache: its images files, small arrays, manifest and notes, in turn.
-
-    A damaged note need not be found, for it only says where to look: the cache must be the same.
-    """
-    files = [*run.cache_folder.iterdir(), *(run.cache_folder.parent / known.FOLDER).iterdir()]
-    files_of = {place: sorted(path for path in files if place_of(path) == place) for place in map(place_of, files)}
+    """The same for a data cache: its images files, small arrays and manifest, in turn."""
+    files_of = defaultdict(list)
+    for path in sorted(run.cache_folder.iterdir()):
+        files_of[place_of(path)].append(path)
     places = sorted(files_of)
-    assert places == ["images", "manifest", "notes", "small arrays"]
-    assert len(files_of["images"]) == 6
+    assert places == ["images", "manifest", "small arrays"]
+    assert len(files_of["images"]) == 5
     figures = {place: Counter() for place in places}
     for number in range(count):
         place_ = places[number % len(places)]
         path = rng.choice(files_of[place_])
         before = path.read_bytes()
         kind = damage(path, rng)
-        trouble = trouble_of(read_cache, run, path, read_training)
+        trouble = trouble_of(read_cache, run, read_training)
         path.write_bytes(before)
-        if place_ == "notes":
-            assert not trouble
-            figures[place_][f"{kind}: the same cache"] += 1
-            continue
         assert trouble, f"{path} was {kind}, and nobody has noticed"
         assert "\n" not in trouble
-        split = path.name.split("_")[0]  # damaged digests say of an image that it does not match
-        assert path.name in trouble or f"{split}_" in trouble, (path, trouble)
+        assert path.name in trouble, (path, trouble)
         figures[place_][f"{kind}: {next(words for words in HOW if words in trouble)}"] += 1
     open_cache(run.cache_folder).verify()
     how = " of a stream" if read_training is stream_a_pass else ""
@@ -178,13 +161,13 @@ def test_some_damage_to_checkpoints(run):
 
 
 def test_some_damage_to_caches(run):
-    damage_caches(run, 32, random.Random(0))
+    damage_caches(run, 33, random.Random(0))
 
 
 @pytest.fixture
 def kept_caches(monkeypatch):
     """A stream that finds damage leaves the cache where it is, to be mended and damaged again."""
-    monkeypatch.setattr(streaming, "discard_cache", lambda folder, looked_at, damage: None)
+    monkeypatch.setattr(streaming, "discard_cache", lambda cache, damage: None)
 
 
 def test_some_damage_to_caches_that_are_streamed(run, kept_caches):

@@ -7,7 +7,7 @@ from conftest import typed
 
 import examine
 from build import ProgramCache
-from largebatch.data import validation
+from largebatch.data import sharded_split
 from largebatch.data.placement import train_shapes
 from largebatch.hardware.chips import TPUS, Hardware
 from largebatch.hosts import memory
@@ -35,12 +35,12 @@ def test_training_data_have_the_shapes_that_are_compiled_for(small_config, stora
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_validation_has_the_shapes_that_are_compiled_for(small_config, monkeypatch, stays):
-    monkeypatch.setattr(validation, "stays_on_devices", lambda *_: stays)
-    monkeypatch.setattr(validation, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(sharded_split, "stays_on_devices", lambda *_: stays)
+    monkeypatch.setattr(sharded_split, "BLOCK_BYTES", 1)
     placed = ProgramCache().load(typed(small_config))
     plan, size = placed.plan, placed.plan.micro_batches.predicted_at_once
     block = next(placed.data.validation.blocks(size))
-    announced = validation.block_shapes(plan.data.layout, plan.num_devices, size, 0)
+    announced = sharded_split.block_shapes(plan.data.layout, plan.num_devices, size, 0)
     assert shapes(announced) == shapes(without_devices(block))
 
 

@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from benchmarks import compile as compile_command
+from largebatch.data.sources.find import SIZES
+from largebatch.data.sources.scenes import PATTERNS
 from largebatch.hardware import targets
 from largebatch.hardware.chips import CARDS, TPUS
-from largebatch.sources.source import SIZES
-from largebatch.sources.synthetic import PATTERNS
 from largebatch.util import UserError
 
 

@@ -1,4 +1,4 @@
-"""What each host of a pod does in tests/test_meeting.py, as a script: a short run whose cache is slow to build.
+"""A short run whose cache is slow to build: what each host of a pod does in tests/hosts/test_meeting.py.
 
     python -m largebatch.pod --hosts 2 --devices 1 -- python tests/hosts/held_build.py FOLDER SECONDS [METHOD]
 
@@ -50,7 +50,7 @@ jax.pmap = lambda *arguments, **options: counted("collective", make_pmap(*argume
 
 import train  # noqa: E402  after jax.pmap
 from configs import default  # noqa: E402
-from largebatch.cache import build  # noqa: E402
+from largebatch.data import build  # noqa: E402
 from largebatch.hosts import collectives, preemption, rendezvous  # noqa: E402
 from largebatch.hosts.clusters import HOST_INDEX_VARIABLE  # noqa: E402
 from largebatch.hosts.start import start_jax  # noqa: E402
@@ -62,8 +62,8 @@ count_inside("collective", collectives, "gather")
 count_inside("meeting", collectives, "gather_text")
 
 
-def hold(build_cache):
-    """`build_cache`, once the other host waits and SECONDS have passed."""
+def hold(build_files):
+    """`build_files`, once the other host waits and SECONDS have passed."""
 
     def held(*arguments):
         BUILDING.touch()
@@ -71,7 +71,7 @@ def hold(build_cache):
             time.sleep(SAMPLE_SEC)
         time.sleep(SECONDS)
         BUILT.touch()
-        build_cache(*arguments)
+        build_files(*arguments)
 
     return held
 
@@ -135,7 +135,7 @@ def run() -> dict:
     samples: list[dict] = []
     start_jax()
     if collectives.is_primary():
-        build.build_cache = hold(build.build_cache)
+        build.build_files = hold(build.build_files)
     else:
         threading.Thread(target=watch, args=(samples,), daemon=True).start()
     summary = train.train_and_evaluate(small_config(), str(FOLDER / "run"))

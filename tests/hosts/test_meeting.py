@@ -17,7 +17,7 @@ PATHS = {"PYTHONPATH": str(ROOT)}
 
 
 def pod_arguments(folder, seconds: float, *more: str) -> list[str]:
-    """Of a pod of two hosts that train tests/held_build.py's run."""
+    """Of a pod of two hosts that train tests/hosts/held_build.py's run."""
     script = [sys.executable, ROOT / "tests" / "hosts" / "held_build.py", folder, seconds, *more]
     return [str(part) for part in ("-m", "largebatch.pod", "--hosts", 2, "--devices", 1, "--", *script)]
 

@@ -198,9 +198,10 @@ def test_evaluation_on_two_hosts_is_that_of_one(tmp_path):
     result = run_script(*command[1:], cwd=hosts[0])
     assert result.returncode == 0, result.stderr
     shutil.copytree(hosts[0] / "cache", hosts[1] / "cache")
-    (images,) = hosts[1].glob("cache/*/val_images-00000.npy")
-    content = images.read_bytes()
-    images.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (images,) = hosts[1].glob("cache/*/images-00000.raw")
+    content = bytearray(images.read_bytes())
+    content[-18 * 16 * 16 * 3] ^= 1  # the third of 10 validation images, before 10 test images: host 1 reads it
+    images.write_bytes(content)
     evaluate = [str(ROOT / "evaluate.py"), "run", "--config.augment.cache_dir=cache", "--out"]
     four = {"JAX_NUM_CPU_DEVICES": "4"}
     one = run_script(*evaluate, "one.csv", cwd=hosts[0], env=four)

@@ -9,16 +9,16 @@ import signal
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import decode_all, run_script
+from conftest import find_set, run_script
 
 import augment
 import report
 import train
 from build import ProgramCache
 from evaluate import load_run
-from largebatch.cache.cache import Cache
 from largebatch.config import dicts
-from largebatch.decoding.images import DecodeOptions
+from largebatch.data.cache import Cache
+from largebatch.data.sources.splits import split_indices
 from largebatch.hosts import preemption
 from largebatch.optim.schedule_text import describe_batches
 from largebatch.runs import checkpoints
@@ -28,8 +28,6 @@ from largebatch.runs.lifecycle import Diverged
 from largebatch.runs.load import best_checkpoint
 from largebatch.runs.progress import RunProgress
 from largebatch.runs.summary import code_sha256, git_commit, versions
-from largebatch.sources.find import find_source
-from largebatch.sources.split import split_indices
 from largebatch.training import trainer
 from largebatch.training.loss import make_loss_fn
 from largebatch.util import UserError
@@ -517,8 +515,8 @@ def poisoned(config, monkeypatch):
 
         return poisoned_loss
 
-    dataset = decode_all(find_source("synthetic", num_examples=100, options=DecodeOptions((16, 16))))
-    views = augment.expand(dataset.images[split_indices(dataset.example_ids, 0)["train"]], 8)
+    dataset = find_set("synthetic", num_examples=100, image_size=16)
+    views = augment.expand(dataset.images(split_indices(dataset.ids, 0)["train"]), 8)
     sums = (views.astype(int) * weights).sum(axis=(2, 3, 4)).ravel()
     poison = sums[5]
     assert np.count_nonzero(sums == poison) == 1

@@ -1,14 +1,19 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
 
-from largebatch.data import validation
-from largebatch.data.validation import DealtSplit
-from largebatch.hosts import replicas
+from largebatch.data import sharded_split
+from largebatch.data.cache import DamagedCache
+from largebatch.data.dataset import UNKNOWN, dataset_of_arrays
+from largebatch.data.sharded_split import ShardedSplit
+from largebatch.hosts import memory, replicas
 from largebatch.tasks.task import Classification
 from largebatch.training.evaluation import make_predict, predict_split
+from largebatch.util import UserError
 
 CLASSES = 7
 TASK = Classification(CLASSES)
@@ -22,15 +27,13 @@ def logits_of_bytes(params, images):
 PREDICT = {size: make_predict(logits_of_bytes, TASK, (1, 1, CLASSES), size) for size in (3, 64)}
 
 
-def deal(images, labels, num_devices: int, monkeypatch) -> DealtSplit:
+def shard(images, labels, num_devices: int, monkeypatch) -> ShardedSplit:
     """A split of images [N, bytes] that does not stay on the first `num_devices` devices."""
     devices = jax.devices()[:num_devices]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-
-    def read(examples, out):
-        out[:] = images[examples]
-
-    return DealtSplit(labels, read, images.shape[1], images.dtype, num_devices, list(range(num_devices)))
+    monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
+    dataset = dataset_of_arrays(images[:, None, None], labels, [], [""] * len(labels))
+    return ShardedSplit(dataset, num_devices)
 
 
 def make_split(num_examples: int, seed=0):
@@ -52,8 +55,8 @@ def test_scores_are_numpys_over_all_examples_on_uneven_shards(
     num_devices, num_examples, micro_batch_size, monkeypatch
 ):
     images, labels = make_split(num_examples)
-    labels[num_examples // 3 : num_examples // 2] = validation.UNKNOWN
-    split = deal(images, labels, num_devices, monkeypatch).placed()
+    labels[num_examples // 3 : num_examples // 2] = UNKNOWN
+    split = shard(images, labels, num_devices, monkeypatch).placed()
     result = predict(split, micro_batch_size)
     logits = 0.5 * images.astype(np.float64)
     np.testing.assert_array_equal(result[:], logits)
@@ -72,7 +75,7 @@ def test_scores_are_numpys_over_all_examples_on_uneven_shards(
 
 def test_examples_without_labels_have_no_scores(monkeypatch):
     images, _ = make_split(5)
-    split = deal(images, np.full(5, validation.UNKNOWN, np.int32), 2, monkeypatch).placed()
+    split = shard(images, np.full(5, UNKNOWN, np.int32), 2, monkeypatch).placed()
     assert predict(split).scores is None
 
 
@@ -94,8 +97,8 @@ def test_a_logit_that_is_not_a_number_is_no_hit():
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_a_split_read_in_blocks_gives_bitwise_what_one_that_stays_gives(num_devices, monkeypatch):
     images, labels = make_split(101)
-    streamed = deal(images, labels, num_devices, monkeypatch)
-    monkeypatch.setattr(validation, "BLOCK_BYTES", 6 * CLASSES)  # two micro-batches
+    streamed = shard(images, labels, num_devices, monkeypatch)
+    monkeypatch.setattr(sharded_split, "BLOCK_BYTES", 6 * CLASSES)  # two micro-batches
     blocks = list(streamed.blocks(3))
     assert len(blocks) == -(-streamed.rows // 6) > 1
     assert {block.images.shape for block in blocks} == {(num_devices, 6, CLASSES)}
@@ -109,28 +112,27 @@ def test_a_split_read_in_blocks_gives_bitwise_what_one_that_stays_gives(num_devi
 
 
 def test_large_splits_are_read_again_and_small_ones_stay(monkeypatch):
-    monkeypatch.setattr(validation.memory, "available_bytes", lambda: 8000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8000)
     images, labels = np.zeros((100, 1, 1, 80), np.uint8), np.zeros(100, np.int32)
-    assert validation.split_of_images(images[:96], labels[:96]).resident is not None  # 960 bytes of 1,000 allowed
-    assert validation.split_of_images(images, labels).resident is None  # 13 * 80 = 1,040
-    monkeypatch.setattr(validation, "BLOCK_BYTES", 160)
-    assert validation.bytes_on_device(96, 8, 80) == 960
-    assert validation.bytes_on_device(100, 8, 80) == 320
-    monkeypatch.setattr(validation.memory, "available_bytes", lambda: None)
-    assert validation.stays_on_devices(10**15)
+    small, large = (dataset_of_arrays(images[:n], labels[:n], [], [""] * n) for n in (96, 100))
+    assert sharded_split.shard_split(small, 8).resident is not None  # 960 bytes of 1,000 allowed
+    assert sharded_split.shard_split(large, 8).resident is None  # 13 * 80 = 1,040
+    monkeypatch.setattr(sharded_split, "BLOCK_BYTES", 160)
+    assert sharded_split.bytes_on_device(96, 8, 80) == 960
+    assert sharded_split.bytes_on_device(100, 8, 80) == 320
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    assert sharded_split.stays_on_devices(10**15)
 
 
 def test_an_image_that_cannot_be_read_again_is_one_line(monkeypatch):
     images, labels = make_split(10)
-    split = deal(images, labels, 2, monkeypatch)
+    split = shard(images, labels, 2, monkeypatch)
 
-    def damaged(examples, out):
-        raise validation.DamagedCache("val_images-00000.npy ends within its row 7")
+    def damaged(*_):
+        raise DamagedCache("images-00000.raw ends within its row 7")
 
-    object.__setattr__(split, "read", damaged)
-    with pytest.raises(
-        validation.UserError, match=r"^damaged cache: val_images-00000.npy ends .*; start again to build"
-    ):
-        predict(split)
-    with pytest.raises(validation.DamagedCache):
-        split.check()
+    dataset = dataclasses.replace(split.dataset, fill=damaged)
+    with pytest.raises(DamagedCache):
+        dataclasses.replace(split, dataset=dataset).check()
+    with pytest.raises(UserError, match=r"^damaged cache: images-00000.raw ends .*; start again to build"):
+        predict(dataclasses.replace(split, dataset=sharded_split.naming_damage(dataset)))

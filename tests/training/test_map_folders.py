@@ -17,7 +17,7 @@ import model
 import train
 from build import ProgramCache
 from configs import scenes_tiny
-from largebatch.decoding.colours import class_colours, shaded
+from largebatch.data.pictures import class_colours, shaded
 from largebatch.predictions import cases
 from largebatch.runs import reader
 from largebatch.studies import analysis

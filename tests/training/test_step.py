@@ -14,12 +14,11 @@ import model as models
 from largebatch.config.fields import OptimizerConfig, TaskConfig
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping, choose_sharding
-from largebatch.data.placement import split_planes
 from largebatch.data.random_augment import RandomAugment
 from largebatch.hosts import replicas
 from largebatch.optim.optimizers import create_optimizer
 from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
-from largebatch.tasks.planes import MASK_PLANES, PixelTargets
+from largebatch.tasks.planes import MASK_PLANES, PixelTargets, split_planes
 from largebatch.tasks.task import Classification, Task, make_task
 from largebatch.training.loss import Batch, make_loss_fn
 from largebatch.training.state import TrainState, create_train_state

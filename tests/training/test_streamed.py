@@ -13,8 +13,8 @@ from test_resume import assert_same_run, flip, rows_of
 import examine
 import train
 from build import ProgramCache, prepare
-from largebatch.cache.cache import Cache, images_file
 from largebatch.data import streaming
+from largebatch.data.cache import Cache, images_file
 from largebatch.doctor import checks as doctor
 from largebatch.hosts import memory, preemption
 from largebatch.hosts.clock import Clock
@@ -122,27 +122,28 @@ def test_streamed_on_two_hosts(tmp_path):
 
 def damage_at_read(monkeypatch, number: int, kind: str) -> None:
     """Just before training images are read the `number`-th time, the first of them is damaged on the disk."""
-    read_images, reads = Cache.read_images, []
+    fill, reads = Cache.fill, []
 
-    def damage_and_read(cache, split, examples, out, num_threads=None):
-        if split == "train" and len(examples):
-            reads.append(examples)
+    def damage_and_read(cache, rows, out, num_threads=None):
+        if len(rows) and rows.min() < cache.layout.counts["train"]:
+            reads.append(rows)
             if len(reads) == number:
-                path, size = Path(cache.folder / images_file("train", 0)), out.shape[1]
-                end_of_row = path.stat().st_size - (cache.count("train") - 1 - int(examples.min())) * size
+                path = Path(cache.folder / images_file(0))
+                rows_behind = cache.layout.num_rows - 1 - int(rows.min())
+                end_of_row = path.stat().st_size - rows_behind * cache.layout.row_bytes
                 if kind == "flipped":
                     flip(path, end_of_row - 1)
                 else:
                     os.truncate(path, end_of_row - 1)
-        read_images(cache, split, examples, out, num_threads)
+        fill(cache, rows, out, num_threads)
 
-    monkeypatch.setattr(Cache, "read_images", damage_and_read)
+    monkeypatch.setattr(Cache, "fill", damage_and_read)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("flipped", r"example \d+ does not match its SHA-256"), ("cut", r"ends within its row \d+")],
+    [("flipped", r"its row \d+ does not match its CRC-32"), ("cut", r"ends within its row \d+")],
 )
 def test_a_damaged_image_is_never_trained_on_and_a_restart_goes_on(config, tmp_path, monkeypatch, kind, words):
     """Each of 8 devices reads for every update; the first of them finds the damage when it reads for the sixth."""
@@ -172,13 +173,13 @@ def test_damage_on_one_host_stops_both_in_one_line(tmp_path):
     both = f"cd {tmp_path}/$LARGEBATCH_HOST_INDEX && {command} >out 2>err"
     result = run_script(*pod_command(["sh", "-c", both], 2, 2), env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, (hosts[0] / "err").read_text()
-    (images,) = hosts[1].glob(f"cache/*/{images_file('train', 0)}")
-    flip(images, images.stat().st_size - 1)
+    (images,) = hosts[1].glob(f"cache/*/{images_file(0)}")
+    flip(images, images.stat().st_size - 1 - 20 * 16 * 16 * 3)
     again = both.replace(str(tmp_path / "run"), str(tmp_path / "again"))
     result = run_script(*pod_command(["sh", "-c", again], 2, 2), env={"PYTHONPATH": str(ROOT)})
     told = [(host / "err").read_text() for host in hosts]
     assert result.returncode == 1, told
-    assert all("example 79 does not match its SHA-256; no update was made with it" in text for text in told), told
+    assert all("its row 79 does not match its CRC-32; no update was made with it" in text for text in told), told
     assert "Traceback" not in "".join(told)
     assert not (tmp_path / "again" / "metrics.jsonl").exists()
     assert [len(list(host.glob("cache/synthetic-*"))) for host in hosts] == [1, 0]

@@ -15,7 +15,7 @@ import build
 import evaluate
 import model
 import train
-from largebatch.data import validation
+from largebatch.data import sharded_split
 from largebatch.predictions import files as prediction_files
 from largebatch.reports import confusion
 from largebatch.runs import reader
@@ -41,8 +41,8 @@ def config(small_config, tmp_path, monkeypatch):
 def runs(config, tmp_path, monkeypatch):
     """The same run as ever, and with everything too large; which logits it read, of how many blocks."""
     train.train_and_evaluate(config, str(tmp_path / "resident"))
-    monkeypatch.setattr(validation, "RESIDENT_SHARE", 0.0)
-    monkeypatch.setattr(validation, "BLOCK_BYTES", 2 * 16 * 16 * 3)
+    monkeypatch.setattr(sharded_split, "RESIDENT_SHARE", 0.0)
+    monkeypatch.setattr(sharded_split, "BLOCK_BYTES", 2 * 16 * 16 * 3)
     monkeypatch.setattr(prediction_files, "MAX_LOGITS_PER_FILE", 7 * 17)
     fetched, get = [], SplitPredictions.__getitem__
 

@@ -8,8 +8,8 @@ import pytest
 from conftest import make_small_config, typed
 
 from build import ProgramCache, make_step, prepare
-from largebatch.cache.plan import DatasetInfo
 from largebatch.data.batching import DeviceBatch, Grouping
+from largebatch.data.cache import DatasetInfo
 from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import replicas

@@ -1,0 +1,194 @@
+"""Lookup of the data set that a config names; EuroSAT is downloaded where no path is given."""
+
+import dataclasses
+import hashlib
+import http.client
+import re
+import urllib.request
+
+from etils import epath
+
+from largebatch.config.fields import DatasetConfig
+from largebatch.data.dataset import Dataset
+from largebatch.data.decode import DecodeOptions
+from largebatch.data.files import open_files
+from largebatch.data.sources.class_folders import class_folders
+from largebatch.data.sources.maps import maps
+from largebatch.data.sources.scenes import PATTERNS, SCENES_VERSION, scenes_dataset
+from largebatch.data.sources.synthetic import synthetic_dataset
+from largebatch.data.sources.tfds_source import FORMAT, file_format, prepared_builder, tfds_dataset, tfds_dir
+from largebatch.util import UserError, expanded, remove_stale, replacing
+
+EUROSAT_TFDS_NAME = "eurosat/rgb"
+
+
+def find_dataset(fields: DatasetConfig, cache_dir: str, *, of_pixels: bool) -> Dataset:
+    """Find and list a data set. Only its first image is decoded; synthetic images are made.
+
+    EuroSAT needs no path: a prepared TFDS set is used if there is one, else the zip is downloaded to `cache_dir`.
+
+    Args:
+      fields: config.dataset. Scenes stand on the images of `path`, if it is given.
+      of_pixels: True for dense targets, False for one target per image.
+    Raises:
+      UserError: nothing is there, or it is not of the kind of `fields.source`.
+    """
+    options = DecodeOptions.from_config(fields)
+    name, path, num_examples, seed = fields.name, fields.path, fields.num_examples, fields.split_seed
+    if name in PATTERNS:
+        if fields.source not in ("auto", "synthetic"):
+            raise UserError(f"dataset.source: {fields.source!r}; allowed: auto | synthetic with {name!r}")
+        as_colours = DecodeOptions(channels=3, max_pixels=options.max_pixels)
+        ground = class_folders(open_files(path, "dataset.path"), as_colours) if path else None
+        return scenes_dataset(name, num_examples, seed, options, ground)
+    source = _guess_source(name, path) if fields.source == "auto" else fields.source
+    if source == "synthetic":
+        return synthetic_dataset(num_examples, seed, options)
+    if source == "tfds":
+        return tfds_dataset(_tfds_name(name), path, fields.tfds_split, options)
+    if path is None:
+        if name != "eurosat":
+            raise UserError(f"dataset.path: not given; dataset.source {source!r} of {name!r} needs one")
+        path = str(download_eurosat(epath.Path(expanded(cache_dir, "augment.cache_dir"))))
+    return (maps if of_pixels else class_folders)(open_files(path, "dataset.path", source), options)
+
+
+def places_of(fields: DatasetConfig, cache_dir: str) -> list[epath.Path]:
+    """Return the folders and files that `find_dataset` would read.
+
+    They need not exist. There are none where images are generated, and two where EuroSAT may be either of them.
+    """
+    name, source, path = fields.name, fields.source, fields.path
+    given = [] if path is None else [epath.Path(expanded(path, "dataset.path"))]
+    if name in PATTERNS:
+        return given
+    if source == "synthetic" or (name == "synthetic" and path is None):
+        return []
+    prepared = _prepared_folder(name, path)
+    if given and (source in ("zip", "folder") or (source == "auto" and not _is_folder(prepared))):
+        return given
+    if name == "eurosat" and not given and source != "tfds":
+        return [prepared, epath.Path(expanded(cache_dir, "augment.cache_dir")) / EUROSAT_ZIP]
+    return [prepared]
+
+
+def version_of(name: str) -> dict[str, int]:
+    """Return the versions of the code that makes a set, which invalidate its caches: {} for images in files."""
+    return {"scenes_version": SCENES_VERSION} if name in PATTERNS else {}
+
+
+def _guess_source(name: str, path: str | None) -> str:
+    if name == "eurosat" and path is None:
+        # An unprepared or unreadable TFDS set is no reason not to download.
+        builder = prepared_builder(EUROSAT_TFDS_NAME, None)
+        return "tfds" if builder and file_format(builder) == FORMAT else "zip"
+    if path is None:
+        return "synthetic" if name == "synthetic" else "tfds"
+    if not _is_folder(epath.Path(expanded(path, "dataset.path"))):
+        return "zip"
+    return "tfds" if _is_folder(_prepared_folder(name, path)) else "folder"
+
+
+def _prepared_folder(name: str, path: str | None) -> epath.Path:
+    """Return the folder of a TFDS set of this name, whether it is there or not."""
+    return epath.Path(expanded(tfds_dir(path), "dataset.path")) / _tfds_name(name).split(":")[0]
+
+
+def _is_folder(path: epath.Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError, RuntimeError, ImportError):  # a bucket that cannot be reached
+        return False
+
+
+def _tfds_name(name: str) -> str:
+    """Return the name of a TFDS set as its folder has it; TFDS takes `Cifar10` for `cifar10`, too."""
+    return EUROSAT_TFDS_NAME if name == "eurosat" else re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
+
+
+# ---- EuroSAT -----------------------------------------------------------------------------------------
+
+EUROSAT_ZIP = "EuroSAT.zip"
+# The 27,000 RGB JPEGs of Helber et al. 2019, tried in this order, with their SHA-256. The first is the authors'
+# record, the second torchvision's pinned copy of the original archive, whose SHA-256 is also the one TFDS checks.
+EUROSAT_MIRRORS = {
+    "https://zenodo.org/records/7711810/files/EuroSAT_RGB.zip": (
+        "b4f5b234ecb7d7ff9c6cddb046543b4717c53fd6e9815be6c0e80cc614f51b90"
+    ),
+    "https://huggingface.co/datasets/torchgeo/eurosat/resolve/"
+    "c877bcd43f099cd0196738f714544e355477f3fd/EuroSAT.zip": (
+        "8ebea626349354c5328b142b96d0430e647051f26efc2dc974c843f25ecf70bd"
+    ),
+}
+
+
+def download_eurosat(cache_dir: epath.Path) -> epath.Path:
+    """Return the path of the official zip in `cache_dir`; download it if it is missing.
+
+    Raises:
+      UserError: no mirror has the zip with its SHA-256, or the folder cannot be written.
+    """
+    target, problems = cache_dir / EUROSAT_ZIP, []
+    if target.exists():
+        return target
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        remove_stale(target)
+        with replacing(target) as part:
+            part.touch()
+            for url, sha256 in EUROSAT_MIRRORS.items():
+                try:
+                    found = _download(url, part)
+                except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+                    problems.append(f"{url} cannot be fetched ({getattr(error, 'reason', error)})")
+                    continue
+                if found == sha256:
+                    break
+                problems.append(f"{url} has SHA-256 {found}, expected {sha256}")
+            else:
+                what = f"not given, and EuroSAT could not be downloaded: {'; '.join(problems)}"
+                raise UserError(f"dataset.path: {what}. Give the path of EuroSAT.zip or of its unpacked folder")
+    except OSError as error:
+        raise UserError(f"augment.cache_dir: cannot write {target} ({error.strerror or error})") from error
+    return target
+
+
+def _download(url: str, target: epath.Path) -> str:
+    """Download with a progress bar; return the SHA-256 of the received bytes."""
+    from rich import progress
+
+    digest = hashlib.sha256()
+    with (
+        urllib.request.urlopen(url, timeout=30) as response,
+        progress.wrap_file(response, int(response.headers.get("Content-Length", 0)), description=url) as received,
+        target.open("wb") as file,
+    ):
+        while block := received.read(1 << 20):
+            file.write(block)
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# ---- published sizes ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedSize:
+    """Size of a published set, with its own splits or ours."""
+
+    counts: dict[str, int]
+    image_shape: tuple[int, int, int]  # height, width, channels; of sets of many sizes the most usual
+    dtype: str
+    num_classes: int
+
+
+_EUROSAT = {"train": 21_600, "val": 2_700, "test": 2_700}
+_CIFAR10 = {"train": 45_000, "val": 5_000, "test": 10_000}
+# ImageNet publishes no labels of its test images: our test images are cut from its training images.
+_IMAGENET = {"train": 1_231_167, "val": 50_000, "test": 50_000}
+SIZES = {
+    "eurosat": PublishedSize(_EUROSAT, (64, 64, 3), "uint8", 10),
+    "eurosat_ms": PublishedSize(_EUROSAT, (64, 64, 13), "uint16", 10),
+    "cifar10": PublishedSize(_CIFAR10, (32, 32, 3), "uint8", 10),
+    "imagenet2012": PublishedSize(_IMAGENET, (375, 500, 3), "uint8", 1000),
+}

@@ -1,1 +1,0 @@
-"""Decoders from image files to pixels."""

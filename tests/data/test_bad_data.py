@@ -1,0 +1,479 @@
+"""Bad sets of images: each is answered by one line that says what was found, where, and what is allowed."""
+
+import shutil
+import struct
+import zipfile
+
+import imagecodecs
+import numpy as np
+import pytest
+from conftest import CASES, decode_all, find_set
+from test_sources import png, save, write_prepared_tfds, write_zip
+
+from largebatch.data.decode import DecodeOptions
+from largebatch.data.sources.class_folders import find_images
+from largebatch.data.sources.splits import assign_splits, read_split_file
+from largebatch.util import UserError
+
+# ---- files by their names: b"" and other content is written as it is, None is an image -------------------
+
+TWO = ["train/a/1.png", "train/b/1.png", "test/a/1.png", "test/b/1.png"]
+NAMES = {
+    "has no class folders; expected Class/image.jpg": ["1.png", "2.png"],
+    "'1.png' is in no class folder; expected Class/image.jpg": ["1.png", "train/a/1.png"],
+    "has one class, 'a'; at least 2 are needed": ["train/a/1.png", "test/a/1.png"],
+    "class 'c' is only in test; allowed: the same classes in every split": [*TWO, "test/c/1.png"],
+    "class 'c' is only in train; allowed: the same classes in every split": [*TWO, "train/c/1.png"],
+    "class 'c' has no images": [*TWO, "train/c/"],
+    "class 'd' has no images": ["a/1.png", "b/1.png", "d/1.gif"],
+    "split folder 'val' has no images": [*TWO, "val/a/1.gif"],
+    "split folder 'test' has no images": ["train/a/1.png", "train/b/1.png", "test/"],
+    "has images in the folders test, train, valid, validation; give one": [
+        *TWO,
+        "valid/a/1.png",
+        "validation/a/1.png",
+    ],
+    "has images in the folders Train, test, train; give one of them, or let": [*TWO, "Train/a/1.png"],
+    "has images in the folders test, val; give one of them, or let them be train": ["val/a/1.png", "test/a/1.png"],
+    "has images in the folders extra, test, train; give one of them, or": [*TWO, "extra/a/1.png"],
+    "has images in the folders test/deep, train; give one of them, or": [
+        "train/a/1.png",
+        "train/b/1.png",
+        "test/deep/a/1.png",
+    ],
+    r"holds the unsafe name 'a/x\ny.png'; allowed: no control characters, UTF-8": ["a/x\ny.png", "b/1.png"],
+    r"holds the unsafe name 'a/\udcff.png'; allowed: no control": ["a/\udcff.png", "b/1.png"],
+}
+
+
+@pytest.mark.parametrize("message", NAMES)
+@pytest.mark.parametrize("as_zip", [False, True])
+def test_names_that_say_nothing_clear(message, as_zip, tmp_path):
+    if as_zip and "udcff" in message:
+        return  # no zip holds such a name
+    path, files = tmp_path / "set", {name: b"" if name.endswith("/") else png() for name in NAMES[message]}
+    if as_zip:
+        write_zip(path, files)
+    else:
+        for name, content in files.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).mkdir() if name.endswith("/") else (path / name).write_bytes(content)
+    line = error_of(lambda: find_set(path=path))
+    assert line.startswith(f"dataset.path: {path}")
+    assert message in line
+
+
+def error_of(find) -> str:
+    """The one line that finding and decoding a set ends in."""
+    with pytest.raises(UserError) as error:
+        decode_all(find())
+    line = str(error.value)
+    assert len(line.splitlines()) == 1
+    assert line.isprintable()
+    return line
+
+
+# ---- zips --------------------------------------------------------------------------------------------
+
+
+def zip_with(field: tuple[int, str, int], content=b"long enough"):
+    """A zip whose directory says something else of its first entry."""
+
+    def write(path):
+        write_zip(path, dict.fromkeys(("a/0.png", "b/0.png"), content), zipfile.ZIP_DEFLATED)
+        packed = bytearray(path.read_bytes())
+        struct.pack_into(field[1], packed, packed.find(b"PK\x01\x02") + field[0], field[2])
+        path.write_bytes(packed)
+
+    return write
+
+
+def twice(path):
+    write_zip(path, {"a/x.png": png(), "b/x.png": png()})
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("a/x.png", png())
+
+
+def flipped(path):
+    write_zip(path, {"a/x.png": png(), "b/x.png": png()})
+    content = bytearray(path.read_bytes())
+    content[content.find(b"IDAT") + 20] ^= 1
+    path.write_bytes(content)
+
+
+FLAGS, METHOD, SIZE, VERSION = 8, 10, 24, 6
+ZIPS = {
+    "is not a readable zip file (File is not a zip file)": lambda path: path.write_bytes(b"hello"),
+    "is not a readable zip file (zip file version 22.2)": zip_with((VERSION, "<H", 990)),
+    "a/0.png is encrypted; allowed: entries that need no password": zip_with((FLAGS, "<H", 1)),
+    "a/0.png is compressed by method 9; allowed: stored, deflate, bzip2, LZMA": zip_with((METHOD, "<H", 9)),
+    "a/0.png is damaged (": zip_with((SIZE, "<L", 3)),
+    "a/x.png is damaged (Bad CRC-32 for file": flipped,
+    "holds 'a/x.png' twice": twice,
+}
+
+
+@pytest.mark.parametrize("message", ZIPS)
+def test_bad_zips(message, tmp_path):
+    path = tmp_path / "set.zip"
+    ZIPS[message](path)
+    line = error_of(lambda: find_set(path=path))
+    assert line.startswith(f"dataset.path: {path}")
+    assert message in line
+
+
+# ---- files in class folders --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Ten images in two classes."""
+    for number in range(10):
+        save(tmp_path / "set" / "ab"[number % 2] / f"{number}.png", IMAGES[number % 4])
+    return tmp_path / "set"
+
+
+SIZE_OF_IMAGES = (10, 12)  # height, width
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (4, *SIZE_OF_IMAGES, 3), np.uint8)
+MASKS = RNG.integers(0, 2, (4, *SIZE_OF_IMAGES), np.uint8)
+DEPTHS = RNG.integers(0, 65_536, (4, *SIZE_OF_IMAGES), np.uint16)
+
+
+def put(name, pixels):
+    """A function that saves this picture in a set."""
+    return lambda root: save(root / name, pixels)
+
+
+def write(name, content: bytes):
+    return lambda root: (root / name).write_bytes(content)
+
+
+def link_to_nowhere(root):
+    (root / "b/3.png").unlink()
+    (root / "b/3.png").symlink_to(root / "nowhere.png")
+
+
+FILES = {
+    "b/3.png: damaged image (no JPEG, PNG, TIFF, GIF, BMP or WebP)": write("b/3.png", b"not an image"),
+    "b/3.png: damaged image (": write("b/3.png", png()[:60]),
+    "b/3.png cannot be read (No such file or directory)": link_to_nowhere,
+    "b/3.png is 12x9 pixels, a/0.png is 12x10; set a size to resize to": put("b/3.png", IMAGES[0][1:]),
+    "b/3.png has 1 channels, a/0.png has 3; allowed: the same": put("b/3.png", IMAGES[0][..., 0]),
+    "b/3.png has 16 bits a channel, a/0.png has 8; allowed: the same": write(
+        "b/3.png", imagecodecs.png_encode(IMAGES[0].astype(np.uint16))
+    ),
+}
+
+
+@pytest.mark.parametrize("message", FILES)
+def test_bad_files_in_class_folders(message, folder):
+    FILES[message](folder)
+    assert message in error_of(lambda: find_set(path=folder))
+
+
+FIELDS = {
+    "dataset.path: nowhere does not exist": {"path": "nowhere"},
+    "is not a folder; dataset.source 'folder' needs one": {"path": __file__, "source": "folder"},
+    "dataset.path: not given; dataset.source 'folder' of 'mine' needs one": {"source": "folder"},
+    "dataset.source: 'zip'; allowed: auto | synthetic with 'scenes'": {"name": "scenes", "source": "zip"},
+    "dataset.image_size: (16, 20); allowed: a square with scenes": {"name": "scenes", "image_size": (16, 20)},
+    "dataset.channels: 1; allowed: 3 with scenes": {"name": "scenes", "channels": 1},
+    "dataset.channels: 1; allowed: 3 with synthetic images": {"name": "synthetic", "channels": 1},
+    "dataset.name: TFDS set 'cifar10' is not prepared in ": {"name": "cifar10", "path": ".", "source": "tfds"},
+    "3 channels; allowed: 13, by dataset.channels": {"path": "FOLDER", "channels": 13},
+    "120 pixels; allowed: up to 119, or a larger dataset.max_image_pixels": {
+        "path": "FOLDER",
+        "max_image_pixels": 119,
+    },
+}
+
+
+@pytest.mark.parametrize("message", FIELDS)
+def test_fields_that_do_not_fit(message, folder):
+    fields = {name: folder if value == "FOLDER" else value for name, value in FIELDS[message].items()}
+    assert message in error_of(lambda: find_set(**fields))
+
+
+def test_folders_without_images(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "has no class folders" in error_of(lambda: find_set(path=tmp_path / "empty"))
+    line = error_of(lambda: find_images(str(tmp_path / "empty"), ["a"], DecodeOptions()))
+    assert line == f"--images: {tmp_path}/empty holds no .jpg/.jpeg/.png/.tif/.tiff files"
+
+
+# ---- masks and depths --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_maps(tmp_path):
+    """Four images with a mask and a depth."""
+    root = tmp_path / "set"
+    for number in range(4):
+        save(root / "images" / "a" / f"{number}.png", IMAGES[number])
+        save(root / "masks" / "a" / f"{number}.png", 255 * MASKS[number])
+        save(root / "depths" / "a" / f"{number}.tif", DEPTHS[number])
+    return root
+
+
+def with_void(mask):
+    """Return the mask with a first row that is not labelled."""
+    return np.concatenate([np.full_like(mask[:1], 255), mask[1:]])
+
+
+def three_classes_and(mask):
+    def write(root):
+        (root / "classes.txt").write_text("sky\nroad\ntree\n")
+        for number in range(4):
+            save(root / f"masks/a/{number}.png", MASKS[number])
+        save(root / "masks/a/1.png", mask)
+
+    return write
+
+
+def two_files_of_classes(root):
+    (root / "more").mkdir()
+    for name in ("classes.txt", "more/classes.txt"):
+        (root / name).write_text("a\nb\n")
+
+
+def images_in_two_places(root):
+    for kind, pixels in (("images", IMAGES[0]), ("masks", MASKS[0]), ("depths", DEPTHS[0])):
+        save(root / kind / "train" / "7.png", pixels)
+
+
+NEITHER = "allowed: 0 and 1, or 0 and 255"
+MAPS = {
+    "1 of 4 images have no file in masks/, as others have; the first is images/a/2": lambda root: (
+        root / "masks/a/2.png"
+    ).unlink(),
+    "1 of 4 images have no file in depths/, as others have": lambda root: (root / "depths/a/2.tif").unlink(),
+    "masks/a/9.png belongs to no image": put("masks/a/9.png", MASKS[0]),
+    "masks/a/1.png is of 11x10 pixels; allowed: 12x10, as its image": put("masks/a/1.png", MASKS[1][:, 1:]),
+    f"masks/a/1.png has the value 7; {NEITHER}": put("masks/a/1.png", 7 * MASKS[1]),
+    # 255 beside 1 means that a pixel is not labelled.
+    f"masks/a/1.png has the values 0, 1 and 255; {NEITHER}": put("masks/a/1.png", with_void(MASKS[1])),
+    f"masks/a/1.png has the values 1 and 255; {NEITHER}": put("masks/a/1.png", with_void(MASKS[1] | 1)),
+    f"masks/a/1.png has the value 1, and masks/a/0.png the value 255; {NEITHER}": put("masks/a/1.png", MASKS[1]),
+    "masks/a/1.png has the values 0, 1 and 255; allowed: 0 to 2, for no value": three_classes_and(
+        with_void(MASKS[1])
+    ),
+    "masks/a/1.png has the value 4; allowed: 0 to 2": three_classes_and(4 * MASKS[1]),
+    "masks/a/1.png has 3 channels; allowed: 1": put("masks/a/1.png", IMAGES[1]),
+    "masks/a/1.png is of uint16; allowed: uint8": put("masks/a/1.png", DEPTHS[1]),
+    "depths/a/1.tif has 3 channels; allowed: 1": put("depths/a/1.tif", IMAGES[1]),
+    "depths/a/1.tif: pixels are float32": put("depths/a/1.tif", DEPTHS[1].astype(np.float32)),
+    "classes.txt names 1 class(es); allowed: 2 to 255": write("classes.txt", b"road\n"),
+    "classes.txt names 'road' twice": write("classes.txt", b"road\nroad\n"),
+    "masks/notes.npy is no image; allowed in masks/: images alone": write("masks/notes.npy", b"1"),
+    "allowed: one classes.txt": two_files_of_classes,
+    "has neither masks/ nor depths/": lambda root: [shutil.rmtree(root / name) for name in ("masks", "depths")],
+    "has images in the folders a, train; give one of them, or": images_in_two_places,
+    "has no folder images/": lambda root: (root / "images").rename(root / "pictures"),
+    "holds images/a/1.jpg and images/a/1.png; allowed: one of them": put("images/a/1.jpg", IMAGES[1]),
+}
+
+
+@pytest.mark.parametrize("message", MAPS)
+def test_bad_masks_and_depths(message, with_maps):
+    MAPS[message](with_maps)
+    assert message in error_of(lambda: find_set(path=with_maps, of_pixels=True))
+
+
+# ---- sets of other people ----------------------------------------------------------------------------
+
+WORDS = (
+    "which name splits, images or maps, not classes",
+    "train/CLASS/image.jpg",
+    "dataset.split_file",
+    "task.name segmentation | depth | mask_depth",
+    "masks/NAME.png",
+)
+FOLDERS = [
+    ["train", "test"],
+    ["Training", "VALIDATION", "testing"],
+    ["train_1", "train-2", "test2"],
+    ["train2017", "val2017", "test-dev2017", "unlabeled2017"],
+    ["data/train", "data/dev", "data/holdout"],
+    ["train_images", "TestImages"],
+    ["images/train", "images/valid"],
+    ["train"],
+    ["images", "masks"],
+    ["Images_256", "labels-256"],
+    ["img", "gt"],
+    ["image", "depth", "seg", "annotations"],
+    ["train_images", "train_masks", "test_images"],
+    ["train/images", "train/masks", "val/images", "val/masks"],
+    ["images_1", "images_2"],
+]
+
+
+@pytest.mark.parametrize("folders", FOLDERS)
+def test_folders_of_splits_or_of_maps_are_no_classes(folders, tmp_path):
+    for folder in folders:
+        save(tmp_path / folder / "1.png", IMAGES[0])
+    (tmp_path / "labels.csv").write_text("image,label")
+    names = sorted({folder.rpartition("/")[2] for folder in folders})
+    line = error_of(lambda: find_set(path=tmp_path))
+    assert line.startswith(f"dataset.path: {tmp_path} has its images in {', '.join(map(repr, names))}, ")
+    assert all(word in line for word in WORDS), line
+
+
+@pytest.mark.parametrize("case", ["kaggle_flat", "images_masks"])
+def test_cases_that_are_refused(case):
+    if not CASES.exists():
+        pytest.skip(f"the cases are not at {CASES}")
+    line = error_of(lambda: find_set(path=CASES / case))
+    assert all(word in line for word in WORDS), line
+
+
+# ---- TFDS --------------------------------------------------------------------------------------------
+
+
+def tfds_set(root, label=None, image=None, *, splits=("train",)):
+    """A TFDS set whose labels or images are something else."""
+    import tensorflow_datasets as tfds
+
+    features = {}
+    if label is not None:
+        features["label"] = {"vector": tfds.features.Tensor(shape=(3,), dtype=np.float32)}[label]
+    if image is not None:
+        features["image"] = tfds.features.Tensor(shape=(8, 8, 3), dtype=np.uint8)
+    value = np.zeros(3, np.float32) if label else 1
+    rows = [(np.zeros((8, 8, 3), np.uint8) if image else png(seed=i), value, f"{i}.png") for i in range(4)]
+    return write_prepared_tfds(root, "tiny", dict.fromkeys(splits, rows), ["a", "b"], **features)
+
+
+def as_tfrecord(root):
+    info = tfds_set(root) / "dataset_info.json"
+    info.write_text(info.read_text().replace("array_record", "tfrecord"))
+
+
+def without_label(root):
+    write_prepared_tfds(root, "tiny", [(png(), -1, "0.png"), (png(), 1, "1.png")], ["a", "b"])
+
+
+TFDS = {
+    "has label as Tensor; allowed: ClassLabel, whole numbers, Text": lambda root: tfds_set(root, label="vector"),
+    "has image as Tensor; allowed: Image": lambda root: tfds_set(root, image="tensor"),
+    "is prepared as tfrecord, not array_record; to prepare it: pip install tensorflow": as_tfrecord,
+    "None, and TFDS set 'tiny' has the splits test, extra; allowed": lambda root: tfds_set(
+        root, splits=("test", "extra")
+    ),
+    "'train' of TFDS set 'tiny' has rows without label; allowed: splits that have labels": without_label,
+}
+
+
+@pytest.mark.parametrize("message", TFDS)
+def test_bad_tfds_sets(message, tmp_path):
+    TFDS[message](tmp_path)
+    line = error_of(lambda: find_set("tiny", tmp_path))
+    assert line.startswith("dataset.")
+    assert message in line
+
+
+def test_a_tfds_split_that_is_not_there(tmp_path):
+    tfds_set(tmp_path)
+    line = error_of(lambda: find_set("tiny", tmp_path, tfds_split="test"))
+    assert line.startswith("dataset.tfds_split: 'test'")
+    assert "train" in line
+
+
+# ---- split files -------------------------------------------------------------------------------------
+
+IDS = ["cat/1.tif", "cat/2.tif", "dog/1.tif", "dog/3.tif", "dog/4.tif"]
+GOOD = ("cat/1.tif,train", "dog/1.tif,val", "dog/3.tif,test")
+SPLIT_FILES = {
+    ", line 1: the columns cat/1.tif, train; allowed: split, and one of id, path, filename, image": GOOD,
+    ", line 1: the columns id, part; allowed: split, and one of id, path, filename, image": ("id,part", *GOOD),
+    ", line 5: unknown ids: 2, first 'cat/7.tif', 'emu'; allowed: those of the data set, as 'cat/1.tif'": (
+        "id,split",
+        *GOOD,
+        "cat/7.tif,train",
+        "emu,val",
+    ),
+    ", line 6: 'cat/1.tif' is in train, and in train by FILE, line 2; allowed: each image once": (
+        "id,split",
+        *GOOD,
+        "",
+        "cat/1.tif,train",
+    ),
+    ", line 5: '3.jpg' is in val, and in test by FILE, line 4; allowed: each image once": (
+        "id,split",
+        *GOOD,
+        "3.jpg,val",
+    ),
+    ", line 2: '1.tif' names 2 images, as 'cat/1.tif' and 'dog/1.tif'; allowed: whole ids": (
+        "id,split",
+        "1.tif,train",
+        *GOOD,
+    ),
+    ", line 3: split 'holdout'; allowed: train | val | validation | valid | dev | test": (
+        "id,split",
+        GOOD[0],
+        "dog/1.tif,holdout",
+    ),
+    ", line 3: 1 values; allowed: 2, as in the header": ("id,split", GOOD[0], "dog/1.tif"),
+    ", line 3: no id; allowed: one in every row": ("id,split", GOOD[0], ",val"),
+    ": no train images; allowed: some in each of train, val, test": ("id,split", *GOOD[1:]),
+    ": no val images; allowed: some in each of train, val, test": ("id,split", GOOD[0], GOOD[2]),
+    ": no test images; allowed: some in each of train, val, test": ("id,split", *GOOD[:2]),
+    " is empty; allowed: a file that lists images": ("", " "),
+}
+
+
+@pytest.mark.parametrize("message", SPLIT_FILES)
+def test_bad_split_files(tmp_path, message):
+    path = tmp_path / "split.csv"
+    path.write_text("\n".join(SPLIT_FILES[message]))
+    with pytest.raises(UserError) as error:
+        read_split_file(str(path)).match(IDS)
+    assert str(error.value) == f"dataset.split_file: {path}{message.replace('FILE', str(path))}"
+
+
+def test_split_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "image.csv").write_bytes(b"\xff\xd8\xff\xe0")
+    (tmp_path / "quote.csv").write_text('id,split\n"cat/1.tif,train')
+    for name, words in {
+        "none.csv": " cannot be read (No such file or directory)",
+        "folder": " cannot be read (Is a directory)",
+        "image.csv": " cannot be read (it is no text)",
+        "quote.csv": ", line 2: no CSV (",
+    }.items():
+        with pytest.raises(UserError) as error:
+            read_split_file(str(tmp_path / name))
+        assert str(error.value).startswith(f"dataset.split_file: {tmp_path}/{name}{words}")
+
+
+# ---- splits ------------------------------------------------------------------------------------------
+
+CATS = [f"{number}.png" for number in range(20)]
+SPLITS = {
+    "dataset.splits: 'published', but this data set has no splits of its own; allowed: auto | own, or give": {
+        "choice": "published"
+    },
+    "dataset: 9 training images; allowed: at least 10, to cut val from": {
+        "published": ["train"] * 9 + ["test"] * 11
+    },
+    "dataset: the published splits have no training images; allowed: dataset.splits 'own'": {
+        "published": ["val"] * 20
+    },
+    "dataset: no training image is left for class newt; add images or change the split": {
+        "class_names": ["cat", "newt"]
+    },
+    "dataset: two images have the id '3.png'; allowed: each id once": {"example_ids": [*CATS[:-1], CATS[3]]},
+    "dataset: two images have the id '3.png', in train and in test; allowed: each id once": {
+        "example_ids": [*CATS[:-1], CATS[3]],
+        "published": ["train"] * 10 + ["test"] * 10,
+    },
+    "dataset: 9 images; allowed: at least 10, for an 80/10/10 split": {"example_ids": CATS[:9]},
+}
+
+
+@pytest.mark.parametrize("message", SPLITS)
+def test_examples_that_cannot_be_split(message):
+    given = {"example_ids": CATS, "labels": np.zeros(20, int), "class_names": ["cat"], **SPLITS[message]}
+    with pytest.raises(UserError) as error:
+        assign_splits(**given)
+    assert str(error.value).startswith(message)

@@ -1,0 +1,137 @@
+"""The scenes: exact, from a seed, and not to be guessed from colours."""
+
+import numpy as np
+import pytest
+from conftest import decode_all, find_set, make_folder
+
+from largebatch.data.sources import scenes as scenes_module
+from largebatch.data.sources.scenes import (
+    BACKGROUND_PATTERNS,
+    OBJECT_PATTERNS,
+    SCENES_VERSION,
+    make_scene,
+    patterns,
+    tiles,
+)
+from largebatch.tasks import planes
+
+SIZE, NUM_SCENES = 48, 120
+TEXTURES = patterns(BACKGROUND_PATTERNS), patterns(OBJECT_PATTERNS)
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return [make_scene(SIZE, (0, number), *TEXTURES) for number in range(NUM_SCENES)]
+
+
+def mean_iou(predicted, mask) -> float:
+    of_classes = [(predicted == value, mask == value) for value in (False, True)]
+    return float(np.mean([(one & other).sum() / (one | other).sum() for one, other in of_classes]))
+
+
+def rmse(depth, truth) -> float:
+    return float(np.sqrt(np.mean((depth - truth) ** 2)))
+
+
+def test_a_seed_gives_one_scene(scenes):
+    again, other = make_scene(SIZE, (0, 3), *TEXTURES), make_scene(SIZE, (1, 3), *TEXTURES)
+    np.testing.assert_array_equal(again.image, scenes[3].image)
+    assert not np.array_equal(other.image, again.image)
+
+
+def test_nothing_of_an_object_lies_outside_its_box(scenes, monkeypatch):
+    monkeypatch.setattr(scenes_module, "_pixels_between", lambda begin, end, size: slice(0, size))
+    for number in range(30):
+        whole = make_scene(SIZE, (0, number), *TEXTURES)
+        np.testing.assert_array_equal(whole.image, scenes[number].image)
+        np.testing.assert_array_equal(whole.depth, scenes[number].depth)
+
+
+def test_objects_hide_the_background_and_are_nearer(scenes):
+    for scene in scenes:
+        np.testing.assert_array_equal(scene.image[~scene.mask], scene.background[~scene.mask])
+        assert scene.depth.min() > 0
+        assert scene.depth.max() <= 1
+    differs = np.mean([np.any(scene.image != scene.background, axis=-1)[scene.mask].mean() for scene in scenes])
+    assert differs > 0.99
+
+
+def test_depths_are_those_of_a_floor_and_a_wall(scenes):
+    """Of a pinhole camera: below the horizon one over the depth falls evenly with the row, above it all is wall."""
+    for scene in scenes:
+        empty_columns = np.flatnonzero(~scene.mask.any(axis=0))
+        for column in empty_columns[:3]:
+            inverse = 1 / scene.depth[:, column]
+            steps = np.diff(inverse)
+            is_floor = steps > 1e-9
+            assert not is_floor[0]
+            np.testing.assert_allclose(steps[is_floor][1:], steps[is_floor][-1], rtol=1e-6)
+
+
+def test_constants_know_little(scenes):
+    mask, depth = (np.stack([getattr(scene, name) for scene in scenes]) for name in ("mask", "depth"))
+    assert mean_iou(np.zeros_like(mask), mask) < 0.45
+    assert rmse(depth.mean(), depth) > 0.18
+    half = NUM_SCENES // 2
+    assert rmse(depth[:half].mean(axis=0), depth[half:]) > 0.12  # the mean of each place
+
+
+def test_patches_of_5_x_5_tell_little_to_a_linear_model(scenes):
+    images, mask, depth = (
+        np.stack([getattr(scene, name) for scene in scenes]) for name in ("image", "mask", "depth")
+    )
+    padded = np.pad(images / 255, ((0, 0), (2, 2), (2, 2), (0, 0)), mode="reflect")
+    taps = [padded[:, i : i + SIZE, j : j + SIZE] for i in range(5) for j in range(5)]
+    patches = np.concatenate([*taps, np.ones((*mask.shape, 1))], axis=-1).reshape(mask.size, -1)
+    half = mask.size // 2
+
+    def predicted(truth):
+        return patches[half:] @ np.linalg.lstsq(patches[:half], truth.ravel()[:half].astype(float), rcond=None)[0]
+
+    of_mask, truth = predicted(mask), mask.ravel()[half:]
+    assert max(mean_iou(of_mask > threshold, truth) for threshold in np.linspace(0.1, 0.9, 33)) < 0.65
+    assert rmse(predicted(depth), depth.ravel()[half:]) > 0.12
+
+
+def test_textures_cut_from_images():
+    images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
+    right, up = np.meshgrid(np.arange(0, 4, 0.25), np.arange(-2, 2, 0.25))
+    colours = tiles(images, metres=2.0)(right, up, np.random.default_rng(1))
+    assert any(np.array_equal(colours[:8, :8], image) for image in images)
+    np.testing.assert_array_equal(colours[8:, 8:], colours[:8, :8])
+
+
+def test_a_seed_gives_the_same_scene_in_later_versions():
+    """If it should not, `SCENES_VERSION` has to change with it."""
+    scene = make_scene(SIZE, (0, 0), *TEXTURES)
+    assert SCENES_VERSION == 5
+    assert scene.mask.sum() == 1092
+    assert scene.depth[[0, 24, 47], [0, 24, 47]] == pytest.approx([0.621404, 0.196438, 0.152267], abs=1e-6)
+    assert scene.image.mean() == pytest.approx(152.95, abs=0.01)
+
+
+def test_a_set_of_scenes_has_disjoint_seeds_and_swapped_textures():
+    whole, fewer, swapped = (
+        find_set(name, num_examples=count, image_size=16)
+        for name, count in (("scenes", 60), ("scenes", 50), ("scenes_swapped", 60))
+    )
+    assert [whole.splits.count(split) for split in ("train", "val", "test")] == [48, 6, 6]
+    assert len(set(whole.ids)) == 60
+    assert set(fewer.ids) < set(whole.ids)
+    assert (whole.targets.classes, whole.targets.planes) == (("background", "object"), 3)
+    stored, of_swapped = decode_all(whole), decode_all(swapped)
+    np.testing.assert_array_equal(decode_all(fewer)[0], stored[0])
+    assert not np.array_equal(stored[..., :3], of_swapped[..., :3])
+    expected = make_scene(16, (0, 3), *TEXTURES)
+    np.testing.assert_array_equal(planes.classes_of(stored[3][..., 3:]), expected.mask)
+    np.testing.assert_allclose(planes.depths_of(stored[3][..., 3:]), expected.depth, atol=1e-5)
+
+
+def test_scenes_stand_on_the_images_that_are_given(tmp_path):
+    folder = make_folder(tmp_path / "images", {"red": 10, "blue": 10})
+    source = find_set("scenes", folder, num_examples=50, image_size=16)
+    plain = find_set("scenes", num_examples=50, image_size=16)
+    assert str(folder) in source.description
+    stored, of_plain = decode_all(source), decode_all(plain)
+    assert stored.shape == of_plain.shape
+    assert not np.array_equal(stored[..., :3], of_plain[..., :3])
