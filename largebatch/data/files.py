@@ -123,8 +123,8 @@ def _open_zip(path: epath.Path, where: str) -> FileSet:
     except Exception as error:  # zipfile raises a dozen kinds on damaged input
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{where} is not a readable zip file ({reason})") from error
-    # Archivers of Windows write "\\" between the parts of a name.
-    entries = [(entry.filename.replace("\\", "/"), entry) for entry in archive.infolist()]
+    # Archivers of Windows write "\\" between the parts of a name; some begin it with "./".
+    entries = [(entry.filename.replace("\\", "/").removeprefix("./"), entry) for entry in archive.infolist()]
     entries = [(name, entry) for name, entry in entries if not any(map(is_hidden, name.split("/")))]
     entry_of = dict(entries)
 

@@ -101,11 +101,12 @@ def test_zip_folder_and_tfds_give_the_same_splits(tmp_path):
     outer = make_folder(tmp_path / "outer" / "2750", CLASSES).parent
     plain = zip_of(folder, tmp_path / "plain.zip")
     nested = zip_of(folder, tmp_path / "nested.zip", prefix="2750/")
+    dotted = zip_of(folder, tmp_path / "dotted.zip", prefix="./")
     names = sorted(CLASSES)
     rows = [(p.read_bytes(), names.index(p.parent.name), p.name) for p in folder.rglob("*.png")]
     np.random.default_rng(1).shuffle(rows)
     write_prepared_tfds(tmp_path / "tfds", "eurosat/rgb", rows, names)
-    found = [find_set("eurosat", path) for path in (folder, outer, plain, nested, tmp_path / "tfds")]
+    found = [find_set("eurosat", path) for path in (folder, outer, plain, nested, dotted, tmp_path / "tfds")]
     contents = [contents_of(dataset) for dataset in found]
     assert len(contents[0]) == len({image for _, image in contents[0].values()}) == 30
     assert all(other == contents[0] for other in contents[1:])

@@ -144,7 +144,7 @@ def test_a_disk_that_fills_up_anywhere(disk, tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_disk_that_is_full_at_the_cache(disk, tmp_path):
-    ballast = fill(disk, 100_000)
+    ballast = fill(disk, 21 * 4096)
     result = run_script("train.py", *arguments(disk / "cache", tmp_path / "run"))
     assert result.returncode == 1
     assert "Traceback" not in result.stderr

@@ -214,8 +214,8 @@ def named(name: bytes) -> Callable:
 
 
 def packed(content: bytes, word: str) -> Callable:
-    """A zip of two such pictures."""
-    files = {"a/0.png": content, "b/0.png": content}
+    """A zip of ten such pictures, as fewer are refused before any is read."""
+    files = {f"{name}/{number}.png": content for name in "ab" for number in range(5)}
     return lambda folder, _: (write_zip(folder / "set.zip", files), word)
 
 

@@ -288,8 +288,10 @@ def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
 
     def pretend(*arguments):
         validation = validate(*arguments)
-        scores = dataclasses.replace(validation.scores, accuracy=next(accuracies))
-        return dataclasses.replace(validation, scores=scores)
+        scores = validation.scores
+        scores = dataclasses.replace(scores, values=scores.values | {"accuracy": next(accuracies)})
+        predictions = dataclasses.replace(validation.predictions, scores=scores)
+        return dataclasses.replace(validation, predictions=predictions)
 
     monkeypatch.setattr(train, "validate", pretend)
     config.train.outer_steps, config.checkpoint.keep = 6, 2
@@ -480,7 +482,8 @@ def test_a_branch_starts_with_all_that_its_run_had_learned(config, tmp_path):
     others = ("state.opt_state.hyperparams.learning_rate", "state.noise.", "state.scale_invariant_steps")
     assert all(name.startswith(others) for name in changed - of_the_branch)
     assert (after["state.step"], after["state.seed"]) == (0, config.seed)
-    for part in ("params.", "ema.", "model_state.", "first.value.", "second.value.", "weight_of_start"):
+    moments = ("inner_state.1.1.0.value.", "inner_state.1.1.1.value.", "weight_of_start")
+    for part in ("params.", "ema.", "model_state.", *moments):
         assert any(part in name for name in before), part
     config.train.init_step = 5
     missing = "trunk has no checkpoint of update 5; allowed as train.init_step: 2, 4, 6"
