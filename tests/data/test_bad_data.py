@@ -76,11 +76,12 @@ def error_of(find) -> str:
 # ---- zips --------------------------------------------------------------------------------------------
 
 
-def zip_with(field: tuple[int, str, int], content=b"long enough"):
-    """A zip whose directory says something else of its first entry."""
+def zip_with(field: tuple[int, str, int]):
+    """A zip of ten images whose directory says something else of its first entry."""
 
     def write(path):
-        write_zip(path, dict.fromkeys(("a/0.png", "b/0.png"), content), zipfile.ZIP_DEFLATED)
+        names = [f"{name}/{number}.png" for name in "ab" for number in range(5)]
+        write_zip(path, dict.fromkeys(names, png()), zipfile.ZIP_DEFLATED)
         packed = bytearray(path.read_bytes())
         struct.pack_into(field[1], packed, packed.find(b"PK\x01\x02") + field[0], field[2])
         path.write_bytes(packed)
@@ -95,7 +96,7 @@ def twice(path):
 
 
 def flipped(path):
-    write_zip(path, {"a/x.png": png(), "b/x.png": png()})
+    write_zip(path, {f"{name}/{part}.png": png() for name in "ab" for part in "xyzvw"})
     content = bytearray(path.read_bytes())
     content[content.find(b"IDAT") + 20] ^= 1
     path.write_bytes(content)
