@@ -28,7 +28,6 @@ from ml_collections import config_dict
 from largebatch.config import rules
 from largebatch.config.dicts import RULES
 from largebatch.config.fields import Config
-from largebatch.data.build import build_together
 from largebatch.data.cache import (
     Cache,
     DamagedCache,
@@ -39,10 +38,11 @@ from largebatch.data.cache import (
     open_cache,
     open_sound_cache,
 )
-from largebatch.data.files import stamp_of
-from largebatch.data.images_files import CachePlan
+from largebatch.data.cache_build import build_together
+from largebatch.data.cache_images import CachePlan
 from largebatch.data.pictures import draw_preview, export
 from largebatch.data.random_augment import RandomAugment
+from largebatch.data.sources.files import stamp_of
 from largebatch.data.sources.find import find_dataset, places_of, version_of
 from largebatch.data.sources.splits import SplitFile, assign_splits, read_split_file
 from largebatch.hosts import collectives
@@ -253,7 +253,8 @@ def _plan(config: Config, request: CacheRequest) -> CachePlan:
     height, width, channels = dataset.image_shape
     channels -= dataset.targets.planes
     check_data(config, (height, width, channels), dataset.targets, dataset.description)
-    if before := request.latest():
+    before = request.latest()
+    if before not in (None, request.folder(stamp)):
         log.warning("dataset: %s changed since %s was made", dataset.description, before)
     if config.dataset.path is None:  # it may have been downloaded just now
         stamp = stamp_of(request.places)

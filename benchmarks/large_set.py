@@ -21,7 +21,7 @@ from PIL import Image
 
 import augment
 from benchmarks.inputs import in_new_process, make_config
-from largebatch.data.images_files import estimate_build
+from largebatch.data.cache_images import estimate_build
 from largebatch.hosts.start import start_jax
 from largebatch.runs.summary import git_commit, versions
 

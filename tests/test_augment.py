@@ -220,7 +220,7 @@ def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
 
 def test_a_cache_of_another_version_is_rebuilt(fresh_cache, caplog, monkeypatch):
     config, _ = fresh_cache
-    for module in ("cache", "build"):
+    for module in ("cache", "cache_build"):
         monkeypatch.setattr(f"largebatch.data.{module}.CACHE_VERSION", CACHE_VERSION + 1)
     assert augment.prepare_cache(typed(config)).manifest["cache_version"] == CACHE_VERSION + 1
     assert f"is of cache version {CACHE_VERSION}, this is {CACHE_VERSION + 1}" in caplog.text
@@ -236,7 +236,7 @@ def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
 def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_path, monkeypatch):
     small_config.augment.cache_dir = str(tmp_path / "caches")
     monkeypatch.setattr(
-        "largebatch.data.build.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        "largebatch.data.cache_build.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     with pytest.raises(KeyboardInterrupt):
         augment.prepare_cache(typed(small_config))
@@ -301,7 +301,7 @@ def test_no_space_leaves_no_cache(small_config, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("largebatch.data.images_files._write_file", full)
+    monkeypatch.setattr("largebatch.data.cache_images._write_file", full)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
         augment.prepare_cache(typed(small_config))
     assert list((tmp_path / "caches").iterdir()) == []

@@ -52,7 +52,7 @@ MAY_IMPORT = {
         "config.dicts",
         "data.pictures",
         "data.decode",
-        "data.files",
+        "data.sources.files",
         "data.sources.splits",
         "predictions.cases",
         "predictions.files",

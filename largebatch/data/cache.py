@@ -8,7 +8,7 @@
 
 Rows are the training images, the validation images and the test images, each in the order of their split, with
 `rows_per_file` in every file but the last. Augmented views are made where they are needed. A cache appears
-under its own name when it is whole; see `build.py`.
+under its own name when it is whole; see `cache_build.py`.
 """
 
 import contextlib
@@ -282,7 +282,7 @@ def folder_name(name: str, settings: dict, stamp: str | None) -> str:
     Args:
       name: name of the data set.
       settings: plain JSON, all that shapes the cache except the source's files.
-      stamp: stamp of the source's files, see `files.stamp_of`; "*" makes a pattern of any.
+      stamp: stamp of the source's files, see `sources.files.stamp_of`; "*" makes a pattern of any.
     """
     readable = "".join(c if c.isalnum() else "_" for c in name)
     return f"{readable}-{_digest(settings)[:12]}-{(stamp or 'unknown')[:12]}"

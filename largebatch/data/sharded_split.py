@@ -124,7 +124,7 @@ def shard_split(dataset: Dataset, num_devices: int, *, verify: bool = False) -> 
         split = split.placed()
     elif verify:
         split.check()
-        log.info("validation images are read for every validation: %.1f MB a device", num_bytes / 1e6)
+        log.info("%s is read anew for every pass: %.1f MB a device", dataset.description, num_bytes / 1e6)
     return dataclasses.replace(split, dataset=naming_damage(dataset))
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from rich import box, table, text
 
-from largebatch.data.images_files import BuildEstimate
+from largebatch.data.cache_images import BuildEstimate
 from largebatch.hosts import collectives, memory
 from largebatch.terminal import Console
 from largebatch.util import UserError

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from largebatch.data.decode import DecodeOptions, decode
-from largebatch.data.files import IMAGE_SUFFIXES, open_files
 from largebatch.data.pictures import to_rgb8
+from largebatch.data.sources.files import IMAGE_SUFFIXES, open_files
 from largebatch.data.sources.splits import split_named
 from largebatch.runs.reader import Run, lies_in
 from largebatch.util import UserError, expanded
@@ -105,8 +105,8 @@ class ImageZip:
             *folders, file = name.split("/")
             class_and_file = "/".join([*folders[-1:], file])
             self._names[class_and_file] = name
-            if len(folders) > 1:
-                self._names[f"{split_named(folders[-2])}/{class_and_file}"] = name
+            if len(folders) > 1 and (split := split_named(folders[-2])):
+                self._names[f"{split}/{class_and_file}"] = name
 
     def read(self, example_id: str) -> bytes:
         """Return the file of an id Class/file or split/Class/file.

@@ -17,11 +17,11 @@ from conftest import ROOT, on_devices
 from etils import epath
 
 from largebatch.data import cache as caches
-from largebatch.data import images_files
-from largebatch.data.build import build_cache, build_together, channel_statistics, finish_cache
+from largebatch.data import cache_images
 from largebatch.data.cache import MANIFEST, DamagedCache, open_cache
+from largebatch.data.cache_build import build_together, channel_statistics, finish_cache
+from largebatch.data.cache_images import CachePlan, build_files, channel_sums
 from largebatch.data.dataset import SPLITS, dataset_of_arrays, dataset_of_files
-from largebatch.data.images_files import CachePlan, build_files, channel_sums
 from largebatch.hosts import collectives
 from largebatch.util import UserError
 
@@ -32,8 +32,8 @@ import os, sys, threading, time
 from pathlib import Path
 import numpy as np
 from etils import epath
-from largebatch.data import cache, images_files
-from largebatch.data.build import build_cache
+from largebatch.data import cache, cache_images
+from largebatch.data.cache_build import finish_cache
 from largebatch.data.dataset import dataset_of_files
 
 folder, log = sys.argv[1:3]
@@ -41,7 +41,7 @@ num, size, rows = map(int, sys.argv[3:6])
 seconds, wait = map(float, sys.argv[6:])
 cache.MIN_FILE_BYTES = rows * size * size * 3
 cache.MOST_FILES = 10**6
-images_files.BLOCK_BYTES = min(images_files.BLOCK_BYTES, cache.MIN_FILE_BYTES // 2)
+cache_images.BLOCK_BYTES = min(cache_images.BLOCK_BYTES, cache.MIN_FILE_BYTES // 2)
 file = open(log, "a")
 
 def decode(indices, out=None):
@@ -54,9 +54,9 @@ def decode(indices, out=None):
 ids = [f"{number:06d}" for number in range(num)]
 numbers = dataset_of_files("numbers", ids, np.arange(num) % 2, ["a", "b"], decode)
 splits = dict(zip(("train", "val", "test"), np.split(np.arange(num), [num * 8 // 10, num * 9 // 10])))
-plan = images_files.CachePlan(epath.Path(folder), numbers, splits)
+plan = cache_images.CachePlan(epath.Path(folder), numbers, splits)
 peak = 0
-in_order = images_files._in_order
+in_order = cache_images._in_order
 os.cpu_count = lambda: 2  # blocks wait for each thread
 
 def slowly(*arguments, **options):
@@ -64,7 +64,7 @@ def slowly(*arguments, **options):
         time.sleep(wait)
         yield block
 
-images_files._in_order = slowly
+cache_images._in_order = slowly
 
 def memory():
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
@@ -77,7 +77,8 @@ def watch():
 
 before = memory()
 threading.Thread(target=watch, daemon=True).start()
-build_cache(plan)
+cache_images.build_files(plan)
+finish_cache(plan)
 print(peak - before)
 """
 
@@ -116,6 +117,13 @@ def plan_of(pixels: np.ndarray, folder) -> CachePlan:
     return CachePlan(epath.Path(folder) / "x-0123456789ab-0123456789ab", dataset, cut(len(pixels)))
 
 
+def build_cache(plan: CachePlan) -> caches.Cache:
+    """The cache, built by this process alone."""
+    build_files(plan)
+    finish_cache(plan)
+    return open_cache(plan.folder)
+
+
 def noise(num: int, dtype=np.uint8, shape=(8, 6, 3)) -> np.ndarray:
     return np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (num, *shape), dtype, endpoint=True)
 
@@ -124,7 +132,7 @@ def noise(num: int, dtype=np.uint8, shape=(8, 6, 3)) -> np.ndarray:
 def small_files(monkeypatch):
     """Several images files for a few images, and several blocks in each."""
     monkeypatch.setattr(caches, "MIN_FILE_BYTES", 6 * 8 * 6 * 3)
-    monkeypatch.setattr(images_files, "BLOCK_BYTES", 2 * 8 * 6 * 3)
+    monkeypatch.setattr(cache_images, "BLOCK_BYTES", 2 * 8 * 6 * 3)
 
 
 # ---- what a cache holds -----------------------------------------------------------------------------
@@ -251,14 +259,14 @@ def test_two_processes_build_the_same_cache_at_once(tmp_path):
 
 def wrap_writing(monkeypatch, act) -> None:
     """Call `act(number)` before the numbered call that writes an images file."""
-    write, calls = images_files._write_file, []
+    write, calls = cache_images._write_file, []
 
     def wrapped(*arguments):
         calls.append(arguments)
         act(len(calls))
         write(*arguments)
 
-    monkeypatch.setattr(images_files, "_write_file", wrapped)
+    monkeypatch.setattr(cache_images, "_write_file", wrapped)
 
 
 @pytest.mark.usefixtures("small_files")
@@ -316,7 +324,7 @@ def test_a_file_that_a_full_disk_cuts_off_is_removed(tmp_path):
 
 def test_too_little_room_is_refused_before_anything_is_decoded(tmp_path, monkeypatch):
     plan, usage, needed = plan_of(noise(50), tmp_path), shutil.disk_usage(tmp_path), 50 * 8 * 6 * 3
-    monkeypatch.setattr(images_files, "_write_files", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(cache_images, "_write_files", lambda *_: pytest.fail("decoded"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     with pytest.raises(UserError, match=r"augment\.cache_dir: .* has 0\.00 GB free; the cache needs 0\.00 GB more"):
         build_files(plan)

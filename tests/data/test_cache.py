@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from etils import epath
 
-from largebatch.data import images_files
-from largebatch.data.build import build_cache
+from largebatch.data import cache_images
 from largebatch.data.cache import CACHE_VERSION, DamagedCache, discard_cache, open_cache, open_sound_cache, seal
+from largebatch.data.cache_build import build_together
+from largebatch.data.cache_images import CachePlan
 from largebatch.data.dataset import dataset_of_arrays
-from largebatch.data.images_files import CachePlan
 from largebatch.util import UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), np.uint8)
@@ -22,7 +22,7 @@ def build(folder) -> None:
     """Builds a small cache."""
     ids, parts = [f"{number:02d}" for number in range(40)], np.split(np.arange(40), [32, 36])
     dataset = dataset_of_arrays(PIXELS, np.arange(40, dtype=np.int32) % 2, ["a", "b"], ids)
-    build_cache(CachePlan(epath.Path(folder), dataset, dict(zip(("train", "val", "test"), parts, strict=True))))
+    build_together(CachePlan(epath.Path(folder), dataset, dict(zip(("train", "val", "test"), parts, strict=True))))
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_build_that_still_writes_a_file_is_left_alone(folder, place):
 
 def test_two_containers_of_one_host_name_and_pid_build_the_same_cache(folder, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    write, started = images_files._write_files, []
+    write, started = cache_images._write_files, []
 
     def write_with_company(*arguments):
         if not started:
@@ -109,7 +109,7 @@ def test_two_containers_of_one_host_name_and_pid_build_the_same_cache(folder, mo
             build(folder)  # the other container's, in the middle of this one's
         return write(*arguments)
 
-    monkeypatch.setattr("largebatch.data.images_files._write_files", write_with_company)
+    monkeypatch.setattr("largebatch.data.cache_images._write_files", write_with_company)
     build(folder)
     open_cache(folder).verify()
     assert list(folder.parent.iterdir()) == [folder]

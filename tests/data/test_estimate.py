@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from etils import epath
 
-from largebatch.data.build import build_cache
+from largebatch.data.cache_build import build_together
+from largebatch.data.cache_images import BuildEstimate, CachePlan, estimate_build
 from largebatch.data.dataset import dataset_of_files
-from largebatch.data.images_files import BuildEstimate, CachePlan, estimate_build
 from largebatch.doctor.findings import check_build
 from largebatch.util import UserError
 
@@ -28,7 +28,7 @@ def test_an_estimate_has_the_size_of_the_cache_that_is_built(tmp_path):
     plan = plan_of(tmp_path / "caches", noise)
     estimate = estimate_build(plan)
     assert not plan.folder.parent.exists()  # nothing was written
-    build_cache(plan)
+    build_together(plan)
     on_disk = sum(path.stat().length for path in plan.folder.iterdir())
     assert on_disk == pytest.approx(estimate.disk_bytes, rel=0.25)
     assert estimate.sampled == 80

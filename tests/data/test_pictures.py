@@ -9,9 +9,9 @@ import augment
 from configs import default
 from largebatch.data import pictures
 from largebatch.data.decode import DecodeOptions
-from largebatch.data.files import open_files
 from largebatch.data.pictures import class_colours, shaded
 from largebatch.data.sources import find
+from largebatch.data.sources.files import open_files
 from largebatch.data.sources.maps import maps
 from largebatch.util import UserError
 

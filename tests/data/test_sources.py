@@ -17,9 +17,9 @@ from PIL import Image
 
 from largebatch.data import decode
 from largebatch.data.decode import DecodeOptions
-from largebatch.data.files import open_files, stamp_of
 from largebatch.data.sources import find
 from largebatch.data.sources.class_folders import find_images
+from largebatch.data.sources.files import open_files, stamp_of
 from largebatch.data.sources.splits import split_indices
 from largebatch.util import UserError
 
@@ -102,6 +102,7 @@ def test_zip_folder_and_tfds_give_the_same_splits(tmp_path):
     plain = zip_of(folder, tmp_path / "plain.zip")
     nested = zip_of(folder, tmp_path / "nested.zip", prefix="2750/")
     dotted = zip_of(folder, tmp_path / "dotted.zip", prefix="./")
+    zipfile.ZipFile(dotted, "a").mkdir("./")
     names = sorted(CLASSES)
     rows = [(p.read_bytes(), names.index(p.parent.name), p.name) for p in folder.rglob("*.png")]
     np.random.default_rng(1).shuffle(rows)
@@ -303,7 +304,7 @@ def test_a_zip_in_a_bucket_is_read(tmp_path, monkeypatch):
         def open(self, _):
             return io.BytesIO(content)
 
-    monkeypatch.setattr("largebatch.data.files.epath.Path", lambda _: Remote())
+    monkeypatch.setattr("largebatch.data.sources.files.epath.Path", lambda _: Remote())
     files = open_files("gs://bucket/set.zip", "dataset.path")
     assert {name: files.read(name) for name in files.names} == {
         str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.png")

@@ -23,12 +23,12 @@ import augment
 import model
 from configs import default
 from largebatch.config import rules
-from largebatch.data import images_files
+from largebatch.data import cache_images
 from largebatch.hosts.start import start_jax
 
 path, cache_dir, log = sys.argv[1:]
 start_jax()
-decode = images_files.decode_block
+decode = cache_images.decode_block
 
 def counted(plan, rows):
     block = decode(plan, rows)
@@ -36,7 +36,7 @@ def counted(plan, rows):
         file.write(f"{len(rows)}\\n")
     return block
 
-images_files.decode_block = counted
+cache_images.decode_block = counted
 config = default.get_config()
 config.dataset.name, config.dataset.path, config.augment.cache_dir = "large", path, cache_dir
 augment.prepare_cache(rules.check(config.to_dict(), model.MODELS))

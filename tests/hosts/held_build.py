@@ -50,7 +50,7 @@ jax.pmap = lambda *arguments, **options: counted("collective", make_pmap(*argume
 
 import train  # noqa: E402  after jax.pmap
 from configs import default  # noqa: E402
-from largebatch.data import build  # noqa: E402
+from largebatch.data import cache_build  # noqa: E402
 from largebatch.hosts import collectives, preemption, rendezvous  # noqa: E402
 from largebatch.hosts.clusters import HOST_INDEX_VARIABLE  # noqa: E402
 from largebatch.hosts.start import start_jax  # noqa: E402
@@ -135,7 +135,7 @@ def run() -> dict:
     samples: list[dict] = []
     start_jax()
     if collectives.is_primary():
-        build.build_files = hold(build.build_files)
+        cache_build.build_files = hold(cache_build.build_files)
     else:
         threading.Thread(target=watch, args=(samples,), daemon=True).start()
     summary = train.train_and_evaluate(small_config(), str(FOLDER / "run"))

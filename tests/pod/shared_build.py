@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from etils import epath
 
-from largebatch.data import cache, images_files
-from largebatch.data.build import build_together
+from largebatch.data import cache, cache_images
+from largebatch.data.cache_build import build_together
+from largebatch.data.cache_images import CachePlan
 from largebatch.data.dataset import dataset_of_files
-from largebatch.data.images_files import CachePlan
 from largebatch.hosts.start import start_jax
 from largebatch.util import UserError
 
@@ -47,7 +47,7 @@ def main() -> None:
     """Build, and write what was decoded."""
     start_jax()
     folder, host = Path(sys.argv[1]), jax.process_index()
-    cache.MIN_FILE_BYTES = images_files.BLOCK_BYTES = 4 * 8 * 8 * 3
+    cache.MIN_FILE_BYTES = cache_images.BLOCK_BYTES = 4 * 8 * 8 * 3
     found = {}
     for name, place in (("shared", folder / "shared"), ("own", folder / f"own-{host}")):
         numbers = Numbers()

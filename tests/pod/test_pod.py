@@ -173,7 +173,7 @@ def test_two_hosts_read_validation_in_blocks_and_write_parts_as_one_that_does_ne
     command = [python, str(ROOT / "tests" / "pod" / "all_too_large.py"), *script]
     result = run_script(*pod_command(command, 2, 2), env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr
-    assert "validation images are read for every validation" in result.stderr
+    assert "is read anew for every pass" in result.stderr
     rows = {}
     for name in ("one", "two"):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()

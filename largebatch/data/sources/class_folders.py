@@ -12,7 +12,7 @@ from posixpath import basename, dirname
 
 from largebatch.data.dataset import UNKNOWN, Dataset, dataset_of_files
 from largebatch.data.decode import DecodeOptions, decoder
-from largebatch.data.files import IMAGE_SUFFIXES, FileSet, image_names, is_image, open_files
+from largebatch.data.sources.files import IMAGE_SUFFIXES, FileSet, image_names, is_image, open_files
 from largebatch.data.sources.splits import split_named, splits_of_folders
 from largebatch.util import UserError
 

@@ -11,8 +11,8 @@ from etils import epath
 from largebatch.config.fields import DatasetConfig
 from largebatch.data.dataset import Dataset
 from largebatch.data.decode import DecodeOptions
-from largebatch.data.files import open_files
 from largebatch.data.sources.class_folders import class_folders
+from largebatch.data.sources.files import open_files
 from largebatch.data.sources.maps import maps
 from largebatch.data.sources.scenes import PATTERNS, SCENES_VERSION, scenes_dataset
 from largebatch.data.sources.synthetic import synthetic_dataset

@@ -7,7 +7,7 @@ import numpy as np
 
 from largebatch.data.dataset import UNKNOWN, Dataset, dataset_of_files
 from largebatch.data.decode import DecodeOptions, decode, resized
-from largebatch.data.files import FileSet, image_names, is_image, open_files
+from largebatch.data.sources.files import FileSet, image_names, is_image, open_files
 from largebatch.data.sources.splits import split_named, splits_of_folders
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets

@@ -11,7 +11,7 @@ from posixpath import basename, dirname, splitext
 import numpy as np
 
 from largebatch.data.dataset import SPLITS
-from largebatch.data.files import IMAGE_SUFFIXES
+from largebatch.data.sources.files import IMAGE_SUFFIXES
 from largebatch.util import BadSetting, UserError, read_text
 
 log = logging.getLogger("largebatch")

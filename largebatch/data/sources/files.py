@@ -123,9 +123,8 @@ def _open_zip(path: epath.Path, where: str) -> FileSet:
     except Exception as error:  # zipfile raises a dozen kinds on damaged input
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{where} is not a readable zip file ({reason})") from error
-    # Archivers of Windows write "\\" between the parts of a name; some begin it with "./".
-    entries = [(entry.filename.replace("\\", "/").removeprefix("./"), entry) for entry in archive.infolist()]
-    entries = [(name, entry) for name, entry in entries if not any(map(is_hidden, name.split("/")))]
+    entries = [(_plain_name(entry.filename), entry) for entry in archive.infolist()]
+    entries = [(name, entry) for name, entry in entries if name and not any(map(is_hidden, name.split("/")))]
     entry_of = dict(entries)
 
     def read(name: str) -> bytes:
@@ -141,6 +140,11 @@ def _open_zip(path: epath.Path, where: str) -> FileSet:
             raise UserError(f"{where}: {name} is damaged ({' '.join(str(error).split())})") from error
 
     return FileSet(os.fspath(path), where, [name for name, _ in entries], read)
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of an entry with "/" between its parts, where Windows writes "\\", and without "." parts."""
+    return "/".join(part for part in name.replace("\\", "/").split("/") if part != ".")
 
 
 def _read_plain(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes | None:

@@ -14,19 +14,12 @@ import numpy as np
 
 from largebatch import util
 from largebatch.data.cache import CACHE_VERSION, MANIFEST, Cache, DamagedCache, open_cache, seal
+from largebatch.data.cache_images import PARTS, CachePlan, build_files, cannot_write, total, write_whole
 from largebatch.data.dataset import SPLITS
-from largebatch.data.images_files import PARTS, CachePlan, build_files, cannot_write, total, write_whole
 from largebatch.hosts import collectives
 from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
-
-
-def build_cache(plan: CachePlan) -> Cache:
-    """Build a cache on this host alone; see `build_files` and `finish_cache`."""
-    build_files(plan)
-    finish_cache(plan)
-    return open_cache(plan.folder)
 
 
 def build_together(plan: CachePlan | None) -> None:
