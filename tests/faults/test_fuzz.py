@@ -184,13 +184,13 @@ def linked_folders(folder: Path, rng: random.Random) -> tuple[Path, ...]:
     return (folder / "linked",)
 
 
-def link(name: str, target: str, word: str) -> Callable:
-    """A folder in which `name` is a link to `target`."""
+def link(name: str, target: str, *words: str) -> Callable:
+    """A folder in which `name` is a link to `target`, which is no fault without `words`."""
 
-    def make(folder: Path, rng: random.Random) -> tuple[Path, str]:
+    def make(folder: Path, rng: random.Random) -> tuple:
         (root,) = sound(folder, rng)
         (root / name).symlink_to(root / target)
-        return root, word
+        return root, *words
 
     return make
 
@@ -233,7 +233,7 @@ STRANGE: dict[str, Callable] = {
     "40,000 x 40,000 pixels": packed(png_of_a_header(40_000, 40_000, 8), "pixels; allowed: up to"),
     "GIF that clears 3.6 GB": packed(gif_of_a_large_frame(), "pixels; allowed: up to"),
     "linked folders": linked_folders,
-    "loop": link("a/again", ".", "has images in the folders"),
+    "loop": link("a/again", "."),
     "link to a picture that is gone": link("a/gone.png", "nowhere", "gone.png cannot be read"),
     "line end in a name": named(b"x\ny.png"),
     "name that is no UTF-8": named(b"\xff.png"),

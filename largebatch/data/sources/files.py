@@ -90,7 +90,9 @@ def image_names(files: FileSet) -> list[str]:
 
 
 def walk(root: str, on_error: Callable[[OSError], None] | None = None) -> Iterator[str]:
-    """Yield the names of all files and folders below `root`; links are followed, names of folders end in "/".
+    """Yield the names of all files and folders below `root`; names of folders end in "/".
+
+    Links are followed, but not to a folder that they lie in, whose files would come again and again.
 
     Args:
       on_error: called with the error of a folder that cannot be read, which is passed over.
@@ -98,9 +100,17 @@ def walk(root: str, on_error: Callable[[OSError], None] | None = None) -> Iterat
     for folder, folders, files in os.walk(root, onerror=on_error, followlinks=True):
         prefix = folder[len(root) :].strip("/")
         prefix += "/" * bool(prefix)
-        folders[:] = [name for name in folders if not is_hidden(name)]
+        folders[:] = [name for name in folders if not is_hidden(name) and not _leads_back(f"{folder}/{name}")]
         yield from (f"{prefix}{name}/" for name in folders)
         yield from (prefix + name for name in files if not is_hidden(name))
+
+
+def _leads_back(folder: str) -> bool:
+    """Return True for a link to a folder that holds it, or one of the links that lead to it."""
+    if not Path(folder).is_symlink():
+        return False
+    target = os.path.realpath(folder)
+    return any(os.path.commonpath([target, os.path.realpath(outer)]) == target for outer in Path(folder).parents)
 
 
 def _open_folder(root: str, where: str) -> FileSet:
@@ -113,7 +123,11 @@ def _open_folder(root: str, where: str) -> FileSet:
         except OSError as error:
             refuse(error, name)
 
-    return FileSet(root, where, sorted(walk(root, refuse), key=lambda name: name.split("/")), read)
+    names = sorted(walk(root, refuse), key=lambda name: name.split("/"))
+    for name in names:  # a link to a folder of images that is gone would otherwise count as a file of another kind
+        if not name.lower().endswith((*IMAGE_SUFFIXES, "/")) and not Path(root, name).exists():
+            raise UserError(f"{where}: {name} is a link to nowhere")
+    return FileSet(root, where, names, read)
 
 
 def _open_zip(path: epath.Path, where: str) -> FileSet:

@@ -32,7 +32,7 @@ def prepared_builder(name: str, data_dir: str | None):
         return tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError:
         return None
-    except (ValueError, OSError) as error:
+    except Exception as error:  # damaged descriptions end in errors of protobuf, json and others
         raise UserError(f"dataset.name: TFDS cannot open {name!r} ({' '.join(str(error).split())})") from error
 
 
