@@ -142,6 +142,13 @@ def _check_ascending(table: _Table, values: np.ndarray, index: int) -> None:
         raise BadSetting(f"{place}: {found}; allowed: ascending rows")
 
 
+def _check_late(table: _Table, starts: np.ndarray) -> None:
+    """Raise BadSetting for a row whose first step no run comes to."""
+    if (late := np.flatnonzero(~(starts <= LARGEST))).size:  # NaN, too
+        place, start = table.rows[late[0]][0], float(starts[late[0]])
+        raise BadSetting(f"{place}: begins with update {start:.0f}; allowed: up to {LARGEST}")
+
+
 def _batch_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple[np.ndarray, np.ndarray, int, str]:
     """Return first steps and batch sizes of the rows, the length of the trace, and its origin."""
     if batch.per_device_batch_size is not None:
@@ -156,6 +163,7 @@ def _batch_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple[np.nda
     restarts = np.append(False, (counted[1:] == 0) & (counted[:-1] > 0))
     starts = counted + np.cumsum(np.append(0, counted[:-1] + 1) * restarts)
     _check_ascending(table, starts, steps[0])
+    _check_late(table, starts)
     text = f"{batch.trace}, {len(starts):,} rows"
     if restarts.any():
         line = table.rows[int(np.argmax(restarts))][0].rpartition("line ")[2]
@@ -204,11 +212,10 @@ def _availability_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple
         raise BadSetting(f"{table.rows[row][0]}: {problem}; allowed: up to {largest}")
     has_devices = counts > 0
     # A row's first step is the first that starts once the time with devices before the row is over.
-    elapsed = np.concatenate([[0.0], np.cumsum(np.diff(devices.times) * has_devices[:-1])])
-    starts = np.ceil(elapsed / batch.time_per_update - 1e-9)
-    if (late := np.flatnonzero(starts > LARGEST)).size:
-        place, start = table.rows[late[0]][0], starts[late[0]]
-        raise BadSetting(f"{place}: begins with update {start:.0f}; allowed: up to {LARGEST}")
+    with np.errstate(over="ignore", invalid="ignore"):  # times at the ends of float64, which are refused
+        elapsed = np.concatenate([[0.0], np.cumsum(np.diff(devices.times) * has_devices[:-1])])
+        starts = np.ceil(elapsed / batch.time_per_update - 1e-9)
+    _check_late(table, starts)
     starts = starts.astype(np.int64)
     length = starts[has_devices][-1] + 1
     if not has_devices[-1]:  # the last devices left at the time of the last row
