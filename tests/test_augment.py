@@ -244,21 +244,39 @@ def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_pa
     assert left.name.startswith(".")
 
 
-def test_what_shapes_the_cache_changes_its_folder(small_config, tmp_path):
-    def folder(**fields) -> str:
+def test_what_shapes_the_cache_changes_its_folder(small_config, tmp_path, monkeypatch):
+    def folder(fields: dict) -> str:
         config = small_config.copy_and_resolve_references()
-        config.update_from_flattened_dict({name.replace("__", "."): value for name, value in fields.items()})
+        config.update_from_flattened_dict({"dataset.image_size": 16} | fields)  # which resize needs
         return augment.CacheRequest.of(typed(config)).folder("0" * 64).name
 
-    others = {
-        "dataset__split_seed": 1,
-        "dataset__num_examples": 99,
-        "dataset__image_size": 8,
-        "dataset__name": "scenes",
-    }
-    folders = {folder(), *(folder(**{name: value}) for name, value in others.items())}
-    assert len(folders) == 5
-    assert folder(dataset__max_image_pixels=10**6, seed=5, augment__cache_dir=str(tmp_path)) == folder()
+    others = (
+        {"dataset.name": "scenes"},
+        {"dataset.source": "folder"},
+        {"dataset.path": str(tmp_path)},
+        {"dataset.splits": "own"},
+        {"dataset.split_seed": 1},
+        {"dataset.num_examples": 99},
+        {"dataset.image_size": 8},
+        {"dataset.resize": "crop"},
+        {"dataset.channels": 3},
+        {"dataset.tfds_split": "train"},
+        {"task.name": "depth", "model.name": "unet_tiny"},
+    )
+    folders = {folder({}), *map(folder, others)}
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    folders.add(folder({}))
+    assert len(folders) == len(others) + 2
+    other_fields = {"dataset.max_image_pixels": 10**6, "seed": 5, "augment.cache_dir": str(tmp_path)}
+    assert folder(other_fields) == folder({})
+
+
+def test_a_host_that_has_the_cache_others_lack_does_not_say_that_files_changed(fresh_cache, caplog, monkeypatch):
+    config, _ = fresh_cache
+    augment.prepare_cache(typed(config))
+    monkeypatch.setattr(augment, "_all_have", lambda cache: False)
+    assert augment.plan_cache(typed(config)) is not None
+    assert "changed since" not in caplog.text
 
 
 def test_command_builds_the_cache_and_draws_the_views(tmp_path):

@@ -250,7 +250,8 @@ def open_sound_cache(folder: Path) -> Cache | None:
 def discard_cache(cache: Cache, damage: DamagedCache) -> None:
     """Log the damage and remove a cache, so that it is built again.
 
-    It stays if another process has meanwhile put a new build in its place.
+    It stays if another process has meanwhile put a new build in its place. One that appears right between this look
+    and the removal is removed too, and built once more.
 
     Raises:
       UserError: the folder cannot be removed.

@@ -112,10 +112,10 @@ def test_count_before_uses_every_example(originals, num_shards, num_devices):
     assert (counts.sum(axis=1) == positions[:, 0]).all()
     assert (np.diff(counts, axis=0) >= 0).all()
     assert counts[-1].tolist() == [sharding.num_originals_of(d) * 2 for d in devices]
-    dealt = [sharding.originals_of(d, seed=3) for d in devices]
-    assert [len(originals) for originals in dealt] == [sharding.num_originals_of(d) for d in devices]
-    assert max(map(len, dealt)) == sharding.max_originals
-    assert sorted(np.concatenate(dealt)) == list(range(originals))
+    shares = [sharding.originals_of(d, seed=3) for d in devices]
+    assert [len(share) for share in shares] == [sharding.num_originals_of(d) for d in devices]
+    assert max(map(len, shares)) == sharding.max_originals
+    assert sorted(np.concatenate(shares)) == list(range(originals))
 
 
 # ---- the order, beside NumPy's ----------------------------------------------------------------------
@@ -137,7 +137,7 @@ def examples_of_updates(sharding: DataSharding, share: int, epoch, offset, batch
 
 
 def ids_of_updates(sharding: DataSharding, batch_size: int, num_updates: int) -> np.ndarray:
-    """The examples of every update [updates, batch_size], ascending, by place in the permutation that is dealt."""
+    """The examples of every update [updates, batch_size], ascending, by place in the permutation of the shards."""
     epoch, offset = epoch_and_offset(np.arange(num_updates) * batch_size, sharding.num_examples)
     share = sharding.share_bounds(batch_size)[1]
     chosen = jax.tree.map(np.asarray, examples_of_updates(sharding, share, epoch, offset, batch_size))

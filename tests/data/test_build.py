@@ -322,6 +322,17 @@ def test_a_file_that_a_full_disk_cuts_off_is_removed(tmp_path):
     build_cache(plan).verify()
 
 
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.timeout(120)
+def test_memory_while_building_does_not_grow_with_the_images(tmp_path):
+    """Decoding is faster than writing; 3,000 images are 83 MB."""
+    log, options = tmp_path / "log", {"size": 96, "rows": 75, "wait": 0.05}
+    few, many = (run_child(tmp_path / f"x-{num}", log, num=num, **options) for num in (750, 3000))
+    assert many < 40_000
+    assert many < few + 20_000
+
+
 def test_too_little_room_is_refused_before_anything_is_decoded(tmp_path, monkeypatch):
     plan, usage, needed = plan_of(noise(50), tmp_path), shutil.disk_usage(tmp_path), 50 * 8 * 6 * 3
     monkeypatch.setattr(cache_images, "_write_files", lambda *_: pytest.fail("decoded"))
@@ -334,23 +345,27 @@ def test_too_little_room_is_refused_before_anything_is_decoded(tmp_path, monkeyp
     build_cache(plan)
 
 
-MIXED = {
-    "size": (np.zeros((12, 8, 3), np.uint8), "dataset.image_size: 05 is 8x12 pixels, 00 is 6x8; set a size"),
-    "depth": (np.zeros((8, 6, 3), np.uint16), "dataset: 05 has 16 bits a channel, 00 has 8; allowed: the same"),
-    "channels": (np.zeros((8, 6, 1), np.uint8), "dataset.channels: 05 has 1 channels, 00 has 3; allowed: the same"),
-}
+@pytest.mark.usefixtures("small_files")
+def test_a_build_that_resumes_needs_room_for_what_is_missing(tmp_path, monkeypatch):
+    plan, usage = plan_of(noise(50), tmp_path), shutil.disk_usage(tmp_path)
+    build_files(plan)
+    row_bytes, rows = plan.layout.row_bytes, len(plan.layout.rows_of_file(2))
+    plan.images_path(2).unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=rows * row_bytes - 1))
+    with pytest.raises(UserError, match="make room"):
+        build_files(plan)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=rows * row_bytes))
+    build_cache(plan).verify()
 
 
-@pytest.mark.parametrize("what", MIXED)
-def test_mixed_images_are_one_line_that_names_both(tmp_path, what):
-    odd, message = MIXED[what]
-    images = [*noise(5), odd, *noise(14)]
+def test_nothing_is_left_of_a_build_that_ends_at_its_first_block(tmp_path):
+    images = [*noise(5), np.zeros((12, 8, 3), np.uint8), *noise(14)]
     ids = [f"{number:02d}" for number in range(20)]
     dataset = dataset_of_files("x", ids, np.arange(20) % 2, ["a", "b"], lambda some, out: [images[i] for i in some])
     plan = CachePlan(epath.Path(tmp_path) / "x-0-0", dataset, cut(20))
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"dataset\.image_size: 05 is 8x12 pixels, 00 is 6x8; set a size"):
         build_cache(plan)
-    assert not list(tmp_path.iterdir())  # nothing is finished that could be kept
+    assert not list(tmp_path.iterdir())
 
 
 def test_pixels_that_cannot_be_stored_are_refused():

@@ -236,7 +236,14 @@ def test_seesaw_follows_its_paper(name, factor):
     assert seen == schedule.examples_before(schedule.num_updates)
     assert 400 * 512 <= seen < 400 * 512 + sizes[-1]
     assert num_stages > 3
-    text = f"with a growing batch for a {name} decay by steps of x {factor}: batch 512 from update 0 at 0.1, "
+    falls = np.arange(num_stages)
+    stages = [
+        f"{size:,} from update {first:,} at {0.1 * factor**fall * (size / 512) ** 0.5:g}"
+        for fall, size, first in zip(
+            falls, np.rint(512 / factor**falls).astype(int), schedule.batch_sizes.starts, strict=True
+        )
+    ]
+    text = f"with a growing batch for a {name} decay by steps of x {factor}: batch {', '.join(stages)}"
     assert text in describe_schedule(schedule)
 
 

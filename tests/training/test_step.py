@@ -218,7 +218,7 @@ def test_summed_gradient_equals_the_full_batch_gradient_with_one_compilation(pro
 @pytest.mark.full
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_gradient_of_maps_equals_the_full_batch_gradient(problem_of_maps, num_devices):
-    """Masks and depths are read, turned and dealt with their images, and each image has losses of its own."""
+    """Masks and depths are read, turned and sharded with their images, and each image has losses of its own."""
     problem = problem_of_maps
     trainer = sgd_trainer(problem, num_devices, storage="on_device")
     expanded = augment.expand(problem.images, 8).reshape(-1, *problem.images.shape[1:])
