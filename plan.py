@@ -45,7 +45,7 @@ class RunPlan:
     """Everything that is decided before the first step.
 
     Attributes:
-      schedule: as the run starts; where the batch grows, later ones are made of it, with_batch_sizes.
+      schedule: as the run starts; where the batch grows, later ones are made by its `with_batch_sizes`.
       batch_sizes: all batch sizes that the run may come to, ascending.
       storage: augment.storage, and what was chosen where the config says "auto".
       buffer_rows: images in a device's buffer; None where nothing is streamed.

@@ -35,11 +35,8 @@ def describe_batches(batch: BatchConfig, sync: SyncConfig) -> str:
 
 
 def _scaling(schedule: Schedule, sizes: np.ndarray, peaks: np.ndarray) -> str:
-    rule, reference, base = (
-        schedule.options.scaling,
-        schedule.options.reference_batch_size,
-        schedule.base_learning_rate,
-    )
+    options, base = schedule.options, schedule.base_learning_rate
+    rule, reference = options.scaling, options.reference_batch_size
     if rule == "none":
         return ""
     if rule == "adascale":
