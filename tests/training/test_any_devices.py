@@ -34,9 +34,12 @@ def test_gradients_of_every_update(updates, optimizer):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 1e-5), ("muon", 1e-4), ("lamb", 1e-4)])
+@pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 1e-6), ("lamb", 3e-6), ("muon", 3e-5)])
 def test_parameters_after_20_updates(updates, optimizer, bound):
-    """Muon and LAMB divide by norms of gradients, and so make more of a difference."""
+    """Muon and LAMB divide by norms of gradients, and so make more of a difference.
+
+    Seen with AVX-512: 1.8e-8 with SGD, 6.3e-8 with LAMB, 1.7e-6 with Muon.
+    """
     one, several = (of_devices[f"{optimizer}_params"] for of_devices in updates)
     norm = np.linalg.norm(one[-1])
     assert np.linalg.norm(several[-1] - one[-1]) < bound * norm
