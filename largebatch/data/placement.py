@@ -112,8 +112,10 @@ def _read_device(train: Dataset, sharding: DataSharding, originals: np.ndarray, 
 
 def _fill_expanded(train: Dataset, originals: np.ndarray, out: np.ndarray, expand: Expand) -> None:
     """Read all views of training originals into `out` [originals or more, views, H, W, C]."""
+    buffer = memory.aligned_empty((min(len(originals), ORIGINALS_AT_ONCE), *train.image_shape), train.dtype)
     for part in iterate_batches(len(originals), ORIGINALS_AT_ONCE):
-        images, out_of_part = train.images(originals[part]), out[part]
+        images, out_of_part = buffer[: part.stop - part.start], out[part]
+        train.fill(originals[part], images)
 
         def fill(begin: int, end: int, images=images, out_of_part=out_of_part) -> None:
             for some in iterate_batches(end - begin, ORIGINALS_PER_EXPANSION):

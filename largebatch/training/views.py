@@ -43,8 +43,20 @@ def expand(images: np.ndarray, num_views: int) -> np.ndarray:
     """Return the first `num_views` views of images [n, H, W, C], as [n, num_views, H, W, C]."""
     views = np.empty((len(images), num_views, *images.shape[1:]), images.dtype)
     for view in range(num_views):
-        views[:, view] = apply_view(images, view)
+        # To flip up/down is to copy whole rows, 30 times as fast as any other view: half of the views are made so
+        # from one that is there. A transposition swaps the two flips.
+        flips_rows = 1 if view & 4 else 2
+        if view & flips_rows:
+            views[:, view] = views[:, view ^ flips_rows, ::-1]
+        else:
+            _copy_pixels(apply_view(images, view), views[:, view])
     return views
+
+
+def _copy_pixels(images: np.ndarray, out: np.ndarray) -> None:
+    """Copy images [n, H, W, C] by channels: NumPy is slow where the innermost loop is as short as a pixel."""
+    for channel in range(images.shape[-1]):
+        out[..., channel] = images[..., channel]
 
 
 def expansion(storage: str, num_views: int) -> Callable[[np.ndarray], np.ndarray] | None:
