@@ -4,6 +4,7 @@ A `RunPlan` has everything that is decided before the first step; `build` makes 
 """
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Hashable
@@ -222,6 +223,7 @@ def make_network(config: Config, task: Task, platform: str) -> nn.Module:
 # ---- the state before the first step -------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=8)  # so that state_shapes and the programs trace it once
 def make_init(plan: RunPlan):
     """Make the function (seed, hyper-parameters, kernel of the frozen stem or None) -> state of one replica."""
     config = plan.config

@@ -26,6 +26,7 @@ so `DeviceBatch.start` is 2. As device 0 holds 3 originals, these are position 2
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -276,6 +277,12 @@ def shuffled(index, length, key) -> jax.Array:
     length = jnp.asarray(length).astype(jnp.uint32)
     shape = jnp.broadcast_shapes(index.shape, length.shape, key.shape)
     value = jnp.broadcast_to(index.astype(jnp.uint32), shape)
+    return _shuffle_rounds(value, length, key).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, inline=True)  # traced once for all calls: a third of a program's tracing otherwise
+def _shuffle_rounds(value: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:
+    """Run all rounds of `shuffled` on uint32 arrays."""
     # Written out, so that no loop is left in the program: accelerators start every iteration from the host.
     for number in range(SHUFFLE_ROUNDS):
         round_key = _mix(key + jnp.uint32(number * 0x9E3779B9 & 0xFFFFFFFF))
@@ -283,7 +290,7 @@ def shuffled(index, length, key) -> jax.Array:
         partner = pair_sum - value + jnp.where(value > pair_sum, length, 0)  # wraps on the way, ends below length
         swaps = _mix(round_key ^ jnp.maximum(value, partner)) >> 31  # the same for both of a pair
         value = jnp.where(swaps == 1, partner, value)
-    return value.astype(jnp.int32)
+    return value
 
 
 def _high_word(one: jax.Array, other: jax.Array) -> jax.Array:
