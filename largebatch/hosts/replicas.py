@@ -1,5 +1,6 @@
 """Pytrees with a leading device axis for `jax.pmap`: placed, replicated, read back, compared."""
 
+import concurrent.futures
 import logging
 from collections.abc import Callable
 
@@ -40,10 +41,11 @@ def pmap(
 
 
 class PmappedFunction:
-    """Pmapped function whose programs are compiled with this platform's options, which jax.pmap does not take.
+    """Pmapped function that can be compiled before it is called, with this platform's options.
 
-    So programs are compiled ahead of time, one for each signature. Without options, jax.pmap runs unchanged. With
-    options, arguments have to be on the program's devices; jax.pmap would move an array that is not.
+    jax.pmap offers neither on several hosts. A function without options that was not compiled ahead is run by
+    jax.pmap, unchanged. Else its arguments have to be on the program's devices; jax.pmap would move an array that
+    is not.
     """
 
     def __init__(self, pmapped: Callable, in_axes, donate_argnums: tuple[int, ...]):
@@ -55,24 +57,29 @@ class PmappedFunction:
 
     def __call__(self, *arguments):
         """Call the function; the results are those of jax.pmap."""
-        options = options_for(jax.default_backend())
-        if not options:
-            return self._pmapped(*arguments)
-        leaves, structure = jax.tree.flatten(arguments)
-        signature = structure, tuple(map(jax.typeof, leaves))
+        signature = _signature(arguments)
         if signature not in self._programs:
-            self._programs[signature] = self._compile(arguments, options)
+            if not options_for(jax.default_backend()):
+                return self._pmapped(*arguments)
+            self.compile(*arguments)
         return self._run(self._programs[signature], arguments)
 
-    def _compile(self, arguments: tuple, options: dict[str, str]) -> Callable:
-        """Compile for arguments like these, and run the program once to test it.
+    def compile(self, *arguments) -> None:
+        """Compile for arguments like these, which are kept."""
+        compile_side_by_side([(self, arguments)])
+
+    def take(self, program: Callable, lowered: jax.stages.Lowered, arguments: tuple) -> None:
+        """Take a program that was compiled for arguments like these, after a first run if it has options.
 
         A convolution may need an algorithm that a CUDA graph cannot hold, which is known only when it is recorded.
+
+        Raises:
+          UserError: it cannot be recorded, on several hosts.
         """
-        lowered = self.lower(*arguments)
-        program = compile_with(lowered, options)
+        options = options_for(jax.default_backend())
         try:
-            jax.block_until_ready(self._run(program, self._with_copies(arguments)))
+            if options:
+                jax.block_until_ready(self._run(program, self._with_copies(arguments)))
         except jax.errors.JaxRuntimeError as error:
             reason, names = str(error).partition("\n")[0], " ".join(options)
             if reason.startswith("RESOURCE_EXHAUSTED"):
@@ -83,8 +90,8 @@ class PmappedFunction:
                     f"with {names} a program fails here ({reason}); set XLA_FLAGS={flags} on all hosts"
                 ) from error
             log.warning("compiled again without %s, with which it fails here: %s", names, reason)
-            return lowered.compile()
-        return program
+            program = lowered.compile()
+        self._programs[_signature(arguments)] = program
 
     def _with_copies(self, arguments: tuple) -> tuple:
         """Return the arguments, with copies of the donated ones."""
@@ -105,6 +112,24 @@ class PmappedFunction:
             jax.tree.map(_join_hosts, one) if axis == 0 else one for one, axis in zip(arguments, axes, strict=True)
         ]
         return jax.tree.map(_part_of_this_host, program(*everywhere))
+
+
+def compile_side_by_side(calls: list[tuple[PmappedFunction, tuple]]) -> None:
+    """Compile functions for arguments like these, which are kept; one is compiled while the next is traced."""
+    options = options_for(jax.default_backend())
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        lowered = []
+        for function, arguments in calls:
+            traced = function.lower(*arguments)
+            lowered.append((traced, pool.submit(compile_with, traced, options)))
+        for (function, arguments), (traced, program) in zip(calls, lowered, strict=True):
+            function.take(program.result(), traced, arguments)
+
+
+def _signature(arguments: tuple) -> tuple:
+    """Return what a program is compiled for: the arguments' structure, shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple(map(jax.typeof, leaves))
 
 
 def _join_hosts(leaf) -> jax.Array:

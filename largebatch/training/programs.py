@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from largebatch.data.placement import DeviceData
 from largebatch.data.sharded_split import Block
+from largebatch.hosts import replicas
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.tasks.task import Task
 from largebatch.training.local_sgd import Sync
@@ -62,20 +63,22 @@ class Programs:
         return float(2 * (num_devices - 1) / num_devices * put_in / num_updates)
 
     def compile_here(self, state: TrainState, data: DeviceData, inputs: UpdateInputs, sync: Sync) -> None:
-        """Compile all programs by running each once; pmap cannot compile ahead of time on several hosts.
+        """Compile all programs for this host's devices.
 
         Args:
-          state: state of all replicas; donated.
-          inputs: inputs of any steps; none is run.
+          state: state of all replicas.
+          inputs: inputs of any steps.
         """
+        train, count, calls = data.train.arrays, np.int32(0), []
         if self.inner_loop:
-            state, _ = self.inner_loop(state, data.train.arrays, inputs, np.int32(0))
+            calls.append((self.inner_loop, (state, train, inputs, count)))
         if self.local_loop:
-            state, _ = self.local_loop(state, data.train.arrays, inputs, np.int32(0), sync)
-            state = self.average(state)
+            calls.append((self.local_loop, (state, train, inputs, count, sync)))
+            calls.append((self.average, (state,)))
         block = next(data.validation.blocks(self.prediction_micro_batch_size))
         for predict in filter(None, (self.predict_views, self.predict)):
-            jax.block_until_ready(predict(state.variables, block))
+            calls.append((predict, (state.variables, block)))
+        replicas.compile_side_by_side(calls)
 
     def lower(
         self, shapes: tuple[TrainState, dict, Block], inputs: UpdateInputs, sync: Sync, num_devices: int

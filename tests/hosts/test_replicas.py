@@ -54,6 +54,21 @@ def test_programs_with_options_do_as_without(with_options):
     assert len(loop._programs) == 2
 
 
+@pytest.mark.parametrize("options", [{}, KNOWN])
+def test_what_is_compiled_ahead_is_neither_run_nor_compiled_again(with_options, options):
+    loop = with_options(options)
+    state, *rest = arguments()
+    loop.compile(state, *rest)
+    assert not state["w"].is_deleted()  # given away by a call alone
+    with jax.no_tracing():
+        found, total = loop(state, *rest)
+        again, _ = loop(found, *rest)
+    assert len(loop._programs) == 1
+    plain, plain_total = with_options({})(*arguments())
+    assert total == plain_total
+    np.testing.assert_array_equal(again["w"], np.asarray(plain["w"]) + np.asarray(plain_total))
+
+
 def test_an_option_that_this_jaxlib_does_not_know_is_left_out_and_told_once(with_options, caplog):
     loop = with_options(KNOWN | {"xla_no_such_option": "7"})
     with caplog.at_level(logging.WARNING):
