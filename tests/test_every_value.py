@@ -17,8 +17,9 @@ from test_sources import png, write_prepared_tfds, zip_of
 
 import model as models
 from configs import default
+from largebatch.config import rules
 from largebatch.config.dicts import flatten
-from largebatch.config.rules import rules
+from largebatch.util import UserError
 
 SMALL = {
     "dataset.num_examples": 50,
@@ -68,7 +69,7 @@ NOT_HERE = {("devices.platform", "gpu"), ("devices.platform", "tpu")}
 def named_values() -> dict[str, list]:
     """The values that each field takes by name, as the messages of the config list them."""
     found = {}
-    for field, rule in rules(models.MODELS).items():
+    for field, rule in rules.rules(models.MODELS).items():
         names = rule.text.split(" | ") if " | " in rule.text else re.findall(r", or '(\w+)'", rule.text)
         if names:
             found[field] = [{"true": True, "false": False}.get(name, name) for name in names]
@@ -91,6 +92,34 @@ def single_cases() -> dict[str, dict]:
             if fields not in cases.values():
                 cases[name] = fields
     return cases
+
+
+def merged_cases() -> dict[str, dict]:
+    """The single cases, put together where they neither contradict nor are refused beside each other."""
+    default_values = flatten(default.get_config().to_dict())
+
+    def is_allowed(fields: dict) -> bool:
+        nested = {}
+        for name, value in (default_values | fields).items():
+            section, _, field = name.rpartition(".")
+            (nested.setdefault(section, {}) if section else nested)[field] = value
+        try:
+            rules.check(nested, models.MODELS)
+        except UserError:
+            return False
+        return True
+
+    merged = {}
+    for name, fields in single_cases().items():
+        changed = {field: value for field, value in fields.items() if SMALL.get(field, "not there") != value}
+        for names, others in merged.items():
+            agree = all(others.get(field, value) in (value, SMALL.get(field)) for field, value in changed.items())
+            if agree and name != "as it is" and is_allowed(others | changed):
+                merged[f"{names},{name}"] = merged.pop(names) | changed
+                break
+        else:
+            merged[name] = fields
+    return merged
 
 
 # ---- pairs of values ----------------------------------------------------------------------------------
@@ -193,9 +222,9 @@ def assert_trains(fields: dict, paths: dict, cache, workdir) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", single_cases())
+@pytest.mark.parametrize("name", merged_cases())
 def test_every_value_trains(name, paths, session_cache, tmp_path):
-    assert_trains(single_cases()[name], paths, session_cache, tmp_path / "run")
+    assert_trains(merged_cases()[name], paths, session_cache, tmp_path / "run")
 
 
 @pytest.mark.full
