@@ -36,17 +36,18 @@ def check_programs(
 
 def check_memory(target: Target, programs: dict[str, CompiledProgram], needed: dict[str, int]) -> Finding:
     """Check that every program fits on a device, by the compiler's own figures."""
-    largest = max(programs, key=lambda name: programs[name].memory.total)
+    largest = max(programs, key=lambda name: sum(programs[name].memory.values()))
     memory, available = programs[largest].memory, target.chip.memory_bytes
+    total = sum(memory.values())
     text = (
-        f"{_megabytes(memory.total)} of {_megabytes(available)} a device, in {largest}: arguments "
-        f"{_megabytes(memory.arguments)}, temporaries {_megabytes(memory.temporaries)}, code "
-        f"{_megabytes(memory.code)}; estimated before: {_megabytes(sum(needed.values()))} ("
+        f"{_megabytes(total)} of {_megabytes(available)} a device, in {largest}: arguments "
+        f"{_megabytes(memory['arguments'])}, temporaries {_megabytes(memory['temporaries'])}, code "
+        f"{_megabytes(memory['code'])}; estimated before: {_megabytes(sum(needed.values()))} ("
         + ", ".join(f"{name} {_megabytes(size)}" for name, size in needed.items())
         + ")"
     )
-    if memory.total > available:
-        too_much = _megabytes(memory.total - available)
+    if total > available:
+        too_much = _megabytes(total - available)
         advice = f"{too_much} too much: a smaller batch.micro_batch_size, or an augment.storage that needs less"
         return Finding(FAIL, "memory", text, advice)
     return Finding(OK, "memory", text)
