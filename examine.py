@@ -4,8 +4,10 @@ python train.py --config configs/eurosat.py --config.dataset.path EuroSAT.zip --
 python train.py --config configs/eurosat_v3_32.py --compile_for v3:4x4
 """
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -13,8 +15,8 @@ from ml_collections import config_dict
 
 import augment
 import model as models
-from build import ProgramCache, prepare, programs_of
-from largebatch import cli
+from build import Prepared, ProgramCache, make_step, prepare, programs_of
+from largebatch import cli, doctor
 from largebatch.config import rules
 from largebatch.config.fields import Config
 from largebatch.data.batching import DataSharding, Grouping
@@ -23,7 +25,6 @@ from largebatch.data.cache_images import CachePlan, estimate_build
 from largebatch.data.placement import train_shapes
 from largebatch.data.sharded_split import block_shapes
 from largebatch.data.sources.find import SIZES
-from largebatch.doctor import checks, elsewhere, findings
 from largebatch.hardware.chips import AUTO, Hardware, auto_dtype
 from largebatch.hardware.compiled import CompiledProgram, compile_and_look
 from largebatch.hardware.targets import Target, find_target
@@ -34,6 +35,7 @@ from largebatch.optim.schedules import Schedule
 from largebatch.terminal import print_table
 from largebatch.training.costs import training_costs
 from largebatch.training.local_sgd import Sync
+from largebatch.training.step import make_inner_loop
 from largebatch.util import UserError
 from plan import RunPlan, choose_plan, needed_bytes, plan_run, state_shapes
 
@@ -111,14 +113,51 @@ def examine_here(config: Config) -> None:
     """Print what a cache build takes and whether the images fit; then build the cache and try steps."""
     planned = augment.plan_cache(config)
     if planned is not None:
-        findings.show([findings.check_build(collectives.agreed(lambda: estimate_build(planned)))])
-        plan = choose_plan(config, info_of(planned))
-        findings.show([findings.check_memory(plan.storage, needed_bytes(plan))])
+        doctor.show([doctor.check_build(collectives.agreed(lambda: estimate_build(planned)))])
+    plan = choose_plan(config, dataset_here(config, planned))
+    doctor.show([doctor.check_memory(plan.storage, needed_bytes(plan))])
     started = time.perf_counter()
-    plan, data, programs, state = prepare(config_to_examine(config), Clock(), ProgramCache())
-    if planned is None:
-        findings.show([findings.check_memory(plan.storage, needed_bytes(plan))])
-    checks.report(checks.Subject(plan, data, programs), state, config.sync, started)
+    with fits("on these devices"):
+        run = prepare(config_to_examine(config), Clock(), ProgramCache())
+        timings = doctor.time_micro_batches(run, loops_by_size(run), started)
+        found = [
+            doctor.check_first_step(run),
+            doctor.check_micro_batch(run.plan, timings),
+            doctor.estimate_time(run, timings[run.plan.micro_batch_size]),
+        ]
+    doctor.show(found, f"examined in {time.perf_counter() - started:.0f} s; nothing was written to a run folder")
+
+
+def loops_by_size(run: Prepared) -> dict[int, Callable]:
+    """Return the inner loop of a run by micro-batch size: its own, and half and twice of it if training allows."""
+    plan, batch = run.plan, run.plan.config.batch
+    loops = {plan.micro_batch_size: run.programs.inner_loop}
+    # Batches would be normalised in other parts. On a pod a host that runs out of memory alone would leave the
+    # others in a collective.
+    if jax.process_count() > 1 or (plan.config.model.norm == "batch" and batch.ghost_size is None):
+        return loops
+    unit = plan.grouping.group_size if batch.ghost_size else 1
+    largest = -(-plan.schedule.max_batch_size // plan.num_devices)
+    for size in (plan.micro_batch_size // 2, plan.micro_batch_size * 2):
+        if 1 <= size <= largest and size % unit == 0:
+            other = plan.config.replace(batch={"micro_batch_size": size})
+            loops[size] = make_inner_loop(make_step(plan_run(other, plan.data, plan.hardware, plan.storage)))
+    return loops
+
+
+@contextlib.contextmanager
+def fits(where: str) -> Iterator[None]:
+    """Raise UserError where XLA finds that a program does not fit `where` it is to run."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        text = " ".join(str(error).split())
+        if "RESOURCE_EXHAUSTED" not in text:
+            raise
+        raise UserError(
+            f"does not fit {where}: {text[:300]!r}; a smaller batch.micro_batch_size needs less, and so does "
+            "another augment.storage"
+        ) from error
 
 
 # ---- devices that need not be attached ----------------------------------------------------------------
@@ -139,12 +178,9 @@ class Compiled:
 def examine_elsewhere(config: Config, target: Target) -> None:
     """Compile a config's programs for `target` and print the findings."""
     compiled = compile_for(config, target)
-    found = elsewhere.check_programs(
-        compiled.plan, target, compiled.programs, compiled.needed, compiled.flops_per_image
-    )
     kind, count = target.hardware.device_kind, target.hardware.num_devices
     ending = f"compiled for {target.name}, {count} x {kind}, in {compiled.seconds:.0f} s; nothing was run"
-    findings.show(found, ending)
+    doctor.show(doctor.check_programs(compiled), ending)
 
 
 def compile_for(config: Config, target: Target) -> Compiled:
@@ -160,11 +196,16 @@ def compile_for(config: Config, target: Target) -> Compiled:
     free = target.chip.memory_bytes
     plan = choose_plan(config, dataset_info(config), target.hardware, free_bytes=free)
     lowered = lower_plan(plan, free, target.devices)
-    lengths = {"updates": 1.0, "micro_batches": num_micro_batches(plan)}
+    share = plan.sharding.share_bounds(plan.schedule.max_batch_size)[1]
+    lengths = {"updates": 1.0, "micro_batches": plan.grouping.num_micro_batches(share)}
+    programs = {}
+    for name, program in lowered.items():
+        with fits(f"on {target.name}, in the {name}"):
+            programs[name] = compile_and_look(program, lengths, target.hardware.platform)
     return Compiled(
         target=target,
         plan=plan,
-        programs={name: _compile(name, program, lengths, target) for name, program in lowered.items()},
+        programs=programs,
         needed=needed_bytes(plan, free),
         flops_per_image=training_costs(plan.network, plan.image_shape).flops,
         seconds=time.perf_counter() - started,
@@ -190,26 +231,6 @@ def lower_plan(plan: RunPlan, free_bytes: int, devices: list) -> dict[str, jax.s
     )
 
 
-def _compile(name: str, program: jax.stages.Lowered, lengths: dict[str, float], target: Target) -> CompiledProgram:
-    """Compile a program; raise UserError where the compiler finds that it does not fit."""
-    try:
-        return compile_and_look(program, lengths, target.hardware.platform)
-    except jax.errors.JaxRuntimeError as error:
-        text = " ".join(str(error).split())
-        if "RESOURCE_EXHAUSTED" not in text:
-            raise
-        raise UserError(
-            f"does not fit on {target.name}: the compiler of the {name} says {text[:300]!r}; a smaller "
-            "batch.micro_batch_size needs less, and so does another augment.storage"
-        ) from error
-
-
-def num_micro_batches(plan: RunPlan) -> int:
-    """Return the number of micro-batches per step on the busiest device, for the largest batch."""
-    share = plan.sharding.share_bounds(plan.schedule.max_batch_size)[1]
-    return plan.grouping.num_micro_batches(share)
-
-
 def dataset_info(config: Config) -> DatasetInfo:
     """Describe a config's data set: as it is published, or from the images where a path is given.
 
@@ -224,11 +245,11 @@ def dataset_info(config: Config) -> DatasetInfo:
             height, width = np.broadcast_to(fields.image_size, 2).tolist()
         shape = (height, width, fields.channels or channels)
         return DatasetInfo.unread(RowLayout.of(size.counts, shape, np.dtype(size.dtype)), size.num_classes)
-    planned = augment.plan_cache(config)
-    return info_of(planned) if planned else DatasetInfo.of(augment.prepare_cache(config))
+    return dataset_here(config, augment.plan_cache(config))
 
 
-def info_of(planned: CachePlan) -> DatasetInfo:
-    """Describe the data set of a cache that is not built."""
-    dataset = planned.dataset
-    return DatasetInfo.unread(planned.layout, len(dataset.class_names), dataset.targets)
+def dataset_here(config: Config, planned: CachePlan | None) -> DatasetInfo:
+    """Describe a config's data set from its cache, or from the plan of one that is not built."""
+    if planned is None:
+        return DatasetInfo.of(augment.prepare_cache(config))
+    return DatasetInfo.unread(planned.layout, len(planned.dataset.class_names), planned.dataset.targets)

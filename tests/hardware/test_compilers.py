@@ -267,6 +267,6 @@ def test_what_the_compiler_finds_too_large_is_told_in_a_line():
 
     lowered = jax.pmap(far_too_large, devices=target.devices).lower(np.zeros((8, 200_000), np.float32))
     told = r"does not fit on v3:2x2: .* exceeds available HBM .*micro_batch_size"
-    with pytest.raises(UserError, match=told) as raised:
-        examine._compile("update", lowered, {}, target)
+    with pytest.raises(UserError, match=told) as raised, examine.fits("on v3:2x2"):
+        compile_and_look(lowered, {}, "tpu")
     assert "\n" not in str(raised.value)
