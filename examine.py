@@ -20,11 +20,11 @@ from largebatch import cli, doctor
 from largebatch.config import rules
 from largebatch.config.fields import Config
 from largebatch.data.batching import DataSharding, Grouping
-from largebatch.data.cache import DatasetInfo, RowLayout
+from largebatch.data.cache import DatasetInfo
 from largebatch.data.cache_images import CachePlan, estimate_build
 from largebatch.data.placement import train_shapes
 from largebatch.data.sharded_split import block_shapes
-from largebatch.data.sources.find import SIZES
+from largebatch.data.sources.find import SIZES, published_info
 from largebatch.hardware.chips import AUTO, Hardware, auto_dtype
 from largebatch.hardware.compiled import CompiledProgram, compile_and_look
 from largebatch.hardware.targets import Target, find_target
@@ -238,13 +238,8 @@ def dataset_info(config: Config) -> DatasetInfo:
       UserError: the set is not known, and there are no images.
     """
     fields = config.dataset
-    if fields.path is None and fields.name in SIZES:
-        size = SIZES[fields.name]
-        height, width, channels = size.image_shape
-        if fields.image_size is not None:
-            height, width = np.broadcast_to(fields.image_size, 2).tolist()
-        shape = (height, width, fields.channels or channels)
-        return DatasetInfo.unread(RowLayout.of(size.counts, shape, np.dtype(size.dtype)), size.num_classes)
+    if fields.path is None and fields.source != "synthetic" and fields.name in SIZES:
+        return published_info(fields)
     return dataset_here(config, augment.plan_cache(config))
 
 
