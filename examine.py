@@ -59,7 +59,10 @@ def run(config: config_dict.ConfigDict, *, here: bool, target_name: str | None) 
     if here:
         examine_here(config_here)
     if target:
-        examine_elsewhere(rules.check(config.to_dict(), models.MODELS), target)
+        compiled = compile_for(rules.check(config.to_dict(), models.MODELS), target)
+        devices = f"{target.hardware.num_devices} x {target.hardware.device_kind}"
+        ending = f"compiled for {target.name}, {devices}, in {compiled.seconds:.0f} s; nothing was run"
+        doctor.show(doctor.check_programs(compiled), ending)
     return 0
 
 
@@ -90,23 +93,15 @@ def print_batches(schedule: Schedule, sharding: DataSharding, grouping: Grouping
         f"{num_steps:,} steps, batch {format_range(stages.values)}, {examples:,} examples, "
         f"{examples / schedule.examples_per_epoch:,.2f} epochs on {sharding.num_devices:,} devices"
     )
-    places = np.linspace(0, len(stages.starts) - 1, min(len(stages.starts), MOST_ROWS)).astype(int)
-    print_table(COLUMNS, [_row(int(step), schedule, sharding, grouping) for step in stages.starts[places]])
+    places, rows = np.linspace(0, len(stages.starts) - 1, min(len(stages.starts), MOST_ROWS)).astype(int), []
+    for step in stages.starts[places].tolist():
+        batch_size, before = schedule.batch_size_at(step), schedule.examples_before(step)
+        counts = {int(grouping.num_micro_batches(share)) for share in sharding.share_bounds(batch_size)}
+        rate, epoch = f"{schedule.learning_rate_at(step):.4g}", f"{before / schedule.examples_per_epoch:.2f}"
+        rows.append([f"{step}", f"{batch_size}", " or ".join(map(str, sorted(counts))), rate, f"{before}", epoch])
+    print_table(COLUMNS, rows)
     if len(places) < len(stages.starts):
         print(f"{len(places)} of the {len(stages.starts):,} steps at which the batch size changes")
-
-
-def _row(step: int, schedule: Schedule, sharding: DataSharding, grouping: Grouping) -> list[str]:
-    batch_size, before = schedule.batch_size_at(step), schedule.examples_before(step)
-    counts = sorted({int(grouping.num_micro_batches(share)) for share in sharding.share_bounds(batch_size)})
-    return [
-        f"{step}",
-        f"{batch_size}",
-        " or ".join(map(str, counts)),
-        f"{schedule.learning_rate_at(step):.4g}",
-        f"{before}",
-        f"{before / schedule.examples_per_epoch:.2f}",
-    ]
 
 
 def examine_here(config: Config) -> None:
@@ -129,11 +124,10 @@ def examine_here(config: Config) -> None:
 
 
 def loops_by_size(run: Prepared) -> dict[int, Callable]:
-    """Return the inner loop of a run by micro-batch size: its own, and half and twice of it if training allows."""
+    """Return the inner loop of a run by micro-batch size: its own, half and twice of it where that trains alike."""
     plan, batch = run.plan, run.plan.config.batch
     loops = {plan.micro_batch_size: run.programs.inner_loop}
-    # Batches would be normalised in other parts. On a pod a host that runs out of memory alone would leave the
-    # others in a collective.
+    # Batches would be normalised in other parts. On a pod a host without memory would leave others in a collective.
     if jax.process_count() > 1 or (plan.config.model.norm == "batch" and batch.ghost_size is None):
         return loops
     unit = plan.grouping.group_size if batch.ghost_size else 1
@@ -154,10 +148,8 @@ def fits(where: str) -> Iterator[None]:
         text = " ".join(str(error).split())
         if "RESOURCE_EXHAUSTED" not in text:
             raise
-        raise UserError(
-            f"does not fit {where}: {text[:300]!r}; a smaller batch.micro_batch_size needs less, and so does "
-            "another augment.storage"
-        ) from error
+        advice = "a smaller batch.micro_batch_size or another augment.storage needs less"
+        raise UserError(f"does not fit {where}: {text[:300]!r}; {advice}") from error
 
 
 # ---- devices that need not be attached ----------------------------------------------------------------
@@ -173,14 +165,6 @@ class Compiled:
     needed: dict[str, int]  # the estimate of bytes on a device, by part
     flops_per_image: float
     seconds: float  # of compiling
-
-
-def examine_elsewhere(config: Config, target: Target) -> None:
-    """Compile a config's programs for `target` and print the findings."""
-    compiled = compile_for(config, target)
-    kind, count = target.hardware.device_kind, target.hardware.num_devices
-    ending = f"compiled for {target.name}, {count} x {kind}, in {compiled.seconds:.0f} s; nothing was run"
-    doctor.show(doctor.check_programs(compiled), ending)
 
 
 def compile_for(config: Config, target: Target) -> Compiled:

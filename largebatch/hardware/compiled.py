@@ -180,7 +180,6 @@ def _instruction(name, shape, opcode, arguments, rest, sources: dict[str, str]) 
     if opcode.endswith("-start"):
         del in_memory[1:]  # operands that are listed again
     runs_others = opcode in ("while", "conditional", "call")
-    own = _own_line(attributes.get("source_file", ""), attributes.get("source_line", ""))
     return Instruction(
         name=name,
         shape=shape,
@@ -189,7 +188,7 @@ def _instruction(name, shape, opcode, arguments, rest, sources: dict[str, str]) 
         memory_bytes=sum(in_memory),
         operands=re.findall(r"%([\w.\-]+)", arguments),
         called=re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(rest))) if runs_others else [],
-        source=sources.get(attributes.get("stack_frame_id"), own),
+        source=sources.get(attributes.get("stack_frame_id"), ""),
         attributes=attributes,
     )
 
@@ -198,18 +197,16 @@ def _read_sources(text: str) -> dict[str, str]:
     """Return the innermost line of this project for every stack frame of the text's tables, by its number."""
     files = dict(re.findall(r'^(\d+) "([^"]*/[^"]*)"$', text, re.MULTILINE))
     places = re.findall(r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)", text, re.MULTILINE)
-    own = {place: _own_line(files.get(file, ""), line) for place, file, line in places}
+    own: dict[str, str] = {}
+    for place, file, line in places:
+        path = Path(files.get(file, ""))
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+            own[place] = f"{path.relative_to(ROOT)}:{line}"
     frames = re.findall(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?\}", text, re.MULTILINE)
     sources: dict[str, str] = {}
     for frame, place, parent in frames:  # a parent comes before its frames
         sources[frame] = own.get(place, "") or sources.get(parent, "")
     return sources
-
-
-def _own_line(file: str, line: str) -> str:
-    path = Path(file)
-    is_own = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-    return f"{path.relative_to(ROOT)}:{line}" if is_own else ""
 
 
 # ---- figures --------------------------------------------------------------------------------------------
