@@ -104,6 +104,10 @@ def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
+def _time(seconds: float) -> str:
+    return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 # ---- a few steps ----------------------------------------------------------------------------------------
 
 
@@ -208,7 +212,7 @@ def estimate_time(run: Any, seconds_per_example: float) -> Finding:
     training = seconds_per_example * schedule.examples_before(schedule.num_updates)
     step, total = training / schedule.num_updates, training + -(-schedule.num_updates // inner_steps) * validation
     about = "at least" if run.plan.config.batch.auto else "about"  # whose batches grow
-    text = f"{about} {duration(total)}: {1e3 * step:,.3g} ms a step, {1e3 * validation:,.3g} ms a validation"
+    text = f"{about} {duration(total)}: {_time(step)} a step, {_time(validation)} a validation"
     if validation > inner_steps * step:
         return Finding(WARN, "time", text, "validations take most of it: raise train.inner_steps")
     if total > LONG_RUN_SEC:
@@ -294,11 +298,11 @@ def _roofline_text(chip: Chip, flops: float, moved_bytes: float) -> str:
     arithmetic, memory_sec = flops / chip.peak_flops, moved_bytes / chip.bytes_per_second
     bound = "arithmetic" if arithmetic > memory_sec else "memory"
     return (
-        f"a device: {flops / 1e9:,.1f} GFLOP, {1e3 * arithmetic:,.3g} ms at the peak; "
-        f"{moved_bytes / 1e9:,.2f} GB moved, {1e3 * memory_sec:,.3g} ms at the bandwidth; "
-        f"so at least {1e3 * max(arithmetic, memory_sec):,.3g} ms, by {bound}"
+        f"a device: {flops / 1e9:,.1f} GFLOP, {_time(arithmetic)} at the peak; "
+        f"{moved_bytes / 1e9:,.2f} GB moved, {_time(memory_sec)} at the bandwidth; "
+        f"so at least {_time(max(arithmetic, memory_sec))}, by {bound}"
     )
 
 
 def _cycles_text(chip: Chip, program: CompiledProgram) -> str:
-    return f"{program.cycles / 1e6:,.2f} M cycles = {1e3 * program.cycles / chip.clock_hz:,.3g} ms"
+    return f"{program.cycles / 1e6:,.2f} M cycles = {_time(program.cycles / chip.clock_hz)}"
