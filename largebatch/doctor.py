@@ -105,7 +105,9 @@ def _megabytes(size: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    if seconds >= 10:
+        return duration(seconds)
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
 
 
 # ---- a few steps ----------------------------------------------------------------------------------------
