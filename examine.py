@@ -4,8 +4,10 @@ python train.py --config configs/eurosat.py --config.dataset.path EuroSAT.zip --
 python train.py --config configs/eurosat_v3_32.py --compile_for v3:4x4
 """
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -13,17 +15,16 @@ from ml_collections import config_dict
 
 import augment
 import model as models
-from build import ProgramCache, prepare, programs_of
-from largebatch import cli
+from build import Prepared, ProgramCache, make_step, prepare, programs_of
+from largebatch import cli, doctor
 from largebatch.config import rules
 from largebatch.config.fields import Config
 from largebatch.data.batching import DataSharding, Grouping
-from largebatch.data.cache import DatasetInfo, RowLayout
+from largebatch.data.cache import DatasetInfo
 from largebatch.data.cache_images import CachePlan, estimate_build
 from largebatch.data.placement import train_shapes
 from largebatch.data.sharded_split import block_shapes
-from largebatch.data.sources.find import SIZES
-from largebatch.doctor import checks, elsewhere, findings
+from largebatch.data.sources.find import SIZES, published_info
 from largebatch.hardware.chips import AUTO, Hardware, auto_dtype
 from largebatch.hardware.compiled import CompiledProgram, compile_and_look
 from largebatch.hardware.targets import Target, find_target
@@ -34,6 +35,7 @@ from largebatch.optim.schedules import Schedule
 from largebatch.terminal import print_table
 from largebatch.training.costs import training_costs
 from largebatch.training.local_sgd import Sync
+from largebatch.training.step import make_inner_loop
 from largebatch.util import UserError
 from plan import RunPlan, choose_plan, needed_bytes, plan_run, state_shapes
 
@@ -57,7 +59,10 @@ def run(config: config_dict.ConfigDict, *, here: bool, target_name: str | None) 
     if here:
         examine_here(config_here)
     if target:
-        examine_elsewhere(rules.check(config.to_dict(), models.MODELS), target)
+        compiled = compile_for(rules.check(config.to_dict(), models.MODELS), target)
+        devices = f"{target.hardware.num_devices} x {target.hardware.device_kind}"
+        ending = f"compiled for {target.name}, {devices}, in {compiled.seconds:.0f} s; nothing was run"
+        doctor.show(doctor.check_programs(compiled), ending)
     return 0
 
 
@@ -88,37 +93,63 @@ def print_batches(schedule: Schedule, sharding: DataSharding, grouping: Grouping
         f"{num_steps:,} steps, batch {format_range(stages.values)}, {examples:,} examples, "
         f"{examples / schedule.examples_per_epoch:,.2f} epochs on {sharding.num_devices:,} devices"
     )
-    places = np.linspace(0, len(stages.starts) - 1, min(len(stages.starts), MOST_ROWS)).astype(int)
-    print_table(COLUMNS, [_row(int(step), schedule, sharding, grouping) for step in stages.starts[places]])
+    places, rows = np.linspace(0, len(stages.starts) - 1, min(len(stages.starts), MOST_ROWS)).astype(int), []
+    for step in stages.starts[places].tolist():
+        batch_size, before = schedule.batch_size_at(step), schedule.examples_before(step)
+        counts = {int(grouping.num_micro_batches(share)) for share in sharding.share_bounds(batch_size)}
+        rate, epoch = f"{schedule.learning_rate_at(step):.4g}", f"{before / schedule.examples_per_epoch:.2f}"
+        rows.append([f"{step}", f"{batch_size}", " or ".join(map(str, sorted(counts))), rate, f"{before}", epoch])
+    print_table(COLUMNS, rows)
     if len(places) < len(stages.starts):
         print(f"{len(places)} of the {len(stages.starts):,} steps at which the batch size changes")
-
-
-def _row(step: int, schedule: Schedule, sharding: DataSharding, grouping: Grouping) -> list[str]:
-    batch_size, before = schedule.batch_size_at(step), schedule.examples_before(step)
-    counts = sorted({int(grouping.num_micro_batches(share)) for share in sharding.share_bounds(batch_size)})
-    return [
-        f"{step}",
-        f"{batch_size}",
-        " or ".join(map(str, counts)),
-        f"{schedule.learning_rate_at(step):.4g}",
-        f"{before}",
-        f"{before / schedule.examples_per_epoch:.2f}",
-    ]
 
 
 def examine_here(config: Config) -> None:
     """Print what a cache build takes and whether the images fit; then build the cache and try steps."""
     planned = augment.plan_cache(config)
     if planned is not None:
-        findings.show([findings.check_build(collectives.agreed(lambda: estimate_build(planned)))])
-        plan = choose_plan(config, info_of(planned))
-        findings.show([findings.check_memory(plan.storage, needed_bytes(plan))])
+        doctor.show([doctor.check_build(collectives.agreed(lambda: estimate_build(planned)))])
+    plan = choose_plan(config, dataset_here(config, planned))
+    doctor.show([doctor.check_memory(plan.storage, needed_bytes(plan))])
     started = time.perf_counter()
-    plan, data, programs, state = prepare(config_to_examine(config), Clock(), ProgramCache())
-    if planned is None:
-        findings.show([findings.check_memory(plan.storage, needed_bytes(plan))])
-    checks.report(checks.Subject(plan, data, programs), state, config.sync, started)
+    with fits("on these devices"):
+        run = prepare(config_to_examine(config), Clock(), ProgramCache())
+        timings = doctor.time_micro_batches(run, loops_by_size(run), started)
+        found = [
+            doctor.check_first_step(run),
+            doctor.check_micro_batch(run.plan, timings),
+            doctor.estimate_time(run, timings[run.plan.micro_batch_size]),
+        ]
+    doctor.show(found, f"examined in {time.perf_counter() - started:.0f} s; nothing was written to a run folder")
+
+
+def loops_by_size(run: Prepared) -> dict[int, Callable]:
+    """Return the inner loop of a run by micro-batch size: its own, half and twice of it where that trains alike."""
+    plan, batch = run.plan, run.plan.config.batch
+    loops = {plan.micro_batch_size: run.programs.inner_loop}
+    # Batches would be normalised in other parts. On a pod a host without memory would leave others in a collective.
+    if jax.process_count() > 1 or (plan.config.model.norm == "batch" and batch.ghost_size is None):
+        return loops
+    unit = plan.grouping.group_size if batch.ghost_size else 1
+    largest = -(-plan.schedule.max_batch_size // plan.num_devices)
+    for size in (plan.micro_batch_size // 2, plan.micro_batch_size * 2):
+        if 1 <= size <= largest and size % unit == 0:
+            other = plan.config.replace(batch={"micro_batch_size": size})
+            loops[size] = make_inner_loop(make_step(plan_run(other, plan.data, plan.hardware, plan.storage)))
+    return loops
+
+
+@contextlib.contextmanager
+def fits(where: str) -> Iterator[None]:
+    """Raise UserError where XLA finds that a program does not fit `where` it is to run."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        text = " ".join(str(error).split())
+        if "RESOURCE_EXHAUSTED" not in text:
+            raise
+        advice = "a smaller batch.micro_batch_size or another augment.storage needs less"
+        raise UserError(f"does not fit {where}: {text[:300]!r}; {advice}") from error
 
 
 # ---- devices that need not be attached ----------------------------------------------------------------
@@ -136,17 +167,6 @@ class Compiled:
     seconds: float  # of compiling
 
 
-def examine_elsewhere(config: Config, target: Target) -> None:
-    """Compile a config's programs for `target` and print the findings."""
-    compiled = compile_for(config, target)
-    found = elsewhere.check_programs(
-        compiled.plan, target, compiled.programs, compiled.needed, compiled.flops_per_image
-    )
-    kind, count = target.hardware.device_kind, target.hardware.num_devices
-    ending = f"compiled for {target.name}, {count} x {kind}, in {compiled.seconds:.0f} s; nothing was run"
-    findings.show(found, ending)
-
-
 def compile_for(config: Config, target: Target) -> Compiled:
     """Compile exactly the programs of `config` for `target`, without data.
 
@@ -160,11 +180,16 @@ def compile_for(config: Config, target: Target) -> Compiled:
     free = target.chip.memory_bytes
     plan = choose_plan(config, dataset_info(config), target.hardware, free_bytes=free)
     lowered = lower_plan(plan, free, target.devices)
-    lengths = {"updates": 1.0, "micro_batches": num_micro_batches(plan)}
+    share = plan.sharding.share_bounds(plan.schedule.max_batch_size)[1]
+    lengths = {"updates": 1.0, "micro_batches": plan.grouping.num_micro_batches(share)}
+    programs = {}
+    for name, program in lowered.items():
+        with fits(f"on {target.name}, in the {name}"):
+            programs[name] = compile_and_look(program, lengths, target.hardware.platform)
     return Compiled(
         target=target,
         plan=plan,
-        programs={name: _compile(name, program, lengths, target) for name, program in lowered.items()},
+        programs=programs,
         needed=needed_bytes(plan, free),
         flops_per_image=training_costs(plan.network, plan.image_shape).flops,
         seconds=time.perf_counter() - started,
@@ -190,26 +215,6 @@ def lower_plan(plan: RunPlan, free_bytes: int, devices: list) -> dict[str, jax.s
     )
 
 
-def _compile(name: str, program: jax.stages.Lowered, lengths: dict[str, float], target: Target) -> CompiledProgram:
-    """Compile a program; raise UserError where the compiler finds that it does not fit."""
-    try:
-        return compile_and_look(program, lengths, target.hardware.platform)
-    except jax.errors.JaxRuntimeError as error:
-        text = " ".join(str(error).split())
-        if "RESOURCE_EXHAUSTED" not in text:
-            raise
-        raise UserError(
-            f"does not fit on {target.name}: the compiler of the {name} says {text[:300]!r}; a smaller "
-            "batch.micro_batch_size needs less, and so does another augment.storage"
-        ) from error
-
-
-def num_micro_batches(plan: RunPlan) -> int:
-    """Return the number of micro-batches per step on the busiest device, for the largest batch."""
-    share = plan.sharding.share_bounds(plan.schedule.max_batch_size)[1]
-    return plan.grouping.num_micro_batches(share)
-
-
 def dataset_info(config: Config) -> DatasetInfo:
     """Describe a config's data set: as it is published, or from the images where a path is given.
 
@@ -217,18 +222,13 @@ def dataset_info(config: Config) -> DatasetInfo:
       UserError: the set is not known, and there are no images.
     """
     fields = config.dataset
-    if fields.path is None and fields.name in SIZES:
-        size = SIZES[fields.name]
-        height, width, channels = size.image_shape
-        if fields.image_size is not None:
-            height, width = np.broadcast_to(fields.image_size, 2).tolist()
-        shape = (height, width, fields.channels or channels)
-        return DatasetInfo.unread(RowLayout.of(size.counts, shape, np.dtype(size.dtype)), size.num_classes)
-    planned = augment.plan_cache(config)
-    return info_of(planned) if planned else DatasetInfo.of(augment.prepare_cache(config))
+    if fields.path is None and fields.source != "synthetic" and fields.name in SIZES:
+        return published_info(fields)
+    return dataset_here(config, augment.plan_cache(config))
 
 
-def info_of(planned: CachePlan) -> DatasetInfo:
-    """Describe the data set of a cache that is not built."""
-    dataset = planned.dataset
-    return DatasetInfo.unread(planned.layout, len(dataset.class_names), dataset.targets)
+def dataset_here(config: Config, planned: CachePlan | None) -> DatasetInfo:
+    """Describe a config's data set from its cache, or from the plan of one that is not built."""
+    if planned is None:
+        return DatasetInfo.of(augment.prepare_cache(config))
+    return DatasetInfo.unread(planned.layout, len(planned.dataset.class_names), planned.dataset.targets)

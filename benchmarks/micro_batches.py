@@ -58,8 +58,8 @@ def measure(network: str, target, parts: int) -> dict:
         return row | {"error": str(error)}
     return row | {
         "cycles_per_image": update.cycles / share,
-        "temporaries": update.memory.temporaries,
-        "share_of_memory": update.memory.total / target.chip.memory_bytes,
+        "temporaries": update.memory["temporaries"],
+        "share_of_memory": sum(update.memory.values()) / target.chip.memory_bytes,
     }
 
 

@@ -19,8 +19,8 @@ from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
 from largebatch.config.fields import BatchConfig, LogConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from largebatch.data.batching import DataSharding, choose_sharding
-from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware, auto_dtype_here, compile_with, options_for
+from largebatch.hardware.compiled import COLLECTIVE, parse
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim.optimizers import create_optimizer
@@ -239,8 +239,8 @@ def collectives(text: str) -> list[dict]:
     """Every collective of a compiled program: its kind and the bytes that one device puts in."""
     return [
         {"kind": one.opcode.removesuffix("-start"), "bytes": one.output_bytes}
-        for one in hlo.parse(text).instructions()
-        if hlo.is_collective(one)
+        for one in parse(text).instructions()
+        if COLLECTIVE.fullmatch(one.opcode)
     ]
 
 

@@ -69,7 +69,6 @@ MAY_IMPORT = {
         "hardware",
         "hosts",
         "optim",
-        "config.fields",
         "data",
         "runs",
         "training",

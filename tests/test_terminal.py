@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from largebatch import terminal
 from largebatch.data.dataset import dataset_of_arrays
-from largebatch.doctor.findings import OK, Finding, show
+from largebatch.doctor import OK, Finding, show
 from largebatch.predictions import tables
 from largebatch.runs.display import Reporter
 from largebatch.runs.summary import empty_summary

@@ -20,6 +20,7 @@ class Chip:
     peak_flops: float  # per second, dense matrix products in bfloat16
     memory_bytes: int
     bytes_per_second: float  # from and to that memory
+    target: str | None = None  # name among the targets of `--compile_for`
     clock_hz: float | None = None  # known of TPUs
 
 
@@ -39,13 +40,14 @@ class Card(Chip):
 
 
 GIB = 2**30
-TPUS = {
-    "TPU v2": Chip(22.5e12, 8 * GIB, 300e9, 700e6),
-    "TPU v3": Chip(61.5e12, 16 * GIB, 450e9, 940e6),
-    "TPU v4": Chip(275e12, 32 * GIB, 1228e9, 1050e6),
-    "TPU v5 lite": Chip(197e12, 16 * GIB, 819e9, 1500e6),
-    "TPU v5": Chip(459e12, 95 * GIB, 2765e9, 1750e6),
-    "TPU v6 lite": Chip(918e12, 32 * GIB, 1640e9, 1750e6),
+TPUS = {  # by the name that JAX gives them
+    "TPU v2": Chip(22.5e12, 8 * GIB, 300e9, "v2", 700e6),
+    "TPU v3": Chip(61.5e12, 16 * GIB, 450e9, "v3", 940e6),
+    # No target: libtpu describes the two cores of a v4's chip, and JAX runs one program on both.
+    "TPU v4": Chip(275e12, 32 * GIB, 1228e9, None, 1050e6),
+    "TPU v5 lite": Chip(197e12, 16 * GIB, 819e9, "v5e", 1500e6),
+    "TPU v5": Chip(459e12, 95 * GIB, 2765e9, "v5p", 1750e6),
+    "TPU v6 lite": Chip(918e12, 32 * GIB, 1640e9, "v6e", 1750e6),
 }
 _HOPPER = {
     "compute_capability": (9, 0),
@@ -65,12 +67,13 @@ _A100 = {
     "shared_bytes_per_block": 166_912,
 }
 CARDS = {
-    "NVIDIA A100-SXM4-40GB": Card(312e12, 42_331_013_120, 1555e9, **_A100),
-    "NVIDIA A100-SXM4-80GB": Card(312e12, 85_100_068_864, 2039e9, **_A100),
+    "NVIDIA A100-SXM4-40GB": Card(312e12, 42_331_013_120, 1555e9, "a100-40gb", **_A100),
+    "NVIDIA A100-SXM4-80GB": Card(312e12, 85_100_068_864, 2039e9, "a100", **_A100),
     "NVIDIA RTX A6000": Card(
         155e12,
         51_041_271_808,
         768e9,
+        "a6000",
         compute_capability=(8, 6),
         cores=84,
         lanes_per_core=128,
@@ -80,9 +83,13 @@ CARDS = {
         shared_bytes_per_core=102_400,
         shared_bytes_per_block=101_376,
     ),
-    "NVIDIA H100 80GB HBM3": Card(989e12, 84_942_979_072, 3352e9, cores=132, core_clock_ghz=1.98, **_HOPPER),
-    "NVIDIA H100 PCIe": Card(756e12, 84_942_979_072, 2039e9, cores=114, core_clock_ghz=1.755, **_HOPPER),
-    "NVIDIA H200": Card(989e12, 151_397_597_184, 4800e9, cores=132, core_clock_ghz=1.98, **_HOPPER),
+    "NVIDIA H100 80GB HBM3": Card(
+        989e12, 84_942_979_072, 3352e9, "h100", cores=132, core_clock_ghz=1.98, **_HOPPER
+    ),
+    "NVIDIA H100 PCIe": Card(
+        756e12, 84_942_979_072, 2039e9, "h100-pcie", cores=114, core_clock_ghz=1.755, **_HOPPER
+    ),
+    "NVIDIA H200": Card(989e12, 151_397_597_184, 4800e9, "h200", cores=132, core_clock_ghz=1.98, **_HOPPER),
 }
 CHIPS: dict[str, Chip] = {**TPUS, **CARDS}
 
@@ -108,38 +115,30 @@ class Hardware:
 
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16")
-# Linux's names of the instructions that multiply bfloat16. Without them XLA converts to float32 and back.
+# Instructions that multiply bfloat16, by Linux's names. Without them XLA converts to float32 and back.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-# Members of BFLOAT16_FLAGS that are left by XLA's --xla_cpu_max_isa. XLA ignores names that are not here.
-LEFT_BY_MAX_ISA = {
-    **dict.fromkeys(("SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_VNNI"), frozenset()),
-    "AVX512_BF16": frozenset({"avx512_bf16"}),
-    **dict.fromkeys(("AMX", "AMX_FP16"), BFLOAT16_FLAGS),
-}
+BFLOAT16_ISAS = ("AVX512_BF16", "AMX", "AMX_FP16")  # limits of --xla_cpu_max_isa that leave XLA some of them
 
 
-def auto_dtype(platform: str, cpu_flags: Collection[str] = ()) -> str:
+def auto_dtype(platform: str, cpu_flags: Collection[str] = (), xla_flags: str = "") -> str:
     """Return the dtype that "auto" stands for: bfloat16 where the hardware multiplies it, else float32.
 
     Args:
       platform: cpu | gpu | tpu, as JAX names it.
-      cpu_flags: instruction sets that XLA may use on a CPU, as Linux names them; see `usable_flags`.
+      cpu_flags: instruction sets of a CPU, as Linux names them.
+      xla_flags: flags that XLA is started with.
     """
     if platform in ("gpu", "tpu"):
         return "bfloat16"
+    limits = re.findall(r"--xla_cpu_max_isa=[\"']?(\w*)", xla_flags)
+    if limits and limits[-1].upper() not in BFLOAT16_ISAS:
+        return "float32"
     return "bfloat16" if BFLOAT16_FLAGS.intersection(cpu_flags) else "float32"
 
 
 def auto_dtype_here() -> str:
     """Return the dtype that "auto" stands for on the devices of this process."""
-    return auto_dtype(jax.default_backend(), usable_flags(read_cpu_flags(), os.environ.get("XLA_FLAGS", "")))
-
-
-def usable_flags(cpu_flags: Collection[str], xla_flags: str) -> frozenset[str]:
-    """Return the instruction sets for bfloat16 in `cpu_flags` that XLA uses, started with `xla_flags`."""
-    given = re.findall(r"--xla_cpu_max_isa=[\"']?(\w*)", xla_flags)
-    left = LEFT_BY_MAX_ISA.get(given[-1].upper(), BFLOAT16_FLAGS) if given else BFLOAT16_FLAGS
-    return left.intersection(cpu_flags)
+    return auto_dtype(jax.default_backend(), read_cpu_flags(), os.environ.get("XLA_FLAGS", ""))
 
 
 def read_cpu_flags() -> frozenset[str]:

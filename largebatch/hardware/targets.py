@@ -15,26 +15,12 @@ import jax
 from jax.experimental import topologies
 from packaging.requirements import Requirement
 
-from largebatch.hardware.chips import CARDS, Card, Chip, Hardware
+from largebatch.hardware.chips import CARDS, TPUS, Card, Chip, Hardware
 from largebatch.util import UserError
 
-# Start of a name -> JAX's name of the device. v4 is left out: libtpu describes the two cores of a chip, and JAX
-# runs one program on both.
-TPU_GENERATIONS = {
-    "v2": "TPU v2",
-    "v3": "TPU v3",
-    "v5e": "TPU v5 lite",
-    "v5p": "TPU v5",
-    "v6e": "TPU v6 lite",
-}
-CARD_NAMES = {
-    "a100-40gb": "NVIDIA A100-SXM4-40GB",
-    "a100": "NVIDIA A100-SXM4-80GB",
-    "a6000": "NVIDIA RTX A6000",
-    "h100": "NVIDIA H100 80GB HBM3",
-    "h100-pcie": "NVIDIA H100 PCIe",
-    "h200": "NVIDIA H200",
-}
+# JAX's names of the devices, by the start of a target's name.
+TPU_GENERATIONS = {chip.target: kind for kind, chip in TPUS.items() if chip.target}
+CARD_NAMES = {card.target: kind for kind, card in CARDS.items()}
 KNOWN = (
     "TPU slices by their chips, as v3:4x4 or v5p:2x2x2 "
     f"({', '.join(TPU_GENERATIONS)}; sides of 2, 4, 8, 16, ... chips, or 1x1), "

@@ -7,7 +7,7 @@ import pytest
 
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping
-from largebatch.hardware import hlo
+from largebatch.hardware.compiled import parse
 from largebatch.tasks.task import Classification
 from largebatch.training.step import MicroBatchReader
 from largebatch.training.views import make_read
@@ -29,10 +29,10 @@ def test_an_example_is_found_once_and_not_for_every_pixel(storage):
         zeros = jnp.zeros((SIZE, *SHAPE))
         return reader.sum_over(lambda found: jnp.tanh(found.images.astype(jnp.float32)), zeros, shard, batch, 0)
 
-    program = hlo.parse(jax.jit(add_images).lower(64).compile().as_text())
-    fusions = [one for one in program.instructions() if one.fused]
+    program = parse(jax.jit(add_images).lower(64).compile().as_text())
+    fusions = [one for one in program.instructions() if one.opcode == "fusion"]
     of_pixels = [one for one in fusions if one.output_bytes >= SIZE * np.prod(SHAPE)]
-    lengths = {one.name: len(program.computations[one.fused]) for one in fusions}
+    lengths = {one.name: len(program.computations[one.attributes["calls"]]) for one in fusions}
     a_round = 10  # operations, at least
     assert of_pixels
     assert max(lengths.values()) > a_round * batching.SHUFFLE_ROUNDS  # the shuffle is somewhere

@@ -7,7 +7,7 @@ from etils import epath
 from largebatch.data.cache_build import build_together
 from largebatch.data.cache_images import BuildEstimate, CachePlan, estimate_build
 from largebatch.data.dataset import dataset_of_files
-from largebatch.doctor.findings import check_build
+from largebatch.doctor import check_build
 from largebatch.util import UserError
 
 

@@ -9,6 +9,8 @@ import examine
 from build import ProgramCache
 from largebatch.data import sharded_split
 from largebatch.data.placement import train_shapes
+from largebatch.data.sources.find import SIZES
+from largebatch.data.sources.splits import assign_splits
 from largebatch.hardware.chips import TPUS, Hardware
 from largebatch.hosts import memory
 from largebatch.util import BadSetting
@@ -60,6 +62,63 @@ def test_a_set_that_is_known_needs_no_images(small_config):
     small_config.dataset.name, small_config.dataset.image_size = "imagenet2012", 224
     data = examine.dataset_info(typed(small_config))
     assert (data.num_images, data.image_shape, data.num_classes) == (1_231_167, (224, 224, 3), 1000)
+
+
+def sizes_in_a_run(name, splits):
+    """The sizes of the splits that a run makes of a published set."""
+    published = [split for split, count in SIZES[name].counts.items() for _ in range(count)]
+    ids, labels = [f"{number:06d}" for number in range(len(published))], np.arange(len(published)) % 10
+    of_set = published if len(SIZES[name].counts) > 1 else None
+    parts = assign_splits(ids, labels, list("abcdefghij"), published=of_set, choice=splits)
+    return {split: len(rows) for split, rows in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "splits", "train", "val", "test"),
+    [
+        ("eurosat", "auto", 21_600, 2_700, 2_700),
+        ("eurosat", "own", 21_600, 2_700, 2_700),
+        ("cifar10", "auto", 45_000, 5_000, 10_000),
+        ("cifar10", "published", 45_000, 5_000, 10_000),
+        ("cifar10", "own", 48_000, 6_000, 6_000),
+        ("imagenet2012", "auto", 1_231_167, 50_000, 50_000),
+        ("imagenet2012", "own", 1_064_935, 133_116, 133_116),
+    ],
+)
+def test_a_set_that_is_not_here_is_split_as_by_a_run(small_config, name, splits, train, val, test):
+    small_config.dataset.name, small_config.dataset.splits = name, splits
+    sizes = {"train": train, "val": val, "test": test}
+    assert examine.dataset_info(typed(small_config)).layout.counts == sizes
+    if name != "imagenet2012":  # which takes seconds
+        assert sizes_in_a_run(name, splits) == sizes
+
+
+def test_splits_that_a_set_does_not_have_are_refused_as_by_a_run(small_config):
+    small_config.dataset.name, small_config.dataset.splits = "eurosat", "published"
+    with pytest.raises(BadSetting) as without_images:
+        examine.dataset_info(typed(small_config))
+    with pytest.raises(BadSetting) as in_a_run:
+        sizes_in_a_run("eurosat", "published")
+    assert str(without_images.value) == str(in_a_run.value)
+
+
+def test_listed_splits_of_a_set_that_is_not_here(small_config, tmp_path):
+    small_config.dataset.name, small_config.dataset.tfds_split = "cifar10", "train+test"
+    assert examine.dataset_info(typed(small_config)).num_images == 48_000
+    small_config.dataset.tfds_split = "train[:10%]"
+    refused = (
+        r"^dataset.tfds_split: 'train\[:10%\]' of 'cifar10' without images; allowed: train and test, joined by \+"
+    )
+    with pytest.raises(BadSetting, match=refused):
+        examine.dataset_info(typed(small_config))
+    small_config.dataset.tfds_split, path = None, tmp_path / "split.csv"
+    path.write_text("\n".join(["id,split", *(f"{i}.png,{'train' if i < 80 else 'val'}" for i in range(90))]))
+    small_config.dataset.split_file = str(path)
+    with pytest.raises(BadSetting, match=r"^dataset.split_file: .*split.csv: no test images"):
+        examine.dataset_info(typed(small_config))
+    path.write_text(path.read_text() + "\n90.png,test")
+    counts = examine.dataset_info(typed(small_config)).layout.counts
+    assert counts == {"train": 80, "val": 10, "test": 1}
 
 
 def test_what_does_not_fit_there_says_by_how_much_and_what_helps(small_config):

@@ -10,9 +10,8 @@ from machines import target_or_skip
 
 import examine
 from benchmarks.compile import Case
-from largebatch.hardware import hlo
 from largebatch.hardware.chips import compile_with, options_for
-from largebatch.hardware.compiled import compile_and_look
+from largebatch.hardware.compiled import compile_and_look, parse
 from largebatch.nn import convolution
 from plan import choose_plan
 
@@ -46,10 +45,12 @@ def full_batch_on():
 
 def what_it_does(lowered) -> dict:
     """Return bytes of an update, and the convolutions and activations of its micro-batches."""
-    program = hlo.parse(compile_with(lowered, options_for("gpu")).as_text())
-    (loop,) = [one for one in program.loops() if one.op_name.endswith("micro_batches/while")]
+    program = parse(compile_with(lowered, options_for("gpu")).as_text())
+    (loop,) = [one for one in program.loops() if one.scope == "micro_batches"]
     inside = [one for one, _ in program.executions(lambda loop: 1, loop)]
-    convolutions = [one for one in inside if one.target.startswith("__cudnn$conv")]
+    convolutions = [
+        one for one in inside if one.attributes.get("custom_call_target", "").startswith("__cudnn$conv")
+    ]
     images = [one for one in inside if re.search(r"\[5400,\d+,\d+,\d+\]", one.shape)]
     sizes = [re.search(r"\[5400,(\d+),(\d+),(\d+)\]", one.shape) for one in images]
     return {

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from largebatch.hardware import hlo
-from largebatch.hardware.compiled import moved_by, moved_bytes
+from largebatch.hardware.compiled import parse
 
 BY_HAND = """HloModule jit_f
 
@@ -40,8 +39,8 @@ ENTRY %main (a: f32[100,8], i: s32[], b: f32[4,8], row: f32[1,8]) -> f32[100,8] 
 
 
 def test_parts_count_as_parts_and_what_is_on_the_chip_not_at_all():
-    program = hlo.parse(BY_HAND)
-    moved = {one.name: moved_by(program, one) for one in program.instructions()}
+    program = parse(BY_HAND)
+    moved = {one.name: program.moved_by(one) for one in program.instructions()}
     rows, row, index = 4 * 8 * 4, 8 * 4, 4
     assert moved["taken"] == rows + index + rows  # of `a` its slice, of `b` nothing
     assert (moved["start"], moved["done"]) == (2 * rows, 0)
@@ -66,6 +65,6 @@ def gradient(x, kernel):
 def test_bytes_are_those_of_xla(function):
     x, kernel = np.ones((128, 96), np.float32), np.ones((96, 80), np.float32)
     compiled = jax.jit(function).lower(x, kernel).compile()
-    program = hlo.parse(compiled.as_text())
-    ours = moved_bytes(program, list(program.executions(lambda loop: 1)))
+    program = parse(compiled.as_text())
+    ours = sum(times * program.moved_by(one) for one, times in program.executions(lambda loop: 1))
     assert ours == pytest.approx(compiled.cost_analysis()["bytes accessed"], rel=0.02)

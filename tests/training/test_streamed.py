@@ -12,12 +12,11 @@ from test_resume import assert_same_run, flip, rows_of
 
 import examine
 import train
-from build import ProgramCache, prepare
+from build import ProgramCache
+from largebatch import doctor
 from largebatch.data import streaming
 from largebatch.data.cache import Cache, images_file
-from largebatch.doctor import checks as doctor
 from largebatch.hosts import memory, preemption
-from largebatch.hosts.clock import Clock
 from largebatch.optim import noise_scale
 from largebatch.runs.lifecycle import Diverged
 from largebatch.training import trainer
@@ -237,10 +236,10 @@ def test_a_stream_is_placed_again_for_batches_that_it_is_too_small_for(config):
 def test_the_doctor_examines_a_streamed_config(config, monkeypatch):
     monkeypatch.setattr(doctor, "BUDGET_SEC", 0.0)
     config.batch.trace, config.batch.size, config.augment.storage = None, 40, "streamed"
-    *subject, state = prepare(examine.config_to_examine(typed(config)), Clock(), ProgramCache())
-    found = doctor.examine(doctor.Subject(*subject), state, config.sync, 0.0)
-    findings = {finding.name: finding for finding in found}
-    assert {finding.status for finding in findings.values()} == {"ok"}, findings
+    shown = []
+    monkeypatch.setattr(doctor, "show", lambda findings, *ending: shown.extend(findings))
+    assert examine.run(config, here=True, target_name=None) == 0
+    assert {finding.status for finding in shown} == {"ok"}, shown
 
 
 @pytest.mark.full

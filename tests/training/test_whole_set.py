@@ -10,8 +10,8 @@ from conftest import make_small_config, typed
 from build import ProgramCache, make_step, prepare
 from largebatch.data.batching import DeviceBatch, Grouping
 from largebatch.data.cache import DatasetInfo
-from largebatch.hardware import hlo
 from largebatch.hardware.chips import Hardware
+from largebatch.hardware.compiled import parse
 from largebatch.hosts import replicas
 from largebatch.hosts.clock import Clock
 from largebatch.training.grouping import plan_micro_batches
@@ -54,8 +54,8 @@ def one_update(config):
     plan, data, programs, state = prepare(typed(config), Clock(), ProgramCache())
     before = replicas.first_replica(state.params)
     arguments = state, data.train.arrays, plan.schedule.inputs(0, plan.inputs_length), np.int32(1)
-    program = hlo.parse(programs.inner_loop.lower(*arguments).compile().as_text())
-    loops = [loop for loop in program.loops() if loop.op_name.endswith("micro_batches/while")]
+    program = parse(programs.inner_loop.lower(*arguments).compile().as_text())
+    loops = [loop for loop in program.loops() if loop.scope == "micro_batches"]
     state, metrics = programs.inner_loop(*arguments)
     gradient = jax.tree.map(np.subtract, before, replicas.first_replica(state.params))
     return gradient, float(metrics["loss"][0]), len(loops)

@@ -6,18 +6,27 @@ import http.client
 import re
 import urllib.request
 
+import numpy as np
 from etils import epath
 
 from largebatch.config.fields import DatasetConfig
+from largebatch.data.cache import DatasetInfo, RowLayout
 from largebatch.data.dataset import Dataset
 from largebatch.data.decode import DecodeOptions
 from largebatch.data.sources.class_folders import class_folders
 from largebatch.data.sources.files import open_files
 from largebatch.data.sources.maps import maps
 from largebatch.data.sources.scenes import PATTERNS, SCENES_VERSION, scenes_dataset
+from largebatch.data.sources.splits import (
+    NO_PUBLISHED_SPLITS,
+    complete_sizes,
+    own_sizes,
+    read_split_file,
+    split_named,
+)
 from largebatch.data.sources.synthetic import synthetic_dataset
 from largebatch.data.sources.tfds_source import FORMAT, file_format, prepared_builder, tfds_dataset, tfds_dir
-from largebatch.util import UserError, expanded, remove_stale, replacing
+from largebatch.util import BadSetting, UserError, expanded, remove_stale, replacing
 
 EUROSAT_TFDS_NAME = "eurosat/rgb"
 
@@ -174,21 +183,49 @@ def _download(url: str, target: epath.Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PublishedSize:
-    """Size of a published set, with its own splits or ours."""
+    """Size of a published set."""
 
-    counts: dict[str, int]
+    counts: dict[str, int]  # labelled images of each published split; "train" alone is a set without splits
     image_shape: tuple[int, int, int]  # height, width, channels; of sets of many sizes the most usual
     dtype: str
     num_classes: int
 
 
-_EUROSAT = {"train": 21_600, "val": 2_700, "test": 2_700}
-_CIFAR10 = {"train": 45_000, "val": 5_000, "test": 10_000}
-# ImageNet publishes no labels of its test images: our test images are cut from its training images.
-_IMAGENET = {"train": 1_231_167, "val": 50_000, "test": 50_000}
 SIZES = {
-    "eurosat": PublishedSize(_EUROSAT, (64, 64, 3), "uint8", 10),
-    "eurosat_ms": PublishedSize(_EUROSAT, (64, 64, 13), "uint16", 10),
-    "cifar10": PublishedSize(_CIFAR10, (32, 32, 3), "uint8", 10),
-    "imagenet2012": PublishedSize(_IMAGENET, (375, 500, 3), "uint8", 1000),
+    "eurosat": PublishedSize({"train": 27_000}, (64, 64, 3), "uint8", 10),
+    "eurosat_ms": PublishedSize({"train": 27_000}, (64, 64, 13), "uint16", 10),
+    "cifar10": PublishedSize({"train": 50_000, "test": 10_000}, (32, 32, 3), "uint8", 10),
+    "imagenet2012": PublishedSize({"train": 1_281_167, "val": 50_000}, (375, 500, 3), "uint8", 1000),
 }
+
+
+def published_info(fields: DatasetConfig) -> DatasetInfo:
+    """Describe a set of SIZES as a run has it: its images are as many, large and split as `fields` say.
+
+    Raises:
+      BadSetting: the set has no such splits, or the split file cannot be read.
+    """
+    size = SIZES[fields.name]
+    height, width, channels = size.image_shape
+    if fields.image_size is not None:
+        height, width = np.broadcast_to(fields.image_size, 2).tolist()
+    shape = (height, width, fields.channels or channels)
+    layout = RowLayout.of(_published_counts(fields, size.counts), shape, np.dtype(size.dtype))
+    return DatasetInfo.unread(layout, size.num_classes)
+
+
+def _published_counts(fields: DatasetConfig, published: dict[str, int]) -> dict[str, int]:
+    if fields.split_file is not None:
+        return read_split_file(fields.split_file).sizes()
+    if fields.tfds_split is not None:
+        parts = [split_named(name.strip()) for name in fields.tfds_split.split("+")]
+        if not published.keys() >= set(parts):
+            allowed = f"{' and '.join(published)}, joined by +, or give dataset.path"
+            found = f"{fields.tfds_split!r} of {fields.name!r} without images"
+            raise BadSetting(f"dataset.tfds_split: {found}; allowed: {allowed}")
+        return own_sizes(sum(published[part] for part in parts))
+    if fields.splits != "own" and len(published) > 1:
+        return complete_sizes(published)
+    if fields.splits == "published":
+        raise BadSetting(NO_PUBLISHED_SPLITS)
+    return own_sizes(sum(published.values()))

@@ -22,6 +22,10 @@ PLACEHOLDER = "{split}"  # in a path: replaced by each of SPLITS
 ID_COLUMNS = ("id", "path", "filename", "image")
 SPLIT_COLUMN = "split"
 SHOWN_FOLDERS = 4
+NO_PUBLISHED_SPLITS = (
+    "dataset.splits: 'published', but this data set has no splits of its own; allowed: auto | own, or give them by "
+    "dataset.split_file"
+)
 
 
 def split_named(name: str) -> str | None:
@@ -89,14 +93,27 @@ class SplitFile:
                 raise BadSetting(f"{FIELD}: {entry.place}: {entry.name!r} {found}; allowed: each image once")
             named[row] = entry
             splits[entry.split].append(row)
-        for split, members in splits.items():
-            if not members:
-                allowed = "some in each of train, val, test"
-                raise BadSetting(f"{FIELD}: {self.path}: no {split} images; allowed: {allowed}")
+        self._refuse_empty({split: len(members) for split, members in splits.items()})
         if left_out := len(example_ids) - len(named):
             text = "%s: left out %d of %d images, which it does not name"
             log.warning(text, self.path, left_out, len(example_ids))
         return splits
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of images of each of SPLITS, of a set that has them all.
+
+        Raises:
+          BadSetting: a split without images.
+        """
+        listed = [entry.split for entry in self.entries if not entry.may_be_header]
+        self._refuse_empty(sizes := {split: listed.count(split) for split in SPLITS})
+        return sizes
+
+    def _refuse_empty(self, sizes: dict[str, int]) -> None:
+        for split, size in sizes.items():
+            if size == 0:
+                allowed = "some in each of train, val, test"
+                raise BadSetting(f"{FIELD}: {self.path}: no {split} images; allowed: {allowed}")
 
 
 def read_split_file(path: str) -> SplitFile:
@@ -224,10 +241,7 @@ def assign_splits(
     elif published is not None and choice != "own":
         splits = _complete(example_ids, published, seed)
     elif choice == "published":
-        allowed = "auto | own, or give them by dataset.split_file"
-        raise BadSetting(
-            f"dataset.splits: 'published', but this data set has no splits of its own; allowed: {allowed}"
-        )
+        raise BadSetting(NO_PUBLISHED_SPLITS)
     else:
         splits = split_indices(example_ids, seed)
     _check_classes(splits, np.asarray(labels), class_names)
@@ -240,41 +254,60 @@ def split_indices(example_ids: list[str], seed: int) -> dict[str, np.ndarray]:
     Returns:
       For each of SPLITS the indices into `example_ids`.
     Raises:
-      UserError: fewer than 10 examples, which would leave a part empty.
+      UserError: see `own_sizes`.
     """
-    count = len(example_ids)
-    if count < 10:
-        raise UserError(f"dataset: {count} images; allowed: at least 10, for an 80/10/10 split")
-    order = _shuffled(example_ids, np.arange(count), seed)
-    tenth = count // 10
-    train, val, test = np.split(order, [count - 2 * tenth, count - tenth])
+    sizes = own_sizes(len(example_ids))
+    order = _shuffled(example_ids, np.arange(len(example_ids)), seed)
+    train, val, test = np.split(order, np.cumsum([sizes["train"], sizes["val"]]))
     return {"train": train, "val": val, "test": test}
 
 
+def own_sizes(count: int) -> dict[str, int]:
+    """Return the number of examples of each of SPLITS in our own split of `count`.
+
+    Raises:
+      UserError: fewer than 10 examples, which would leave a part empty.
+    """
+    if count < 10:
+        raise UserError(f"dataset: {count} images; allowed: at least 10, for an 80/10/10 split")
+    return {"train": count - 2 * (count // 10), "val": count // 10, "test": count // 10}
+
+
 def _complete(example_ids: list[str], published: list[str], seed: int) -> dict[str, np.ndarray]:
-    """Return the published splits, with missing ones cut from the training examples.
+    """Return the published splits, with missing ones cut from the training examples; see `complete_sizes`."""
+    names = np.array(published)
+    splits = {split: np.flatnonzero(names == split) for split in SPLITS}
+    sizes = complete_sizes({split: len(rows) for split, rows in splits.items() if len(rows)})
+    missing = [split for split in SPLITS if len(splits[split]) == 0]
+    if missing:
+        order = _shuffled(example_ids, splits["train"], seed)
+        for split in reversed(missing):  # if both are missing, cut as by `split_indices`
+            order, splits[split] = np.split(order, [-sizes[split]])
+            log.info("%s: %d of the published training images", split, sizes[split])
+        splits["train"] = order
+    return {split: _sorted_by_id(example_ids, rows) for split, rows in splits.items()}
+
+
+def complete_sizes(published: dict[str, int]) -> dict[str, int]:
+    """Return the number of examples of each of SPLITS, where missing ones are cut from the training examples.
 
     A missing split gets a tenth of them, but no more than the other published split has: of ImageNet's 1,281,167
     training images not 128,116 are taken, but 50,000, the size of its validation split.
+
+    Args:
+      published: number of examples of each published split.
+    Raises:
+      UserError: there are no training examples, or too few to cut from.
     """
-    names = np.array(published)
-    splits = {split: np.flatnonzero(names == split) for split in SPLITS}
-    missing = [split for split in SPLITS if len(splits[split]) == 0]
-    if "train" in missing:
+    if "train" not in published:
         raise UserError("dataset: the published splits have no training images; allowed: dataset.splits 'own'")
-    if missing:
-        order = _shuffled(example_ids, splits["train"], seed)
-        tenth = len(order) // 10
-        if tenth == 0:
-            allowed = f"at least 10, to cut {' and '.join(missing)} from"
-            raise UserError(f"dataset: {len(order)} training images; allowed: {allowed}")
-        held_out = max(len(splits["val"]), len(splits["test"]))
-        size = min(tenth, held_out) if held_out else tenth
-        for split in reversed(missing):  # if both are missing, cut as by `split_indices`
-            order, splits[split] = order[:-size], order[-size:]
-            log.info("%s: %d of the published training images", split, size)
-        splits["train"] = order
-    return {split: _sorted_by_id(example_ids, rows) for split, rows in splits.items()}
+    missing, train = [split for split in SPLITS if split not in published], published["train"]
+    if missing and train < 10:
+        raise UserError(
+            f"dataset: {train} training images; allowed: at least 10, to cut {' and '.join(missing)} from"
+        )
+    size = min([train // 10, *(published[split] for split in published if split != "train")])
+    return {"train": train - size * len(missing)} | {split: published.get(split, size) for split in SPLITS[1:]}
 
 
 def _shuffled(example_ids: list[str], rows: np.ndarray, seed: int) -> np.ndarray:

@@ -1,1 +1,0 @@
-"""Doctor: checks before a long run."""
