@@ -31,7 +31,7 @@ from largebatch.util import UserError, expanded
 log = logging.getLogger("largebatch")
 
 POINTER, STATE = "pointer.json", ".copied.json"
-CHECKPOINTS, SUMS, SUMMARY = "checkpoints", "SHA256SUMS", "summary.json"
+CHECKPOINTS, SUMS, SUMMARY = "checkpoints", "description/metadata", "summary.json"
 LOCAL_FOLDERS = "~/.cache/largebatch/runs"
 PROBE = "probe-"  # prefix of temporary objects
 LOCK = "lock"
@@ -334,7 +334,7 @@ class Bucket:
         for path in self.folder.rglob("*"):
             name = path.relative_to(self.folder)
             hidden = name.parts[:2] if name.parts[0] == CHECKPOINTS else name.parts[:1]
-            if any(part.startswith(".") for part in hidden) or name.parts[0] == LOCK:
+            if any(part.startswith(".") or part.endswith("-tmp") for part in hidden) or name.parts[0] == LOCK:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file() and not path.is_symlink():
@@ -344,8 +344,8 @@ class Bucket:
 
     def _checkpoints_here(self) -> dict[str, str]:
         sums = self.folder.glob(f"{CHECKPOINTS}/*/{SUMS}")
-        whole = [path for path in sums if path.parent.name.isdigit()]
-        return {path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in whole}
+        whole = [path for path in sums if path.parents[1].name.isdigit()]
+        return {path.parents[1].name: hashlib.sha256(path.read_bytes()).hexdigest() for path in whole}
 
     def _read_state(self) -> tuple[list, dict]:
         """Return the state of this machine's last copy: the ids that the pointer may have, and `_copied`.

@@ -14,6 +14,12 @@ from largebatch.util import UserError, expanded
 
 log = logging.getLogger("largebatch")
 
+LENGTH = "train.outer_steps"
+LONGER_HINT = (
+    "allowed: more of them where schedule.name is constant (without a trace or adascale), or a new run that starts "
+    "from this one's parameters (train.init_from)"
+)
+
 
 def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
     """Open and lock the run folder, or return it with the summary of its ended run; equal on every host.
@@ -33,8 +39,11 @@ def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
     check_installed(config["log"])
     is_begun, summary = _holds_this_run(run, config), run.read("summary.json")
     if is_begun and summary and summary.get("status") in ("done", "diverged", "pruned"):
-        _name_other_places(run, config)
-        return summary
+        length_there = run.read("config.json")["train"]["outer_steps"]
+        is_longer = config["train"]["outer_steps"] > length_there and summary.get("steps_to_target") is None
+        if summary["status"] != "done" or not is_longer:
+            _name_other_places(run, config)
+            return summary
     run.lock()
     try:
         # Checked again: this machine may hold a run that has not been copied to its bucket yet.
@@ -54,10 +63,20 @@ def _holds_this_run(run: RunFolder, config: dict) -> bool:
     stored = run.read("config.json")
     if stored is None:
         return False
-    changed = difference(identity_of_run(config), identity_of_run(stored), ("here", "there"))
+    here, there = identity_of_run(config), identity_of_run(stored)
+    if _may_be_longer(config) and isinstance(there.get(LENGTH), int):
+        there[LENGTH] = max(there[LENGTH], here[LENGTH])
+    changed = difference(here, there, ("here", "there"))
     if changed:
-        raise UserError(f"--workdir: {run.address} holds a run of another config: {changed}")
+        hint = f"; {LONGER_HINT}" if here[LENGTH] != there.get(LENGTH) else ""
+        raise UserError(f"--workdir: {run.address} holds a run of another config: {changed}{hint}")
     return True
+
+
+def _may_be_longer(config: dict) -> bool:
+    """Return True if a longer run of this config has the same first steps."""
+    schedule, trace = config["schedule"], config["batch"]["trace"]
+    return schedule["name"] == "constant" and schedule["scaling"] != "adascale" and trace is None
 
 
 def _name_other_places(run: RunFolder, config: dict) -> None:
@@ -138,7 +157,7 @@ def roll_back(progress, from_step: int, reason: str) -> None:
     snapshot, description = progress.read_validated()
     cuts_to_make = len(rollbacks) + 1 - len(description["summary"]["rollbacks"])
     scale = _cut(snapshot["state"].learning_rate_scale, options["rollback_factor"], cuts_to_make)
-    progress.take_up(_with_learning_rate_scale(snapshot, scale), description)
+    progress.restore(_with_learning_rate_scale(snapshot, scale), description)
     rollback = {
         "from_step": from_step,
         "to_step": progress.validated_step,

@@ -25,6 +25,7 @@ from largebatch.buckets import bucket
 from largebatch.buckets.bucket import Bucket, Unreachable
 from largebatch.hosts import preemption
 from largebatch.runs import checkpoints, folder, reader
+from largebatch.runs.checkpoints import DESCRIPTION
 from largebatch.runs.display import Reporter
 from largebatch.runs.load import best_checkpoint
 from largebatch.util import UserError
@@ -65,11 +66,12 @@ def write_checkpoint(run: Path, step: int, content: str) -> None:
         rows.write(f"{step}\n")
     temporary = run / "checkpoints" / f".{step:08d}.tmp"
     (temporary / "arrays").mkdir(parents=True)
+    (temporary / "description").mkdir()
     for part in range(3):
         (temporary / "arrays" / f".part{part}").write_text(content * (part + 1))
     names = sorted(path for path in temporary.rglob("*") if path.is_file())
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(temporary)}" for path in names]
-    (temporary / "SHA256SUMS").write_text("\n".join(sums))
+    (temporary / DESCRIPTION).write_text("\n".join(sums))
     target = run / "checkpoints" / f"{step:08d}"
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
@@ -78,12 +80,12 @@ def write_checkpoint(run: Path, step: int, content: str) -> None:
 def check_whole(run: Path) -> list[int]:
     """Steps of the checkpoints, of which every file and the rows have to be there."""
     steps = []
-    for sums in sorted(run.glob(f"checkpoints/{'[0-9]' * 8}/SHA256SUMS")):
+    for sums in sorted(run.glob(f"checkpoints/{'[0-9]' * 8}/{DESCRIPTION}")):
         listed = [line.split("  ") for line in sums.read_text().splitlines()]
         for digest, name in listed:
-            assert hashlib.sha256((sums.parent / name).read_bytes()).hexdigest() == digest
+            assert hashlib.sha256((sums.parents[1] / name).read_bytes()).hexdigest() == digest
         assert len(listed) == 3
-        steps.append(int(sums.parent.name))
+        steps.append(int(sums.parents[1].name))
     rows = (run / "metrics.jsonl").read_text().split() if steps else []
     assert {str(step) for step in steps} <= set(rows)
     return steps
@@ -267,8 +269,8 @@ def test_a_checkpoint_that_is_not_the_named_one_is_not_used(mine, tmp_path, capl
     write_checkpoint(mine.folder, 10, "b")
     mine.push()
     write_checkpoint(mine.folder, 10, "c")
-    sums = (mine.folder / "checkpoints" / "00000010" / "SHA256SUMS").read_bytes()
-    fsspec.filesystem("memory").pipe_file("/bucket/run/checkpoints/00000010/SHA256SUMS", sums)
+    sums = (mine.folder / "checkpoints" / "00000010" / DESCRIPTION).read_bytes()
+    fsspec.filesystem("memory").pipe_file(f"/bucket/run/checkpoints/00000010/{DESCRIPTION}", sums)
     assert (elsewhere(tmp_path) / "checkpoints" / "00000010.damaged").is_dir()
     assert "damaged checkpoint: 00000010 of memory://bucket/run" in caplog.text
 
@@ -445,7 +447,7 @@ def test_a_checkpoint_that_was_damaged_in_the_bucket_is_not_used(config, tmp_pat
         train.train_and_evaluate(config, URL, report=Stops(enabled=False))
     lose_this_machine(tmp_path)
     store = fsspec.filesystem("memory").store
-    newest = max(name for name in store if name.endswith("checkpoint.json"))
+    newest = max(name for name in store if name.endswith(DESCRIPTION))
     store[newest] = type(store[newest])(None, newest, store[newest].getvalue().replace(b"step", b"stop", 1))
     train.train_and_evaluate(config, URL)
     assert "damaged checkpoint: " in caplog.text
@@ -504,7 +506,7 @@ ARGUMENTS = {
     "dataset.image_size": 16,
     "train.inner_steps": 2,
     "train.outer_steps": 6,
-    "checkpoint.keep": 1,
+    "checkpoint.keep": 2,
 }
 
 
@@ -589,7 +591,7 @@ def test_a_pod_that_is_stopped_goes_on_on_other_machines(tmp_path, session_cache
         process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=os.environ | environment)
         try:
             while process.poll() is None:
-                if files.exists("bucket/run/checkpoints/00000002/SHA256SUMS"):
+                if files.exists(f"bucket/run/checkpoints/00000002/{DESCRIPTION}"):
                     process.terminate()
                     break
             assert process.wait(120) == 128 + signal.SIGTERM
