@@ -16,7 +16,6 @@ import json
 import logging
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -62,19 +61,14 @@ def _orbax():
     """Import Orbax, which takes a while, and silence its threads: their errors are raised by `save` as well."""
     import orbax.checkpoint as ocp
 
-    for name in ("absl", "asyncio", "concurrent.futures"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    in_thread, unraisable = threading.excepthook, sys.unraisablehook
-
-    def of_thread(arguments):
-        if not type(arguments.thread).__module__.startswith("orbax"):
-            in_thread(arguments)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    unraisable = sys.unraisablehook
 
     def of_callback(arguments):
         if "Event loop is closed" not in str(arguments.exc_value):
             unraisable(arguments)
 
-    threading.excepthook, sys.unraisablehook = of_thread, of_callback
+    sys.unraisablehook = of_callback
     return ocp
 
 
@@ -204,6 +198,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for the writer and end it."""
         self._writer.shutdown()
+        self._empty(UNFINISHED)  # of a save that failed, whose threads may still have written then
 
     # ---- restoring -----------------------------------------------------------------------------------
 
