@@ -20,7 +20,7 @@ from largebatch import cli, terminal
 from largebatch.buckets import bucket
 from largebatch.exports import card, contents, folder, program
 from largebatch.hosts.start import start_jax
-from largebatch.runs import reader
+from largebatch.runs.load import load
 from largebatch.runs.summary import versions
 from largebatch.tasks.task import make_task
 from largebatch.training.loss import make_logits_fn
@@ -69,7 +69,7 @@ def export(run_folder: Path, out: Path, *, ema: bool = False) -> str:
 def describe(run: TrainedRun, network, *, ema: bool) -> dict:
     """model.json: what evaluate.py takes of it, what a card says, and what others need to build the network."""
     summary = run.description["summary"]
-    rows = [row for row in reader.read_run(run.path).rows if row.get("step") == run.step]
+    rows = [row for row in load(run.path).rows if row.get("step") == run.step]
     scores = rows[-1] if rows else {"val_score": summary.get("best_score")}
     return {
         "step": run.step,

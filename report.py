@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from largebatch.buckets import bucket
 from largebatch.predictions import files as prediction_files
 from largebatch.reports import example_pictures, page, panels
 from largebatch.reports.best_runs import best_runs
@@ -25,6 +24,7 @@ from largebatch.reports.labels import count_runs
 from largebatch.reports.page import GroupReport
 from largebatch.reports.panels import Group
 from largebatch.runs import reader
+from largebatch.runs.load import load
 from largebatch.studies import analysis
 from largebatch.util import UserError, address_argument, path_argument, printable, replacing
 
@@ -100,7 +100,7 @@ def read_groups(paths: list[str]) -> list[Group]:
     """
     groups, single_runs = [], []
     for path in dict.fromkeys(paths):
-        content = reader.read(bucket.local_copy(path))
+        content = load(path)
         if isinstance(content, reader.Study):
             groups.append(panels.group_study(content))
         else:

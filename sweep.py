@@ -30,6 +30,7 @@ from largebatch.hardware.chips import AUTO
 from largebatch.hosts import collectives, preemption
 from largebatch.runs import reader
 from largebatch.runs.folder import RunFolder, writing
+from largebatch.runs.load import load
 from largebatch.studies import analysis, critical_batch
 from largebatch.studies.database import is_sqlite_file_in, without_password
 from largebatch.studies.display import SweepTable
@@ -160,7 +161,7 @@ def main(config: config_dict.ConfigDict) -> int:
 
 def print_results(study: Study) -> None:
     """The leaderboard, or of branches the critical batch, read back from the folder."""
-    trials = reader.read(study.path)
+    trials = load(study.path)
     for problem in trials.problems:
         log.warning("%s", problem)
     if not study.description.get("branch_points"):

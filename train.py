@@ -3,10 +3,12 @@
 python train.py                                                     synthetic images, no download
 python train.py --config configs/eurosat.py --workdir runs/eurosat  the real job
 python train.py --config configs/eurosat.py --config.optimizer.name sgd --config.batch.size 1024
+python train.py --workdir runs/eurosat                              the rest of that run, by its own config
 """
 
 import logging
 import secrets
+import sys
 import time
 
 import jax
@@ -292,14 +294,16 @@ def main(config: config_dict.ConfigDict) -> int:
             return examine.show_batches(config)
         return examine.run(config, here=given.doctor, target_name=given.compile_for)
     preemption.answer_signals()
-    workdir = flags.FLAGS.workdir or new_workdir(config)
+    if given.workdir and not any(argument.startswith("--config") for argument in sys.argv[1:]):
+        config = config_dict.ConfigDict(RunFolder(given.workdir).read("config.json") or config)
+    workdir = given.workdir or new_workdir(config)
     try:
-        train_and_evaluate(config, workdir, profile=flags.FLAGS.profile)
+        train_and_evaluate(config, workdir, profile=given.profile)
     except Diverged as error:
         log.error("%s", error)
         return cli.EXIT_DIVERGED
     except preemption.Stopped as stopped:
-        log.info("%s; give the same command with --workdir %s to go on", stopped, workdir)
+        log.info("%s; python train.py --workdir %s goes on", stopped, workdir)
         return stopped.exit_code
     return 0
 

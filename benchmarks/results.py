@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks import knees, pages, result_tables
 from benchmarks.timing import ROOT
 from largebatch.runs import reader
+from largebatch.runs.load import load
 from largebatch.runs.reader import Run
 from largebatch.studies import analysis
 from largebatch.util import UserError
@@ -201,10 +202,10 @@ def _run(job: Job, arguments: list[str]) -> None:
 def rows_of(job: Job, path: Path, data: Path | None) -> list[dict]:
     """What the runs of a job gave."""
     if job.seeds is None:
-        found = reader.read(path / job.name)
+        found = load(path / job.name)
         settings = analysis.leaderboard(found)
         return [_row(job, setting.runs) | {"values": setting.values} for setting in settings]
-    runs = [reader.read_run(run_folder(job, seed, path)) for seed in range(job.seeds)]
+    runs = [load(run_folder(job, seed, path)) for seed in range(job.seeds)]
     row = _row(job, runs)
     row["parameters"] = [run.summary.get("params_sha256") for run in runs]
     for before in pages.read_rows(ROWS):

@@ -15,6 +15,7 @@ import train
 from configs import default
 from largebatch.data.dataset import dataset_of_arrays
 from largebatch.predictions.tables import macro_f1, print_results
+from largebatch.runs import checkpoints
 from largebatch.runs.load import best_checkpoint
 from largebatch.tasks.kinds import CLASSIFICATION
 from largebatch.tasks.scores import Scores
@@ -268,12 +269,12 @@ def test_bad_input_is_one_line(run, tmp_path):
         assert_one_line_error(run_script("evaluate.py", *arguments), *words, code=2)
     cut = tmp_path / "cut"
     shutil.copytree(run, cut)
-    for path in cut.glob("checkpoints/*/SHA256SUMS"):
+    for path in cut.glob(f"checkpoints/*/{checkpoints.DESCRIPTION}"):
         path.write_bytes(path.read_bytes()[:50])
     result = run_script("evaluate.py", cut)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].endswith("has no sound checkpoint of a validated step")
-    assert "SHA256SUMS is not a list of digests" in result.stderr
+    assert f"{checkpoints.DESCRIPTION} cannot be read" in result.stderr
     assert "Traceback" not in result.stderr
 
 

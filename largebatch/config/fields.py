@@ -304,13 +304,12 @@ class EvalConfig:
 class CheckpointConfig:
     """Checkpoints."""
 
-    keep: int = integer(3, 1, 1_000_000, identity=False)
+    keep: int = integer(3, 2, 1_000_000, identity=False)
     """Latest checkpoints that are kept, beside the best one."""
     every_outer: int = integer(1, 1, identity=False)
     """Validations between two checkpoints; a new best is always saved."""
-    every_sec: float | str = number("auto", "[0, inf)", identity=False)
-    """Seconds until a checkpoint is written between two validations. `auto`: loses the least time by what a save
-    costs and how often the run has failed."""
+    every_sec: float = number(120.0, "[0, inf)", identity=False)
+    """Seconds after a checkpoint until the next is written between two validations."""
 
 
 @dataclass(frozen=True)

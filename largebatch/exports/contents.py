@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from largebatch.exports import folder
 from largebatch.runs.checkpoints import named_leaves
-from largebatch.runs.load import BestCheckpoint
+from largebatch.runs.load import LoadedCheckpoint
 from largebatch.tasks.planes import PixelTargets
 from largebatch.util import UserError
 
@@ -50,7 +50,7 @@ def description_as_bytes(about: dict) -> bytes:
 # ---- read --------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> BestCheckpoint:
+def read(path: Path) -> LoadedCheckpoint:
     """An exported folder, which anybody may have made, as the checkpoint that it was made of.
 
     Raises:
@@ -59,7 +59,7 @@ def read(path: Path) -> BestCheckpoint:
     contents = folder.read(path)
     about = _read_description(contents[folder.DESCRIPTION], path / folder.DESCRIPTION)
     arrays = _read_arrays(contents[folder.ARRAYS], path / folder.ARRAYS)
-    return BestCheckpoint({_name_in_checkpoint(name): array for name, array in arrays.items()}, about)
+    return LoadedCheckpoint({_name_in_checkpoint(name): array for name, array in arrays.items()}, about)
 
 
 def _name_in_checkpoint(name: str) -> str:

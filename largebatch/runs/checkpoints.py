@@ -1,23 +1,21 @@
-"""Checkpoints: arrays written by Orbax in the background, every byte under a SHA-256.
+"""Checkpoints, saved by Orbax in the background and verified when they are restored.
 
-    checkpoints/00000300/arrays/          Orbax: one folder per array, named as the array
-    checkpoints/00000300/checkpoint.json  step, config, progress, a SHA-256 per array taken from memory
-    checkpoints/00000300/SHA256SUMS       of every file above; `sha256sum -c SHA256SUMS` checks it by hand
+    checkpoints/00000300/arrays/               the arrays, by name
+    checkpoints/00000300/description/metadata  JSON: step, config, progress, and a SHA-256 of each array
 
-Orbax restores flipped bits without an error, hence the digests. A folder is written under a temporary name and
-renamed, so under its own name it is whole. Only one host writes and reads; the state is the same on every
+Orbax restores some flipped bits without an error, so the digests are taken from memory before arrays are written.
+Arrays and digests become a checkpoint by one rename. Only host 0 writes and reads: the state is the same on every
 device.
 """
 
 import concurrent.futures
+import dataclasses
 import functools
 import hashlib
 import json
 import logging
-import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -29,24 +27,14 @@ from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 
-SUMS, DESCRIPTION, ARRAYS = "SHA256SUMS", "checkpoint.json", "arrays"
+ARRAYS, DESCRIPTION = "arrays", "description/metadata"
+REMOVED = "removed"  # where a checkpoint is renamed to before its files are removed, one after the other
+UNFINISHED = "*.orbax-checkpoint-tmp"
 REPLICAS = "replicas"  # the part of a checkpoint whose leading axes count devices
-
-# Arrays, or names with all arrays below them, that were renamed since an earlier version of this file format:
-# {"state.old": "state.new", "replicas.old": "replicas.new"}.
-RENAMED = {
-    "state.averaged": "state.num_averaged",
-    "replicas.averaged": "replicas.num_averaged",
-    "state.progress": "state.scale_invariant_steps",
-    "replicas.progress": "replicas.scale_invariant_steps",
-}
-
-# Errors that mean damage; any other OSError is of a failing disk or network, and the file may well be sound.
-MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class DamagedCheckpoint(Exception):
-    """Raised when a checkpoint does not hold what was saved; the message names file and array."""
+    """Raised when a checkpoint does not hold what was saved; the message names it."""
 
 
 def named_leaves(tree) -> dict[str, Any]:
@@ -55,84 +43,95 @@ def named_leaves(tree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def current_name(stored: str) -> str:
-    """Return the name in this version of an array that is stored under the name `stored`; see RENAMED."""
-    for old, new in RENAMED.items():
-        if stored == old or stored.startswith(f"{old}."):
-            return new + stored.removeprefix(old)
-    return stored
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of one checkpoint of a folder."""
+    return folder / f"{step:08d}"
 
 
-def _sha256(content) -> str:
-    return hashlib.sha256(content).hexdigest()
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps with a whole checkpoint, oldest first."""
+    return sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit())
 
 
-def _array_digest(array: np.ndarray) -> dict:
-    return {
-        "dtype": str(array.dtype),
-        "shape": list(array.shape),
-        "sha256": _sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)),
-    }
+# ---- writing -----------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _hush_orbax() -> None:
-    """Silence Orbax's threads, which print errors (on a full disk, each of them) that `save` raises as well."""
-    for name in ("absl", "asyncio", "concurrent.futures"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    in_thread, unraisable = threading.excepthook, sys.unraisablehook
+def _orbax():
+    """Import Orbax, which takes a while, and silence its threads: their errors are raised by `save` as well."""
+    import orbax.checkpoint as ocp
 
-    def of_thread(arguments):
-        if not type(arguments.thread).__module__.startswith("orbax"):
-            in_thread(arguments)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    unraisable = sys.unraisablehook
 
     def of_callback(arguments):
         if "Event loop is closed" not in str(arguments.exc_value):
             unraisable(arguments)
 
-    threading.excepthook, sys.unraisablehook = of_thread, of_callback
+    sys.unraisablehook = of_callback
+    return ocp
 
 
-def _orbax():
-    """Return Orbax and a checkpointer confined to this process; imported late since it takes a while."""
-    import orbax.checkpoint as ocp
+def _alone() -> dict:
+    """Return the options that confine Orbax to this process, and with them its handlers of the two items."""
+    ocp, process = _orbax(), jax.process_index()
+    options = {
+        "multiprocessing_options": ocp.options.MultiprocessingOptions(
+            primary_host=process, active_processes={process}, barrier_sync_key_prefix="alone"
+        )
+    }
+    handlers = {
+        "arrays": ocp.PyTreeCheckpointHandler(**options),
+        "description": ocp.JsonCheckpointHandler(**options),
+    }
+    return options, handlers
 
-    _hush_orbax()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=jax.process_index(), active_processes={jax.process_index()}, barrier_sync_key_prefix="alone"
-    )
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)  # a folder per array
-    return ocp, ocp.Checkpointer(handler, multiprocessing_options=alone)
 
+@dataclasses.dataclass
+class _Protected:
+    """Preservation policy of Orbax that keeps the steps in `steps`."""
 
-def _sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to disk, so that it survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    steps: set[int]
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        """Return True for each checkpoint that is kept."""
+        del context
+        return [checkpoint.step in self.steps for checkpoint in checkpoints]
 
 
 class Checkpoints:
     """Checkpoints of one run, saved in the background; the last few and the protected ones are kept.
 
     Args:
+      keep: number of the latest checkpoints that are kept, 2 or more: a damaged one needs the one before it.
       after_save: function that is called when a checkpoint is on disk, in the background; it may raise a UserError.
     """
 
     def __init__(self, folder: Path, keep: int, after_save: Callable[[], None] = lambda: None):
         self.folder, self._keep, self._after_save = folder.absolute(), keep, after_save
+        self._protected = _Protected(set())
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._pending: concurrent.futures.Future | None = None
 
-    def steps(self) -> list[int]:
-        """Return the steps with a whole checkpoint, oldest first."""
-        return sorted(int(path.name) for path in self.folder.glob("[0-9]*") if path.name.isdigit())
-
-    def path(self, step: int) -> Path:
-        """Return the folder of one checkpoint."""
-        return self.folder / f"{step:08d}"
+    @functools.cached_property
+    def _manager(self):
+        ocp, (options, handlers) = _orbax(), _alone()
+        policies = ocp.checkpoint_managers
+        kept = [policies.LatestN(self._keep), self._protected]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return ocp.CheckpointManager(
+            self.folder,
+            item_handlers=handlers,
+            options=ocp.CheckpointManagerOptions(
+                create=False,
+                cleanup_tmp_directories=True,
+                enable_async_checkpointing=False,  # `_writer` costs a step less
+                step_name_format=ocp.path.step.standard_name_format(step_format_fixed_length=8),
+                preservation_policy=policies.AnyPreservationPolicy(kept),
+                todelete_subdir=REMOVED,
+                **options,
+            ),
+        )
 
     def save(self, step: int, tree, description: dict, protect: Iterable[int] = ()) -> None:
         """Save a pytree of this host's arrays (copied before this returns) under `step`, in the background.
@@ -145,8 +144,9 @@ class Checkpoints:
         """
         self.wait()
         arrays = {name: np.array(leaf) for name, leaf in named_leaves(tree).items()}
-        text = json.dumps(description, allow_nan=False)
-        self._pending = self._writer.submit(self._write, step, arrays, text, {step, *protect})
+        text = json.dumps({"step": step, **description}, allow_nan=False)
+        self._protected.steps = set(protect)
+        self._pending = self._writer.submit(self._write, step, arrays, text)
 
     def poll(self) -> None:
         """Raise the error of a finished save, without waiting for a running one."""
@@ -163,51 +163,44 @@ class Checkpoints:
             pending, self._pending = self._pending, None
             pending.result()
 
-    def _write(self, step: int, arrays: dict[str, np.ndarray], text: str, protect: set[int]) -> None:
-        target, temporary = self.path(step), self.folder / f".{step:08d}.tmp"
+    def _write(self, step: int, arrays: dict[str, np.ndarray], text: str) -> None:
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            ocp, checkpointer = _orbax()
-            checkpointer.save(temporary / ARRAYS, args=ocp.args.PyTreeSave(arrays))
+            ocp, manager = _orbax(), self._manager
+            if step in saved_steps(self.folder):  # from before a rollback; Orbax saves no step twice
+                self._delete(step)
             digests = {name: _array_digest(array) for name, array in arrays.items()}
-            whole_description = {"step": step, "arrays": digests, **json.loads(text)}
-            (temporary / DESCRIPTION).write_text(json.dumps(whole_description, indent=1))
-            (temporary / SUMS).write_text(_sums_of(temporary))
-            for path in (temporary / DESCRIPTION, temporary / SUMS, temporary):
-                _sync(path)
-            old = self.folder / f".{step:08d}.old.tmp"
-            if target.exists():  # a checkpoint of the same step, from before a rollback
-                target.rename(old)
-            temporary.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-            _sync(self.folder)
-            self._prune(protect)
+            description = sealed({**json.loads(text), "arrays": digests})
+            items = {"arrays": ocp.args.PyTreeSave(arrays), "description": ocp.args.JsonSave(description)}
+            manager.save(step, args=ocp.args.Composite(**items), force=True)
+            self._empty(REMOVED)
             self._after_save()
         except UserError:
             raise
         except Exception as error:  # TensorStore reports a full disk as ValueError
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise UserError(f"--workdir: cannot write {target} ({_reason(error)})") from error
+            self._empty(UNFINISHED)
+            raise UserError(f"--workdir: cannot write {path_of(self.folder, step)} ({_reason(error)})") from error
 
-    def _prune(self, protect: set[int]) -> None:
-        steps = self.steps()
-        for step in set(steps[: -self._keep]) - protect:
-            self._remove(step)
+    def _empty(self, pattern: str) -> None:
+        for path in self.folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
-    def _remove(self, step: int) -> None:
-        """Remove a checkpoint, renamed first, since a folder under its own name is whole."""
-        trash = self.folder / f".{step:08d}.gone.tmp"
-        shutil.rmtree(trash, ignore_errors=True)
-        self.path(step).rename(trash)
-        shutil.rmtree(trash)
+    def _delete(self, step: int) -> None:
+        self._manager.delete(step)
+        self._empty(REMOVED)
 
     def discard_after(self, step: int) -> None:
         """Remove the checkpoints of later steps than `step`."""
         self.wait()
-        for later in self.steps():
+        for later in saved_steps(self.folder):
             if later > step:
-                self._remove(later)
+                self._delete(later)
+
+    def close(self) -> None:
+        """Wait for the writer and end it."""
+        self._writer.shutdown()
+        self._empty(UNFINISHED)  # of a save that failed, whose threads may still have written then
+
+    # ---- restoring -----------------------------------------------------------------------------------
 
     def restore_newest(
         self, like, check: Callable[[dict], None] = lambda description: None
@@ -223,38 +216,31 @@ class Checkpoints:
           UserError: all are damaged (then nothing is set aside), one cannot be read, or it holds other arrays than
             `like`.
         """
-        for old in self.folder.glob(".*.old.tmp"):  # left by a process killed while it replaced one
-            if not (target := self.path(int(old.name[1:9]))).exists():
-                old.rename(target)
-        for temporary in self.folder.glob(".*.tmp"):
-            shutil.rmtree(temporary, ignore_errors=True)
-        damages: dict[int, DamagedCheckpoint] = {}
-        for step in reversed(self.steps()):
+        damages: dict[Path, DamagedCheckpoint] = {}
+        for step in reversed(saved_steps(self.folder)):
+            path = path_of(self.folder, step)
             try:
-                newest_sound = restore(self.path(step), like, check)
+                newest_sound = restore(path, like, check)
             except DamagedCheckpoint as damage:
-                damages[step] = damage
+                damages[path] = damage
                 continue
             for damaged, damage in damages.items():
-                self._set_aside(damaged, damage)
+                _set_aside(damaged, damage)
             return newest_sound
         if damages:
             newest = damages[max(damages)]
             raise UserError(f"--workdir: no checkpoint is sound: {newest}; start in a new folder")
         return None
 
-    def _set_aside(self, step: int, damage: DamagedCheckpoint) -> None:
-        aside = self.path(step).with_suffix(".damaged")
-        log.warning("damaged checkpoint: %s; set aside as %s", damage, aside.name)
-        try:
-            shutil.rmtree(aside, ignore_errors=True)
-            self.path(step).rename(aside)
-        except OSError as error:
-            raise UserError(f"--workdir: cannot write {aside} ({error.strerror})") from error
 
-    def close(self) -> None:
-        """Wait for the writer and end it."""
-        self._writer.shutdown()
+def _set_aside(path: Path, damage: DamagedCheckpoint) -> None:
+    aside = path.with_suffix(".damaged")
+    log.warning("damaged checkpoint: %s; set aside as %s", damage, aside.name)
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    except OSError as error:
+        raise UserError(f"--workdir: cannot write {aside} ({error.strerror})") from error
 
 
 def _reason(error: Exception) -> str:
@@ -264,67 +250,65 @@ def _reason(error: Exception) -> str:
     return "No space left on device" if "No space left on device" in text else text[:300]
 
 
-def _sums_of(folder: Path) -> str:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return "".join(f"{_sha256(path.read_bytes())}  {path.relative_to(folder).as_posix()}\n" for path in files)
+# ---- digests and reading -----------------------------------------------------------------------------
 
 
-def check(folder: Path) -> dict:
-    """Verify every file of a checkpoint; return its description.
+def _array_digest(array: np.ndarray) -> list:
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return [str(array.dtype), list(array.shape), hashlib.sha256(content).hexdigest()]
+
+
+def sealed(description: dict) -> dict:
+    """Return a description with its own SHA-256 in it, as "sha256"."""
+    rest = {name: value for name, value in description.items() if name != "sha256"}
+    text = json.dumps(rest, sort_keys=True)
+    return {**rest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def read_description(path: Path) -> dict:
+    """Read and verify the description of a checkpoint, without Orbax.
 
     Raises:
-      DamagedCheckpoint: a file is damaged; the message names it, and the array that it belongs to.
-      UserError: a file cannot be read just now.
+      DamagedCheckpoint: it is missing or not what was saved.
+      UserError: the disk cannot be read just now.
     """
+    file = path / DESCRIPTION
     try:
-        lines = (folder / SUMS).read_bytes().decode().splitlines(keepends=True)
-        expected = {line[66:-1]: line[:64] for line in lines}
-        present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {SUMS}
-    except (*MISSING, UnicodeDecodeError) as error:
-        raise DamagedCheckpoint(f"{folder / SUMS} cannot be read ({error})") from error
+        description = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{file} cannot be read ({error})") from error
     except OSError as error:
-        raise UserError(f"{folder / SUMS} cannot be read ({error.strerror})") from error
-    if "".join(f"{digest}  {name}\n" for name, digest in expected.items()) != "".join(lines):
-        raise DamagedCheckpoint(f"{folder / SUMS} is not a list of digests")
-    if DESCRIPTION not in expected:
-        raise DamagedCheckpoint(f"{folder / SUMS} does not list {DESCRIPTION}")
-    for name in sorted(expected.keys() | present):
-        if name not in expected:
-            raise DamagedCheckpoint(f"{folder / SUMS} does not list {name}")
-        of_array = f" (array {name.split('/')[1]})" if name.count("/") > 1 else ""
-        if name not in present:  # or no file of this folder, as "../../dev/zero"
-            raise DamagedCheckpoint(f"{folder / name} cannot be read (no such file){of_array}")
-        try:
-            digest = _sha256((folder / name).read_bytes())
-        except MISSING as error:
-            raise DamagedCheckpoint(f"{folder / name} cannot be read ({error.strerror}){of_array}") from error
-        except OSError as error:
-            raise UserError(f"{folder / name} cannot be read ({error.strerror})") from error
-        if digest != expected[name]:
-            raise DamagedCheckpoint(f"{folder / name} does not match its SHA-256{of_array}")
-    return json.loads((folder / DESCRIPTION).read_text())
+        raise UserError(f"{file} cannot be read ({error.strerror})") from error
+    if not isinstance(description, dict) or description != sealed(description):
+        raise DamagedCheckpoint(f"{file} does not match its SHA-256")
+    return description
 
 
-def read_arrays(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
-    """Read and verify the arrays, by their current names, and the description.
+def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict]:
+    """Read and verify the arrays of a checkpoint, by name, and its description.
 
     Raises:
-      DamagedCheckpoint: a file, or an array as Orbax restores it, differs from what was saved.
+      DamagedCheckpoint: an array or the description is not what was saved.
+      UserError: the disk cannot be read just now.
     """
-    description = check(folder)
-    ocp, checkpointer = _orbax()
-    names = description["arrays"]
-    how = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-    arrays = checkpointer.restore(
-        folder.absolute() / ARRAYS, args=ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=how)
-    )
-    for name, expected in names.items():
+    description = read_description(path)
+    digests, ocp, (options, handlers) = description["arrays"], _orbax(), _alone()
+    restored = dict.fromkeys(digests, ocp.RestoreArgs(restore_type=np.ndarray))
+    checkpointer = ocp.Checkpointer(handlers["arrays"], **options)
+    try:
+        arrays = checkpointer.restore(
+            path.absolute() / ARRAYS,
+            args=ocp.args.PyTreeRestore(item=dict.fromkeys(digests, 0), restore_args=restored),
+        )
+    except Exception as error:  # what Orbax and TensorStore raise where bytes are wrong or missing has no class
+        raise DamagedCheckpoint(f"{path / ARRAYS} cannot be read ({_reason(error)})") from error
+    for name, expected in digests.items():
         if _array_digest(arrays[name]) != expected:
-            raise DamagedCheckpoint(f"{folder / ARRAYS / name}: array {name} does not match its SHA-256")
-    return {current_name(name): array for name, array in arrays.items()}, description
+            raise DamagedCheckpoint(f"{path / ARRAYS}: array {name} does not match its SHA-256")
+    return arrays, description
 
 
-def restore(folder: Path, like, check: Callable[[dict], None] = lambda description: None) -> tuple[Any, dict]:
+def restore(path: Path, like, check: Callable[[dict], None] = lambda description: None) -> tuple[Any, dict]:
     """Restore a checkpoint as a pytree like `like`; return it with its description.
 
     Args:
@@ -333,9 +317,9 @@ def restore(folder: Path, like, check: Callable[[dict], None] = lambda descripti
       DamagedCheckpoint: as of `read_arrays`.
       UserError: the checkpoint holds other arrays than `like`.
     """
-    arrays, description = read_arrays(folder)
+    arrays, description = read_arrays(path)
     check(description)
-    return fill(like, arrays, str(folder)), description
+    return fill(like, arrays, str(path)), description
 
 
 def fill(like, arrays: dict[str, np.ndarray], where: str):

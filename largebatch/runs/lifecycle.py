@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from pathlib import Path
 
 import numpy as np
 
@@ -10,9 +9,15 @@ from largebatch.config.dicts import DATA_PATHS, difference, identity_of_run
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import RunFolder
 from largebatch.tracking.trackers import check_installed
-from largebatch.util import UserError, expanded
+from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
+
+LENGTH = "train.outer_steps"
+LONGER_HINT = (
+    "allowed: more of them where schedule.name is constant (without a trace or adascale), or a new run that starts "
+    "from this one's parameters (train.init_from)"
+)
 
 
 def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
@@ -31,14 +36,21 @@ def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
 
 def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
     check_installed(config["log"])
-    is_begun, summary = _holds_this_run(run, config), run.read("summary.json")
-    if is_begun and summary and summary.get("status") in ("done", "diverged", "pruned"):
-        _name_other_places(run, config)
+    stored, summary = _stored_config(run, config), run.read("summary.json")
+    status = summary and stored and summary.get("status")
+    goes_on = stored and _length(stored) < _length(config) and summary and summary.get("steps_to_target") is None
+    if status in ("diverged", "pruned") or (status == "done" and not goes_on):
+        for name, here in config["dataset"].items():
+            there = stored["dataset"][name]
+            if f"dataset.{name}" in DATA_PATHS and here != there:
+                log.warning(
+                    "%s has ended, with dataset.%s %s; %s was not looked at", run.address, name, there, here
+                )
         return summary
     run.lock()
     try:
         # Checked again: this machine may hold a run that has not been copied to its bucket yet.
-        if not _holds_this_run(run, config) and run.holds("metrics.jsonl"):
+        if _stored_config(run, config) is None and run.holds("metrics.jsonl"):
             raise UserError(f"--workdir: {run.address} holds metrics.jsonl but no config.json; give a new folder")
     except UserError:
         run.close()
@@ -46,37 +58,29 @@ def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
     return None
 
 
-def _holds_this_run(run: RunFolder, config: dict) -> bool:
-    """Return True if a run of this config is in the folder; refuse a run of another config.
+def _stored_config(run: RunFolder, config: dict) -> dict | None:
+    """Return the config of the run in the folder, if there is one; refuse a run of another config.
 
-    The place of the data does not matter: checkpoints have their digests.
+    The place of the data does not matter: checkpoints have their digests. A longer run is the same
+    run, if its first steps are the same.
     """
     stored = run.read("config.json")
     if stored is None:
-        return False
-    changed = difference(identity_of_run(config), identity_of_run(stored), ("here", "there"))
+        return None
+    here, there = identity_of_run(config), identity_of_run(stored)
+    schedule, trace = config["schedule"], config["batch"]["trace"]
+    may_be_longer = schedule["name"] == "constant" and schedule["scaling"] != "adascale" and trace is None
+    if may_be_longer and isinstance(there.get(LENGTH), int):
+        there[LENGTH] = max(there[LENGTH], here[LENGTH])
+    changed = difference(here, there, ("here", "there"))
     if changed:
-        raise UserError(f"--workdir: {run.address} holds a run of another config: {changed}")
-    return True
+        hint = f"; {LONGER_HINT}" if here[LENGTH] != there.get(LENGTH) else ""
+        raise UserError(f"--workdir: {run.address} holds a run of another config: {changed}{hint}")
+    return stored
 
 
-def _name_other_places(run: RunFolder, config: dict) -> None:
-    """Warn if an ended run had its data from other places: the data in the new places are not checked."""
-    there = run.read("config.json")["dataset"]
-    for name in (path.removeprefix("dataset.") for path in DATA_PATHS):
-        if _place(there.get(name)) != _place(here := config["dataset"][name]):
-            log.warning(
-                "%s has ended, with dataset.%s %s; %s was not looked at", run.address, name, there.get(name), here
-            )
-
-
-def _place(path: str | None) -> str | None:
-    if path is None or "://" in path:
-        return path
-    try:
-        return str(Path(expanded(path)).resolve())
-    except UserError:  # "~USER" of another machine
-        return path
+def _length(config: dict) -> int:
+    return config["train"]["outer_steps"]
 
 
 class Diverged(Exception):
@@ -138,7 +142,7 @@ def roll_back(progress, from_step: int, reason: str) -> None:
     snapshot, description = progress.read_validated()
     cuts_to_make = len(rollbacks) + 1 - len(description["summary"]["rollbacks"])
     scale = _cut(snapshot["state"].learning_rate_scale, options["rollback_factor"], cuts_to_make)
-    progress.take_up(_with_learning_rate_scale(snapshot, scale), description)
+    progress.restore(_with_learning_rate_scale(snapshot, scale), description)
     rollback = {
         "from_step": from_step,
         "to_step": progress.validated_step,

@@ -1,57 +1,92 @@
-"""Loaders of run folders and exports: a trained network, or the state to start another run from."""
+"""Loader of run folders: rows, config and summary without JAX, parameters on request."""
 
 import dataclasses
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from largebatch.runs import checkpoints, summary
+from largebatch.buckets import bucket
+from largebatch.runs import reader
 from largebatch.util import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 log = logging.getLogger("largebatch")
 
+CHECKPOINTS = "checkpoints"
 WHOLE_AVERAGE = 1_000_000  # steps, after which no moving average remembers its start
 
 
-# ---- the best checkpoint -----------------------------------------------------------------------------
+def load(path) -> reader.Run | reader.Study:
+    """Load a run, finished or not, or a study: config, rows, events and summary.
+
+    What is damaged or missing is listed in `problems`. `best_checkpoint` and `checkpoint_at` read the parameters.
+
+    Args:
+      path: folder, or URL of a run in a bucket, which is copied to this machine.
+    Raises:
+      UserError: there is neither a run nor a study.
+    """
+    return reader.read(bucket.local_copy(path))
+
+
+# ---- checkpoints; these import JAX -------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class BestCheckpoint:
-    """Checkpoint with arrays by name, and checkpoint.json (step, config, description of the data, ...)."""
+class LoadedCheckpoint:
+    """Arrays of a checkpoint by name, and its description (step, config, description of the data, ...)."""
 
-    arrays: dict[str, np.ndarray]
+    arrays: "dict[str, np.ndarray]"
     description: dict
 
 
-def best_checkpoint(run: Path) -> BestCheckpoint:
+def steps_of(run: Path) -> list[int]:
+    """Return the steps of which a run has checkpoints, oldest first."""
+    from largebatch.runs import checkpoints
+
+    return checkpoints.saved_steps(run / CHECKPOINTS)
+
+
+def best_checkpoint(run: Path) -> LoadedCheckpoint:
     """Read the checkpoint with the best validation score of a run.
 
     Raises:
       UserError: the run has none, or it is damaged.
     """
+    from largebatch.runs import checkpoints
+
     if not (run / "config.json").exists():
         raise UserError(f"{run} is no run folder: it has no config.json")
-    saved = checkpoints.Checkpoints(run / "checkpoints", keep=1)
-    best_step = None
-    for step in reversed(saved.steps()):  # the newest sound one records which was best
+    for step in reversed(steps_of(run)):  # the newest sound one records which was best
         try:
-            best_step = checkpoints.check(saved.path(step))["summary"]["best_step"]
-            break
+            newest = checkpoints.read_description(checkpoints.path_of(run / CHECKPOINTS, step))
         except checkpoints.DamagedCheckpoint as damage:
             log.warning("damaged checkpoint: %s", damage)
-    if best_step is None:
-        raise UserError(f"{run} has no sound checkpoint of a validated step")
+            continue
+        if (best := newest["summary"]["best_step"]) is not None:
+            return checkpoint_at(run, best)
+        break
+    raise UserError(f"{run} has no sound checkpoint of a validated step")
+
+
+def checkpoint_at(run: Path, step: int) -> LoadedCheckpoint:
+    """Read and verify the checkpoint of a run after `step` steps.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    from largebatch.runs import checkpoints
+
     try:
-        arrays, description = checkpoints.read_arrays(saved.path(best_step))
+        return LoadedCheckpoint(*checkpoints.read_arrays(checkpoints.path_of(run / CHECKPOINTS, step)))
     except checkpoints.DamagedCheckpoint as damage:
-        raise UserError(f"{run}: its best checkpoint is damaged: {damage}") from damage
-    return BestCheckpoint(arrays, description)
+        raise UserError(f"{run}: damaged checkpoint: {damage}") from damage
 
 
-def arrays_of(parts: Iterable[str], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def arrays_of(parts: Iterable[str], arrays: "dict[str, np.ndarray]") -> "dict[str, np.ndarray]":
     """Return the arrays of some parts of a checkpointed state ("params", ...), by names without "state."."""
     parts = set(parts)
     names = {name: name.removeprefix("state.") for name in arrays if name.startswith("state.")}
@@ -61,51 +96,36 @@ def arrays_of(parts: Iterable[str], arrays: dict[str, np.ndarray]) -> dict[str, 
 # ---- the start of another run (train.init_from) --------------------------------------------------------
 
 
-def best_parameters(run: Path, state, network_version: int):
-    """Return `state` with all variables of the network from a run's best checkpoint.
+def initial_state(address: str, step: int | None, state, network_version: int):
+    """Return `state` with what another run had learned.
+
+    With `step` that is all after so many steps (parameters, moments and averages), and steps are counted from 0
+    again. Without, it is the variables of the network from the best checkpoint. Hyper-parameters, seed, the noise
+    that is measured and the outer momentum of local steps are those of `state`.
 
     Args:
-      state: a TrainState of NumPy arrays.
-    Raises:
-      UserError: the run has none, or it is of another network, or of another version of the networks.
-    """
-    like = {"params": state.params, "model_state": state.model_state}
-    found = best_checkpoint(run)
-    summary.refuse_other_network(found.description["data"], network_version, run)
-    variables = checkpoints.fill(like, arrays_of(like, found.arrays), str(run))
-    # The restored averages are complete: the first step must not replace them.
-    whole = np.full_like(state.num_averaged, WHOLE_AVERAGE)
-    return state.replace(**variables, ema=None if state.ema is None else variables, num_averaged=whole)
-
-
-def branch(run: Path, step: int, state, network_version: int):
-    """Return `state` with all that a run had learned after `step` steps: parameters, moments and averages.
-
-    Steps are counted from 0 again. Hyper-parameters, seed, the noise that is measured and the outer momentum of
-    local steps are those of `state`.
-
-    Args:
+      address: folder of the other run, or its URL in a bucket.
       state: a TrainState of NumPy arrays.
     Raises:
       UserError: there is no such checkpoint, or it is of another network or optimizer, or of another version of the
         networks.
     """
-    saved = checkpoints.Checkpoints(run / "checkpoints", keep=1)
-    if step not in saved.steps():
-        steps = ", ".join(f"{step:,}" for step in saved.steps()) or "none"
-        raise UserError(f"{run} has no checkpoint of update {step:,}; allowed as train.init_step: {steps}")
-    learned = {
-        "params": state.params,
-        "model_state": state.model_state,
-        "ema": state.ema,
-        "opt_state": state.opt_state,
-        "num_averaged": state.num_averaged,
-    }
-    try:
-        arrays, description = checkpoints.read_arrays(saved.path(step))
-    except checkpoints.DamagedCheckpoint as damage:
-        raise UserError(f"damaged checkpoint: {damage}") from damage
-    summary.refuse_other_network(description["data"], network_version, run)
-    learned = checkpoints.fill(learned, arrays_of(learned, arrays), str(saved.path(step)))
-    learned["opt_state"] = learned["opt_state"]._replace(hyperparams=state.opt_state.hyperparams)
-    return state.replace(**learned)
+    import numpy as np
+
+    from largebatch.runs import checkpoints, summary
+
+    run = bucket.local_copy(address)
+    if step and step not in (saved := steps_of(run)):
+        allowed = ", ".join(f"{step:,}" for step in saved) or "none"
+        raise UserError(f"{run} has no checkpoint of update {step:,}; allowed as train.init_step: {allowed}")
+    found = checkpoint_at(run, step) if step else best_checkpoint(run)
+    summary.refuse_other_network(found.description["data"], network_version, run)
+    parts = ["params", "model_state", *(("ema", "opt_state", "num_averaged") if step else ())]
+    like = {part: getattr(state, part) for part in parts}
+    learned = checkpoints.fill(like, arrays_of(like, found.arrays), str(run))
+    if step:
+        learned["opt_state"] = learned["opt_state"]._replace(hyperparams=state.opt_state.hyperparams)
+        return state.replace(**learned)
+    # The restored averages are complete: the first step must not replace them.
+    whole = np.full_like(state.num_averaged, WHOLE_AVERAGE)
+    return state.replace(**learned, ema=None if state.ema is None else learned, num_averaged=whole)

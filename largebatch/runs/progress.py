@@ -9,12 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from largebatch.buckets import bucket
 from largebatch.hosts import collectives
 from largebatch.hosts.clock import Clock
 from largebatch.predictions.files import Outcome
 from largebatch.runs import checkpoints, load
-from largebatch.runs.cadence import Cadence
 from largebatch.runs.folder import RunFolder, jsonable
 from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
 from largebatch.runs.summary import (
@@ -22,7 +20,6 @@ from largebatch.runs.summary import (
     code_of,
     empty_summary,
     refuse_other_data,
-    summary_of_older_code,
     warnings_on_resuming,
 )
 from largebatch.tasks.kinds import kind_of
@@ -61,7 +58,6 @@ class RunProgress:
         self.batch_sizes: list[list[int]] | None = None  # of the restored checkpoint; see `BatchSchedule.state`
         options = self.config["checkpoint"]
         self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", options["keep"], run.copy)
-        self._cadence = Cadence(options["every_sec"])
         self._trackers: Trackers | None = None  # on host 0, once the run has started
         self._is_training = False  # True once this process has recorded its first step
         self._saved_step, self._saved_time = None, time.monotonic()
@@ -88,11 +84,9 @@ class RunProgress:
             if description is None and self.config["train"]["init_from"]:
                 self._start_from_another_run()
         if description is not None:
-            self.take_up(snapshot, description)
+            self.restore(snapshot, description)
             self._saved_step = self._trainer.step
             self._clock.add(description["clock"])
-            if description.get("save_sec") is not None:
-                self._cadence.note_save(description["save_sec"])
         self._log_what_happened(description)
         collectives.agreed(self._write_start, collectives.is_primary())
         if description is None:
@@ -118,16 +112,12 @@ class RunProgress:
         return {**snapshot, "replicas": replicas_from_mean(snapshot["state"], self._like["replicas"])}
 
     def _start_from_another_run(self) -> None:
-        """Restore the state of the run that train.init_from names; see `runs.load`."""
-        train, state = self.config["train"], self._like["state"]
-        step, version = train["init_step"], self._data["network_version"]
+        """Restore the state of the run that train.init_from names; see `load.initial_state`."""
+        train, state, version = self.config["train"], self._like["state"], self._data["network_version"]
 
         def read():
             try:
-                run = bucket.local_copy(train["init_from"])
-                if step:
-                    return load.branch(run, step, state, version)
-                return load.best_parameters(run, state, version)
+                return load.initial_state(train["init_from"], train["init_step"], state, version)
             except UserError as error:
                 raise UserError(f"train.init_from: {error}") from error
 
@@ -144,12 +134,11 @@ class RunProgress:
             return None, None
         return collectives.from_primary(checkpoint[0] if checkpoint else self._like), description
 
-    def take_up(self, snapshot: dict, description: dict) -> None:
+    def restore(self, snapshot: dict, description: dict) -> None:
         """Restore a checkpoint, on all hosts."""
         self.batch_sizes = description["batch_sizes"]
         self._trainer.restore(snapshot)
-        known, summary = empty_summary().keys(), summary_of_older_code(description["summary"])
-        self.summary.update((name, value) for name, value in summary.items() if name in known)
+        self.summary.update((name, description["summary"][name]) for name in empty_summary())
         self.seconds_before, self.validated_step = description["before"], description["boundary"]
         self._saved_step = None
 
@@ -248,11 +237,9 @@ class RunProgress:
         if after_validation:
             self.validated_step = self._trainer.step
         self._saved_step, self._saved_time = self._trainer.step, time.monotonic()
-        begin = time.perf_counter()
         with self._clock.measure("checkpoint"):
             snapshot = self._trainer.snapshot()  # replicas are averaged for it, on all hosts
             collectives.agreed(lambda: self._save(snapshot), collectives.is_primary())
-        self._cadence.note_save(time.perf_counter() - begin)
 
     def _save(self, snapshot: dict) -> None:
         description = {
@@ -265,13 +252,12 @@ class RunProgress:
             "boundary": self.validated_step,
             "rows": self._run.rows_mark(),
             "batch_sizes": self._trainer.schedule.batch_sizes.state(),
-            "save_sec": self._cadence.save_sec,
         }
         protect = {self.validated_step, self.summary["best_step"]} - {None}
         self._checkpoints.save(self._trainer.step, snapshot, description, protect)
 
     def save_if_due(self) -> None:
-        """Save, between two calls inside an outer loop, if `every_sec` have passed.
+        """Save, between two calls inside an outer loop, if `checkpoint.every_sec` have passed since the last save.
 
         Raises:
           UserError: the previous save failed; on every host.
@@ -279,8 +265,7 @@ class RunProgress:
         due, error = False, None
         try:
             if collectives.is_primary():
-                interval = self._cadence.interval(self._run.events, self._clock.total())
-                due = time.monotonic() - self._saved_time >= interval
+                due = time.monotonic() - self._saved_time >= self.config["checkpoint"]["every_sec"]
             self._checkpoints.poll()
         except UserError as raised:
             error = raised
@@ -301,7 +286,7 @@ class RunProgress:
         def read():
             self._checkpoints.discard_after(self.validated_step)
             try:
-                path = self._checkpoints.path(self.validated_step)
+                path = checkpoints.path_of(self._checkpoints.folder, self.validated_step)
                 snapshot, description = checkpoints.restore(path, self._like)
             except checkpoints.DamagedCheckpoint as damage:
                 raise UserError(str(damage)) from damage

@@ -14,8 +14,7 @@ from pathlib import Path
 from ml_collections import config_dict
 from optuna.distributions import CategoricalDistribution
 
-from largebatch.runs import reader
-from largebatch.runs.checkpoints import Checkpoints
+from largebatch.runs.load import load, steps_of
 from largebatch.runs.reader import BATCH, number
 from largebatch.studies.critical_batch import STEP
 from largebatch.studies.space import SpaceFile
@@ -64,8 +63,8 @@ def branch_points(run: Path) -> list[BranchPoint]:
     Raises:
       UserError: there is no such point, or this is no run folder.
     """
-    rows = reader.read_run(run).rows
-    saved = set(Checkpoints(run / "checkpoints", keep=1).steps())
+    rows = load(run).rows
+    saved = set(steps_of(run))
     points = [
         BranchPoint(
             step=row["step"],
@@ -190,4 +189,4 @@ def _become_branch(config: config_dict.ConfigDict, options: BranchOptions, point
             "decay_over": "updates",
         }
     )
-    config.checkpoint.keep = 1
+    config.checkpoint.keep = 2

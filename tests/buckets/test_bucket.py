@@ -1,7 +1,5 @@
 """Run folders in a bucket: whole wherever a copy ends, and never written by two."""
 
-import concurrent.futures
-import datetime
 import hashlib
 import io
 import json
@@ -25,6 +23,7 @@ from largebatch.buckets import bucket
 from largebatch.buckets.bucket import Bucket, Unreachable
 from largebatch.hosts import preemption
 from largebatch.runs import checkpoints, folder, reader
+from largebatch.runs.checkpoints import DESCRIPTION
 from largebatch.runs.display import Reporter
 from largebatch.runs.load import best_checkpoint
 from largebatch.util import UserError
@@ -47,6 +46,7 @@ def own_folders(tmp_path, monkeypatch):
 
     monkeypatch.setattr(memory, "_open", open_own)
     monkeypatch.setattr(bucket, "LOCAL_FOLDERS", str(tmp_path / "here"))
+    bucket._copy_for_reading.cache_clear()
     fsspec.filesystem("memory").store.clear()
 
 
@@ -65,11 +65,12 @@ def write_checkpoint(run: Path, step: int, content: str) -> None:
         rows.write(f"{step}\n")
     temporary = run / "checkpoints" / f".{step:08d}.tmp"
     (temporary / "arrays").mkdir(parents=True)
+    (temporary / "description").mkdir()
     for part in range(3):
         (temporary / "arrays" / f".part{part}").write_text(content * (part + 1))
     names = sorted(path for path in temporary.rglob("*") if path.is_file())
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(temporary)}" for path in names]
-    (temporary / "SHA256SUMS").write_text("\n".join(sums))
+    (temporary / DESCRIPTION).write_text("\n".join(sums))
     target = run / "checkpoints" / f"{step:08d}"
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
@@ -78,12 +79,12 @@ def write_checkpoint(run: Path, step: int, content: str) -> None:
 def check_whole(run: Path) -> list[int]:
     """Steps of the checkpoints, of which every file and the rows have to be there."""
     steps = []
-    for sums in sorted(run.glob(f"checkpoints/{'[0-9]' * 8}/SHA256SUMS")):
+    for sums in sorted(run.glob(f"checkpoints/{'[0-9]' * 8}/{DESCRIPTION}")):
         listed = [line.split("  ") for line in sums.read_text().splitlines()]
         for digest, name in listed:
-            assert hashlib.sha256((sums.parent / name).read_bytes()).hexdigest() == digest
+            assert hashlib.sha256((sums.parents[1] / name).read_bytes()).hexdigest() == digest
         assert len(listed) == 3
-        steps.append(int(sums.parent.name))
+        steps.append(int(sums.parents[1].name))
     rows = (run / "metrics.jsonl").read_text().split() if steps else []
     assert {str(step) for step in steps} <= set(rows)
     return steps
@@ -176,7 +177,8 @@ def test_wherever_a_copy_ends_the_bucket_has_a_whole_checkpoint(tmp_path, monkey
         places += 1
     assert places > 5
     assert check_whole(elsewhere(tmp_path)) == check_whole(run)
-    assert {path.rpartition("/run/")[2] for path in fsspec.filesystem("memory").find("/bucket/run")} == {
+    objects = {path.rpartition("/run/")[2] for path in fsspec.filesystem("memory").find("/bucket/run")}
+    assert {name.partition("/")[2] or name for name in objects} == {
         path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file() and path.name != bucket.STATE
     } | {bucket.POINTER}
 
@@ -231,7 +233,7 @@ def test_two_that_copy_at_once_do_not_mix(mine, tmp_path, monkeypatch):
     monkeypatch.setattr(type(theirs._files), "put", put_after_the_other)
     with pytest.raises(UserError, match="another process trains"):
         theirs.push()
-    assert check_whole(elsewhere(tmp_path)) == [0]  # the other's was written over, which its digest tells
+    assert check_whole(elsewhere(tmp_path)) == [0, 10]
 
 
 def test_a_pointer_whose_answer_was_lost_is_ones_own(mine, tmp_path, monkeypatch):
@@ -253,29 +255,25 @@ def test_a_pointer_whose_answer_was_lost_is_ones_own(mine, tmp_path, monkeypatch
     assert check_whole(elsewhere(tmp_path)) == [0, 10, 20]
 
 
-def test_only_what_is_gone_is_removed(mine):
-    (mine.folder / "[0-9].png").write_text("")
-    (mine.folder / "1.png").write_text("")
-    mine.push()
-    (mine.folder / "[0-9].png").unlink()
-    mine.push()
-    assert mine.read("[0-9].png") is None
-    assert mine.read("1.png") == b""
+def test_names_in_a_bucket_do_not_lead_outside(mine, tmp_path):
+    pointer = json.loads(mine._read(mine._at("pointer.json")))
+    pointer["files"]["../../out"] = pointer["id"]
+    fsspec.filesystem("memory").pipe_file("/bucket/run/pointer.json", json.dumps(pointer).encode())
+    with pytest.raises(UserError, match="leads out of the folder"):
+        elsewhere(tmp_path)
 
 
-def test_a_checkpoint_that_is_not_the_named_one_is_not_used(mine, tmp_path, caplog):
-    write_checkpoint(mine.folder, 10, "b")
-    mine.push()
-    write_checkpoint(mine.folder, 10, "c")
-    sums = (mine.folder / "checkpoints" / "00000010" / "SHA256SUMS").read_bytes()
-    fsspec.filesystem("memory").pipe_file("/bucket/run/checkpoints/00000010/SHA256SUMS", sums)
-    assert (elsewhere(tmp_path) / "checkpoints" / "00000010.damaged").is_dir()
-    assert "damaged checkpoint: 00000010 of memory://bucket/run" in caplog.text
+@pytest.mark.parametrize(
+    "content",
+    [b"[1", b"5", b"null", b"{}", b"[" * 100_000, b'{"id": "a", "seconds": 5, "files": [1]}'],
+)
+def test_a_damaged_pointer_is_named(tmp_path, content):
+    fsspec.filesystem("memory").pipe_file("/bucket/run/pointer.json", content)
+    with pytest.raises(UserError, match=r"memory://bucket/run/pointer.json is damaged"):
+        elsewhere(tmp_path)
 
 
-def test_a_checkpoint_that_goes_while_it_is_read_is_left_out(mine, tmp_path, monkeypatch):
-    write_checkpoint(mine.folder, 10, "b")
-    mine.push()
+def test_a_run_that_is_copied_while_it_is_read_is_read_as_a_whole(mine, tmp_path, monkeypatch):
     memory = type(fsspec.filesystem("memory"))
     get, is_first = memory.get, True
 
@@ -283,62 +281,36 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_left_out(mine, tmp_path, mon
         nonlocal is_first
         if is_first:
             is_first = False
+            get(files, sources[:2], targets[:2])
+            same_step_again(mine.folder)
             shutil.rmtree(mine.folder / "checkpoints" / "00000000")
-            get(files, [s for s in sources if "00000000" in s], [t for t in targets if "00000000" in t])
             mine.push()
         get(files, sources, targets)
 
     monkeypatch.setattr(memory, "get", get_while_it_goes)
-    other = elsewhere(tmp_path)
-    assert check_whole(other) == [10]
-    assert not (other / "checkpoints" / "00000000").exists()
+    assert check_whole(elsewhere(tmp_path)) == [10]
 
 
-@pytest.mark.parametrize("change", [older_one_goes, same_step_again])
-def test_a_checkpoint_that_changes_before_it_is_read_is_not_called_damaged(
-    mine, tmp_path, monkeypatch, caplog, change
-):
-    write_checkpoint(mine.folder, 10, "b")
-    mine.push()
+def test_files_that_are_replaced_while_they_are_copied_are_copied_again(mine, tmp_path, monkeypatch):
+    parts = mine.folder / "predictions"
+    parts.mkdir()
+    (parts / "part-1").write_text("old")
+    (mine.folder / "tensorboard").mkdir()
+    (mine.folder / "tensorboard" / "events").write_text("of TensorBoard")
     memory = type(fsspec.filesystem("memory"))
-    find, is_first = memory.find, True
+    put, is_first = memory.put, True
 
-    def find_after_a_change(*arguments, **options):
+    def put_while_it_goes(files, sources, targets):
         nonlocal is_first
         if is_first:
             is_first = False
-            change(mine.folder)
-            mine.push()
-        return find(*arguments, **options)
+            (parts / "part-1").rename(parts / "part-2")
+        put(files, sources, targets)
 
-    monkeypatch.setattr(memory, "find", find_after_a_change)
-    other = elsewhere(tmp_path)
-    assert check_whole(other) == check_whole(mine.folder)
-    assert not list(other.glob("checkpoints/*.damaged"))
-    assert not caplog.records
-
-
-def test_a_damaged_state_is_as_none(mine, tmp_path):
-    (mine.folder / bucket.STATE).write_text('{"ids": 5}')
-    Bucket(URL, mine.folder).pull()
-    assert check_whole(mine.folder) == [0]
-
-
-def test_names_in_a_bucket_do_not_lead_outside(mine, tmp_path):
-    fsspec.filesystem("memory").pipe_file("/bucket/run/x/../../../out", b"")
-    with pytest.raises(UserError, match="has an object"):
-        elsewhere(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"[1", b"5", b"null", b"{}", b"[" * 100_000, b'{"id": "a", "checkpoints": ["00000010"]}',
-     b'{"id": "a", "checkpoints": {"../x": "00"}}', b'{"id": "a", "checkpoints": {"1": 5}}'],
-)  # fmt: skip
-def test_a_damaged_pointer_is_named(tmp_path, content):
-    fsspec.filesystem("memory").pipe_file("/bucket/run/pointer.json", content)
-    with pytest.raises(UserError, match=r"memory://bucket/run/pointer.json is damaged"):
-        elsewhere(tmp_path)
+    monkeypatch.setattr(memory, "put", put_while_it_goes)
+    mine.push()
+    assert [path.name for path in (elsewhere(tmp_path) / "predictions").iterdir()] == ["part-2"]
+    assert fsspec.filesystem("memory").cat("/bucket/run/tensorboard/events") == b"of TensorBoard"
 
 
 @pytest.mark.parametrize("url", ["gs://", "s3://bucket", "s3://bucket//run", "S3://bucket/run"])
@@ -361,53 +333,12 @@ def test_readers_get_what_is_there_now(mine):
 
 def test_a_copy_to_read_from_is_as_old_as_what_is_there(mine):
     """A report says by its files when a run last gave a sign of life."""
-    stored = mine._files.store[mine._at("pointer.json")]
-    stored.modified = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=2)
+    pointer = json.loads(mine._read(mine._at("pointer.json")))
+    pointer["seconds"] -= 7200
+    mine._files.pipe_file(mine._at("pointer.json"), json.dumps(pointer).encode())
     copy = bucket.local_copy(URL)
     assert reader.last_sign_of_life(copy) == "last sign of life 2.0 h ago"
     assert check_whole(copy) == [0]
-
-
-def test_readers_that_come_at_once_get_the_same(mine):
-    begun = bucket.local_copy(URL).parents[1] / f".0123.{'a' * 32}.tmp"  # another reader is at work
-    begun.mkdir()
-    for step in (10, 20, 30):
-        write_checkpoint(mine.folder, step, "b")
-        mine.push()
-        bucket.local_copy(URL)
-    assert begun.exists()
-    begun.rmdir()
-    write_checkpoint(mine.folder, 40, "c")
-    mine.push()
-    with concurrent.futures.ThreadPoolExecutor(4) as readers:
-        found = set(readers.map(bucket.local_copy, [URL] * 8))
-    (folder,) = found
-    assert check_whole(folder) == [0, 10, 20, 30, 40]
-    copies = [path.name for path in folder.parents[1].iterdir()]
-    assert len(copies) == 2  # this one and the one before
-    assert folder.parent.name in copies
-
-
-def test_a_reader_that_removes_old_copies_leaves_what_another_reads(mine, monkeypatch):
-    for step in (10, 20):
-        bucket.local_copy(URL)
-        write_checkpoint(mine.folder, step, "b")
-        mine.push()
-    rmtree, came = shutil.rmtree, []
-
-    def rmtree_while_another_comes(path, **options):
-        if not came:
-            came.append("while a part is removed")
-            (path / "run").rename(path / "half")
-            write_checkpoint(mine.folder, 30, "c")
-            mine.push()
-            came.append(bucket.local_copy(URL))
-        rmtree(path, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", rmtree_while_another_comes)
-    folder = bucket.local_copy(URL)
-    assert check_whole(folder) == [0, 10, 20]
-    assert check_whole(came[1]) == [0, 10, 20, 30]
 
 
 # ---- runs -----------------------------------------------------------------------------------------------
@@ -445,7 +376,7 @@ def test_a_checkpoint_that_was_damaged_in_the_bucket_is_not_used(config, tmp_pat
         train.train_and_evaluate(config, URL, report=Stops(enabled=False))
     lose_this_machine(tmp_path)
     store = fsspec.filesystem("memory").store
-    newest = max(name for name in store if name.endswith("checkpoint.json"))
+    newest = max((name for name in store if name.endswith(DESCRIPTION)), key=lambda name: name.split("/")[-3])
     store[newest] = type(store[newest])(None, newest, store[newest].getvalue().replace(b"step", b"stop", 1))
     train.train_and_evaluate(config, URL)
     assert "damaged checkpoint: " in caplog.text
@@ -504,7 +435,7 @@ ARGUMENTS = {
     "dataset.image_size": 16,
     "train.inner_steps": 2,
     "train.outer_steps": 6,
-    "checkpoint.keep": 1,
+    "checkpoint.keep": 2,
 }
 
 
@@ -539,9 +470,9 @@ def kill_while_copying(command: list[str], environment: dict, files, count: int)
             }
             names = [name for name, info in objects.items() if info["LastModified"].timestamp() > begin]
             if bucket.POINTER in names:
-                named = set(json.loads(files.cat_file("bucket/run/pointer.json"))["checkpoints"])
-            of_checkpoints = [name.split("/")[1] for name in names if name.startswith("checkpoints/")]
-            unnamed = [step for step in of_checkpoints if step not in named and named and step > max(named)]
+                named = set(json.loads(files.cat_file("bucket/run/pointer.json"))["files"].values())
+            copies = [name.split("/")[0] for name in names if "/checkpoints/" in name]
+            unnamed = [copy for copy in copies if named and copy not in named]
             if len(unnamed) >= count:
                 process.kill()
                 return True
@@ -559,10 +490,10 @@ def test_a_process_that_is_killed_again_and_again_while_it_copies(tmp_path, sess
     with s3() as environment:
         files = open_files("s3", environment)
         command, environment = arguments(session_cache, "s3://bucket/run"), environment | home
-        for count in (1, 10, 25, 40):
+        for count in (1, 2, 4, 6):
             assert kill_while_copying(command, environment, files, count), "it ended before it was killed"
-            named = json.loads(files.cat_file("bucket/run/pointer.json"))["checkpoints"]
-            assert named
+            named = json.loads(files.cat_file("bucket/run/pointer.json"))["files"]
+            assert any(name.endswith(DESCRIPTION) for name in named)
             shutil.rmtree(home["HOME"])  # the machine is gone
         last = run_script("train.py", *command, env=environment)
         assert last.returncode == 0, last.stderr
@@ -573,8 +504,13 @@ def test_a_process_that_is_killed_again_and_again_while_it_copies(tmp_path, sess
         assert (
             run_script("report.py", "s3://bucket/run", f"--out={tmp_path}/r.html", env=environment).returncode == 0
         )
-        (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*.read/*/run")
-        assert_same_run(copy, whole)
+        pull = "import sys, pathlib; from largebatch.buckets import bucket; bucket.Bucket(*sys.argv[1:2], "
+        pull += "pathlib.Path(sys.argv[2])).pull()"
+        subprocess.run(
+            [sys.executable, "-c", pull, "s3://bucket/run", tmp_path / "copy"],
+            cwd=ROOT, env=os.environ | environment, check=True,
+        )  # fmt: skip
+        assert_same_run(tmp_path / "copy", whole)
 
 
 @pytest.mark.full
@@ -589,7 +525,7 @@ def test_a_pod_that_is_stopped_goes_on_on_other_machines(tmp_path, session_cache
         process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=os.environ | environment)
         try:
             while process.poll() is None:
-                if files.exists("bucket/run/checkpoints/00000002/SHA256SUMS"):
+                if any(name.endswith(f"00000002/{DESCRIPTION}") for name in files.find("bucket/run")):
                     process.terminate()
                     break
             assert process.wait(120) == 128 + signal.SIGTERM

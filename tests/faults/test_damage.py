@@ -72,26 +72,29 @@ def trouble_of(read, *arguments) -> str:
 
 
 def damage_checkpoints(run: FinishedRun, count: int, rng: random.Random) -> dict:
-    """Damages a file, reads the checkpoint as a resuming run does, and mends the file, `count` times."""
+    """Damages a file, reads the checkpoint as a resuming run does, and mends the file, `count` times.
+
+    Some of Orbax's own files say nothing that is read again: damage there counts as harmless if all is restored.
+    """
     newest = max((run.folder / "checkpoints").iterdir())
     sound, description = checkpoints.read_arrays(newest)
     files = sorted(path for path in newest.rglob("*") if path.is_file())
-    outcomes = {"flipped": 0, "cut": 0, "restored silently": 0}
-    # Half of the damage to the arrays, where nearly all bytes are, half to any file.
-    chunks = [path for path in files if path.parent.parent.name == "arrays" and not path.name.startswith(".")]
+    outcomes = {"flipped": 0, "cut": 0, "harmless": 0, "restored silently": 0}
+    # Half of the damage to what is largest, where nearly all bytes are, and to the description; half to any file.
+    largest = [max(files, key=lambda path: path.stat().st_size), newest / checkpoints.DESCRIPTION]
     for number in range(count):
-        path = rng.choice(chunks if number % 2 else files)
+        path = rng.choice(largest if number % 2 else files)
         before = path.read_bytes()
         kind = damage(path, rng)
-        trouble = trouble_of(checkpoints.read_arrays, newest)
-        outcomes[kind if trouble else "restored silently"] += 1
-        # A damaged list of digests says of another file that it does not match.
-        assert not trouble or path.name == "SHA256SUMS" or str(path) in trouble, (path, trouble)
-        assert not trouble or path not in chunks or f"(array {path.parent.name})" in trouble, (path, trouble)
+        if trouble := trouble_of(checkpoints.read_arrays, newest):
+            assert str(newest) in trouble
+            assert "\n" not in trouble
+            outcomes[kind] += 1
+        else:
+            arrays, again = checkpoints.read_arrays(newest)
+            same = again == description and all(np.array_equal(arrays[name], sound[name]) for name in sound)
+            outcomes["harmless" if same and arrays.keys() == sound.keys() else "restored silently"] += 1
         path.write_bytes(before)
-    arrays, again = checkpoints.read_arrays(newest)
-    assert again == description
-    assert all(np.array_equal(arrays[name], sound[name]) for name in sound)
     record("damage", {"of": "checkpoint files"} | outcomes)
     return outcomes
 
@@ -157,7 +160,9 @@ def damage_caches(run: FinishedRun, count: int, rng: random.Random, read_trainin
 
 
 def test_some_damage_to_checkpoints(run):
-    assert damage_checkpoints(run, 40, random.Random(0))["restored silently"] == 0
+    outcomes = damage_checkpoints(run, 40, random.Random(0))
+    assert outcomes["restored silently"] == 0
+    assert outcomes["flipped"] + outcomes["cut"] >= 20
 
 
 def test_some_damage_to_caches(run):

@@ -18,7 +18,7 @@ from conftest import ROOT
 from figures import record
 from test_pod import host_of, processes_with
 
-from largebatch.runs.checkpoints import read_arrays
+from largebatch.runs.checkpoints import UNFINISHED, read_arrays
 
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)]  # hosts, devices of each
 LIMIT_SEC = 300
@@ -106,7 +106,7 @@ class Disturber:
             if is_training and kind == "training":
                 time.sleep(self.rng.uniform(0, 1))
                 return True
-            if is_training and kind == "save" and list((workdir / "checkpoints").glob(".*.tmp")):
+            if is_training and kind == "save" and list((workdir / "checkpoints").glob(UNFINISHED)):
                 time.sleep(self.rng.uniform(0, 0.02))
                 return True
             time.sleep(0.002 if is_training else 0.05)

@@ -24,6 +24,7 @@ from test_sources import write_zip
 
 from configs import default
 from largebatch.config.dicts import RULES
+from largebatch.runs import checkpoints
 
 VALUES = (
     "-1", "0", "1.5", "-0.5", "nan", "inf", "-inf", "1e400", "''", "' '", "x", "None", "True", "[]", "[1, 2]", "{}",
@@ -297,9 +298,9 @@ def run_case(folder: Path, rng: random.Random, cache: Path) -> Case:
         (run / "metrics.jsonl").write_bytes(junk(rng))
         return Case(arguments, ("metrics.jsonl",))
     (run / "config.json").write_bytes(junk(rng))
-    broken = run / "checkpoints" / "00000003"
-    broken.mkdir(parents=True)
-    (broken / rng.choice(("SHA256SUMS", "checkpoint.json"))).write_bytes(junk(rng))
+    broken = run / "checkpoints" / "00000003" / checkpoints.DESCRIPTION
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(junk(rng))
     return Case(["evaluate.py", run], ("no sound checkpoint",))
 
 

@@ -20,6 +20,8 @@ from figures import record
 from test_pod import host_of, processes_with
 from test_resume import assert_same_run, rows_of
 
+from largebatch.runs.checkpoints import UNFINISHED
+
 CRASH = Path(__file__).with_name("crash.py")
 KILLS_PER_RUN = 5
 TORN_ROW = b'{"step": 7, "outer'
@@ -122,7 +124,7 @@ class Job:
 
     def _wait_for(self, kind: str, workdir: Path, process, rng) -> None:
         watched = {
-            "checkpoint": lambda: len(list((workdir / "checkpoints").glob(".*.tmp"))),
+            "checkpoint": lambda: len(list((workdir / "checkpoints").glob(UNFINISHED))),
             "row": lambda: (
                 (workdir / "metrics.jsonl").stat().st_size if (workdir / "metrics.jsonl").exists() else 0
             ),

@@ -262,8 +262,8 @@ def test_moving_average_of_the_parameters_is_that_of_the_updates(small_config, t
 def final_arrays(folder):
     from largebatch.runs import checkpoints
 
-    kept = checkpoints.Checkpoints(folder / "checkpoints", keep=1)
-    return checkpoints.read_arrays(kept.path(kept.steps()[-1]))[0]
+    kept = folder / "checkpoints"
+    return checkpoints.read_arrays(checkpoints.path_of(kept, checkpoints.saved_steps(kept)[-1]))[0]
 
 
 def test_views_are_averaged_once_each():

@@ -71,7 +71,7 @@ def test_a_run_goes_on_in_its_dtype_and_says_so(config, tmp_path, monkeypatch, s
 
     assert stored_dtype(tmp_path / "cut") == first
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
-        assert json.loads((path / checkpoints.DESCRIPTION).read_text())["config"]["model"]["dtype"] == first
+        assert checkpoints.read_description(path)["config"]["model"]["dtype"] == first
     assert evaluate.load_run(tmp_path / "cut").config.model.dtype == first
 
 

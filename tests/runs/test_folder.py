@@ -7,7 +7,7 @@ import pytest
 from largebatch.hosts.clock import Clock
 from largebatch.predictions.files import Predictions
 from largebatch.runs.folder import RunFolder
-from largebatch.runs.summary import add_to_summary, empty_summary, summary_of_older_code, timings
+from largebatch.runs.summary import add_to_summary, empty_summary, timings
 from largebatch.tasks.kinds import CLASSIFICATION, KINDS
 from largebatch.util import UserError
 
@@ -159,20 +159,6 @@ def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path):
     run.log_event("done")
     assert run.events()[-1]["event"] == "done"
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
-
-
-def test_a_summary_of_older_code_goes_on():
-    """Its scores were accuracies alone."""
-    older = {"best_step": 3, "best_val_accuracy": 0.9, "final_val_accuracy": 0.8, "target_accuracy": 0.95}
-    summary = empty_summary() | summary_of_older_code(older)
-    assert [
-        add_to_summary(summary, row(step, score), CLASSIFICATION) for step, score in ((4, 0.85), (5, 0.96))
-    ] == [
-        False,
-        True,
-    ]
-    assert (summary["best_score"], summary["steps_to_target"]) == (0.96, 5)
-    assert summary_of_older_code(summary) == summary
 
 
 def test_a_score_that_should_be_low():
