@@ -5,7 +5,9 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ from largebatch.config.dicts import RULES, difference
 from largebatch.config.fields import Config
 from largebatch.config.rules import Models, nearest_field
 from largebatch.hardware.chips import AUTO, DTYPES, auto_dtype_here
-from largebatch.hosts import collectives, rendezvous
+from largebatch.hosts import collectives, preemption
 from largebatch.hosts.start import start_jax
 from largebatch.util import UserError, expanded, printable
 
@@ -33,11 +35,13 @@ flags.disclaim_key_flags()  # what `path_flag` defines are flags of the script t
 
 ROOT = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED = 1, 2, 3, 130, 143
+ALONE_HELP = "Work on this host alone, whatever cluster it is part of."
 CONFIG_HELP = """
   --config: Config file; configs/default.py, where it is not given.
   --config.FIELD: Another value for a field of it, as in --config.batch.size 1024;
     docs/config.md has all fields.
 """
+FAILING_SEC = 5.0  # for the other hosts to print their errors, which are most often the same
 AGREED_EXITS = (EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # all hosts end with them together
 
 
@@ -158,7 +162,10 @@ def exit_after(main: Callable[[], int | None]) -> NoReturn:
         # The usual exit waits for the other hosts, and they may be waiting for this one.
         sys.stdout.flush()
         sys.stderr.flush()
-        rendezvous.wait_for_failing_hosts()
+        if collectives.is_primary():  # JAX aborts the others as soon as it is gone: they may have to say the same
+            for number in preemption.SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            time.sleep(FAILING_SEC)
         os._exit(code)
     sys.exit(code)
 
