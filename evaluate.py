@@ -10,8 +10,7 @@
 
 It takes the checkpoint with the best validation score. Images given by --images count as labelled where the folder
 they lie in is a class of the run, or, for masks, where there are images/ and masks/; all others are predicted only.
-On several hosts run it on each; host 0 reads the run folder, prints and writes, and all of them read the images.
-With --alone one of them does all of it.
+On several hosts run it on each: host 0 prints and writes, all read the images; or on one with --alone.
 """
 
 import contextlib
@@ -123,9 +122,6 @@ def evaluate(
     # All hosts bring the predictions to host 0 part by part; they are never kept whole.
     collectives.primary_takes(show, predictions.parts() if out else iter(()))
     return result.scores.score if result.scores else None
-
-
-# ---- the images --------------------------------------------------------------------------------------
 
 
 def own_cache_dir(overrides: dict[str, str | int]) -> str:

@@ -35,7 +35,6 @@ STOP_GRACE_SEC = 60.0  # for all hosts that agreed to stop to exit, one by one
 SETTLE_SEC = 0.5  # after the first failure, until all hosts that died of it have ended
 MAX_SIGNALS = 2  # signals that are passed on; after one more the pod itself exits
 SHOWN_LINES = 15
-COLLECTIVE_TIMEOUT_SEC = 3600
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of hosts that agreed to stop
 PR_SET_PDEATHSIG = 1
@@ -48,14 +47,11 @@ class Hosts:
         self._processes: list[subprocess.Popen] = []
         self._logs = [tempfile.TemporaryFile("w+b") for _ in range(num_hosts)]  # noqa: SIM115
         address = f"127.0.0.1:{free_port()}"
-        # The simulated devices share a few cores, so one may wait for the others as long as all work.
-        patience = f"--xla_cpu_collective_call_terminate_timeout_seconds={COLLECTIVE_TIMEOUT_SEC}"
         variables = {
             "JAX_PLATFORMS": "cpu",
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_COORDINATOR_BIND_ADDRESS": address,
             "JAX_NUM_CPU_DEVICES": str(devices_per_host),
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {patience}".strip(),
             NUM_HOSTS_VARIABLE: str(num_hosts),
         }
         for host, log in enumerate(self._logs):
