@@ -5,9 +5,7 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +21,8 @@ from largebatch.config.dicts import RULES, difference
 from largebatch.config.fields import Config
 from largebatch.config.rules import Models, nearest_field
 from largebatch.hardware.chips import AUTO, DTYPES, auto_dtype_here
-from largebatch.hosts import collectives, preemption
-from largebatch.hosts.start import start_jax
+from largebatch.hosts import collectives
+from largebatch.hosts.start import start_jax, wait_for_failing_hosts
 from largebatch.util import UserError, expanded, printable
 
 if TYPE_CHECKING:  # bench.py measures cards where ml_collections is missing
@@ -41,7 +39,6 @@ CONFIG_HELP = """
   --config.FIELD: Another value for a field of it, as in --config.batch.size 1024;
     docs/config.md has all fields.
 """
-FAILING_SEC = 5.0  # for the other hosts to print their errors, which are most often the same
 AGREED_EXITS = (EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # all hosts end with them together
 
 
@@ -162,10 +159,7 @@ def exit_after(main: Callable[[], int | None]) -> NoReturn:
         # The usual exit waits for the other hosts, and they may be waiting for this one.
         sys.stdout.flush()
         sys.stderr.flush()
-        if collectives.is_primary():  # JAX aborts the others as soon as it is gone: they may have to say the same
-            for number in preemption.SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-            time.sleep(FAILING_SEC)
+        wait_for_failing_hosts()
         os._exit(code)
     sys.exit(code)
 

@@ -3,15 +3,17 @@
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax import lax
 
-from largebatch.hosts import memory
+from largebatch.hosts import memory, preemption
 from largebatch.hosts.clusters import FIELDS, Place, check_alone, find_place, seen, share_gpus
 from largebatch.hosts.collectives import gather, named_collective_errors
 from largebatch.hosts.rendezvous import ADVICE, meet
@@ -20,12 +22,15 @@ from largebatch.util import UserError
 
 HEARTBEAT_TIMEOUT_SEC = 20
 JOIN_SEC = 300.0
+FAILING_SEC = 5.0  # for the other hosts to print their errors, which are most often the same
 LATE_SEC = 60  # beyond the limit, for JAX, which would abort without a message for users
 # Seconds for which a host may wait for another one's work in a collective. JAX notices a dead host by itself.
 PATIENCE_FLAGS = {
     "xla_cpu_collective_timeout_seconds": 10**6,
     "xla_cpu_collective_call_terminate_timeout_seconds": 10**6,
 }
+
+_host_index = 0  # by the rendezvous; JAX's needs its devices, which may be what failed
 
 
 def start_jax(
@@ -85,6 +90,14 @@ def start_jax(
             jax.block_until_ready(pmap(lambda x: lax.psum(x, AXIS))(ones))
 
 
+def wait_for_failing_hosts() -> None:
+    """Give the other hosts time to print their errors and exit: JAX aborts them as soon as host 0 is gone."""
+    if _host_index == 0:
+        for number in preemption.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(FAILING_SEC)
+
+
 def _in_a_line(record: logging.LogRecord) -> bool:
     """Replace the traceback of a plugin that finds no driver by its error; drop it if only the CPU is asked for."""
     if record.name.startswith("jax.") and record.exc_info and record.exc_info[1]:
@@ -111,7 +124,8 @@ def _use_every_core() -> None:
 
 def _join(place: Place, limit_sec: float) -> None:
     """Join this host with the others, after the rendezvous; see `start_jax`."""
-    hosts = meet(place, limit_sec)
+    global _host_index
+    hosts, _host_index = meet(place, limit_sec), place.host_index
     memory.note_machines([here.machine for here in hosts], place.host_index)
     gpus = None if jax.config.jax_platforms == "cpu" else share_gpus(hosts, place.host_index)
     try:

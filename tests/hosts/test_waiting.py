@@ -100,6 +100,16 @@ def test_an_agreed_error_is_told_by_late_hosts_too(late, num_told, tmp_path):
 
 
 @pytest.mark.full
+def test_a_platform_that_is_not_there_is_a_line_on_each_host(tmp_path):
+    code = "from largebatch import cli; from largebatch.hosts import start\n"
+    returned, told = run_apart(tmp_path, code + "cli.exit_after(lambda: start.start_jax('gpu'))")
+    assert returned == 1, told
+    for text in told:
+        assert text.startswith("code.py: error: devices.platform: 'gpu' has no device on this host ("), text
+        assert text.count("\n") == 1
+
+
+@pytest.mark.full
 def test_ctrl_c_ends_the_wait_for_another_host(tmp_path):
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, *slow_build(tmp_path, 3600)]
