@@ -100,13 +100,15 @@ def find_place(address: str | None, num_hosts: int | None, host_index: int | Non
     Raises:
       UserError: a part is given or found, and nothing here knows the rest.
     """
+    if num_hosts == 1 and address is None:
+        return Place("", 1, 0, seen())
     found_hosts, found_index, found_address = _launched()
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
     if num_hosts is None and host_index is None and found_hosts is None and not address:
         return None
     num_hosts = found_hosts if num_hosts is None else num_hosts
     seen_here = seen()
-    if num_hosts == 1 and not address:
+    if num_hosts == 1 and not address:  # as a launcher says
         return Place("", 1, 0, seen_here)
     host_index = found_index if host_index is None else host_index
     (host, port), (found_host, found_port) = _split(address), _split(found_address)

@@ -15,6 +15,7 @@ log = logging.getLogger("largebatch")
 NOTICE_SEC = 20.0  # after it host 0 logs for whom it waits
 RETRY_SEC = 0.2
 CONNECT_SEC = 5.0
+TAKEN_PORT_SEC = 30.0
 BACKLOG = 1024  # hosts that connect at once
 ADVICE = "the same command must be started on every host, as srun, mpirun and `gcloud ... --worker=all` do"
 
@@ -91,18 +92,27 @@ def _report(place: Place, limit_sec: float) -> dict:
 
 
 def _listen(place: Place) -> socket.socket:
-    """Open host 0's socket; raise UserError if its port is taken."""
+    """Open host 0's socket; a process of an earlier start may hold its port a little longer.
+
+    Raises:
+      UserError: the port stays taken.
+    """
     bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f":{place.address.rpartition(':')[2]}")
     host, _, port = bound.rpartition(":")
     is_any = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_any or ":" in host else socket.AF_INET
-    try:
-        address = host.strip("[]"), int(port)
-        server = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_any)
-    except OSError as error:
-        raise UserError(
-            f"devices.coordinator_address: host 0 cannot listen on port {port} ({error.strerror}); "
-            "allowed: a port that is free there, as :PORT or in JAX_COORDINATOR_PORT"
-        ) from error
-    server.settimeout(RETRY_SEC)
-    return server
+    deadline = time.monotonic() + TAKEN_PORT_SEC
+    while True:
+        try:
+            address = host.strip("[]"), int(port)
+            server = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_any)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"devices.coordinator_address: host 0 cannot listen on port {port} ({error.strerror}); "
+                    "allowed: a port that is free there, as :PORT or in JAX_COORDINATOR_PORT"
+                ) from error
+            time.sleep(RETRY_SEC)
+        else:
+            server.settimeout(RETRY_SEC)
+            return server

@@ -128,7 +128,8 @@ def test_what_is_no_host_is_left_aside(noise):
         assert hosts.all_ended() == [(0, "joined"), (1, "joined")]
 
 
-def test_a_port_that_is_taken_is_told():
+def test_a_port_that_is_taken_is_told(monkeypatch):
+    monkeypatch.setattr(rendezvous, "TAKEN_PORT_SEC", 0.2)
     hosts = Hosts(2, limit_sec=30)
     with socket.create_server(("", int(hosts.address.split(":")[1]))):
         hosts.come(0)
