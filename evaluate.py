@@ -10,7 +10,7 @@
 
 It takes the checkpoint with the best validation score. Images given by --images count as labelled where the folder
 they lie in is a class of the run, or, for masks, where there are images/ and masks/; all others are predicted only.
-On several hosts run it on each; host 0 reads the run folder, prints and writes, and all of them read the images.
+On several hosts run it on each: host 0 prints and writes, all read the images; or on one with --alone.
 """
 
 import contextlib
@@ -77,6 +77,7 @@ def evaluate(
     shift: int = 0,
     ema: bool = False,
     overrides: dict[str, str | int] | None = None,
+    alone: bool = False,
 ) -> float | None:
     """Print the results of a run; return the score if any image has a label. Collective.
 
@@ -88,13 +89,14 @@ def evaluate(
       shift: logits are the mean over the image and copies moved by so many pixels; 0 takes the image alone.
       ema: use the moving average of the parameters.
       overrides: {field: value} for fields of OVERRIDES.
+      alone: work on this host alone, whatever cluster it is part of.
     Raises:
       UserError: the run or the images cannot be used, or `out` not be written; on every host.
     """
     overrides = overrides or {}
     # Never in the folder that the run names: compiled programs are code.
     cli.use_compilation_cache(own_cache_dir(overrides))
-    start_jax()
+    start_jax(num_hosts=1 if alone else None)
     options = json.dumps([split, images, views, shift, ema, overrides])
     if len(set(collectives.gather_text(options))) > 1:
         raise UserError("hosts disagree about the options; allowed: the same on each")
@@ -120,9 +122,6 @@ def evaluate(
     # All hosts bring the predictions to host 0 part by part; they are never kept whole.
     collectives.primary_takes(show, predictions.parts() if out else iter(()))
     return result.scores.score if result.scores else None
-
-
-# ---- the images --------------------------------------------------------------------------------------
 
 
 def own_cache_dir(overrides: dict[str, str | int]) -> str:
@@ -374,6 +373,7 @@ def main() -> None:
     shift_help = "Average the logits over each image and copies moved by so many pixels."
     flags.DEFINE_integer("shift", 0, shift_help, lower_bound=0)
     flags.DEFINE_bool("ema", False, "Take the moving average of the parameters.")
+    flags.DEFINE_bool("alone", False, cli.ALONE_HELP)
     for field, define in OVERRIDES.items():
         define(f"config.{field}", None, f"Instead of {field} in the run's config.")
     folders = cli.parse_plain_flags(sys.argv)
@@ -392,6 +392,7 @@ def main() -> None:
         shift=given.shift,
         ema=given.ema,
         overrides={field: value for field, value in overrides.items() if value is not None},
+        alone=given.alone,
     )
 
 

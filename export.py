@@ -6,7 +6,7 @@
 Takes the checkpoint with the best validation score. The folder holds model.safetensors (the arrays),
 model.stablehlo (the network as a program of jax.export for CPUs, NVIDIA GPUs and TPUs, for any number of images),
 model.json (classes, normalisation, config), README.md (the model card) and SHA256SUMS. evaluate.py takes it in
-place of a run folder.
+place of a run folder. On several hosts run it on each, and host 0 writes; or on one of them with --alone.
 """
 
 import sys
@@ -19,6 +19,7 @@ from evaluate import TrainedRun, load_run, read_variables
 from largebatch import cli, terminal
 from largebatch.buckets import bucket
 from largebatch.exports import card, contents, folder, program
+from largebatch.hosts import collectives
 from largebatch.hosts.start import start_jax
 from largebatch.runs.load import load
 from largebatch.runs.summary import versions
@@ -31,20 +32,23 @@ from plan import make_network
 OF_SUMMARY = ("examples_seen", "global_batch_size", "params", "devices", "hosts", "platform", "device_kind")
 
 
-def export(run_folder: Path, out: Path, *, ema: bool = False) -> str:
-    """Writes the network of a run's best checkpoint as the folder `out`.
+def export(run_folder: Path, out: Path, *, ema: bool = False, alone: bool = False) -> str | None:
+    """Write the network of a run's best checkpoint as the folder `out`, on host 0. Collective.
 
     Args:
       ema: parameters are their moving average.
+      alone: work on this host alone, whatever cluster it is part of.
     Returns:
-      The SHA-256 of its SHA256SUMS.
+      The SHA-256 of its SHA256SUMS; None on the other hosts.
     Raises:
-      UserError: the run cannot be used, or `out` not be written.
+      UserError: the run cannot be used, or `out` not be written; on every host.
     """
-    folder.check_out(out)  # before the work, and once more after it
     # Never where the run says: programs are code.
     cli.use_compilation_cache(default.get_config().augment.cache_dir)
-    start_jax()
+    start_jax(num_hosts=1 if alone else None)
+    collectives.agreed(
+        lambda: folder.check_out(out), collectives.is_primary()
+    )  # before the work, and once more after it
     run = load_run(run_folder)
     if run.exported:
         raise UserError(f"{run_folder} is an export already; allowed: a run folder")
@@ -52,18 +56,20 @@ def export(run_folder: Path, out: Path, *, ema: bool = False) -> str:
     # As a run computes: on each platform by the convolution that is quick there, unless the config names one.
     networks = {platform: make_network(run.config, task, platform) for platform in ("cpu", "tpu")}
     variables = read_variables(run, networks["cpu"], ema=ema)
-    functions = [make_logits_fn(network, run.image_shape, *run.scale) for network in networks.values()]
-    dtype = run.data.get("image_dtype", "uint8")  # runs from before 16 bits do not say it
-    about = describe(run, networks["cpu"], ema=ema)
-    return folder.write(
-        out,
-        {
+
+    def write() -> str:
+        functions = [make_logits_fn(network, run.image_shape, *run.scale) for network in networks.values()]
+        dtype = run.data.get("image_dtype", "uint8")  # runs from before 16 bits do not say it
+        about = describe(run, networks["cpu"], ema=ema)
+        contents_by_name = {
             folder.ARRAYS: contents.arrays_as_bytes(variables),
             folder.PROGRAM: program.serialized(*functions, variables, run.image_shape, dtype),
             folder.DESCRIPTION: contents.description_as_bytes(about),
             folder.CARD: card.card(about, default.get_config().to_dict()).encode(),
-        },
-    )
+        }
+        return folder.write(out, contents_by_name)
+
+    return collectives.agreed(write, collectives.is_primary())
 
 
 def describe(run: TrainedRun, network, *, ema: bool) -> dict:
@@ -96,6 +102,7 @@ def main() -> None:
     terminal.log_to_stderr()
     cli.path_flag("out", None, "Write the folder here; it is new or empty.")
     flags.DEFINE_bool("ema", False, "Take the moving average of the parameters.")
+    flags.DEFINE_bool("alone", False, cli.ALONE_HELP)
     folders = cli.parse_plain_flags(sys.argv)
     if len(folders) != 1:
         raise cli.UsageError(f"give one run folder; found {' '.join(folders) or 'none'}")
@@ -104,8 +111,9 @@ def main() -> None:
     if bucket.is_url(flags.FLAGS.out):
         raise cli.UsageError(f"--out: {flags.FLAGS.out}; allowed: a folder of this machine")
     out = Path(flags.FLAGS.out)
-    digest = export(bucket.local_copy(folders[0]), out, ema=flags.FLAGS.ema)
-    print(f"{out}: model.safetensors, model.stablehlo, model.json, README.md; SHA-256 of SHA256SUMS {digest}")
+    digest = export(bucket.local_copy(folders[0]), out, ema=flags.FLAGS.ema, alone=flags.FLAGS.alone)
+    if digest is not None:
+        print(f"{out}: model.safetensors, model.stablehlo, model.json, README.md; SHA-256 of SHA256SUMS {digest}")
 
 
 if __name__ == "__main__":

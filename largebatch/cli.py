@@ -21,8 +21,8 @@ from largebatch.config.dicts import RULES, difference
 from largebatch.config.fields import Config
 from largebatch.config.rules import Models, nearest_field
 from largebatch.hardware.chips import AUTO, DTYPES, auto_dtype_here
-from largebatch.hosts import collectives, rendezvous
-from largebatch.hosts.start import start_jax
+from largebatch.hosts import collectives
+from largebatch.hosts.start import start_jax, wait_for_failing_hosts
 from largebatch.util import UserError, expanded, printable
 
 if TYPE_CHECKING:  # bench.py measures cards where ml_collections is missing
@@ -33,6 +33,7 @@ flags.disclaim_key_flags()  # what `path_flag` defines are flags of the script t
 
 ROOT = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_PREEMPTED = 1, 2, 3, 130, 143
+ALONE_HELP = "Work on this host alone, whatever cluster it is part of."
 CONFIG_HELP = """
   --config: Config file; configs/default.py, where it is not given.
   --config.FIELD: Another value for a field of it, as in --config.batch.size 1024;
@@ -158,7 +159,7 @@ def exit_after(main: Callable[[], int | None]) -> NoReturn:
         # The usual exit waits for the other hosts, and they may be waiting for this one.
         sys.stdout.flush()
         sys.stderr.flush()
-        rendezvous.wait_for_failing_hosts()
+        wait_for_failing_hosts()
         os._exit(code)
     sys.exit(code)
 

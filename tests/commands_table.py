@@ -199,8 +199,6 @@ PODS = (
     Row("python -m largebatch.pod --hosts * -- python train.py ...", SYNTHETIC, POD | {" ...": ""}),
     Row("python -m largebatch.pod --hosts *--config.batch.size 2048", EUROSAT, POD),
     Row("python -m largebatch.pod --hosts *--config configs/eurosat_v3_32.py *", f"{ZIP} {STEP}", POD),
-    Row("python -m largebatch.pod --elastic", f"--hosts 1 --devices 2 -- python train.py {SYNTHETIC}"),
-    Row("python -m largebatch.pod --elastic --hosts *", EUROSAT, {"--hosts 4": "--hosts 2"}),
     Row("python -m largebatch.pod --availability *", EUROSAT, {"--hosts 4": "--hosts 2"}),
 )
 EIGHT = "--xla_force_host_platform_device_count=8"

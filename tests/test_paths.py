@@ -10,9 +10,9 @@ from test_analysis import write_run
 
 import report
 import train
+from largebatch import pod
 from largebatch.config import dicts
 from largebatch.config.dicts import RULES
-from largebatch.pod import __main__ as pod
 from largebatch.util import UserError, expanded
 
 NOBODY = "~no-such-user/x"

@@ -1,39 +1,38 @@
-"""Coordinator of the hosts of a run, from the config, the variables of a launcher, and JAX's detection."""
+"""Place of this host among others, by the config or the variables of a launcher, and its share of the GPUs."""
 
-import dataclasses
 import os
 import re
-
-from jax._src import distributed
+import socket
+from pathlib import Path
+from typing import NamedTuple
 
 from largebatch.util import UserError
 
 # Set by largebatch.pod for each of its processes, beside JAX's own JAX_COORDINATOR_ADDRESS.
 NUM_HOSTS_VARIABLE = "LARGEBATCH_NUM_HOSTS"
 HOST_INDEX_VARIABLE = "LARGEBATCH_HOST_INDEX"
-DEFAULT_PORT = 8476  # for an address without a port, if no cluster defines one
+SLURM_STEP = "SLURM_STEP_NODELIST"  # set by srun, but not in the script of a job
+# Number of processes, index of this one, and number on this machine, by launcher.
+LAUNCHERS = (
+    (NUM_HOSTS_VARIABLE, HOST_INDEX_VARIABLE, ""),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_NTASKS", "SLURM_PROCID", ""),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
+)
+OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"  # address of mpirun, in Open MPI 4
+SEEN = (*(name for names in LAUNCHERS for name in names[:2]), "SLURM_JOB_ID", SLURM_STEP, "TPU_WORKER_HOSTNAMES")
+LONGEST_VALUE = 60  # most characters of a variable in a message
+DEFAULT_PORT = 8476
+FIRST_JOB_PORT, JOB_PORTS = 61440, 4096  # as in JAX: jobs that share a machine need ports of their own
 FIELDS = "devices.coordinator_address, devices.num_hosts and devices.host_index"
 
-# Variables that each launcher sets, for the messages.
-VARIABLES = {
-    "largebatch.pod": (NUM_HOSTS_VARIABLE, HOST_INDEX_VARIABLE),
-    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"),
-    "MPI": ("PMI_SIZE", "PMI_RANK"),
-    "a TPU pod": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "MEGASCALE_COORDINATOR_ADDRESS"),
-    "Kubernetes": ("JOB_COMPLETION_INDEX",),
-}
-LONGEST_VALUE = 60  # most characters of a variable in a message
-NOTHING_SEEN = "no variable of a cluster is set"
 
+class Place(NamedTuple):
+    """Place of this host among the hosts of a run.
 
-@dataclasses.dataclass(frozen=True)
-class Meeting:
-    """Coordinator of the hosts, and this host's place among them.
-
-    address: "host:port" of host 0.
+    address: "HOST:PORT" of host 0.
     num_hosts, host_index: number of hosts, and index of this host.
-    seen: variables that were read, for messages.
+    seen: variables of launchers that are set here, for messages.
     """
 
     address: str
@@ -42,139 +41,137 @@ class Meeting:
     seen: str
 
 
-def find_meeting(
-    address: str | None, num_hosts: int | None, host_index: int | None, wait_sec: float
-) -> Meeting | None:
-    """Find the coordinator of the hosts; return None if this host is alone.
+class Here(NamedTuple):
+    """Description of a process for the others.
+
+    name, machine: name of the host, and a digest of its running kernel, which containers share.
+    devices: CUDA_VISIBLE_DEVICES, "" if it is not set.
+    gpus: number of GPUs that the process may take, if it is alone on its host.
+    """
+
+    name: str
+    machine: str
+    devices: str
+    gpus: int
+
+    @classmethod
+    def now(cls) -> "Here":
+        """Describe this process."""
+        boot, drivers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/driver/nvidia/gpus")
+        machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = len(devices.split(",")) if devices else len(list(drivers.glob("*")))
+        # Where a scheduler gave this process a part of the node's GPUs, it sees no others.
+        is_part = gpus < int(os.environ.get("SLURM_GPUS_ON_NODE") or 0) or "JAX_LOCAL_DEVICE_IDS" in os.environ
+        return cls(socket.gethostname(), machine, devices, 0 if is_part else gpus)
+
+
+def share_gpus(hosts: list[Here], host_index: int) -> list[int] | None:
+    """Divide the GPUs of each machine among its processes.
+
+    JAX would give every process of Slurm and Open MPI one GPU: others would idle.
 
     Args:
-      address: the config's address: "HOST:PORT", or "HOST" or ":PORT" alone.
-      num_hosts, host_index: the config's number of hosts and index of this host.
-      wait_sec: seconds for which the name of host 0 may be unknown.
+      hosts: all processes of the run.
+      host_index: index of this one.
+    Returns:
+      The numbers of this process's GPUs, of those that it sees; None for all of them.
     Raises:
-      UserError: the config is incomplete, or there are other hosts that JAX does not find.
+      UserError: the GPUs of any machine do not divide among its processes; the same on every host.
     """
-    given = (address, num_hosts, host_index)
+    for here in hosts:
+        if here.gpus % hosts.count(here):
+            raise UserError(
+                f"devices: {here.gpus} GPUs and {hosts.count(here)} processes on {here.name}; allowed: a number of "
+                "processes that divides the GPUs, or CUDA_VISIBLE_DEVICES set for each"
+            )
+    here = hosts[host_index]
+    each = here.gpus // hosts.count(here)
+    first = each * hosts[:host_index].count(here)
+    return list(range(first, first + each)) if 0 < each < here.gpus else None
+
+
+def find_place(address: str | None, num_hosts: int | None, host_index: int | None) -> Place | None:
+    """Find the place of this host; return None if neither the config nor a launcher's variable names one.
+
+    Args:
+      address: "HOST:PORT" of host 0, or "HOST" or ":PORT" alone.
+      num_hosts, host_index: number of hosts, and index of this host; 1 host without an address is alone.
+    Raises:
+      UserError: a part is given or found, and nothing here knows the rest.
+    """
     if num_hosts == 1 and address is None:
-        return None  # a request to train on this host alone
-    if given == (None, None, None) and NUM_HOSTS_VARIABLE in os.environ:
-        num_hosts, host_index = (int(os.environ[name]) for name in (NUM_HOSTS_VARIABLE, HOST_INDEX_VARIABLE))
-    host, port = _split(address or os.environ.get("JAX_COORDINATOR_ADDRESS", ""))
-    ranks = _mpi_ranks()
-    if ranks and num_hosts is None:
-        num_hosts = ranks.size
-    if ranks and host_index is None:
-        host_index = ranks.rank
-    if ranks and not host and ranks.on_one_machine:
-        host = "127.0.0.1"
-    if num_hosts is not None and host_index is None and "JOB_COMPLETION_INDEX" in os.environ:
-        host_index = int(os.environ["JOB_COMPLETION_INDEX"])
-    problem, says = "", seen()
-    if not (host and port) or num_hosts is None or host_index is None:
-        found, problem = _found_by_jax(num_hosts, host_index, wait_sec)
-        if found is not None:
-            found_host, found_port = _split(found[0])
-            host, port = host or found_host, port or found_port
-            num_hosts, host_index = found[1], found[2]
-            says = says if says != NOTHING_SEEN else "what JAX finds on a TPU VM"
-    if host and num_hosts is not None and host_index is not None:
-        port = port or os.environ.get("JAX_COORDINATOR_PORT") or str(DEFAULT_PORT)
-        return _checked(Meeting(f"{host}:{port}", num_hosts, host_index, says))
-    if given == (None, None, None) and not os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        _check_that_host_is_alone(problem)
+        return Place("", 1, 0, seen())
+    found_hosts, found_index, found_address = _launched()
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+    if num_hosts is None and host_index is None and found_hosts is None and not address:
         return None
-    raise UserError(_incomplete(given, problem))
-
-
-def gpus_of_process() -> list[int] | None:
-    """Return the numbers of the GPUs of this host that this process takes; None for all that it sees.
-
-    JAX would give every process of Slurm and Open MPI one GPU: with one process per node all others would idle.
-    """
-    if "JAX_LOCAL_DEVICE_IDS" in os.environ:
-        return None  # JAX reads the variable
-    place = _place_on_machine()
-    if place is None or place[1] == 1:
-        return None
-    rank, processes = place
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len([name for name in visible.split(",") if name]) if visible else None
-    if count is None:
-        return [rank]
-    on_machine = int(os.environ.get("SLURM_GPUS_ON_NODE") or count)
-    if count < max(processes, on_machine):
-        return None  # the scheduler has already chosen the GPUs of this process
-    each = count // processes
-    return list(range(rank * each, (rank + 1) * each))
+    num_hosts = found_hosts if num_hosts is None else num_hosts
+    seen_here = seen()
+    if num_hosts == 1 and not address:  # as a launcher says
+        return Place("", 1, 0, seen_here)
+    host_index = found_index if host_index is None else host_index
+    (host, port), (found_host, found_port) = _split(address), _split(found_address)
+    host = host or found_host
+    port = port or os.environ.get("JAX_COORDINATOR_PORT") or found_port or DEFAULT_PORT
+    if not host or num_hosts is None or host_index is None:
+        unknown = "how many hosts there are, or which one this is" if host else "where the hosts meet"
+        raise UserError(
+            f"devices: nothing says {unknown} ({seen_here}); give {FIELDS}; "
+            "allowed: a part of them under srun, mpirun and in a Kubernetes Job"
+        )
+    if not 0 <= host_index < num_hosts:
+        raise UserError(
+            f"devices.host_index: {host_index} of {num_hosts} hosts; allowed: 0 to {num_hosts - 1} ({seen_here})"
+        )
+    return Place(f"{host}:{port}", num_hosts, host_index, seen_here)
 
 
 def seen() -> str:
-    """Return the launchers whose variables are set here, as "Slurm: SLURM_JOB_ID=7, SLURM_NTASKS=2"."""
-    parts = []
-    for launcher, names in VARIABLES.items():
-        values = [f"{name}={os.environ[name][:LONGEST_VALUE]}" for name in names if name in os.environ]
-        if values:
-            parts.append(f"{launcher}: {', '.join(values)}")
-    return "; ".join(parts) or NOTHING_SEEN
+    """Return the variables of launchers that are set here, as "SLURM_NTASKS=2, SLURM_PROCID=0"."""
+    found = [f"{name}={os.environ[name][:LONGEST_VALUE]}" for name in SEEN if name in os.environ]
+    return f"seen here: {', '.join(found)}" if found else "no variable of a launcher is set"
 
 
-# ---- launchers --------------------------------------------------------------------------------------
+def check_alone() -> None:
+    """Refuse to train alone on one of several hosts, which would all write into the same folder.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Ranks:
-    size: int
-    rank: int
-    on_one_machine: bool
-
-
-def _mpi_ranks() -> _Ranks | None:
-    """Return the ranks of an MPI that JAX does not recognise, such as Open MPI 5 or MPICH; None without one."""
-    if "OMPI_MCA_orte_hnp_uri" in os.environ:  # Open MPI 4, which JAX knows
-        return None
-    for size, rank, local in (
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
-    ):
-        if size in os.environ and rank in os.environ and int(os.environ[size]) > 1:
-            same = os.environ.get(local) == os.environ[size]
-            return _Ranks(int(os.environ[size]), int(os.environ[rank]), same)
-    return None
-
-
-def _place_on_machine() -> tuple[int, int] | None:
-    """Return this process's rank on its machine and the number of processes there; None without a launcher."""
-    env = os.environ
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in env:
-        return int(env["OMPI_COMM_WORLD_LOCAL_RANK"]), int(env["OMPI_COMM_WORLD_LOCAL_SIZE"])
-    if "SLURM_STEP_NODELIST" in env and "SLURM_LOCALID" in env:
-        per_node = []  # "8(x2),4": 8, 8 and 4 processes
-        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
-            per_node += [int(count)] * int(times or 1)
-        node = int(env.get("SLURM_NODEID", 0))
-        if node < len(per_node):
-            return int(env["SLURM_LOCALID"]), per_node[node]
-    return None
-
-
-def _found_by_jax(
-    num_hosts: int | None, host_index: int | None, wait_sec: float
-) -> tuple[tuple[str, int, int] | None, str]:
-    """Return what JAX detects on TPU pods, Slurm, Open MPI 4 and Kubernetes, or None and the reason.
-
-    The address is detected even if it is given: an address without a port takes the detected one.
+    Raises:
+      UserError: variables tell of other hosts, which nobody found.
     """
-    find = distributed.clusters.ClusterEnv.auto_detect_unset_distributed_params
-    try:
-        address, num_hosts, host_index, _ = find(None, num_hosts, host_index, None, None, int(wait_sec))
-    except Exception as error:  # metadata servers, Kubernetes' client, missing variables: the caller reports it
-        return None, str(error).splitlines()[0] if str(error) else type(error).__name__
-    if address is None or num_hosts is None or host_index is None:
-        return None, ""
-    return (address, num_hosts, host_index), ""
+    env = os.environ
+    tasks = max(int(env.get(name) or 1) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
+    if "SLURM_JOB_ID" in env and SLURM_STEP not in env and tasks > 1:
+        others = f"one host of a Slurm job of {tasks} tasks, started without srun; start it by `srun python ...`"
+    elif int(env.get("JOB_COMPLETION_INDEX") or 0) > 0:
+        others = f"pod {env['JOB_COMPLETION_INDEX']} of a Kubernetes Job; give {FIELDS.replace(' and ', ' or ')}"
+    else:
+        return
+    raise UserError(f"devices: this is {others}; to train on this host alone give devices.num_hosts 1")
 
 
-# ---- checks -----------------------------------------------------------------------------------------
+def _launched() -> tuple[int | None, int | None, str]:
+    """Return the number of hosts, the index of this one, and host 0's "HOST:PORT", "HOST" or "", by variables."""
+    env = os.environ
+    names = env.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    if len(names) > 1 and "MEGASCALE_COORDINATOR_ADDRESS" not in env:
+        return len(names), int(env["TPU_WORKER_ID"]), names[0]
+    for size, index, local_size in LAUNCHERS:
+        if size not in env or index not in env or (size == "SLURM_NTASKS" and SLURM_STEP not in env):
+            continue
+        address = ""
+        if env.get(local_size) == env[size]:
+            address = "127.0.0.1"
+        elif size == "SLURM_NTASKS":
+            name, number = re.match(r"([^\[,]+)(?:\[(\d+))?", env[SLURM_STEP]).groups("")  # node[07-08],other
+            address = f"{name}{number}:{FIRST_JOB_PORT + int(env['SLURM_JOB_ID']) % JOB_PORTS}"
+        elif size == "OMPI_COMM_WORLD_SIZE" and OPEN_MPI_URI in env:
+            job, _, uri = env[OPEN_MPI_URI].partition(".")  # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
+            host = re.search(r"tcp://([^,:]+)", uri) or re.search(r"tcp6://(\[[^,\]]+)", uri)
+            closed = "]" if host[1].startswith("[") else ""
+            address = f"{host[1]}{closed}:{FIRST_JOB_PORT + int(job) // JOB_PORTS % JOB_PORTS}"
+        return int(env[size]), int(env[index]), address
+    return None, int(env["JOB_COMPLETION_INDEX"]) if "JOB_COMPLETION_INDEX" in env else None, ""
 
 
 def _split(address: str) -> tuple[str, str]:
@@ -183,52 +180,3 @@ def _split(address: str) -> tuple[str, str]:
     if found is None:
         raise UserError(f"devices.coordinator_address: {address!r}; allowed: HOST:PORT, HOST or :PORT")
     return found[1], found[2] or ""
-
-
-def _checked(meeting: Meeting) -> Meeting:
-    if not 0 <= meeting.host_index < meeting.num_hosts:
-        raise UserError(
-            f"devices.host_index: {meeting.host_index} of {meeting.num_hosts} hosts; allowed: 0 to "
-            f"{meeting.num_hosts - 1} (seen here: {meeting.seen})"
-        )
-    return meeting
-
-
-def _incomplete(given: tuple, problem: str) -> str:
-    names = ("devices.coordinator_address", "devices.num_hosts", "devices.host_index")
-    fields = ", ".join(f"{name} {value!r}" for name, value in zip(names, given, strict=True) if value is not None)
-    return (
-        f"{fields or 'JAX_COORDINATOR_ADDRESS'}: given alone, and no cluster here knows the rest "
-        f"({problem or seen()}); allowed: all of {FIELDS}, or a part on TPU pods, Slurm, Open MPI and Kubernetes"
-    )
-
-
-def _check_that_host_is_alone(problem: str) -> None:
-    """Raise UserError if there are other hosts, which would each train alone, into the same folder."""
-    env = os.environ
-    alone = "to train on this host alone give devices.num_hosts 1"
-    processes = max(int(env.get(name) or 1) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-    if processes > 1:
-        raise UserError(
-            f"devices: started as one of {processes} processes ({seen()}), and nothing says where they meet"
-            f"{f' ({problem})' if problem else ''}; give devices.coordinator_address, the machine of rank 0"
-        )
-    if problem:
-        raise UserError(f"devices: the other hosts cannot be found ({problem}; {seen()}); give {FIELDS}")
-    tasks = max(int(env.get(name) or 1) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
-    if "SLURM_JOB_ID" in env and "SLURM_STEP_NODELIST" not in env and tasks > 1:
-        raise UserError(
-            f"devices: started on one host of a Slurm job of {tasks} tasks (SLURM_JOB_ID={env['SLURM_JOB_ID']}), "
-            f"without srun; start it by `srun python ...`; {alone}"
-        )
-    workers = env.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    if len(workers) > 1:
-        raise UserError(
-            f"devices: this is one of {len(workers)} hosts of a TPU pod ({seen()}), and JAX finds no TPU; "
-            f'install "jax[tpu]"; {alone}'
-        )
-    if int(env.get("JOB_COMPLETION_INDEX") or 0) > 0:
-        raise UserError(
-            f"devices: this is pod {env['JOB_COMPLETION_INDEX']} of a Kubernetes Job (JOB_COMPLETION_INDEX), and "
-            f"nothing says where its pods meet; give devices.coordinator_address and devices.num_hosts; {alone}"
-        )

@@ -1,7 +1,6 @@
-"""Collectives of hosts: exchange of texts, arrays, errors and decisions."""
+"""Collectives of hosts: exchange of arrays, texts, errors and decisions, in the same order on every host."""
 
 import contextlib
-import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,12 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from largebatch.hosts import rendezvous
 from largebatch.util import UserError
 
-HOSTS = "hosts"  # axis of a mesh of one device per host
+FIRST_BYTES = 1024  # of a text, sent with its length: one program and one message for almost all texts
 
 
 def is_primary() -> bool:
@@ -23,7 +20,7 @@ def is_primary() -> bool:
 
 
 def barrier() -> None:
-    """Wait until every host has called it, however long that takes; see `gather_text`."""
+    """Wait until every host has called it."""
     gather_text("")
 
 
@@ -38,61 +35,42 @@ def from_primary(value):
     # The bits are sent as integers: JAX broadcasts by adding zeros, which would turn -0.0 into 0.0.
     arrays = jax.tree.map(np.asarray, value)
     bits = jax.tree.map(lambda array: array.view(f"uint{8 * array.dtype.itemsize}"), arrays)
-    received = multihost_utils.broadcast_one_to_all(bits)
+    with named_collective_errors():
+        received = multihost_utils.broadcast_one_to_all(bits)
     return jax.tree.map(lambda bits, array: np.asarray(bits).view(array.dtype), received, arrays)
 
 
 def gather(value: np.ndarray) -> np.ndarray:
     """Gather every host's array on every host, stacked by host index.
 
-    `multihost_utils.process_allgather` would copy it to every device; here one device of each host takes part.
-
     Args:
       value: array of the same shape [...] and dtype on every host.
     Returns:
       [hosts, ...]
     """
-    if jax.process_count() == 1:
-        return value[None]
-    mesh = _mesh_of_hosts()
-    one_row_per_host = NamedSharding(mesh, PartitionSpec(HOSTS))
-    stacked = jax.make_array_from_process_local_data(one_row_per_host, value[None], (mesh.size, *value.shape))
-    copied = _copy_to_every_host()(stacked)
-    return np.asarray(copied.addressable_data(0))
-
-
-@functools.cache
-def _mesh_of_hosts() -> Mesh:
-    """Create the mesh of the first device of each host, by host index."""
-    first_device = {}
-    for device in jax.devices():
-        first_device.setdefault(device.process_index, device)
-    return Mesh(np.array([first_device[host] for host in sorted(first_device)]), (HOSTS,))
-
-
-@functools.cache
-def _copy_to_every_host() -> Callable[[jax.Array], jax.Array]:
-    """Return a function that copies to every host; cached, for JAX would compile a new one again."""
-    every_host = NamedSharding(_mesh_of_hosts(), PartitionSpec())
-    return jax.jit(lambda x: x, out_shardings=every_host)
+    with named_collective_errors():
+        return multihost_utils.process_allgather(value)
 
 
 def gather_text(text: str) -> list[str]:
-    """Gather every host's `text` (any length) on every host, by host index.
-
-    JAX's collectives time out on a late host, but hosts may come here from work of any length: JAX's are not used.
-
-    Raises:
-      UserError: another host died.
-    """
+    """Gather every host's `text` (any length) on every host, by host index."""
     if jax.process_count() == 1:
         return [text]
-    with named_collective_errors():
-        return rendezvous.exchange(text)
+    content = np.frombuffer(text.encode(), np.uint8)
+    first = np.zeros(FIRST_BYTES, np.uint8)
+    first[: content.size] = content[:FIRST_BYTES]
+    length = np.array([content.size], np.uint32).view(np.uint8)
+    gathered = gather(np.concatenate([length, first]))
+    lengths, texts = gathered[:, :4].copy().view(np.uint32)[:, 0], gathered[:, 4:]
+    if lengths.max() > FIRST_BYTES:  # padded to powers of two, so that few programs are compiled
+        padded = np.zeros(1 << int(lengths.max()).bit_length(), np.uint8)
+        padded[: content.size] = content
+        texts = gather(padded)
+    return [row[:length].tobytes().decode() for row, length in zip(texts, lengths, strict=True)]
 
 
 def json_from_primary(value) -> Any:
-    """Broadcast the primary host's `value` (plain JSON) to every host; wait as `gather_text` does."""
+    """Broadcast the primary host's `value` (plain JSON) to every host."""
     return json.loads(gather_text(json.dumps(value if is_primary() else None))[0])
 
 
@@ -151,10 +129,11 @@ def named_collective_errors():
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0][:200]
+        # Gloo's failures are plain ValueErrors.
+        if jax.process_count() == 1 or not (isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in reason):
+            raise
         raise UserError(
             f"a collective failed, probably since another host died or was late ({reason}); "
             "start again to go on from the last checkpoint"

@@ -2,7 +2,6 @@
 
 import json
 import mmap
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +9,19 @@ import jax
 import numpy as np
 
 from largebatch.hosts import collectives
-from largebatch.hosts.clusters import NUM_HOSTS_VARIABLE
 from largebatch.util import BadSetting
+
+_processes_here = 1  # processes of the run on this machine
+
+
+def note_machines(machines: list[str], host_index: int) -> None:
+    """Note with how many processes of the run this one shares its machine.
+
+    Args:
+      machines: the machine of each host; this one's has index `host_index`.
+    """
+    global _processes_here
+    _processes_here = machines.count(machines[host_index])
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -32,7 +42,7 @@ def available_bytes() -> int | None:
     meminfo = Path("/proc/meminfo")
     if jax.default_backend() == "cpu" and meminfo.exists():
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        devices_of_machine = jax.local_device_count() * int(os.environ.get(NUM_HOSTS_VARIABLE, 1))
+        devices_of_machine = jax.local_device_count() * _processes_here
         return int(fields["MemAvailable"].split()[0]) * 1024 // devices_of_machine
     return None
 

@@ -3,20 +3,34 @@
 import contextlib
 import logging
 import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
 
 import jax
 import numpy as np
 from jax import lax
-from jax._src import xla_bridge
 
-from largebatch.hosts.clusters import Meeting, find_meeting, gpus_of_process
-from largebatch.hosts.collectives import barrier, gather, named_collective_errors
-from largebatch.hosts.rendezvous import call_roll
+from largebatch.hosts import memory, preemption
+from largebatch.hosts.clusters import FIELDS, Place, check_alone, find_place, seen, share_gpus
+from largebatch.hosts.collectives import gather, named_collective_errors
+from largebatch.hosts.rendezvous import ADVICE, meet
 from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.util import UserError
 
 HEARTBEAT_TIMEOUT_SEC = 20
 JOIN_SEC = 300.0
+FAILING_SEC = 5.0  # for the other hosts to print their errors, which are most often the same
+LATE_SEC = 60  # beyond the limit, for JAX, which would abort without a message for users
+# Seconds for which a host may wait for another one's work in a collective. JAX notices a dead host by itself.
+PATIENCE_FLAGS = {
+    "xla_cpu_collective_timeout_seconds": 10**6,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 10**6,
+}
+
+_host_index = 0  # by the rendezvous; JAX's needs its devices, which may be what failed
 
 
 def start_jax(
@@ -28,8 +42,8 @@ def start_jax(
 ) -> None:
     """Start JAX on this host, joined with other hosts if there are any.
 
-    Missing arguments are found by `largebatch.pod`'s variables, or by what `jax.distributed` recognises (TPU pods,
-    Slurm, Open MPI, Kubernetes); if nothing is given or found, this host is alone.
+    Missing arguments are found by the variables of largebatch.pod, Slurm, Open MPI and GKE, else by JAX (TPU VMs,
+    Kubernetes with its Python client); if nothing is given or found, this host is alone.
 
     Args:
       platform: "cpu", "gpu", "tpu", or "auto" for what JAX finds.
@@ -40,16 +54,22 @@ def start_jax(
       UserError: no device of `platform` here, or other hosts are missing.
     """
     _use_every_core()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_in_a_line)
     if platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
-    _choose_plugins()
     # JAX's own service would take SIGTERM, which `preemption` handles.
     jax.config.update("jax_enable_preemption_service", False)
     if not jax.distributed.is_initialized():
-        meeting = find_meeting(coordinator_address, num_hosts, host_index, join_sec)
-        if meeting is not None:
-            _join(meeting, join_sec)
+        place = find_place(coordinator_address, num_hosts, host_index)
+        if place is None:
+            _join_as_jax_finds(join_sec)
+        elif place.num_hosts > 1:
+            _join(place, join_sec)
     if jax.distributed.is_initialized():
+        flags = os.environ.get("XLA_FLAGS", "")
+        patience = [f"--{name}={seconds}" for name, seconds in PATIENCE_FLAGS.items() if name not in flags]
+        os.environ["XLA_FLAGS"] = " ".join([flags, *patience]).strip()
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         devices = jax.local_devices()
@@ -62,38 +82,29 @@ def start_jax(
     if len({device.platform for device in devices}) != 1:
         raise UserError(f"devices.platform: {platform!r} finds several kinds of device: {devices}")
     if jax.process_count() > 1:
-        _connect()
-
-
-def _connect() -> None:
-    """Connect all devices by a collective that takes no time to compile.
-
-    Gloo waits only 30 s for the hosts in its first collective, and minutes in later ones. So the hosts wait at a
-    barrier before the first. Later some may compile the training loop while others find it in their cache.
-    """
-    barrier()
-    with named_collective_errors():
+        # Connect all devices by collectives that take no time to compile: Gloo waits only 30 s for the hosts in its
+        # first one. Later some hosts may compile the training loop while others find it in their cache.
         gather(np.zeros(1, np.float32))
-        ones = np.ones(jax.local_device_count(), np.float32)
-        jax.block_until_ready(pmap(lambda x: lax.psum(x, AXIS))(ones))
+        with named_collective_errors():
+            ones = np.ones(jax.local_device_count(), np.float32)
+            jax.block_until_ready(pmap(lambda x: lax.psum(x, AXIS))(ones))
 
 
-def _choose_plugins() -> None:
-    """Load no plugin of JAX if only the CPU is requested; elsewhere log a failing one in one line.
-
-    JAX would load GPU plugins for the CPU too, and print a traceback of each that finds no driver.
-    """
-    if jax.config.jax_platforms == "cpu":
-        xla_bridge.discover_pjrt_plugins = lambda: None
-    logging.getLogger(xla_bridge.__name__).addFilter(_in_a_line)
+def wait_for_failing_hosts() -> None:
+    """Give the other hosts time to print their errors and exit: JAX aborts them as soon as host 0 is gone."""
+    if _host_index == 0:
+        for number in preemption.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(FAILING_SEC)
 
 
 def _in_a_line(record: logging.LogRecord) -> bool:
-    """Replace the traceback of a log record by its error; return True, so that the record is shown."""
-    if record.exc_info and record.exc_info[1]:
+    """Replace the traceback of a plugin that finds no driver by its error; drop it if only the CPU is asked for."""
+    if record.name.startswith("jax.") and record.exc_info and record.exc_info[1]:
         reason = " ".join(str(record.exc_info[1]).split())
-        record.msg = f"{record.getMessage()}: {reason}; JAX_PLATFORMS=cpu loads no plugin"
+        record.msg = f"{record.getMessage()}: {reason}; JAX_PLATFORMS=cpu says nothing of plugins"
         record.args, record.exc_info = (), None
+        return jax.config.jax_platforms != "cpu"
     return True
 
 
@@ -111,22 +122,52 @@ def _use_every_core() -> None:
             jax.config.update("jax_num_cpu_devices", num_cores)
 
 
-def _join(meeting: Meeting, limit_sec: float) -> None:
-    """Join this host with the others; see `start_jax`."""
-    if meeting.num_hosts > 1:
-        call_roll(meeting, limit_sec)
+def _join(place: Place, limit_sec: float) -> None:
+    """Join this host with the others, after the rendezvous; see `start_jax`."""
+    global _host_index
+    hosts, _host_index = meet(place, limit_sec), place.host_index
+    memory.note_machines([here.machine for here in hosts], place.host_index)
+    gpus = None if jax.config.jax_platforms == "cpu" else share_gpus(hosts, place.host_index)
     try:
         jax.distributed.initialize(
-            meeting.address,
-            meeting.num_hosts,
-            meeting.host_index,
-            local_device_ids=gpus_of_process(),
+            place.address,
+            place.num_hosts,
+            place.host_index,
+            local_device_ids=gpus,
             cluster_detection_method="deactivate",  # all is known, and JAX would give each process one GPU
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SEC,
         )
-    except ValueError as error:
-        raise UserError(f"devices: the hosts cannot be joined ({error})") from error
-    except RuntimeError as error:
-        if "before any JAX calls" in str(error) and meeting.num_hosts == 1:
-            return  # a caller (a test, a notebook) that already uses its own devices
-        raise UserError(f"hosts did not meet at {meeting.address}: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"devices: the hosts did not join at {place.address} ({reason})") from error
+
+
+def _join_as_jax_finds(limit_sec: float) -> None:
+    """Join this host with those that JAX detects, as on a TPU VM, or leave it alone; see `start_jax`."""
+
+    def give_up():
+        text = (
+            f"devices.join_sec: after {limit_sec:g} s not all hosts that JAX finds have come ({seen()}); {ADVICE}"
+        )
+        os.write(2, f"{Path(sys.argv[0]).name}: error: {text}\n".encode())
+        os._exit(1)
+
+    timer = threading.Timer(limit_sec, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            initialization_timeout=int(limit_sec) + LATE_SEC, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SEC
+        )
+    except Exception as error:  # metadata servers, Kubernetes' client, missing variables
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        if isinstance(error, ValueError) and "should be defined" in reason:
+            check_alone()
+        elif (
+            "before any JAX calls" not in reason
+        ):  # a caller (a test, a notebook) that already uses its own devices
+            raise UserError(
+                f"devices: the other hosts cannot be found ({reason}; {seen()}); give {FIELDS}"
+            ) from error
+    finally:
+        timer.cancel()

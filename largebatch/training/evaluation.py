@@ -116,7 +116,6 @@ class SplitPredictions:
                 shards = [shard.data for shard in block.addressable_shards]
                 pieces.append(np.concatenate([_fetch_rows(shard, begin, end) for shard in shards]))
         here = np.concatenate(pieces, axis=1)
-        collectives.barrier()  # a host may still be writing an earlier slice
         all_rows = collectives.gather(here).reshape(-1, *here.shape[1:])  # [devices, rows, ...]
         in_order = all_rows.swapaxes(0, 1).reshape(-1, *self.shape[1:])
         skipped = first - first_row * self.num_devices

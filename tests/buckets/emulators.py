@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fsspec
 
-from largebatch.pod.processes import free_port
+from largebatch.pod import free_port
 
 BIN = Path(sys.executable).parent
 LIMIT_SEC = 60

@@ -40,7 +40,7 @@ UPDATES_PER_EPOCH = visits.NUM_TRAIN * visits.VIEWS // visits.BATCH_SIZE
 
 @dataclasses.dataclass
 class Disturber:
-    """Starts a run under an elastic pod and disturbs it.
+    """Starts a run on pods, disturbs it, and starts it again, as a scheduler would.
 
     command: of one host, without --workdir.
     check: looks at the run's folder, whenever no process of it is left.
@@ -55,8 +55,7 @@ class Disturber:
     def start(self, workdir: Path) -> subprocess.Popen:
         """The run on a layout drawn by lot."""
         hosts, devices = self.rng.choice(LAYOUTS)
-        elastic = ["--elastic", "--retries=50", f"--return_sec={self.rng.choice([1, 5, 20])}"]
-        pod = ["-m", "largebatch.pod", f"--hosts={hosts}", f"--devices={devices}", *elastic, "--"]
+        pod = ["-m", "largebatch.pod", f"--hosts={hosts}", f"--devices={devices}", "--"]
         with (self.folder / "log").open("a") as log:
             command = [sys.executable, *pod, *self.command, f"--workdir={workdir}"]
             return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
@@ -79,14 +78,13 @@ class Disturber:
                 continue
             num_done += 1
             self.counts[kind] = self.counts.get(kind, 0) + 1
-            if kind != "host":
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL) if kind == "pod" else process.terminate()
-                process.wait(LIMIT_SEC)
-                while processes_with(f"--workdir={workdir}"):
-                    time.sleep(0.05)
-                self.check(workdir)
-                process = self.start(workdir)
+            if kind != "host" and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL) if kind == "pod" else process.terminate()
+            process.wait(LIMIT_SEC)
+            while processes_with(f"--workdir={workdir}"):
+                time.sleep(0.05)
+            self.check(workdir)
+            process = self.start(workdir)
         assert process.wait(LIMIT_SEC) == 0, self.log()
         self.check(workdir)
         return num_done

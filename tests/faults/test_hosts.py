@@ -11,7 +11,7 @@ from conftest import ROOT, on_devices
 from figures import record
 from test_pod import pod_command, train_command
 
-from largebatch.pod.processes import free_port
+from largebatch.pod import free_port
 
 NUM_HOSTS, DEVICES, LIMIT_SEC = 4, 8, 30.0
 

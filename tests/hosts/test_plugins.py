@@ -8,7 +8,6 @@ from test_train import small_flags
 
 FAILS = """
 import sys
-sys.stderr.write(f"{__name__} is loaded\\n")
 
 def initialize():
     raise RuntimeError("Unable to load CUDA.\\nIs it installed?")
@@ -31,7 +30,7 @@ def plugins(tmp_path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("platform", "variables"), [("cpu", {}), ("auto", {"JAX_PLATFORMS": "cpu"})], ids=["field", "variable"]
 )
-def test_a_run_on_the_cpu_loads_no_plugin(plugins, tmp_path, session_cache, platform, variables):
+def test_a_run_on_the_cpu_says_nothing_of_plugins(plugins, tmp_path, session_cache, platform, variables):
     flags = small_flags(session_cache, **{"devices.platform": platform})
     done = run_script("train.py", *flags, "--workdir", tmp_path / "run", env=plugins | variables)
     assert done.returncode == 0, done.stderr
@@ -43,14 +42,14 @@ def test_a_plugin_that_fails_is_told_in_a_line(plugins, tmp_path, session_cache)
     done = run_script("train.py", *small_flags(session_cache), "--workdir", tmp_path / "run", env=plugins)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    told = [line for line in done.stderr.splitlines() if "failing" in line and not line.endswith("is loaded")]
+    told = [line for line in done.stderr.splitlines() if "failing" in line]
     assert len(told) == 2, done.stderr
     for line in told:
-        assert line.endswith(": Unable to load CUDA. Is it installed?; JAX_PLATFORMS=cpu loads no plugin")
+        assert line.endswith(": Unable to load CUDA. Is it installed?; JAX_PLATFORMS=cpu says nothing of plugins")
 
 
 @pytest.mark.full
-def test_a_simulated_pod_loads_no_plugin(plugins, tmp_path, session_cache):
+def test_a_simulated_pod_says_nothing_of_plugins(plugins, tmp_path, session_cache):
     train = [sys.executable, "train.py", *small_flags(session_cache), "--workdir", tmp_path / "run"]
     done = run_script("-m", "largebatch.pod", "--hosts", "2", "--devices", "1", "--", *train, env=plugins)
     assert done.returncode == 0, done.stderr
@@ -58,7 +57,7 @@ def test_a_simulated_pod_loads_no_plugin(plugins, tmp_path, session_cache):
 
 
 @pytest.mark.full
-def test_a_study_on_the_cpu_loads_no_plugin(plugins, tmp_path, session_cache):
+def test_a_study_on_the_cpu_says_nothing_of_plugins(plugins, tmp_path, session_cache):
     (tmp_path / "space.py").write_text(
         "from optuna.distributions import CategoricalDistribution\n\n\n"
         "def get_space():\n    return {'optimizer.learning_rate': CategoricalDistribution([0.1, 0.2])}\n"

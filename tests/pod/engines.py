@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 from test_pod import processes_with
 
-from largebatch.pod.processes import free_port
+from largebatch.pod import free_port
 
 # A job that is queued again waits until the credentials of its last start have expired.
 SLURM_CONF = """\

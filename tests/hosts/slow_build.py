@@ -1,0 +1,103 @@
+"""A short run whose cache is slow to build: what each host of a pod does in tests/hosts/test_waiting.py.
+
+    python -m largebatch.pod --hosts 2 --devices 2 -- python tests/hosts/slow_build.py FOLDER SECONDS [METHOD]
+
+Host 0 holds its build for SECONDS. With METHOD, of Checkpoints, it finds its disk full. Each host writes
+FOLDER/HOST.json.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import train
+from configs import default
+from largebatch import cli
+from largebatch.data import cache_build
+from largebatch.hosts import collectives, preemption
+from largebatch.hosts.clusters import HOST_INDEX_VARIABLE
+from largebatch.hosts.start import start_jax
+from largebatch.runs import checkpoints
+from largebatch.training import trainer
+from largebatch.util import UserError
+
+FOLDER, SECONDS = Path(sys.argv[1]), float(sys.argv[2])
+
+
+def hold(build_files):
+    """`build_files`, once SECONDS have passed."""
+
+    def held(*arguments):
+        (FOLDER / "building").touch()
+        time.sleep(SECONDS)
+        build_files(*arguments)
+
+    return held
+
+
+def small_config():
+    """A run of two updates."""
+    config = default.get_config()
+    config.augment.cache_dir = str(FOLDER / "cache")
+    config.dataset.num_examples, config.dataset.image_size = 100, 16
+    config.batch.micro_batch_size = 16
+    config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.1
+    config.train.inner_steps, config.train.outer_steps = 2, 1
+    trainer.SECONDS_PER_CALL = 0.0  # a call for each update
+    return config
+
+
+def compiled_by_gathers(calls: int) -> int:
+    """How many programs `calls` gathers of one shape compile, after a first one."""
+    compiled = []
+
+    def note(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    collectives.gather(np.arange(7))
+    collectives.gather_text("")
+    jax.monitoring.register_event_duration_secs_listener(note)
+    for call in range(calls):
+        rows = collectives.gather(np.arange(7) + call + jax.process_index())
+        assert rows[:, 0].tolist() == [call, call + 1]
+        assert collectives.gather_text(f"{jax.process_index()}" * call) == ["0" * call, "1" * call]
+    gathered = len(compiled)
+    collectives.gather(np.arange(8))
+    assert len(compiled) > gathered, "the listener hears nothing"
+    return gathered
+
+
+def run() -> None:
+    """Trains, and writes what this host found."""
+    preemption.answer_signals()
+    start_jax()
+    if collectives.is_primary():
+        cache_build.build_files = hold(cache_build.build_files)
+    summary = train.train_and_evaluate(small_config(), str(FOLDER / "run"))
+    texts = collectives.gather_text(f"host {jax.process_index()} é\0" + "x" * (8 << 20) * jax.process_index())
+    found = {
+        "status": summary["status"],
+        "steps": summary["steps"],
+        "params_sha256": summary["params_sha256"],
+        "texts": [[text[:9], len(text)] for text in texts],
+        "compiled by 20 gathers": compiled_by_gathers(20),
+    }
+    (FOLDER / f"{jax.process_index()}.json").write_text(json.dumps(found))
+
+
+def fill_disk(*_):
+    """In place of a method of Checkpoints."""
+    raise UserError("--workdir: no space left")
+
+
+if __name__ == "__main__":
+    for method in sys.argv[3:]:
+        if os.environ[HOST_INDEX_VARIABLE] == "0":
+            setattr(checkpoints.Checkpoints, method, fill_disk)
+    cli.exit_after(run)
