@@ -9,7 +9,7 @@ import numpy as np
 from largebatch.config.dicts import DATA_PATHS, difference, identity_of_run
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import RunFolder
-from largebatch.tracking.trackers import check_installed
+from largebatch.runs.trackers import check_installed
 from largebatch.util import UserError, expanded
 
 log = logging.getLogger("largebatch")
@@ -51,7 +51,7 @@ def _holds_this_run(run: RunFolder, config: dict) -> bool:
 
     The place of the data does not matter: checkpoints have their digests.
     """
-    stored = run.read("config.json")
+    stored = run.read_config()
     if stored is None:
         return False
     changed = difference(identity_of_run(config), identity_of_run(stored), ("here", "there"))

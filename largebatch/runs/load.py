@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from largebatch.runs import checkpoints, summary
+from largebatch.runs.folder import RunFolder
 from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
@@ -32,7 +33,7 @@ def best_checkpoint(run: Path) -> BestCheckpoint:
     Raises:
       UserError: the run has none, or it is damaged.
     """
-    if not (run / "config.json").exists():
+    if RunFolder(run).read_config() is None:
         raise UserError(f"{run} is no run folder: it has no config.json")
     saved = checkpoints.Checkpoints(run / "checkpoints", keep=1)
     best_step = None

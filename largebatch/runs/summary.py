@@ -81,18 +81,6 @@ def add_to_summary(summary: dict, row: dict, kind: TaskKind) -> bool:
     return is_best
 
 
-def summary_of_older_code(summary: dict) -> dict:
-    """Return a summary with current names, even if older code wrote it, whose scores were all accuracies."""
-    if "best_score" in summary:
-        return summary
-    return {
-        **summary,
-        "best_score": summary.get("best_val_accuracy"),
-        "final_score": summary.get("final_val_accuracy"),
-        "target_score": summary.get("target_accuracy"),
-    }
-
-
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
@@ -140,7 +128,7 @@ def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> 
       UserError: ids, labels, images, the trace or the order of examples changed.
     """
     for name in ("ids", "labels", "pixels"):
-        if theirs.get(name, ours[name]) != ours[name]:  # older code had no such digest of the pixels
+        if theirs[name] != ours[name]:
             decoded = ", or other libraries decode them" if name == "pixels" else ""
             raise UserError(
                 f"dataset: its {name} changed since the checkpoint was saved in {folder}{decoded}; allowed: the "

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import InUse, RunFolder, writing
-from largebatch.runs.summary import summary_of_older_code
 from largebatch.studies.database import open_storage
 from largebatch.studies.display import SweepTable
 from largebatch.studies.queue import ClaimedTrial, TrialQueue, TrialSpec
@@ -168,7 +167,7 @@ class Worker:
         if result.error is not None:
             self._queue.fail(claimed, result.error)
         elif result.status == "pruned":
-            self._queue.prune(claimed, summary_of_older_code(result.summary)["best_score"])
+            self._queue.prune(claimed, result.summary["best_score"])
         else:
             self._queue.complete(claimed, self._objective_of(result), diverged=result.status == "diverged")
 

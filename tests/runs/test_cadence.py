@@ -45,7 +45,7 @@ def test_the_interval_is_the_best_of_the_model_and_the_model_that_of_a_simulatio
 
 def at(second: float, event: str, **fields) -> dict:
     time = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(seconds=second)
-    return {"time": time.isoformat(timespec="milliseconds"), "event": event, **fields}
+    return {"time": time.isoformat(timespec="milliseconds"), "event": event, "start_sec": 0.0, **fields}
 
 
 def test_failures_are_read_from_events():
@@ -53,7 +53,6 @@ def test_failures_are_read_from_events():
         *(at(0, "start"), at(10, "training"), at(50, "rollback")),  # killed
         *(at(115, "start", start_sec=15), at(120, "training"), at(130, "failed")),
         *(at(140, "start"), at(170, "training"), at(180, "interrupted")),
-        {"event": "start", "time": "no time"},
         at(200, "start"),  # after one that was killed; runs
     ]
     assert Failures.of(events, 300.0) == Failures(3, 100.0, 20.0)

@@ -6,8 +6,9 @@ import pytest
 
 from largebatch.hosts.clock import Clock
 from largebatch.predictions.files import Predictions
+from largebatch.runs import reader
 from largebatch.runs.folder import RunFolder
-from largebatch.runs.summary import add_to_summary, empty_summary, summary_of_older_code, timings
+from largebatch.runs.summary import add_to_summary, empty_summary, timings
 from largebatch.tasks.kinds import CLASSIFICATION, KINDS
 from largebatch.util import UserError
 
@@ -112,8 +113,9 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
         fill()
     (full_disk / "ballast").unlink()
     run.close()
-    lines = (full_disk / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+    rows = reader.read_lines(full_disk / "run" / "metrics.jsonl", [])
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) > 1
     names = sorted(path.name for path in (full_disk / "run").iterdir())
     assert names == ["config.json", "metrics.jsonl"]
 
@@ -142,10 +144,8 @@ def test_rows_are_cut_back_to_a_mark(tmp_path):
     again.append_row({"step": 2})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
-    with pytest.raises(UserError, match="was changed"):
-        again.start_rows(mark | {"sha256": "0" * 64})
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="was changed"):
+    with pytest.raises(UserError, match="has 0 bytes, where the checkpoint's rows have"):
         again.start_rows(mark)
 
 
@@ -159,20 +159,6 @@ def test_an_event_after_a_torn_line_stands_on_its_own(tmp_path):
     run.log_event("done")
     assert run.events()[-1]["event"] == "done"
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
-
-
-def test_a_summary_of_older_code_goes_on():
-    """Its scores were accuracies alone."""
-    older = {"best_step": 3, "best_val_accuracy": 0.9, "final_val_accuracy": 0.8, "target_accuracy": 0.95}
-    summary = empty_summary() | summary_of_older_code(older)
-    assert [
-        add_to_summary(summary, row(step, score), CLASSIFICATION) for step, score in ((4, 0.85), (5, 0.96))
-    ] == [
-        False,
-        True,
-    ]
-    assert (summary["best_score"], summary["steps_to_target"]) == (0.96, 5)
-    assert summary_of_older_code(summary) == summary
 
 
 def test_a_score_that_should_be_low():
