@@ -243,7 +243,7 @@ def lies_in(path, folder) -> bool:
     """Return True if a path is within a folder after links are followed; False if it cannot be followed."""
     try:
         return Path(expanded(path)).resolve().is_relative_to(Path(folder).resolve())
-    except (OSError, UserError):  # "~nobody"
+    except (OSError, ValueError, RuntimeError, UserError):  # "~nobody", a NUL, links in a circle
         return False
 
 
