@@ -53,6 +53,7 @@ def test_failures_are_read_from_events():
         *(at(0, "start"), at(10, "training"), at(50, "rollback")),  # killed
         *(at(115, "start", start_sec=15), at(120, "training"), at(130, "failed")),
         *(at(140, "start"), at(170, "training"), at(180, "interrupted")),
+        at(190, "start"),
         at(200, "start"),  # after one that was killed; runs
     ]
     assert Failures.of(events, 300.0) == Failures(3, 100.0, 20.0)
