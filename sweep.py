@@ -69,7 +69,7 @@ def read_recorded(config: config_dict.ConfigDict) -> dict:
         raise UserError("--config: given; allowed with --branch, which takes the config of its run: none")
     if FLAGS.branch and not recorded:
         run = Path(FLAGS.branch)
-        adopt_recorded_config(config, RunFolder(run).read("config.json"), run / "config.json")
+        adopt_recorded_config(config, RunFolder(run).read_config(), run / "config.json")
     if recorded and not config_given:
         adopt_recorded_config(config, recorded.get("config"), path / "study.json")
         if recorded.get("dtype_is_auto"):  # asked again, so that a machine that would choose another says so

@@ -68,7 +68,7 @@ def train_and_evaluate(
       preemption.Stopped: a signal came; all is saved, and the same call resumes from there.
     """
     clock = Clock()
-    config, plain_config = cli.start(config, models.MODELS, lambda: RunFolder(workdir).read("config.json"))
+    config, plain_config = cli.start(config, models.MODELS, lambda: RunFolder(workdir).read_config())
     run, ended = open_run(plain_config, workdir)
     if ended and ended["status"] == "diverged":
         raise Diverged(f"{workdir} is a run of this config that diverged; change the config and give a new folder")
@@ -295,7 +295,7 @@ def main(config: config_dict.ConfigDict) -> int:
         return examine.run(config, here=given.doctor, target_name=given.compile_for)
     preemption.answer_signals()
     if given.workdir and not any(argument.startswith("--config") for argument in sys.argv[1:]):
-        config = config_dict.ConfigDict(RunFolder(given.workdir).read("config.json") or config)
+        config = config_dict.ConfigDict(RunFolder(given.workdir).read_config() or config)
     workdir = given.workdir or new_workdir(config)
     try:
         train_and_evaluate(config, workdir, profile=given.profile)

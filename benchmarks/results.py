@@ -17,7 +17,6 @@ from pathlib import Path
 
 from benchmarks import knees, pages, result_tables
 from benchmarks.timing import ROOT
-from largebatch.runs import reader
 from largebatch.runs.load import load
 from largebatch.runs.reader import Run
 from largebatch.studies import analysis
@@ -238,7 +237,7 @@ def _row(job: Job, runs: list[Run]) -> dict:
         "updates": [row.get("step") for row in last],
         "images": [row.get("examples_seen") for row in last],
         "flops_per_image": runs[0].summary.get("flops_per_image"),
-        "val_score": [reader.score_of(row) for row in last],
+        "val_score": [row["val_score"] for row in last],
         "val_score_averaged": [row.get("val_accuracy_views") for row in last],
         "best_val_score": [run.best_score for run in runs],
         "val_depth_rmse": [row.get("val_depth_rmse") for row in last],

@@ -19,7 +19,6 @@ MAY_IMPORT = {
     "data": {"util", "hosts", "config.fields", "tasks.planes"},
     "tasks": {"util", "config.fields"},
     "predictions": {"util", "terminal", "data.dataset", "tasks.planes"},
-    "tracking": {"util"},
     "buckets": {"util"},
     "runs": {
         "util",
@@ -29,7 +28,6 @@ MAY_IMPORT = {
         "config",
         "predictions",
         "tasks.kinds",
-        "tracking",
         "buckets",
     },
     "training": {

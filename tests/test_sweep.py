@@ -297,10 +297,10 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
 ):
     """Host 0 alone waits for the database, and the others for what it says."""
     study = make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, pruner="median")
-    row = {"val_accuracy": 0.5, "outer": 1}
+    row = {"val_score": 0.5, "outer": 1}
     spec = TrialSpec(setting=0, seed=0, values={})
     folder = RunFolder(study.folder_of(spec))
-    folder.write_json("config.json", config.to_dict())
+    folder.begin(config.to_dict())
     folder.append_row(row)
     signal_of_host_0 = 15
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from largebatch.reports.labels import rounded
 from largebatch.reports.study_panels import few_ticks, mark
-from largebatch.runs.reader import COUNTED_SECTIONS, ENDED, Run, event_time, number, process_begin
+from largebatch.runs.reader import COUNTED_SECTIONS, ENDED, Run, event_time, process_begin
 
 MAX_RUNS = 8
 
@@ -35,26 +35,24 @@ class Life:
 
 
 def life_of(run: Run) -> Life | None:
-    """What events.jsonl and summary.json say of a run's starts; None where they do not say.
+    """Return a run's life by its events.jsonl and summary.json; None before its first start.
 
     A process that was killed told no end: it counts until the next one begins.
     """
-    events = [event for event in run.events if event_time(event)]
-    starts = [event for event in events if event.get("event") == "start"]
-    if not starts or any(number(start.get("devices")) is None for start in starts):
+    starts = [event for event in run.events if event["event"] == "start"]
+    if not starts:
         return None
     begins = [process_begin(start) for start in starts]
-    last = event_time(events[-1])
-    ends = [event_time(event) for event in events if event.get("event") in ENDED]
+    last = event_time(run.events[-1])
+    ends = [event_time(event) for event in run.events if event["event"] in ENDED]
     stays = []
     for start, begin, latest in zip(starts, begins, [*begins[1:], last], strict=True):
         end = next((end for end in ends if begin <= end <= latest), latest)
-        stays.append(Stay(_seconds(begin, begins[0]), _seconds(end, begins[0]), number(start["devices"])))
-    seconds = run.summary.get("seconds")
-    if isinstance(seconds, dict):
-        counted, until = sum(number(seconds.get(section)) or 0.0 for section in COUNTED_SECTIONS), last
+        stays.append(Stay(_seconds(begin, begins[0]), _seconds(end, begins[0]), start["devices"]))
+    if "seconds" in run.summary:
+        counted, until = sum(run.summary["seconds"].get(section, 0.0) for section in COUNTED_SECTIONS), last
     else:  # it still runs, or was killed: what counted is known up to its last start
-        counted, until = number(starts[-1].get("counted_sec")) or 0.0, begins[-1]
+        counted, until = starts[-1]["counted_sec"], begins[-1]
     return Life(stays, _seconds(until, begins[0]), counted)
 
 

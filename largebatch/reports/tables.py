@@ -121,7 +121,7 @@ def run_table(group: Group, described: dict, key: str) -> Html:
                 run.status, f"running, {reader.last_sign_of_life(run.path)}" if run.status == "running" else None
             ),
             number_cell(run.best_score, ".4f"),
-            number_cell(reader.score_of(last), ".4f"),
+            number_cell(last.get("val_score"), ".4f"),
             number_cell(last.get("step")),
             number_cell(last.get("examples_seen")),
             number_cell(run.batch_size),

@@ -2,14 +2,12 @@
 
 import contextlib
 import datetime
-import errno
 import fcntl
-import hashlib
-import io
 import json
 import logging
 import math
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from largebatch import util
 from largebatch.buckets import bucket
 from largebatch.predictions import files as prediction_files
 from largebatch.predictions.files import Outcome
+from largebatch.runs import reader
 from largebatch.util import UserError, expanded
 
 log = logging.getLogger("largebatch")
@@ -49,16 +48,12 @@ def writing(path):
         raise UserError(f"--workdir: cannot write {path} ({error.strerror or error})") from error
 
 
-def _json(content: dict) -> str:
-    return json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
-
-
 class InUse(UserError):
     """Raised when another process trains in the run folder."""
 
 
 class RunFolder:
-    """Folder of one run: config.json, metrics.jsonl, events.jsonl, summary.json and predictions.
+    """Folder of one run: run.json, config.json, metrics.jsonl, events.jsonl, summary.json and predictions.
 
     Only the primary host writes. Whole files are written under a temporary name and renamed; lines of the
     two .jsonl files are added one by one. A folder in a bucket is written on this machine; see `bucket`.
@@ -74,19 +69,26 @@ class RunFolder:
         self.path = self._bucket.folder if self._bucket else Path(expanded(address, "--workdir"))
         self._lock = None
         self._is_new = False  # True if `lock` made the folder
-        self._rows_bytes, self._rows_sha256 = 0, hashlib.sha256()
+        self._rows_bytes = 0
 
     def read(self, name: str) -> dict | None:
         """Read a JSON file of the folder; return None where there is none."""
-        path = f"{self.address}/{name}"
         try:
             text = self._read(name)
-            content = None if text is None else json.loads(text)
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"--workdir: {path} cannot be read ({error})") from error
-        if not isinstance(content, dict | None):
-            raise UserError(f"--workdir: {path} is not a JSON object")
-        return content
+            return None if text is None else json.loads(text)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--workdir: {self.address}/{name} cannot be read ({error})") from error
+
+    def read_config(self) -> dict | None:
+        """Read config.json; return None where no run has begun.
+
+        Raises:
+          UserError: it cannot be read, or is of a run that another version of the code wrote.
+        """
+        config = self.read("config.json")
+        if config is not None:
+            reader.refuse_other_format(self.read("run.json"), self.address)
+        return config
 
     def holds(self, name: str) -> bool:
         """Return True if there is a file of this name."""
@@ -177,50 +179,60 @@ class RunFolder:
                     raise UserError(f"{error}; {hint}") from error
                 time.sleep(RETRY_SEC)
 
-    def start_rows(self, mark: dict | None) -> None:
-        """Truncate metrics.jsonl to `mark`, the `rows_mark` of a checkpoint; None is before the first row.
+    def begin(self, config: dict) -> str:
+        """Write run.json, once, and config.json; return the id of the run."""
+        about = self.read("run.json")
+        if about is None:
+            about = {"format_version": reader.FORMAT_VERSION, "id": secrets.token_hex(8)}
+            self.write_json("run.json", about)
+        self.write_json("config.json", config)
+        return about["id"]
+
+    def start_rows(self, mark: int | None) -> None:
+        """Cut metrics.jsonl back to `mark`, the `rows_mark` of a checkpoint; None is before the first row.
 
         Raises:
-          UserError: the file no longer starts with the rows of the checkpoint.
+          UserError: the file is shorter.
         """
-        path = self.path / "metrics.jsonl"
-        mark = mark or {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
-        with writing(path), path.open("rb+") if path.exists() else io.BytesIO() as file:
-            digest = hashlib.sha256(file.read(mark["bytes"]))
-            if file.tell() != mark["bytes"] or digest.hexdigest() != mark["sha256"]:
-                raise UserError(
-                    f"--workdir: {path} was changed: it no longer starts with the {mark['bytes']} bytes "
-                    "of rows that the checkpoint goes with; put them back, or start a new run from this one's "
-                    "parameters with --config.train.init_from"
-                )
-            file.truncate()
-        self._rows_bytes, self._rows_sha256 = mark["bytes"], digest
+        path, mark = self.path / "metrics.jsonl", mark or 0
+        found = path.stat().st_size if path.exists() else 0
+        if found < mark:
+            hint = "put them back, or start a new run from this one's parameters with --config.train.init_from"
+            raise UserError(f"--workdir: {path} has {found} bytes, where the checkpoint's rows have {mark}; {hint}")
+        if found > mark:
+            with writing(path):
+                os.truncate(path, mark)
+        self._rows_bytes = mark
 
-    def rows_mark(self) -> dict:
-        """Return the current length and SHA-256 of metrics.jsonl."""
-        return {"bytes": self._rows_bytes, "sha256": self._rows_sha256.hexdigest()}
+    def rows_mark(self) -> int:
+        """Return the current length of metrics.jsonl in bytes."""
+        return self._rows_bytes
+
+    def append_row(self, row: dict) -> None:
+        """Append one line to metrics.jsonl, on disk before a checkpoint that goes with it."""
+        self._rows_bytes = self._append("metrics.jsonl", row)
 
     def log_event(self, event: str, **fields) -> None:
         """Append a line to events.jsonl, the history of the run: starts, stops, rollbacks."""
-        path = self.path / "events.jsonl"
         process = {"pid": os.getpid(), "node": os.uname().nodename}
         now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
-        line = {"time": now, "event": event, **fields, **process}
+        self._append("events.jsonl", {"time": now, "event": event, **fields, **process})
+
+    def _append(self, name: str, content: dict) -> int:
+        """Append one line to a file and return the file's new length in bytes."""
+        path, line = self.path / name, json.dumps(jsonable(content), allow_nan=False).encode() + b"\n"
         with writing(path), path.open("ab+") as file:
-            # A line that a killed process left incomplete stays apart from the next.
+            # A line that a killed process or a full disk left incomplete stays apart from the next.
             file.seek(max(file.tell() - 1, 0))
             end = b"\n" if file.read(1) not in (b"", b"\n") else b""
-            file.write(end + json.dumps(jsonable(line), allow_nan=False).encode() + b"\n")
+            file.write(end + line)
+            file.flush()
+            os.fsync(file.fileno())
+            return file.tell()
 
     def events(self) -> list[dict]:
         """Return the whole lines of events.jsonl."""
-        path, events = self.path / "events.jsonl", []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict):
-                    events.append(event)
-        return events
+        return reader.read_lines(self.path / "events.jsonl", problems=[]) or []
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""
@@ -229,27 +241,17 @@ class RunFolder:
 
     def write_json(self, name: str, content: dict) -> None:
         """Write or replace one JSON file."""
-        self._write(name, _json(content).encode())
+        target = self.path / name
+        with writing(target):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with util.replacing(target) as temporary:
+                text = json.dumps(jsonable(content), indent=1, allow_nan=False)
+                util.write_through(temporary, f"{text}\n".encode())
 
     def write_outcome(self, outcome: Outcome, parts: Iterator) -> None:
         """Replace the predictions of the best validation so far."""
         with writing(self.path / outcome.name):
             outcome.write(self.path, parts)
-
-    def append_row(self, row: dict) -> None:
-        """Append one line to metrics.jsonl, whole or not at all."""
-        path = self.path / "metrics.jsonl"
-        line = (json.dumps(jsonable(row), allow_nan=False) + "\n").encode()
-        with writing(path), path.open("ab", buffering=0) as file:
-            try:
-                if file.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(file.fileno())  # a checkpoint that goes with these rows is written after them
-            except OSError:
-                file.truncate(self._rows_bytes)
-                raise
-        self._rows_bytes += len(line)
-        self._rows_sha256.update(line)
 
     def close(self) -> None:
         """Unlock the folder; remove it if it is new and empty."""
@@ -266,10 +268,3 @@ class RunFolder:
 
     def __exit__(self, *_):
         self.close()
-
-    def _write(self, name: str, content: bytes) -> None:
-        target = self.path / name
-        with writing(target):
-            self.path.mkdir(parents=True, exist_ok=True)
-            with util.replacing(target) as temporary:
-                util.write_through(temporary, content)

@@ -8,7 +8,7 @@ import numpy as np
 from largebatch.config.dicts import DATA_PATHS, difference, identity_of_run
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import RunFolder
-from largebatch.tracking.trackers import check_installed
+from largebatch.runs.trackers import check_installed
 from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
@@ -64,7 +64,7 @@ def _stored_config(run: RunFolder, config: dict) -> dict | None:
     The place of the data does not matter: checkpoints have their digests. A longer run is the same
     run, if its first steps are the same.
     """
-    stored = run.read("config.json")
+    stored = run.read_config()
     if stored is None:
         return None
     here, there = identity_of_run(config), identity_of_run(stored)

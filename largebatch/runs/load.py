@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from largebatch.buckets import bucket
 from largebatch.runs import reader
+from largebatch.runs.folder import RunFolder
 from largebatch.util import UserError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def best_checkpoint(run: Path) -> LoadedCheckpoint:
     """
     from largebatch.runs import checkpoints
 
-    if not (run / "config.json").exists():
+    if RunFolder(run).read_config() is None:
         raise UserError(f"{run} is no run folder: it has no config.json")
     for step in reversed(steps_of(run)):  # the newest sound one records which was best
         try:

@@ -22,8 +22,8 @@ from largebatch.runs.summary import (
     refuse_other_data,
     warnings_on_resuming,
 )
+from largebatch.runs.trackers import TrackedRun, Trackers
 from largebatch.tasks.kinds import kind_of
-from largebatch.tracking.trackers import TrackedRun, Trackers
 from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
@@ -143,19 +143,20 @@ class RunProgress:
         self._saved_step = None
 
     def _write_start(self) -> None:
-        self._run.write_json("config.json", self.config)
+        run_id = self._run.begin(self.config)
         self._run.remove("summary.json")  # of an earlier start
         code = code_of(self.summary)
         counted = sum(self._clock.seconds.get(section, 0.0) for section in COUNTED_SECTIONS)
         times = {"start_sec": self._clock.since_made(), "counted_sec": counted}
         self._run.log_event("start", step=self._trainer.step, **self._layout(), code=code, **times)
-        self._trackers = Trackers(self._tracked_run())
+        self._trackers = Trackers(self._tracked_run(run_id))
 
-    def _tracked_run(self) -> TrackedRun:
+    def _tracked_run(self, run_id: str) -> TrackedRun:
         folder = self._run.path
         is_trial = self._run.read("trial.json") is not None
         return TrackedRun(
             folder=folder,
+            id=run_id,
             name=Path(self._run.address).name,
             group=folder.parents[1].name if is_trial else None,  # the study's folder
             config=jsonable(self.config),
@@ -291,7 +292,6 @@ class RunProgress:
             except checkpoints.DamagedCheckpoint as damage:
                 raise UserError(str(damage)) from damage
             self._run.start_rows(description["rows"])
-            self._trackers.went_back()
             return self._for_these_devices(snapshot), description
 
         return self._from_primary(collectives.agreed(read, collectives.is_primary()))
@@ -321,7 +321,7 @@ class RunProgress:
             write()
             self._run.copy_whole()
             if self._trackers:
-                self._trackers.end(jsonable(self.summary))
+                self._trackers.finish(jsonable(self.summary))
                 self._run.copy()  # files that the trackers wrote at their end
 
         self._checkpoints.close()
@@ -333,7 +333,7 @@ class RunProgress:
                 write()
                 self._run.copy()
             if self._trackers:
-                self._trackers.end(jsonable(self.summary))
+                self._trackers.finish(jsonable(self.summary))
 
 
 def replicas_from_mean(mean, like):

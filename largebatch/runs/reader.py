@@ -1,8 +1,7 @@
-"""Readers of run and study folders in any state.
+"""Readers of run and study folders in any state, without JAX.
 
 A study is a folder with study.json and trials/0000, trials/0001, ..., each an ordinary run folder with a
 trial.json beside. A damaged or unfinished run raises nothing: its `problems` list what is wrong with it.
-Folders may come from someone else; `lies_in` checks that a path that a folder names does not lead out of it.
 """
 
 import contextlib
@@ -18,13 +17,12 @@ from largebatch.tasks.kinds import TaskKind, kind_of
 from largebatch.terminal import duration
 from largebatch.util import UserError, expanded
 
+FORMAT_VERSION = 1  # of run folders; raise it when this code cannot read what the code before wrote
 ENDED = ("done", "diverged", "interrupted", "failed", "pruned")  # how a process's part of a run ends
 SCORES = ("best_val_accuracy", "best_score")  # the first is the name for classification
 OBJECTIVES = (*SCORES, "steps_to_target", "examples_to_target", "sec_to_target")
 BATCH = "batch.size"
 COUNTED_SECTIONS = ("train", "evaluation")  # sections of a run's clock that count as goodput
-EARLIEST_YEAR, LONGEST_START_SEC = 2000, 1e6  # of an event; a file with others is damaged
-LARGEST = 1e40  # above the range of float32; beyond it a file is damaged, and squares would overflow
 SCALAR = (str, int, float, bool, type(None))
 
 
@@ -37,8 +35,7 @@ class Run:
 
     Attributes:
       config, summary: config.json and summary.json; {} where the file is missing or damaged.
-      rows: the sound lines of metrics.jsonl, with only the values that are numbers or None.
-      events: the sound lines of events.jsonl.
+      rows, events: the whole lines of metrics.jsonl and events.jsonl.
       trial: trial.json; None for a run outside of a study.
       problems: a line for each file that is damaged or missing.
     """
@@ -54,9 +51,8 @@ class Run:
     @property
     def status(self) -> str:
         """Status: one of ENDED, "running" (or killed: its end was not recorded), or "unreadable" (damaged)."""
-        recorded = self.summary.get("status")
-        if recorded in ENDED:
-            return recorded
+        if "status" in self.summary:
+            return self.summary["status"]
         if self.trial_error:
             return "failed"
         damaged = any(problem.startswith("summary.json: damaged") for problem in self.problems)
@@ -65,8 +61,8 @@ class Run:
     @property
     def trial_error(self) -> str | None:
         """Reason why the trial failed, in one line; None if it did not."""
-        error = self.trial.get("error") if self.trial else None
-        return _one_line(error) if error else None
+        error = self.trial and self.trial.get("error")
+        return " ".join(error.split()) if error else None
 
     @property
     def batch_size(self) -> int | None:
@@ -74,11 +70,9 @@ class Run:
         grows_by_schedule = self.field("schedule.decay_by") in ("batch", "seesaw")
         if self.field("batch.trace") or self.field("batch.auto") or grows_by_schedule:
             return None
-        measured = [number(content.get("global_batch_size")) for content in (self.summary, *self.rows)]
-        sizes = {int(size) for size in measured if (size or 0) >= 1}
-        if not sizes and (number(self.field(BATCH)) or 0) >= 1:
-            sizes = {int(self.field(BATCH))}
-        return sizes.pop() if len(sizes) == 1 else None
+        sizes = {content.get("global_batch_size") for content in (self.summary, *self.rows)} - {None}
+        size = sizes.pop() if sizes else self.field(BATCH)
+        return size if isinstance(size, int) and not sizes else None
 
     @property
     def kind(self) -> TaskKind:
@@ -88,14 +82,13 @@ class Run:
     @property
     def best_score(self) -> float | None:
         """Best validation score so far."""
-        scores = [score_of(row) for row in self.rows]
-        return self.kind.best([*scores, *(number(self.summary.get(name)) for name in SCORES)])
+        return self.kind.best([row.get("val_score") for row in self.rows] + [self.summary.get("best_score")])
 
     @property
     def target(self) -> float | None:
         """Score at which the run ends; None where there is none."""
-        targets = [number(self.field(f"train.target_{name}")) for name in ("score", "accuracy")]
-        return next((target for target in targets if target is not None), None)
+        score = self.field("train.target_score")
+        return self.field("train.target_accuracy") if score is None else score
 
     def field(self, name: str):
         """Return a config field by its dotted name, None where there is none."""
@@ -106,14 +99,54 @@ class Run:
 
     def value(self, objective: str) -> float | None:
         """Return the run's value of one of OBJECTIVES; None where a target was not reached."""
-        if objective in SCORES:
-            return self.best_score
-        cost = number(self.summary.get(objective))
-        return cost if cost and cost > 0 else None
+        return self.best_score if objective in SCORES else self.summary.get(objective)
 
     def updates_to(self, score: float) -> int | None:
         """Return the steps after which a validation first reached a score, None where none did."""
-        return next((row.get("step") for row in self.rows if self.kind.reaches(score_of(row), score)), None)
+        return next((row["step"] for row in self.rows if self.kind.reaches(row.get("val_score"), score)), None)
+
+
+def refuse_other_format(about: dict | None, where: object) -> None:
+    """Refuse a run folder that another version of this code wrote.
+
+    Args:
+      about: content of its run.json; None where it has none.
+    Raises:
+      UserError: the folder's format_version is not FORMAT_VERSION.
+    """
+    found = (about or {}).get("format_version", "missing")
+    if found != FORMAT_VERSION:
+        raise UserError(
+            f"{where}/run.json: format_version {found}; allowed: {FORMAT_VERSION}, or the code that wrote this run"
+        )
+
+
+def read_run(path) -> Run:
+    """Read a run folder in any state, without errors for damage."""
+    path, problems = Path(path), []
+    trial = _read_json(path / "trial.json", problems)
+    run = Run(path, {}, {}, [], [], trial, problems)
+    if run.trial_error:
+        problems.append(f"trial.json: the trial failed: {run.trial_error}")
+    # A failed trial may have left neither file, and its error is the reason.
+    config = _read_json(
+        path / "config.json", problems, if_missing=None if run.trial_error else "the run never began"
+    )
+    if config:
+        try:
+            refuse_other_format(_read_json(path / "run.json", problems), path)
+        except UserError as error:
+            problems.append(str(error))
+            return run
+    unfinished = (
+        f"the run goes on, or was killed; {last_sign_of_life(path)}" if config and not run.trial_error else None
+    )
+    summary = _read_json(path / "summary.json", problems, if_missing=unfinished)
+    rows = read_lines(path / "metrics.jsonl", problems)
+    if rows is None and summary and summary.get("steps"):
+        problems.append("metrics.jsonl: missing: there are no curves")
+    events = read_lines(path / "events.jsonl", problems)
+    return Run(path, config or {}, summary or {}, rows or [], events or [], trial, problems)
 
 
 def last_sign_of_life(path: Path) -> str:
@@ -125,68 +158,19 @@ def last_sign_of_life(path: Path) -> str:
     return f"last sign of life {duration(max(time.time() - max(times, default=0), 0))} ago"
 
 
-def score_of(row: dict) -> float | None:
-    """Return the score of a row of metrics.jsonl; rows of older code have only an accuracy."""
-    return row.get("val_score", row.get("val_accuracy"))
+def event_time(event: dict) -> datetime.datetime:
+    """Return the time of a line of events.jsonl."""
+    return datetime.datetime.fromisoformat(event["time"])
 
 
-def read_run(path) -> Run:
-    """Read a run folder in any state, without errors for damage."""
-    path, problems = Path(path), []
-    trial = _read_object(path / "trial.json", problems)
-    if trial is not None and not isinstance(trial.get("setting"), dict):
-        problems.append("trial.json: damaged: no setting in it")
-        trial["setting"] = {}
-    error = trial.get("error") if trial else None
-    if error:
-        problems.append(f"trial.json: the trial failed: {_one_line(error)}")
-    # A failed trial may have left neither file, and its error is the reason.
-    config = _read_object(path / "config.json", problems, if_missing=None if error else "the run never began")
-    unfinished = f"the run goes on, or was killed; {last_sign_of_life(path)}" if config and not error else None
-    summary = _read_object(path / "summary.json", problems, if_missing=unfinished)
-    rows = _read_lines(path / "metrics.jsonl", problems)
-    if rows is None and summary and summary.get("steps"):
-        problems.append("metrics.jsonl: missing: there are no curves")
-    return Run(
-        path=path,
-        config=config or {},
-        summary=summary or {},
-        rows=[_numbers_only(row) for row in rows or []],
-        events=_read_lines(path / "events.jsonl", problems) or [],
-        trial=trial,
-        problems=problems,
-    )
-
-
-def _numbers_only(row: dict) -> dict:
-    """Return a metrics row with only its numbers and Nones, which can be drawn."""
-    return {name: number(value) for name, value in row.items() if value is None or number(value) is not None}
-
-
-def event_time(event: dict) -> datetime.datetime | None:
-    """Return the time of a line of events.jsonl; None where it has none."""
-    try:
-        time = datetime.datetime.fromisoformat(str(event.get("time")))
-    except ValueError:
-        return None
-    if time.year < EARLIEST_YEAR:
-        return None
-    return time if time.tzinfo else time.replace(tzinfo=datetime.UTC)
-
-
-def process_begin(start: dict) -> datetime.datetime | None:
-    """Return the time at which the process of a "start" line was started; None where the line has no time."""
-    time, seconds = event_time(start), number(start.get("start_sec")) or 0.0
-    return time and time - datetime.timedelta(seconds=min(max(seconds, 0.0), LONGEST_START_SEC))
+def process_begin(start: dict) -> datetime.datetime:
+    """Return the time at which the process of a "start" line was started."""
+    return event_time(start) - datetime.timedelta(seconds=start["start_sec"])
 
 
 def setting_of(run: Run, fields: Iterable[str]) -> dict:
-    """Return a trial's setting {dotted field: scalar}; without a sound trial.json, the `fields` of the config."""
-    setting = {}
-    if run.trial and run.trial["setting"]:
-        setting = run.trial["setting"]
-    elif run.config:
-        setting = {name: run.field(name) for name in fields}
+    """Return a trial's setting {dotted field: scalar}; without a trial.json, the `fields` of the config."""
+    setting = run.trial["setting"] if run.trial else {name: run.field(name) for name in fields if run.config}
     # Settings are compared and counted: a list becomes its text.
     return {name: value if isinstance(value, SCALAR) else json.dumps(value) for name, value in setting.items()}
 
@@ -212,19 +196,17 @@ class Study:
     @property
     def objective(self) -> str:
         """Objective of the study: one of OBJECTIVES."""
-        objective = self.description.get("objective")
-        return objective if objective in OBJECTIVES else OBJECTIVES[0]
+        return self.description.get("objective", OBJECTIVES[0])
 
     @property
     def kind(self) -> TaskKind:
         """Kind of the task of the study's runs."""
-        config = self.description.get("config")
-        return kind_of(config if isinstance(config, dict) else {})
+        return kind_of(self.description.get("config", {}))
 
     @property
     def fields(self) -> list[str]:
         """Dotted names of the config fields that were searched."""
-        names = list(self.description.get("space") or {})
+        names = list(self.description.get("space", {}))
         for run in self.runs:
             names += setting_of(run, ())
         return list(dict.fromkeys(names))
@@ -233,34 +215,10 @@ class Study:
 def read_study(path) -> Study:
     """Read a study folder and all of its trials, without errors for damage."""
     path, problems = Path(path), []
-    description = _read_object(path / "study.json", problems, if_missing="this is no study") or {}
-    objective = description.get("objective")
-    if description and objective not in OBJECTIVES:
-        problems.append(f"study.json: objective is {objective!r}; taken as {OBJECTIVES[0]}")
-    if not isinstance(description.get("space", {}), dict):
-        problems.append("study.json: damaged: space is not a JSON object")
-        description["space"] = {}
-    points = description.get("branch_points") or []
-    if not isinstance(points, list) or not all(map(_is_branch_point, points)):
-        problems.append("study.json: damaged: branch_points")
-        description["branch_points"] = []
-    trials = path / "trials"
-    folders = sorted(p for p in trials.iterdir() if p.is_dir()) if trials.is_dir() else []
-    return Study(path, description, sorted(map(read_run, folders), key=_trial_order), problems)
-
-
-def _is_branch_point(content) -> bool:
-    """Return True if `content` has the numbers of a branch point that are needed."""
-    names = ("step", "examples_seen", "batch_size")
-    return isinstance(content, dict) and all((number(content.get(name)) or 0) >= 1 for name in names)
-
-
-def _trial_order(run: Run) -> tuple:
-    """Return a sort key: the index in trial.json, else the number in the folder's name; others come last."""
-    index = number((run.trial or {}).get("index"))
-    if index is None and run.path.name.isdigit():
-        index = int(run.path.name)
-    return (math.inf if index is None else index, run.path.name)
+    description = _read_json(path / "study.json", problems, if_missing="this is no study") or {}
+    runs = [read_run(folder) for folder in (path / "trials").glob("*") if folder.is_dir()]
+    runs.sort(key=lambda run: ((run.trial or {}).get("index", math.inf), run.path.name))
+    return Study(path, description, runs, problems)
 
 
 def read(path) -> Run | Study:
@@ -274,19 +232,8 @@ def read(path) -> Run | Study:
         return read_study(path)
     if (path / "config.json").exists() or (path / "trial.json").exists():
         return read_run(path)
-    raise UserError(
-        f"{path}: {_what_is_at(path)}; allowed: a run folder with config.json or a study folder with study.json"
-    )
-
-
-def _what_is_at(path: Path) -> str:
-    if not path.is_dir():
-        return "a file" if path.exists() else "nothing there"
-    names = sorted(p.name for p in path.iterdir())
-    if not names:
-        return "an empty folder"
-    listed = names if len(names) <= 4 else [*names[:4], "..."]
-    return f"a folder with {', '.join(listed)}"
+    allowed = "a run folder with config.json or a study folder with study.json"
+    raise UserError(f"{path}: no run or study is there; allowed: {allowed}")
 
 
 # ---- values and files --------------------------------------------------------------------------------
@@ -301,67 +248,39 @@ def lies_in(path, folder) -> bool:
 
 
 def number(value) -> float | int | None:
-    """Return `value` if it is a finite number that a run can have measured, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if abs(value) <= LARGEST else None
+    """Return `value` if it is a finite number, else None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
 
 
-def _parse(text: bytes):
-    """Parse JSON, with null for the NaN and Infinity that Python would read."""
-    return json.loads(text, parse_constant=lambda _: None)
-
-
-def _read_object(path: Path, problems: list[str], if_missing: str | None = None) -> dict | None:
-    """Read a JSON object; return None where there is no sound one.
+def _read_json(path: Path, problems: list[str], if_missing: str | None = None) -> dict | None:
+    """Read a JSON file; return None where it is damaged or missing.
 
     Args:
-      problems: list to which problems are added.
-      if_missing: text for a missing file; None adds nothing.
+      problems: list to which a damaged file is added.
+      if_missing: text that is added for a missing file; None adds nothing.
     """
     try:
-        content = _parse(path.read_bytes())
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         if if_missing:
             problems.append(f"{path.name}: missing: {if_missing}")
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name}: damaged: cannot be read ({_reason(error)})")
-        return None
-    if not isinstance(content, dict):
-        problems.append(f"{path.name}: damaged: not a JSON object")
-        return None
-    return content
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name}: damaged: cannot be read ({error})")
+    return None
 
 
-def _read_lines(path: Path, problems: list[str]) -> list[dict] | None:
-    """Read the sound lines of a .jsonl file, None if it is missing; add the others to `problems`."""
+def read_lines(path: Path, problems: list[str]) -> list[dict] | None:
+    """Read the whole lines of a .jsonl file, None if it is missing; add the others to `problems`."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return None
-    except OSError as error:
-        problems.append(f"{path.name}: cannot be read ({_reason(error)})")
-        return None
     objects = []
     for count, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            content = _parse(line)
-            if not isinstance(content, dict):
-                raise ValueError("not a JSON object")
-            objects.append(content)
-        except (ValueError, RecursionError) as error:
-            last = count == len(lines)  # no newline behind it
-            what = "torn (its end was not written)" if last else f"damaged ({_reason(error)})"
+            objects += [json.loads(line)] if line else []
+        except ValueError as error:
+            what = "torn (its end was not written)" if count == len(lines) else f"damaged ({error})"
             problems.append(f"{path.name}: line {count} is {what}; left out")
     return objects
-
-
-def _reason(error: Exception) -> str:
-    return _one_line(getattr(error, "strerror", None) or error)
-
-
-def _one_line(text) -> str:
-    return " ".join(str(text).split())

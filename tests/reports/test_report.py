@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from report_pages import EVIL, data_of, make, panel_ids, small_study, text_of, write_predictions
 from test_analysis import write_run, write_study
-from test_branching import write_branches
 
 import train
 from largebatch.reports import confusion, panels
@@ -172,33 +171,6 @@ def strange(content, rng: random.Random, share: float):
         return content
     kept = {key: value for key, value in content.items() if rng.random() > share / 3}
     return {k: rng.choice(STRANGE) if rng.random() < share else strange(v, rng, share) for k, v in kept.items()}
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_strange_values_still_make_a_page(study, tmp_path, seed):
-    rng = random.Random(seed)
-    damage(study, rng)
-    shown = [path for path in sorted((study / "trials").iterdir()) if (path / "config.json").exists()]
-    page = make(study, *shown[:3], out=tmp_path / "page.html")
-    assert len(data_of(page)[0]["runs"]) == 24
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_strange_values_in_branches_still_make_a_page(tmp_path, seed):
-    losses = [[1.0, 1.0, 1.3, 9.0], [1.0, 1.1, 1.2, 9.0]]
-    study = write_branches(tmp_path / "branches", {100: losses, 200: losses, 300: losses}).path
-    damage(study, random.Random(seed))
-    page = make(study, out=tmp_path / "page.html", more=["--png", tmp_path / "png"])
-    assert len(data_of(page)[0]["runs"]) == 24
-
-
-def damage(study: Path, rng: random.Random) -> None:
-    """Put strange values into some of the files of a study."""
-    for path in sorted(study.rglob("*.json*")):
-        if rng.random() < 0.4:
-            lines = path.read_text().splitlines()
-            changed = [strange(json.loads(line), rng, rng.choice((0.02, 0.1, 0.3))) for line in lines]
-            path.write_text("".join(json.dumps(line) + "\n" for line in changed))
 
 
 def test_a_real_run(small_config, tmp_path):

@@ -86,7 +86,7 @@ def test_png_of_every_panel(study, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words", "code"),
     [
-        (["nowhere"], ["nowhere: nothing there", "allowed: a run folder"], 1),
+        (["nowhere"], ["nowhere: no run or study is there", "allowed: a run folder"], 1),
         (["{run}", "--out", "no/such/page.html"], ["--out: cannot write no/such/page.html"], 1),
         (["{run}", "--out", "{run}"], ["--out: cannot write"], 1),
         (["{run}", "--csv", "no/such.csv"], ["--csv: cannot write no/such.csv"], 1),

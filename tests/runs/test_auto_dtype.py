@@ -19,6 +19,7 @@ from largebatch.hardware.chips import Hardware
 from largebatch.hardware.targets import Target
 from largebatch.hosts import collectives, preemption
 from largebatch.runs import checkpoints
+from largebatch.runs.folder import RunFolder
 from largebatch.training import trainer
 from largebatch.util import UserError
 
@@ -103,7 +104,7 @@ def test_a_config_that_names_no_dtype_is_another(config, tmp_path, monkeypatch, 
     assert cli.settle_dtype(typed(config), lambda: stored).model.dtype == "bfloat16"
     plain = config.to_dict()
     plain["model"]["dtype"] = "auto"  # which no run stores
-    (tmp_path / "config.json").write_text(json.dumps(plain))
+    RunFolder(tmp_path).begin(plain)
     with pytest.raises(UserError, match=r"model.dtype: 'bfloat16' here, 'auto' there"):
         train.train_and_evaluate(config, str(tmp_path))
 

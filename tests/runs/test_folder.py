@@ -6,6 +6,7 @@ import pytest
 
 from largebatch.hosts.clock import Clock
 from largebatch.predictions.files import Predictions
+from largebatch.runs import reader
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.summary import add_to_summary, empty_summary, timings
 from largebatch.tasks.kinds import CLASSIFICATION, KINDS
@@ -112,8 +113,9 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
         fill()
     (full_disk / "ballast").unlink()
     run.close()
-    lines = (full_disk / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+    rows = reader.read_lines(full_disk / "run" / "metrics.jsonl", [])
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) > 1
     names = sorted(path.name for path in (full_disk / "run").iterdir())
     assert names == ["config.json", "metrics.jsonl"]
 
@@ -142,10 +144,8 @@ def test_rows_are_cut_back_to_a_mark(tmp_path):
     again.append_row({"step": 2})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
-    with pytest.raises(UserError, match="was changed"):
-        again.start_rows(mark | {"sha256": "0" * 64})
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="was changed"):
+    with pytest.raises(UserError, match="has 0 bytes, where the checkpoint's rows have"):
         again.start_rows(mark)
 
 

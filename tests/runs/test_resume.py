@@ -174,7 +174,7 @@ def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, mon
 
     monkeypatch.setattr(RunProgress, "record", record_and_die)
     # A killed process writes no end; its files are closed.
-    monkeypatch.setattr(RunProgress, "write_end", lambda self, reason: self._trackers.end({}))
+    monkeypatch.setattr(RunProgress, "write_end", lambda self, reason: self._trackers.finish({"status": "failed"}))
     with pytest.raises(KeyboardInterrupt):
         train.train_and_evaluate(config, str(tmp_path / "cut"))
     assert [row["step"] for row in rows_of(tmp_path / "cut")] == [4, 8]
@@ -241,13 +241,15 @@ def test_other_examples_are_refused(config, tmp_path, stop_at, monkeypatch):
         train.train_and_evaluate(config, str(tmp_path))
 
 
-def test_changed_rows_are_refused(config, tmp_path, stop_at):
+def test_rows_that_were_lost_are_refused(config, tmp_path, stop_at):
     stop_at(6)
     with pytest.raises(preemption.Stopped):
         train.train_and_evaluate(config, str(tmp_path))
-    flip(tmp_path / "metrics.jsonl", 100)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"metrics.jsonl was changed"):
+    before = (tmp_path / "metrics.jsonl").read_bytes()[:100]
+    (tmp_path / "metrics.jsonl").write_bytes(before)
+    with pytest.raises(
+        UserError, match=r"metrics.jsonl has 100 bytes, where the checkpoint's rows have \d+; put them back"
+    ):
         train.train_and_evaluate(config, str(tmp_path))
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 

@@ -125,13 +125,6 @@ def test_a_branch_without_a_training_loss_is_left_out_and_named(tmp_path, sizes_
     assert line in text_of(make(tmp_path / "s", out=tmp_path / "page.html", more=more))
 
 
-@pytest.mark.parametrize("points", ["x", [1], [{"step": 100}], [{"step": [], "examples_seen": 1, "batch_size": 2}]])
-def test_damaged_points_of_branches_are_named(tmp_path, points):
-    study = write_branches(tmp_path / "s", {100: [[1.0, 1.0, 1.2, 1.4]]})
-    (study.path / "study.json").write_text(json.dumps(study.description | {"branch_points": points}))
-    assert "study.json: damaged: branch_points" in text_of(make(study.path, out=tmp_path / "page.html"))
-
-
 def test_a_warm_up_takes_batches_that_lose_nothing(tmp_path):
     study = write_branches(tmp_path / "s", {100: [[1.0, 0.9, 1.04, 1.04]], 200: [[0.5, 0.4, 0.5, 0.52]]})
     found = critical_batch.critical_batches(study)

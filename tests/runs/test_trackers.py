@@ -1,5 +1,7 @@
 """What trackers are told, and that none of them can hold up or change a run."""
 
+import gc
+import importlib.util
 import json
 import os
 import signal
@@ -15,9 +17,9 @@ from test_sweep import make_study, run_study
 from wandb_records import exit_code_of, rows_of, run_of
 
 import train
+from largebatch.runs import trackers
 from largebatch.runs.display import Reporter
-from largebatch.tracking import trackers
-from largebatch.tracking.trackers import TrackedRun, Trackers
+from largebatch.runs.trackers import TrackedRun, Trackers
 from largebatch.util import UserError
 
 
@@ -47,13 +49,15 @@ def written_rows(folder: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
-def child() -> int:
-    """The process that writes the record of a run in this process."""
-    deadline = time.monotonic() + 10
+def service() -> int:
+    """Return the pid of wandb's own process, once it is there."""
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-            if b"wandb_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return int(pid)
+        for children in Path("/proc/self/task").glob("*/children"):
+            for pid in children.read_text().split():
+                if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return int(pid)
+        time.sleep(0.05)
     raise AssertionError("there is no process of wandb's")
 
 
@@ -68,10 +72,7 @@ class Fails:
         self.rows += 1
         raise OSError(28, "No space left on device")
 
-    def went_back(self):
-        raise RuntimeError("never reached")
-
-    end = row
+    finish = row
 
 
 def test_one_that_fails_is_named_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
@@ -81,11 +82,10 @@ def test_one_that_fails_is_named_once_and_the_others_go_on(tmp_path, monkeypatch
 
     monkeypatch.setattr(trackers, "TRACKERS", {"fails": Fails, "tensorboard": trackers.TensorBoard, "new": Breaks})
     config = {"log": {"fails": True, "tensorboard": True, "new": True}}
-    tracked = Trackers(TrackedRun(tmp_path, "run", None, config))
+    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", None, config))
     for step in (1, 2):
         tracked.row({"step": step, "loss": 0.5})
-    tracked.went_back()
-    tracked.end({"status": "done"})
+    tracked.finish({"status": "done"})
     assert [record.getMessage() for record in caplog.records] == [
         "log.new: no such server; the run goes on without it",
         "log.fails: No space left on device; the run goes on without it",
@@ -95,7 +95,7 @@ def test_one_that_fails_is_named_once_and_the_others_go_on(tmp_path, monkeypatch
 
 
 def test_what_is_not_installed_is_refused_before_the_run(monkeypatch):
-    monkeypatch.setattr(trackers, "wandb_is_installed", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     trackers.check_installed({"wandb": False})
     with pytest.raises(UserError, match=r"log\.wandb: wandb is not installed"):
         trackers.check_installed({"wandb": True})
@@ -106,10 +106,10 @@ def test_what_is_not_installed_is_refused_before_the_run(monkeypatch):
 
 def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from largebatch.tracking.trackers import TensorBoard;"
-        "from largebatch.tracking.trackers import TrackedRun;"
-        "board = TensorBoard(TrackedRun(Path(sys.argv[1]), 'run', None, {}));"
-        "board.row({'step': 7, 'val_accuracy': 0.25, 'noise_scale': None}); board.end({});"
+        "import sys; from pathlib import Path; from largebatch.runs.trackers import TensorBoard;"
+        "from largebatch.runs.trackers import TrackedRun;"
+        "board = TensorBoard(TrackedRun(Path(sys.argv[1]), 'abc', 'run', None, {}));"
+        "board.row({'step': 7, 'val_accuracy': 0.25, 'noise_scale': None}); board.finish({});"
         "assert 'tensorflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
@@ -119,19 +119,18 @@ def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
     assert b"noise_scale" not in content
 
 
-def test_tensorboard_begins_a_file_where_a_run_went_back(tmp_path):
-    board = trackers.TensorBoard(TrackedRun(tmp_path, "run", None, {}))
-    board.row({"step": 7, "loss": 0.5})
-    board.went_back()
-    board.row({"step": 3, "loss": 0.6})
-    board.end({})
+def test_tensorboard_begins_a_file_where_a_run_rolled_back(tmp_path):
+    board = trackers.TensorBoard(TrackedRun(tmp_path, "abc", "run", None, {}))
+    for step in (3, 7, 7):
+        board.row({"step": step, "loss": 0.5})
+    board.finish({})
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
 # ---- Weights & Biases ---------------------------------------------------------------------------------
 
 
-def test_wandb_gets_the_whole_run_and_goes_on_in_the_same_record(config, tmp_path, capfd):
+def test_wandb_gets_the_whole_run_and_resumes_in_the_same_record(config, tmp_path, caplog):
     class Stops(Reporter):
         def row(self, row, outer_steps):
             raise KeyboardInterrupt
@@ -144,35 +143,30 @@ def test_wandb_gets_the_whole_run_and_goes_on_in_the_same_record(config, tmp_pat
     assert rows_of(first) + rows_of(second) == written_rows(run)
     assert len(written_rows(run)) == config.train.outer_steps
     record = run_of(first)
-    assert record.run_id == run_of(second).run_id == json.loads((run / "wandb.json").read_text())["id"]
+    assert record.run_id == run_of(second).run_id == json.loads((run / "run.json").read_text())["id"]
     assert (record.project, record.display_name, record.run_group) == ("largebatch", "first_run", "")
     settings = {item.key: json.loads(item.value_json) for item in record.config.update}
     assert settings["batch"]["size"] == 128
     assert (exit_code_of(first), exit_code_of(second)) == (1, 0)
-    told = [line for line in capfd.readouterr().err.splitlines() if "log.wandb" in line]
-    assert len(told) == 2
-    assert "No API key configured" in told[0]
-    assert f"offline: wandb sync {run}/wandb" in told[0]
+    told = [message for message in caplog.messages if "log.wandb" in message]
+    assert (
+        told == [f"log.wandb: no API key is configured; offline: wandb sync {run}/wandb/offline-run-* sends it"] * 2
+    )
 
 
 @pytest.mark.full
-def test_wandb_is_offline_where_its_server_is_not_reached(tmp_path, config, monkeypatch, capfd):
+def test_wandb_is_offline_where_its_server_is_not_reached(tmp_path, config, monkeypatch, caplog, capfd):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr(trackers, "INIT_SEC", 3.0)
     monkeypatch.setattr(trackers, "FINISH_SEC", 120.0)
-    tracked = Trackers(TrackedRun(tmp_path, "run", None, config.to_dict()))
+    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", None, config.to_dict()))
     tracked.row({"step": 1, "loss": 0.5})
-    tracked.end({"status": "done"})
+    tracked.finish({"status": "done"})
     (record,) = records_of(tmp_path)
     assert rows_of(record) == [{"step": 1, "loss": 0.5}]
-    error = capfd.readouterr().err
-    assert "offline: wandb sync" in error
-    assert "Traceback" not in error
-
-
-def test_a_damaged_id_is_named(tmp_path, config, caplog):
-    (tmp_path / "wandb.json").write_text("[")
-    Trackers(TrackedRun(tmp_path, "run", None, config.to_dict()))
-    assert f"log.wandb: {tmp_path}/wandb.json is damaged; the run goes on without it" in caplog.text
+    (told,) = [message for message in caplog.messages if "log.wandb" in message]
+    assert "offline: wandb sync" in told
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.full
@@ -189,7 +183,6 @@ def test_wandb_groups_the_trials_of_a_study(config, tmp_path):
     assert found == {"0000-0": ("0000-0", "my_study"), "0001-0": ("0001-0", "my_study")}
 
 
-@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")  # it is left to itself
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_killing_its_process_changes_no_bit_of_a_run(config, tmp_path, monkeypatch, caplog, number):
     monkeypatch.setattr(trackers, "FINISH_SEC", 1.0)
@@ -197,34 +190,49 @@ def test_killing_its_process_changes_no_bit_of_a_run(config, tmp_path, monkeypat
     class Kills(Reporter):
         def row(self, row, outer_steps):
             if row["outer"] == 1:
-                self.pid = child()
-                os.kill(self.pid, number)
+                os.kill(service(), number)
 
-    report = Kills(enabled=False)
-    summary = train.train_and_evaluate(config, str(tmp_path / "run"), report=report)
-    if number == signal.SIGSTOP:
-        os.kill(report.pid, signal.SIGKILL)
+    summary = train.train_and_evaluate(config, str(tmp_path / "run"), report=Kills(enabled=False))
     config.log.wandb = False
     alone = train.train_and_evaluate(config, str(tmp_path / "alone"))
     assert summary["params_sha256"] == alone["params_sha256"]
     assert summary["status"] == "done"
-    (told,) = [record.getMessage() for record in caplog.records if "log.wandb" in record.getMessage()]
-    assert ("exit code -9" if number == signal.SIGKILL else "still sends after 1 s") in told
+    told = [message for message in caplog.messages if message.startswith("log.wandb") and "offline" not in message]
+    assert len(told) == 1
+    assert number == signal.SIGKILL or "still sends after 1 s" in told[0]
+    for process in gc.get_objects():  # wandb does not wait for a killed one, of which Python warns at exit
+        if isinstance(process, subprocess.Popen):
+            process.wait(10)
 
 
-def test_a_process_that_does_not_read_holds_nothing_up(config, tmp_path):
-    run = TrackedRun(tmp_path, "run", None, config.to_dict())
-    tracker = trackers.WeightsAndBiases(run)
-    os.kill(child(), signal.SIGSTOP)
-    begin = time.monotonic()
+FROZEN = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from largebatch.runs import trackers
+trackers.FINISH_SEC = 1.0
+run = trackers.TrackedRun(Path(sys.argv[1]), "abc", "run", None, {"log": {"wandb": True, "wandb_project": "p"}})
+tracked = trackers.Trackers(run)
+tracked.row({"step": 0})
+time.sleep(5)
+for children in Path("/proc/self/task").glob("*/children"):
+    for pid in children.read_text().split():
+        if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(int(pid), signal.SIGSTOP)
+begin = time.monotonic()
+for step in range(100):
+    tracked.row({"step": step, "text": "x" * 100_000})
+assert time.monotonic() - begin < 5
+tracked.finish({"status": "done"})
+"""
 
-    def send_rows():
-        for step in range(100):
-            tracker.row({"step": step, "text": "x" * 100_000})
 
-    with pytest.raises(OSError, match="does not read"):
-        send_rows()
-    assert time.monotonic() - begin < 5
+def test_a_process_that_hangs_holds_up_neither_the_run_nor_its_exit(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", FROZEN, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "still sends after 1 s" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_project_that_is_refused_is_named_before_the_run(tmp_path):

@@ -1,1 +1,0 @@
-"""Trackers that report a run to tools outside of its folder."""
