@@ -200,9 +200,7 @@ def test_killing_its_process_changes_no_bit_of_a_run(config, tmp_path, monkeypat
     told = [message for message in caplog.messages if message.startswith("log.wandb") and "offline" not in message]
     assert len(told) == 1
     assert number == signal.SIGKILL or "still sends after 1 s" in told[0]
-    for (
-        process
-    ) in gc.get_objects():  # wandb does not wait for a killed one, of which Python warns at exit
+    for process in gc.get_objects():  # wandb does not wait for a killed one, of which Python warns at exit
         if isinstance(process, subprocess.Popen):
             process.wait(10)
 
