@@ -1,5 +1,6 @@
 """The start and end of every script: command line, JAX, exit codes."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -141,27 +142,36 @@ def exit_after(main: Callable[[], int | None]) -> NoReturn:
 
     Errors that the user can correct (UsageError, UserError) are printed as one line on stderr, without a traceback.
     """
-    script = Path(sys.argv[0]).name
     try:
-        code = main() or 0
-    except UsageError as error:
-        print(f"{script}: {printable(error)}", file=sys.stderr)
-        code = EXIT_USAGE
-    except UserError as error:
-        print(f"{script}: error: {printable(error)}", file=sys.stderr)
-        code = EXIT_FAILED
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    except Exception:  # a fault of the program: shown in full
-        traceback.print_exc()
+        code = _run_to_code(main)
+    except OSError:  # nobody reads stderr any more, as where the launcher was killed
         code = EXIT_FAILED
     if code not in (0, *AGREED_EXITS) and jax.distributed.is_initialized():
         # The usual exit waits for the other hosts, and they may be waiting for this one.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         wait_for_failing_hosts()
         os._exit(code)
     sys.exit(code)
+
+
+def _run_to_code(main: Callable[[], int | None]) -> int:
+    """Run `main`, print its error, and return the exit code; raise OSError if the error cannot be printed."""
+    script = Path(sys.argv[0]).name
+    try:
+        return main() or 0
+    except UsageError as error:
+        print(f"{script}: {printable(error)}", file=sys.stderr)
+        return EXIT_USAGE
+    except UserError as error:
+        print(f"{script}: error: {printable(error)}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception:  # a fault of the program: shown in full
+        traceback.print_exc()
+        return EXIT_FAILED
 
 
 class UsageError(Exception):

@@ -100,6 +100,23 @@ def test_an_agreed_error_is_told_by_late_hosts_too(late, num_told, tmp_path):
 
 
 @pytest.mark.full
+def test_a_host_whose_error_nobody_reads_ends_all_the_same(tmp_path):
+    """As where its launcher was killed; the other host waits for it."""
+    code = (
+        "import os, jax; from largebatch import cli, util; from largebatch.hosts import collectives, start\n"
+        "def main():\n"
+        "    start.start_jax()\n"
+        "    if jax.process_index() == 0:\n"
+        "        os.close(2)\n"
+        "        raise util.UserError('no space left')\n"
+        "    collectives.gather_text('')\n"
+        "cli.exit_after(main)"
+    )
+    returned, told = run_apart(tmp_path, code)
+    assert returned == 1, told
+
+
+@pytest.mark.full
 def test_a_platform_that_is_not_there_is_a_line_on_each_host(tmp_path):
     code = "from largebatch import cli; from largebatch.hosts import start\n"
     returned, told = run_apart(tmp_path, code + "cli.exit_after(lambda: start.start_jax('gpu'))")
