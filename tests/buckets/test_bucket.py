@@ -434,15 +434,15 @@ ARGUMENTS = {
     "dataset.num_examples": 100,
     "dataset.image_size": 16,
     "train.inner_steps": 2,
-    "train.outer_steps": 6,
     "checkpoint.keep": 2,
 }
 
 
-def arguments(cache, workdir) -> list[str]:
+def arguments(cache, workdir, outer_steps: int = 6) -> list[str]:
+    fields = {**ARGUMENTS, "train.outer_steps": outer_steps}
     return [
         f"--config.augment.cache_dir={cache}",
-        *(f"--config.{name}={value}" for name, value in ARGUMENTS.items()),
+        *(f"--config.{name}={value}" for name, value in fields.items()),
         f"--workdir={workdir}",
     ]
 
@@ -485,11 +485,11 @@ def kill_while_copying(command: list[str], environment: dict, files, count: int)
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_process_that_is_killed_again_and_again_while_it_copies(tmp_path, session_cache, home):
-    whole = tmp_path / "whole"
-    assert run_script("train.py", *arguments(session_cache, whole)).returncode == 0
+    whole, outer_steps = tmp_path / "whole", 12  # each start goes on where a copy ended, some steps later
+    assert run_script("train.py", *arguments(session_cache, whole, outer_steps)).returncode == 0
     with s3() as environment:
         files = open_files("s3", environment)
-        command, environment = arguments(session_cache, "s3://bucket/run"), environment | home
+        command, environment = arguments(session_cache, "s3://bucket/run", outer_steps), environment | home
         for count in (1, 2, 4, 6):
             assert kill_while_copying(command, environment, files, count), "it ended before it was killed"
             named = json.loads(files.cat_file("bucket/run/pointer.json"))["files"]
