@@ -46,9 +46,8 @@ def export(run_folder: Path, out: Path, *, ema: bool = False, alone: bool = Fals
     # Never where the run says: programs are code.
     cli.use_compilation_cache(default.get_config().augment.cache_dir)
     start_jax(num_hosts=1 if alone else None)
-    collectives.agreed(
-        lambda: folder.check_out(out), collectives.is_primary()
-    )  # before the work, and once more after it
+    # Before the work, and once more after it.
+    collectives.agreed(lambda: folder.check_out(out), collectives.is_primary())
     run = load_run(run_folder)
     if run.exported:
         raise UserError(f"{run_folder} is an export already; allowed: a run folder")

@@ -280,7 +280,7 @@ def shuffled(index, length, key) -> jax.Array:
     return _shuffle_rounds(value, length, key).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, inline=True)  # traced once for all calls: a third of a program's tracing otherwise
+@functools.partial(jax.jit, inline=True)  # traced once for the four calls of a step
 def _shuffle_rounds(value: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:
     """Run all rounds of `shuffled` on uint32 arrays."""
     # Written out, so that no loop is left in the program: accelerators start every iteration from the host.

@@ -163,9 +163,7 @@ def _join_as_jax_finds(limit_sec: float) -> None:
         reason = str(error).partition("\n")[0] or type(error).__name__
         if isinstance(error, ValueError) and "should be defined" in reason:
             check_alone()
-        elif (
-            "before any JAX calls" not in reason
-        ):  # a caller (a test, a notebook) that already uses its own devices
+        elif "before any JAX calls" not in reason:  # else a test or notebook already uses its own devices
             raise UserError(
                 f"devices: the other hosts cannot be found ({reason}; {seen()}); give {FIELDS}"
             ) from error

@@ -59,9 +59,8 @@ class TensorBoard:
 
     def row(self, row: dict) -> None:
         """Write a row."""
-        from tensorboardX import (
-            summary,
-        )  # it also imports PyTorch if that is installed: 1.5 s before the first step
+        # It also imports PyTorch if that is installed: 1.5 s before the first step.
+        from tensorboardX import summary
         from tensorboardX.proto.event_pb2 import Event
 
         if self._file is None or row["step"] <= self._step:
