@@ -264,6 +264,7 @@ STUDIES = (
 TRAINING = (
     Row("python train.py", SYNTHETIC),
     Row("*--config.dataset.path EuroSAT.zip --workdir runs/eurosat", AVERAGED),
+    Row("python train.py --workdir DIR", fill={"DIR": "runs/eurosat"}),
     Row("*--config.batch.size full *", f"{ZIP} {STEP}"),
     Row("*--config.optimizer.clip_norm 1.0", AVERAGED),
     Row("*--config.dataset.split_file *", AVERAGED),
@@ -305,6 +306,7 @@ CONFIGS = (
 SCRIPTS = (
     Row("python train.py", SYNTHETIC),
     Row("python train.py --config configs/eurosat.py --workdir runs/eurosat", AVERAGED),
+    Row("python train.py --workdir runs/eurosat"),
     Row("python train.py *--config.optimizer.name sgd --config.batch.size 1024", EUROSAT),
     Row("python train.py *--doctor", AVERAGED),
     Row("python train.py *--compile_for v3:4x4", needs="v3:4x4"),
