@@ -366,7 +366,7 @@ def test_one_host_given_by_config(tmp_path, session_cache):
 def test_processes_that_jax_does_not_join_are_stopped(tmp_path, session_cache):
     flags = [*small_flags(session_cache), "--workdir", tmp_path / "run"]
     result = run_script("train.py", *flags, env={"OMPI_COMM_WORLD_SIZE": "4"})
-    assert_one_line_error(result, "started as one of 4 processes", "devices.coordinator_address")
+    assert_one_line_error(result, "one of 4 processes", "OMPI_COMM_WORLD_SIZE=4", "devices.coordinator_address")
 
 
 def test_help():

@@ -141,7 +141,10 @@ def check_alone() -> None:
     """
     env = os.environ
     tasks = max(int(env.get(name) or 1) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
-    if "SLURM_JOB_ID" in env and SLURM_STEP not in env and tasks > 1:
+    processes = max(int(env.get(name) or 1) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    if processes > 1:
+        others = f"one of {processes} processes, and nothing says which one ({seen()}); give {FIELDS}"
+    elif "SLURM_JOB_ID" in env and SLURM_STEP not in env and tasks > 1:
         others = f"one host of a Slurm job of {tasks} tasks, started without srun; start it by `srun python ...`"
     elif int(env.get("JOB_COMPLETION_INDEX") or 0) > 0:
         others = f"pod {env['JOB_COMPLETION_INDEX']} of a Kubernetes Job; give {FIELDS.replace(' and ', ' or ')}"
