@@ -18,7 +18,7 @@ from conftest import ROOT
 from figures import record
 from test_pod import host_of, processes_with
 
-from largebatch.runs.checkpoints import UNFINISHED, read_arrays
+from largebatch.runs.checkpoints import UNFINISHED, path_of, read_arrays, saved_steps
 
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)]  # hosts, devices of each
 LIMIT_SEC = 300
@@ -142,14 +142,14 @@ def events_of(workdir: Path) -> list[dict]:
 def arrays_at_end(workdir: Path) -> dict[str, np.ndarray]:
     """The arrays of a run's last checkpoint."""
     step = json.loads((workdir / "summary.json").read_text())["steps"]
-    return read_arrays(workdir / "checkpoints" / f"{step:08d}")[0]
+    return read_arrays(path_of(workdir / "checkpoints", step))[0]
 
 
 def check_visits(workdir: Path) -> None:
     """In all checkpoints every example was visited once an epoch, or not yet in the one that has begun."""
-    for path in (workdir / "checkpoints").glob("[0-9]*"):
-        visited = -read_arrays(path)[0]["state.params.visits"]
-        examples = int(path.name) * visits.BATCH_SIZE
+    for step in saved_steps(workdir / "checkpoints"):
+        visited = -read_arrays(path_of(workdir / "checkpoints", step))[0]["state.params.visits"]
+        examples = step * visits.BATCH_SIZE
         epochs, in_this_epoch = divmod(examples, visits.NUM_TRAIN * visits.VIEWS)
         assert visited.sum() == examples
         assert (visited == epochs + 1).sum() == in_this_epoch

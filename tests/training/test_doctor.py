@@ -29,7 +29,8 @@ def quick(small_config, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_sound_config_is_sound(quick, monkeypatch, capsys):
+def test_a_sound_config_is_sound(quick, tmp_path, monkeypatch):
+    quick.augment.cache_dir = str(tmp_path)  # of no other test, whose cache would need no build
     shown = []
     monkeypatch.setattr(doctor, "show", lambda findings, *ending: shown.extend(findings))
     assert examine.run(quick, here=True, target_name=None) == 0
