@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import re
@@ -79,7 +78,7 @@ def start(
     start_jax(**dataclasses.asdict(config.devices))
     plain = dataclasses.asdict(config)
     plain["devices"]["host_index"] = None  # the only field that differs between hosts
-    configs = [json.loads(text) for text in collectives.gather_text(json.dumps(plain))]
+    configs = collectives.gather_json(plain)
     for host, config_of_host in enumerate(configs):
         if changed := difference(configs[0], config_of_host, ("on host 0", f"on host {host}")):
             raise UserError(f"hosts disagree about the config: {changed}")

@@ -1,6 +1,5 @@
 """Memory of the devices: free and peak bytes, and a check that a program fits."""
 
-import json
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -55,16 +54,13 @@ def peak_bytes() -> int | None:
 
 def largest_peak_bytes() -> int | None:
     """Return the largest `peak_bytes` of all hosts; None if one of them does not know it. Collective."""
-    peak = peak_bytes()
-    # Bytes are sent as integers: JAX would round to float32, which is not exact. No device holds 2**64 bytes.
-    by_host = collectives.gather(np.array([2**64 - 1 if peak is None else peak], np.uint64).view(np.uint32))
-    largest = int(by_host.view(np.uint64).max())
-    return None if largest == 2**64 - 1 else largest
+    by_host = collectives.gather_json(peak_bytes())
+    return None if None in by_host else max(by_host)
 
 
 def least_available_bytes() -> int | None:
     """Return the least `available_bytes` of all hosts; None if one of them does not know it. Collective."""
-    by_host = [json.loads(text) for text in collectives.gather_text(json.dumps(available_bytes()))]
+    by_host = collectives.gather_json(available_bytes())
     return None if None in by_host else min(by_host)
 
 

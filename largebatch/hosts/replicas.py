@@ -61,12 +61,8 @@ class PmappedFunction:
         if signature not in self._programs:
             if not options_for(jax.default_backend()):
                 return self._pmapped(*arguments)
-            self.compile(*arguments)
+            compile_side_by_side([(self, arguments)])
         return self._run(self._programs[signature], arguments)
-
-    def compile(self, *arguments) -> None:
-        """Compile for arguments like these, which are kept."""
-        compile_side_by_side([(self, arguments)])
 
     def take(self, program: Callable, lowered: jax.stages.Lowered, arguments: tuple) -> None:
         """Take a program that was compiled for arguments like these, after a first run if it has options.
@@ -154,13 +150,11 @@ def _part_of_this_host(leaf: jax.Array) -> jax.Array:
 
 
 def local_indices() -> list[int]:
-    """Return the positions of this host's devices on the pmap axis, in the order of jax.local_devices()."""
-    return indices_of(jax.process_index())
+    """Return the positions of this host's devices on the pmap axis, in the order of jax.local_devices().
 
-
-def indices_of(host: int) -> list[int]:
-    """Return the positions of a host's devices on the pmap axis; all hosts have the same number."""
-    first = host * jax.local_device_count()
+    All hosts have the same number of devices.
+    """
+    first = jax.process_index() * jax.local_device_count()
     return list(range(first, first + jax.local_device_count()))
 
 
@@ -211,33 +205,19 @@ def local_devices_of(tree) -> list:
     return [shard.device for shard in jax.tree.leaves(tree)[0].addressable_shards]
 
 
-def count(tree) -> int:
-    """Return how many devices of all hosts hold `tree`, which is on the same number of every host."""
-    # The sharding's devices do not tell: those of arrays made here, and not by a pmap, are this host's alone.
-    return len(jax.tree.leaves(tree)[0].addressable_shards) * jax.process_count()
-
-
 def first_replica(tree):
     """Return this host's first replica as NumPy arrays. (Indexing a sharded array would gather it.)"""
     return jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], tree)
 
 
 def all_replicas(tree):
-    """Return the replicas of all hosts as NumPy arrays [devices of all hosts, ...], on every host.
+    """Return the replicas of all hosts as NumPy arrays [devices of all hosts, ...], on every host. Collective."""
 
-    All leaves are sent in one message: each further one would be another program to compile and another wait for
-    the slowest host.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    local = [np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards]) for leaf in leaves]
-    messages = gather(np.concatenate([leaf.ravel().view(np.uint8) for leaf in local]))  # [hosts, bytes]
-    ends = np.cumsum([leaf.nbytes for leaf in local])[:-1]
-    parts = np.split(messages, ends, axis=1)  # [hosts, bytes] for each leaf
-    gathered = [
-        np.ascontiguousarray(part).view(leaf.dtype).reshape(-1, *leaf.shape[1:])
-        for part, leaf in zip(parts, local, strict=True)
-    ]
-    return structure.unflatten(gathered)
+    def gather_rows(leaf):
+        rows = np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards])
+        return gather(rows).reshape(-1, *rows.shape[1:])
+
+    return jax.tree.map(gather_rows, tree)
 
 
 # ---- comparison -------------------------------------------------------------------------------------
@@ -265,7 +245,8 @@ def check_replicas(tree, what: str) -> None:
     Raises:
       RuntimeError: replicas differ; the message names the devices that disagree with device 0.
     """
-    if count(tree) == 1:
+    # The sharding's devices do not tell: those of arrays made here, and not by a pmap, are this host's alone.
+    if len(local_devices_of(tree)) * jax.process_count() == 1:
         return
     hashes = np.asarray(_gathered_hashes(tree))
     wrong = np.flatnonzero(hashes != hashes[0])

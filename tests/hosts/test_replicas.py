@@ -58,7 +58,7 @@ def test_programs_with_options_do_as_without(with_options):
 def test_what_is_compiled_ahead_is_neither_run_nor_compiled_again(with_options, options):
     loop = with_options(options)
     state, *rest = arguments()
-    loop.compile(state, *rest)
+    replicas.compile_side_by_side([(loop, (state, *rest))])
     assert not state["w"].is_deleted()  # given away by a call alone
     with jax.no_tracing():
         found, total = loop(state, *rest)
