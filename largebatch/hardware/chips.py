@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib
@@ -22,21 +23,7 @@ class Chip:
     bytes_per_second: float  # from and to that memory
     target: str | None = None  # name among the targets of `--compile_for`
     clock_hz: float | None = None  # known of TPUs
-
-
-@dataclasses.dataclass(frozen=True)
-class Card(Chip):
-    """Figures of one GPU, with those that XLA needs to compile for it."""
-
-    compute_capability: tuple[int, int] = (0, 0)
-    cores: int = 0  # streaming multiprocessors
-    lanes_per_core: int = 0  # float32 units
-    core_clock_ghz: float = 0.0
-    threads_per_core: int = 2048
-    l2_bytes: int = 0
-    shared_bytes_per_core: int = 0
-    shared_bytes_per_block: int = 0  # at most, where a kernel asks for more than 48 KiB
-    is_accelerated: bool = False  # compiled for exactly this capability: sm_90a, not sm_90
+    gpu_fields: dict[str, Any] | None = None  # what XLA needs to compile for a GPU, by its own names
 
 
 GIB = 2**30
@@ -49,47 +36,48 @@ TPUS = {  # by the name that JAX gives them
     "TPU v5": Chip(459e12, 95 * GIB, 2765e9, "v5p", 1750e6),
     "TPU v6 lite": Chip(918e12, 32 * GIB, 1640e9, "v6e", 1750e6),
 }
-_HOPPER = {
-    "compute_capability": (9, 0),
-    "lanes_per_core": 128,
-    "l2_bytes": 52_428_800,
-    "shared_bytes_per_core": 233_472,
-    "shared_bytes_per_block": 232_448,
-    "is_accelerated": True,
-}
+
+
+def _hopper(core_count: int, clock_rate_ghz: float) -> dict[str, Any]:
+    return {
+        "cuda_compute_capability": "{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }",
+        "core_count": core_count,
+        "fpus_per_core": 128,
+        "clock_rate_ghz": clock_rate_ghz,
+        "l2_cache_size": 52_428_800,
+        "shared_memory_per_core": 233_472,
+        "shared_memory_per_block_optin": 232_448,
+        "threads_per_core_limit": 2048,
+    }
+
+
 _A100 = {
-    "compute_capability": (8, 0),
-    "cores": 108,
-    "lanes_per_core": 64,
-    "core_clock_ghz": 1.41,
-    "l2_bytes": 41_943_040,
-    "shared_bytes_per_core": 167_936,
-    "shared_bytes_per_block": 166_912,
+    "cuda_compute_capability": "{ major: 8 minor: 0 }",
+    "core_count": 108,
+    "fpus_per_core": 64,
+    "clock_rate_ghz": 1.41,
+    "l2_cache_size": 41_943_040,
+    "shared_memory_per_core": 167_936,
+    "shared_memory_per_block_optin": 166_912,
+    "threads_per_core_limit": 2048,
+}
+_A6000 = {
+    "cuda_compute_capability": "{ major: 8 minor: 6 }",
+    "core_count": 84,
+    "fpus_per_core": 128,
+    "clock_rate_ghz": 1.8,
+    "l2_cache_size": 6_291_456,
+    "shared_memory_per_core": 102_400,
+    "shared_memory_per_block_optin": 101_376,
+    "threads_per_core_limit": 1536,
 }
 CARDS = {
-    "NVIDIA A100-SXM4-40GB": Card(312e12, 42_331_013_120, 1555e9, "a100-40gb", **_A100),
-    "NVIDIA A100-SXM4-80GB": Card(312e12, 85_100_068_864, 2039e9, "a100", **_A100),
-    "NVIDIA RTX A6000": Card(
-        155e12,
-        51_041_271_808,
-        768e9,
-        "a6000",
-        compute_capability=(8, 6),
-        cores=84,
-        lanes_per_core=128,
-        core_clock_ghz=1.8,
-        threads_per_core=1536,
-        l2_bytes=6_291_456,
-        shared_bytes_per_core=102_400,
-        shared_bytes_per_block=101_376,
-    ),
-    "NVIDIA H100 80GB HBM3": Card(
-        989e12, 84_942_979_072, 3352e9, "h100", cores=132, core_clock_ghz=1.98, **_HOPPER
-    ),
-    "NVIDIA H100 PCIe": Card(
-        756e12, 84_942_979_072, 2039e9, "h100-pcie", cores=114, core_clock_ghz=1.755, **_HOPPER
-    ),
-    "NVIDIA H200": Card(989e12, 151_397_597_184, 4800e9, "h200", cores=132, core_clock_ghz=1.98, **_HOPPER),
+    "NVIDIA A100-SXM4-40GB": Chip(312e12, 42_331_013_120, 1555e9, "a100-40gb", gpu_fields=_A100),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 85_100_068_864, 2039e9, "a100", gpu_fields=_A100),
+    "NVIDIA RTX A6000": Chip(155e12, 51_041_271_808, 768e9, "a6000", gpu_fields=_A6000),
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 84_942_979_072, 3352e9, "h100", gpu_fields=_hopper(132, 1.98)),
+    "NVIDIA H100 PCIe": Chip(756e12, 84_942_979_072, 2039e9, "h100-pcie", gpu_fields=_hopper(114, 1.755)),
+    "NVIDIA H200": Chip(989e12, 151_397_597_184, 4800e9, "h200", gpu_fields=_hopper(132, 1.98)),
 }
 CHIPS: dict[str, Chip] = {**TPUS, **CARDS}
 
@@ -190,8 +178,7 @@ GPU_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
     "CONDITIONAL,WHILE,CONVOLUTION"
 }
-_UNKNOWN = re.compile(r"(?:No such compile option: '|While setting option )(\w+)")
-_dropped: set[str] = set()  # options that this process has warned of
+_UNKNOWN = ("INVALID_ARGUMENT: No such compile option", "INVALID_ARGUMENT: While setting option")
 
 
 def options_for(platform: str) -> dict[str, str]:
@@ -202,16 +189,11 @@ def options_for(platform: str) -> dict[str, str]:
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, str]) -> jax.stages.Compiled:
-    """Compile a program with those of `options` that this jaxlib knows, and log each that it does not know once."""
-    options = dict(options)
-    while True:
-        try:
-            return lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as error:
-            unknown = _UNKNOWN.search(str(error))
-            if unknown is None or unknown[1] not in options:
-                raise
-            value = options.pop(unknown[1])
-            if unknown[1] not in _dropped:
-                log.warning("jaxlib %s does not know --%s=%s: left out", jaxlib.__version__, unknown[1], value)
-                _dropped.add(unknown[1])
+    """Compile a program with `options`; without them, and with a warning, where this jaxlib does not know one."""
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith(_UNKNOWN):
+            raise
+        log.warning("jaxlib %s does not know a compiler option: %s", jaxlib.__version__, str(error).splitlines()[0])
+        return lowered.compile()
