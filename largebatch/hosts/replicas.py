@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from largebatch.hardware.chips import compile_with, options_for
@@ -103,11 +104,16 @@ class PmappedFunction:
     def _run(self, program: Callable, arguments: tuple):
         if jax.process_count() == 1:
             return program(*arguments)
+        devices = [device for host in range(jax.process_count()) for device in jax.local_devices(host)]
+        mesh = Mesh(np.array(devices), (AXIS,))
         axes = self._in_axes if isinstance(self._in_axes, tuple) else (self._in_axes,) * len(arguments)
         everywhere = [
-            jax.tree.map(_join_hosts, one) if axis == 0 else one for one, axis in zip(arguments, axes, strict=True)
+            multihost_utils.host_local_array_to_global_array(one, mesh, PartitionSpec(AXIS)) if axis == 0 else one
+            for one, axis in zip(arguments, axes, strict=True)
         ]
-        return jax.tree.map(_part_of_this_host, program(*everywhere))
+        results = program(*everywhere)
+        specs = jax.tree.map(lambda x: PartitionSpec() if x.is_fully_replicated else PartitionSpec(AXIS), results)
+        return multihost_utils.global_array_to_host_local_array(results, mesh, specs)
 
 
 def compile_side_by_side(calls: list[tuple[PmappedFunction, tuple]]) -> None:
@@ -126,27 +132,6 @@ def _signature(arguments: tuple) -> tuple:
     """Return what a program is compiled for: the arguments' structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(arguments)
     return structure, tuple(map(jax.typeof, leaves))
-
-
-def _join_hosts(leaf) -> jax.Array:
-    """Return an array over all devices, of which `leaf` [devices of this host, ...] is this host's part."""
-    devices = [device for host in range(jax.process_count()) for device in jax.local_devices(host)]
-    sharding = NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
-    if not isinstance(leaf, jax.Array):
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
-    shards = [shard.data for shard in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays((len(devices), *leaf.shape[1:]), sharding, shards)
-
-
-def _part_of_this_host(leaf: jax.Array) -> jax.Array:
-    """Return this host's part of an array, the inverse of `_join_hosts`; replicated arrays stay replicated."""
-    shards = [shard.data for shard in leaf.addressable_shards]
-    mesh = Mesh(np.array([shard.device for shard in leaf.addressable_shards]), (AXIS,))
-    if leaf.is_fully_replicated:
-        sharding, shape = NamedSharding(mesh, PartitionSpec()), leaf.shape
-    else:
-        sharding, shape = NamedSharding(mesh, PartitionSpec(AXIS)), (len(shards), *leaf.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def local_indices() -> list[int]:
@@ -171,8 +156,7 @@ def stack(per_device: list):
     Returns:
       A pytree of the same structure; every leaf has shape [devices, ...].
     """
-    devices = [jax.tree.leaves(tree)[0].device for tree in per_device]
-    sharding = NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
+    sharding = _sharding_over([jax.tree.leaves(tree)[0].device for tree in per_device])
 
     def join(*shards):
         shape = (len(shards), *shards[0].shape[1:])
@@ -183,18 +167,20 @@ def stack(per_device: list):
 
 def replicate(tree, devices: list | None = None):
     """Copy `tree` to each of these local devices (default all), with a leading device axis."""
-    with_axis = jax.tree.map(lambda x: np.asarray(x)[None], tree)
-    return stack([jax.device_put(with_axis, device) for device in devices or jax.local_devices()])
+    devices = devices or jax.local_devices()
+    copies = jax.tree.map(lambda x: np.broadcast_to(x, (len(devices), *np.shape(x))), tree)
+    return jax.device_put(copies, _sharding_over(devices))
 
 
 def spread(replicas, devices: list):
     """Place this host's part of the replicas on its devices; the inverse of `all_replicas`."""
     first = jax.process_index() * len(devices)
-    placed = []
-    for index, device in enumerate(devices, first):
-        replica = jax.tree.map(lambda leaf, index=index: leaf[index : index + 1], replicas)
-        placed.append(jax.device_put(replica, device))
-    return stack(placed)
+    rows = jax.tree.map(lambda leaf: leaf[first : first + len(devices)], replicas)
+    return jax.device_put(rows, _sharding_over(devices))
+
+
+def _sharding_over(devices: list) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
 
 
 # ---- from the devices -------------------------------------------------------------------------------

@@ -130,8 +130,7 @@ def test_a_program_that_does_not_fit_is_not_compiled_again(that_fails, caplog):
 def test_one_of_several_hosts_does_not_go_on_with_another_program(that_fails, monkeypatch):
     """The others would wait for it in a collective."""
     monkeypatch.setattr(replicas.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(replicas, "_join_hosts", lambda leaf: leaf)
-    monkeypatch.setattr(replicas, "_part_of_this_host", lambda leaf: leaf)
+    monkeypatch.setattr(replicas.PmappedFunction, "_run", lambda self, program, arguments: program(*arguments))
     expected = r"a program fails here \(INTERNAL: no\); set XLA_FLAGS=--xla_cpu_enable_fast_math= on all hosts$"
     with pytest.raises(UserError, match=expected):
         that_fails("INTERNAL: no\nmore")(*arguments())
