@@ -19,7 +19,7 @@ from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
 from largebatch.config.fields import BatchConfig, LogConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from largebatch.data.batching import DataSharding, choose_sharding
-from largebatch.hardware.chips import Hardware, auto_dtype_here, compile_with, options_for
+from largebatch.hardware.chips import Hardware, auto_dtype_here, options_for
 from largebatch.hardware.compiled import COLLECTIVE, parse
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
@@ -198,7 +198,7 @@ class OurStep(serve.Step):
     def compiled(self):
         """The compiled inner loop, for its text and memory; of one host."""
         lowered = self._inner_loop.lower(self._state, self._data, self._inputs(), self._count(0))
-        return compile_with(lowered, options_for(jax.default_backend()))
+        return lowered.compile(compiler_options=options_for(jax.default_backend()))
 
 
 def _first_state(network):

@@ -1,7 +1,6 @@
 """Known chips by name, dtypes, micro-batch sizes, and options of the compiler."""
 
 import dataclasses
-import logging
 import os
 import re
 from collections.abc import Callable, Collection
@@ -9,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +42,6 @@ def _hopper(core_count: int, clock_rate_ghz: float) -> dict[str, Any]:
         "clock_rate_ghz": clock_rate_ghz,
         "l2_cache_size": 52_428_800,
         "shared_memory_per_core": 233_472,
-        "shared_memory_per_block_optin": 232_448,
         "threads_per_core_limit": 2048,
     }
 
@@ -58,7 +53,6 @@ _A100 = {
     "clock_rate_ghz": 1.41,
     "l2_cache_size": 41_943_040,
     "shared_memory_per_core": 167_936,
-    "shared_memory_per_block_optin": 166_912,
     "threads_per_core_limit": 2048,
 }
 _A6000 = {
@@ -68,7 +62,6 @@ _A6000 = {
     "clock_rate_ghz": 1.8,
     "l2_cache_size": 6_291_456,
     "shared_memory_per_core": 102_400,
-    "shared_memory_per_block_optin": 101_376,
     "threads_per_core_limit": 1536,
 }
 CARDS = {
@@ -178,7 +171,6 @@ GPU_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
     "CONDITIONAL,WHILE,CONVOLUTION"
 }
-_UNKNOWN = ("INVALID_ARGUMENT: No such compile option", "INVALID_ARGUMENT: While setting option")
 
 
 def options_for(platform: str) -> dict[str, str]:
@@ -186,14 +178,3 @@ def options_for(platform: str) -> dict[str, str]:
     options = GPU_OPTIONS if platform in ("gpu", "cuda") else {}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}=" not in flags}
-
-
-def compile_with(lowered: jax.stages.Lowered, options: dict[str, str]) -> jax.stages.Compiled:
-    """Compile a program with `options`; without them, and with a warning, where this jaxlib does not know one."""
-    try:
-        return lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        if not str(error).startswith(_UNKNOWN):
-            raise
-        log.warning("jaxlib %s does not know a compiler option: %s", jaxlib.__version__, str(error).splitlines()[0])
-        return lowered.compile()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-from largebatch.hardware.chips import compile_with, options_for
+from largebatch.hardware.chips import options_for
 
 COLLECTIVE = re.compile("(all-(reduce|gather|to-all)|reduce-scatter|collective-(permute|broadcast))(-start)?")
 # Opcodes that wait for the host, and targets by which JAX runs Python or moves arrays to the host.
@@ -253,7 +253,7 @@ def compile_and_look(lowered: jax.stages.Lowered, lengths: dict[str, float], pla
         scope "updates" makes a step the unit: instructions outside of it are left out.
       platform: platform whose options of the compiler are taken.
     """
-    compiled = compile_with(lowered, options_for(platform))
+    compiled = lowered.compile(compiler_options=options_for(platform))
     stats, program = compiled.memory_analysis(), parse(compiled.as_text())
     every, loops = program.instructions(), program.loops()
     step = program.executions(

@@ -115,6 +115,7 @@ def card_specification(device_kind: str, card: Chip) -> str:
           device_memory_size: {card.memory_bytes}
           memory_bandwidth: {int(card.bytes_per_second)}
           shared_memory_per_block: 49152
+          shared_memory_per_block_optin: {card.gpu_fields["shared_memory_per_core"] - 1024}
           threads_per_warp: 32
           threads_per_block_limit: 1024
           registers_per_core_limit: 65536

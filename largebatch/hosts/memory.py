@@ -1,14 +1,12 @@
-"""Memory of the devices: free and peak bytes, and a check that a program fits."""
+"""Memory of the devices: free and peak bytes."""
 
 import mmap
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from largebatch.hosts import collectives
-from largebatch.util import BadSetting
 
 _processes_here = 1  # processes of the run on this machine
 
@@ -62,22 +60,3 @@ def least_available_bytes() -> int | None:
     """Return the least `available_bytes` of all hosts; None if one of them does not know it. Collective."""
     by_host = collectives.gather_json(available_bytes())
     return None if None in by_host else min(by_host)
-
-
-def check_fits(sizes: dict[str, int], available: int | None, hint: Callable[[], str]) -> None:
-    """Compare an estimate with the free memory of a device.
-
-    Args:
-      sizes: bytes per device, by part.
-      available: free bytes of a device, or None if unknown.
-      hint: function that returns what the user can change; called only if the program does not fit.
-    Raises:
-      BadSetting: the program does not fit; the message lists the parts.
-    """
-    total = sum(sizes.values())
-    if available is not None and total > available:
-        parts = " + ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
-        raise BadSetting(
-            f"does not fit on a device: {parts} = {total / 1e6:,.1f} MB needed, "
-            f"{available / 1e6:,.1f} MB free, {(total - available) / 1e6:,.1f} MB too few; {hint()}"
-        )

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from largebatch.hardware.chips import compile_with, options_for
+from largebatch.hardware.chips import options_for
 from largebatch.hosts.collectives import gather
 from largebatch.util import UserError
 
@@ -65,21 +65,23 @@ class PmappedFunction:
             compile_side_by_side([(self, arguments)])
         return self._run(self._programs[signature], arguments)
 
-    def take(self, program: Callable, lowered: jax.stages.Lowered, arguments: tuple) -> None:
-        """Take a program that was compiled for arguments like these, after a first run if it has options.
+    def take(self, compiling: concurrent.futures.Future, lowered: jax.stages.Lowered, arguments: tuple) -> None:
+        """Take a program that is compiled for arguments like these, after a first run if it has options.
 
-        A convolution may need an algorithm that a CUDA graph cannot hold, which is known only when it is recorded.
+        A jaxlib may not know an option. A convolution may need an algorithm that a CUDA graph cannot hold, which is
+        known only when it is recorded.
 
         Raises:
-          UserError: it cannot be recorded, on several hosts.
+          UserError: it cannot be compiled or recorded with its options, on several hosts.
         """
         options = options_for(jax.default_backend())
         try:
+            program = compiling.result()
             if options:
                 jax.block_until_ready(self._run(program, self._with_copies(arguments)))
         except jax.errors.JaxRuntimeError as error:
             reason, names = str(error).partition("\n")[0], " ".join(options)
-            if reason.startswith("RESOURCE_EXHAUSTED"):
+            if not options or reason.startswith("RESOURCE_EXHAUSTED"):
                 raise
             if jax.process_count() > 1:  # the other hosts may run another program
                 flags = " ".join(f"--{name}=" for name in options)
@@ -123,9 +125,9 @@ def compile_side_by_side(calls: list[tuple[PmappedFunction, tuple]]) -> None:
         lowered = []
         for function, arguments in calls:
             traced = function.lower(*arguments)
-            lowered.append((traced, pool.submit(compile_with, traced, options)))
-        for (function, arguments), (traced, program) in zip(calls, lowered, strict=True):
-            function.take(program.result(), traced, arguments)
+            lowered.append((traced, pool.submit(traced.compile, compiler_options=options)))
+        for (function, arguments), (traced, compiling) in zip(calls, lowered, strict=True):
+            function.take(compiling, traced, arguments)
 
 
 def _signature(arguments: tuple) -> tuple:
