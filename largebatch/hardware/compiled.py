@@ -27,27 +27,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Instruction(NamedTuple):
-    """A line of a computation; a fusion is one instruction.
-
-    Attributes:
-      shape: arrays of the output, with their layouts.
-      output_bytes: bytes of the output, without padding.
-      memory_bytes: those of them in the device's memory, not on the chip.
-      operands: names of the instructions whose outputs it takes.
-      called: computations that it runs: a loop's condition and body, a condition's branches.
-      source: innermost line of this project, as "model.py:57".
-      attributes: what else the text says, by XLA's names; "argument" of a parameter or constant is its number.
-    """
+    """Line of a computation; a fusion is one instruction."""
 
     name: str
-    shape: str
+    shape: str  # arrays of the output, with their layouts
     opcode: str
-    output_bytes: int
-    memory_bytes: int
-    operands: list[str]
-    called: list[str]
-    source: str
-    attributes: dict[str, str]
+    output_bytes: int  # bytes of the output, without padding
+    memory_bytes: int  # those of them in the device's memory, not on the chip
+    operands: list[str]  # names of the instructions whose outputs it takes
+    called: list[str]  # computations that it runs: a loop's condition and body, a condition's branches
+    source: str  # innermost line of this project, as "model.py:57"
+    attributes: dict[str, str]  # by XLA's names; "argument" of a parameter or constant is its number
 
     @property
     def scope(self) -> str:
@@ -179,18 +169,11 @@ def _instruction(name, shape, opcode, arguments, rest, sources: dict[str, str]) 
         in_memory.append(0 if "S(" in layout else sizes[-1])
     if opcode.endswith("-start"):
         del in_memory[1:]  # operands that are listed again
+    operands = re.findall(r"%([\w.\-]+)", arguments)
     runs_others = opcode in ("while", "conditional", "call")
-    return Instruction(
-        name=name,
-        shape=shape,
-        opcode=opcode,
-        output_bytes=sum(sizes),
-        memory_bytes=sum(in_memory),
-        operands=re.findall(r"%([\w.\-]+)", arguments),
-        called=re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(rest))) if runs_others else [],
-        source=sources.get(attributes.get("stack_frame_id"), ""),
-        attributes=attributes,
-    )
+    called = re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(rest))) if runs_others else []
+    source = sources.get(attributes.get("stack_frame_id"), "")
+    return Instruction(name, shape, opcode, sum(sizes), sum(in_memory), operands, called, source, attributes)
 
 
 def _read_sources(text: str) -> dict[str, str]:

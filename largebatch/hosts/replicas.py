@@ -21,37 +21,25 @@ log = logging.getLogger(__name__)
 AXIS = "devices"
 
 
-def pmap(
-    function: Callable, in_axes=0, out_axes=0, donate_argnums=(), devices: list | None = None
-) -> "PmappedFunction":
-    """Create a `jax.pmap` over all devices of all hosts, along AXIS. Every pmap of the project is made here.
-
-    Args:
-      in_axes, out_axes: 0 or None, for all arguments or results or one by one.
-      devices: compile targets, if they are not attached.
-    """
-    pmapped = jax.pmap(
-        function,
-        axis_name=AXIS,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        donate_argnums=donate_argnums,
-        devices=devices,
-    )
-    return PmappedFunction(pmapped, in_axes, donate_argnums)
-
-
 class PmappedFunction:
-    """Pmapped function that can be compiled before it is called, with this platform's options.
+    """A `jax.pmap` over all devices of all hosts, along AXIS, that can be compiled before it is called.
 
-    jax.pmap offers neither on several hosts. A function without options that was not compiled ahead is run by
-    jax.pmap, unchanged. Else its arguments have to be on the program's devices; jax.pmap would move an array that
-    is not.
+    It is compiled with this platform's options. jax.pmap offers neither on several hosts. A function without
+    options that was not compiled ahead is run by jax.pmap, unchanged. Else its arguments have to be on the devices
+    of the program; jax.pmap would move an array that is not.
     """
 
-    def __init__(self, pmapped: Callable, in_axes, donate_argnums: tuple[int, ...]):
-        self.lower = pmapped.lower
-        self._pmapped = pmapped
+    def __init__(self, function: Callable, in_axes=0, out_axes=0, donate_argnums=(), devices: list | None = None):
+        """Pmap a function.
+
+        Args:
+          in_axes, out_axes: 0 or None, for all arguments or results or one by one.
+          devices: compile targets, if they are not attached.
+        """
+        self._pmapped = jax.pmap(
+            function, AXIS, in_axes=in_axes, out_axes=out_axes, donate_argnums=donate_argnums, devices=devices
+        )
+        self.lower = self._pmapped.lower
         self._in_axes = in_axes
         self._donated = donate_argnums
         self._programs: dict = {}
@@ -116,6 +104,9 @@ class PmappedFunction:
         results = program(*everywhere)
         specs = jax.tree.map(lambda x: PartitionSpec() if x.is_fully_replicated else PartitionSpec(AXIS), results)
         return multihost_utils.global_array_to_host_local_array(results, mesh, specs)
+
+
+pmap = PmappedFunction  # every pmap of the project is made here
 
 
 def compile_side_by_side(calls: list[tuple[PmappedFunction, tuple]]) -> None:
