@@ -34,43 +34,33 @@ TPUS = {  # by the name that JAX gives them
 }
 
 
-def _hopper(core_count: int, clock_rate_ghz: float) -> dict[str, Any]:
+def _gpu(
+    capability: str, cores: int, lanes: int, clock_ghz: float, l2_bytes: int, shared_bytes: int, threads: int = 2048
+) -> dict[str, Any]:
+    """Return what XLA needs to compile for a GPU; lanes, shared memory and threads are those of a core."""
     return {
-        "cuda_compute_capability": "{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }",
-        "core_count": core_count,
-        "fpus_per_core": 128,
-        "clock_rate_ghz": clock_rate_ghz,
-        "l2_cache_size": 52_428_800,
-        "shared_memory_per_core": 233_472,
-        "threads_per_core_limit": 2048,
+        "cuda_compute_capability": capability,
+        "core_count": cores,
+        "fpus_per_core": lanes,
+        "clock_rate_ghz": clock_ghz,
+        "l2_cache_size": l2_bytes,
+        "shared_memory_per_core": shared_bytes,
+        "threads_per_core_limit": threads,
     }
 
 
-_A100 = {
-    "cuda_compute_capability": "{ major: 8 minor: 0 }",
-    "core_count": 108,
-    "fpus_per_core": 64,
-    "clock_rate_ghz": 1.41,
-    "l2_cache_size": 41_943_040,
-    "shared_memory_per_core": 167_936,
-    "threads_per_core_limit": 2048,
-}
-_A6000 = {
-    "cuda_compute_capability": "{ major: 8 minor: 6 }",
-    "core_count": 84,
-    "fpus_per_core": 128,
-    "clock_rate_ghz": 1.8,
-    "l2_cache_size": 6_291_456,
-    "shared_memory_per_core": 102_400,
-    "threads_per_core_limit": 1536,
-}
+_HOPPER = "{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }"  # sm_90a, not sm_90
+_A100 = _gpu("{ major: 8 minor: 0 }", 108, 64, 1.41, 41_943_040, 167_936)
+_A6000 = _gpu("{ major: 8 minor: 6 }", 84, 128, 1.8, 6_291_456, 102_400, threads=1536)
+_H100 = _gpu(_HOPPER, 132, 128, 1.98, 52_428_800, 233_472)
+_H100_PCIE = _gpu(_HOPPER, 114, 128, 1.755, 52_428_800, 233_472)
 CARDS = {
     "NVIDIA A100-SXM4-40GB": Chip(312e12, 42_331_013_120, 1555e9, "a100-40gb", gpu_fields=_A100),
     "NVIDIA A100-SXM4-80GB": Chip(312e12, 85_100_068_864, 2039e9, "a100", gpu_fields=_A100),
     "NVIDIA RTX A6000": Chip(155e12, 51_041_271_808, 768e9, "a6000", gpu_fields=_A6000),
-    "NVIDIA H100 80GB HBM3": Chip(989e12, 84_942_979_072, 3352e9, "h100", gpu_fields=_hopper(132, 1.98)),
-    "NVIDIA H100 PCIe": Chip(756e12, 84_942_979_072, 2039e9, "h100-pcie", gpu_fields=_hopper(114, 1.755)),
-    "NVIDIA H200": Chip(989e12, 151_397_597_184, 4800e9, "h200", gpu_fields=_hopper(132, 1.98)),
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 84_942_979_072, 3352e9, "h100", gpu_fields=_H100),
+    "NVIDIA H100 PCIe": Chip(756e12, 84_942_979_072, 2039e9, "h100-pcie", gpu_fields=_H100_PCIE),
+    "NVIDIA H200": Chip(989e12, 151_397_597_184, 4800e9, "h200", gpu_fields=_H100),
 }
 CHIPS: dict[str, Chip] = {**TPUS, **CARDS}
 
