@@ -31,7 +31,6 @@ from largebatch.util import UserError, address_argument, printable
 
 POLL_SEC = 0.1
 GRACE_SEC = 5.0
-STOP_GRACE_SEC = 60.0  # for all hosts that agreed to stop to exit, one by one
 SETTLE_SEC = 0.5  # after the first failure, until all hosts that died of it have ended
 SHOWN_LINES = 15
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -114,7 +113,7 @@ def watch(hosts: Hosts, received: list[int], is_over: Callable[[], bool]) -> int
     Returns:
       The exit code for the pod; None if the hosts stopped because `is_over` was True.
     """
-    is_told, stopping_since = False, None
+    is_told = False
     while len(received) < 2:
         if not is_told and (received or is_over()):
             is_told = True
@@ -124,17 +123,12 @@ def watch(hosts: Hosts, received: list[int], is_over: Callable[[], bool]) -> int
             codes = [128 - code if code in (-signal.SIGINT, -signal.SIGTERM) else code for code in codes]
         stopped = [code for code in codes if code in STOPPED]
         failed = [code for code in codes if code and code not in STOPPED]
-        if stopped:  # hosts that fail now fail because their peers have left
-            stopping_since = stopping_since or time.monotonic()
-            is_late = time.monotonic() - stopping_since > STOP_GRACE_SEC
-            if is_late:
-                say(f"some hosts did not stop within {STOP_GRACE_SEC:.0f} s of the others; ending them")
-            if failed or is_late or None not in codes:
-                return None if is_told and not received else stopped[0]
-        elif failed:
+        if stopped and (failed or None not in codes):  # hosts that fail now fail because their peers have left
+            return None if is_told and not received else stopped[0]
+        if failed:
             time.sleep(SETTLE_SEC)
             return hosts.name_failure()
-        elif None not in codes:
+        if None not in codes:
             return 0
         time.sleep(POLL_SEC)
     return 128 + received[-1]
@@ -167,21 +161,20 @@ def run(given: argparse.Namespace, received: list[int]) -> int:
     def hosts_now() -> int:
         return int(counts[np.searchsorted(starts, time.monotonic() - begin, side="right") - 1])
 
-    code = None
-    while code is None:
-        if received:
-            code = 128 + received[0]
-        elif num_hosts := hosts_now():
+    while not received:
+        if num_hosts := hosts_now():
             if given.availability:
                 say(f"{time.monotonic() - begin:.1f} s: starting on {num_hosts} hosts")
             with Hosts(given.command, num_hosts, given.devices) as hosts:
                 code = watch(hosts, received, lambda num_hosts=num_hosts: hosts_now() != num_hosts)
+            if code is not None:
+                return code
         elif time.monotonic() - begin >= starts[-1]:
             say("the trace ends without hosts (--availability)")
-            code = 1
+            return 1
         else:
             time.sleep(POLL_SEC)
-    return code
+    return 128 + received[0]
 
 
 def free_port() -> int:
