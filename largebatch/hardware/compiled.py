@@ -114,8 +114,7 @@ class Program(NamedTuple):
         root = self.computations[one.attributes["calls"]][-1]
         while root.opcode in SAME_BYTES:
             root = self.named[root.operands[0]]
-        in_place = root.opcode in ("dynamic-update-slice", "fusion")
-        return min(one.memory_bytes, self._written(root)) if in_place else one.memory_bytes
+        return min(one.memory_bytes, self._written(root))
 
     def _read(self, user: Instruction, place: int) -> int:
         """Return the bytes that an instruction reads of its operand number `place`, of which slices take a part."""

@@ -68,28 +68,22 @@ class PmappedFunction:
             if options:
                 jax.block_until_ready(self._run(program, self._with_copies(arguments)))
         except jax.errors.JaxRuntimeError as error:
-            reason, names = str(error).partition("\n")[0], " ".join(options)
+            reason, flags = str(error).partition("\n")[0], " ".join(f"--{name}=" for name in options)
             if not options or reason.startswith("RESOURCE_EXHAUSTED"):
                 raise
             if jax.process_count() > 1:  # the other hosts may run another program
-                flags = " ".join(f"--{name}=" for name in options)
-                raise UserError(
-                    f"with {names} a program fails here ({reason}); set XLA_FLAGS={flags} on all hosts"
-                ) from error
-            log.warning("compiled again without %s, with which it fails here: %s", names, reason)
+                raise UserError(f"a program fails here ({reason}); set XLA_FLAGS={flags} on all hosts") from error
+            log.warning("compiled again, as with XLA_FLAGS=%s, for a program fails here: %s", flags, reason)
             program = lowered.compile()
         self._programs[_signature(arguments)] = program
 
     def _with_copies(self, arguments: tuple) -> tuple:
         """Return the arguments, with copies of the donated ones."""
-
-        def copy(leaf):
-            return jax.device_put(leaf, leaf.sharding, may_alias=False)
-
-        return tuple(
-            jax.tree.map(copy, argument) if number in self._donated else argument
-            for number, argument in enumerate(arguments)
-        )
+        copied = list(arguments)
+        for number in self._donated:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments[number])
+            copied[number] = jax.device_put(arguments[number], shardings, may_alias=False)
+        return tuple(copied)
 
     def _run(self, program: Callable, arguments: tuple):
         if jax.process_count() == 1:
