@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,34 +91,24 @@ BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 BFLOAT16_ISAS = ("AVX512_BF16", "AMX", "AMX_FP16")  # limits of --xla_cpu_max_isa that leave XLA some of them
 
 
-def auto_dtype(platform: str, cpu_flags: Collection[str] = (), xla_flags: str = "") -> str:
+def auto_dtype(platform: str | None = None) -> str:
     """Return the dtype that "auto" stands for: bfloat16 where the hardware multiplies it, else float32.
 
     Args:
-      platform: cpu | gpu | tpu, as JAX names it.
-      cpu_flags: instruction sets of a CPU, as Linux names them.
-      xla_flags: flags that XLA is started with.
+      platform: cpu | gpu | tpu, as JAX names it; that of this process by default. A CPU is that of this machine.
     """
-    if platform in ("gpu", "tpu"):
+    if (platform or jax.default_backend()) in ("gpu", "tpu"):
         return "bfloat16"
-    limits = re.findall(r"--xla_cpu_max_isa=[\"']?(\w*)", xla_flags)
+    limits = re.findall(r"--xla_cpu_max_isa=[\"']?(\w*)", os.environ.get("XLA_FLAGS", ""))
     if limits and limits[-1].upper() not in BFLOAT16_ISAS:
         return "float32"
-    return "bfloat16" if BFLOAT16_FLAGS.intersection(cpu_flags) else "float32"
-
-
-def auto_dtype_here() -> str:
-    """Return the dtype that "auto" stands for on the devices of this process."""
-    return auto_dtype(jax.default_backend(), read_cpu_flags(), os.environ.get("XLA_FLAGS", ""))
+    return "bfloat16" if BFLOAT16_FLAGS & read_cpu_flags() else "float32"
 
 
 def read_cpu_flags() -> frozenset[str]:
     """Read the instruction sets of this machine's CPU from Linux; return none elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return frozenset()
-    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", path.read_text() if path.exists() else "", re.MULTILINE)
     return frozenset(found[1].split()) if found else frozenset()
 
 
