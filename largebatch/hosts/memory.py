@@ -8,17 +8,7 @@ import numpy as np
 
 from largebatch.hosts import collectives
 
-_processes_here = 1  # processes of the run on this machine
-
-
-def note_machines(machines: list[str], host_index: int) -> None:
-    """Note with how many processes of the run this one shares its machine.
-
-    Args:
-      machines: the machine of each host; this one's has index `host_index`.
-    """
-    global _processes_here
-    _processes_here = machines.count(machines[host_index])
+processes_here = 1  # number of processes of the run on this machine, which share its memory; set at the start
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -39,7 +29,7 @@ def available_bytes() -> int | None:
     meminfo = Path("/proc/meminfo")
     if jax.default_backend() == "cpu" and meminfo.exists():
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        devices_of_machine = jax.local_device_count() * _processes_here
+        devices_of_machine = jax.local_device_count() * processes_here
         return int(fields["MemAvailable"].split()[0]) * 1024 // devices_of_machine
     return None
 

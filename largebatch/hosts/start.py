@@ -48,7 +48,7 @@ def start_jax(
     Args:
       platform: "cpu", "gpu", "tpu", or "auto" for what JAX finds.
       coordinator_address: "HOST:PORT" of host 0, or "HOST" or ":PORT" alone.
-      num_hosts, host_index: number of hosts, and index of this host. 1 host without an address: alone.
+      num_hosts, host_index: number of hosts, and index of this host; 1 host is alone.
       join_sec: seconds for which the hosts wait for each other.
     Raises:
       UserError: no device of `platform` here, or other hosts are missing.
@@ -123,7 +123,7 @@ def _join(place: Place, limit_sec: float) -> None:
     """Join this host with the others, after the rendezvous; see `start_jax`."""
     global _host_index
     hosts, _host_index = meet(place, limit_sec), place.host_index
-    memory.note_machines([here.machine for here in hosts], place.host_index)
+    memory.processes_here = [here.machine for here in hosts].count(hosts[_host_index].machine)
     gpus = None if jax.config.jax_platforms == "cpu" else share_gpus(hosts, place.host_index)
     try:
         jax.distributed.initialize(
