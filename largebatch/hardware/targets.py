@@ -120,12 +120,8 @@ def card_specification(device_kind: str, card: Chip) -> str:
           threads_per_block_limit: 1024
           registers_per_core_limit: 65536
           registers_per_block_limit: 65536
-          block_dim_limit_x: 2147483647
-          block_dim_limit_y: 65535
-          block_dim_limit_z: 65535
-          thread_dim_limit_x: 1024
-          thread_dim_limit_y: 1024
-          thread_dim_limit_z: 64
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
           {fields}
         }}
     """
