@@ -267,9 +267,13 @@ def choose_plan(
         plan = plan_run(config, data, hardware, storage)
         sizes = needed_bytes(plan, free_bytes)
         compared.append(f"{storage} needs {sum(sizes.values()) / 1e6:,.1f} MB a device")
-        if free is None or sum(sizes.values()) <= free:
+        if free is None or (missing := sum(sizes.values()) - free) <= 0:
             break
-    memory.check_fits(sizes, free, lambda: _hint(plan, sizes))
+    else:
+        parts = " + ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
+        needed = f"{parts} = {(free + missing) / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free"
+        too_few = f"{missing / 1e6:,.1f} MB too few; {_hint(plan, sizes)}"
+        raise BadSetting(f"does not fit on a device: {needed}, {too_few}")
     if len(storages) > 1:
         told = "this platform does not tell how much is free" if free is None else f"{free / 1e6:,.1f} MB are free"
         log.info("augment.storage: auto takes %s: %s, %s", plan.storage, ", ".join(compared), told)

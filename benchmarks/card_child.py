@@ -13,7 +13,7 @@ from benchmarks import ceilings, kernels
 from benchmarks.ours import OurStep, StepOptions
 from benchmarks.peers import serve
 from benchmarks.timing import Contender, about_machine
-from largebatch.hardware.chips import auto_dtype_here
+from largebatch.hardware.chips import auto_dtype
 from largebatch.hosts.start import start_jax
 from largebatch.runs.summary import code_sha256
 from largebatch.training.costs import training_costs
@@ -68,7 +68,7 @@ class Machine(serve.Step):
         return {
             **about_machine(),
             "devices": jax.device_count(),
-            "dtype": auto_dtype_here(),
+            "dtype": auto_dtype(),
             "code_sha256": code_sha256(),
         }
 

@@ -19,7 +19,7 @@ from benchmarks.peers import serve
 from benchmarks.timing import MAX_ROUNDS, Contender
 from largebatch.config.fields import BatchConfig, LogConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from largebatch.data.batching import DataSharding, choose_sharding
-from largebatch.hardware.chips import Hardware, auto_dtype_here, compile_with, options_for
+from largebatch.hardware.chips import Hardware, auto_dtype, options_for
 from largebatch.hardware.compiled import COLLECTIVE, parse
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
@@ -69,7 +69,7 @@ def resolve(options: StepOptions, hardware: Hardware) -> StepOptions:
     """Replace options that are "auto" as train.py does where everything fits on the devices."""
     dtype, conv, storage = options.dtype, options.conv, options.storage
     if dtype == AUTO:
-        dtype = auto_dtype_here()
+        dtype = auto_dtype()
     if conv == AUTO:
         conv = model.resolve_conv(AUTO, hardware.platform)
     sharding = _sharding(options, hardware.num_devices)
@@ -198,7 +198,7 @@ class OurStep(serve.Step):
     def compiled(self):
         """The compiled inner loop, for its text and memory; of one host."""
         lowered = self._inner_loop.lower(self._state, self._data, self._inputs(), self._count(0))
-        return compile_with(lowered, options_for(jax.default_backend()))
+        return lowered.compile(compiler_options=options_for(jax.default_backend()))
 
 
 def _first_state(network):

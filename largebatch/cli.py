@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import re
@@ -21,7 +20,7 @@ from largebatch.config import rules
 from largebatch.config.dicts import RULES, difference
 from largebatch.config.fields import Config
 from largebatch.config.rules import Models, nearest_field
-from largebatch.hardware.chips import AUTO, DTYPES, auto_dtype_here
+from largebatch.hardware.chips import AUTO, DTYPES, auto_dtype
 from largebatch.hosts import collectives
 from largebatch.hosts.start import start_jax, wait_for_failing_hosts
 from largebatch.util import UserError, expanded, printable
@@ -79,7 +78,7 @@ def start(
     start_jax(**dataclasses.asdict(config.devices))
     plain = dataclasses.asdict(config)
     plain["devices"]["host_index"] = None  # the only field that differs between hosts
-    configs = [json.loads(text) for text in collectives.gather_text(json.dumps(plain))]
+    configs = collectives.gather_json(plain)
     for host, config_of_host in enumerate(configs):
         if changed := difference(configs[0], config_of_host, ("on host 0", f"on host {host}")):
             raise UserError(f"hosts disagree about the config: {changed}")
@@ -103,7 +102,7 @@ def settle_dtype(config: Config, recorded: Callable[[], dict | None] | None = No
     if config.model.dtype != AUTO:
         return config
     begun = collectives.agreed(lambda: _dtype_in(recorded and recorded()), collectives.is_primary())
-    here = auto_dtype_here()
+    here = auto_dtype()
     dtype = collectives.json_from_primary(begun or here)
     if dtype != here:
         log.info("model.dtype: auto is %s in this %s; here it would be %s", dtype, of, here)

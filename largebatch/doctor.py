@@ -39,12 +39,12 @@ KNOWN_ERROR = "an estimate: where a v3-32 was measured, such cycles said 1.4 to 
 
 
 class Finding(NamedTuple):
-    """Line of a report."""
+    """Line of a report: OK, WARN or FAIL, the subject of the check, an observation, and a recommended change."""
 
-    status: str  # OK | WARN | FAIL
-    name: str  # subject of the check
-    text: str  # observation
-    advice: str = ""  # recommended change
+    status: str
+    name: str
+    text: str
+    advice: str = ""
 
 
 def show(findings: list[Finding], ending: str = "") -> None:
@@ -84,11 +84,7 @@ def check_build(estimate: BuildEstimate) -> Finding:
 
 
 def check_memory(storage: str, needed: dict[str, int]) -> Finding:
-    """Tell the storage of the training images and the bytes on a device; a set that does not fit was refused.
-
-    Args:
-      needed: bytes on a device, by part.
-    """
+    """Tell the storage of the training images and the bytes on a device, by part; what does not fit was refused."""
     text = f"augment.storage {storage}: {_parts_text(needed)} a device"
     free = memory.available_bytes()
     if free is None:
@@ -121,39 +117,38 @@ def check_first_step(run: Any) -> Finding:
     """
     plan, start = run.plan, replicas.first_replica(run.state)
     rate = float(plan.schedule.learning_rates(np.arange(plan.schedule.num_updates)).max())
-    inputs = _inputs(plan, min(plan.schedule.max_batch_size, plan.micro_batch_size * plan.num_devices * 4), rate)
+    inputs = _inputs(plan, micro_batches=4, rate=rate)
     data, state = load_inputs(run.data.train, plan.sharding, start.seed, inputs).arrays, replicas.replicate(start)
     for _ in range(2 if plan.config.optimizer.name in WITH_BASES else 1):
         state, _ = run.programs.inner_loop(state, data, inputs, np.int32(1))
-    change = jax.tree.map(np.subtract, replicas.first_replica(state.params), start.params)
-    kernels, ratios = jax.tree_util.tree_leaves_with_path(start.params), {}
-    for (path, kernel), moved in zip(kernels, jax.tree.leaves(change), strict=True):
-        if kernel.ndim > 1 and np.any(kernel):  # biases start at zero
+    ratios, kernels = {}, jax.tree_util.tree_leaves_with_path(start.params)
+    for (path, before), after in zip(kernels, jax.tree.leaves(replicas.first_replica(state.params)), strict=True):
+        if before.ndim > 1 and np.any(before):  # biases start at zero
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            ratios[name] = float(np.linalg.norm(moved.ravel()) / np.linalg.norm(kernel.ravel()))
-    return _judge_step(ratios, rate)
+            ratios[name] = float(np.linalg.norm((after - before).ravel()) / np.linalg.norm(before.ravel()))
+    lowest, highest = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
+    least, most = ratios[lowest], ratios[highest]
+    text, field = (
+        f"{least:.2g} ({lowest}) to {most:.2g} ({highest}) of the kernels' norms",
+        "optimizer.learning_rate",
+    )
+    if not np.all(np.isfinite([*ratios.values()])) or most > FAIL_RATIO:
+        return Finding(FAIL, "first step", text, f"{field} {rate:g} is far too high")
+    if least < LOW_RATIO:
+        return Finding(WARN, "first step", text, f"{field} {rate:g} is low, or {lowest} gets no gradient")
+    if most > HIGH_RATIO:
+        better = rate * HIGH_RATIO / most
+        return Finding(WARN, "first step", text, f"{field} {rate:g} is high: try {better:.2g}")
+    return Finding(OK, "first step", text)
 
 
-def _inputs(plan: Any, batch_size: int, rate: float = 0.0) -> UpdateInputs:
-    """Make the inputs of as many steps of one batch size and learning rate as a call can do."""
+def _inputs(plan: Any, micro_batches: int, rate: float = 0.0) -> UpdateInputs:
+    """Make the inputs of as many steps as a call can do, of at most so many micro-batches a device."""
+    batch_size = min(plan.schedule.max_batch_size, plan.micro_batch_size * plan.num_devices * micro_batches)
     length = plan.inputs_length
     epoch, offset = epoch_and_offset(np.arange(length, dtype=np.int64) * batch_size, plan.num_examples)
     sizes, rates = np.full(length, batch_size, np.int32), np.full(length, rate, np.float32)
     return UpdateInputs(epoch, offset, sizes, rates, b2=np.float32(plan.schedule.b2s(sizes)))
-
-
-def _judge_step(ratios: dict[str, float], rate: float) -> Finding:
-    lowest, highest = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
-    least, most, name = ratios[lowest], ratios[highest], "first step"
-    text = f"{least:.2g} ({lowest}) to {most:.2g} ({highest}) of the kernels' norms"
-    if not np.all(np.isfinite([*ratios.values()])) or most > FAIL_RATIO:
-        return Finding(FAIL, name, text, f"optimizer.learning_rate {rate:g} is far too high")
-    if least < LOW_RATIO:
-        return Finding(WARN, name, text, f"optimizer.learning_rate {rate:g} is low, or {lowest} gets no gradient")
-    if most > HIGH_RATIO:
-        advice = f"optimizer.learning_rate {rate:g} is high: try {rate * HIGH_RATIO / most:.2g}"
-        return Finding(WARN, name, text, advice)
-    return Finding(OK, name, text)
 
 
 def time_micro_batches(run: Any, loops: Mapping[int, Callable], started: float) -> dict[int, float]:
@@ -168,8 +163,7 @@ def time_micro_batches(run: Any, loops: Mapping[int, Callable], started: float) 
       where there was time for them.
     """
     plan, start = run.plan, replicas.first_replica(run.state)
-    batch_size = min(plan.schedule.max_batch_size, plan.num_devices * plan.micro_batch_size * 8)
-    inputs, states, timings = _inputs(plan, batch_size), {}, {}
+    inputs, states, timings = _inputs(plan, micro_batches=8), {}, {}
     loaded = load_inputs(run.data.train, plan.sharding, start.seed, inputs)
 
     def seconds_of(size: int, num_steps: int) -> float:
@@ -188,10 +182,11 @@ def time_micro_batches(run: Any, loops: Mapping[int, Callable], started: float) 
             if not timings:
                 raise
     seconds = timings[plan.micro_batch_size]
-    num_steps = int(np.clip(TIMED_SEC / seconds, 1, min(plan.config.train.inner_steps, loaded.num_updates)))
+    num_steps = np.clip(TIMED_SEC / seconds, 1, min(plan.config.train.inner_steps, loaded.num_updates))
     num_steps = int(collectives.from_primary(np.int32(num_steps)))
     rounds = [{size: seconds_of(size, num_steps) for size in timings} for _ in range(TIMED_REPEATS)]
-    return {size: min(one[size] for one in rounds) / (num_steps * batch_size) for size in timings}
+    num_examples = num_steps * int(inputs.batch_size[0])
+    return {size: min(one[size] for one in rounds) / num_examples for size in timings}
 
 
 def check_micro_batch(plan: Any, timings: dict[int, float]) -> Finding:
@@ -227,72 +222,58 @@ def estimate_time(run: Any, seconds_per_example: float) -> Finding:
 
 def check_programs(compiled: Any) -> list[Finding]:
     """Return all findings about an `examine.Compiled` config, whose hardware need not be attached."""
-    programs, target = compiled.programs, compiled.target
-    findings = [check_program_memory(programs, compiled.needed, target.chip.memory_bytes)]
-    for name, program in programs.items():
+    findings, faults = [check_program_memory(compiled)], []
+    for name, program in compiled.programs.items():
+        faults += [f"{name} waits for the host: {transfer}" for transfer in program.host_transfers]
+        if program.uses_float64:
+            faults.append(f"{name} computes in float64")
         if name.endswith("update"):
-            findings += [check_collectives(name, program), *describe_step(compiled, name)]
+            findings += describe_step(compiled, name)
+            if not program.aliased_outputs:
+                faults.append(f"{name} keeps two copies of the state")
         elif program.cycles:
-            findings.append(Finding(OK, name, _cycles_text(target.chip, program)))
-    return [*findings, check_transfers(programs)]
+            findings.append(Finding(OK, name, _cycles_text(compiled.target.chip, program)))
+    sound = "no transfer to the host, no float64, the state is updated in place"
+    return [*findings, Finding(FAIL if faults else OK, "programs", "; ".join(faults) or sound)]
 
 
-def check_program_memory(programs: dict[str, CompiledProgram], needed: dict[str, int], available: int) -> Finding:
-    """Check that every program fits on a device, by the compiler's own figures beside the estimate `needed`."""
-    name, program = max(programs.items(), key=lambda item: sum(item[1].memory.values()))
-    total = sum(program.memory.values())
-    text = (
-        f"{_megabytes(available)} a device; {name} {_parts_text(program.memory)}; estimated {_parts_text(needed)}"
-    )
-    if total > available:
-        too_much = _megabytes(total - available)
+def check_program_memory(compiled: Any) -> Finding:
+    """Check that every program fits on a device, by the compiler's own figures beside the estimate."""
+    sizes = {name: sum(program.memory.values()) for name, program in compiled.programs.items()}
+    name, available = max(sizes, key=sizes.get), compiled.target.chip.memory_bytes
+    parts, needed = _parts_text(compiled.programs[name].memory), _parts_text(compiled.needed)
+    text = f"{_megabytes(available)} a device; {name} {parts}; estimated {needed}"
+    if sizes[name] > available:
+        too_much = _megabytes(sizes[name] - available)
         advice = f"{too_much} too much: a smaller batch.micro_batch_size, or an augment.storage that needs less"
         return Finding(FAIL, "memory", text, advice)
     return Finding(OK, "memory", text)
 
 
-def check_collectives(name: str, program: CompiledProgram) -> Finding:
-    """List the collectives of a step."""
-    found = [f"{one.opcode} of {_megabytes(one.bytes)}, {one.times:g} times" for one in program.collectives]
-    is_too_many = name == "update" and len(found) > 1
-    advice = "one all-reduce a step is enough" if is_too_many else ""
-    return Finding(WARN if advice else OK, f"{name}: collectives", "; ".join(found) or "none", advice)
-
-
-def check_transfers(programs: dict[str, CompiledProgram]) -> Finding:
-    """Check that no transfer goes to the host, nothing is float64, and the state is updated in place."""
-    faults = []
-    for name, program in programs.items():
-        faults += [f"{name} waits for the host: {transfer}" for transfer in program.host_transfers]
-        if program.uses_float64:
-            faults.append(f"{name} computes in float64")
-        if name.endswith("update") and not program.aliased_outputs:
-            faults.append(f"{name} keeps two copies of the state")
-    sound = "no transfer to the host, no float64, the state is updated in place"
-    return Finding(FAIL if faults else OK, "programs", "; ".join(faults) or sound)
-
-
 def describe_step(compiled: Any, name: str) -> list[Finding]:
-    """Describe the time of a step by the compiler, where it has cycles; on GPUs the launched kernels."""
-    plan, target, program, flops = compiled.plan, compiled.target, compiled.programs[name], compiled.flops_per_image
-    batch_size = plan.schedule.max_batch_size
+    """List the collectives of a step, and its cycles by the compiler; on GPUs, which have none, its kernels."""
+    plan, chip, program = compiled.plan, compiled.target.chip, compiled.programs[name]
+    sent = [f"{one.opcode} of {_megabytes(one.bytes)}, {one.times:g} times" for one in program.collectives]
+    advice = "one all-reduce a step is enough" if name == "update" and len(sent) > 1 else ""
+    findings = [Finding(WARN if advice else OK, f"{name}: collectives", "; ".join(sent) or "none", advice)]
+
+    batch_size, flops = plan.schedule.max_batch_size, compiled.flops_per_image
     share = plan.sharding.share_bounds(batch_size)[1]
     size = f"{batch_size:,} images, up to {share:,} a device in micro-batches of {plan.micro_batch_size:,}"
-    needs = _roofline_text(target.chip, share * flops, program.moved_bytes)
+    needs = _roofline_text(chip, share * flops, program.moved_bytes)
     if program.cycles is None:
         loops = ", ".join(program.unknown_loops) or "none"
         launched = f"{program.num_operations:,.0f} kernels and calls; loops of a length known only there: {loops}"
-        return [Finding(OK, name, f"{size}: {launched}; {needs}")]
-    images_per_sec = batch_size / (program.cycles / target.chip.clock_hz)
-    text = (
-        f"{size}: {_cycles_text(target.chip, program)}, {images_per_sec:,.0f} images/s ({KNOWN_ERROR}), "
-        f"{flops_utilisation(flops, images_per_sec, target.hardware):.0%} of the peak; {needs}"
-    )
+        return [*findings, Finding(OK, name, f"{size}: {launched}; {needs}")]
+    images_per_sec = batch_size / (program.cycles / chip.clock_hz)
+    share_of_peak = flops_utilisation(flops, images_per_sec, compiled.target.hardware)
+    speed = f"{images_per_sec:,.0f} images/s ({KNOWN_ERROR}), {share_of_peak:.0%} of the peak"
     largest = [
         f"{cost.share:4.0%}  {cost.cycles / 1e6:6.2f} M  {cost.operation or 'copies'}  {cost.source}"
         for cost in program.costs[:LARGEST]
     ]
-    return [Finding(OK, name, text), Finding(OK, f"{name}: largest", "\n".join(largest))]
+    findings.append(Finding(OK, name, f"{size}: {_cycles_text(chip, program)}, {speed}; {needs}"))
+    return [*findings, Finding(OK, f"{name}: largest", "\n".join(largest))]
 
 
 def _roofline_text(chip: Chip, flops: float, moved_bytes: float) -> str:

@@ -4,8 +4,8 @@
     python -m largebatch.pod --availability trace.csv --hosts 4 --devices 2 -- python train.py --workdir runs/a
 
 Shows the output of host 0. When a process fails, all others are ended, the last lines of its output are shown, and
-its exit code becomes that of the pod. SIGTERM and SIGINT are passed on: the first tells the hosts to save and stop,
-the second to leave at once. Nothing is left running, however the pod ends.
+its exit code becomes that of the pod. The first SIGTERM or SIGINT tells the hosts to save and stop, the second to
+leave at once. Nothing is left running, however the pod ends.
 
 With --availability hosts come and go as a file says that counts devices over time: at each change all save and
 stop, and the command starts again on as many hosts as there are then.
@@ -31,9 +31,7 @@ from largebatch.util import UserError, address_argument, printable
 
 POLL_SEC = 0.1
 GRACE_SEC = 5.0
-STOP_GRACE_SEC = 60.0  # for all hosts that agreed to stop to exit, one by one
 SETTLE_SEC = 0.5  # after the first failure, until all hosts that died of it have ended
-MAX_SIGNALS = 2  # signals that are passed on; after one more the pod itself exits
 SHOWN_LINES = 15
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of hosts that agreed to stop
@@ -70,7 +68,6 @@ class Hosts:
 
     def __exit__(self, *_):
         """Send SIGINT to every remaining process group, and SIGKILL to those that remain after GRACE_SEC."""
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}  # nothing interrupts this
         deadline = time.monotonic() + GRACE_SEC
         for number in (signal.SIGINT, signal.SIGKILL):
             self.send(number)
@@ -79,8 +76,6 @@ class Hosts:
         for process, log in zip(self._processes, self._logs, strict=True):
             process.wait()
             log.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
     def codes(self) -> list[int | None]:
         """Return the exit code of each host, below 0 if a signal killed it; None while it runs."""
@@ -110,43 +105,33 @@ class Hosts:
 
 
 def watch(hosts: Hosts, received: list[int], is_over: Callable[[], bool]) -> int | None:
-    """Watch the hosts until they have ended; some may still run if others failed.
+    """Watch the hosts until they have ended; some may still run if others failed or a second signal came.
 
     Args:
-      received: signals that the pod got, in order; the first tells the hosts to save and stop, the second to leave.
+      received: signals that the pod got; at the first the hosts are told to save and stop.
       is_over: function that is polled until it returns True: then the hosts are told to save and stop.
     Returns:
       The exit code for the pod; None if the hosts stopped because `is_over` was True.
     """
-    num_handled, is_told, stopping_since = 0, False, None
-    while True:
-        for number in received[num_handled:]:
-            if not (is_told and num_handled == 0):  # to hosts that were told it means "leave at once"
-                hosts.send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-            num_handled += 1
-        if num_handled > MAX_SIGNALS:
-            return 128 + received[-1]
-        if not is_told and num_handled == 0 and is_over():
+    is_told = False
+    while len(received) < 2:
+        if not is_told and (received or is_over()):
             is_told = True
-            hosts.send(signal.SIGTERM)
+            hosts.send(signal.SIGINT if signal.SIGINT in received else signal.SIGTERM)
         codes = hosts.codes()
-        if is_told or num_handled:  # a host may get the signal before it handles signals
+        if is_told:  # a host may get the signal before it handles signals
             codes = [128 - code if code in (-signal.SIGINT, -signal.SIGTERM) else code for code in codes]
         stopped = [code for code in codes if code in STOPPED]
         failed = [code for code in codes if code and code not in STOPPED]
-        if stopped:  # hosts that fail now fail because their peers have left
-            stopping_since = stopping_since or time.monotonic()
-            is_late = time.monotonic() - stopping_since > STOP_GRACE_SEC
-            if is_late:
-                say(f"some hosts did not stop within {STOP_GRACE_SEC:.0f} s of the others; ending them")
-            if failed or is_late or num_handled > 1 or None not in codes:
-                return None if is_told and not num_handled else stopped[0]
-        elif failed:
+        if stopped and (failed or None not in codes):  # hosts that fail now fail because their peers have left
+            return None if is_told and not received else stopped[0]
+        if failed:
             time.sleep(SETTLE_SEC)
             return hosts.name_failure()
-        elif None not in codes:
+        if None not in codes:
             return 0
         time.sleep(POLL_SEC)
+    return 128 + received[-1]
 
 
 def read_availability(given: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -176,21 +161,20 @@ def run(given: argparse.Namespace, received: list[int]) -> int:
     def hosts_now() -> int:
         return int(counts[np.searchsorted(starts, time.monotonic() - begin, side="right") - 1])
 
-    code = None
-    while code is None:
-        if received:
-            code = 128 + received[0]
-        elif num_hosts := hosts_now():
+    while not received:
+        if num_hosts := hosts_now():
             if given.availability:
                 say(f"{time.monotonic() - begin:.1f} s: starting on {num_hosts} hosts")
             with Hosts(given.command, num_hosts, given.devices) as hosts:
                 code = watch(hosts, received, lambda num_hosts=num_hosts: hosts_now() != num_hosts)
+            if code is not None:
+                return code
         elif time.monotonic() - begin >= starts[-1]:
             say("the trace ends without hosts (--availability)")
-            code = 1
+            return 1
         else:
             time.sleep(POLL_SEC)
-    return code
+    return 128 + received[0]
 
 
 def free_port() -> int:

@@ -1,16 +1,13 @@
 """Known chips by name, dtypes, micro-batch sizes, and options of the compiler."""
 
 import dataclasses
-import logging
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
-import jaxlib
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,21 +19,7 @@ class Chip:
     bytes_per_second: float  # from and to that memory
     target: str | None = None  # name among the targets of `--compile_for`
     clock_hz: float | None = None  # known of TPUs
-
-
-@dataclasses.dataclass(frozen=True)
-class Card(Chip):
-    """Figures of one GPU, with those that XLA needs to compile for it."""
-
-    compute_capability: tuple[int, int] = (0, 0)
-    cores: int = 0  # streaming multiprocessors
-    lanes_per_core: int = 0  # float32 units
-    core_clock_ghz: float = 0.0
-    threads_per_core: int = 2048
-    l2_bytes: int = 0
-    shared_bytes_per_core: int = 0
-    shared_bytes_per_block: int = 0  # at most, where a kernel asks for more than 48 KiB
-    is_accelerated: bool = False  # compiled for exactly this capability: sm_90a, not sm_90
+    gpu_fields: dict[str, Any] | None = None  # what XLA needs to compile for a GPU, by its own names
 
 
 GIB = 2**30
@@ -49,47 +32,35 @@ TPUS = {  # by the name that JAX gives them
     "TPU v5": Chip(459e12, 95 * GIB, 2765e9, "v5p", 1750e6),
     "TPU v6 lite": Chip(918e12, 32 * GIB, 1640e9, "v6e", 1750e6),
 }
-_HOPPER = {
-    "compute_capability": (9, 0),
-    "lanes_per_core": 128,
-    "l2_bytes": 52_428_800,
-    "shared_bytes_per_core": 233_472,
-    "shared_bytes_per_block": 232_448,
-    "is_accelerated": True,
-}
-_A100 = {
-    "compute_capability": (8, 0),
-    "cores": 108,
-    "lanes_per_core": 64,
-    "core_clock_ghz": 1.41,
-    "l2_bytes": 41_943_040,
-    "shared_bytes_per_core": 167_936,
-    "shared_bytes_per_block": 166_912,
-}
+
+
+def _gpu(
+    capability: str, cores: int, lanes: int, clock_ghz: float, l2_bytes: int, shared_bytes: int, threads: int = 2048
+) -> dict[str, Any]:
+    """Return what XLA needs to compile for a GPU; lanes, shared memory and threads are those of a core."""
+    return {
+        "cuda_compute_capability": capability,
+        "core_count": cores,
+        "fpus_per_core": lanes,
+        "clock_rate_ghz": clock_ghz,
+        "l2_cache_size": l2_bytes,
+        "shared_memory_per_core": shared_bytes,
+        "threads_per_core_limit": threads,
+    }
+
+
+_HOPPER = "{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }"  # sm_90a, not sm_90
+_A100 = _gpu("{ major: 8 minor: 0 }", 108, 64, 1.41, 41_943_040, 167_936)
+_A6000 = _gpu("{ major: 8 minor: 6 }", 84, 128, 1.8, 6_291_456, 102_400, threads=1536)
+_H100 = _gpu(_HOPPER, 132, 128, 1.98, 52_428_800, 233_472)
+_H100_PCIE = _gpu(_HOPPER, 114, 128, 1.755, 52_428_800, 233_472)
 CARDS = {
-    "NVIDIA A100-SXM4-40GB": Card(312e12, 42_331_013_120, 1555e9, "a100-40gb", **_A100),
-    "NVIDIA A100-SXM4-80GB": Card(312e12, 85_100_068_864, 2039e9, "a100", **_A100),
-    "NVIDIA RTX A6000": Card(
-        155e12,
-        51_041_271_808,
-        768e9,
-        "a6000",
-        compute_capability=(8, 6),
-        cores=84,
-        lanes_per_core=128,
-        core_clock_ghz=1.8,
-        threads_per_core=1536,
-        l2_bytes=6_291_456,
-        shared_bytes_per_core=102_400,
-        shared_bytes_per_block=101_376,
-    ),
-    "NVIDIA H100 80GB HBM3": Card(
-        989e12, 84_942_979_072, 3352e9, "h100", cores=132, core_clock_ghz=1.98, **_HOPPER
-    ),
-    "NVIDIA H100 PCIe": Card(
-        756e12, 84_942_979_072, 2039e9, "h100-pcie", cores=114, core_clock_ghz=1.755, **_HOPPER
-    ),
-    "NVIDIA H200": Card(989e12, 151_397_597_184, 4800e9, "h200", cores=132, core_clock_ghz=1.98, **_HOPPER),
+    "NVIDIA A100-SXM4-40GB": Chip(312e12, 42_331_013_120, 1555e9, "a100-40gb", gpu_fields=_A100),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 85_100_068_864, 2039e9, "a100", gpu_fields=_A100),
+    "NVIDIA RTX A6000": Chip(155e12, 51_041_271_808, 768e9, "a6000", gpu_fields=_A6000),
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 84_942_979_072, 3352e9, "h100", gpu_fields=_H100),
+    "NVIDIA H100 PCIe": Chip(756e12, 84_942_979_072, 2039e9, "h100-pcie", gpu_fields=_H100_PCIE),
+    "NVIDIA H200": Chip(989e12, 151_397_597_184, 4800e9, "h200", gpu_fields=_H100),
 }
 CHIPS: dict[str, Chip] = {**TPUS, **CARDS}
 
@@ -120,34 +91,24 @@ BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 BFLOAT16_ISAS = ("AVX512_BF16", "AMX", "AMX_FP16")  # limits of --xla_cpu_max_isa that leave XLA some of them
 
 
-def auto_dtype(platform: str, cpu_flags: Collection[str] = (), xla_flags: str = "") -> str:
+def auto_dtype(platform: str | None = None) -> str:
     """Return the dtype that "auto" stands for: bfloat16 where the hardware multiplies it, else float32.
 
     Args:
-      platform: cpu | gpu | tpu, as JAX names it.
-      cpu_flags: instruction sets of a CPU, as Linux names them.
-      xla_flags: flags that XLA is started with.
+      platform: cpu | gpu | tpu, as JAX names it; that of this process by default. A CPU is that of this machine.
     """
-    if platform in ("gpu", "tpu"):
+    if (platform or jax.default_backend()) in ("gpu", "tpu"):
         return "bfloat16"
-    limits = re.findall(r"--xla_cpu_max_isa=[\"']?(\w*)", xla_flags)
+    limits = re.findall(r"--xla_cpu_max_isa=[\"']?(\w*)", os.environ.get("XLA_FLAGS", ""))
     if limits and limits[-1].upper() not in BFLOAT16_ISAS:
         return "float32"
-    return "bfloat16" if BFLOAT16_FLAGS.intersection(cpu_flags) else "float32"
-
-
-def auto_dtype_here() -> str:
-    """Return the dtype that "auto" stands for on the devices of this process."""
-    return auto_dtype(jax.default_backend(), read_cpu_flags(), os.environ.get("XLA_FLAGS", ""))
+    return "bfloat16" if BFLOAT16_FLAGS & read_cpu_flags() else "float32"
 
 
 def read_cpu_flags() -> frozenset[str]:
     """Read the instruction sets of this machine's CPU from Linux; return none elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return frozenset()
-    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", path.read_text() if path.exists() else "", re.MULTILINE)
     return frozenset(found[1].split()) if found else frozenset()
 
 
@@ -190,8 +151,6 @@ GPU_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
     "CONDITIONAL,WHILE,CONVOLUTION"
 }
-_UNKNOWN = re.compile(r"(?:No such compile option: '|While setting option )(\w+)")
-_dropped: set[str] = set()  # options that this process has warned of
 
 
 def options_for(platform: str) -> dict[str, str]:
@@ -199,19 +158,3 @@ def options_for(platform: str) -> dict[str, str]:
     options = GPU_OPTIONS if platform in ("gpu", "cuda") else {}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}=" not in flags}
-
-
-def compile_with(lowered: jax.stages.Lowered, options: dict[str, str]) -> jax.stages.Compiled:
-    """Compile a program with those of `options` that this jaxlib knows, and log each that it does not know once."""
-    options = dict(options)
-    while True:
-        try:
-            return lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as error:
-            unknown = _UNKNOWN.search(str(error))
-            if unknown is None or unknown[1] not in options:
-                raise
-            value = options.pop(unknown[1])
-            if unknown[1] not in _dropped:
-                log.warning("jaxlib %s does not know --%s=%s: left out", jaxlib.__version__, unknown[1], value)
-                _dropped.add(unknown[1])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-from largebatch.hardware.chips import compile_with, options_for
+from largebatch.hardware.chips import options_for
 
 COLLECTIVE = re.compile("(all-(reduce|gather|to-all)|reduce-scatter|collective-(permute|broadcast))(-start)?")
 # Opcodes that wait for the host, and targets by which JAX runs Python or moves arrays to the host.
@@ -27,27 +27,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Instruction(NamedTuple):
-    """A line of a computation; a fusion is one instruction.
-
-    Attributes:
-      shape: arrays of the output, with their layouts.
-      output_bytes: bytes of the output, without padding.
-      memory_bytes: those of them in the device's memory, not on the chip.
-      operands: names of the instructions whose outputs it takes.
-      called: computations that it runs: a loop's condition and body, a condition's branches.
-      source: innermost line of this project, as "model.py:57".
-      attributes: what else the text says, by XLA's names; "argument" of a parameter or constant is its number.
-    """
+    """Line of a computation; a fusion is one instruction."""
 
     name: str
-    shape: str
+    shape: str  # arrays of the output, with their layouts
     opcode: str
-    output_bytes: int
-    memory_bytes: int
-    operands: list[str]
-    called: list[str]
-    source: str
-    attributes: dict[str, str]
+    output_bytes: int  # bytes of the output, without padding
+    memory_bytes: int  # those of them in the device's memory, not on the chip
+    operands: list[str]  # names of the instructions whose outputs it takes
+    called: list[str]  # computations that it runs: a loop's condition and body, a condition's branches
+    source: str  # innermost line of this project, as "model.py:57"
+    attributes: dict[str, str]  # by XLA's names; "argument" of a parameter or constant is its number
 
     @property
     def scope(self) -> str:
@@ -124,8 +114,7 @@ class Program(NamedTuple):
         root = self.computations[one.attributes["calls"]][-1]
         while root.opcode in SAME_BYTES:
             root = self.named[root.operands[0]]
-        in_place = root.opcode in ("dynamic-update-slice", "fusion")
-        return min(one.memory_bytes, self._written(root)) if in_place else one.memory_bytes
+        return min(one.memory_bytes, self._written(root))
 
     def _read(self, user: Instruction, place: int) -> int:
         """Return the bytes that an instruction reads of its operand number `place`, of which slices take a part."""
@@ -179,18 +168,11 @@ def _instruction(name, shape, opcode, arguments, rest, sources: dict[str, str]) 
         in_memory.append(0 if "S(" in layout else sizes[-1])
     if opcode.endswith("-start"):
         del in_memory[1:]  # operands that are listed again
+    operands = re.findall(r"%([\w.\-]+)", arguments)
     runs_others = opcode in ("while", "conditional", "call")
-    return Instruction(
-        name=name,
-        shape=shape,
-        opcode=opcode,
-        output_bytes=sum(sizes),
-        memory_bytes=sum(in_memory),
-        operands=re.findall(r"%([\w.\-]+)", arguments),
-        called=re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(rest))) if runs_others else [],
-        source=sources.get(attributes.get("stack_frame_id"), ""),
-        attributes=attributes,
-    )
+    called = re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(rest))) if runs_others else []
+    source = sources.get(attributes.get("stack_frame_id"), "")
+    return Instruction(name, shape, opcode, sum(sizes), sum(in_memory), operands, called, source, attributes)
 
 
 def _read_sources(text: str) -> dict[str, str]:
@@ -253,7 +235,7 @@ def compile_and_look(lowered: jax.stages.Lowered, lengths: dict[str, float], pla
         scope "updates" makes a step the unit: instructions outside of it are left out.
       platform: platform whose options of the compiler are taken.
     """
-    compiled = compile_with(lowered, options_for(platform))
+    compiled = lowered.compile(compiler_options=options_for(platform))
     stats, program = compiled.memory_analysis(), parse(compiled.as_text())
     every, loops = program.instructions(), program.loops()
     step = program.executions(

@@ -1,5 +1,6 @@
 """Clock of a run, which continues over restarts."""
 
+import collections
 import contextlib
 import time
 
@@ -12,7 +13,7 @@ class Clock:
 
     def __init__(self):
         self._made = self._started = time.perf_counter()
-        self.seconds: dict[str, float] = {}
+        self.seconds: collections.Counter[str] = collections.Counter()
 
     def saved(self) -> dict:
         """Return the times so far as plain JSON, for `add` after a restart."""
@@ -21,8 +22,7 @@ class Clock:
     def add(self, saved: dict) -> None:
         """Add the time that an earlier process spent on the same run."""
         self._started -= saved["total"]
-        for section, seconds in saved["seconds"].items():
-            self._add_to(section, seconds)
+        self.seconds.update(saved["seconds"])
 
     @contextlib.contextmanager
     def measure(self, section: str):
@@ -31,7 +31,7 @@ class Clock:
         try:
             yield
         finally:
-            self._add_to(section, time.perf_counter() - begin)
+            self.seconds[section] += time.perf_counter() - begin
 
     def total(self) -> float:
         """Return the seconds since the clock was made, plus those of earlier processes."""
@@ -40,6 +40,3 @@ class Clock:
     def since_made(self) -> float:
         """Return the seconds since the clock was made, of this process alone."""
         return time.perf_counter() - self._made
-
-    def _add_to(self, section: str, seconds: float) -> None:
-        self.seconds[section] = self.seconds.get(section, 0.0) + seconds

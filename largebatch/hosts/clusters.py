@@ -28,31 +28,20 @@ FIELDS = "devices.coordinator_address, devices.num_hosts and devices.host_index"
 
 
 class Place(NamedTuple):
-    """Place of this host among the hosts of a run.
+    """Place of this host among the hosts of a run."""
 
-    address: "HOST:PORT" of host 0.
-    num_hosts, host_index: number of hosts, and index of this host.
-    seen: variables of launchers that are set here, for messages.
-    """
-
-    address: str
+    address: str  # "HOST:PORT" of host 0
     num_hosts: int
     host_index: int
-    seen: str
 
 
 class Here(NamedTuple):
-    """Description of a process for the others.
+    """Description of a process for the others."""
 
-    name, machine: name of the host, and a digest of its running kernel, which containers share.
-    devices: CUDA_VISIBLE_DEVICES, "" if it is not set.
-    gpus: number of GPUs that the process may take, if it is alone on its host.
-    """
-
-    name: str
-    machine: str
-    devices: str
-    gpus: int
+    name: str  # of the host
+    machine: str  # identifier of its running kernel, which containers share
+    devices: str  # CUDA_VISIBLE_DEVICES
+    gpus: int  # number of GPUs that the process may take, if it is alone on its host
 
     @classmethod
     def now(cls) -> "Here":
@@ -96,20 +85,17 @@ def find_place(address: str | None, num_hosts: int | None, host_index: int | Non
 
     Args:
       address: "HOST:PORT" of host 0, or "HOST" or ":PORT" alone.
-      num_hosts, host_index: number of hosts, and index of this host; 1 host without an address is alone.
+      num_hosts, host_index: number of hosts, and index of this host.
     Raises:
       UserError: a part is given or found, and nothing here knows the rest.
     """
-    if num_hosts == 1 and address is None:
-        return Place("", 1, 0, seen())
     found_hosts, found_index, found_address = _launched()
-    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
-    if num_hosts is None and host_index is None and found_hosts is None and not address:
-        return None
     num_hosts = found_hosts if num_hosts is None else num_hosts
-    seen_here = seen()
-    if num_hosts == 1 and not address:  # as a launcher says
-        return Place("", 1, 0, seen_here)
+    if num_hosts == 1:
+        return Place("", 1, 0)
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+    if num_hosts is None and host_index is None and not address:
+        return None
     host_index = found_index if host_index is None else host_index
     (host, port), (found_host, found_port) = _split(address), _split(found_address)
     host = host or found_host
@@ -117,14 +103,14 @@ def find_place(address: str | None, num_hosts: int | None, host_index: int | Non
     if not host or num_hosts is None or host_index is None:
         unknown = "how many hosts there are, or which one this is" if host else "where the hosts meet"
         raise UserError(
-            f"devices: nothing says {unknown} ({seen_here}); give {FIELDS}; "
+            f"devices: nothing says {unknown} ({seen()}); give {FIELDS}; "
             "allowed: a part of them under srun, mpirun and in a Kubernetes Job"
         )
     if not 0 <= host_index < num_hosts:
         raise UserError(
-            f"devices.host_index: {host_index} of {num_hosts} hosts; allowed: 0 to {num_hosts - 1} ({seen_here})"
+            f"devices.host_index: {host_index} of {num_hosts} hosts; allowed: 0 to {num_hosts - 1} ({seen()})"
         )
-    return Place(f"{host}:{port}", num_hosts, host_index, seen_here)
+    return Place(f"{host}:{port}", num_hosts, host_index)
 
 
 def seen() -> str:

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from largebatch.util import UserError
 
-FIRST_BYTES = 1024  # of a text, sent with its length: one program and one message for almost all texts
+LEAST_BYTES = 1024  # to which shorter texts are padded: one program for almost all texts
 
 
 def is_primary() -> bool:
@@ -57,31 +57,29 @@ def gather_text(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     content = np.frombuffer(text.encode(), np.uint8)
-    first = np.zeros(FIRST_BYTES, np.uint8)
-    first[: content.size] = content[:FIRST_BYTES]
-    length = np.array([content.size], np.uint32).view(np.uint8)
-    gathered = gather(np.concatenate([length, first]))
-    lengths, texts = gathered[:, :4].copy().view(np.uint32)[:, 0], gathered[:, 4:]
-    if lengths.max() > FIRST_BYTES:  # padded to powers of two, so that few programs are compiled
-        padded = np.zeros(1 << int(lengths.max()).bit_length(), np.uint8)
-        padded[: content.size] = content
-        texts = gather(padded)
-    return [row[:length].tobytes().decode() for row, length in zip(texts, lengths, strict=True)]
+    lengths = gather(np.int32(content.size))
+    # Padded to powers of two, so that few programs are compiled.
+    padded = np.zeros(max(LEAST_BYTES, 1 << int(lengths.max()).bit_length()), np.uint8)
+    padded[: content.size] = content
+    return [row[:length].tobytes().decode() for row, length in zip(gather(padded), lengths, strict=True)]
+
+
+def gather_json(value) -> list:
+    """Gather every host's `value` (plain JSON) on every host, by host index."""
+    return [json.loads(text) for text in gather_text(json.dumps(value))]
 
 
 def json_from_primary(value) -> Any:
     """Broadcast the primary host's `value` (plain JSON) to every host."""
-    return json.loads(gather_text(json.dumps(value if is_primary() else None))[0])
+    return gather_json(value if is_primary() else None)[0]
 
 
 def share_error(error: Exception | None) -> None:
     """Wait for all hosts, and raise the first error of any of them on all, as a UserError of its kind."""
-    message = {"kind": type(error).__name__, "text": str(error)} if error else None
-    messages = [json.loads(text) for text in gather_text(json.dumps(message))]
-    first = next(filter(None, messages), None)
-    if first:
+    message = [type(error).__name__, str(error)] if error else None
+    for name, text in filter(None, gather_json(message)):
         kinds = {kind.__name__: kind for kind in UserError.__subclasses__()}
-        raise kinds.get(first["kind"], UserError)(first["text"]) from error
+        raise kinds.get(name, UserError)(text) from error
 
 
 def agreed(act: Callable[[], Any], here: bool = True) -> Any:

@@ -1,27 +1,14 @@
-"""Memory of the devices: free and peak bytes, and a check that a program fits."""
+"""Memory of the devices: free and peak bytes."""
 
-import json
 import mmap
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from largebatch.hosts import collectives
-from largebatch.util import BadSetting
 
-_processes_here = 1  # processes of the run on this machine
-
-
-def note_machines(machines: list[str], host_index: int) -> None:
-    """Note with how many processes of the run this one shares its machine.
-
-    Args:
-      machines: the machine of each host; this one's has index `host_index`.
-    """
-    global _processes_here
-    _processes_here = machines.count(machines[host_index])
+processes_here = 1  # number of processes of the run on this machine, which share its memory; set at the start
 
 
 def aligned_empty(shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -42,7 +29,7 @@ def available_bytes() -> int | None:
     meminfo = Path("/proc/meminfo")
     if jax.default_backend() == "cpu" and meminfo.exists():
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        devices_of_machine = jax.local_device_count() * _processes_here
+        devices_of_machine = jax.local_device_count() * processes_here
         return int(fields["MemAvailable"].split()[0]) * 1024 // devices_of_machine
     return None
 
@@ -55,33 +42,11 @@ def peak_bytes() -> int | None:
 
 def largest_peak_bytes() -> int | None:
     """Return the largest `peak_bytes` of all hosts; None if one of them does not know it. Collective."""
-    peak = peak_bytes()
-    # Bytes are sent as integers: JAX would round to float32, which is not exact. No device holds 2**64 bytes.
-    by_host = collectives.gather(np.array([2**64 - 1 if peak is None else peak], np.uint64).view(np.uint32))
-    largest = int(by_host.view(np.uint64).max())
-    return None if largest == 2**64 - 1 else largest
+    by_host = collectives.gather_json(peak_bytes())
+    return None if None in by_host else max(by_host)
 
 
 def least_available_bytes() -> int | None:
     """Return the least `available_bytes` of all hosts; None if one of them does not know it. Collective."""
-    by_host = [json.loads(text) for text in collectives.gather_text(json.dumps(available_bytes()))]
+    by_host = collectives.gather_json(available_bytes())
     return None if None in by_host else min(by_host)
-
-
-def check_fits(sizes: dict[str, int], available: int | None, hint: Callable[[], str]) -> None:
-    """Compare an estimate with the free memory of a device.
-
-    Args:
-      sizes: bytes per device, by part.
-      available: free bytes of a device, or None if unknown.
-      hint: function that returns what the user can change; called only if the program does not fit.
-    Raises:
-      BadSetting: the program does not fit; the message lists the parts.
-    """
-    total = sum(sizes.values())
-    if available is not None and total > available:
-        parts = " + ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in sizes.items())
-        raise BadSetting(
-            f"does not fit on a device: {parts} = {total / 1e6:,.1f} MB needed, "
-            f"{available / 1e6:,.1f} MB free, {(total - available) / 1e6:,.1f} MB too few; {hint()}"
-        )

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from largebatch.hardware.chips import compile_with, options_for
+from largebatch.hardware.chips import options_for
 from largebatch.hosts.collectives import gather
 from largebatch.util import UserError
 
@@ -20,37 +21,25 @@ log = logging.getLogger(__name__)
 AXIS = "devices"
 
 
-def pmap(
-    function: Callable, in_axes=0, out_axes=0, donate_argnums=(), devices: list | None = None
-) -> "PmappedFunction":
-    """Create a `jax.pmap` over all devices of all hosts, along AXIS. Every pmap of the project is made here.
-
-    Args:
-      in_axes, out_axes: 0 or None, for all arguments or results or one by one.
-      devices: compile targets, if they are not attached.
-    """
-    pmapped = jax.pmap(
-        function,
-        axis_name=AXIS,
-        in_axes=in_axes,
-        out_axes=out_axes,
-        donate_argnums=donate_argnums,
-        devices=devices,
-    )
-    return PmappedFunction(pmapped, in_axes, donate_argnums)
-
-
 class PmappedFunction:
-    """Pmapped function that can be compiled before it is called, with this platform's options.
+    """A `jax.pmap` over all devices of all hosts, along AXIS, that can be compiled before it is called.
 
-    jax.pmap offers neither on several hosts. A function without options that was not compiled ahead is run by
-    jax.pmap, unchanged. Else its arguments have to be on the program's devices; jax.pmap would move an array that
-    is not.
+    It is compiled with this platform's options. jax.pmap offers neither on several hosts. A function without
+    options that was not compiled ahead is run by jax.pmap, unchanged. Else its arguments have to be on the devices
+    of the program; jax.pmap would move an array that is not.
     """
 
-    def __init__(self, pmapped: Callable, in_axes, donate_argnums: tuple[int, ...]):
-        self.lower = pmapped.lower
-        self._pmapped = pmapped
+    def __init__(self, function: Callable, in_axes=0, out_axes=0, donate_argnums=(), devices: list | None = None):
+        """Pmap a function.
+
+        Args:
+          in_axes, out_axes: 0 or None, for all arguments or results or one by one.
+          devices: compile targets, if they are not attached.
+        """
+        self._pmapped = jax.pmap(
+            function, AXIS, in_axes=in_axes, out_axes=out_axes, donate_argnums=donate_argnums, devices=devices
+        )
+        self.lower = self._pmapped.lower
         self._in_axes = in_axes
         self._donated = donate_argnums
         self._programs: dict = {}
@@ -61,57 +50,57 @@ class PmappedFunction:
         if signature not in self._programs:
             if not options_for(jax.default_backend()):
                 return self._pmapped(*arguments)
-            self.compile(*arguments)
+            compile_side_by_side([(self, arguments)])
         return self._run(self._programs[signature], arguments)
 
-    def compile(self, *arguments) -> None:
-        """Compile for arguments like these, which are kept."""
-        compile_side_by_side([(self, arguments)])
+    def take(self, compiling: concurrent.futures.Future, lowered: jax.stages.Lowered, arguments: tuple) -> None:
+        """Take a program that is compiled for arguments like these, after a first run if it has options.
 
-    def take(self, program: Callable, lowered: jax.stages.Lowered, arguments: tuple) -> None:
-        """Take a program that was compiled for arguments like these, after a first run if it has options.
-
-        A convolution may need an algorithm that a CUDA graph cannot hold, which is known only when it is recorded.
+        A jaxlib may not know an option. A convolution may need an algorithm that a CUDA graph cannot hold, which is
+        known only when it is recorded.
 
         Raises:
-          UserError: it cannot be recorded, on several hosts.
+          UserError: it cannot be compiled or recorded with its options, on several hosts.
         """
         options = options_for(jax.default_backend())
         try:
+            program = compiling.result()
             if options:
                 jax.block_until_ready(self._run(program, self._with_copies(arguments)))
         except jax.errors.JaxRuntimeError as error:
-            reason, names = str(error).partition("\n")[0], " ".join(options)
-            if reason.startswith("RESOURCE_EXHAUSTED"):
+            reason, flags = str(error).partition("\n")[0], " ".join(f"--{name}=" for name in options)
+            if not options or reason.startswith("RESOURCE_EXHAUSTED"):
                 raise
             if jax.process_count() > 1:  # the other hosts may run another program
-                flags = " ".join(f"--{name}=" for name in options)
-                raise UserError(
-                    f"with {names} a program fails here ({reason}); set XLA_FLAGS={flags} on all hosts"
-                ) from error
-            log.warning("compiled again without %s, with which it fails here: %s", names, reason)
+                raise UserError(f"a program fails here ({reason}); set XLA_FLAGS={flags} on all hosts") from error
+            log.warning("compiled again, as with XLA_FLAGS=%s, for a program fails here: %s", flags, reason)
             program = lowered.compile()
         self._programs[_signature(arguments)] = program
 
     def _with_copies(self, arguments: tuple) -> tuple:
         """Return the arguments, with copies of the donated ones."""
-
-        def copy(leaf):
-            return jax.device_put(leaf, leaf.sharding, may_alias=False)
-
-        return tuple(
-            jax.tree.map(copy, argument) if number in self._donated else argument
-            for number, argument in enumerate(arguments)
-        )
+        copied = list(arguments)
+        for number in self._donated:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments[number])
+            copied[number] = jax.device_put(arguments[number], shardings, may_alias=False)
+        return tuple(copied)
 
     def _run(self, program: Callable, arguments: tuple):
         if jax.process_count() == 1:
             return program(*arguments)
+        devices = [device for host in range(jax.process_count()) for device in jax.local_devices(host)]
+        mesh = Mesh(np.array(devices), (AXIS,))
         axes = self._in_axes if isinstance(self._in_axes, tuple) else (self._in_axes,) * len(arguments)
         everywhere = [
-            jax.tree.map(_join_hosts, one) if axis == 0 else one for one, axis in zip(arguments, axes, strict=True)
+            multihost_utils.host_local_array_to_global_array(one, mesh, PartitionSpec(AXIS)) if axis == 0 else one
+            for one, axis in zip(arguments, axes, strict=True)
         ]
-        return jax.tree.map(_part_of_this_host, program(*everywhere))
+        results = program(*everywhere)
+        specs = jax.tree.map(lambda x: PartitionSpec() if x.is_fully_replicated else PartitionSpec(AXIS), results)
+        return multihost_utils.global_array_to_host_local_array(results, mesh, specs)
+
+
+pmap = PmappedFunction  # every pmap of the project is made here
 
 
 def compile_side_by_side(calls: list[tuple[PmappedFunction, tuple]]) -> None:
@@ -121,9 +110,9 @@ def compile_side_by_side(calls: list[tuple[PmappedFunction, tuple]]) -> None:
         lowered = []
         for function, arguments in calls:
             traced = function.lower(*arguments)
-            lowered.append((traced, pool.submit(compile_with, traced, options)))
-        for (function, arguments), (traced, program) in zip(calls, lowered, strict=True):
-            function.take(program.result(), traced, arguments)
+            lowered.append((traced, pool.submit(traced.compile, compiler_options=options)))
+        for (function, arguments), (traced, compiling) in zip(calls, lowered, strict=True):
+            function.take(compiling, traced, arguments)
 
 
 def _signature(arguments: tuple) -> tuple:
@@ -132,35 +121,12 @@ def _signature(arguments: tuple) -> tuple:
     return structure, tuple(map(jax.typeof, leaves))
 
 
-def _join_hosts(leaf) -> jax.Array:
-    """Return an array over all devices, of which `leaf` [devices of this host, ...] is this host's part."""
-    devices = [device for host in range(jax.process_count()) for device in jax.local_devices(host)]
-    sharding = NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
-    if not isinstance(leaf, jax.Array):
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
-    shards = [shard.data for shard in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays((len(devices), *leaf.shape[1:]), sharding, shards)
-
-
-def _part_of_this_host(leaf: jax.Array) -> jax.Array:
-    """Return this host's part of an array, the inverse of `_join_hosts`; replicated arrays stay replicated."""
-    shards = [shard.data for shard in leaf.addressable_shards]
-    mesh = Mesh(np.array([shard.device for shard in leaf.addressable_shards]), (AXIS,))
-    if leaf.is_fully_replicated:
-        sharding, shape = NamedSharding(mesh, PartitionSpec()), leaf.shape
-    else:
-        sharding, shape = NamedSharding(mesh, PartitionSpec(AXIS)), (len(shards), *leaf.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
 def local_indices() -> list[int]:
-    """Return the positions of this host's devices on the pmap axis, in the order of jax.local_devices()."""
-    return indices_of(jax.process_index())
+    """Return the positions of this host's devices on the pmap axis, in the order of jax.local_devices().
 
-
-def indices_of(host: int) -> list[int]:
-    """Return the positions of a host's devices on the pmap axis; all hosts have the same number."""
-    first = host * jax.local_device_count()
+    All hosts have the same number of devices.
+    """
+    first = jax.process_index() * jax.local_device_count()
     return list(range(first, first + jax.local_device_count()))
 
 
@@ -177,8 +143,7 @@ def stack(per_device: list):
     Returns:
       A pytree of the same structure; every leaf has shape [devices, ...].
     """
-    devices = [jax.tree.leaves(tree)[0].device for tree in per_device]
-    sharding = NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
+    sharding = _sharding_over([jax.tree.leaves(tree)[0].device for tree in per_device])
 
     def join(*shards):
         shape = (len(shards), *shards[0].shape[1:])
@@ -189,18 +154,20 @@ def stack(per_device: list):
 
 def replicate(tree, devices: list | None = None):
     """Copy `tree` to each of these local devices (default all), with a leading device axis."""
-    with_axis = jax.tree.map(lambda x: np.asarray(x)[None], tree)
-    return stack([jax.device_put(with_axis, device) for device in devices or jax.local_devices()])
+    devices = devices or jax.local_devices()
+    copies = jax.tree.map(lambda x: np.broadcast_to(x, (len(devices), *np.shape(x))), tree)
+    return jax.device_put(copies, _sharding_over(devices))
 
 
 def spread(replicas, devices: list):
     """Place this host's part of the replicas on its devices; the inverse of `all_replicas`."""
     first = jax.process_index() * len(devices)
-    placed = []
-    for index, device in enumerate(devices, first):
-        replica = jax.tree.map(lambda leaf, index=index: leaf[index : index + 1], replicas)
-        placed.append(jax.device_put(replica, device))
-    return stack(placed)
+    rows = jax.tree.map(lambda leaf: leaf[first : first + len(devices)], replicas)
+    return jax.device_put(rows, _sharding_over(devices))
+
+
+def _sharding_over(devices: list) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
 
 
 # ---- from the devices -------------------------------------------------------------------------------
@@ -211,33 +178,19 @@ def local_devices_of(tree) -> list:
     return [shard.device for shard in jax.tree.leaves(tree)[0].addressable_shards]
 
 
-def count(tree) -> int:
-    """Return how many devices of all hosts hold `tree`, which is on the same number of every host."""
-    # The sharding's devices do not tell: those of arrays made here, and not by a pmap, are this host's alone.
-    return len(jax.tree.leaves(tree)[0].addressable_shards) * jax.process_count()
-
-
 def first_replica(tree):
     """Return this host's first replica as NumPy arrays. (Indexing a sharded array would gather it.)"""
     return jax.tree.map(lambda x: np.asarray(x.addressable_shards[0].data)[0], tree)
 
 
 def all_replicas(tree):
-    """Return the replicas of all hosts as NumPy arrays [devices of all hosts, ...], on every host.
+    """Return the replicas of all hosts as NumPy arrays [devices of all hosts, ...], on every host. Collective."""
 
-    All leaves are sent in one message: each further one would be another program to compile and another wait for
-    the slowest host.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    local = [np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards]) for leaf in leaves]
-    messages = gather(np.concatenate([leaf.ravel().view(np.uint8) for leaf in local]))  # [hosts, bytes]
-    ends = np.cumsum([leaf.nbytes for leaf in local])[:-1]
-    parts = np.split(messages, ends, axis=1)  # [hosts, bytes] for each leaf
-    gathered = [
-        np.ascontiguousarray(part).view(leaf.dtype).reshape(-1, *leaf.shape[1:])
-        for part, leaf in zip(parts, local, strict=True)
-    ]
-    return structure.unflatten(gathered)
+    def gather_rows(leaf):
+        rows = np.concatenate([np.asarray(shard.data) for shard in leaf.addressable_shards])
+        return gather(rows).reshape(-1, *rows.shape[1:])
+
+    return jax.tree.map(gather_rows, tree)
 
 
 # ---- comparison -------------------------------------------------------------------------------------
@@ -265,7 +218,8 @@ def check_replicas(tree, what: str) -> None:
     Raises:
       RuntimeError: replicas differ; the message names the devices that disagree with device 0.
     """
-    if count(tree) == 1:
+    # The sharding's devices do not tell: those of arrays made here, and not by a pmap, are this host's alone.
+    if len(local_devices_of(tree)) * jax.process_count() == 1:
         return
     hashes = np.asarray(_gathered_hashes(tree))
     wrong = np.flatnonzero(hashes != hashes[0])

@@ -48,7 +48,7 @@ def start_jax(
     Args:
       platform: "cpu", "gpu", "tpu", or "auto" for what JAX finds.
       coordinator_address: "HOST:PORT" of host 0, or "HOST" or ":PORT" alone.
-      num_hosts, host_index: number of hosts, and index of this host. 1 host without an address: alone.
+      num_hosts, host_index: number of hosts, and index of this host; 1 host is alone.
       join_sec: seconds for which the hosts wait for each other.
     Raises:
       UserError: no device of `platform` here, or other hosts are missing.
@@ -67,20 +67,17 @@ def start_jax(
         elif place.num_hosts > 1:
             _join(place, join_sec)
     if jax.distributed.is_initialized():
-        flags = os.environ.get("XLA_FLAGS", "")
-        patience = [f"--{name}={seconds}" for name, seconds in PATIENCE_FLAGS.items() if name not in flags]
-        os.environ["XLA_FLAGS"] = " ".join([flags, *patience]).strip()
+        patience = [f"--{name}={seconds}" for name, seconds in PATIENCE_FLAGS.items()]
+        os.environ["XLA_FLAGS"] = " ".join([*patience, os.environ.get("XLA_FLAGS", "")])  # of two the last counts
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        devices = jax.local_devices()
+        jax.local_devices()
     except (RuntimeError, AssertionError) as error:  # an empty AssertionError if no plugin knows the platform
         reason = (str(error) or "JAX knows none").splitlines()[0]
         raise UserError(
             f"devices.platform: {platform!r} has no device on this host ({reason}); "
             f"allowed: a platform that JAX finds here, or 'auto'"
         ) from error
-    if len({device.platform for device in devices}) != 1:
-        raise UserError(f"devices.platform: {platform!r} finds several kinds of device: {devices}")
     if jax.process_count() > 1:
         # Connect all devices by collectives that take no time to compile: Gloo waits only 30 s for the hosts in its
         # first one. Later some hosts may compile the training loop while others find it in their cache.
@@ -116,9 +113,9 @@ def _use_every_core() -> None:
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if jax.config.jax_num_cpu_devices == -1 and "xla_force_host_platform_device_count" not in flags:
+        has_affinity = hasattr(os, "sched_getaffinity")  # macOS has not
+        num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         with contextlib.suppress(RuntimeError):  # a caller that already uses its devices keeps them
-            has_affinity = hasattr(os, "sched_getaffinity")  # macOS has not
-            num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
             jax.config.update("jax_num_cpu_devices", num_cores)
 
 
@@ -126,7 +123,7 @@ def _join(place: Place, limit_sec: float) -> None:
     """Join this host with the others, after the rendezvous; see `start_jax`."""
     global _host_index
     hosts, _host_index = meet(place, limit_sec), place.host_index
-    memory.note_machines([here.machine for here in hosts], place.host_index)
+    memory.processes_here = [here.machine for here in hosts].count(hosts[_host_index].machine)
     gpus = None if jax.config.jax_platforms == "cpu" else share_gpus(hosts, place.host_index)
     try:
         jax.distributed.initialize(

@@ -20,7 +20,7 @@ import examine
 from benchmarks import growth
 from benchmarks.compile import Case, all_cases
 from build import make_step
-from largebatch.hardware.chips import compile_with, options_for
+from largebatch.hardware.chips import options_for
 from largebatch.hardware.compiled import compile_and_look
 from largebatch.hardware.targets import find_target
 from largebatch.hosts.replicas import AXIS
@@ -135,7 +135,7 @@ def started_by_host(tmp_path):
         data, free = examine.dataset_info(typed(config)), target.chip.memory_bytes
         plan = choose_plan(typed(config), data, target.hardware, free_bytes=free)
         lowered = examine.lower_plan(plan, free, target.devices)["update"]
-        compile_with(lowered, options | {"xla_dump_to": str(tmp_path)})
+        lowered.compile(compiler_options=options | {"xla_dump_to": str(tmp_path)})
         (text,) = [path.read_text() for path in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")]
         of_call = re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)
         body = re.split(r"^\d", text.partition("\n  body:\n")[2], maxsplit=1, flags=re.MULTILINE)[0]

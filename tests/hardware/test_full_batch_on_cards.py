@@ -10,7 +10,7 @@ from machines import target_or_skip
 
 import examine
 from benchmarks.compile import Case
-from largebatch.hardware.chips import compile_with, options_for
+from largebatch.hardware.chips import options_for
 from largebatch.hardware.compiled import compile_and_look, parse
 from largebatch.nn import convolution
 from plan import choose_plan
@@ -45,7 +45,7 @@ def full_batch_on():
 
 def what_it_does(lowered) -> dict:
     """Return bytes of an update, and the convolutions and activations of its micro-batches."""
-    program = parse(compile_with(lowered, options_for("gpu")).as_text())
+    program = parse(lowered.compile(compiler_options=options_for("gpu")).as_text())
     (loop,) = [one for one in program.loops() if one.scope == "micro_batches"]
     inside = [one for one, _ in program.executions(lambda loop: 1, loop)]
     convolutions = [

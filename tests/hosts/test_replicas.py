@@ -1,4 +1,6 @@
+import functools
 import logging
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -31,7 +33,6 @@ def with_options(monkeypatch):
 
     def make(options):
         monkeypatch.setattr(replicas, "options_for", lambda platform: options)
-        chips._dropped.clear()
         return replicas.pmap(add_sum, in_axes=(0, 0, None), out_axes=(0, None), donate_argnums=(0,))
 
     return make
@@ -58,7 +59,7 @@ def test_programs_with_options_do_as_without(with_options):
 def test_what_is_compiled_ahead_is_neither_run_nor_compiled_again(with_options, options):
     loop = with_options(options)
     state, *rest = arguments()
-    loop.compile(state, *rest)
+    replicas.compile_side_by_side([(loop, (state, *rest))])
     assert not state["w"].is_deleted()  # given away by a call alone
     with jax.no_tracing():
         found, total = loop(state, *rest)
@@ -69,25 +70,13 @@ def test_what_is_compiled_ahead_is_neither_run_nor_compiled_again(with_options, 
     np.testing.assert_array_equal(again["w"], np.asarray(plain["w"]) + np.asarray(plain_total))
 
 
-def test_an_option_that_this_jaxlib_does_not_know_is_left_out_and_told_once(with_options, caplog):
-    loop = with_options(KNOWN | {"xla_no_such_option": "7"})
+def test_an_option_that_this_jaxlib_does_not_know_is_told_and_left_out(with_options, caplog):
+    plain = with_options({})(*arguments())
     with caplog.at_level(logging.WARNING):
-        loop(*arguments())
-        loop(arguments()[0], {"x": np.ones((jax.local_device_count(), 3), np.float32)}, np.int32(1))
-    assert [record.getMessage() for record in caplog.records] == [
-        f"jaxlib {jax.lib.__version__} does not know --xla_no_such_option=7: left out"
-    ]
-
-
-def test_what_is_wrong_with_a_program_is_no_fault_of_options():
-    """As where it does not fit."""
-
-    class Lowered:
-        def compile(self, compiler_options):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: While setting option xla_other, no memory")
-
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        chips.compile_with(Lowered(), KNOWN)
+        found = with_options(KNOWN | {"xla_no_such_option": "7"})(*arguments())
+    jax.tree.map(np.testing.assert_array_equal, found, plain)
+    [record] = caplog.records
+    assert record.getMessage().endswith("INVALID_ARGUMENT: No such compile option: 'xla_no_such_option'")
 
 
 @pytest.fixture
@@ -95,17 +84,23 @@ def that_fails(with_options, monkeypatch):
     """Make the function above, pmapped, whose program with options fails with a message after its work."""
 
     def make(message):
-        def compile_with(lowered, options):
+        loop = with_options(KNOWN)
+        lower = loop.lower
+
+        def compile_to_fail(lowered, compiler_options=None):
             program = lowered.compile()
 
             def fails(*arguments):
                 jax.block_until_ready(program(*arguments))  # takes what it was given
                 raise jax.errors.JaxRuntimeError(message)
 
-            return fails
+            return fails if compiler_options else program
 
-        monkeypatch.setattr(replicas, "compile_with", compile_with)
-        return with_options(KNOWN)
+        def lower_to_fail(*arguments):
+            return SimpleNamespace(compile=functools.partial(compile_to_fail, lower(*arguments)))
+
+        monkeypatch.setattr(loop, "lower", lower_to_fail)
+        return loop
 
     return make
 
@@ -117,7 +112,7 @@ def test_a_program_that_fails_with_options_runs_without(with_options, that_fails
         found = loop(*arguments())
     jax.tree.map(np.testing.assert_array_equal, found, plain)
     assert [record.getMessage() for record in caplog.records] == [
-        "compiled again without xla_cpu_enable_fast_math, with which it fails here: "
+        "compiled again, as with XLA_FLAGS=--xla_cpu_enable_fast_math=, for a program fails here: "
         "INTERNAL: operation not permitted when stream is capturing"
     ]
 
@@ -131,8 +126,7 @@ def test_a_program_that_does_not_fit_is_not_compiled_again(that_fails, caplog):
 def test_one_of_several_hosts_does_not_go_on_with_another_program(that_fails, monkeypatch):
     """The others would wait for it in a collective."""
     monkeypatch.setattr(replicas.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(replicas, "_join_hosts", lambda leaf: leaf)
-    monkeypatch.setattr(replicas, "_part_of_this_host", lambda leaf: leaf)
+    monkeypatch.setattr(replicas.PmappedFunction, "_run", lambda self, program, arguments: program(*arguments))
     expected = r"a program fails here \(INTERNAL: no\); set XLA_FLAGS=--xla_cpu_enable_fast_math= on all hosts$"
     with pytest.raises(UserError, match=expected):
         that_fails("INTERNAL: no\nmore")(*arguments())
