@@ -113,7 +113,7 @@ def read_cpu_flags() -> frozenset[str]:
 
 
 # Sizes on TPUs with the fewest cycles an image by the compiler, for full batches of EuroSAT, ImageNet for ResNet-50
-# (python bench.py micro_batches, docs/hardware.md). On a v5e the activations of so few stay on the chip.
+# (docs/hardware.md). On a v5e the activations of so few stay on the chip.
 TPU_SIZES = {
     "TPU v3": {"convnet": 5400, "resconvnet": 5400, "resconvnet7": 5400, "resnet8": 1350, "resnet50": 64},
     "TPU v5 lite": {"convnet": 338, "resconvnet": 338, "resconvnet7": 338, "resnet8": 338, "resnet50": 64},

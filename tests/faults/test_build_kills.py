@@ -1,17 +1,19 @@
 """A build of 50,000 JPEGs that is killed 10 times ends with the same bytes, and does little work twice."""
 
+import io
 import json
 import random
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 
+import numpy as np
 import pytest
 from conftest import ROOT, on_devices
 from faults.figures import record
-
-from benchmarks.large_set import write_jpegs
+from PIL import Image
 
 NUM_IMAGES, KILLS = 50_000, 10
 MOST_TWICE = 0.05  # of the images, for each kill
@@ -43,6 +45,17 @@ augment.prepare_cache(rules.check(config.to_dict(), model.MODELS))
 """
 
 
+def write_jpegs(path) -> None:
+    """Write a zip of class folders with NUM_IMAGES random JPEGs of 96 pixels."""
+    rng = np.random.default_rng(0)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for number in range(NUM_IMAGES):
+            coarse = Image.fromarray(rng.integers(0, 256, (12, 12, 3), np.uint8))
+            buffer = io.BytesIO()
+            coarse.resize((96, 96), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
+            archive.writestr(f"class_{number % 10}/{number:07d}.jpg", buffer.getvalue())
+
+
 def start_build(path, cache_dir, log) -> subprocess.Popen:
     command = [sys.executable, "-c", CHILD, str(path), str(cache_dir), str(log)]
     return subprocess.Popen(command, cwd=ROOT, env=on_devices(1), stderr=subprocess.DEVNULL)
@@ -66,7 +79,7 @@ def content_of(cache_dir) -> dict:
 @pytest.mark.timeout(1800)
 def test_a_build_that_is_killed_ten_times_ends_with_the_same_bytes(tmp_path):
     path, log, rng = tmp_path / "images.zip", tmp_path / "log", random.Random(0)
-    write_jpegs(str(path), NUM_IMAGES)
+    write_jpegs(path)
     assert start_build(path, tmp_path / "whole", tmp_path / "log of whole").wait() == 0
     for kill in range(KILLS):
         process, before = start_build(path, tmp_path / "killed", log), decoded(log)
