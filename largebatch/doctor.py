@@ -128,10 +128,8 @@ def check_first_step(run: Any) -> Finding:
             ratios[name] = float(np.linalg.norm((after - before).ravel()) / np.linalg.norm(before.ravel()))
     lowest, highest = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
     least, most = ratios[lowest], ratios[highest]
-    text, field = (
-        f"{least:.2g} ({lowest}) to {most:.2g} ({highest}) of the kernels' norms",
-        "optimizer.learning_rate",
-    )
+    text = f"{least:.2g} ({lowest}) to {most:.2g} ({highest}) of the kernels' norms"
+    field = "optimizer.learning_rate"
     if not np.all(np.isfinite([*ratios.values()])) or most > FAIL_RATIO:
         return Finding(FAIL, "first step", text, f"{field} {rate:g} is far too high")
     if least < LOW_RATIO:
