@@ -35,7 +35,14 @@ TPUS = {  # by the name that JAX gives them
 
 
 def _gpu(
-    capability: str, cores: int, lanes: int, clock_ghz: float, l2_bytes: int, shared_bytes: int, threads: int = 2048
+    capability: str,
+    cores: int,
+    lanes: int,
+    clock_ghz: float,
+    l2_bytes: int,
+    shared_bytes: int,
+    *,
+    threads: int = 2048,
 ) -> dict[str, Any]:
     """Return what XLA needs to compile for a GPU; lanes, shared memory and threads are those of a core."""
     return {
