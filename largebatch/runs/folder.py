@@ -135,45 +135,27 @@ class RunFolder:
                 util.remove(left)
             prediction_files.finish_writing(self.path)
         if self._bucket:
-            try:
-                self._fetch(self._bucket)
-            except UserError:
-                self.close()
-                raise
+            what = "is copied to after every checkpoint, from %s; a bucket has no locks: start one run in it only"
+            log.info(f"--workdir: %s {what}", self.address, self.path)
+            self._bucket.probe()
+            self._bucket.pull()
 
-    def _fetch(self, its_bucket: bucket.Bucket) -> None:
-        """Bring the folder up to date with the bucket."""
-        what = "is copied to after every checkpoint, from %s; a bucket has no locks: start one run in it only"
-        log.info(f"--workdir: %s {what}", self.address, self.path)
-        its_bucket.probe()
-        with writing(self.path):
-            its_bucket.pull()
+    def copy(self, *, at_end: bool = False) -> None:
+        """Copy the folder to its bucket, if it has one; an outage is logged, and a later copy makes up for it.
 
-    def copy(self) -> None:
-        """Copy the folder to its bucket, if it has one; if that fails, a later copy makes up for it.
-
+        Args:
+          at_end: True to try again and again, since there is no later copy.
         Raises:
-          UserError: another process has copied to the bucket.
-        """
-        if self._bucket:
-            try:
-                with writing(self.path):
-                    self._bucket.push()
-            except bucket.Unreachable as error:
-                log.warning("%s; the run goes on, and the next checkpoint is copied with this one", error)
-
-    def copy_whole(self) -> None:
-        """Copy the folder to its bucket at the end of a run, with retries.
-
-        Raises:
-          UserError: the bucket cannot be reached in LAST_COPY_SEC, or another process has copied to it.
+          UserError: another process has copied to the bucket, or it was away for LAST_COPY_SEC at the end.
         """
         deadline = time.monotonic() + LAST_COPY_SEC
         while self._bucket:
             try:
-                with writing(self.path):
-                    return self._bucket.push()
+                return self._bucket.push()
             except bucket.Unreachable as error:
+                if not at_end:
+                    log.warning("%s; the run goes on, and the next checkpoint is copied with this one", error)
+                    return None
                 if time.monotonic() > deadline:
                     hint = f"the whole run is in {self.path}; the same command on this machine copies it"
                     raise UserError(f"{error}; {hint}") from error

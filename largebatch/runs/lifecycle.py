@@ -47,8 +47,8 @@ def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
                     "%s has ended, with dataset.%s %s; %s was not looked at", run.address, name, there, here
                 )
         return summary
-    run.lock()
     try:
+        run.lock()
         # Checked again: this machine may hold a run that has not been copied to its bucket yet.
         if _stored_config(run, config) is None and run.holds("metrics.jsonl"):
             raise UserError(f"--workdir: {run.address} holds metrics.jsonl but no config.json; give a new folder")

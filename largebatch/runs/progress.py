@@ -312,28 +312,23 @@ class RunProgress:
     def write_end(self, reason: str | None) -> None:
         """Write the current summary and the last event, as the last action of a run."""
         self.summary["seconds"] = {**self._clock.seconds, "total": self._clock.total()}
+        has_failed = self.summary["status"] == "failed"
 
         def write():
-            self._run.write_json("summary.json", self.summary)
-            self._run.log_event(self.summary["status"], step=self._trainer.step, reason=reason)
-
-        def write_and_copy():
-            write()
-            self._run.copy_whole()
-            if self._trackers:
-                self._trackers.finish(jsonable(self.summary))
-                self._run.copy()  # files that the trackers wrote at their end
+            try:
+                self._run.write_json("summary.json", self.summary)
+                self._run.log_event(self.summary["status"], step=self._trainer.step, reason=reason)
+            finally:
+                if self._trackers:
+                    self._trackers.finish(jsonable(self.summary))
+            self._run.copy(at_end=not has_failed)
 
         self._checkpoints.close()
-        if self.summary["status"] != "failed":
-            collectives.agreed(write_and_copy, collectives.is_primary())
+        if not has_failed:
+            collectives.agreed(write, collectives.is_primary())
         elif collectives.is_primary():  # the other hosts may not come here
-            # The failure itself (a full disk?) is reported to the user.
-            with contextlib.suppress(UserError):
+            with contextlib.suppress(UserError):  # the failure itself (a full disk?) is reported to the user
                 write()
-                self._run.copy()
-            if self._trackers:
-                self._trackers.finish(jsonable(self.summary))
 
 
 def replicas_from_mean(mean, like):

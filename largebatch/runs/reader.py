@@ -152,9 +152,10 @@ def read_run(path) -> Run:
 def last_sign_of_life(path: Path) -> str:
     """Return in words how long ago a run folder was last written to, by the times of its files."""
     times = []
-    for file in (*path.glob("*"), *path.glob("checkpoints/*")):
+    for file in path.rglob("[!.]*"):
         with contextlib.suppress(OSError):  # the file was replaced meanwhile
-            times.append(file.stat().st_mtime)
+            if file.is_file():
+                times.append(file.stat().st_mtime)
     return f"last sign of life {duration(max(time.time() - max(times, default=0), 0))} ago"
 
 
