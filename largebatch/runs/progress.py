@@ -93,7 +93,7 @@ class RunProgress:
             self.save(after_validation=True)
 
     def _read_newest(self) -> tuple[dict, dict] | None:
-        newest = self._checkpoints.restore_newest(self._like, self._refuse_other_data)
+        newest = checkpoints.restore_newest(self._checkpoints.folder, self._like, self._refuse_other_data)
         if newest is None:
             self._run.start_rows(None)
             return None
@@ -286,11 +286,8 @@ class RunProgress:
 
         def read():
             self._checkpoints.discard_after(self.validated_step)
-            try:
-                path = checkpoints.path_of(self._checkpoints.folder, self.validated_step)
-                snapshot, description = checkpoints.restore(path, self._like)
-            except checkpoints.DamagedCheckpoint as damage:
-                raise UserError(str(damage)) from damage
+            path = checkpoints.path_of(self._checkpoints.folder, self.validated_step)
+            snapshot, description = checkpoints.restore(path, self._like)
             self._run.start_rows(description["rows"])
             return self._for_these_devices(snapshot), description
 

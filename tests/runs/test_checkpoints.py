@@ -60,7 +60,7 @@ def test_a_changed_or_missing_description_is_damage(saved):
     path = checkpoints.path_of(saved.folder, 5)
     description = path / checkpoints.DESCRIPTION
     text = description.read_text()
-    for changed in (text.replace("step", "stop", 1), text[:-9], "[]", "[" * 100_000):
+    for changed in (text.replace("step", "stop", 1), text[:-9], "[]"):
         description.write_text(changed)
         with pytest.raises(checkpoints.DamagedCheckpoint, match=str(description)):
             checkpoints.read_arrays(path)
@@ -115,7 +115,7 @@ def test_what_a_killed_process_left_is_no_checkpoint_and_goes(saved, tree):
     half = path.with_name("00000007.orbax-checkpoint-tmp")
     assert half.match(checkpoints.UNFINISHED)
     shutil.copytree(path, half)
-    shutil.copytree(path, saved.folder / checkpoints.REMOVED / "00000003")
+    shutil.copytree(path, saved.folder / f"00000003{checkpoints.REMOVED}")
     assert checkpoints.saved_steps(saved.folder) == [5]
     again = checkpoints.Checkpoints(saved.folder, keep=2)
     again.save(6, tree, {})
@@ -128,9 +128,9 @@ def test_a_save_that_fails_is_said_once_and_spares_the_others(saved, tree, capfd
     with pytest.raises(UserError, match=r"--workdir: cannot write .*00000006 \(Cannot save"):
         saved.wait()
     saved.poll()
-    assert [path.name for path in saved.folder.iterdir()] == ["00000005"]
+    assert checkpoints.saved_steps(saved.folder) == [5]
     checkpoints.read_arrays(checkpoints.path_of(saved.folder, 5))
     saved.save(7, tree, {})
     saved.wait()
-    assert checkpoints.saved_steps(saved.folder) == [5, 7]
+    assert sorted(path.name for path in saved.folder.iterdir()) == ["00000005", "00000007"]
     assert capfd.readouterr().err == ""
