@@ -118,11 +118,6 @@ class Checkpoints:
         arrays = {name: np.array(leaf) for name, leaf in named_leaves(tree).items()}
         self._pending = self._writer.submit(self._write, step, arrays, description, set(protect))
 
-    def poll(self) -> None:
-        """Raise the error of a finished save, without waiting for a running one."""
-        if self._pending and self._pending.done():
-            self.wait()
-
     def wait(self) -> None:
         """Wait until the checkpoint is on disk.
 

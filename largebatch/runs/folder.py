@@ -73,8 +73,12 @@ class RunFolder:
 
     def read(self, name: str) -> dict | None:
         """Read a JSON file of the folder; return None where there is none."""
+        path = self.path / name
         try:
-            text = self._read(name)
+            if self._bucket and not self._lock:  # `lock` has not fetched it yet
+                text = self._bucket.read(name)
+            else:
+                text = path.read_bytes() if path.exists() else None
             return None if text is None else json.loads(text)
         except (OSError, ValueError) as error:
             raise UserError(f"--workdir: {self.address}/{name} cannot be read ({error})") from error
@@ -89,16 +93,6 @@ class RunFolder:
         if config is not None:
             reader.refuse_other_format(self.read("run.json"), self.address)
         return config
-
-    def holds(self, name: str) -> bool:
-        """Return True if there is a file of this name."""
-        return self._read(name) is not None
-
-    def _read(self, name: str) -> bytes | None:
-        if self._bucket and not self._lock:  # `lock` has not fetched it yet
-            return self._bucket.read(name)
-        path = self.path / name
-        return path.read_bytes() if path.exists() else None
 
     def lock(self) -> None:
         """Create the folder, test it, and lock it against other processes until this one ends, however it ends.

@@ -1,7 +1,6 @@
 """Progress of a run that must survive a stop: its rows, its checkpoints, and its resumption."""
 
 import contextlib
-import dataclasses
 import logging
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from largebatch.runs.summary import (
     add_to_summary,
     code_of,
     empty_summary,
+    layout_of,
     refuse_other_data,
     warnings_on_resuming,
 )
@@ -29,16 +29,6 @@ from largebatch.util import UserError
 log = logging.getLogger("largebatch")
 
 
-@dataclasses.dataclass(frozen=True)
-class RunDescription:
-    """Description of a run that a checkpoint holds beside its arrays; plain JSON."""
-
-    config: dict
-    # Properties of the data that the network needs elsewhere, and those that must not change.
-    data: dict
-    summary: dict  # before the first step
-
-
 class RunProgress:
     """Link between a trainer and its run folder. Every host has one; host 0 reads and writes.
 
@@ -47,19 +37,21 @@ class RunProgress:
 
     Args:
       trainer: object with `snapshot`, `restore`, `step`, `schedule` and `state` (see `trainer.Trainer`).
+      config: config as plain JSON.
+      data: properties of the data that the network needs elsewhere, and those that must not change; plain JSON.
+      summary: summary before the first step.
     """
 
-    def __init__(self, run: RunFolder, trainer, clock: Clock, description: RunDescription):
-        self._run, self._trainer, self._clock, self._data = run, trainer, clock, description.data
-        self.config, self.summary = description.config, description.summary
+    def __init__(self, run: RunFolder, trainer, clock: Clock, config: dict, data: dict, summary: dict):
+        self._run, self._trainer, self._clock, self._data = run, trainer, clock, data
+        self.config, self.summary = config, summary
         self._kind = kind_of(self.config)
         self.validated_step = 0  # step of the last checkpoint after a validation, or of the first
         self.seconds_before: dict[str, float] = {}  # clock.seconds at the begin of the running outer loop
         self.batch_sizes: list[list[int]] | None = None  # of the restored checkpoint; see `BatchSchedule.state`
-        options = self.config["checkpoint"]
-        self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", options["keep"], run.copy)
+        folder, keep = run.path / load.CHECKPOINTS, config["checkpoint"]["keep"]
+        self._checkpoints = checkpoints.Checkpoints(folder, keep, after_save=run.copy)
         self._trackers: Trackers | None = None  # on host 0, once the run has started
-        self._is_training = False  # True once this process has recorded its first step
         self._saved_step, self._saved_time = None, time.monotonic()
         self._like = trainer.snapshot()  # structure, shapes and types
 
@@ -145,47 +137,34 @@ class RunProgress:
     def _write_start(self) -> None:
         run_id = self._run.begin(self.config)
         self._run.remove("summary.json")  # of an earlier start
-        code = code_of(self.summary)
         counted = sum(self._clock.seconds.get(section, 0.0) for section in COUNTED_SECTIONS)
-        times = {"start_sec": self._clock.since_made(), "counted_sec": counted}
-        self._run.log_event("start", step=self._trainer.step, **self._layout(), code=code, **times)
-        self._trackers = Trackers(self._tracked_run(run_id))
-
-    def _tracked_run(self, run_id: str) -> TrackedRun:
-        folder = self._run.path
-        is_trial = self._run.read("trial.json") is not None
-        return TrackedRun(
-            folder=folder,
-            id=run_id,
-            name=Path(self._run.address).name,
-            group=folder.parents[1].name if is_trial else None,  # the study's folder
-            config=jsonable(self.config),
+        self._run.log_event(
+            "start",
+            step=self._trainer.step,
+            **layout_of(self.summary),
+            code=code_of(self.summary),
+            start_sec=self._clock.since_made(),
+            counted_sec=counted,
         )
+        name, config = Path(self._run.address).name, jsonable(self.config)
+        self._trackers = Trackers(TrackedRun(self._run.path, run_id, name, config))
 
     def _log_what_happened(self, description: dict | None) -> None:
         events = self._run.events() if collectives.is_primary() else []
         if not events:
             return
         last = events[-1]
-        if last.get("event") in ENDED:
-            reason = f" ({last['reason']})" if last.get("reason") else ""
+        if last["event"] in ENDED:
+            reason = f" ({last['reason']})" if last["reason"] else ""
             end = f"the process before {last['event']}{reason}"
         else:
-            end = f"the process before (pid {last.get('pid')} on {last.get('node')}) was killed, or a host died"
+            end = f"the process before (pid {last['pid']} on {last['node']}) was killed, or a host died"
         if description is None:
             log.info("starting again at update 0, for there is no sound checkpoint; %s", end)
             return
         log.info("resuming at update %d; %s", self._trainer.step, end)
-        for warning in warnings_on_resuming(description, self._layout(), self.summary):
+        for warning in warnings_on_resuming(description["summary"], self.summary):
             log.warning("%s", warning)
-
-    def _layout(self) -> dict:
-        """Return the devices, hosts and platform, which bitwise equal results need beside equal code."""
-        return {
-            "devices": self.summary["devices"],
-            "hosts": self.summary["hosts"],
-            "platform": self.summary["device_kind"],
-        }
 
     # ---- rows -----------------------------------------------------------------------------------
 
@@ -215,12 +194,6 @@ class RunProgress:
         self.seconds_before = dict(self._clock.seconds)
         return improved
 
-    def note_training(self) -> None:
-        """Record, once, that this process has made its first steps: the end of its start."""
-        if not self._is_training:
-            self._is_training = True
-            self.note_event("training", step=self._trainer.step)
-
     def note_event(self, event: str, **details) -> None:
         """Append a line to events.jsonl; raise a failure on every host."""
         collectives.agreed(lambda: self._run.log_event(event, **details), collectives.is_primary())
@@ -246,7 +219,6 @@ class RunProgress:
         description = {
             "config": self.config,
             "data": self._data,
-            "layout": self._layout(),
             "summary": jsonable(self.summary),
             "clock": self._clock.saved(),
             "before": self.seconds_before,
@@ -263,18 +235,8 @@ class RunProgress:
         Raises:
           UserError: the previous save failed; on every host.
         """
-        due, error = False, None
-        try:
-            if collectives.is_primary():
-                due = time.monotonic() - self._saved_time >= self.config["checkpoint"]["every_sec"]
-            self._checkpoints.poll()
-        except UserError as raised:
-            error = raised
-        # No host comes late to this collective, which costs less than a barrier.
-        due, failed = collectives.from_primary(np.array([due, error is not None], np.int32))
-        if failed:
-            collectives.share_error(error)
-        if due:
+        is_due = time.monotonic() - self._saved_time >= self.config["checkpoint"]["every_sec"]
+        if collectives.from_primary(np.int32(is_due)):
             self.save(after_validation=False)
 
     def read_validated(self) -> tuple[dict, dict]:
@@ -297,14 +259,9 @@ class RunProgress:
 
     def finish_saving(self) -> None:
         """Save the current step and wait for it; raise a failure on all hosts."""
-        error = None
-        try:
-            if self._saved_step != self._trainer.step:
-                self.save(after_validation=False)
-            self._checkpoints.wait()
-        except UserError as raised:
-            error = raised
-        collectives.share_error(error)
+        if self._saved_step != self._trainer.step:
+            self.save(after_validation=False)
+        collectives.agreed(self._checkpoints.wait)
 
     def write_end(self, reason: str | None) -> None:
         """Write the current summary and the last event, as the last action of a run."""

@@ -100,21 +100,21 @@ def code_sha256() -> str:
 def git_commit() -> str | None:
     """Return the commit of the code, with "+" if files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parent
-    git = ["git", "-C", str(folder)]
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def code_of(summary: dict) -> dict:
     """Return the files, commit and libraries that wrote a summary."""
-    files = (summary.get("code_sha256") or "not recorded")[:12]
-    return {"files": files, "commit": summary["git_commit"], **summary["versions"]}
+    return {"files": summary["code_sha256"][:12], "commit": summary["git_commit"], **summary["versions"]}
+
+
+def layout_of(summary: dict) -> dict:
+    """Return the devices, hosts and platform, which bitwise equal results need beside equal code."""
+    return {"devices": summary["devices"], "hosts": summary["hosts"], "platform": summary["device_kind"]}
 
 
 def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> None:
@@ -137,17 +137,11 @@ def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> 
     if theirs.get("trace") != ours.get("trace"):
         raise UserError(f"batch.trace: {trace} changed since the checkpoint was saved")
     refuse_other_network(theirs, ours["network_version"], folder)
-    version_then, version_now = theirs.get("order_version", 1), ours["order_version"]
-    if version_then != version_now:
-        raise UserError(
-            f"--workdir: {folder} takes its examples in order version {version_then}, this code in version "
-            f"{version_now}: the run cannot go on; allowed: evaluate.py, report.py, or train.init_from in a new run"
-        )
-    if theirs["virtual_shards"] != ours["virtual_shards"]:
-        raise UserError(
-            f"batch.virtual_shards: {ours['virtual_shards']} here, {theirs['virtual_shards']} in the checkpoint of "
-            f"{folder}: the run cannot go on; allowed: evaluate.py, report.py, or train.init_from in a new run"
-        )
+    hint = "the run cannot go on; allowed: evaluate.py, report.py, or train.init_from in a new run"
+    for name, what in (("order_version", "order version"), ("virtual_shards", "batch.virtual_shards")):
+        if theirs[name] != ours[name]:
+            then, now = theirs[name], ours[name]
+            raise UserError(f"--workdir: {folder} takes its examples in {what} {then}, this code in {now}: {hint}")
 
 
 def refuse_other_network(theirs: dict, version: int, folder: Path) -> None:
@@ -168,20 +162,19 @@ def refuse_other_network(theirs: dict, version: int, folder: Path) -> None:
         )
 
 
-def warnings_on_resuming(description: dict, layout: dict, summary: dict) -> list[str]:
+def warnings_on_resuming(then: dict, now: dict) -> list[str]:
     """Return a line for each reason why a resumed run may differ from an uninterrupted one.
 
     Args:
-      description: description in the checkpoint.
-      layout, summary: devices, hosts and platform of this process, and its summary of the run.
+      then, now: summaries of the run in the checkpoint and in this process.
     """
     warnings = []
-    if changed := _changes(description["layout"], layout):
+    if changed := _changes(layout_of(then), layout_of(now)):
         warnings.append(
             f"resuming with {changed}: the examples come in the same order as before, but results will not be "
             "bitwise those of an uninterrupted run"
         )
-    if changed := _changes(code_of(description["summary"]), code_of(summary)):
+    if changed := _changes(code_of(then), code_of(now)):
         warnings.append(f"resuming with other code: {changed}: results may differ")
     return warnings
 

@@ -29,14 +29,12 @@ class TrackedRun:
       folder: run folder; a tracker may write to a folder of its own name in it.
       id: the same whenever the run resumes.
       name: name of the run.
-      group: the study that it is a trial of, or None.
       config: config as plain JSON.
     """
 
     folder: Path
     id: str
     name: str
-    group: str | None
     config: dict
 
 
@@ -150,11 +148,12 @@ def _open_record(run: TrackedRun):
 def _init_record(run: TrackedRun, mode: str | None):
     import wandb
 
+    study = run.folder.parents[1].name if (run.folder / "trial.json").exists() else None
     record = wandb.init(
         id=run.id,
         resume="allow",
         project=run.config["log"]["wandb_project"],
-        group=run.group,
+        group=study,
         name=run.name,
         config=run.config,
         dir=str(run.folder),

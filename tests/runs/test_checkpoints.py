@@ -127,7 +127,6 @@ def test_a_save_that_fails_is_said_once_and_spares_the_others(saved, tree, capfd
     saved.save(6, {"bad": np.zeros((0, 3))}, {})  # which Orbax refuses, once it has begun
     with pytest.raises(UserError, match=r"--workdir: cannot write .*00000006 \(Cannot save"):
         saved.wait()
-    saved.poll()
     assert checkpoints.saved_steps(saved.folder) == [5]
     checkpoints.read_arrays(checkpoints.path_of(saved.folder, 5))
     saved.save(7, tree, {})
