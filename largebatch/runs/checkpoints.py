@@ -191,21 +191,19 @@ def sealed(description: dict) -> dict:
 # ---- reading -----------------------------------------------------------------------------------------
 
 
-def restore_newest(folder: Path, like, check: Callable[[dict], None]) -> tuple[Any, dict] | None:
-    """Restore the newest sound checkpoint; log damaged ones and set them aside as NAME.damaged.
+def read_newest(folder: Path) -> LoadedCheckpoint | None:
+    """Read the newest sound checkpoint; log damaged ones and set them aside as NAME.damaged.
 
-    Args:
-      like, check: as of `restore`.
     Returns:
-      A pytree like `like` and the description, or None where there is no checkpoint yet.
+      The checkpoint, or None where there is none yet.
     Raises:
-      UserError: all are damaged (then nothing is set aside), or one holds other arrays than `like`.
+      UserError: all are damaged; then nothing is set aside.
     """
     damages: dict[Path, DamagedCheckpoint] = {}
     for step in reversed(saved_steps(folder)):
         path = path_of(folder, step)
         try:
-            newest_sound = restore(path, like, check)
+            newest_sound = read_arrays(path)
         except DamagedCheckpoint as damage:
             damages[path] = damage
             continue
@@ -225,21 +223,6 @@ def _set_aside(path: Path, damage: DamagedCheckpoint) -> None:
         path.rename(aside)
     except OSError as error:
         raise UserError(f"--workdir: cannot write {aside} ({error.strerror})") from error
-
-
-def restore(path: Path, like, check: Callable[[dict], None] = lambda description: None) -> tuple[Any, dict]:
-    """Restore a checkpoint as a pytree like `like`, with its description.
-
-    Args:
-      like: pytree of the expected structure, shapes and dtypes.
-      check: function of the description, called before the arrays are compared with `like`; may raise UserError.
-    Raises:
-      DamagedCheckpoint: as of `read_arrays`.
-      UserError: the checkpoint holds other arrays than `like`.
-    """
-    arrays, description = read_arrays(path)
-    check(description)
-    return fill(like, arrays, str(path)), description
 
 
 def read_description(path: Path) -> dict:

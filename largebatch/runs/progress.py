@@ -13,15 +13,8 @@ from largebatch.hosts.clock import Clock
 from largebatch.predictions.files import Outcome
 from largebatch.runs import checkpoints, load
 from largebatch.runs.folder import RunFolder, jsonable
-from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
-from largebatch.runs.summary import (
-    add_to_summary,
-    code_of,
-    empty_summary,
-    layout_of,
-    refuse_other_data,
-    warnings_on_resuming,
-)
+from largebatch.runs.reader import COUNTED_SECTIONS, ENDED, read_lines
+from largebatch.runs.summary import add_to_summary, empty_summary, environment_of, refuse_other_data
 from largebatch.runs.trackers import TrackedRun, Trackers
 from largebatch.tasks.kinds import kind_of
 from largebatch.util import UserError
@@ -85,23 +78,26 @@ class RunProgress:
             self.save(after_validation=True)
 
     def _read_newest(self) -> tuple[dict, dict] | None:
-        newest = checkpoints.restore_newest(self._checkpoints.folder, self._like, self._refuse_other_data)
+        newest = checkpoints.read_newest(self._checkpoints.folder)
         if newest is None:
-            self._run.start_rows(None)
+            self._run.cut_rows(0)
             return None
-        snapshot, description = newest
-        self._run.start_rows(description["rows"])
-        return self._for_these_devices(snapshot), description
-
-    def _refuse_other_data(self, description: dict) -> None:
         trace = self.config["batch"]["trace"]
-        refuse_other_data(description["data"], self._data, self._run.path, trace)
+        refuse_other_data(newest.description["data"], self._data, self._run.path, trace)
+        return self._go_back_to(newest)
 
-    def _for_these_devices(self, snapshot: dict) -> dict:
-        """Return a snapshot with as many replicas as devices; if the number changes, all start from the mean."""
-        if "replicas" not in snapshot or len(snapshot["replicas"].step) == len(self._like["replicas"].step):
-            return snapshot
-        return {**snapshot, "replicas": replicas_from_mean(snapshot["state"], self._like["replicas"])}
+    def _go_back_to(self, checkpoint: checkpoints.LoadedCheckpoint) -> tuple[dict, dict]:
+        """Cut the rows back to those of a checkpoint; return its snapshot, for these devices, and description.
+
+        Where the number of devices changed, all replicas start from the mean.
+        """
+        arrays, description = checkpoint
+        path = checkpoints.path_of(self._checkpoints.folder, description["step"])
+        snapshot = checkpoints.fill(self._like, arrays, str(path))
+        self._run.cut_rows(description["rows"])
+        if "replicas" in snapshot and len(snapshot["replicas"].step) != len(self._like["replicas"].step):
+            snapshot["replicas"] = replicas_from_mean(snapshot["state"], self._like["replicas"])
+        return snapshot, description
 
     def _start_from_another_run(self) -> None:
         """Restore the state of the run that train.init_from names; see `load.initial_state`."""
@@ -136,13 +132,11 @@ class RunProgress:
 
     def _write_start(self) -> None:
         run_id = self._run.begin(self.config)
-        self._run.remove("summary.json")  # of an earlier start
         counted = sum(self._clock.seconds.get(section, 0.0) for section in COUNTED_SECTIONS)
         self._run.log_event(
             "start",
             step=self._trainer.step,
-            **layout_of(self.summary),
-            code=code_of(self.summary),
+            **environment_of(self.summary),
             start_sec=self._clock.since_made(),
             counted_sec=counted,
         )
@@ -150,7 +144,8 @@ class RunProgress:
         self._trackers = Trackers(TrackedRun(self._run.path, run_id, name, config))
 
     def _log_what_happened(self, description: dict | None) -> None:
-        events = self._run.events() if collectives.is_primary() else []
+        path = self._run.path / "events.jsonl"
+        events = read_lines(path, problems=[]) if collectives.is_primary() else None
         if not events:
             return
         last = events[-1]
@@ -163,8 +158,11 @@ class RunProgress:
             log.info("starting again at update 0, for there is no sound checkpoint; %s", end)
             return
         log.info("resuming at update %d; %s", self._trainer.step, end)
-        for warning in warnings_on_resuming(description["summary"], self.summary):
-            log.warning("%s", warning)
+        then, now = environment_of(description["summary"]), environment_of(self.summary)
+        changes = [f"{name} {now[name]}, was {then.get(name)}" for name in now if now[name] != then.get(name)]
+        if changes:
+            order = "the examples come in the same order as before, but results will not be bitwise those of"
+            log.warning("resuming with %s: %s an uninterrupted run", "; ".join(changes), order)
 
     # ---- rows -----------------------------------------------------------------------------------
 
@@ -223,7 +221,7 @@ class RunProgress:
             "clock": self._clock.saved(),
             "before": self.seconds_before,
             "boundary": self.validated_step,
-            "rows": self._run.rows_mark(),
+            "rows": self._run.rows_bytes(),
             "batch_sizes": self._trainer.schedule.batch_sizes.state(),
         }
         protect = {self.validated_step, self.summary["best_step"]} - {None}
@@ -249,9 +247,7 @@ class RunProgress:
         def read():
             self._checkpoints.discard_after(self.validated_step)
             path = checkpoints.path_of(self._checkpoints.folder, self.validated_step)
-            snapshot, description = checkpoints.restore(path, self._like)
-            self._run.start_rows(description["rows"])
-            return self._for_these_devices(snapshot), description
+            return self._go_back_to(checkpoints.read_arrays(path))
 
         return self._from_primary(collectives.agreed(read, collectives.is_primary()))
 

@@ -107,14 +107,16 @@ def git_commit() -> str | None:
         return None
 
 
-def code_of(summary: dict) -> dict:
-    """Return the files, commit and libraries that wrote a summary."""
-    return {"files": summary["code_sha256"][:12], "commit": summary["git_commit"], **summary["versions"]}
-
-
-def layout_of(summary: dict) -> dict:
-    """Return the devices, hosts and platform, which bitwise equal results need beside equal code."""
-    return {"devices": summary["devices"], "hosts": summary["hosts"], "platform": summary["device_kind"]}
+def environment_of(summary: dict) -> dict:
+    """Return what bitwise equal results need: devices, hosts and their kind; files, commit and libraries."""
+    return {
+        "devices": summary["devices"],
+        "hosts": summary["hosts"],
+        "platform": summary["device_kind"],
+        "files": summary["code_sha256"][:12],
+        "commit": summary["git_commit"],
+        **summary["versions"],
+    }
 
 
 def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> None:
@@ -160,25 +162,3 @@ def refuse_other_network(theirs: dict, version: int, folder: Path) -> None:
             f"{folder}: its network is of version {found}, those of this code of version {version}, where the same "
             "parameters give other outputs; allowed: the code that trained it, or a new run"
         )
-
-
-def warnings_on_resuming(then: dict, now: dict) -> list[str]:
-    """Return a line for each reason why a resumed run may differ from an uninterrupted one.
-
-    Args:
-      then, now: summaries of the run in the checkpoint and in this process.
-    """
-    warnings = []
-    if changed := _changes(layout_of(then), layout_of(now)):
-        warnings.append(
-            f"resuming with {changed}: the examples come in the same order as before, but results will not be "
-            "bitwise those of an uninterrupted run"
-        )
-    if changed := _changes(code_of(then), code_of(now)):
-        warnings.append(f"resuming with other code: {changed}: results may differ")
-    return warnings
-
-
-def _changes(then: dict, now: dict) -> str:
-    """Return the differences between `then` and `now` in one line, empty where there are none."""
-    return "; ".join(f"{name} {now[name]}, was {then.get(name)}" for name in now if now[name] != then.get(name))
