@@ -69,7 +69,7 @@ def _orbax():
     unraisable = sys.unraisablehook
 
     def of_callback(arguments):
-        if "Event loop is closed" not in str(arguments.exc_value):
+        if "Event loop is closed" not in str(arguments.exc_value):  # where a disk is full
             unraisable(arguments)
 
     sys.unraisablehook = of_callback

@@ -99,11 +99,13 @@ def initial_state(address: str, step: int | None, state, network_version: int):
     from largebatch.runs import checkpoints, summary
 
     run = bucket.local_copy(address)
-    if step and step not in (saved := steps_of(run)):
-        allowed = ", ".join(f"{step:,}" for step in saved) or "none"
-        raise UserError(f"{run} has no checkpoint of update {step:,}; allowed as train.init_step: {allowed}")
-    path = checkpoints.path_of(run / CHECKPOINTS, step or 0)
-    loaded = checkpoints.read_arrays(path) if step else best_checkpoint(run)
+    if step:
+        if step not in (saved := steps_of(run)):
+            allowed = ", ".join(f"{step:,}" for step in saved) or "none"
+            raise UserError(f"{run} has no checkpoint of update {step:,}; allowed as train.init_step: {allowed}")
+        loaded = checkpoints.read_arrays(checkpoints.path_of(run / CHECKPOINTS, step))
+    else:
+        loaded = best_checkpoint(run)
     summary.refuse_other_network(loaded.description["data"], network_version, run)
     parts = ["params", "model_state", *(("ema", "opt_state", "num_averaged") if step else ())]
     like = {part: getattr(state, part) for part in parts}
