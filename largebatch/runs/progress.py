@@ -82,8 +82,7 @@ class RunProgress:
         if newest is None:
             self._run.cut_rows(0)
             return None
-        trace = self.config["batch"]["trace"]
-        refuse_other_data(newest.description["data"], self._data, self._run.path, trace)
+        refuse_other_data(newest.description["data"], self._data, self._run.path)
         return self._go_back_to(newest)
 
     def _go_back_to(self, checkpoint: checkpoints.LoadedCheckpoint) -> tuple[dict, dict]:

@@ -119,31 +119,34 @@ def environment_of(summary: dict) -> dict:
     }
 
 
-def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> None:
+# What must not change within a run, by its name in the description of the data.
+UNCHANGED = {
+    "ids": "dataset: its ids",
+    "labels": "dataset: its labels",
+    "pixels": "dataset: its pixels",
+    "trace": "batch.trace: its file",
+    "virtual_shards": "batch.virtual_shards: their number",
+    "order_version": "the order of examples: its version",
+}
+
+
+def refuse_other_data(theirs: dict, ours: dict, folder: Path) -> None:
     """Refuse to resume with other examples than those of the checkpoint.
 
     Args:
       theirs, ours: descriptions of the data in the checkpoint and in this process.
       folder: folder of the run.
-      trace: the config's batch.trace.
     Raises:
       UserError: ids, labels, images, the trace or the order of examples changed.
     """
-    for name in ("ids", "labels", "pixels"):
-        if theirs[name] != ours[name]:
-            decoded = ", or other libraries decode them" if name == "pixels" else ""
-            raise UserError(
-                f"dataset: its {name} changed since the checkpoint was saved in {folder}{decoded}; allowed: the "
-                "images that the run began with, or another --workdir"
-            )
-    if theirs.get("trace") != ours.get("trace"):
-        raise UserError(f"batch.trace: {trace} changed since the checkpoint was saved")
     refuse_other_network(theirs, ours["network_version"], folder)
-    hint = "the run cannot go on; allowed: evaluate.py, report.py, or train.init_from in a new run"
-    for name, what in (("order_version", "order version"), ("virtual_shards", "batch.virtual_shards")):
-        if theirs[name] != ours[name]:
-            then, now = theirs[name], ours[name]
-            raise UserError(f"--workdir: {folder} takes its examples in {what} {then}, this code in {now}: {hint}")
+    for name, what in UNCHANGED.items():
+        if theirs.get(name) != ours.get(name):
+            there, here = (str(data.get(name))[:12] for data in (theirs, ours))
+            raise UserError(
+                f"{what} changed since the checkpoint was saved in {folder} ({there} there, {here} here); allowed: "
+                "the images, libraries that decode them and code that the run began with, or another --workdir"
+            )
 
 
 def refuse_other_network(theirs: dict, version: int, folder: Path) -> None:
