@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -64,26 +65,42 @@ class RunProgress:
           UserError: the checkpoint or metrics.jsonl do not fit this program; on every host.
         """
         with self._clock.measure("checkpoint"):
-            newest = collectives.agreed(self._read_newest, collectives.is_primary())
-            snapshot, description = self._from_primary(newest)
-            if description is None and self.config["train"]["init_from"]:
-                self._start_from_another_run()
-        if description is not None:
+            snapshot, description = self._read_on_primary(self._read_start)
+        if description is None:
+            self._trainer.restore(snapshot)
+        else:
             self.restore(snapshot, description)
             self._saved_step = self._trainer.step
             self._clock.add(description["clock"])
-        self._log_what_happened(description)
-        collectives.agreed(self._write_start, collectives.is_primary())
+        collectives.agreed(lambda: self._write_start(description), collectives.is_primary())
         if description is None:
             self.save(after_validation=True)
 
-    def _read_newest(self) -> tuple[dict, dict] | None:
+    def _read_on_primary(self, read: Callable[[], tuple]) -> tuple[dict, dict | None]:
+        """Return the snapshot and description that host 0 reads, on every host; raise its UserError on all."""
+        snapshot, description = collectives.agreed(read, collectives.is_primary()) or (self._like, None)
+        return collectives.from_primary(snapshot), collectives.json_from_primary(description)
+
+    def _read_start(self) -> tuple[dict, dict | None]:
         newest = checkpoints.read_newest(self._checkpoints.folder)
-        if newest is None:
-            self._run.cut_rows(0)
-            return None
-        refuse_other_data(newest.description["data"], self._data, self._run.path)
-        return self._go_back_to(newest)
+        if newest is not None:
+            refuse_other_data(newest.description["data"], self._data, self._run.path)
+            return self._go_back_to(newest)
+        self._run.cut_rows(0)
+        return self._first_snapshot(), None
+
+    def _first_snapshot(self) -> dict:
+        """Return the snapshot before the first step, with what the run of train.init_from had learned."""
+        train, version, snapshot = self.config["train"], self._data["network_version"], dict(self._like)
+        if train["init_from"]:
+            try:
+                state = load.initial_state(train["init_from"], train["init_step"], snapshot["state"], version)
+            except UserError as error:
+                raise UserError(f"train.init_from: {error}") from error
+            snapshot["state"] = state
+            if "replicas" in snapshot:
+                snapshot["replicas"] = replicas_from_mean(state, snapshot["replicas"])
+        return snapshot
 
     def _go_back_to(self, checkpoint: checkpoints.LoadedCheckpoint) -> tuple[dict, dict]:
         """Cut the rows back to those of a checkpoint; return its snapshot, for these devices, and description.
@@ -98,38 +115,17 @@ class RunProgress:
             snapshot["replicas"] = replicas_from_mean(snapshot["state"], self._like["replicas"])
         return snapshot, description
 
-    def _start_from_another_run(self) -> None:
-        """Restore the state of the run that train.init_from names; see `load.initial_state`."""
-        train, state, version = self.config["train"], self._like["state"], self._data["network_version"]
-
-        def read():
-            try:
-                return load.initial_state(train["init_from"], train["init_step"], state, version)
-            except UserError as error:
-                raise UserError(f"train.init_from: {error}") from error
-
-        started = collectives.from_primary(collectives.agreed(read, collectives.is_primary()) or state)
-        snapshot = {**self._like, "state": started}
-        if "replicas" in snapshot:
-            snapshot["replicas"] = replicas_from_mean(started, snapshot["replicas"])
-        self._trainer.restore(snapshot)
-
-    def _from_primary(self, checkpoint: tuple[dict, dict] | None) -> tuple[dict | None, dict | None]:
-        """Return host 0's snapshot and description on every host; None where it has none."""
-        description = collectives.json_from_primary(checkpoint and checkpoint[1])
-        if description is None:
-            return None, None
-        return collectives.from_primary(checkpoint[0] if checkpoint else self._like), description
-
     def restore(self, snapshot: dict, description: dict) -> None:
         """Restore a checkpoint, on all hosts."""
-        self.batch_sizes = description["batch_sizes"]
         self._trainer.restore(snapshot)
+        self.batch_sizes = description["batch_sizes"]
         self.summary.update((name, description["summary"][name]) for name in empty_summary())
         self.seconds_before, self.validated_step = description["before"], description["boundary"]
         self._saved_step = None
 
-    def _write_start(self) -> None:
+    def _write_start(self, description: dict | None) -> None:
+        if events := read_lines(self._run.path / "events.jsonl", problems=[]):
+            self._log_what_happened(events[-1], description)
         run_id = self._run.begin(self.config)
         counted = sum(self._clock.seconds.get(section, 0.0) for section in COUNTED_SECTIONS)
         self._run.log_event(
@@ -142,12 +138,8 @@ class RunProgress:
         name, config = Path(self._run.address).name, jsonable(self.config)
         self._trackers = Trackers(TrackedRun(self._run.path, run_id, name, config))
 
-    def _log_what_happened(self, description: dict | None) -> None:
-        path = self._run.path / "events.jsonl"
-        events = read_lines(path, problems=[]) if collectives.is_primary() else None
-        if not events:
-            return
-        last = events[-1]
+    def _log_what_happened(self, last: dict, description: dict | None) -> None:
+        """Log how the process before ended, by its last event, and what differs from a run without a stop."""
         if last["event"] in ENDED:
             reason = f" ({last['reason']})" if last["reason"] else ""
             end = f"the process before {last['event']}{reason}"
@@ -248,7 +240,7 @@ class RunProgress:
             path = checkpoints.path_of(self._checkpoints.folder, self.validated_step)
             return self._go_back_to(checkpoints.read_arrays(path))
 
-        return self._from_primary(collectives.agreed(read, collectives.is_primary()))
+        return self._read_on_primary(read)
 
     # ---- end ------------------------------------------------------------------------------------
 
