@@ -47,14 +47,13 @@ def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
 
     `updates` and `examples` are the numbers of steps and examples of the outer loop.
     """
-    train_sec = clock.seconds["train"] - before.get("train", 0.0)
-    eval_sec = clock.seconds["evaluation"] - before.get("evaluation", 0.0)
+    spent = {section: seconds - before.get(section, 0.0) for section, seconds in clock.seconds.items()}
     return {
-        "images_per_sec": examples / train_sec,
-        "step_time_ms": 1e3 * train_sec / updates,
-        "train_sec": train_sec,
-        "eval_sec": eval_sec,
-        "compile_sec": clock.seconds["compile"] - before.get("compile", 0.0),
+        "images_per_sec": examples / spent["train"],
+        "step_time_ms": 1e3 * spent["train"] / updates,
+        "train_sec": spent["train"],
+        "eval_sec": spent["evaluation"],
+        "compile_sec": spent["compile"],
         "wall_sec": clock.total(),
     }
 
