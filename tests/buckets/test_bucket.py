@@ -469,7 +469,8 @@ def kill_while_copying(command: list[str], environment: dict, files, count: int)
             }
             names = [name for name, info in objects.items() if info["LastModified"].timestamp() > begin]
             if bucket.POINTER in names:
-                named = set(json.loads(files.cat_file("bucket/run/pointer.json"))["files"].values())
+                files_named = json.loads(files.cat_file("bucket/run/pointer.json"))["files"]
+                named = {entry[0] for entry in files_named.values()}
             copies = [name.split("/")[0] for name in names if "/checkpoints/" in name]
             unnamed = [copy for copy in copies if named and copy not in named]
             if len(unnamed) >= count:
