@@ -86,7 +86,10 @@ def _checkpointer():
         "arrays": ocp.PyTreeCheckpointHandler(multiprocessing_options=options),
         "description": ocp.JsonCheckpointHandler(multiprocessing_options=options),
     }
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers), multiprocessing_options=options)
+    # The composite too: by default it waits for all hosts, in a collective of its own.
+    alone = ocp.CompositeOptions(multiprocessing_options=options)
+    handler = ocp.CompositeCheckpointHandler(composite_options=alone, **handlers)
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
 # ---- writing -----------------------------------------------------------------------------------------
