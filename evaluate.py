@@ -46,7 +46,8 @@ from largebatch.hosts.start import start_jax
 from largebatch.predictions.maps import MapPredictions
 from largebatch.predictions.tables import ClassPredictions
 from largebatch.runs import checkpoints, reader
-from largebatch.runs.load import LoadedCheckpoint, arrays_of, best_checkpoint
+from largebatch.runs.checkpoints import LoadedCheckpoint
+from largebatch.runs.load import arrays_of, best_checkpoint
 from largebatch.runs.summary import refuse_other_network
 from largebatch.tasks.planes import PixelTargets
 from largebatch.tasks.task import make_task

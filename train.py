@@ -30,7 +30,7 @@ from largebatch.optim.schedule_text import describe_batches, describe_schedule, 
 from largebatch.runs.display import Reporter
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.lifecycle import Diverged, open_run, recorded_end, roll_back
-from largebatch.runs.progress import RunDescription, RunProgress
+from largebatch.runs.progress import RunProgress
 from largebatch.runs.summary import code_sha256, empty_summary, git_commit, versions
 from largebatch.tasks.kinds import KINDS
 from largebatch.training.costs import training_costs
@@ -82,7 +82,8 @@ def train_and_evaluate(
                 plan, data, programs, state, clock, str(run.path / "profile") if profile else None
             )
             del state  # donated at the first step
-            progress = RunProgress(run, trainer, clock, describe_run(plan, data, trainer, plain_config))
+            about_data, summary = describe_run(plan, data, trainer, plain_config)
+            progress = RunProgress(run, trainer, clock, plain_config, about_data, summary)
             preemption.training_begins()
             progress.resume()
             restore_batch_sizes(plan, trainer, progress)
@@ -114,7 +115,6 @@ def run_loop(
             while trainer.step < end and not trainer.done:
                 examples, seconds = trainer.run(end - trainer.step)
                 report.at(trainer.schedule_step, examples, seconds, trainer.examples_left)
-                progress.note_training()
                 if not trainer.at_validation:
                     progress.save_if_due()
                     trainer.stop_if_asked()
@@ -218,8 +218,8 @@ def restore_batch_sizes(plan: RunPlan, trainer: Trainer, progress: RunProgress) 
 # ---- what is written and shown ----------------------------------------------------------------------
 
 
-def describe_run(plan: RunPlan, data: DeviceData, trainer: Trainer, plain_config: dict) -> RunDescription:
-    """Return the description of a run before its first step, for its checkpoints and summary.
+def describe_run(plan: RunPlan, data: DeviceData, trainer: Trainer, plain_config: dict) -> tuple[dict, dict]:
+    """Return the description of the data, for checkpoints, and the summary before the first step.
 
     Raises:
       UserError: hosts hold different traces.
@@ -252,7 +252,7 @@ def describe_run(plan: RunPlan, data: DeviceData, trainer: Trainer, plain_config
         "target_accuracy": plain_config["train"]["target_accuracy"],
         "target_score": plan.config.train.target,
     }
-    return RunDescription(plain_config, about_data, summary)
+    return about_data, summary
 
 
 def headline(plan: RunPlan, data: DeviceData, trainer: Trainer, clock: Clock) -> str:

@@ -282,7 +282,7 @@ def test_bad_input_is_one_line_and_writes_nothing(make_run, make_model, tmp_path
             path.write_bytes(path.read_bytes()[:-1] + b"?")
     cases = {
         (tmp_path / "nowhere", out): r"nowhere is no run folder: it has no config\.json",
-        (damaged, out): "damaged: damaged checkpoint: .*arrays",
+        (damaged, out): "^damaged checkpoint: .*damaged/.*arrays",
         (run, tmp_path / "full"): r"^--out: .*full exists and is not empty; allowed: a new or an empty folder$",
         (run, tmp_path / "full" / "x"): r"^--out: .*x exists and is no folder; allowed: a new or an empty folder$",
         (run, tmp_path / "full" / "x" / "y"): r"^--out: cannot write .*y \(Not a directory\)$",

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, whoever else writes the same one at the same time."""
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import pathlib
@@ -139,7 +140,7 @@ def test_whoever_trains_in_a_folder_removes_what_killed_processes_left_there(tmp
 def test_two_processes_try_a_folder_at_the_same_time(tmp_path, monkeypatch):
     """The one that comes second is told so, not that the disk is bad."""
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
-    once_before(monkeypatch, os, "fsync", first.lock)
+    once_before(monkeypatch, fcntl, "flock", first.lock)
     with pytest.raises(InUse):
         second.lock()
     first.close()

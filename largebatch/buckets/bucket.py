@@ -5,7 +5,7 @@ a copy may end anywhere. So each copy writes what changed below a name of its ow
 
     gs://BUCKET/run/COPY/checkpoints/00000300/...  files of the folder that COPY found changed
     gs://BUCKET/run/tensorboard/...                in their place, where TensorBoard follows them
-    gs://BUCKET/run/pointer.json                   {"id": of the last copy, "files": {name: COPY that has it}, ...}
+    gs://BUCKET/run/pointer.json                   {"id": of the last copy, "files": {name: [COPY, size, time]}}
 
 What the pointer does not name is no part of the run, and is removed. A process that finds another id in it than its
 own stops: another process writes to the same place.
@@ -13,7 +13,6 @@ own stops: another process writes to the same place.
 
 import atexit
 import contextlib
-import errno
 import functools
 import hashlib
 import json
@@ -23,8 +22,7 @@ import re
 import secrets
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import fsspec
@@ -37,9 +35,8 @@ log = logging.getLogger("largebatch")
 POINTER, STATE, LOCK, CHECKPOINTS = "pointer.json", ".copied.json", "lock", "checkpoints"
 LIVE = "tensorboard/"  # files that TensorBoard follows in the bucket, and no run needs to go on
 LOCAL_FOLDERS = "~/.cache/largebatch/runs"
-PROBE = "probe-"  # prefix of temporary objects
-ATTEMPTS = 5  # to read or copy files that a process changes meanwhile
-NOTHING = {"id": None, "seconds": 0, "files": {}}
+PROBE = "probe"  # object that shows that the bucket can be written
+NOTHING = {"id": None, "files": {}}
 NOISY = ("gcsfs", "s3fs", "google", "aiobotocore", "botocore")  # loggers of errors that are raised too
 
 
@@ -61,7 +58,8 @@ def local_copy(path) -> Path:
     if not is_url(path):
         return Path(expanded(path))
     url = str(path).rstrip("/")
-    if (copy := Bucket(url).read_pointer()["id"]) is None:
+    copy = Bucket(url).read_pointer()["id"]
+    if copy is None:
         raise UserError(f"{path}: no run is there; allowed: what train.py --workdir {path} has written")
     return _copy_for_reading(url, copy)
 
@@ -71,15 +69,9 @@ def _copy_for_reading(url: str, copy: str) -> Path:
     del copy  # another one is fetched again
     parent = tempfile.mkdtemp(prefix="largebatch-")
     atexit.register(shutil.rmtree, parent, ignore_errors=True)
-    found = Bucket(url, Path(parent) / PurePosixPath(url).name)
-    try:
-        found.pull()
-    except OSError as error:
-        raise UserError(f"cannot write {parent} ({error.strerror or error})") from error
-    seconds = found.read_pointer()["seconds"]  # files tell when the run last gave a sign of life
-    for file in found.folder.rglob("*"):
-        os.utime(file, (seconds, seconds))
-    return found.folder
+    fetched = Bucket(url, Path(parent) / PurePosixPath(url).name)
+    fetched.pull()
+    return fetched.folder
 
 
 class Bucket:
@@ -96,79 +88,55 @@ class Bucket:
         self.url = url.rstrip("/")
         if not re.fullmatch(r"[a-z0-9+]+://[^/]+(/[^/]+)+", self.url):
             raise UserError(f"--workdir: {url}; allowed: a folder, or gs://BUCKET/FOLDER or s3://BUCKET/FOLDER")
-        digest = hashlib.sha256(self.url.encode()).hexdigest()[:12]
-        own_folder = Path(expanded(LOCAL_FOLDERS)) / f"{PurePosixPath(self.url).name}-{digest}"
-        self.folder = folder or own_folder
-        self._pointer = NOTHING
-        self._ids: list[str | None] = [None]  # possible ids of the pointer if no other process wrote it
-        self._copied: dict[str, list] = {}  # {name: [copy, size, time in ns]} of files as they were copied
-
-    @functools.cached_property
-    def _files_and_root(self) -> tuple[fsspec.AbstractFileSystem, str]:
         for name in NOISY:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
-            return fsspec.url_to_fs(self.url, use_listings_cache=False)
+            self._files, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
         except ImportError as error:
             hint = "allowed: after pip install -r requirements-cloud.txt"
             raise UserError(f"--workdir: {self.url} needs a package ({error}); {hint}") from error
         except ValueError as error:
             raise UserError(f"--workdir: {self.url} ({error}); allowed: gs://... or s3://...") from error
-
-    @property
-    def _files(self) -> fsspec.AbstractFileSystem:
-        return self._files_and_root[0]
+        digest = hashlib.sha256(self.url.encode()).hexdigest()[:12]
+        own_folder = Path(expanded(LOCAL_FOLDERS)) / f"{PurePosixPath(self.url).name}-{digest}"
+        self.folder = folder or own_folder
+        self._ids: list[str | None] = [None]  # possible ids of the pointer if no other process wrote it
 
     def _at(self, name: str, copy: str | None = None) -> str:
         """Return the path of an object in the bucket, or of a file of the run in one of its copies."""
         within = name if copy is None or name.startswith(LIVE) else f"{copy}/{name}"
-        return f"{self._files_and_root[1]}/{within}"
+        return f"{self._root}/{within}"
 
     # ---- reading --------------------------------------------------------------------------------------
 
     def read(self, name: str) -> bytes | None:
         """Read one file of the run; return None where it has none."""
-        copy = self.read_pointer()["files"].get(name)
-        return copy and self._read(self._at(name, copy))
+        entry = self.read_pointer()["files"].get(name)
+        return entry and self._read(self._at(name, entry[0]))
 
     def _read(self, path: str) -> bytes | None:
-        with self._reached():
-            try:
-                return self._files.cat_file(path)
-            except FileNotFoundError:
-                return None
+        with self._reached(), contextlib.suppress(FileNotFoundError):
+            return self._files.cat_file(path)
 
     def read_pointer(self) -> dict:
         """Read the current pointer; return NOTHING where there is none."""
         content = self._read(self._at(POINTER))
-        if content is None:
-            return NOTHING
         try:
-            pointer = json.loads(content)
-            if any(".." in name.split("/") or name.startswith("/") for name in pointer["files"]):
-                raise ValueError("a name in it leads out of the folder")
-            return {name: pointer[name] for name in NOTHING}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return NOTHING if content is None else json.loads(content)
+        except ValueError as error:
             raise UserError(f"--workdir: {self.url}/{POINTER} is damaged ({error})") from error
 
     def probe(self) -> None:
-        """Write and remove an object, so that a missing or read-only bucket is found before the work."""
-        path = self._at(f"{PROBE}{secrets.token_hex(8)}")
+        """Write an object, so that a missing or read-only bucket is found before the work; `push` removes it."""
         with self._reached():
-            self._files.pipe_file(path, b"probe")
-            self._files.rm_file(path)
+            self._files.pipe_file(self._at(PROBE), b"probe")
 
     def pull(self) -> None:
-        """Bring the folder up to date with the bucket; put its files aside if they do not continue that run.
-
-        Raises:
-          OSError: the disk of this machine is full.
-        """
+        """Bring the folder up to date with the bucket; put its files aside if they do not continue that run."""
         state = self.folder / STATE
         if state.exists():
-            self._ids, self._copied = json.loads(state.read_bytes())
-        self._pointer = self.read_pointer()
-        if self._pointer["id"] in self._ids:
+            self._ids = json.loads(state.read_bytes())
+        if self.read_pointer()["id"] in self._ids:
             return
         if left := self._own_files():
             aside = self.folder.with_name(f"{self.folder.name}.aside-{secrets.token_hex(4)}")
@@ -177,19 +145,26 @@ class Bucket:
                 path.rename(aside / path.name)
             what = "has something else than was copied there from this machine, which is put aside"
             log.warning("--workdir: %s %s in %s", self.url, what, aside)
-        self._until_whole(self._download)
-        self._write_state(self._pointer["id"])
+        self._download()
 
     def _download(self) -> None:
-        self._pointer = self.read_pointer()
-        for path in self._own_files():  # of an earlier attempt
-            util.remove(path)
-        files = self._pointer["files"]
-        sources = [self._at(*entry) for entry in files.items()]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._files.get(sources, [str(self.folder / name) for name in files])
-        here = self._files_here()
-        self._copied = {name: [copy, *here[name]] for name, copy in files.items()}
+        pointer = self.read_pointer()
+        files = pointer["files"]
+        sources = [self._at(name, entry[0]) for name, entry in files.items()]
+        targets = [util.path_within(self.folder, name, "--workdir") for name in files]
+        try:
+            with self._reached():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._files.get(sources, [str(target) for target in targets])
+                for target, (_, _, time_ns) in zip(targets, files.values(), strict=True):
+                    os.utime(target, ns=(time_ns, time_ns))
+                self._write_state(pointer["id"])
+        except Unreachable:
+            if self.read_pointer() == pointer:
+                raise
+            for path in self._own_files():  # of a copy that a later one replaced meanwhile
+                util.remove(path)
+            self._download()
 
     # ---- copying --------------------------------------------------------------------------------------
 
@@ -198,36 +173,31 @@ class Bucket:
 
         Raises:
           UserError: another process has copied to the bucket since.
-          OSError: the disk of this machine is full.
         """
-        self._check_alone()
-        self._until_whole(functools.partial(self._upload, secrets.token_hex(8)))
-
-    def _upload(self, copy: str) -> None:
-        here, there = self._files_here(), self._pointer["files"]
-        changed = [name for name, stat in here.items() if self._copied.get(name) != [there.get(name), *stat]]
-        if not changed and here.keys() == there.keys():
-            return
-        self._files.put([str(self.folder / name) for name in changed], [self._at(name, copy) for name in changed])
-        files = {name: there[name] for name in here.keys() - changed} | dict.fromkeys(changed, copy)
-        pointer = {"id": copy, "seconds": time.time(), "files": files}
-        self._check_alone()
-        self._write_state(self._pointer["id"], copy)  # either one, if the process is killed or the answer is lost
-        self._files.pipe_file(self._at(POINTER), json.dumps(pointer, indent=1).encode())
-        self._pointer, self._copied = pointer, {name: [files[name], *stat] for name, stat in here.items()}
-        self._write_state(copy)
-        named = {self._at(POINTER), *(self._at(*entry) for entry in files.items())}
-        for path in self._files.find(self._at("")):
-            if path.startswith(self._at("")) and path not in named:
-                with contextlib.suppress(FileNotFoundError):
+        with self._reached():
+            here, there = self._files_here(), self._own_pointer()["files"]
+            changed = [name for name, stat in here.items() if there.get(name, [])[1:] != stat]
+            if not changed and here.keys() == there.keys():
+                return
+            copy = secrets.token_hex(8)
+            paths = [self._at(name, copy) for name in changed]
+            self._files.put([str(self.folder / name) for name in changed], paths)
+            files = {name: [copy, *stat] if name in changed else there[name] for name, stat in here.items()}
+            # Either id may be there from now on, if the process is killed or the answer is lost.
+            self._write_state(self._own_pointer()["id"], copy)
+            pointer = json.dumps({"id": copy, "files": files}, indent=1)
+            self._files.pipe_file(self._at(POINTER), pointer.encode())
+            named = {self._at(POINTER), *(self._at(name, entry[0]) for name, entry in files.items())}
+            for path in self._files.find(self._at("")):
+                if path.startswith(self._at("")) and path not in named:
                     self._files.rm_file(path)
 
-    def _check_alone(self) -> None:
-        """Refuse to overwrite what another process copied since this one began."""
-        found = self.read_pointer()
-        if found["id"] not in self._ids:
+    def _own_pointer(self) -> dict:
+        """Read the pointer; refuse to overwrite what another process copied since this one began."""
+        pointer = self.read_pointer()
+        if pointer["id"] not in self._ids:
             raise UserError(f"--workdir: another process trains in {self.url}: it has written there meanwhile")
-        self._pointer = found
+        return pointer
 
     # ---- this machine's folder ------------------------------------------------------------------------
 
@@ -239,40 +209,27 @@ class Bucket:
         """Return {name: [size, time in ns]} of all files that are to be copied."""
         found = {}
         for path in self.folder.rglob("*"):
-            parts = path.relative_to(self.folder).parts
-            is_checkpoint = parts[0] != CHECKPOINTS or (len(parts) > 1 and parts[1].isdigit())
-            if parts[0].startswith(".") or parts[0] == LOCK or not is_checkpoint:
+            first, *rest = path.relative_to(self.folder).parts
+            is_unfinished = first == CHECKPOINTS and rest and not rest[0].isdigit()
+            if first.startswith(".") or first == LOCK or is_unfinished:
                 continue
-            with contextlib.suppress(FileNotFoundError):
-                if path.is_file() and not path.is_symlink():
-                    stat = path.stat()
-                    found["/".join(parts)] = [stat.st_size, stat.st_mtime_ns]
+            if path.is_file() and not path.is_symlink():
+                stat = path.stat()
+                found["/".join([first, *rest])] = [stat.st_size, stat.st_mtime_ns]
         return found
 
     def _write_state(self, *ids: str) -> None:
         self._ids = list(ids)
         with util.replacing(self.folder / STATE) as temporary:
-            util.write_through(temporary, json.dumps([self._ids, self._copied]).encode())
-
-    def _until_whole(self, copy: Callable[[], None]) -> None:
-        """Call a function again where files are replaced while it copies them."""
-        for attempt in range(1, ATTEMPTS + 1):
-            with contextlib.suppress(FileNotFoundError), self._reached(pass_missing=attempt < ATTEMPTS):
-                return copy()
+            util.write_through(temporary, json.dumps(self._ids).encode())
 
     @contextlib.contextmanager
-    def _reached(self, *, pass_missing: bool = False) -> Iterator[None]:
-        """Turn the errors of the bucket's library into Unreachable, which names the bucket.
-
-        Args:
-          pass_missing: True to pass a FileNotFoundError unchanged.
-        """
+    def _reached(self) -> Iterator[None]:
+        """Turn the errors of the bucket's library, and of this machine's disk, into Unreachable."""
         try:
             yield
+        except UserError:
+            raise
         except Exception as error:  # of gcsfs, s3fs, aiohttp, botocore, google.auth, ...
-            is_missing = pass_missing and isinstance(error, FileNotFoundError)
-            disk_is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-            if isinstance(error, UserError) or is_missing or disk_is_full:
-                raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise Unreachable(f"--workdir: {self.url} cannot be read or written ({reason[:300]})") from error

@@ -11,8 +11,7 @@ import safetensors
 import safetensors.numpy
 
 from largebatch.exports import folder
-from largebatch.runs.checkpoints import named_leaves
-from largebatch.runs.load import LoadedCheckpoint
+from largebatch.runs.checkpoints import LoadedCheckpoint, named_leaves
 from largebatch.tasks.planes import PixelTargets
 from largebatch.util import UserError
 

@@ -9,7 +9,6 @@ device.
 """
 
 import concurrent.futures
-import dataclasses
 import functools
 import hashlib
 import json
@@ -18,23 +17,31 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from largebatch import util
 from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 
 ARRAYS, DESCRIPTION = "arrays", "description/metadata"
-REMOVED = "removed"  # where a checkpoint is renamed to before its files are removed, one after the other
 UNFINISHED = "*.orbax-checkpoint-tmp"
+REMOVED = ".removed"  # suffix of a checkpoint while its files are removed, one after the other
 REPLICAS = "replicas"  # the part of a checkpoint whose leading axes count devices
 
 
-class DamagedCheckpoint(Exception):
+class DamagedCheckpoint(UserError):
     """Raised when a checkpoint does not hold what was saved; the message names it."""
+
+
+class LoadedCheckpoint(NamedTuple):
+    """Arrays of a checkpoint by name, and its description (step, config, description of the data, ...)."""
+
+    arrays: dict[str, np.ndarray]
+    description: dict
 
 
 def named_leaves(tree) -> dict[str, Any]:
@@ -53,9 +60,6 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit())
 
 
-# ---- writing -----------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _orbax():
     """Import Orbax, which takes a while, and silence its threads: their errors are raised by `save` as well."""
@@ -65,38 +69,30 @@ def _orbax():
     unraisable = sys.unraisablehook
 
     def of_callback(arguments):
-        if "Event loop is closed" not in str(arguments.exc_value):
+        if "Event loop is closed" not in str(arguments.exc_value):  # where a disk is full
             unraisable(arguments)
 
     sys.unraisablehook = of_callback
     return ocp
 
 
-def _alone() -> dict:
-    """Return the options that confine Orbax to this process, and with them its handlers of the two items."""
+def _checkpointer():
+    """Return an Orbax checkpointer of arrays and description that is confined to this process."""
     ocp, process = _orbax(), jax.process_index()
-    options = {
-        "multiprocessing_options": ocp.options.MultiprocessingOptions(
-            primary_host=process, active_processes={process}, barrier_sync_key_prefix="alone"
-        )
-    }
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=process, active_processes={process}, barrier_sync_key_prefix="alone"
+    )
     handlers = {
-        "arrays": ocp.PyTreeCheckpointHandler(**options),
-        "description": ocp.JsonCheckpointHandler(**options),
+        "arrays": ocp.PyTreeCheckpointHandler(multiprocessing_options=options),
+        "description": ocp.JsonCheckpointHandler(multiprocessing_options=options),
     }
-    return options, handlers
+    # The composite too: by default it waits for all hosts, in a collective of its own.
+    alone = ocp.CompositeOptions(multiprocessing_options=options)
+    handler = ocp.CompositeCheckpointHandler(composite_options=alone, **handlers)
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
-@dataclasses.dataclass
-class _Protected:
-    """Preservation policy of Orbax that keeps the steps in `steps`."""
-
-    steps: set[int]
-
-    def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        """Return True for each checkpoint that is kept."""
-        del context
-        return [checkpoint.step in self.steps for checkpoint in checkpoints]
+# ---- writing -----------------------------------------------------------------------------------------
 
 
 class Checkpoints:
@@ -109,49 +105,21 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, after_save: Callable[[], None] = lambda: None):
         self.folder, self._keep, self._after_save = folder.absolute(), keep, after_save
-        self._protected = _Protected(set())
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
         self._pending: concurrent.futures.Future | None = None
-
-    @functools.cached_property
-    def _manager(self):
-        ocp, (options, handlers) = _orbax(), _alone()
-        policies = ocp.checkpoint_managers
-        kept = [policies.LatestN(self._keep), self._protected]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return ocp.CheckpointManager(
-            self.folder,
-            item_handlers=handlers,
-            options=ocp.CheckpointManagerOptions(
-                create=False,
-                cleanup_tmp_directories=True,
-                enable_async_checkpointing=False,  # `_writer` costs a step less
-                step_name_format=ocp.path.step.standard_name_format(step_format_fixed_length=8),
-                preservation_policy=policies.AnyPreservationPolicy(kept),
-                todelete_subdir=REMOVED,
-                **options,
-            ),
-        )
 
     def save(self, step: int, tree, description: dict, protect: Iterable[int] = ()) -> None:
         """Save a pytree of this host's arrays (copied before this returns) under `step`, in the background.
 
         Args:
-          description: plain JSON that is kept beside the arrays.
+          description: plain JSON that is kept beside the arrays, and not changed any more.
           protect: steps that are kept whatever their age.
         Raises:
           UserError: the save before this one failed.
         """
         self.wait()
         arrays = {name: np.array(leaf) for name, leaf in named_leaves(tree).items()}
-        text = json.dumps({"step": step, **description}, allow_nan=False)
-        self._protected.steps = set(protect)
-        self._pending = self._writer.submit(self._write, step, arrays, text)
-
-    def poll(self) -> None:
-        """Raise the error of a finished save, without waiting for a running one."""
-        if self._pending and self._pending.done():
-            self.wait()
+        self._pending = self._writer.submit(self._write, step, arrays, description, set(protect))
 
     def wait(self) -> None:
         """Wait until the checkpoint is on disk.
@@ -163,84 +131,45 @@ class Checkpoints:
             pending, self._pending = self._pending, None
             pending.result()
 
-    def _write(self, step: int, arrays: dict[str, np.ndarray], text: str) -> None:
+    def _write(self, step: int, arrays: dict[str, np.ndarray], description: dict, protect: set[int]) -> None:
+        path = path_of(self.folder, step)
         try:
-            ocp, manager = _orbax(), self._manager
-            if step in saved_steps(self.folder):  # from before a rollback; Orbax saves no step twice
-                self._delete(step)
+            save = _orbax().args
+            self._remove_leftovers()
+            if path.exists():  # from before a rollback
+                self._remove(step)
             digests = {name: _array_digest(array) for name, array in arrays.items()}
-            description = sealed({**json.loads(text), "arrays": digests})
-            items = {"arrays": ocp.args.PyTreeSave(arrays), "description": ocp.args.JsonSave(description)}
-            manager.save(step, args=ocp.args.Composite(**items), force=True)
-            self._empty(REMOVED)
-            self._after_save()
-        except UserError:
-            raise
+            items = {
+                "arrays": save.PyTreeSave(arrays),
+                "description": save.JsonSave(sealed({"step": step, **description, "arrays": digests})),
+            }
+            _checkpointer().save(path, args=save.Composite(**items))
+            for old in saved_steps(self.folder)[: -self._keep]:
+                if old not in protect:
+                    self._remove(old)
         except Exception as error:  # TensorStore reports a full disk as ValueError
-            self._empty(UNFINISHED)
-            raise UserError(f"--workdir: cannot write {path_of(self.folder, step)} ({_reason(error)})") from error
+            raise UserError(f"--workdir: cannot write {path} ({_reason(error)})") from error
+        self._after_save()
 
-    def _empty(self, pattern: str) -> None:
-        for path in self.folder.glob(pattern):
+    def _remove(self, step: int) -> None:
+        path = path_of(self.folder, step)
+        util.remove(path.rename(path.with_suffix(REMOVED)))
+
+    def _remove_leftovers(self) -> None:
+        for path in (*self.folder.glob(UNFINISHED), *self.folder.glob(f"*{REMOVED}")):
             shutil.rmtree(path, ignore_errors=True)
-
-    def _delete(self, step: int) -> None:
-        self._manager.delete(step)
-        self._empty(REMOVED)
 
     def discard_after(self, step: int) -> None:
         """Remove the checkpoints of later steps than `step`."""
         self.wait()
         for later in saved_steps(self.folder):
             if later > step:
-                self._delete(later)
+                self._remove(later)
 
     def close(self) -> None:
         """Wait for the writer and end it."""
         self._writer.shutdown()
-        self._empty(UNFINISHED)  # of a save that failed, whose threads may still have written then
-
-    # ---- restoring -----------------------------------------------------------------------------------
-
-    def restore_newest(
-        self, like, check: Callable[[dict], None] = lambda description: None
-    ) -> tuple[Any, dict] | None:
-        """Restore the newest sound checkpoint; log damaged ones and set them aside as NAME.damaged.
-
-        Args:
-          like: pytree of the expected structure, shapes and dtypes.
-          check: as of `restore`.
-        Returns:
-          Tree of NumPy arrays and description, or None where there is no checkpoint yet.
-        Raises:
-          UserError: all are damaged (then nothing is set aside), one cannot be read, or it holds other arrays than
-            `like`.
-        """
-        damages: dict[Path, DamagedCheckpoint] = {}
-        for step in reversed(saved_steps(self.folder)):
-            path = path_of(self.folder, step)
-            try:
-                newest_sound = restore(path, like, check)
-            except DamagedCheckpoint as damage:
-                damages[path] = damage
-                continue
-            for damaged, damage in damages.items():
-                _set_aside(damaged, damage)
-            return newest_sound
-        if damages:
-            newest = damages[max(damages)]
-            raise UserError(f"--workdir: no checkpoint is sound: {newest}; start in a new folder")
-        return None
-
-
-def _set_aside(path: Path, damage: DamagedCheckpoint) -> None:
-    aside = path.with_suffix(".damaged")
-    log.warning("damaged checkpoint: %s; set aside as %s", damage, aside.name)
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-    except OSError as error:
-        raise UserError(f"--workdir: cannot write {aside} ({error.strerror})") from error
+        self._remove_leftovers()  # of a save that failed, whose threads may still have written then
 
 
 def _reason(error: Exception) -> str:
@@ -248,9 +177,6 @@ def _reason(error: Exception) -> str:
         return error.strerror
     text = " ".join(str(error).split())
     return "No space left on device" if "No space left on device" in text else text[:300]
-
-
-# ---- digests and reading -----------------------------------------------------------------------------
 
 
 def _array_digest(array: np.ndarray) -> list:
@@ -265,61 +191,78 @@ def sealed(description: dict) -> dict:
     return {**rest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+def read_newest(folder: Path) -> LoadedCheckpoint | None:
+    """Read the newest sound checkpoint; log damaged ones and set them aside as NAME.damaged.
+
+    Returns:
+      The checkpoint, or None where there is none yet.
+    Raises:
+      UserError: all are damaged; then nothing is set aside.
+    """
+    damages: dict[Path, DamagedCheckpoint] = {}
+    for step in reversed(saved_steps(folder)):
+        path = path_of(folder, step)
+        try:
+            newest_sound = read_arrays(path)
+        except DamagedCheckpoint as damage:
+            damages[path] = damage
+            continue
+        for damaged, damage in damages.items():
+            _set_aside(damaged, damage)
+        return newest_sound
+    if damages:
+        raise UserError(f"--workdir: no checkpoint is sound: {damages[max(damages)]}; start in a new folder")
+    return None
+
+
+def _set_aside(path: Path, damage: DamagedCheckpoint) -> None:
+    aside = path.with_suffix(".damaged")
+    log.warning("%s; set aside as %s", damage, aside.name)
+    try:
+        util.remove(aside)
+        path.rename(aside)
+    except OSError as error:
+        raise UserError(f"--workdir: cannot write {aside} ({error.strerror})") from error
+
+
 def read_description(path: Path) -> dict:
     """Read and verify the description of a checkpoint, without Orbax.
 
     Raises:
       DamagedCheckpoint: it is missing or not what was saved.
-      UserError: the disk cannot be read just now.
     """
     file = path / DESCRIPTION
     try:
         description = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{file} cannot be read ({error})") from error
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror})") from error
-    if not isinstance(description, dict) or description != sealed(description):
-        raise DamagedCheckpoint(f"{file} does not match its SHA-256")
+        if description != sealed(description):
+            raise ValueError("it does not match its SHA-256")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DamagedCheckpoint(f"damaged checkpoint: {file} cannot be read ({error})") from error
     return description
 
 
-def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict]:
-    """Read and verify the arrays of a checkpoint, by name, and its description.
+def read_arrays(path: Path) -> LoadedCheckpoint:
+    """Read and verify the arrays of a checkpoint and its description.
 
     Raises:
       DamagedCheckpoint: an array or the description is not what was saved.
-      UserError: the disk cannot be read just now.
     """
-    description = read_description(path)
-    digests, ocp, (options, handlers) = description["arrays"], _orbax(), _alone()
+    ocp, description = _orbax(), read_description(path)
+    digests = description["arrays"]
     restored = dict.fromkeys(digests, ocp.RestoreArgs(restore_type=np.ndarray))
-    checkpointer = ocp.Checkpointer(handlers["arrays"], **options)
+    arrays_only = ocp.args.PyTreeRestore(item=dict.fromkeys(digests, 0), restore_args=restored)
+    damaged = f"damaged checkpoint: {path / ARRAYS}"
     try:
-        arrays = checkpointer.restore(
-            path.absolute() / ARRAYS,
-            args=ocp.args.PyTreeRestore(item=dict.fromkeys(digests, 0), restore_args=restored),
-        )
+        arrays = _checkpointer().restore(path.absolute(), args=ocp.args.Composite(arrays=arrays_only))["arrays"]
     except Exception as error:  # what Orbax and TensorStore raise where bytes are wrong or missing has no class
-        raise DamagedCheckpoint(f"{path / ARRAYS} cannot be read ({_reason(error)})") from error
+        raise DamagedCheckpoint(f"{damaged} cannot be read ({_reason(error)})") from error
     for name, expected in digests.items():
         if _array_digest(arrays[name]) != expected:
-            raise DamagedCheckpoint(f"{path / ARRAYS}: array {name} does not match its SHA-256")
-    return arrays, description
-
-
-def restore(path: Path, like, check: Callable[[dict], None] = lambda description: None) -> tuple[Any, dict]:
-    """Restore a checkpoint as a pytree like `like`; return it with its description.
-
-    Args:
-      check: function of the description, called before the arrays are compared with `like`; may raise UserError.
-    Raises:
-      DamagedCheckpoint: as of `read_arrays`.
-      UserError: the checkpoint holds other arrays than `like`.
-    """
-    arrays, description = read_arrays(path)
-    check(description)
-    return fill(like, arrays, str(path)), description
+            raise DamagedCheckpoint(f"{damaged}: array {name} does not match its SHA-256")
+    return LoadedCheckpoint(arrays, description)
 
 
 def fill(like, arrays: dict[str, np.ndarray], where: str):

@@ -1,10 +1,9 @@
 """Terminal display of a run while it trains."""
 
-from rich import box, progress, table
+from rich import progress
 
 from largebatch.tasks.kinds import CLASSIFICATION, TaskKind
-from largebatch.terminal import Console, duration, four_digits
-from largebatch.util import printable
+from largebatch.terminal import Console, duration, four_digits, print_table
 
 LONG_RUN_SEC = 600  # the time of a longer run is printed once its speed is known
 SLOW_CALL_SEC = 5  # in a call this long the one-off work of the first step is negligible
@@ -64,44 +63,45 @@ class Reporter:
 
     def row(self, row: dict, outer_steps: int) -> None:
         """Print the line of one outer loop."""
-        score = f"val {self._kind.score_words} {row['val_score']:.4f}{self._others(row)}"
-        self.line(
-            f"outer {row['outer']:>4}/{outer_steps}  step {row['step']:>6}  epoch {row['epoch']:8.2f}  "
-            f"train loss {four_digits(row['train_loss'])}  val loss {row['val_loss']:.4f}  "
-            f"{score}  {row['images_per_sec']:>10,.0f} images/s  "
-            f"{row['step_time_ms']:,.1f} ms/update{_hardware(row)}{_noise(row)}"
-        )
+        texts = [
+            f"outer {row['outer']:>4}/{outer_steps}",
+            f"step {row['step']:>6}",
+            f"epoch {row['epoch']:8.2f}",
+            f"train loss {four_digits(row['train_loss'])}",
+            f"val loss {row['val_loss']:.4f}",
+            f"val {self._kind.score_words} {row['val_score']:.4f}{self._others(row)}",
+            f"{row['images_per_sec']:>10,.0f} images/s",
+            f"{row['step_time_ms']:,.1f} ms/update",
+        ]
+        if row["mfu"] is not None:
+            texts.append(f"mfu {row['mfu']:.1%}")
+        if row["device_memory_peak_bytes"] is not None:
+            texts.append(f"memory {row['device_memory_peak_bytes'] / 1e9:.1f} GB")
+        if row["noise_scale"] is not None:
+            texts.append(f"noise scale {row['noise_scale']:,.0f}")
+        self.line("  ".join(texts))
 
     def results(self, summary: dict, workdir: str) -> None:
         """Print the closing table."""
-        out = table.Table(box=box.SIMPLE, show_header=False)
-        out.add_column(no_wrap=True)
-        out.add_column(overflow="fold")
-        words = self._kind.score_words
+        if self._console.quiet:
+            return
+        words, steps_to_target = self._kind.score_words, summary["steps_to_target"]
         rows = {
             "status": summary["status"],
             f"best val {words}": f"{summary['best_score']:.4f} at update {summary['best_step']}",
-            f"final val {words}": f"{summary['final_score']:.4f}",
-            "beside it": self._others(summary["final_others"]).strip(" ()"),
+            f"final val {words}": f"{summary['final_score']:.4f}{self._others(summary['final_others'])}",
             "updates": f"{summary['steps']:,}",
             "images seen": f"{summary['examples_seen']:,}",
             "images/s (median)": f"{summary['images_per_sec']:,.0f}",
             "seconds": "  ".join(f"{name} {sec:.1f}" for name, sec in summary["seconds"].items()),
             "devices": f"{summary['devices']} {summary['platform']}",
-            "run folder": workdir,
         }
-        if summary["target_score"] is not None:
-            reached = summary["steps_to_target"]
-            rows["target"] = f"{summary['target_score']:.4f} " + (
-                "not reached"
-                if reached is None
-                else f"after {reached:,} updates, {summary['examples_to_target']:,} images, "
-                f"{summary['sec_to_target']:.1f} s of training"
-            )
-        for name, value in rows.items():
-            if value:
-                out.add_row(name, printable(value))
-        self._console.print(out)
+        if steps_to_target is not None:
+            images, seconds = summary["examples_to_target"], summary["sec_to_target"]
+            rows["target"] = f"after {steps_to_target:,} updates, {images:,} images, {seconds:.1f} s of training"
+        elif summary["target_score"] is not None:
+            rows["target"] = "not reached"
+        print_table(["run folder", workdir], [list(row) for row in rows.items()])
 
     def _others(self, row: dict) -> str:
         """Return the scores beside the plain one, as " (top5 0.9900, views 0.9500)"."""
@@ -109,19 +109,3 @@ class Reporter:
         known = {name: value for name, value in row.items() if name.startswith(prefix) and value is not None}
         scores = [f"{name.removeprefix(prefix)} {value:.4f}" for name, value in known.items()]
         return f" ({', '.join(scores)})" if scores else ""
-
-
-def _hardware(row: dict) -> str:
-    """Return the model FLOPs utilization and peak memory of the devices in words, where known."""
-    text, mfu, peak = "", row["mfu"], row["device_memory_peak_bytes"]
-    if mfu is not None:
-        text += f"  mfu {mfu:.0%}" if mfu >= 0.095 else f"  mfu {mfu:.1%}"
-    if peak is not None:
-        text += f"  memory {peak / 1e9:.1f} GB"
-    return text
-
-
-def _noise(row: dict) -> str:
-    """Return the gradient's noise scale in words, or nothing where it was not measured."""
-    scale = row["noise_scale"]
-    return "" if scale is None else f"  noise scale {scale:,.0f}"

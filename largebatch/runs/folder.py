@@ -69,12 +69,15 @@ class RunFolder:
         self.path = self._bucket.folder if self._bucket else Path(expanded(address, "--workdir"))
         self._lock = None
         self._is_new = False  # True if `lock` made the folder
-        self._rows_bytes = 0
 
     def read(self, name: str) -> dict | None:
         """Read a JSON file of the folder; return None where there is none."""
+        path = self.path / name
         try:
-            text = self._read(name)
+            if self._bucket and not self._lock:  # `lock` has not fetched it yet
+                text = self._bucket.read(name)
+            else:
+                text = path.read_bytes() if path.exists() else None
             return None if text is None else json.loads(text)
         except (OSError, ValueError) as error:
             raise UserError(f"--workdir: {self.address}/{name} cannot be read ({error})") from error
@@ -90,16 +93,6 @@ class RunFolder:
             reader.refuse_other_format(self.read("run.json"), self.address)
         return config
 
-    def holds(self, name: str) -> bool:
-        """Return True if there is a file of this name."""
-        return self._read(name) is not None
-
-    def _read(self, name: str) -> bytes | None:
-        if self._bucket and not self._lock:  # `lock` has not fetched it yet
-            return self._bucket.read(name)
-        path = self.path / name
-        return path.read_bytes() if path.exists() else None
-
     def lock(self) -> None:
         """Create the folder, test it, and lock it against other processes until this one ends, however it ends.
 
@@ -109,16 +102,10 @@ class RunFolder:
           UserError: the folder cannot be written.
           InUse: another process trains in the folder.
         """
-        path, probe = self.path / "lock", self.path / "probe"
+        path = self.path / "lock"
         self._is_new = not self.path.exists()
-        with writing(probe):  # a full or read-only disk is found before the work
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = util.beside(probe)
-            try:
-                util.write_through(probe, b"probe")
-            finally:
-                probe.unlink(missing_ok=True)
         with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
             lock = path.open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,87 +117,74 @@ class RunFolder:
         except OSError as error:  # some network file systems
             log.warning("--workdir: %s cannot be locked (%s): start one process in it only", path, error.strerror)
         self._lock = lock
-        with writing(self.path):  # files that a killed process left
+        with writing(self.path):
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())  # a full disk is found before the work
+            # Files that a killed process left.
             for left in self.path.glob(".*.tmp"):
                 util.remove(left)
             prediction_files.finish_writing(self.path)
         if self._bucket:
-            try:
-                self._fetch(self._bucket)
-            except UserError:
-                self.close()
-                raise
+            what = "is copied to after every checkpoint, from %s; a bucket has no locks: start one run in it only"
+            log.info(f"--workdir: %s {what}", self.address, self.path)
+            self._bucket.probe()
+            self._bucket.pull()
 
-    def _fetch(self, its_bucket: bucket.Bucket) -> None:
-        """Bring the folder up to date with the bucket."""
-        what = "is copied to after every checkpoint, from %s; a bucket has no locks: start one run in it only"
-        log.info(f"--workdir: %s {what}", self.address, self.path)
-        its_bucket.probe()
-        with writing(self.path):
-            its_bucket.pull()
+    def copy(self, *, at_end: bool = False) -> None:
+        """Copy the folder to its bucket, if it has one; an outage is logged, and a later copy makes up for it.
 
-    def copy(self) -> None:
-        """Copy the folder to its bucket, if it has one; if that fails, a later copy makes up for it.
-
+        Args:
+          at_end: True to try again and again, since there is no later copy.
         Raises:
-          UserError: another process has copied to the bucket.
-        """
-        if self._bucket:
-            try:
-                with writing(self.path):
-                    self._bucket.push()
-            except bucket.Unreachable as error:
-                log.warning("%s; the run goes on, and the next checkpoint is copied with this one", error)
-
-    def copy_whole(self) -> None:
-        """Copy the folder to its bucket at the end of a run, with retries.
-
-        Raises:
-          UserError: the bucket cannot be reached in LAST_COPY_SEC, or another process has copied to it.
+          UserError: another process has copied to the bucket, or it was away for LAST_COPY_SEC at the end.
         """
         deadline = time.monotonic() + LAST_COPY_SEC
         while self._bucket:
             try:
-                with writing(self.path):
-                    return self._bucket.push()
+                return self._bucket.push()
             except bucket.Unreachable as error:
+                if not at_end:
+                    log.warning("%s; the run goes on, and the next checkpoint is copied with this one", error)
+                    return None
                 if time.monotonic() > deadline:
                     hint = f"the whole run is in {self.path}; the same command on this machine copies it"
                     raise UserError(f"{error}; {hint}") from error
                 time.sleep(RETRY_SEC)
 
     def begin(self, config: dict) -> str:
-        """Write run.json, once, and config.json; return the id of the run."""
+        """Write run.json, once, and config.json; remove the summary of an earlier start; return the run's id."""
         about = self.read("run.json")
         if about is None:
             about = {"format_version": reader.FORMAT_VERSION, "id": secrets.token_hex(8)}
             self.write_json("run.json", about)
         self.write_json("config.json", config)
+        with writing(self.path):
+            (self.path / "summary.json").unlink(missing_ok=True)
         return about["id"]
 
-    def start_rows(self, mark: int | None) -> None:
-        """Cut metrics.jsonl back to `mark`, the `rows_mark` of a checkpoint; None is before the first row.
+    def rows_bytes(self) -> int:
+        """Return the current length of metrics.jsonl in bytes."""
+        path = self.path / "metrics.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def cut_rows(self, length: int) -> None:
+        """Cut metrics.jsonl back to `length`, the `rows_bytes` of a checkpoint.
 
         Raises:
           UserError: the file is shorter.
         """
-        path, mark = self.path / "metrics.jsonl", mark or 0
-        found = path.stat().st_size if path.exists() else 0
-        if found < mark:
+        path, found = self.path / "metrics.jsonl", self.rows_bytes()
+        if found < length:
             hint = "put them back, or start a new run from this one's parameters with --config.train.init_from"
-            raise UserError(f"--workdir: {path} has {found} bytes, where the checkpoint's rows have {mark}; {hint}")
-        if found > mark:
+            raise UserError(
+                f"--workdir: {path} has {found} bytes, where the checkpoint's rows have {length}; {hint}"
+            )
+        if found > length:
             with writing(path):
-                os.truncate(path, mark)
-        self._rows_bytes = mark
-
-    def rows_mark(self) -> int:
-        """Return the current length of metrics.jsonl in bytes."""
-        return self._rows_bytes
+                os.truncate(path, length)
 
     def append_row(self, row: dict) -> None:
         """Append one line to metrics.jsonl, on disk before a checkpoint that goes with it."""
-        self._rows_bytes = self._append("metrics.jsonl", row)
+        self._append("metrics.jsonl", row)
 
     def log_event(self, event: str, **fields) -> None:
         """Append a line to events.jsonl, the history of the run: starts, stops, rollbacks."""
@@ -218,8 +192,7 @@ class RunFolder:
         now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
         self._append("events.jsonl", {"time": now, "event": event, **fields, **process})
 
-    def _append(self, name: str, content: dict) -> int:
-        """Append one line to a file and return the file's new length in bytes."""
+    def _append(self, name: str, content: dict) -> None:
         path, line = self.path / name, json.dumps(jsonable(content), allow_nan=False).encode() + b"\n"
         with writing(path), path.open("ab+") as file:
             # A line that a killed process or a full disk left incomplete stays apart from the next.
@@ -228,16 +201,6 @@ class RunFolder:
             file.write(end + line)
             file.flush()
             os.fsync(file.fileno())
-            return file.tell()
-
-    def events(self) -> list[dict]:
-        """Return the whole lines of events.jsonl."""
-        return reader.read_lines(self.path / "events.jsonl", problems=[]) or []
-
-    def remove(self, name: str) -> None:
-        """Remove a file, if it exists."""
-        with writing(self.path / name):
-            (self.path / name).unlink(missing_ok=True)
 
     def write_json(self, name: str, content: dict) -> None:
         """Write or replace one JSON file."""

@@ -1,11 +1,12 @@
 """Begin, end and rollback of a run."""
 
 import contextlib
+import functools
 import logging
 
 import numpy as np
 
-from largebatch.config.dicts import DATA_PATHS, difference, identity_of_run
+from largebatch.config import dicts
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.trackers import check_installed
@@ -37,20 +38,17 @@ def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
 def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
     check_installed(config["log"])
     stored, summary = _stored_config(run, config), run.read("summary.json")
-    status = summary and stored and summary.get("status")
-    goes_on = stored and _length(stored) < _length(config) and summary and summary.get("steps_to_target") is None
-    if status in ("diverged", "pruned") or (status == "done" and not goes_on):
-        for name, here in config["dataset"].items():
-            there = stored["dataset"][name]
-            if f"dataset.{name}" in DATA_PATHS and here != there:
-                log.warning(
-                    "%s has ended, with dataset.%s %s; %s was not looked at", run.address, name, there, here
-                )
+    if stored and summary and _has_ended(summary, stored, config):
+        here, there = dicts.flatten(config), dicts.flatten(stored)
+        for name in dicts.DATA_PATHS:
+            if here[name] != there[name]:
+                end = "has ended, with %s %s; %s was not looked at"
+                log.warning(f"%s {end}", run.address, name, there[name], here[name])
         return summary
-    run.lock()
     try:
+        run.lock()
         # Checked again: this machine may hold a run that has not been copied to its bucket yet.
-        if _stored_config(run, config) is None and run.holds("metrics.jsonl"):
+        if _stored_config(run, config) is None and (run.path / "metrics.jsonl").exists():
             raise UserError(f"--workdir: {run.address} holds metrics.jsonl but no config.json; give a new folder")
     except UserError:
         run.close()
@@ -67,20 +65,23 @@ def _stored_config(run: RunFolder, config: dict) -> dict | None:
     stored = run.read_config()
     if stored is None:
         return None
-    here, there = identity_of_run(config), identity_of_run(stored)
+    here, there = dicts.identity_of_run(config), dicts.identity_of_run(stored)
     schedule, trace = config["schedule"], config["batch"]["trace"]
     may_be_longer = schedule["name"] == "constant" and schedule["scaling"] != "adascale" and trace is None
-    if may_be_longer and isinstance(there.get(LENGTH), int):
+    if may_be_longer:
         there[LENGTH] = max(there[LENGTH], here[LENGTH])
-    changed = difference(here, there, ("here", "there"))
+    changed = dicts.difference(here, there, ("here", "there"))
     if changed:
-        hint = f"; {LONGER_HINT}" if here[LENGTH] != there.get(LENGTH) else ""
+        hint = f"; {LONGER_HINT}" if here[LENGTH] != there[LENGTH] else ""
         raise UserError(f"--workdir: {run.address} holds a run of another config: {changed}{hint}")
     return stored
 
 
-def _length(config: dict) -> int:
-    return config["train"]["outer_steps"]
+def _has_ended(summary: dict, stored: dict, config: dict) -> bool:
+    """Return True if there is nothing left to train, unless `config` asks for a longer run than the stored one."""
+    is_longer = config["train"]["outer_steps"] > stored["train"]["outer_steps"]
+    goes_on = is_longer and summary["steps_to_target"] is None
+    return summary["status"] in ("diverged", "pruned") or (summary["status"] == "done" and not goes_on)
 
 
 class Diverged(Exception):
@@ -108,12 +109,9 @@ def recorded_end(progress):
         progress.summary["status"], reason = type(error).__name__.lower(), str(error)
         raise
     except preemption.Stopped as stopped:
-        try:
-            progress.finish_saving()
-        except UserError as error:
-            reason = f"{stopped}, and then: {error}"
-            raise
-        progress.summary["status"], reason = "interrupted", str(stopped)
+        reason = str(stopped)
+        progress.finish_saving()
+        progress.summary["status"] = "interrupted"
         raise
     except Exception as error:
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -140,9 +138,13 @@ def roll_back(progress, from_step: int, reason: str) -> None:
     if len(rollbacks) >= limit:
         raise Diverged(f"diverged: {reason}; rolled back {limit} times before (train.max_nonfinite)")
     snapshot, description = progress.read_validated()
-    cuts_to_make = len(rollbacks) + 1 - len(description["summary"]["rollbacks"])
-    scale = _cut(snapshot["state"].learning_rate_scale, options["rollback_factor"], cuts_to_make)
-    progress.restore(_with_learning_rate_scale(snapshot, scale), description)
+    # One factor after the other: equal roundings whatever was saved in between.
+    factors = [np.float32(options["rollback_factor"])] * (len(rollbacks) + 1)
+    scale = functools.reduce(np.multiply, factors)
+    for name in snapshot.keys() & {"state", "replicas"}:
+        scales = np.full_like(snapshot[name].learning_rate_scale, scale)
+        snapshot[name] = snapshot[name].replace(learning_rate_scale=scales)
+    progress.restore(snapshot, description)
     rollback = {
         "from_step": from_step,
         "to_step": progress.validated_step,
@@ -152,19 +154,3 @@ def roll_back(progress, from_step: int, reason: str) -> None:
     progress.summary["rollbacks"] = [*rollbacks, rollback]
     log.warning("%s; rolled back to update %d, learning rate x %g", reason, progress.validated_step, scale)
     progress.note_event("rollback", **rollback)
-
-
-def _cut(scale, factor: float, times: int) -> np.float32:
-    """Multiply by `factor` one time after the other: equal roundings whatever was saved in between."""
-    scale = np.float32(scale)
-    for _ in range(times):
-        scale = np.float32(scale * np.float32(factor))
-    return scale
-
-
-def _with_learning_rate_scale(snapshot: dict, scale: np.float32) -> dict:
-    changed = {**snapshot, "state": snapshot["state"].replace(learning_rate_scale=scale)}
-    if "replicas" in snapshot:
-        scales = np.full_like(snapshot["replicas"].learning_rate_scale, scale)
-        changed["replicas"] = snapshot["replicas"].replace(learning_rate_scale=scales)
-    return changed

@@ -1,6 +1,5 @@
 """Loader of run folders: rows, config and summary without JAX, parameters on request."""
 
-import dataclasses
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,8 @@ from largebatch.util import UserError
 if TYPE_CHECKING:
     import numpy as np
 
+    from largebatch.runs import checkpoints
+
 log = logging.getLogger("largebatch")
 
 CHECKPOINTS = "checkpoints"
@@ -23,7 +24,7 @@ WHOLE_AVERAGE = 1_000_000  # steps, after which no moving average remembers its 
 def load(path) -> reader.Run | reader.Study:
     """Load a run, finished or not, or a study: config, rows, events and summary.
 
-    What is damaged or missing is listed in `problems`. `best_checkpoint` and `checkpoint_at` read the parameters.
+    What is damaged or missing is listed in `problems`. `best_checkpoint` reads the parameters.
 
     Args:
       path: folder, or URL of a run in a bucket, which is copied to this machine.
@@ -36,22 +37,20 @@ def load(path) -> reader.Run | reader.Study:
 # ---- checkpoints; these import JAX -------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedCheckpoint:
-    """Arrays of a checkpoint by name, and its description (step, config, description of the data, ...)."""
-
-    arrays: "dict[str, np.ndarray]"
-    description: dict
-
-
 def steps_of(run: Path) -> list[int]:
-    """Return the steps of which a run has checkpoints, oldest first."""
+    """Return the steps of which a run has checkpoints, oldest first.
+
+    Raises:
+      UserError: there is no run, or another version of the code wrote it.
+    """
     from largebatch.runs import checkpoints
 
+    if RunFolder(run).read_config() is None:
+        raise UserError(f"{run} is no run folder: it has no config.json")
     return checkpoints.saved_steps(run / CHECKPOINTS)
 
 
-def best_checkpoint(run: Path) -> LoadedCheckpoint:
+def best_checkpoint(run: Path) -> "checkpoints.LoadedCheckpoint":
     """Read the checkpoint with the best validation score of a run.
 
     Raises:
@@ -59,32 +58,16 @@ def best_checkpoint(run: Path) -> LoadedCheckpoint:
     """
     from largebatch.runs import checkpoints
 
-    if RunFolder(run).read_config() is None:
-        raise UserError(f"{run} is no run folder: it has no config.json")
     for step in reversed(steps_of(run)):  # the newest sound one records which was best
         try:
             newest = checkpoints.read_description(checkpoints.path_of(run / CHECKPOINTS, step))
         except checkpoints.DamagedCheckpoint as damage:
-            log.warning("damaged checkpoint: %s", damage)
+            log.warning("%s", damage)
             continue
         if (best := newest["summary"]["best_step"]) is not None:
-            return checkpoint_at(run, best)
+            return checkpoints.read_arrays(checkpoints.path_of(run / CHECKPOINTS, best))
         break
     raise UserError(f"{run} has no sound checkpoint of a validated step")
-
-
-def checkpoint_at(run: Path, step: int) -> LoadedCheckpoint:
-    """Read and verify the checkpoint of a run after `step` steps.
-
-    Raises:
-      UserError: it is damaged.
-    """
-    from largebatch.runs import checkpoints
-
-    try:
-        return LoadedCheckpoint(*checkpoints.read_arrays(checkpoints.path_of(run / CHECKPOINTS, step)))
-    except checkpoints.DamagedCheckpoint as damage:
-        raise UserError(f"{run}: damaged checkpoint: {damage}") from damage
 
 
 def arrays_of(parts: Iterable[str], arrays: "dict[str, np.ndarray]") -> "dict[str, np.ndarray]":
@@ -116,14 +99,17 @@ def initial_state(address: str, step: int | None, state, network_version: int):
     from largebatch.runs import checkpoints, summary
 
     run = bucket.local_copy(address)
-    if step and step not in (saved := steps_of(run)):
-        allowed = ", ".join(f"{step:,}" for step in saved) or "none"
-        raise UserError(f"{run} has no checkpoint of update {step:,}; allowed as train.init_step: {allowed}")
-    found = checkpoint_at(run, step) if step else best_checkpoint(run)
-    summary.refuse_other_network(found.description["data"], network_version, run)
+    if step:
+        if step not in (saved := steps_of(run)):
+            allowed = ", ".join(f"{step:,}" for step in saved) or "none"
+            raise UserError(f"{run} has no checkpoint of update {step:,}; allowed as train.init_step: {allowed}")
+        loaded = checkpoints.read_arrays(checkpoints.path_of(run / CHECKPOINTS, step))
+    else:
+        loaded = best_checkpoint(run)
+    summary.refuse_other_network(loaded.description["data"], network_version, run)
     parts = ["params", "model_state", *(("ema", "opt_state", "num_averaged") if step else ())]
     like = {part: getattr(state, part) for part in parts}
-    learned = checkpoints.fill(like, arrays_of(like, found.arrays), str(run))
+    learned = checkpoints.fill(like, arrays_of(like, loaded.arrays), str(run))
     if step:
         learned["opt_state"] = learned["opt_state"]._replace(hyperparams=state.opt_state.hyperparams)
         return state.replace(**learned)

@@ -1,9 +1,9 @@
 """Progress of a run that must survive a stop: its rows, its checkpoints, and its resumption."""
 
 import contextlib
-import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -14,29 +14,13 @@ from largebatch.hosts.clock import Clock
 from largebatch.predictions.files import Outcome
 from largebatch.runs import checkpoints, load
 from largebatch.runs.folder import RunFolder, jsonable
-from largebatch.runs.reader import COUNTED_SECTIONS, ENDED
-from largebatch.runs.summary import (
-    add_to_summary,
-    code_of,
-    empty_summary,
-    refuse_other_data,
-    warnings_on_resuming,
-)
+from largebatch.runs.reader import COUNTED_SECTIONS, ENDED, read_lines
+from largebatch.runs.summary import add_to_summary, empty_summary, environment_of, refuse_other_data
 from largebatch.runs.trackers import TrackedRun, Trackers
 from largebatch.tasks.kinds import kind_of
 from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
-
-
-@dataclasses.dataclass(frozen=True)
-class RunDescription:
-    """Description of a run that a checkpoint holds beside its arrays; plain JSON."""
-
-    config: dict
-    # Properties of the data that the network needs elsewhere, and those that must not change.
-    data: dict
-    summary: dict  # before the first step
 
 
 class RunProgress:
@@ -47,19 +31,21 @@ class RunProgress:
 
     Args:
       trainer: object with `snapshot`, `restore`, `step`, `schedule` and `state` (see `trainer.Trainer`).
+      config: config as plain JSON.
+      data: properties of the data that the network needs elsewhere, and those that must not change; plain JSON.
+      summary: summary before the first step.
     """
 
-    def __init__(self, run: RunFolder, trainer, clock: Clock, description: RunDescription):
-        self._run, self._trainer, self._clock, self._data = run, trainer, clock, description.data
-        self.config, self.summary = description.config, description.summary
+    def __init__(self, run: RunFolder, trainer, clock: Clock, config: dict, data: dict, summary: dict):
+        self._run, self._trainer, self._clock, self._data = run, trainer, clock, data
+        self.config, self.summary = config, summary
         self._kind = kind_of(self.config)
         self.validated_step = 0  # step of the last checkpoint after a validation, or of the first
         self.seconds_before: dict[str, float] = {}  # clock.seconds at the begin of the running outer loop
         self.batch_sizes: list[list[int]] | None = None  # of the restored checkpoint; see `BatchSchedule.state`
-        options = self.config["checkpoint"]
-        self._checkpoints = checkpoints.Checkpoints(run.path / "checkpoints", options["keep"], run.copy)
+        folder, keep = run.path / load.CHECKPOINTS, config["checkpoint"]["keep"]
+        self._checkpoints = checkpoints.Checkpoints(folder, keep, after_save=run.copy)
         self._trackers: Trackers | None = None  # on host 0, once the run has started
-        self._is_training = False  # True once this process has recorded its first step
         self._saved_step, self._saved_time = None, time.monotonic()
         self._like = trainer.snapshot()  # structure, shapes and types
 
@@ -79,113 +65,95 @@ class RunProgress:
           UserError: the checkpoint or metrics.jsonl do not fit this program; on every host.
         """
         with self._clock.measure("checkpoint"):
-            newest = collectives.agreed(self._read_newest, collectives.is_primary())
-            snapshot, description = self._from_primary(newest)
-            if description is None and self.config["train"]["init_from"]:
-                self._start_from_another_run()
-        if description is not None:
+            snapshot, description = self._read_on_primary(self._read_start)
+        if description is None:
+            self._trainer.restore(snapshot)
+        else:
             self.restore(snapshot, description)
             self._saved_step = self._trainer.step
             self._clock.add(description["clock"])
-        self._log_what_happened(description)
-        collectives.agreed(self._write_start, collectives.is_primary())
+        collectives.agreed(lambda: self._write_start(description), collectives.is_primary())
         if description is None:
             self.save(after_validation=True)
 
-    def _read_newest(self) -> tuple[dict, dict] | None:
-        newest = self._checkpoints.restore_newest(self._like, self._refuse_other_data)
-        if newest is None:
-            self._run.start_rows(None)
-            return None
-        snapshot, description = newest
-        self._run.start_rows(description["rows"])
-        return self._for_these_devices(snapshot), description
+    def _read_on_primary(self, read: Callable[[], tuple]) -> tuple[dict, dict | None]:
+        """Return the snapshot and description that host 0 reads, on every host; raise its UserError on all."""
+        snapshot, description = collectives.agreed(read, collectives.is_primary()) or (self._like, None)
+        return collectives.from_primary(snapshot), collectives.json_from_primary(description)
 
-    def _refuse_other_data(self, description: dict) -> None:
-        trace = self.config["batch"]["trace"]
-        refuse_other_data(description["data"], self._data, self._run.path, trace)
+    def _read_start(self) -> tuple[dict, dict | None]:
+        newest = checkpoints.read_newest(self._checkpoints.folder)
+        if newest is not None:
+            refuse_other_data(newest.description["data"], self._data, self._run.path)
+            return self._go_back_to(newest)
+        self._run.cut_rows(0)
+        return self._first_snapshot(), None
 
-    def _for_these_devices(self, snapshot: dict) -> dict:
-        """Return a snapshot with as many replicas as devices; if the number changes, all start from the mean."""
-        if "replicas" not in snapshot or len(snapshot["replicas"].step) == len(self._like["replicas"].step):
-            return snapshot
-        return {**snapshot, "replicas": replicas_from_mean(snapshot["state"], self._like["replicas"])}
-
-    def _start_from_another_run(self) -> None:
-        """Restore the state of the run that train.init_from names; see `load.initial_state`."""
-        train, state, version = self.config["train"], self._like["state"], self._data["network_version"]
-
-        def read():
+    def _first_snapshot(self) -> dict:
+        """Return the snapshot before the first step, with what the run of train.init_from had learned."""
+        train, version, snapshot = self.config["train"], self._data["network_version"], dict(self._like)
+        if train["init_from"]:
             try:
-                return load.initial_state(train["init_from"], train["init_step"], state, version)
+                state = load.initial_state(train["init_from"], train["init_step"], snapshot["state"], version)
             except UserError as error:
                 raise UserError(f"train.init_from: {error}") from error
+            snapshot["state"] = state
+            if "replicas" in snapshot:
+                snapshot["replicas"] = replicas_from_mean(state, snapshot["replicas"])
+        return snapshot
 
-        started = collectives.from_primary(collectives.agreed(read, collectives.is_primary()) or state)
-        snapshot = {**self._like, "state": started}
-        if "replicas" in snapshot:
-            snapshot["replicas"] = replicas_from_mean(started, snapshot["replicas"])
-        self._trainer.restore(snapshot)
+    def _go_back_to(self, checkpoint: checkpoints.LoadedCheckpoint) -> tuple[dict, dict]:
+        """Cut the rows back to those of a checkpoint; return its snapshot, for these devices, and description.
 
-    def _from_primary(self, checkpoint: tuple[dict, dict] | None) -> tuple[dict | None, dict | None]:
-        """Return host 0's snapshot and description on every host; None where it has none."""
-        description = collectives.json_from_primary(checkpoint and checkpoint[1])
-        if description is None:
-            return None, None
-        return collectives.from_primary(checkpoint[0] if checkpoint else self._like), description
+        Where the number of devices changed, all replicas start from the mean.
+        """
+        arrays, description = checkpoint
+        path = checkpoints.path_of(self._checkpoints.folder, description["step"])
+        snapshot = checkpoints.fill(self._like, arrays, str(path))
+        self._run.cut_rows(description["rows"])
+        if "replicas" in snapshot and len(snapshot["replicas"].step) != len(self._like["replicas"].step):
+            snapshot["replicas"] = replicas_from_mean(snapshot["state"], self._like["replicas"])
+        return snapshot, description
 
     def restore(self, snapshot: dict, description: dict) -> None:
         """Restore a checkpoint, on all hosts."""
-        self.batch_sizes = description["batch_sizes"]
         self._trainer.restore(snapshot)
+        self.batch_sizes = description["batch_sizes"]
         self.summary.update((name, description["summary"][name]) for name in empty_summary())
         self.seconds_before, self.validated_step = description["before"], description["boundary"]
         self._saved_step = None
 
-    def _write_start(self) -> None:
+    def _write_start(self, description: dict | None) -> None:
+        if events := read_lines(self._run.path / "events.jsonl", problems=[]):
+            self._log_what_happened(events[-1], description)
         run_id = self._run.begin(self.config)
-        self._run.remove("summary.json")  # of an earlier start
-        code = code_of(self.summary)
         counted = sum(self._clock.seconds.get(section, 0.0) for section in COUNTED_SECTIONS)
-        times = {"start_sec": self._clock.since_made(), "counted_sec": counted}
-        self._run.log_event("start", step=self._trainer.step, **self._layout(), code=code, **times)
-        self._trackers = Trackers(self._tracked_run(run_id))
-
-    def _tracked_run(self, run_id: str) -> TrackedRun:
-        folder = self._run.path
-        is_trial = self._run.read("trial.json") is not None
-        return TrackedRun(
-            folder=folder,
-            id=run_id,
-            name=Path(self._run.address).name,
-            group=folder.parents[1].name if is_trial else None,  # the study's folder
-            config=jsonable(self.config),
+        self._run.log_event(
+            "start",
+            step=self._trainer.step,
+            **environment_of(self.summary),
+            start_sec=self._clock.since_made(),
+            counted_sec=counted,
         )
+        name, config = Path(self._run.address).name, jsonable(self.config)
+        self._trackers = Trackers(TrackedRun(self._run.path, run_id, name, config))
 
-    def _log_what_happened(self, description: dict | None) -> None:
-        events = self._run.events() if collectives.is_primary() else []
-        if not events:
-            return
-        last = events[-1]
-        if last.get("event") in ENDED:
-            reason = f" ({last['reason']})" if last.get("reason") else ""
+    def _log_what_happened(self, last: dict, description: dict | None) -> None:
+        """Log how the process before ended, by its last event, and what differs from a run without a stop."""
+        if last["event"] in ENDED:
+            reason = f" ({last['reason']})" if last["reason"] else ""
             end = f"the process before {last['event']}{reason}"
         else:
-            end = f"the process before (pid {last.get('pid')} on {last.get('node')}) was killed, or a host died"
+            end = f"the process before (pid {last['pid']} on {last['node']}) was killed, or a host died"
         if description is None:
             log.info("starting again at update 0, for there is no sound checkpoint; %s", end)
             return
         log.info("resuming at update %d; %s", self._trainer.step, end)
-        for warning in warnings_on_resuming(description, self._layout(), self.summary):
-            log.warning("%s", warning)
-
-    def _layout(self) -> dict:
-        """Return the devices, hosts and platform, which bitwise equal results need beside equal code."""
-        return {
-            "devices": self.summary["devices"],
-            "hosts": self.summary["hosts"],
-            "platform": self.summary["device_kind"],
-        }
+        then, now = environment_of(description["summary"]), environment_of(self.summary)
+        changes = [f"{name} {now[name]}, was {then.get(name)}" for name in now if now[name] != then.get(name)]
+        if changes:
+            order = "the examples come in the same order as before, but results will not be bitwise those of"
+            log.warning("resuming with %s: %s an uninterrupted run", "; ".join(changes), order)
 
     # ---- rows -----------------------------------------------------------------------------------
 
@@ -215,12 +183,6 @@ class RunProgress:
         self.seconds_before = dict(self._clock.seconds)
         return improved
 
-    def note_training(self) -> None:
-        """Record, once, that this process has made its first steps: the end of its start."""
-        if not self._is_training:
-            self._is_training = True
-            self.note_event("training", step=self._trainer.step)
-
     def note_event(self, event: str, **details) -> None:
         """Append a line to events.jsonl; raise a failure on every host."""
         collectives.agreed(lambda: self._run.log_event(event, **details), collectives.is_primary())
@@ -246,12 +208,11 @@ class RunProgress:
         description = {
             "config": self.config,
             "data": self._data,
-            "layout": self._layout(),
             "summary": jsonable(self.summary),
             "clock": self._clock.saved(),
             "before": self.seconds_before,
             "boundary": self.validated_step,
-            "rows": self._run.rows_mark(),
+            "rows": self._run.rows_bytes(),
             "batch_sizes": self._trainer.schedule.batch_sizes.state(),
         }
         protect = {self.validated_step, self.summary["best_step"]} - {None}
@@ -263,18 +224,8 @@ class RunProgress:
         Raises:
           UserError: the previous save failed; on every host.
         """
-        due, error = False, None
-        try:
-            if collectives.is_primary():
-                due = time.monotonic() - self._saved_time >= self.config["checkpoint"]["every_sec"]
-            self._checkpoints.poll()
-        except UserError as raised:
-            error = raised
-        # No host comes late to this collective, which costs less than a barrier.
-        due, failed = collectives.from_primary(np.array([due, error is not None], np.int32))
-        if failed:
-            collectives.share_error(error)
-        if due:
+        is_due = time.monotonic() - self._saved_time >= self.config["checkpoint"]["every_sec"]
+        if collectives.from_primary(np.int32(is_due)):
             self.save(after_validation=False)
 
     def read_validated(self) -> tuple[dict, dict]:
@@ -286,54 +237,39 @@ class RunProgress:
 
         def read():
             self._checkpoints.discard_after(self.validated_step)
-            try:
-                path = checkpoints.path_of(self._checkpoints.folder, self.validated_step)
-                snapshot, description = checkpoints.restore(path, self._like)
-            except checkpoints.DamagedCheckpoint as damage:
-                raise UserError(str(damage)) from damage
-            self._run.start_rows(description["rows"])
-            return self._for_these_devices(snapshot), description
+            path = checkpoints.path_of(self._checkpoints.folder, self.validated_step)
+            return self._go_back_to(checkpoints.read_arrays(path))
 
-        return self._from_primary(collectives.agreed(read, collectives.is_primary()))
+        return self._read_on_primary(read)
 
     # ---- end ------------------------------------------------------------------------------------
 
     def finish_saving(self) -> None:
         """Save the current step and wait for it; raise a failure on all hosts."""
-        error = None
-        try:
-            if self._saved_step != self._trainer.step:
-                self.save(after_validation=False)
-            self._checkpoints.wait()
-        except UserError as raised:
-            error = raised
-        collectives.share_error(error)
+        if self._saved_step != self._trainer.step:
+            self.save(after_validation=False)
+        collectives.agreed(self._checkpoints.wait)
 
     def write_end(self, reason: str | None) -> None:
         """Write the current summary and the last event, as the last action of a run."""
         self.summary["seconds"] = {**self._clock.seconds, "total": self._clock.total()}
+        has_failed = self.summary["status"] == "failed"
 
         def write():
-            self._run.write_json("summary.json", self.summary)
-            self._run.log_event(self.summary["status"], step=self._trainer.step, reason=reason)
-
-        def write_and_copy():
-            write()
-            self._run.copy_whole()
-            if self._trackers:
-                self._trackers.finish(jsonable(self.summary))
-                self._run.copy()  # files that the trackers wrote at their end
+            try:
+                self._run.write_json("summary.json", self.summary)
+                self._run.log_event(self.summary["status"], step=self._trainer.step, reason=reason)
+            finally:
+                if self._trackers:
+                    self._trackers.finish(jsonable(self.summary))
+            self._run.copy(at_end=not has_failed)
 
         self._checkpoints.close()
-        if self.summary["status"] != "failed":
-            collectives.agreed(write_and_copy, collectives.is_primary())
+        if not has_failed:
+            collectives.agreed(write, collectives.is_primary())
         elif collectives.is_primary():  # the other hosts may not come here
-            # The failure itself (a full disk?) is reported to the user.
-            with contextlib.suppress(UserError):
+            with contextlib.suppress(UserError):  # the failure itself (a full disk?) is reported to the user
                 write()
-                self._run.copy()
-            if self._trackers:
-                self._trackers.finish(jsonable(self.summary))
 
 
 def replicas_from_mean(mean, like):

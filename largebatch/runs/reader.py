@@ -126,22 +126,19 @@ def read_run(path) -> Run:
     path, problems = Path(path), []
     trial = _read_json(path / "trial.json", problems)
     run = Run(path, {}, {}, [], [], trial, problems)
-    if run.trial_error:
-        problems.append(f"trial.json: the trial failed: {run.trial_error}")
+    error = run.trial_error
+    if error:
+        problems.append(f"trial.json: the trial failed: {error}")
     # A failed trial may have left neither file, and its error is the reason.
-    config = _read_json(
-        path / "config.json", problems, if_missing=None if run.trial_error else "the run never began"
-    )
+    config = _read_json(path / "config.json", problems, None if error else "the run never began")
     if config:
         try:
             refuse_other_format(_read_json(path / "run.json", problems), path)
-        except UserError as error:
-            problems.append(str(error))
+        except UserError as refusal:
+            problems.append(str(refusal))
             return run
-    unfinished = (
-        f"the run goes on, or was killed; {last_sign_of_life(path)}" if config and not run.trial_error else None
-    )
-    summary = _read_json(path / "summary.json", problems, if_missing=unfinished)
+    unfinished = f"the run goes on, or was killed; {last_sign_of_life(path)}"
+    summary = _read_json(path / "summary.json", problems, unfinished if config and not error else None)
     rows = read_lines(path / "metrics.jsonl", problems)
     if rows is None and summary and summary.get("steps"):
         problems.append("metrics.jsonl: missing: there are no curves")
@@ -152,9 +149,10 @@ def read_run(path) -> Run:
 def last_sign_of_life(path: Path) -> str:
     """Return in words how long ago a run folder was last written to, by the times of its files."""
     times = []
-    for file in (*path.glob("*"), *path.glob("checkpoints/*")):
+    for file in path.rglob("[!.]*"):
         with contextlib.suppress(OSError):  # the file was replaced meanwhile
-            times.append(file.stat().st_mtime)
+            if file.is_file():
+                times.append(file.stat().st_mtime)
     return f"last sign of life {duration(max(time.time() - max(times, default=0), 0))} ago"
 
 

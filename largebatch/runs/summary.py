@@ -47,14 +47,13 @@ def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
 
     `updates` and `examples` are the numbers of steps and examples of the outer loop.
     """
-    train_sec = clock.seconds["train"] - before.get("train", 0.0)
-    eval_sec = clock.seconds["evaluation"] - before.get("evaluation", 0.0)
+    spent = {section: seconds - before.get(section, 0.0) for section, seconds in clock.seconds.items()}
     return {
-        "images_per_sec": examples / train_sec,
-        "step_time_ms": 1e3 * train_sec / updates,
-        "train_sec": train_sec,
-        "eval_sec": eval_sec,
-        "compile_sec": clock.seconds["compile"] - before.get("compile", 0.0),
+        "images_per_sec": examples / spent["train"],
+        "step_time_ms": 1e3 * spent["train"] / updates,
+        "train_sec": spent["train"],
+        "eval_sec": spent["evaluation"],
+        "compile_sec": spent["compile"],
         "wall_sec": clock.total(),
     }
 
@@ -100,54 +99,53 @@ def code_sha256() -> str:
 def git_commit() -> str | None:
     """Return the commit of the code, with "+" if files differ from it; None outside a checkout."""
     folder = Path(__file__).resolve().parent
-    git = ["git", "-C", str(folder)]
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
-def code_of(summary: dict) -> dict:
-    """Return the files, commit and libraries that wrote a summary."""
-    files = (summary.get("code_sha256") or "not recorded")[:12]
-    return {"files": files, "commit": summary["git_commit"], **summary["versions"]}
+def environment_of(summary: dict) -> dict:
+    """Return what bitwise equal results need: devices, hosts and their kind; files, commit and libraries."""
+    return {
+        "devices": summary["devices"],
+        "hosts": summary["hosts"],
+        "platform": summary["device_kind"],
+        "files": summary["code_sha256"][:12],
+        "commit": summary["git_commit"],
+        **summary["versions"],
+    }
 
 
-def refuse_other_data(theirs: dict, ours: dict, folder: Path, trace: object) -> None:
+# What must not change within a run, by its name in the description of the data.
+UNCHANGED = {
+    "ids": "dataset: its ids",
+    "labels": "dataset: its labels",
+    "pixels": "dataset: its pixels",
+    "trace": "batch.trace: its file",
+    "virtual_shards": "batch.virtual_shards: their number",
+    "order_version": "the order of examples: its version",
+}
+
+
+def refuse_other_data(theirs: dict, ours: dict, folder: Path) -> None:
     """Refuse to resume with other examples than those of the checkpoint.
 
     Args:
       theirs, ours: descriptions of the data in the checkpoint and in this process.
       folder: folder of the run.
-      trace: the config's batch.trace.
     Raises:
       UserError: ids, labels, images, the trace or the order of examples changed.
     """
-    for name in ("ids", "labels", "pixels"):
-        if theirs[name] != ours[name]:
-            decoded = ", or other libraries decode them" if name == "pixels" else ""
-            raise UserError(
-                f"dataset: its {name} changed since the checkpoint was saved in {folder}{decoded}; allowed: the "
-                "images that the run began with, or another --workdir"
-            )
-    if theirs.get("trace") != ours.get("trace"):
-        raise UserError(f"batch.trace: {trace} changed since the checkpoint was saved")
     refuse_other_network(theirs, ours["network_version"], folder)
-    version_then, version_now = theirs.get("order_version", 1), ours["order_version"]
-    if version_then != version_now:
-        raise UserError(
-            f"--workdir: {folder} takes its examples in order version {version_then}, this code in version "
-            f"{version_now}: the run cannot go on; allowed: evaluate.py, report.py, or train.init_from in a new run"
-        )
-    if theirs["virtual_shards"] != ours["virtual_shards"]:
-        raise UserError(
-            f"batch.virtual_shards: {ours['virtual_shards']} here, {theirs['virtual_shards']} in the checkpoint of "
-            f"{folder}: the run cannot go on; allowed: evaluate.py, report.py, or train.init_from in a new run"
-        )
+    for name, what in UNCHANGED.items():
+        if theirs.get(name) != ours.get(name):
+            there, here = (str(data.get(name))[:12] for data in (theirs, ours))
+            raise UserError(
+                f"{what} changed since the checkpoint was saved in {folder} ({there} there, {here} here); allowed: "
+                "the images, libraries that decode them and code that the run began with, or another --workdir"
+            )
 
 
 def refuse_other_network(theirs: dict, version: int, folder: Path) -> None:
@@ -166,26 +164,3 @@ def refuse_other_network(theirs: dict, version: int, folder: Path) -> None:
             f"{folder}: its network is of version {found}, those of this code of version {version}, where the same "
             "parameters give other outputs; allowed: the code that trained it, or a new run"
         )
-
-
-def warnings_on_resuming(description: dict, layout: dict, summary: dict) -> list[str]:
-    """Return a line for each reason why a resumed run may differ from an uninterrupted one.
-
-    Args:
-      description: description in the checkpoint.
-      layout, summary: devices, hosts and platform of this process, and its summary of the run.
-    """
-    warnings = []
-    if changed := _changes(description["layout"], layout):
-        warnings.append(
-            f"resuming with {changed}: the examples come in the same order as before, but results will not be "
-            "bitwise those of an uninterrupted run"
-        )
-    if changed := _changes(code_of(description["summary"]), code_of(summary)):
-        warnings.append(f"resuming with other code: {changed}: results may differ")
-    return warnings
-
-
-def _changes(then: dict, now: dict) -> str:
-    """Return the differences between `then` and `now` in one line, empty where there are none."""
-    return "; ".join(f"{name} {now[name]}, was {then.get(name)}" for name in now if now[name] != then.get(name))

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -18,7 +19,6 @@ log = logging.getLogger("largebatch")
 
 INIT_SEC = 15.0  # to reach the server of Weights & Biases
 FINISH_SEC, INTERRUPTED_SEC = 30.0, 3.0  # to send its last rows; after a signal there is little time
-GOES_ON, IS_WHOLE = "the run goes on without it", "the run itself is whole"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +29,12 @@ class TrackedRun:
       folder: run folder; a tracker may write to a folder of its own name in it.
       id: the same whenever the run resumes.
       name: name of the run.
-      group: the study that it is a trial of, or None.
       config: config as plain JSON.
     """
 
     folder: Path
     id: str
     name: str
-    group: str | None
     config: dict
 
 
@@ -55,7 +53,7 @@ class TensorBoard:
 
     def __init__(self, run: TrackedRun):
         self._folder = run.folder / "tensorboard"
-        self._file, self._num_files, self._step = None, 0, 0
+        self._file, self._step = None, 0
 
     def row(self, row: dict) -> None:
         """Write a row."""
@@ -81,8 +79,7 @@ class TensorBoard:
         self._folder.mkdir(exist_ok=True)
         # The synchronous writer: SummaryWriter's thread would hang the run when the disk is full.
         # Its file names have the second, in which a run may roll back and write again.
-        self._file = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{self._num_files:04d}")
-        self._num_files += 1
+        self._file = EventsWriter(str(self._folder / "events"), f".{secrets.token_hex(4)}")
         start = SessionLog(status=SessionLog.START)
         self._file.write_event(Event(wall_time=time.time(), step=step, session_log=start))
 
@@ -150,11 +147,12 @@ def _open_record(run: TrackedRun):
 def _init_record(run: TrackedRun, mode: str | None):
     import wandb
 
+    study = run.folder.parents[1].name if (run.folder / "trial.json").exists() else None
     record = wandb.init(
         id=run.id,
         resume="allow",
         project=run.config["log"]["wandb_project"],
-        group=run.group,
+        group=study,
         name=run.name,
         config=run.config,
         dir=str(run.folder),
@@ -203,29 +201,29 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
         for name, make in TRACKERS.items():
             if run.config["log"].get(name):
-                with self._dropped_if_it_fails(name, GOES_ON):
+                with self._dropped_if_it_fails(name):
                     self._trackers[name] = make(run)
 
     def row(self, row: dict) -> None:
         """Send a line of metrics.jsonl to all trackers."""
         for name, tracker in list(self._trackers.items()):
-            with self._dropped_if_it_fails(name, GOES_ON):
+            with self._dropped_if_it_fails(name):
                 tracker.row(row)
 
     def finish(self, summary: dict) -> None:
         """Send summary.json to all trackers."""
         for name, tracker in list(self._trackers.items()):
-            with self._dropped_if_it_fails(name, IS_WHOLE):
+            with self._dropped_if_it_fails(name):
                 tracker.finish(summary)
 
     @contextlib.contextmanager
-    def _dropped_if_it_fails(self, name: str, outcome: str):
+    def _dropped_if_it_fails(self, name: str):
         try:
             yield
         except Exception as error:
             self._trackers.pop(name, None)
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            log.warning("log.%s: %s; %s", name, _one_line(reason), outcome)
+            log.warning("log.%s: %s; the run goes on without it", name, _one_line(reason))
 
 
 def _one_line(text: object) -> str:

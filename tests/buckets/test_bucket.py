@@ -256,19 +256,15 @@ def test_a_pointer_whose_answer_was_lost_is_ones_own(mine, tmp_path, monkeypatch
 
 
 def test_names_in_a_bucket_do_not_lead_outside(mine, tmp_path):
-    pointer = json.loads(mine._read(mine._at("pointer.json")))
-    pointer["files"]["../../out"] = pointer["id"]
+    pointer = mine.read_pointer()
+    pointer["files"]["../../out"] = next(iter(pointer["files"].values()))
     fsspec.filesystem("memory").pipe_file("/bucket/run/pointer.json", json.dumps(pointer).encode())
-    with pytest.raises(UserError, match="leads out of the folder"):
+    with pytest.raises(UserError, match="would lie outside"):
         elsewhere(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"[1", b"5", b"null", b"{}", b"[" * 100_000, b'{"id": "a", "seconds": 5, "files": [1]}'],
-)
-def test_a_damaged_pointer_is_named(tmp_path, content):
-    fsspec.filesystem("memory").pipe_file("/bucket/run/pointer.json", content)
+def test_a_damaged_pointer_is_named(tmp_path):
+    fsspec.filesystem("memory").pipe_file("/bucket/run/pointer.json", b'{"id": "a", "fi')
     with pytest.raises(UserError, match=r"memory://bucket/run/pointer.json is damaged"):
         elsewhere(tmp_path)
 
@@ -291,7 +287,7 @@ def test_a_run_that_is_copied_while_it_is_read_is_read_as_a_whole(mine, tmp_path
     assert check_whole(elsewhere(tmp_path)) == [10]
 
 
-def test_files_that_are_replaced_while_they_are_copied_are_copied_again(mine, tmp_path, monkeypatch):
+def test_files_that_are_replaced_while_they_are_copied_are_copied_with_the_next(mine, tmp_path, monkeypatch):
     parts = mine.folder / "predictions"
     parts.mkdir()
     (parts / "part-1").write_text("old")
@@ -308,6 +304,9 @@ def test_files_that_are_replaced_while_they_are_copied_are_copied_again(mine, tm
         put(files, sources, targets)
 
     monkeypatch.setattr(memory, "put", put_while_it_goes)
+    with pytest.raises(Unreachable, match="part-1"):
+        mine.push()
+    assert check_whole(elsewhere(tmp_path)) == [0]
     mine.push()
     assert [path.name for path in (elsewhere(tmp_path) / "predictions").iterdir()] == ["part-2"]
     assert fsspec.filesystem("memory").cat("/bucket/run/tensorboard/events") == b"of TensorBoard"
@@ -333,9 +332,9 @@ def test_readers_get_what_is_there_now(mine):
 
 def test_a_copy_to_read_from_is_as_old_as_what_is_there(mine):
     """A report says by its files when a run last gave a sign of life."""
-    pointer = json.loads(mine._read(mine._at("pointer.json")))
-    pointer["seconds"] -= 7200
-    mine._files.pipe_file(mine._at("pointer.json"), json.dumps(pointer).encode())
+    for path in mine.folder.rglob("*"):
+        os.utime(path, (time.time() - 7200, time.time() - 7200))
+    mine.push()
     copy = bucket.local_copy(URL)
     assert reader.last_sign_of_life(copy) == "last sign of life 2.0 h ago"
     assert check_whole(copy) == [0]
@@ -365,7 +364,7 @@ def test_a_run_goes_on_on_another_machine_with_the_same_bits(config, tmp_path):
     copy = bucket.local_copy(URL)
     assert_same_run(copy, tmp_path / "whole")
     events = [json.loads(line)["event"] for line in (copy / "events.jsonl").read_text().splitlines()]
-    assert events == ["start", "training", "interrupted", "start", "training", "done"]
+    assert events == ["start", "interrupted", "start", "done"]
     assert bucket.local_copy(URL) == copy
     assert train.train_and_evaluate(config, URL)["status"] == "done"  # and nothing is trained
 
@@ -470,7 +469,8 @@ def kill_while_copying(command: list[str], environment: dict, files, count: int)
             }
             names = [name for name, info in objects.items() if info["LastModified"].timestamp() > begin]
             if bucket.POINTER in names:
-                named = set(json.loads(files.cat_file("bucket/run/pointer.json"))["files"].values())
+                files_named = json.loads(files.cat_file("bucket/run/pointer.json"))["files"]
+                named = {entry[0] for entry in files_named.values()}
             copies = [name.split("/")[0] for name in names if "/checkpoints/" in name]
             unnamed = [copy for copy in copies if named and copy not in named]
             if len(unnamed) >= count:

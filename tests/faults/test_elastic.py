@@ -100,7 +100,7 @@ class Disturber:
         while process.poll() is None and time.monotonic() - begin < LIMIT_SEC:
             if kind == "any time" and time.monotonic() - begin > delay:
                 return True
-            is_training = "training" in [event["event"] for event in events_of(workdir)[before:]]
+            is_training = "start" in [event["event"] for event in events_of(workdir)[before:]]
             if is_training and kind == "training":
                 time.sleep(self.rng.uniform(0, 1))
                 return True

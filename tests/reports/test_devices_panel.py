@@ -16,7 +16,6 @@ def at(second: float, event: str, **fields) -> dict:
 # Killed on 8 devices at some time before 100, asked to stop on 4 at 180, done on 2 at 300.
 EVENTS = [
     at(10, "start", devices=8, start_sec=10, counted_sec=0),
-    at(12, "training"),
     at(110, "start", devices=4, start_sec=10, counted_sec=60),
     at(180, "interrupted"),
     at(210, "start", devices=2, start_sec=5, counted_sec=110),
@@ -57,4 +56,4 @@ def test_the_panel_draws_devices_over_time_and_tells_the_goodput():
 
 
 def test_runs_that_started_once_need_no_panel():
-    assert devices_panel([make_run(EVENTS[:2])], ["a"]) is None
+    assert devices_panel([make_run(EVENTS[:1])], ["a"]) is None

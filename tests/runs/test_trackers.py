@@ -82,7 +82,7 @@ def test_one_that_fails_is_named_once_and_the_others_go_on(tmp_path, monkeypatch
 
     monkeypatch.setattr(trackers, "TRACKERS", {"fails": Fails, "tensorboard": trackers.TensorBoard, "new": Breaks})
     config = {"log": {"fails": True, "tensorboard": True, "new": True}}
-    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", None, config))
+    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", config))
     for step in (1, 2):
         tracked.row({"step": step, "loss": 0.5})
     tracked.finish({"status": "done"})
@@ -108,7 +108,7 @@ def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
     code = (
         "import sys; from pathlib import Path; from largebatch.runs.trackers import TensorBoard;"
         "from largebatch.runs.trackers import TrackedRun;"
-        "board = TensorBoard(TrackedRun(Path(sys.argv[1]), 'abc', 'run', None, {}));"
+        "board = TensorBoard(TrackedRun(Path(sys.argv[1]), 'abc', 'run', {}));"
         "board.row({'step': 7, 'val_accuracy': 0.25, 'noise_scale': None}); board.finish({});"
         "assert 'tensorflow' not in sys.modules"
     )
@@ -120,7 +120,7 @@ def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
 
 
 def test_tensorboard_begins_a_file_where_a_run_rolled_back(tmp_path):
-    board = trackers.TensorBoard(TrackedRun(tmp_path, "abc", "run", None, {}))
+    board = trackers.TensorBoard(TrackedRun(tmp_path, "abc", "run", {}))
     for step in (3, 7, 7):
         board.row({"step": step, "loss": 0.5})
     board.finish({})
@@ -159,7 +159,7 @@ def test_wandb_is_offline_where_its_server_is_not_reached(tmp_path, config, monk
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setattr(trackers, "INIT_SEC", 3.0)
     monkeypatch.setattr(trackers, "FINISH_SEC", 120.0)
-    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", None, config.to_dict()))
+    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", config.to_dict()))
     tracked.row({"step": 1, "loss": 0.5})
     tracked.finish({"status": "done"})
     (record,) = records_of(tmp_path)
@@ -210,7 +210,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from largebatch.runs import trackers
 trackers.FINISH_SEC = 1.0
-run = trackers.TrackedRun(Path(sys.argv[1]), "abc", "run", None, {"log": {"wandb": True, "wandb_project": "p"}})
+run = trackers.TrackedRun(Path(sys.argv[1]), "abc", "run", {"log": {"wandb": True, "wandb_project": "p"}})
 tracked = trackers.Trackers(run)
 tracked.row({"step": 0})
 time.sleep(5)
