@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -78,8 +77,8 @@ class TensorBoard:
         self.finish({})
         self._folder.mkdir(exist_ok=True)
         # The synchronous writer: SummaryWriter's thread would hang the run when the disk is full.
-        # Its file names have the second, in which a run may roll back and write again.
-        self._file = EventsWriter(str(self._folder / "events"), f".{secrets.token_hex(4)}")
+        # TensorBoard reads files by name, which has the second: a run may roll back and write again within it.
+        self._file = EventsWriter(str(self._folder / "events"), f".{time.time_ns()}")
         start = SessionLog(status=SessionLog.START)
         self._file.write_event(Event(wall_time=time.time(), step=step, session_log=start))
 
