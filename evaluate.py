@@ -46,7 +46,6 @@ from largebatch.hosts.start import start_jax
 from largebatch.predictions.maps import MapPredictions
 from largebatch.predictions.tables import ClassPredictions
 from largebatch.runs import checkpoints, reader
-from largebatch.runs.checkpoints import LoadedCheckpoint
 from largebatch.runs.load import arrays_of, best_checkpoint
 from largebatch.runs.summary import refuse_other_network
 from largebatch.tasks.planes import PixelTargets
@@ -186,7 +185,7 @@ def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> Train
     """
     exported = collectives.json_from_primary(is_export(path))
     read = contents.read if exported else best_checkpoint
-    best = collectives.agreed(lambda: read(path), collectives.is_primary()) or LoadedCheckpoint({}, {})
+    best = collectives.agreed(lambda: read(path), collectives.is_primary()) or checkpoints.LoadedCheckpoint({}, {})
     about = collectives.json_from_primary(best.description)
     refuse_other_network(about["data"], models.NETWORK_VERSION, path)
     # The user's own limit: a run may come from someone else. How the batch changed is over; its file may be gone.
