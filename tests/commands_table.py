@@ -151,59 +151,6 @@ BATCHES = (
     Row("*--config.schedule.scaling adascale *", EUROSAT),
     Row("*--config.sync.mode local *", EUROSAT),
 )
-EXPORT = ("README.md", "python export.py runs/eurosat --out model")
-A_STUDY = (
-    "docs/studies.md",
-    "python sweep.py --config configs/eurosat.py --space configs/sweeps/optimizers.py "
-    "--study runs/studies/optimizers",
-)
-A_RUN_OF_SCENES = ("docs/maps.md", "python train.py --config configs/scenes_tiny.py --workdir runs/scenes")
-A_TRUNK = (
-    "docs/batches.md",
-    "python train.py --config configs/eurosat_muon.py --config.schedule.name constant --config.checkpoint.keep 5 "
-    "--workdir runs/trunk",
-)
-README = (
-    Row(". .venv/bin/activate"),
-    Row("python minimal.py", "--inner_steps 1 --outer_steps 1", prints=("step 1 ", "final val accuracy")),
-    Row("python train.py --config configs/eurosat.py --workdir *", AVERAGED),
-    Row("python evaluate.py runs/eurosat --split test", prints=("test split", "accuracy")),
-    Row("python report.py runs/eurosat", makes=("report.html",)),
-    Row("python export.py runs/eurosat --out model", makes=("model/model.safetensors", "model/README.md")),
-    Row("python train.py --config configs/eurosat_v3_32.py --work*", f"{ZIP} {STEP}"),
-    Row("python train.py --config configs/own_images.py *", OWN_IMAGES, {"FOLDER": "mine"}),
-    Row(
-        "python train.py --config configs/NAME *",
-        MUON,
-        {"configs/NAME": "configs/eurosat_fast.py", "seed S": "seed 1"},
-    ),
-    Row("python train.py --config ... *", fill={"...": "configs/eurosat.py"}, needs="v3:4x4"),
-    Row("python train.py ...", SYNTHETIC, {" ...": ""}),
-    Row("python -m largebatch.pod *", SYNTHETIC, POD | {" ...": ""}),
-)
-BATCHES = (
-    Row("*--config.schedule.decay_by batch", MUON, {"(300, 450)": "(1, 2)"}),
-    Row("*--config.schedule.decay_by seesaw *", MUON),
-    Row("python train.py *--show_batches", f"{ZIP} {STEPS}", prints=("3 steps, batch 512",)),
-    Row("*--config.batch.trace trace.csv --config.schedule.scaling linear", f"{ZIP} {STEPS}"),
-    Row("*--config.batch.trace spot.csv *", f"{ZIP} {STEPS}"),
-    Row("*--config.batch.auto *", EUROSAT, {"max_size 4096": "max_size 256"}),
-    Row("*--workdir runs/trunk", MUON),
-    Row(
-        "python sweep.py --branch runs/trunk *",
-        BRANCHES,
-        makes=("runs/studies/branches/batch_warmup.csv",),
-        prints=("critical_batch",),
-    ),
-    Row("*--config.batch.trace runs/studies/branches/batch_warmup.csv *", f"{ZIP} {STEPS} {WARMUP}"),
-    Row("*--config.schedule.scaling adascale *", EUROSAT),
-    Row("*--config.sync.mode local *", EUROSAT),
-)
-BENCHMARKS = (
-    Row("python bench.py accuracy *", EUROSAT, {"--seeds 3 --target 0.9": "--seeds 1 --target 0.01"}),
-    Row("python bench.py loop --path runs/eurosat"),
-    Row("python bench.py loop --path RUN", fill={"RUN": "runs/eurosat"}),
-)
 EXPORT = (
     Row("python export.py runs/eurosat --out model", makes=("model/model.safetensors", "model/model.stablehlo")),
     Row("python export.py runs/NAME --out average --ema", fill={"NAME": "eurosat"}),
