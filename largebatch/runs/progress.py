@@ -79,7 +79,10 @@ class RunProgress:
     def _read_on_primary(self, read: Callable[[], tuple]) -> tuple[dict, dict | None]:
         """Return the snapshot and description that host 0 reads, on every host; raise its UserError on all."""
         snapshot, description = collectives.agreed(read, collectives.is_primary()) or (self._like, None)
-        return collectives.from_primary(snapshot), collectives.json_from_primary(description)
+        description = collectives.json_from_primary(description)
+        if description is None and not self.config["train"]["init_from"]:
+            return self._like, None  # every host has made it
+        return collectives.from_primary(snapshot), description
 
     def _read_start(self) -> tuple[dict, dict | None]:
         newest = checkpoints.read_newest(self._checkpoints.folder)
