@@ -173,7 +173,8 @@ def _end_service() -> None:
         for pid in children.read_text().split():
             if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(int(pid), signal.SIGKILL)
-    with contextlib.suppress(Exception):  # it has just been killed
+    # It has just been killed: teardown fails, or asks to exit with the code of the killed process.
+    with contextlib.suppress(Exception, SystemExit):
         wandb.teardown()
 
 

@@ -235,6 +235,18 @@ def test_a_process_that_hangs_holds_up_neither_the_run_nor_its_exit(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_the_exit_code_of_its_killed_process_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    def teardown():
+        sys.exit(-signal.SIGKILL)
+
+    monkeypatch.setattr(trackers, "FINISH_SEC", 0.0)
+    monkeypatch.setattr("wandb.teardown", teardown)
+    monkeypatch.setattr(trackers, "_open_record", lambda run: time.sleep(1))
+    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", {"log": {"wandb": True}}))
+    tracked.finish({"status": "done"})
+    assert "still sends after 0 s; wandb sync sends the rest; the run goes on without it" in caplog.text
+
+
 def test_a_project_that_is_refused_is_named_before_the_run(tmp_path):
     result = run_script(
         "train.py", "--config.log.wandb", "--config.log.wandb_project=a/b", f"--workdir={tmp_path}/run"
