@@ -38,8 +38,7 @@ from largebatch.data.decode import DecodeOptions
 from largebatch.data.sharded_split import ShardedSplit, shard_split
 from largebatch.data.sources.class_folders import find_images
 from largebatch.data.sources.maps import find_maps
-from largebatch.exports import contents
-from largebatch.exports.folder import is_export
+from largebatch.exports import files as export_files
 from largebatch.hardware.chips import Hardware, auto_micro_batch_size
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
@@ -183,8 +182,8 @@ def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> Train
     Raises:
       UserError: there is no run, or its checkpoints, files or config cannot be used; on every host.
     """
-    exported = collectives.json_from_primary(is_export(path))
-    read = contents.read if exported else best_checkpoint
+    exported = collectives.json_from_primary(export_files.is_export(path))
+    read = export_files.read if exported else best_checkpoint
     best = collectives.agreed(lambda: read(path), collectives.is_primary()) or checkpoints.LoadedCheckpoint({}, {})
     about = collectives.json_from_primary(best.description)
     refuse_other_network(about["data"], models.NETWORK_VERSION, path)

@@ -5,8 +5,9 @@
 
 Takes the checkpoint with the best validation score. The folder holds model.safetensors (the arrays),
 model.stablehlo (the network as a program of jax.export for CPUs, NVIDIA GPUs and TPUs, for any number of images),
-model.json (classes, normalisation, config), README.md (the model card) and SHA256SUMS. evaluate.py takes it in
-place of a run folder. On several hosts run it on each, and host 0 writes; or on one of them with --alone.
+pytorch_model.py (the network in PyTorch), model.json (classes, normalisation, config), README.md (the model card)
+and SHA256SUMS. evaluate.py takes it in place of a run folder. On several hosts run it on each, and host 0 writes;
+or on one of them with --alone.
 """
 
 import sys
@@ -18,7 +19,7 @@ from configs import default
 from evaluate import TrainedRun, load_run, read_variables
 from largebatch import cli, terminal
 from largebatch.buckets import bucket
-from largebatch.exports import card, contents, folder, program
+from largebatch.exports import card, files, program
 from largebatch.hosts import collectives
 from largebatch.hosts.start import start_jax
 from largebatch.runs.load import load
@@ -28,8 +29,18 @@ from largebatch.training.loss import make_logits_fn
 from largebatch.util import UserError
 from plan import make_network
 
-# What of a checkpoint's summary says how the network was made.
-OF_SUMMARY = ("examples_seen", "global_batch_size", "params", "devices", "hosts", "platform", "device_kind")
+# Fields of a checkpoint's summary that say how the network was made.
+OF_SUMMARY = (
+    "examples_seen",
+    "global_batch_size",
+    "params",
+    "devices",
+    "hosts",
+    "platform",
+    "device_kind",
+    "git_commit",
+    "versions",
+)
 
 
 def export(run_folder: Path, out: Path, *, ema: bool = False, alone: bool = False) -> str | None:
@@ -47,7 +58,7 @@ def export(run_folder: Path, out: Path, *, ema: bool = False, alone: bool = Fals
     cli.use_compilation_cache(default.get_config().augment.cache_dir)
     start_jax(num_hosts=1 if alone else None)
     # Before the work, and once more after it.
-    collectives.agreed(lambda: folder.check_out(out), collectives.is_primary())
+    collectives.agreed(lambda: files.check_out(out), collectives.is_primary())
     run = load_run(run_folder)
     if run.exported:
         raise UserError(f"{run_folder} is an export already; allowed: a run folder")
@@ -58,23 +69,23 @@ def export(run_folder: Path, out: Path, *, ema: bool = False, alone: bool = Fals
 
     def write() -> str:
         functions = [make_logits_fn(network, run.image_shape, *run.scale) for network in networks.values()]
-        dtype = run.data.get("image_dtype", "uint8")  # runs from before 16 bits do not say it
         about = describe(run, networks["cpu"], ema=ema)
-        contents_by_name = {
-            folder.ARRAYS: contents.arrays_as_bytes(variables),
-            folder.PROGRAM: program.serialized(*functions, variables, run.image_shape, dtype),
-            folder.DESCRIPTION: contents.description_as_bytes(about),
-            folder.CARD: card.card(about, default.get_config().to_dict()).encode(),
+        contents = {
+            files.ARRAYS: files.arrays_as_bytes(variables),
+            files.PROGRAM: program.serialized(*functions, variables, run.image_shape, run.data["image_dtype"]),
+            files.PYTORCH: (Path(files.__file__).parent / files.PYTORCH).read_bytes(),
+            files.DESCRIPTION: files.description_as_bytes(about),
+            files.CARD: card.card(about, default.get_config().to_dict()).encode(),
         }
-        return folder.write(out, contents_by_name)
+        return files.write(out, contents)
 
     return collectives.agreed(write, collectives.is_primary())
 
 
 def describe(run: TrainedRun, network, *, ema: bool) -> dict:
-    """model.json: what evaluate.py takes of it, what a card says, and what others need to build the network."""
-    summary = run.description["summary"]
-    rows = [row for row in load(run.path).rows if row.get("step") == run.step]
+    """Return model.json: what evaluate.py and the card take of it, and what others need to build the network."""
+    summary, whole_run = run.description["summary"], load(run.path)
+    rows = [row for row in whole_run.rows if row.get("step") == run.step]
     scores = rows[-1] if rows else {"val_score": summary.get("best_score")}
     return {
         "step": run.step,
@@ -83,16 +94,16 @@ def describe(run: TrainedRun, network, *, ema: bool) -> dict:
         "score": run.targets.kind.score_column,
         "scores": {name: value for name, value in scores.items() if name.startswith("val_") and value is not None},
         "image_shape": list(run.image_shape),
-        "network": contents.network_of(network),
-        "run": {name: summary.get(name) for name in (*OF_SUMMARY, "git_commit", "versions")},
+        "network": files.network_of(network),
+        "run": {name: summary.get(name) for name in OF_SUMMARY} | {"status": whole_run.status},
         "exported_by": versions(),
-        "data": {"image_dtype": "uint8", **run.data},
+        "data": run.data,
         "config": run.description["config"],
     }
 
 
 def main() -> None:
-    """Reads the command line and exports.
+    """Read the command line and export.
 
     Raises:
       UsageError: the command line cannot be read.
@@ -112,7 +123,7 @@ def main() -> None:
     out = Path(flags.FLAGS.out)
     digest = export(bucket.local_copy(folders[0]), out, ema=flags.FLAGS.ema, alone=flags.FLAGS.alone)
     if digest is not None:
-        print(f"{out}: model.safetensors, model.stablehlo, model.json, README.md; SHA-256 of SHA256SUMS {digest}")
+        print(f"{out}: {', '.join(files.NAMES)}; SHA-256 of SHA256SUMS {digest}")
 
 
 if __name__ == "__main__":

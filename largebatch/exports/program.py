@@ -1,4 +1,4 @@
-"""A network as one program for several platforms, that only JAX is needed to run."""
+"""A network as one program of `jax.export` for several platforms, which needs JAX alone to run."""
 
 import contextlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 def serialized(
     on_cpu: Callable, elsewhere: Callable, variables: dict, image_shape: tuple[int, ...], image_dtype: str
 ) -> bytes:
-    """(arrays by name, integer images [b, H, W, C] of any b) -> float32 [b, ...], by `jax.export`.
+    """Return the program (arrays by name, integer images [b, H, W, C] of any b) -> float32 [b, ...].
 
     Args:
       on_cpu, elsewhere: (variables, images) -> what the network gives; see `loss.make_logits_fn`.
@@ -40,7 +40,7 @@ def serialized(
 
 @contextlib.contextmanager
 def _without_places():
-    """A program would name the source file of every operation, with its folder on this machine."""
+    """Leave out the source file of every operation, which would name a folder on this machine."""
     name = "jax_traceback_in_locations_limit"
     limit = getattr(jax.config, name)
     jax.config.update(name, 0)
@@ -51,7 +51,7 @@ def _without_places():
 
 
 def _keep_sums_of_head(layer: Callable, arguments, options, context):
-    """The last layer without the rounding of its sums: between 4 and 8 two neighbours in bfloat16 are 0.03 apart.
+    """Apply the last layer without rounding its sums: between 4 and 8 two neighbours in bfloat16 are 0.03 apart.
 
     What a run sees is rounded there, so this differs from it by up to half of that; rounded too, it would now and
     then be rounded the other way, and differ by all of it.

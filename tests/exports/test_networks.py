@@ -1,14 +1,17 @@
 """Every network as a program and in PyTorch, with random arrays, against the network itself."""
 
 import json
+import runpy
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from conftest import ROOT
 from jax import export
 
 import model
-from largebatch.exports import card, contents, folder, program
+from largebatch.exports import files, program
 from largebatch.runs.checkpoints import named_leaves
 from largebatch.training.loss import make_logits_fn
 
@@ -84,18 +87,16 @@ def test_the_program_is_the_network(name, dtype):
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_the_text_of_pytorch_is_the_network(name, dtype, tmp_path, monkeypatch):
+def test_the_text_of_pytorch_is_the_network(name, dtype, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: benchmarks/peers/torch_requirements.txt")
     network = make(name, dtype, "dot")
-    variables, about = random_variables(network), contents.network_of(network)
+    variables, about = random_variables(network), files.network_of(network)
     images, expected = images_and_outputs(name, dtype, variables)
-    (tmp_path / folder.ARRAYS).write_bytes(contents.arrays_as_bytes(variables))
+    (tmp_path / files.ARRAYS).write_bytes(files.arrays_as_bytes(variables))
     described = {"network": about, "data": {"mean": [*MEAN, 0.0], "std": [*STD, 1.0]}}  # of targets, too
-    (tmp_path / folder.DESCRIPTION).write_text(json.dumps(described))
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(card.pytorch_code(about), names)
-    found = names["maps" if model.MODELS[name].of_pixels else "logits"](torch.from_numpy(images))
+    (tmp_path / files.DESCRIPTION).write_text(json.dumps(described))
+    shutil.copy(ROOT / "largebatch" / "exports" / files.PYTORCH, tmp_path)
+    found = runpy.run_path(str(tmp_path / files.PYTORCH))["outputs"](torch.from_numpy(images))
     assert_close(found.numpy(), expected, dtype)
 
 
@@ -111,7 +112,3 @@ def test_images_of_16_bits_and_many_bands_have_a_program():
     np.testing.assert_allclose(found, jax.jit(logits_fn)(variables, images), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="uint8"):
         loaded.call(named_leaves(variables), images.astype(np.uint8))
-
-
-def test_a_network_without_text_of_pytorch_has_none():
-    assert card.pytorch_code({"class": "Other", "norm": "none", "dtype": "float32"}) is None

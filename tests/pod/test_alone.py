@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT, run_script
 from test_pod import pod_command, train_command
 
-from largebatch.exports import folder
+from largebatch.exports import files
 
 # As the second of two hosts has them; the first never comes.
 OF_A_POD = {
@@ -35,7 +35,7 @@ def test_one_host_of_a_pod_works_alone_and_of_all_one_writes(tmp_path):
     done = run_script(*pod_command(["sh", "-c", each], 2, 1), env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert ["SHA-256" in (tmp_path / str(host)).read_text() for host in range(2)] == [True, False]
-    for name in (folder.ARRAYS, folder.PROGRAM):
+    for name in (files.ARRAYS, files.PROGRAM):
         assert (tmp_path / "both" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
 
     done = run_script(*pod_command(["sh", "-c", each], 2, 1), env={"PYTHONPATH": str(ROOT)})

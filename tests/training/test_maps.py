@@ -123,7 +123,7 @@ def test_an_export_predicts_the_same_maps(run, tmp_path):
     text = (tmp_path / "model" / "README.md").read_text()
     assert "It gives for each pixel, in this order: 2 logits of" in text
     assert "; a depth, to be cut off at 0 and 1; float32 `[b, height, width, channels]`." in text
-    assert "def maps(images):" in text
+    assert "from pytorch_model import outputs" in text
 
 
 def test_the_average_over_views_and_the_moving_average_are_those_of_the_run(run):
