@@ -115,20 +115,15 @@ def with_pictures(mistake: Mistake, pictures: dict[str, str]) -> Mistake:
 
 
 def read_outcomes(run: Run) -> Outcomes:
-    """What a run predicted at its best step, read part by part.
+    """Return what a run predicted at its best step.
 
     Raises:
       prediction_files.DamagedPredictions: the predictions cannot be used.
     """
-    labels, classes, probabilities, ids, num_classes = [], [], [], [], 0
-    for part in prediction_files.read(run.path):
-        num_classes = part.logits.shape[1]
-        labels.append(part.labels)
-        ids.append(part.ids)
-        classes.append(part.logits.argmax(1))
-        # The largest logit's share of the softmax.
-        probabilities.append(1 / np.exp(part.logits - part.logits.max(1, keepdims=True)).sum(1))
-    return Outcomes(*map(np.concatenate, (labels, classes, probabilities, ids)), num_classes)
+    found = prediction_files.read(run.path)
+    # The largest logit's share of the softmax.
+    probabilities = 1 / np.exp(found.logits - found.logits.max(1, keepdims=True)).sum(1)
+    return Outcomes(found.labels, found.logits.argmax(1), probabilities, found.ids, found.logits.shape[1])
 
 
 def worst_pairs(matrix: np.ndarray, count: int) -> list[tuple[int, int]]:

@@ -16,7 +16,6 @@ import numpy as np
 
 from largebatch import util
 from largebatch.buckets import bucket
-from largebatch.predictions import files as prediction_files
 from largebatch.predictions.files import Outcome
 from largebatch.runs import reader
 from largebatch.util import UserError, expanded
@@ -122,12 +121,22 @@ class RunFolder:
             # Files that a killed process left.
             for left in self.path.glob(".*.tmp"):
                 util.remove(left)
-            prediction_files.finish_writing(self.path)
         if self._bucket:
             what = "is copied to after every checkpoint, from %s; a bucket has no locks: start one run in it only"
             log.info(f"--workdir: %s {what}", self.address, self.path)
             self._bucket.probe()
             self._bucket.pull()
+
+    def is_in_use(self) -> bool:
+        """Return True if a process of any machine that locks files with this one trains in the folder."""
+        try:
+            with (self.path / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # no run has begun, or a file system without locks
+            return False
+        return False
 
     def copy(self, *, at_end: bool = False) -> None:
         """Copy the folder to its bucket, if it has one; an outage is logged, and a later copy makes up for it.

@@ -43,7 +43,7 @@ def runs(config, tmp_path, monkeypatch):
     train.train_and_evaluate(config, str(tmp_path / "resident"))
     monkeypatch.setattr(sharded_split, "RESIDENT_SHARE", 0.0)
     monkeypatch.setattr(sharded_split, "BLOCK_BYTES", 2 * 16 * 16 * 3)
-    monkeypatch.setattr(prediction_files, "MAX_LOGITS_PER_FILE", 7 * 17)
+    monkeypatch.setattr(prediction_files, "LOGITS_PER_PART", 7 * 17)
     fetched, get = [], SplitPredictions.__getitem__
 
     def count(self, examples):
@@ -56,9 +56,8 @@ def runs(config, tmp_path, monkeypatch):
 
 
 def read(run) -> dict[str, np.ndarray]:
-    parts = list(prediction_files.read(run))
-    names = ("labels", "logits", "ids")
-    return {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    found = prediction_files.read(run)
+    return {name: getattr(found, name) for name in ("labels", "logits", "ids")}
 
 
 @pytest.mark.full
@@ -72,7 +71,6 @@ def test_a_run_with_more_than_fits_is_bitwise_the_same(runs, tmp_path, capsys):
     best = np.maximum.accumulate([0.0] + [row["val_accuracy"] for row in rows])
     parts = [(3, slice(0, 17)), (3, slice(17, 34)), (3, slice(34, 42))]
     assert fetched == parts * max(np.count_nonzero(np.diff(best)), 1)
-    assert not (streamed / "predictions.npz").exists()
     expected, found = read(resident), read(streamed)
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name])
@@ -95,7 +93,7 @@ def test_a_run_with_more_than_fits_is_bitwise_the_same(runs, tmp_path, capsys):
     assert "damaged" not in text_of(make(streamed, out=tmp_path / "page.html"))
     damaged = tmp_path / "damaged"
     shutil.copytree(streamed, damaged)
-    path = damaged / "predictions" / "part-00001.npz"
+    path = damaged / "predictions.npz"
     path.write_bytes(path.read_bytes()[:-30])
     text = text_of(make(damaged, out=tmp_path / "page.html"))
-    assert "predictions/part-00001.npz: damaged: File is not a zip file" in text
+    assert "predictions.npz: damaged: File is not a zip file" in text
