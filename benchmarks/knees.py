@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from largebatch.studies import analysis
-from largebatch.studies.knee import Knee, fit_knee
+from largebatch.studies.critical_batch import StepsCurve, fit_steps
 
 TABLES = ("knees", "knees_lamb", "cifar10_knees")  # of docs/results.md
 
@@ -67,17 +67,17 @@ def _rank(row: dict) -> tuple:
     return 0, -len(updates), statistics.mean(updates)
 
 
-def knees_of(tuned: list[Tuned]) -> dict[str, Knee | None]:
+def knees_of(tuned: list[Tuned]) -> dict[str, StepsCurve | None]:
     """The knee of each optimizer; None with fewer than 3 batch sizes that reached the target."""
     knees = {}
     for optimizer in dict.fromkeys(one.optimizer for one in tuned):
         reached = [one for one in tuned if one.optimizer == optimizer and one.reached]
         sizes = [one.batch_size for one in reached for _ in one.updates]
-        knees[optimizer] = fit_knee(sizes, [updates for one in reached for updates in one.updates])
+        knees[optimizer] = fit_steps(sizes, [updates for one in reached for updates in one.updates])
     return knees
 
 
-def knee_cells(knees: dict[str, Knee | None]) -> tuple[list[str], list[list[str]]]:
+def knee_cells(knees: dict[str, StepsCurve | None]) -> tuple[list[str], list[list[str]]]:
     """(header, cells): a row for each optimizer."""
     header = ["optimizer", "knee", "95% interval", "fewest updates", "fewest images"]
     cells = []

@@ -59,7 +59,7 @@ class Hosts:
                 stdin=subprocess.DEVNULL,
                 stdout=log if host else None,
                 stderr=subprocess.STDOUT if host else None,
-                preexec_fn=_die_with_parent,
+                preexec_fn=lambda: die_with_parent(signal.SIGKILL),
             )
             self._processes.append(process)
 
@@ -189,11 +189,11 @@ def say(text: str) -> None:
     print(f"pod: {text}", file=sys.stderr, flush=True)
 
 
-def _die_with_parent() -> None:
-    """Start a session in the child, and on Linux request SIGKILL from the kernel when this process dies."""
+def die_with_parent(number: int) -> None:
+    """Start a session in a child process; on Linux the kernel sends it signal `number` when its parent dies."""
     os.setsid()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -235,6 +235,7 @@ STUDY = "--config configs/eurosat.py --space configs/sweeps/optimizers.py --stud
 STUDIES = (
     SWEEPS["optimizers"],
     Row("python sweep.py --study runs/studies/optimizers"),
+    Row("python sweep.py --study runs/studies/optimizers --workers 2"),
     Row("python sweep.py ... --sampler tpe *", f"{EUROSAT} --trials 3", {"...": f"{STUDY}/tpe"}),
     Row("python sweep.py ... --seeds 5", f"{EUROSAT} --seeds 2", {"...": f"{STUDY}/seeds"}),
     Row("python sweep.py ... --best_seeds 3", f"{EUROSAT} --best_seeds 2", {"...": f"{STUDY}/best"}),
@@ -309,6 +310,7 @@ SCRIPTS = (
     Row("python export.py runs/NAME *", fill={"NAME": "eurosat"}),
     Row("python sweep.py --config * --study runs/studies/NAME", SWEEPS["optimizers"].add, {"NAME": "optimizers"}),
     Row("python sweep.py --study runs/studies/NAME", fill={"NAME": "optimizers"}),
+    Row("python sweep.py --study runs/studies/NAME --workers 4", fill={"NAME": "optimizers", "4": "2"}),
     Row("python sweep.py * --branch RUN", BRANCHES, {"RUN": "runs/trunk"}, prints=("critical_batch",)),
     Row("python sweep.py ... --sampler *", f"{EUROSAT} --trials 3", {"...": f"{STUDY}/tpe"}),
     Row("python sweep.py ... --storage *", skip="tests/studies/test_postgres.py runs studies in PostgreSQL"),
@@ -357,17 +359,25 @@ SPACES = {
 }
 # Is added to each of these files: the grid becomes small, the runs short.
 SHORT_STUDY = """
-from optuna.distributions import CategoricalDistribution
 if "PARTS" in globals():  # of knees.py: updates of its runs
     PARTS = [4, 3, 2]
-_get_space, _derive = get_space, globals().get("derive")
-def get_space():
-    return _get_space() | {field: CategoricalDistribution(values) for field, values in KEPT.items()}
+_suggest, _derive, _searched = suggest, globals().get("derive"), set()
+class Fewer:
+    def __init__(self, trial):
+        self.trial = trial
+    def __getattr__(self, name):
+        return getattr(self.trial, name)
+    def suggest_categorical(self, name, choices):
+        _searched.add(name)
+        kept = [choice for choice in choices if choice in KEPT.get(name, choices)]
+        return self.trial.suggest_categorical(name, kept)
+def suggest(trial):
+    _suggest(Fewer(trial))
 def derive(config):
     if _derive:
         _derive(config)
     short = {"train.inner_steps": 1, "train.outer_steps": 3, "schedule.warmup_updates": 1}
     short |= {"schedule.decay_steps": (1, 2)[: len(config.schedule.decay_steps)]}
     short |= {"sync.start_step": min(config.sync.start_step, 1)}
-    config.update_from_flattened_dict({field: v for field, v in short.items() if field not in get_space()})
+    config.update_from_flattened_dict({field: v for field, v in short.items() if field not in _searched})
 """

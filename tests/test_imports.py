@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "predictions",
         "runs",
     },
-    "studies": {"util", "terminal", "hosts", "config", "data", "runs", "tasks.kinds"},
+    "studies": {"util", "terminal", "hosts", "config", "data", "runs", "tasks.kinds", "pod"},
     # Reports are drawn without JAX, from what a run folder holds.
     "reports": {
         "util",
@@ -57,7 +57,6 @@ MAY_IMPORT = {
         "runs.reader",
         "studies.analysis",
         "studies.critical_batch",
-        "studies.knee",
         "tasks.planes",
     },
     "exports": {"util", "config.dicts", "runs", "tasks.kinds", "tasks.planes"},

@@ -152,10 +152,8 @@ def get_config():
 
 
 SPACE = """
-from optuna.distributions import CategoricalDistribution
-
-def get_space():
-    return {"optimizer.learning_rate": CategoricalDistribution([0.01])}
+def suggest(trial):
+    trial.suggest_categorical("optimizer.learning_rate", [0.01])
 """
 
 

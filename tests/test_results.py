@@ -19,10 +19,8 @@ SHORT = (
 )
 SHORT += ("--config.batch.size", "32", "--config.train.inner_steps", "1", "--config.train.outer_steps", "2")
 SPACE = """
-from optuna.distributions import CategoricalDistribution
-
-def get_space():
-    return {"optimizer.name": CategoricalDistribution(["sgd", "adam"])}
+def suggest(trial):
+    trial.suggest_categorical("optimizer.name", ["sgd", "adam"])
 """
 
 

@@ -1,39 +1,39 @@
+"""Sweeps: trials are runs, share programs, fail each by itself; and the command, on one host and on pods."""
+
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import optuna
 import pytest
 from conftest import ROOT, assert_one_line_error, on_devices, run_script
-from optuna.distributions import CategoricalDistribution, FloatDistribution
+from made_studies import make_study, space_of, train_study
 
 import build
-import model as models
 import train
 from build import ProgramCache
 from largebatch import terminal
 from largebatch.hosts import collectives, preemption
+from largebatch.runs import reader
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.progress import RunProgress
-from largebatch.studies.database import open_storage
-from largebatch.studies.display import SweepTable
-from largebatch.studies.queue import ClaimedTrial, Counts, TrialQueue, TrialSpec
-from largebatch.studies.search import PRUNERS, SearchOptions, grid
-from largebatch.studies.space import as_json
-from largebatch.studies.study import Study
-from largebatch.studies.trial import AssignedTrial, TrialReporter
-from largebatch.studies.worker import Worker
+from largebatch.studies.display import SweepDisplay
+from largebatch.studies.queue import PRUNERS, Counts, Trial, TrialQueue
+from largebatch.studies.space import Space
+from largebatch.studies.worker import TrialReporter
+from largebatch.studies.workers import environments
 from largebatch.tasks.kinds import CLASSIFICATION
 from largebatch.util import UserError
 
-RATES = CategoricalDistribution([0.003, 0.01, 0.03])
+RATE = "optimizer.learning_rate"
 SPACE_FILE = """
-from optuna.distributions import CategoricalDistribution
-
-def get_space():
-    return {"optimizer.name": CategoricalDistribution(["lamb", "sgd"]),
-            "optimizer.learning_rate": CategoricalDistribution([0.003, 0.01])}
+def suggest(trial):
+    trial.suggest_categorical("optimizer.name", ["lamb", "sgd"])
+    trial.suggest_categorical("optimizer.learning_rate", [0.003, 0.01])
 """
 
 
@@ -44,72 +44,16 @@ def config(small_config):
     return small_config
 
 
-def make_study(
-    config,
-    path,
-    space,
-    derive=lambda config: None,
-    pruner="none",
-    sampler="grid",
-    settings=None,
-    seeds=1,
-) -> Study:
-    settings = settings or len(grid(space))
-    description = {"space": as_json(space), "config": config.to_dict()}
-    RunFolder(path).write_json("study.json", description)
-    return Study(
-        path=path,
-        config=config,
-        storage=f"sqlite:///{path / 'study.db'}",
-        search=SearchOptions(space, sampler, study_seed=0, settings=settings, seeds=seeds),
-        pruner=pruner,
-        objective="best_val_accuracy",
-        heartbeat_sec=20,
-        derive=derive,
-        models=models.MODELS,
-        description=description,
-    )
-
-
-def queue_of(study: Study) -> TrialQueue:
-    return TrialQueue(
-        open_storage(study.storage, study.heartbeat_sec),
-        "s",
-        study.search,
-        direction="maximize",
-        pruner=PRUNERS[study.pruner](),
-        heartbeat_sec=study.heartbeat_sec,
-        description={},
-    )
-
-
-def run_study(study: Study, cache=None) -> dict[str, dict]:
-    """Run a study in this process; return the summaries by name of trial."""
-    queue = queue_of(study)
-    table = SweepTable("s", CLASSIFICATION, lambda: queue.counts, enabled=True)
-    with queue, table:
-        make_worker(study, queue, table, cache).run()
-    assert queue.enqueue_missing().left == 0
-    return summaries_of(study.path)
-
-
-def make_worker(study: Study, queue: TrialQueue, table: SweepTable, cache=None) -> Worker:
-    return Worker(study, queue, table, train=train.train_and_evaluate, cache=cache or ProgramCache())
-
-
-def summaries_of(path) -> dict[str, dict]:
-    folders = sorted((path / "trials").iterdir())
-    return {folder.name: json.loads((folder / "summary.json").read_text()) for folder in folders}
-
-
 @pytest.mark.full
 def test_a_trial_is_the_run_that_train_would_do(config, tmp_path):
-    summaries = run_study(make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, seeds=2))
-    assert list(summaries) == ["0000-0", "0000-1", "0001-0", "0001-1", "0002-0", "0002-1"]
+    runs = train_study(make_study(config, tmp_path, space_of({RATE: [0.003, 0.01, 0.03]}), seeds=2))
+    assert [(run.field(RATE), run.field("seed")) for run in runs] == [
+        (rate, seed) for rate in (0.003, 0.01, 0.03) for seed in (0, 1)
+    ]
     config.optimizer.learning_rate, config.seed = 0.01, 1
     alone = train.train_and_evaluate(config, str(tmp_path / "alone"))
-    assert summaries["0001-1"]["params_sha256"] == alone["params_sha256"]
-    assert len({summary["params_sha256"] for summary in summaries.values()}) == 6
+    assert runs[3].summary["params_sha256"] == alone["params_sha256"]
+    assert len({run.summary["params_sha256"] for run in runs}) == 6
 
 
 @pytest.fixture
@@ -129,28 +73,26 @@ def compilations():
 @pytest.mark.full
 def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilations):
     cache = ProgramCache()
-    first = {"optimizer.learning_rate": CategoricalDistribution([0.01])}
-    run_study(make_study(config, tmp_path / "first", first), cache=cache)
+    train_study(make_study(config, tmp_path / "first", space_of({RATE: [0.01]})), cache)
     assert len(compilations) > 2  # at least the inner loop, the predictions and the initial state
     compilations.clear()
     others = {
-        "optimizer.learning_rate": CategoricalDistribution([0.02, 0.03]),
-        "optimizer.momentum": CategoricalDistribution([0.5]),
-        "optimizer.weight_decay": CategoricalDistribution([0.1]),
-        "batch.size": CategoricalDistribution([200, 640]),
-        "train.inner_steps": CategoricalDistribution([4]),  # 3 before; both are done by a program for 4
+        RATE: [0.02, 0.03],
+        "optimizer.momentum": [0.5],
+        "optimizer.weight_decay": [0.1],
+        "batch.size": [200, 640],
+        "train.inner_steps": [4],  # 3 before; both are done by a program for 4
     }
-    summaries = run_study(make_study(config, tmp_path / "others", others, seeds=2), cache=cache)
-    assert len(summaries) == 8
+    assert len(train_study(make_study(config, tmp_path / "others", space_of(others), seeds=2), cache)) == 8
     assert compilations == []
 
 
 @pytest.mark.full
 def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "MAX_PROGRAMS", 1)
-    space, cache = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"])}, ProgramCache()
-    summaries = run_study(make_study(config, tmp_path, space), cache=cache)
-    assert [summary["status"] for summary in summaries.values()] == ["done"] * 2
+    cache = ProgramCache()
+    runs = train_study(make_study(config, tmp_path, space_of({"optimizer.name": ["lamb", "sgd"]})), cache)
+    assert [run.status for run in runs] == ["done"] * 2
     assert len(cache._programs) == 1  # the second's
 
 
@@ -159,31 +101,24 @@ def test_trials_of_other_lengths_and_batch_sizes(config, tmp_path):
     def derive(config):
         config.train.outer_steps = 1 if config.batch.size == 64 else 4
 
-    space = {"batch.size": CategoricalDistribution([64, 100, 640])}
-    summaries = run_study(make_study(config, tmp_path, space, derive))
-    assert [summary["steps"] for summary in summaries.values()] == [3, 12, 12]
-    assert [summary["examples_seen"] for summary in summaries.values()] == [3 * 64, 12 * 100, 12 * 640]
+    runs = train_study(make_study(config, tmp_path, space_of({"batch.size": [64, 100, 640]}, derive=derive)))
+    assert [run.summary["steps"] for run in runs] == [3, 12, 12]
+    assert [run.summary["examples_seen"] for run in runs] == [3 * 64, 12 * 100, 12 * 640]
 
 
 @pytest.mark.full
 def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_path, capsys):
     # 10,000 examples are more than there are; a rate of 1e38 does not stay finite.
-    rates = CategoricalDistribution([0.01, 1e38])
-    space = {"optimizer.learning_rate": rates, "batch.size": CategoricalDistribution([128, 10_000])}
     config.optimizer.name = "sgd"
-    study = make_study(config, tmp_path, space)
-    queue = queue_of(study)
-    table = SweepTable("s", CLASSIFICATION, lambda: queue.counts, enabled=True)
-    with queue, table:
-        make_worker(study, queue, table).run()
+    study = make_study(config, tmp_path, space_of({RATE: [0.01, 1e38], "batch.size": [128, 10_000]}))
+    runs = train_study(study, enabled=True)
     shown = capsys.readouterr().out
     assert "4 of 4 trials ended" in shown
     assert shown.count("  failed  ") == 2
-    assert "batch.size: 10000; allowed: an integer from 1 to 640" in shown
     assert shown.count("  diverged  ") == 1
-    assert queue.enqueue_missing() == Counts(0, 0, 4)
-    trial = json.loads((tmp_path / "trials" / "0001-0" / "trial.json").read_text())
-    assert "batch.size: 10000" in trial["error"]
+    assert [run.status for run in runs] == ["done", "failed", "diverged", "failed"]
+    assert "batch.size: 10000; allowed: an integer from 1 to 640" in runs[1].trial_error
+    assert "batch.size: 10000" in shown
 
 
 def test_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp_path, monkeypatch):
@@ -191,79 +126,49 @@ def test_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp_path, 
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(ProgramCache, "programs", programs)
-    rates = CategoricalDistribution([0.01, 0.02])
-    study = make_study(config, tmp_path, {"optimizer.learning_rate": rates})
-    queue = queue_of(study)
-    table = SweepTable("s", CLASSIFICATION, lambda: queue.counts, enabled=True)
-    with queue, table:
-        make_worker(study, queue, table).run()
-    for name in ("0000-0", "0001-0"):
-        trial = json.loads((tmp_path / "trials" / name / "trial.json").read_text())
-        assert trial["error"] == "RESOURCE_EXHAUSTED: out of memory"
-    assert queue.enqueue_missing() == Counts(0, 0, 2)
+    runs = train_study(make_study(config, tmp_path, space_of({RATE: [0.01, 0.02]})))
+    assert [run.trial_error for run in runs] == ["RESOURCE_EXHAUSTED: out of memory"] * 2
 
 
 def test_several_failures_in_a_row_end_the_sweep(config, tmp_path):
-    space = {"batch.size": CategoricalDistribution([1000, 2000, 3000, 4000])}
+    study = make_study(config, tmp_path, space_of({"batch.size": [1000, 2000, 3000, 4000]}))
     with pytest.raises(UserError, match=r"3 trials in a row failed, the last one: batch\.size: 3000"):
-        run_study(make_study(config, tmp_path, space))
+        train_study(study)
 
 
 def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monkeypatch, caplog):
-    study = make_study(config, tmp_path, {"optimizer.learning_rate": CategoricalDistribution([0.01])})
-    other = RunFolder(tmp_path / "trials" / "0000-0")
+    study = make_study(config, tmp_path, space_of({RATE: [0.01]}))
+    other = RunFolder(study.folder_of({RATE: 0.01}, 0))
+    monkeypatch.setattr(TrialQueue, "_is_trained", lambda *_: False)  # as where it takes the folder right after
     other.lock()
     monkeypatch.setattr("largebatch.studies.worker.time.sleep", lambda seconds: other.close())
     with caplog.at_level("INFO", "largebatch"):
-        summaries = run_study(study)
+        (run,) = train_study(study)
     assert "it comes again later" in caplog.text
-    assert summaries["0000-0"]["status"] == "done"
+    assert run.status == "done"
 
 
 @pytest.mark.full
 def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(config, tmp_path, monkeypatch):
-    space = {"optimizer.name": CategoricalDistribution(["lamb", "sgd"])}
-    study, record = make_study(config, tmp_path, space), RunProgress.record
+    study, record = make_study(config, tmp_path, space_of({"optimizer.name": ["lamb", "sgd"]})), RunProgress.record
 
     def find_the_disk_full(*_):
         raise UserError("disk full")
 
     monkeypatch.setattr(RunProgress, "record", find_the_disk_full)
     with pytest.raises(UserError, match="disk full"):
-        run_study(study)
-    assert queue_of(study).enqueue_missing() == Counts(2, 0, 0)
+        train_study(study)
+    assert TrialQueue(study).fill() == Counts(2, 0, 0)
     monkeypatch.setattr(RunProgress, "record", record)
-    assert [summary["status"] for summary in run_study(study).values()] == ["done", "done"]
+    assert [run.status for run in train_study(study)] == ["done", "done"]
 
 
-def test_a_signal_puts_all_claimed_trials_back(config, tmp_path, monkeypatch):
-    space = {"optimizer.name": CategoricalDistribution(["lamb", "adam", "sgd"])}
-    study = make_study(config, tmp_path, space)
+def test_a_signal_puts_the_claimed_trial_back(config, tmp_path, monkeypatch):
+    study = make_study(config, tmp_path, space_of({"optimizer.name": ["lamb", "adam", "sgd"]}))
     monkeypatch.setattr(preemption, "_first_signal", 15)
     with pytest.raises(preemption.Stopped):
-        run_study(study)
-    assert queue_of(study).enqueue_missing() == Counts(3, 0, 0)
-
-
-def test_integers_in_place_of_words(small_config, tmp_path):
-    assert small_config.batch.size == "full"
-    space = {
-        "batch.size": CategoricalDistribution([64, "full"]),
-        "batch.micro_batch_size": CategoricalDistribution([8]),
-    }
-    study = make_study(small_config, tmp_path, space)
-    assert study.config_of({"batch.size": 64, "batch.micro_batch_size": 8}, 0).batch.size == 64
-    small_config.batch.size = 64
-    assert study.config_of({"batch.size": "full", "batch.micro_batch_size": 8}, 0).batch.size == "full"
-
-
-def test_a_faulty_derive_is_one_line(config, tmp_path):
-    def derive(config):
-        config.train.inner_steps = undefined  # noqa: F821
-
-    study = make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, derive)
-    with pytest.raises(UserError, match=r"--space: \{.*NameError: name 'undefined'"):
-        study.config_of({"optimizer.learning_rate": 0.01}, 0)
+        train_study(study)
+    assert TrialQueue(study).fill() == Counts(3, 0, 0)
 
 
 @pytest.mark.full
@@ -277,17 +182,12 @@ def test_pruned_trials_end_early_and_are_kept(config, tmp_path, monkeypatch):
             return trial.number > 0 and trial.last_step == 2
 
     monkeypatch.setitem(PRUNERS, "median", Second)
-    space = {"optimizer.learning_rate": CategoricalDistribution([0.01, 0.02])}
-    study = make_study(config, tmp_path, space, pruner="median")
-    run_study(study)
-    good, bad = summaries_of(tmp_path).values()
-    assert (good["status"], bad["status"]) == ("done", "pruned")
-    assert (bad["steps"], good["steps"]) == (6, 18)
-    states = [
-        trial.state.name
-        for trial in optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path / 'study.db'}").get_trials()
-    ]
-    assert sorted(states) == ["COMPLETE", "PRUNED"]
+    study = make_study(config, tmp_path, space_of({RATE: [0.01, 0.02]}), pruner="median")
+    good, bad = train_study(study)
+    assert (good.status, bad.status) == ("done", "pruned")
+    assert (bad.summary["steps"], good.summary["steps"]) == (6, 18)
+    rows = optuna.load_study(study_name=None, storage=study.storage).get_trials()
+    assert [row.state.name for row in rows] == ["COMPLETE", "PRUNED"]
 
 
 @pytest.mark.parametrize("primary", [True, False])
@@ -296,10 +196,9 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
     config, tmp_path, monkeypatch, primary, told
 ):
     """Host 0 alone waits for the database, and the others for what it says."""
-    study = make_study(config, tmp_path, {"optimizer.learning_rate": RATES}, pruner="median")
-    row = {"val_score": 0.5, "outer": 1}
-    spec = TrialSpec(setting=0, seed=0, values={})
-    folder = RunFolder(study.folder_of(spec))
+    study = make_study(config, tmp_path, space_of({RATE: [0.01]}), pruner="median")
+    row, trial = {"val_score": 0.5, "outer": 1}, Trial(0, 0, {RATE: 0.01})
+    folder = RunFolder(study.folder_of(trial.setting, 0))
     folder.begin(config.to_dict())
     folder.append_row(row)
     signal_of_host_0 = 15
@@ -313,13 +212,8 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
             collectives, "json_from_primary", lambda mine: {"should_prune": False, "signal": signal_of_host_0}
         )
         monkeypatch.setattr(collectives, "from_primary", lambda mine: pytest.fail("in a collective"))
-    table = SweepTable("s", CLASSIFICATION, Counts, enabled=False)
-    if primary:
-        trial, queue = AssignedTrial(spec, ClaimedTrial(spec, optuna_trial=None)), Away()
-    else:
-        trial, queue = AssignedTrial(spec, claimed=None), None
-    reporter = TrialReporter(study, trial, queue, table)
-    table.start(spec.name, {}, 2, 0)
+    display = SweepDisplay("s", CLASSIFICATION, Counts, enabled=False)
+    reporter = TrialReporter(study, trial, Away() if primary else None, display)
     tell = {"what was before": lambda: reporter.start(2, 1, ""), "a new row": lambda: reporter.row(row, 2)}[told]
     with pytest.raises(preemption.Stopped):
         tell()
@@ -327,12 +221,23 @@ def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
 
 @pytest.mark.full
 def test_tpe_searches_and_all_its_trials_are_kept(config, tmp_path):
-    space = {"optimizer.learning_rate": FloatDistribution(1e-4, 0.1, log=True)}
-    summaries = run_study(make_study(config, tmp_path, space, sampler="tpe", settings=3))
-    assert list(summaries) == ["0000-0", "0001-0", "0002-0"]
-    trials = [json.loads((tmp_path / "trials" / name / "trial.json").read_text()) for name in summaries]
-    settings = [trial["setting"] for trial in trials]
-    assert len({setting["optimizer.learning_rate"] for setting in settings}) == 3
+    space = Space(lambda trial: trial.suggest_float(RATE, 1e-4, 0.1, log=True), space_of({}).rules)
+    runs = train_study(make_study(config, tmp_path, space, sampler="tpe", trials=3))
+    assert [run.trial["index"] for run in runs] == [0, 1, 2]
+    assert len({run.field(RATE) for run in runs}) == 3
+
+
+def test_workers_share_the_accelerators_of_a_machine():
+    assert environments(2, "cpu", []) == [{}, {}]
+    own = environments(2, "gpu", ["0", "1", "2", "3"])
+    assert own == [{"CUDA_VISIBLE_DEVICES": "0,2"}, {"CUDA_VISIBLE_DEVICES": "1,3"}]
+    shared = environments(3, "gpu", ["5"])
+    assert shared == [{"CUDA_VISIBLE_DEVICES": "5", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.300"}] * 3
+    chips = environments(2, "tpu", ["0", "1"])
+    assert [chip["TPU_VISIBLE_CHIPS"] for chip in chips] == ["0", "1"]
+    assert len({chip["TPU_PROCESS_PORT"] for chip in chips}) == 2
+    with pytest.raises(UserError, match=r"--workers: 3; allowed: up to 2, the TPU chips of this machine"):
+        environments(3, "tpu", ["0", "1"])
 
 
 def test_a_leaderboard_of_others_does_not_steer_the_terminal(capsys):
@@ -366,23 +271,59 @@ def command(tmp_path_factory, session_cache):
 
 
 @pytest.mark.full
-def test_the_command_its_leaderboard_and_going_on(command, session_cache):
+def test_the_command_its_leaderboard_and_going_on_with_workers(command):
     result = command("--trials=2")
     assert result.returncode == 0, result.stderr
     assert "2 of 2 trials ended" in result.stdout
     assert "best_val_accuracy" in result.stdout
     assert "warning" not in result.stderr.lower()
-    more = command("--trials=3", space=None, config=[])
+    study = command.folder / "study"
+    assert (study / "space.py").read_text() == SPACE_FILE
+    (command.folder / "space.py").rename(command.folder / "moved.py")  # the study has its own copy
+    more = command("--trials=4", "--workers=2", space=None, config=[])
+    (command.folder / "moved.py").rename(command.folder / "space.py")
     assert more.returncode == 0, more.stderr
-    assert more.stdout.count("started at update 0") == 1
-    named = [line for line in more.stderr.splitlines() if "which" in line]
-    assert named == [
-        f"uses augment.cache_dir {session_cache}, which {command.folder / 'study'} names",
-        f"runs the space file {command.folder / 'space.py'}, which {command.folder / 'study'} names",
-    ]
-    described = json.loads((command.folder / "study" / "study.json").read_text())
+    assert more.stdout.count("started at update 0") == 2
+    assert more.stdout.count("rank") == 1
+    described = json.loads((study / "study.json").read_text())
     assert described["config"]["dataset"]["num_examples"] == 100
-    assert described["trials"] == 3
+    assert described["trials"] == 4
+    assert [run.status for run in reader.read_study(study).runs] == ["done"] * 4
+
+
+@pytest.mark.full
+def test_a_signal_stops_all_workers_and_a_killed_one_is_named(command):
+    options = ["--workers=2", "--config.train.outer_steps=200", "--heartbeat_sec=1"]
+    arguments = [
+        f"--study={command.folder / 'w'}",
+        f"--space={command.folder / 'space.py'}",
+        *command.config,
+        *options,
+    ]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "sweep.py", *arguments],
+        cwd=ROOT,
+        env=on_devices(1),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
+    deadline = time.monotonic() + 240
+    while len(list((command.folder / "w").glob("trials/*/metrics.jsonl"))) < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
+        workers = [int(pid) for pid in file.read().split()]
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    process.send_signal(signal.SIGTERM)
+    shown = process.communicate(timeout=120)
+    assert process.returncode in (128 + signal.SIGTERM, 128 + signal.SIGKILL), shown
+    assert "worker 1 was killed by SIGKILL; start again with --study" in shown[1]
+    assert "stopped by SIGTERM" in shown[1]
+    assert "rank" not in shown[0]
 
 
 @pytest.mark.parametrize(
@@ -390,13 +331,8 @@ def test_the_command_its_leaderboard_and_going_on(command, session_cache):
     [
         ({"space": None, "study": "none"}, ["--study: no study in", "give --space"]),
         ({"space": "none.py", "study": "x"}, ["--space:", "none.py is not a file"]),
-        (("--trials=9", {"study": "x"}), ["--trials: 9; allowed: up to 4"]),
-        (("--trials=3", "--seeds=2", {"study": "x"}), ["--trials: 3; allowed: a multiple of --seeds, 2"]),
-        (("--sampler=random", {"study": "x"}), ["--trials: missing"]),
-        (("--objective=steps_to_target", {"study": "x"}), ["needs train.target_accuracy"]),
-        (("--best_seeds=1", {"study": "x"}), ["--best_seeds: 1; allowed: more than --seeds, 1"]),
+        (("--trials=9", {"study": "x"}), ["--trials: 9 settings; allowed: up to 4"]),
         (("--config.dataset.name=mine", "--config.dataset.path=/no", {"study": "x"}), ["dataset.path: /no"]),
-        (("--storage=nonsense", {"study": "x"}), ["--storage: 'nonsense'; allowed: a database URL"]),
         (
             ("--storage=sqlite:////no/such.db", {"study": "y"}),
             ["--storage: sqlite:////no/such.db cannot be opened"],
@@ -413,11 +349,9 @@ def test_bad_input_is_one_line(command, arguments, words):
 
 
 TUPLES_FILE = """
-from optuna.distributions import CategoricalDistribution
-
-def get_space():
-    return {"schedule.decay_steps": CategoricalDistribution([(1,), (1, 2)]),
-            "optimizer.clip_norm": CategoricalDistribution([None, 1.0])}
+def suggest(trial):
+    trial.suggest_categorical("schedule.decay_steps", [(1,), (1, 2)])
+    trial.suggest_categorical("optimizer.clip_norm", [None, 1.0])
 """
 
 
@@ -433,9 +367,8 @@ def test_tuples_and_none_in_a_space_are_trained_and_shown(command):
     assert "Warning" not in first.stderr + result.stderr
     table = [line.split() for line in result.stdout.splitlines() if line.endswith("1 done  ")]
     assert sorted(row[1:-4] for row in table) == [["[1,", "2]", "None"], ["[1]", "1"], ["[1]", "None"]]
-    for name, steps in {"0000-0": [1], "0002-0": [1, 2]}.items():
-        config = json.loads((command.folder / "tuples" / "trials" / name / "config.json").read_text())
-        assert config["schedule"]["decay_steps"] == steps
+    runs = reader.read_study(command.folder / "tuples").runs
+    assert [run.field("schedule.decay_steps") for run in runs] == [[1], [1], [1, 2]]
     again = command(space=None, study="tuples", config=[])
     assert again.returncode == 0, again.stderr
     assert "3 of" not in again.stdout  # nothing is left but to tell the result
@@ -450,7 +383,10 @@ def test_another_study_in_the_folder_is_refused(command):
     assert command("--trials=1", study="kept").returncode == 0
     before = (folder / "study.json").read_bytes()
     assert_one_line_error(
-        command("--trials=1", study="kept", space="other.py"), "holds another study", "choices", "0.02"
+        command("--trials=1", study="kept", space="other.py"),
+        "other.py is not",
+        "kept/space.py",
+        "allowed: the same",
     )
     assert_one_line_error(
         command("--trials=1", "--config.optimizer.momentum=0.5", study="kept"),
@@ -484,7 +420,7 @@ def test_every_host_of_a_pod_joins_the_same_trial(command):
     )
     assert result.returncode == 0, result.stderr + result.stdout
     assert "2 of 2 trials ended" in result.stdout
-    summaries = summaries_of(command.folder / "pod").values()
+    summaries = [run.summary for run in reader.read_study(command.folder / "pod").runs]
     assert [(summary["hosts"], summary["devices"], summary["status"]) for summary in summaries] == [
         (2, 4, "done"),
         (2, 4, "done"),

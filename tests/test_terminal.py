@@ -12,7 +12,7 @@ from largebatch.doctor import OK, Finding, show
 from largebatch.predictions import tables
 from largebatch.runs.display import Reporter
 from largebatch.runs.summary import empty_summary
-from largebatch.studies.display import SweepTable
+from largebatch.studies.display import SweepDisplay
 from largebatch.studies.queue import Counts
 from largebatch.tasks.kinds import CLASSIFICATION
 from largebatch.tasks.scores import Scores
@@ -55,16 +55,16 @@ def test_a_long_run_says_once_how_long_it_takes(calls, said, capsys):
     assert capsys.readouterr().out.strip() == said
 
 
-def test_a_study_shows_its_name_settings_and_errors(capsys):
-    table = SweepTable(NAME, CLASSIFICATION, lambda: Counts(0, 0, 1), enabled=True)
-    with table:
-        table.start(f"t{NAME}", {"dataset.name": NAME}, 1, 0)
-        table.end(f"t{NAME}", "failed", None, error=NAME)
-    table._console.print(table._render())  # as on a terminal
+def test_a_study_shows_its_name_trials_and_errors(capsys):
+    display = SweepDisplay(NAME, CLASSIFICATION, lambda: Counts(0, 0, 1), enabled=True)
+    with display:
+        display.start(f"t{NAME}", 1, 0)
+        display.end(f"t{NAME}", "failed", None, error=NAME)
+    display._console.print(display._bars.get_renderable())  # as on a terminal
     shown = capsys.readouterr().out
-    for text in (f"{SHOWN}: 1 of 1", f"trial t{SHOWN}", f"name {SHOWN}", f"failed  {SHOWN}"):
+    for text in (SHOWN, f"trial t{SHOWN}", f"failed  {SHOWN}", "1 of 1 trials ended"):
         assert text in shown
-    assert shown.count(f"t{SHOWN}") == 3
+    assert "\x1b" not in shown
 
 
 def test_predictions_and_findings_show_classes_and_folders(capsys):

@@ -6,8 +6,6 @@ r"""What each ingredient of eurosat_muon.py is worth: the recipe with one thing 
 The first value of each field is the recipe's own. Its optimizer has a study of its own: tuned_optimizers.py.
 """
 
-from optuna.distributions import CategoricalDistribution
-
 CHOICES = {
     "model.name": ["resconvnet", "convnet"],
     "model.norm": ["batch", "group", "none"],
@@ -24,12 +22,11 @@ CHOICES = {
 }
 
 
-def get_space():
-    return {field: CategoricalDistribution(choices) for field, choices in CHOICES.items()}
-
-
-def includes(values):
-    return sum(values[field] != choices[0] for field, choices in CHOICES.items()) <= 1
+def suggest(trial):
+    changed = False
+    for field, choices in CHOICES.items():
+        value = trial.suggest_categorical(field, choices[:1] if changed else choices)
+        changed = changed or value != choices[0]
 
 
 def derive(config):

@@ -6,20 +6,12 @@ r"""SGD of a batch of 128 beside 2,048 at a rate scaled linearly and by AdaScale
 Linear scaling has a sixteenth of the updates. AdaScale goes on until it has made 3,375 scale-invariant steps.
 """
 
-from optuna.distributions import CategoricalDistribution
-
 SMALL, LARGE, STEPS = 128, 2048, 3375
 
 
-def get_space():
-    return {
-        "schedule.scaling": CategoricalDistribution(["none", "linear", "adascale"]),
-        "batch.size": CategoricalDistribution([SMALL, LARGE]),
-    }
-
-
-def includes(values):
-    return (values["schedule.scaling"] == "none") == (values["batch.size"] == SMALL)
+def suggest(trial):
+    scaling = trial.suggest_categorical("schedule.scaling", ["none", "linear", "adascale"])
+    trial.suggest_categorical("batch.size", [SMALL if scaling == "none" else LARGE])
 
 
 def derive(config):

@@ -6,27 +6,17 @@ r"""Every optimizer at six learning rates, two to a decade, with all else as in 
 Each has a window of its own: the best rate of SGD is many times that of Adam. tuned_optimizers.py goes on.
 """
 
-from optuna.distributions import CategoricalDistribution
-
-RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
-WINDOWS = {
-    "lamb": (1e-3, 0.3),
-    "adam": (3e-4, 0.1),
-    "sgd": (3e-3, 1.0),
-    "nadamw": (3e-4, 0.1),
-    "lars": (0.1, 30.0),
-    "muon": (1e-2, 3.0),
-    "soap": (3e-4, 0.1),
+RATES = {
+    "lamb": [1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3],
+    "adam": [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1],
+    "sgd": [3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0],
+    "nadamw": [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1],
+    "lars": [0.1, 0.3, 1.0, 3.0, 10.0, 30.0],
+    "muon": [1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0],
+    "soap": [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1],
 }
 
 
-def get_space():
-    return {
-        "optimizer.name": CategoricalDistribution(list(WINDOWS)),
-        "optimizer.learning_rate": CategoricalDistribution(RATES),
-    }
-
-
-def includes(values):
-    low, high = WINDOWS[values["optimizer.name"]]
-    return low <= values["optimizer.learning_rate"] <= high
+def suggest(trial):
+    optimizer = trial.suggest_categorical("optimizer.name", list(RATES))
+    trial.suggest_categorical("optimizer.learning_rate", RATES[optimizer])

@@ -4,11 +4,9 @@ r"""A rate that is cut to a fifth twice beside a batch that grows fivefold inste
         --study runs/studies/batch_growth --seeds 3 --config.dataset.image_size 32
 """
 
-from optuna.distributions import CategoricalDistribution
 
-
-def get_space():
-    return {"schedule.decay_by": CategoricalDistribution(["rate", "batch"])}
+def suggest(trial):
+    trial.suggest_categorical("schedule.decay_by", ["rate", "batch"])
 
 
 def derive(config):

@@ -7,23 +7,19 @@ All see 345,600 images (with the trace 345,088). configs/eurosat_batch_warmup.cs
 for Muon at 32 pixels; docs/batches.md has the commands.
 """
 
-from optuna.distributions import CategoricalDistribution
-
-CHANGES = {"batch.size": 512, "batch.trace": "configs/eurosat_batch_warmup.csv", "schedule.decay_by": "seesaw"}
+CHOICES = {
+    "batch.size": [128, 512],
+    "batch.trace": [None, "configs/eurosat_batch_warmup.csv"],
+    "schedule.decay_by": ["rate", "seesaw"],
+}
 IMAGES, TRACE_UPDATES = 345_600, 946
 
 
-def get_space():
-    return {
-        "batch.size": CategoricalDistribution([128, CHANGES["batch.size"]]),
-        "batch.trace": CategoricalDistribution([None, CHANGES["batch.trace"]]),
-        "schedule.decay_by": CategoricalDistribution(["rate", CHANGES["schedule.decay_by"]]),
-    }
-
-
-def includes(values):
-    changed = [field for field, value in CHANGES.items() if values[field] == value]
-    return len(changed) <= 1
+def suggest(trial):
+    changed = False
+    for field, choices in CHOICES.items():
+        value = trial.suggest_categorical(field, choices[:1] if changed else choices)
+        changed = changed or value != choices[0]
 
 
 def derive(config):

@@ -7,10 +7,10 @@ r"""Updates of SGD and Muon to 0.70 on CIFAR-10 over batch size: rates first, th
 As knees.py, at three batch sizes. Views are an image and its mirror image, since objects have an upside.
 """
 
-from configs.sweeps.knees import GROUPS, derive, includes, refine, space_of
+from configs.sweeps.knees import GROUPS, derive, refine, suggest_among
 
-__all__ = ["GROUPS", "derive", "get_space", "includes", "refine"]
+__all__ = ["GROUPS", "derive", "refine", "suggest"]
 
 
-def get_space():
-    return space_of(["sgd", "muon"], [128, 512, 2048])
+def suggest(trial):
+    suggest_among(trial, ["sgd", "muon"], [128, 512, 2048])

@@ -9,8 +9,6 @@ decay makes the last part of a run the best one: a run that is too long reaches 
 2 CPU cores.
 """
 
-from optuna.distributions import CategoricalDistribution
-
 GROUPS = ("optimizer.name", "batch.size")
 LARGE = 8192
 RATES = {  # of batches of 128, of 512 and 2,048, and of larger ones
@@ -30,23 +28,15 @@ def rates(optimizer, batch_size):
     return middle if batch_size < LARGE else large
 
 
-def get_space():
-    return space_of(list(RATES), [128, 512, 2048, 8192, 21_600])
+def suggest(trial):
+    suggest_among(trial, list(RATES), [128, 512, 2048, 8192, 21_600])
 
 
-def space_of(optimizers, batch_sizes):
-    of_all = {rate for of_optimizer in RATES.values() for of_size in of_optimizer for rate in of_size}
-    return {
-        "optimizer.name": CategoricalDistribution(optimizers),
-        "batch.size": CategoricalDistribution(batch_sizes),
-        "optimizer.learning_rate": CategoricalDistribution(sorted(of_all)),
-        "train.outer_steps": CategoricalDistribution(PARTS),
-    }
-
-
-def includes(values):
-    rate = values["optimizer.learning_rate"]
-    return rate in rates(values["optimizer.name"], values["batch.size"]) and values["train.outer_steps"] == PARTS[0]
+def suggest_among(trial, optimizers, batch_sizes):
+    optimizer = trial.suggest_categorical("optimizer.name", optimizers)
+    batch_size = trial.suggest_categorical("batch.size", batch_sizes)
+    trial.suggest_categorical("optimizer.learning_rate", rates(optimizer, batch_size))
+    trial.suggest_categorical("train.outer_steps", PARTS[:1])
 
 
 def refine(best):

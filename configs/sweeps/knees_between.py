@@ -5,10 +5,10 @@ r"""knees.py at 256 and 1,024, for the optimizers that do not reach the target w
         --config.dataset.image_size 32
 """
 
-from configs.sweeps.knees import GROUPS, derive, includes, refine, space_of
+from configs.sweeps.knees import GROUPS, derive, refine, suggest_among
 
-__all__ = ["GROUPS", "derive", "get_space", "includes", "refine"]
+__all__ = ["GROUPS", "derive", "refine", "suggest"]
 
 
-def get_space():
-    return space_of(["sgd", "lamb"], [256, 1024])
+def suggest(trial):
+    suggest_among(trial, ["sgd", "lamb"], [256, 1024])

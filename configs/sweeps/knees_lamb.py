@@ -5,10 +5,10 @@ r"""knees.py for LAMB alone, to 0.85: with batches of 2,048 and more it does not
         --config.dataset.image_size 32
 """
 
-from configs.sweeps.knees import GROUPS, derive, includes, refine, space_of
+from configs.sweeps.knees import GROUPS, derive, refine, suggest_among
 
-__all__ = ["GROUPS", "derive", "get_space", "includes", "refine"]
+__all__ = ["GROUPS", "derive", "refine", "suggest"]
 
 
-def get_space():
-    return space_of(["lamb"], [128, 512, 2048, 8192])
+def suggest(trial):
+    suggest_among(trial, ["lamb"], [128, 512, 2048, 8192])

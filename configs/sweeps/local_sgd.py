@@ -4,20 +4,12 @@ r"""Devices that average every update, every 4 and every 16, and from half way o
         --space configs/sweeps/local_sgd.py --study runs/studies/local_sgd --seeds 3 --config.dataset.image_size 32
 """
 
-from optuna.distributions import CategoricalDistribution
-
 UPDATES = 680
 
 
-def get_space():
-    return {
-        "sync.mode": CategoricalDistribution(["every_step", "local", "post_local"]),
-        "sync.every": CategoricalDistribution([1, 4, 16]),
-    }
-
-
-def includes(values):
-    return (values["sync.mode"] == "every_step") == (values["sync.every"] == 1)
+def suggest(trial):
+    mode = trial.suggest_categorical("sync.mode", ["every_step", "local", "post_local"])
+    trial.suggest_categorical("sync.every", [1] if mode == "every_step" else [4, 16])
 
 
 def derive(config):

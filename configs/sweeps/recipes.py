@@ -4,12 +4,8 @@ r"""A search around a recipe: rate, momentum and weight decay of the config's ow
         --sampler tpe --pruner median --trials 30
 """
 
-from optuna.distributions import FloatDistribution
 
-
-def get_space():
-    return {
-        "optimizer.learning_rate": FloatDistribution(1e-3, 0.1, log=True),
-        "optimizer.momentum": FloatDistribution(0.8, 0.98),
-        "optimizer.weight_decay": FloatDistribution(1e-4, 1.0, log=True),
-    }
+def suggest(trial):
+    trial.suggest_float("optimizer.learning_rate", 1e-3, 0.1, log=True)
+    trial.suggest_float("optimizer.momentum", 0.8, 0.98)
+    trial.suggest_float("optimizer.weight_decay", 1e-4, 1.0, log=True)

@@ -4,15 +4,11 @@ r"""Every loss of masks beside l1 for depths, and every loss of depths beside cr
         --study runs/studies/scenes_losses --config.train.outer_steps 3 --seeds 3
 """
 
-from optuna.distributions import CategoricalDistribution
 
-
-def get_space():
-    return {
-        "task.mask_loss": CategoricalDistribution(["cross_entropy", "dice", "cross_entropy_dice", "focal"]),
-        "task.depth_loss": CategoricalDistribution(["l1", "berhu", "gradient"]),
-    }
-
-
-def includes(values):
-    return values["task.mask_loss"] == "cross_entropy" or values["task.depth_loss"] == "l1"
+def suggest(trial):
+    mask_loss = trial.suggest_categorical(
+        "task.mask_loss", ["cross_entropy", "dice", "cross_entropy_dice", "focal"]
+    )
+    trial.suggest_categorical(
+        "task.depth_loss", ["l1", "berhu", "gradient"] if mask_loss == "cross_entropy" else ["l1"]
+    )

@@ -5,18 +5,9 @@ r"""LAMB, Adam and Muon on masks and depths at a batch of 1,024, each at rates o
         --config.train.outer_steps 4 --config.schedule.warmup_updates 10 --best_seeds 3
 """
 
-from optuna.distributions import CategoricalDistribution
-
-WINDOWS = {"lamb": (3e-3, 0.1), "adam": (1e-3, 3e-2), "muon": (3e-2, 0.3)}
+RATES = {"lamb": [3e-3, 1e-2, 3e-2, 0.1], "adam": [1e-3, 3e-3, 1e-2, 3e-2], "muon": [3e-2, 0.1, 0.3]}
 
 
-def get_space():
-    return {
-        "optimizer.name": CategoricalDistribution(list(WINDOWS)),
-        "optimizer.learning_rate": CategoricalDistribution([1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3]),
-    }
-
-
-def includes(values):
-    low, high = WINDOWS[values["optimizer.name"]]
-    return low <= values["optimizer.learning_rate"] <= high
+def suggest(trial):
+    optimizer = trial.suggest_categorical("optimizer.name", list(RATES))
+    trial.suggest_categorical("optimizer.learning_rate", RATES[optimizer])

@@ -4,13 +4,11 @@ r"""Every optimizer at the best of its rates in all_optimizers.py, on images of 
         --study runs/studies/tuned_optimizers --seeds 3 --config.train.inner_steps 45 --config.train.outer_steps 15
 """
 
-from optuna.distributions import CategoricalDistribution
-
 RATES = {"lamb": 0.01, "adam": 0.003, "sgd": 0.1, "nadamw": 0.01, "lars": 10.0, "muon": 0.3, "soap": 0.03}
 
 
-def get_space():
-    return {"optimizer.name": CategoricalDistribution(list(RATES))}
+def suggest(trial):
+    trial.suggest_categorical("optimizer.name", list(RATES))
 
 
 def derive(config):

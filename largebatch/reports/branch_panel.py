@@ -5,11 +5,10 @@ import math
 from largebatch.reports.labels import rounded
 from largebatch.reports.study_panels import few_ticks, mark, y_domain
 from largebatch.runs.reader import Study
-from largebatch.studies.critical_batch import TOLERANCE, CriticalBatch, critical_batches
-from largebatch.studies.knee import Knee
+from largebatch.studies.critical_batch import TOLERANCE, CriticalBatch, StepsCurve, critical_batches
 
 
-def branch_panel(study: Study, knees: dict[str, Knee]) -> dict | None:
+def branch_panel(study: Study, knees: dict[str, StepsCurve]) -> dict | None:
     """The critical batch over the images that the run had seen.
 
     Args:

@@ -18,7 +18,7 @@ from largebatch.reports.labels import RATE, plain, rounded, sort_key, value_labe
 from largebatch.runs import reader
 from largebatch.runs.reader import Run, Study, number
 from largebatch.studies import analysis
-from largebatch.studies.knee import Knee
+from largebatch.studies.critical_batch import StepsCurve
 
 AXES = {"step": "updates", "examples_seen": "training images seen", "seconds": "seconds of training"}
 MAX_COLOURS = 8
@@ -63,7 +63,7 @@ def group_runs(runs: list[Run]) -> Group:
     return Group(title, None, runs, labels)
 
 
-def describe(group: Group, knees: dict[str, Knee] | None = None) -> dict:
+def describe(group: Group, knees: dict[str, StepsCurve] | None = None) -> dict:
     """The whole group: runs with their axes and colours, the legend, and all panels that have something to show.
 
     Args:

@@ -13,7 +13,7 @@ from largebatch.reports.labels import RATE, rounded, sort_key, value_label, valu
 from largebatch.runs.reader import BATCH, SCORES, Study, number
 from largebatch.studies import analysis
 from largebatch.studies.analysis import BatchPoint, Setting
-from largebatch.studies.knee import Knee, fit_knee
+from largebatch.studies.critical_batch import StepsCurve, fit_steps
 
 OBJECTIVE_LABELS = {
     "best_val_accuracy": "best validation accuracy",
@@ -171,7 +171,7 @@ class Fit:
 
     optimizer: str
     points: list[BatchPoint]
-    knee: Knee | None
+    knee: StepsCurve | None
     noise_scales: list[float]
 
     @property
@@ -186,7 +186,7 @@ def fits(study: Study) -> list[Fit]:
     for name, part in analysis.tuned_apart(study).items():
         points = analysis.steps_to_target(part)
         batch_sizes = [point.batch_size for point in points for _ in point.steps]
-        knee = fit_knee(batch_sizes, [steps for point in points for steps in point.steps])
+        knee = fit_steps(batch_sizes, [steps for point in points for steps in point.steps])
         found.append(Fit(name, points, knee, analysis.noise_scales(part)))
     return found
 
@@ -265,7 +265,7 @@ def _perfect_scaling(points: list[BatchPoint]) -> dict:
     return {"kind": "line", "style": "dashed", "label": "perfect scaling", "colour": None, "points": line}
 
 
-def _knee_interval(knee: Knee) -> list[dict]:
+def _knee_interval(knee: StepsCurve) -> list[dict]:
     """The band of the knee's interval, where both ends are known."""
     if knee.low is None or knee.low <= 0 or not math.isfinite(knee.high):
         return []
@@ -288,7 +288,7 @@ def fit_note(fit: Fit) -> str:
     return f"{text} {noise_note(fit.noise_scales)}" if fit.noise_scales else text
 
 
-def knee_note(points: list[BatchPoint], knee: Knee | None) -> str:
+def knee_note(points: list[BatchPoint], knee: StepsCurve | None) -> str:
     """What the curve says, in words."""
     if knee is None:
         return "A knee needs at least 3 batch sizes that reached the target."

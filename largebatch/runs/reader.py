@@ -204,7 +204,7 @@ class Study:
     @property
     def fields(self) -> list[str]:
         """Dotted names of the config fields that were searched."""
-        names = list(self.description.get("space", {}))
+        names = list(self.description.get("fields", []))
         for run in self.runs:
             names += setting_of(run, ())
         return list(dict.fromkeys(names))

@@ -124,7 +124,7 @@ def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[li
 
 def _runs_by_setting(study: Study) -> list[list[Run]]:
     """Return the runs of each setting, in the order in which settings first appear."""
-    fields = list(study.description.get("space") or {})
+    fields = study.description.get("fields") or []
     runs_by_values: dict[str, list[Run]] = {}
     for run in study.runs:
         values = json.dumps(setting_of(run, fields), sort_keys=True)
@@ -135,7 +135,7 @@ def _runs_by_setting(study: Study) -> list[list[Run]]:
 def _setting_of_runs(runs: list[Run], study: Study) -> Setting:
     counted = _runs_that_count(runs)
     return Setting(
-        values=setting_of(runs[0], list(study.description.get("space") or {})),
+        values=setting_of(runs[0], study.description.get("fields") or []),
         runs=runs,
         objective=estimate(run.value(study.objective) for run in counted),
         score=estimate(run.best_score for run in counted),

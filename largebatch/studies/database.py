@@ -1,25 +1,20 @@
 """Database of a study: opened by its URL, which is shown and recorded without its password."""
 
+import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
 
 import optuna
 import sqlalchemy
 import sqlalchemy.exc
 
 from largebatch.hosts import preemption
-from largebatch.runs.reader import lies_in
 from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 
-Result = TypeVar("Result")
-
-# Optuna sends heartbeats only in Study.optimize, which runs one trial at a time. `TrialQueue` sends them itself.
+# Optuna sends heartbeats only in Study.optimize, which names trials by number. `TrialQueue` sends them itself.
 warnings.filterwarnings("ignore", message="Heartbeat of storage is supposed to be used with Study.optimize")
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
@@ -34,11 +29,6 @@ FIRST_WAIT_SEC, MAX_WAIT_SEC = 1.0, 30.0  # between two tries to reach the datab
 DATABASE_ERRORS = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError)
 # Error texts of databases for the slower of two processes that create the same table.
 TABLE_EXISTS = ("already exists", "duplicate key", "UNIQUE constraint")
-
-
-def grace_sec(heartbeat_sec: int) -> int:
-    """Return the seconds without a heartbeat after which a trial's process counts as dead."""
-    return MISSED_HEARTBEATS * heartbeat_sec
 
 
 def without_password(url: str) -> str:
@@ -56,16 +46,6 @@ def without_password(url: str) -> str:
     if shown == url and ":***@" in url:
         raise UserError(f"--storage: the study is in {url}; give the URL with its password")
     return shown
-
-
-def is_sqlite_file_in(url: str, folder: Path) -> bool:
-    """Return True if a database URL is an SQLite file in a folder, after links are followed."""
-    parts = sqlalchemy.engine.make_url(url)
-    if parts.get_backend_name() != "sqlite" or not parts.database:
-        return False
-    if parts.query:  # it may name another file
-        return False
-    return lies_in(parts.database, folder)
 
 
 def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
@@ -94,7 +74,7 @@ def _open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
             "pool_pre_ping": True,  # a pooled connection may have been cut
         },
         heartbeat_interval=heartbeat_sec,
-        grace_period=grace_sec(heartbeat_sec),
+        grace_period=MISSED_HEARTBEATS * heartbeat_sec,
     )
     if is_sqlite:
         _lock_from_the_start(storage.engine)
@@ -118,29 +98,29 @@ def _lock_from_the_start(engine: sqlalchemy.engine.Engine) -> None:
     engine.dispose()  # earlier connections have no such listeners
 
 
-def retry_while_away(call: Callable[[], Result], on_return: Callable[[], None]) -> Result:
-    """Call a function until the database can be reached, with messages and increasing waits.
+def waits_for_database(function):
+    """Make a function wait until the database can be reached, with messages and increasing waits.
 
-    Args:
-      on_return: function to call when the database can be reached again, if it could not at first.
-    Raises:
-      preemption.Stopped: a signal came during a wait.
+    The function may then raise `preemption.Stopped`: a signal came during a wait.
     """
-    wait_sec, started = FIRST_WAIT_SEC, time.monotonic()
-    while True:
-        try:
-            result = call()
-        except DATABASE_ERRORS as error:
-            log.warning(
-                "the study's database does not answer (%s); trying again in %.0f s", _first_line(error), wait_sec
-            )
-            _sleep(wait_sec)
-            wait_sec = min(2 * wait_sec, MAX_WAIT_SEC)
-            continue
-        if wait_sec > FIRST_WAIT_SEC:
-            log.info("the study's database answers again after %.0f s", time.monotonic() - started)
-            on_return()
-        return result
+
+    @functools.wraps(function)
+    def waiting(*args, **kwargs):
+        wait_sec, started = FIRST_WAIT_SEC, time.monotonic()
+        while True:
+            try:
+                result = function(*args, **kwargs)
+            except DATABASE_ERRORS as error:
+                reason = _first_line(error)
+                log.warning("the study's database does not answer (%s); trying again in %.0f s", reason, wait_sec)
+                _sleep(wait_sec)
+                wait_sec = min(2 * wait_sec, MAX_WAIT_SEC)
+                continue
+            if wait_sec > FIRST_WAIT_SEC:
+                log.info("the study's database answers again after %.0f s", time.monotonic() - started)
+            return result
+
+    return waiting
 
 
 def _sleep(seconds: float) -> None:

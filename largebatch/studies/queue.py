@@ -1,66 +1,63 @@
 """Queue of a study's trials in a database that several processes share, which survives any of them.
 
-A trial is one run: setting number k with seed number s. The options of a study determine its runs.
-`TrialQueue` keeps one live trial of every such run in the database: waiting, running or ended. A running trial
-whose process sends no heartbeats any more counts as dead, and its run is enqueued again. Its run folder holds its
-checkpoints.
+A trial is one run: setting number `index` with seed number `seed`. The definition of a study says which runs it
+has. The queue keeps a live row of each in the database: waiting, running or ended. A row whose process sends no
+heartbeats any more counts as dead, and its run is enqueued again; the run goes on in its folder, which is named by
+its setting and locked while a process trains. So a second row of a run does no harm: it finds the run in use, or
+done.
 """
 
 import contextlib
-import functools
+import datetime
 import math
+import os
 import threading
-import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial, TrialState
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from largebatch.config.dicts import difference
-from largebatch.studies import search
-from largebatch.studies.database import DATABASE_ERRORS, grace_sec, retry_while_away
+from largebatch.hosts import preemption
+from largebatch.runs.folder import RunFolder
+from largebatch.studies.database import DATABASE_ERRORS, MISSED_HEARTBEATS, open_storage, waits_for_database
+from largebatch.studies.space import Setting, recorded, suggest, tpe_sampler
+from largebatch.studies.study import Study, identity
+from largebatch.tasks.kinds import TaskKind
 from largebatch.util import UserError
 
-# Another process took this one for dead and ended its trial. The run is then claimed again, and found to be done.
+# Another process took this one for dead and ended its row. The run is then claimed again, and found to be done.
 TAKEN_FOR_DEAD = contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError)
-LAST_HEARTBEAT_SEC = 5  # for a heartbeat in progress when a queue is closed; an unreachable database takes minutes
+LAST_HEARTBEAT_SEC = 5  # limit of a heartbeat in progress at the end; an unreachable database takes minutes
+FIRST_OF_GROUP = 2  # trials that a group ends before its median ends others
+FIRST_VALIDATIONS = 10  # validations that do not prune: in warm-up the lowest rate leads
+
+PRUNERS = {
+    "none": optuna.pruners.NopPruner,
+    "median": optuna.pruners.MedianPruner,
+    "successive-halving": optuna.pruners.SuccessiveHalvingPruner,
+    "hyperband": optuna.pruners.HyperbandPruner,
+}
 
 
 @dataclass(frozen=True)
-class RunKey:
-    """Key of a run in a study: the number of its setting, and of its seed."""
+class Trial:
+    """One run of a study.
 
-    setting: int
+    Attributes:
+      index: number of its setting, in the order in which settings became known.
+      setting: {dotted config field: value}; None where TPE is to choose it.
+      row: the database's trial on host 0; None on the other hosts.
+      may_be_pruned: False for further seeds and settings around a best one.
+    """
+
+    index: int
     seed: int
-
-
-@dataclass(frozen=True)
-class TrialSpec:
-    """Run of a study, with its values: {dotted config field: value}."""
-
-    setting: int
-    seed: int
-    values: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Name of the trial's run folder."""
-        return f"{self.setting:04d}-{self.seed}"
-
-
-@dataclass(frozen=True)
-class ClaimedTrial:
-    """Trial that this process has to run, with its Optuna trial."""
-
-    spec: TrialSpec
-    optuna_trial: optuna.Trial
-    is_searched: bool = True  # False for further seeds and settings around a best one, which are never pruned
-
-    @property
-    def id(self) -> int:
-        """Number of the trial in the database."""
-        return self.optuna_trial._trial_id
+    setting: Setting | None
+    row: optuna.Trial | None = None
+    may_be_pruned: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,311 +79,279 @@ class Counts:
         return self.waiting + self.running + self.ended
 
 
-def waits_for_database(method):
-    """Make a method of `TrialQueue` wait until the database can be reached; see `retry_while_away`."""
-
-    @functools.wraps(method)
-    def waiting(queue, *args, **kwargs):
-        call = functools.partial(method, queue, *args, **kwargs)
-        return retry_while_away(call, on_return=queue.restart_grace_period)
-
-    return waiting
-
-
 class TrialQueue:
-    """Queue of one study; as a context manager it sends heartbeats for the trials that this process runs.
+    """Queue of one study, on host 0.
 
-    Args:
-      storage: the database, of `open_storage`.
-      name: name of the study in the database.
-      options: search options, which determine the runs of the study.
-      direction: "maximize" or "minimize" the value of a trial.
-      description: plain JSON that must be equal in all processes of the study.
+    Attributes:
+      counts: counts at the last `fill`.
     Raises:
-      UserError: the database holds another study of this name.
+      UserError: the database cannot be opened, or holds another study of this name.
     """
 
-    def __init__(
-        self,
-        storage: optuna.storages.RDBStorage,
-        name: str,
-        options: search.SearchOptions,
-        *,
-        direction: str,
-        pruner: optuna.pruners.BasePruner,
-        heartbeat_sec: int,
-        description: dict,
-    ):
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self._storage, self._options, self._heartbeat_sec = storage, options, heartbeat_sec
-        self._study = optuna.create_study(
-            storage=storage, study_name=name, direction=direction, pruner=pruner, load_if_exists=True
+    def __init__(self, study: Study):
+        self._study, self._heartbeat_sec = study, study.options.heartbeat_sec
+        self._storage = open_storage(study.storage, self._heartbeat_sec)
+        self._database = optuna.create_study(
+            storage=self._storage,
+            study_name=study.path.name,
+            direction="maximize" if study.maximizes else "minimize",
+            pruner=_create_pruner(study.options.pruner, study.space.groups, study.kind),
+            load_if_exists=True,
         )
-        self._refuse_another(name, description)
-        self._fixed_settings = dict(enumerate(search.fixed_settings(options)))  # empty with TPE
         self.counts = Counts()
-        self._grace_until = 0.0  # time.monotonic() before which no trial is taken for dead
-        self._first_seen_unclaimed: dict[int, float] = {}  # id of a trial -> time.monotonic()
-        self._beating: set[int] = set()  # ids of the trials that this process runs
-        self._lock, self._closed = threading.Lock(), threading.Event()
-        self._heart = threading.Thread(target=self._send_heartbeats, daemon=True)
-
-    def _refuse_another(self, name: str, description: dict) -> None:
-        recorded = self._study.user_attrs.get("description")
-        if recorded is None:
-            self._study.set_user_attr("description", description)
-            return
-        changed = difference(description, recorded, ("here", "there"))
-        if changed:
-            raise UserError(f"--storage: the database holds another study named {name!r}: {changed}")
+        description = identity(study.description)
+        del description["storage"]  # another machine may reach the same database by another URL
+        there = self._database.user_attrs.get("description")
+        if there is None:
+            self._database.set_user_attr("description", description)
+        elif changed := difference(description, there, ("here", "there")):
+            raise UserError(f"--storage: the database holds another study named {study.path.name!r}: {changed}")
 
     # ---- runs of the study --------------------------------------------------------------------------
 
-    def _live_trials(self, trials: list[FrozenTrial]) -> dict[RunKey, FrozenTrial]:
-        """Return the first trial of each run that is waiting, running or ended; not those of dead processes."""
-        live: dict[RunKey, FrozenTrial] = {}
-        for trial in trials:
-            attrs = trial.user_attrs
-            if "setting" not in attrs:  # not enqueued by a sweep
-                continue
-            is_dead = trial.state == TrialState.FAIL and "error" not in attrs
-            if not is_dead:
-                live.setdefault(RunKey(attrs["setting"], attrs["seed"]), trial)
-        return live
+    def _key(self, index: int, seed: int, setting: Setting | None) -> str:
+        """Return what identifies a run in the database: the name of its folder, or with TPE its numbers."""
+        if self._study.options.sampler == "tpe":
+            return f"tpe-{index}-{seed}"
+        return self._study.folder_of(setting, seed).name
 
-    def _wanted_runs(self, live: dict[RunKey, FrozenTrial]) -> dict[RunKey, dict]:
-        """Return every run that is known by now, with its values: {} where TPE is to choose them.
+    def _rows(self) -> dict[str, FrozenTrial]:
+        """Return a live row of each run that has one, by key: the first that ended, or else the first."""
+        rows: dict[str, FrozenTrial] = {}
+        for row in self._database.get_trials(deepcopy=False):
+            key = row.user_attrs.get("key")
+            is_dead = row.state == TrialState.FAIL and "error" not in row.user_attrs
+            if key is None or is_dead:
+                continue
+            if key not in rows or (row.state.is_finished() and not rows[key].state.is_finished()):
+                rows[key] = row
+        return rows
+
+    def _wanted(self, rows: dict[str, FrozenTrial]) -> dict[str, Trial]:
+        """Return every run that is known by now, by key.
 
         Runs that depend on the best settings are known once all runs before them have ended.
         """
-        options = self._options
-        known = self._fixed_settings or self._values_chosen_by_tpe()
-        settings = {setting: known.get(setting) for setting in range(options.settings)}
-        wanted = self._runs_of(settings, range(options.seeds))
-        if None in settings.values() or not _have_ended(wanted, live):
+        study, options = self._study, self._study.options
+        settings: list[Setting | None] = list(study.settings) or self._chosen_by_tpe()
+        wanted = self._runs_of(enumerate(settings), range(options.seeds))
+        if None in settings or not _have_ended(wanted, rows):
             return wanted
-        for setting in self._best_settings(live, settings):
-            for values in search.refined(options, settings[setting]):
-                if values not in settings.values():
-                    settings[len(settings)] = values
-        wanted = self._runs_of(settings, range(options.seeds))
-        if _have_ended(wanted, live):
-            best = {setting: settings[setting] for setting in self._best_settings(live, settings)}
+        for index in self._best_of_groups(settings, rows):
+            settings += [refined for refined in study.space.refined(settings[index]) if refined not in settings]
+        wanted = self._runs_of(enumerate(settings), range(options.seeds))
+        if _have_ended(wanted, rows):
+            best = [(index, settings[index]) for index in self._best_of_groups(settings, rows)]
             wanted |= self._runs_of(best, range(options.seeds, options.best_seeds))
         return wanted
 
-    def _runs_of(self, settings: dict[int, dict | None], seeds: range) -> dict[RunKey, dict]:
-        """Return the runs of these settings; TPE chooses missing values when the first seed starts."""
-        runs: dict[RunKey, dict] = {}
-        for setting, values in settings.items():
-            for seed in seeds if values is not None else range(1):
-                runs[RunKey(setting, seed)] = values or {}
+    def _runs_of(self, settings: Iterable[tuple[int, Setting | None]], seeds: range) -> dict[str, Trial]:
+        """Return the runs of numbered settings; of one that TPE has not chosen, the first seed alone."""
+        runs = {}
+        for index, setting in settings:
+            for seed in seeds if setting is not None else range(1):
+                runs[self._key(index, seed, setting)] = Trial(index, seed, setting)
         return runs
 
-    def _best_settings(self, live: dict[RunKey, FrozenTrial], settings: dict[int, dict]) -> list[int]:
-        """Return the best setting of each group; none for a group whose settings all diverged or failed.
+    def _chosen_by_tpe(self) -> list[Setting | None]:
+        """Return the settings that TPE chose in a row, even if that is dead; None where it has not yet."""
+        chosen: dict[int, Setting] = {}
+        for row in self._database.get_trials(deepcopy=False):
+            if "setting" in row.user_attrs:
+                chosen.setdefault(row.user_attrs["index"], row.user_attrs["setting"])
+        return [chosen.get(index) for index in range(self._study.num_searched)]
 
-        Of several equally good ones it is the first.
-        """
+    def _best_of_groups(self, settings: list[Setting], rows: dict[str, FrozenTrial]) -> list[int]:
+        """Return the best setting of each group, the first of equally good ones; none if all its runs failed."""
         groups: dict[str, list[int]] = {}
-        for setting, values in settings.items():
-            groups.setdefault(self._options.group_of(values), []).append(setting)
-        scores = {setting: self._score(setting, live) for setting in settings}
-        best = [max(of_group, key=scores.__getitem__) for of_group in groups.values()]
-        return [setting for setting in best if scores[setting] > -math.inf]
+        for index, setting in enumerate(settings):
+            groups.setdefault(self._study.group_of(setting), []).append(index)
+        scores = [self._score(index, setting, rows) for index, setting in enumerate(settings)]
+        best = [max(group, key=scores.__getitem__) for group in groups.values()]
+        return [index for index in best if scores[index] > -math.inf]
 
-    def _score(self, setting: int, live: dict[RunKey, FrozenTrial]) -> float:
+    def _score(self, index: int, setting: Setting, rows: dict[str, FrozenTrial]) -> float:
         """Score a setting by its searched seeds, larger is better; -inf if one diverged, failed or was pruned."""
         total = 0.0
-        for seed in range(self._options.seeds):
-            trial = live[RunKey(setting, seed)]
-            if trial.state != TrialState.COMPLETE or "diverged" in trial.user_attrs:
+        for seed in range(self._study.options.seeds):
+            row = rows.get(self._key(index, seed, setting))
+            if row is None or row.state != TrialState.COMPLETE or "diverged" in row.user_attrs:
                 return -math.inf
-            total += trial.value
-        maximize = self._study.direction == optuna.study.StudyDirection.MAXIMIZE
-        return total if maximize else -total
-
-    def _values_chosen_by_tpe(self) -> dict[int, dict]:
-        """Return the values that TPE chose for each setting in its first trial, even if that is dead."""
-        chosen: dict[int, dict] = {}
-        for trial in self._study.get_trials(deepcopy=False):
-            if "values" in trial.user_attrs:
-                chosen.setdefault(trial.user_attrs["setting"], trial.user_attrs["values"])
-        return chosen
+            total += row.value
+        return total if self._study.maximizes else -total
 
     # ---- keeping the queue full ---------------------------------------------------------------------
 
     @waits_for_database
-    def enqueue_missing(self) -> Counts:
-        """Enqueue every run that has no live trial: at first all runs, later those of dead processes.
-
-        Returns:
-          The new value of `counts`.
-        """
-        if time.monotonic() >= self._grace_until:
-            optuna.storages.fail_stale_trials(self._study)
-            self._end_unclaimed()
-        trials = self._study.get_trials(deepcopy=False)
-        live = self._live_trials(trials)
-        self._end_duplicates(trials, live)
-        wanted = self._wanted_runs(live)
-        for key, values in wanted.items():
-            if key not in live:
-                self._study.enqueue_trial(values, user_attrs={"setting": key.setting, "seed": key.seed})
-        states = [live[key].state if key in live else TrialState.WAITING for key in wanted]
+    def fill(self) -> Counts:
+        """Enqueue every run that has no live row: at first all runs, later those of dead processes."""
+        optuna.storages.fail_stale_trials(self._database)
+        self._end_unclaimed()
+        rows = self._rows()
+        wanted = self._wanted(rows)
+        for key, trial in wanted.items():
+            # While the database was away, the heartbeats of a run that goes on may have been missed.
+            if key not in rows and not self._is_trained(trial):
+                self._enqueue(key, trial)
+        states = [rows[key].state if key in rows else TrialState.WAITING for key in wanted]
         waiting, running = states.count(TrialState.WAITING), states.count(TrialState.RUNNING)
         self.counts = Counts(waiting, running, ended=len(states) - waiting - running)
         return self.counts
 
-    def restart_grace_period(self) -> None:
-        """Give all processes time for a heartbeat, since they could send none while the database was away."""
-        self._grace_until = time.monotonic() + grace_sec(self._heartbeat_sec)
-        self._first_seen_unclaimed.clear()
+    def _is_trained(self, trial: Trial) -> bool:
+        """Return True if a process trains in the run's folder."""
+        if trial.setting is None:
+            return False
+        return RunFolder(self._study.folder_of(trial.setting, trial.seed)).is_in_use()
+
+    def _enqueue(self, key: str, trial: Trial) -> None:
+        attrs = {"key": key, "index": trial.index, "seed": trial.seed}
+        if trial.setting is not None:
+            attrs["setting"] = trial.setting
+        params = {field: recorded(value) for field, value in (trial.setting or {}).items()}
+        distributions = {field: self._study.distributions[field] for field in params}
+        self._database.add_trial(
+            create_trial(state=TrialState.WAITING, params=params, distributions=distributions, user_attrs=attrs)
+        )
 
     def _end_unclaimed(self) -> None:
-        """End trials whose process died between claiming them and its first heartbeat, which Optuna overlooks.
+        """End rows whose process died between taking them and its first heartbeat, which Optuna overlooks.
 
-        Time counts from the moment when this process first saw them. Their `datetime_start` is by the clock and
-        time zone of another machine.
+        Their start is by the clock of another machine. One that is ended too early costs no more than a new row.
         """
-        now = time.monotonic()
-        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        unclaimed = [trial._trial_id for trial in running if "claimed" not in trial.user_attrs]
-        self._first_seen_unclaimed = {
-            trial_id: self._first_seen_unclaimed.get(trial_id, now) for trial_id in unclaimed
-        }
-        for trial_id, first_seen in self._first_seen_unclaimed.items():
-            if now - first_seen > grace_sec(self._heartbeat_sec):
-                self._end(trial_id, TrialState.FAIL)
-
-    def _end_duplicates(self, trials: list[FrozenTrial], live: dict[RunKey, FrozenTrial]) -> None:
-        """End waiting trials of runs that have an earlier one, since two processes filled the queue at once."""
-        live_numbers = {trial.number for trial in live.values()}
-        for trial in trials:
-            if trial.state == TrialState.WAITING and trial.number not in live_numbers:
-                self._end(trial._trial_id, TrialState.FAIL)
+        latest = datetime.datetime.now() - datetime.timedelta(seconds=MISSED_HEARTBEATS * self._heartbeat_sec)
+        for row in self._database.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if "process" not in row.user_attrs and row.datetime_start < latest:
+                self._end(row._trial_id, TrialState.FAIL)
 
     # ---- one trial ----------------------------------------------------------------------------------
 
     @waits_for_database
-    def claim(self) -> ClaimedTrial | None:
-        """Claim the next waiting trial, if there is one, and send heartbeats for it from now on."""
+    def claim(self) -> Trial | None:
+        """Claim a waiting run, if there is one; its heartbeats are the caller's, by `beating`."""
         while True:
-            trial = self._study.ask()
-            if "setting" not in trial.user_attrs:  # the queue was empty: Optuna made a new trial
-                self._end(trial._trial_id, TrialState.FAIL)
+            row = self._database.ask()
+            if "key" not in row.user_attrs:  # the queue was empty: Optuna made a new row
+                self._end(row._trial_id, TrialState.FAIL)
                 return None
-            with TAKEN_FOR_DEAD:  # during the claim; then the next one is tried
-                if claimed := self._claim(trial):
-                    return claimed
+            with TAKEN_FOR_DEAD:
+                if trial := self._claim(row):
+                    return trial
 
-    def _claim(self, trial: optuna.Trial) -> ClaimedTrial | None:
-        """Claim a trial that was waiting; end it and return None if its run is not wanted any more.
-
-        Raises:
-          optuna.exceptions.UpdateFinishedTrialError: another process has ended it.
-        """
-        key = RunKey(trial.user_attrs["setting"], trial.user_attrs["seed"])
-        live = self._live_trials(self._study.get_trials(deepcopy=False))
-        # Another process may have enqueued this run before, or ended this trial; or --trials was larger then.
-        is_live = key in live and live[key].number == trial.number
-        if not is_live or key not in self._wanted_runs(live):
-            self._end(trial._trial_id, TrialState.FAIL)
+    def _claim(self, row: optuna.Trial) -> Trial | None:
+        """Claim a row; end it and return None if its run has another one, or is not wanted any more."""
+        self._storage.record_heartbeat(row._trial_id)
+        row.set_user_attr("process", f"{os.uname().nodename}:{os.getpid()}")
+        attrs, rows = row.user_attrs, self._rows()
+        key, index, seed = attrs["key"], attrs["index"], attrs["seed"]
+        if key not in rows or rows[key].number != row.number or key not in self._wanted(rows):
+            self._end(row._trial_id, TrialState.FAIL)
             return None
-        self._storage.record_heartbeat(trial._trial_id)
-        if self._options.sampler == "tpe":
-            self._study.sampler = search.tpe_sampler(self._options.study_seed, key.setting)
-            trial = optuna.Trial(self._study, trial._trial_id)
-        values = search.suggest_values(trial, self._options.space)
-        trial.set_user_attr("values", values)
-        trial.set_user_attr("claimed", True)
-        with self._lock:
-            self._beating.add(trial._trial_id)
-        self._change_counts(waiting=-1, running=+1)
-        is_searched = key.setting < self._options.settings and key.seed < self._options.seeds
-        return ClaimedTrial(TrialSpec(key.setting, key.seed, values), trial, is_searched)
+        setting = attrs.get("setting")
+        if setting is None:
+            self._database.sampler = tpe_sampler(self._study.options.study_seed, index)
+            row = optuna.Trial(self._database, row._trial_id)
+            setting = suggest(self._study.space, row)
+            row.set_user_attr("setting", setting)
+        is_searched = index < self._study.num_searched and seed < self._study.options.seeds
+        return Trial(index, seed, setting, row, may_be_pruned=is_searched)
+
+    @contextlib.contextmanager
+    def beating(self, trial: Trial) -> Iterator[None]:
+        """Send heartbeats for a claimed trial, and put it back if it has not ended within the block."""
+        ended = threading.Event()
+
+        def beat():
+            while not ended.wait(self._heartbeat_sec):
+                with contextlib.suppress(*DATABASE_ERRORS):  # the next call that needs the database says so
+                    self._storage.record_heartbeat(trial.row._trial_id)
+
+        heart = threading.Thread(target=beat, daemon=True)
+        heart.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            heart.join(LAST_HEARTBEAT_SEC)
+            # A signal came while the database was away: this process ends, and the trial will count as dead.
+            with contextlib.suppress(preemption.Stopped):
+                self.put_back(trial)
 
     @waits_for_database
-    def report(self, claimed: ClaimedTrial, value: float, outer: int) -> bool:
-        """Report a trial's value after an outer loop to the pruner; return True if the trial should be pruned."""
+    def put_back(self, trial: Trial) -> None:
+        """Give a trial back, unless it has ended, so that any process may resume its run."""
+        self._end(trial.row._trial_id, TrialState.FAIL)  # has no effect on a row that has ended
+
+    @waits_for_database
+    def report(self, trial: Trial, score: float, outer: int) -> bool:
+        """Report a trial's score after an outer loop to the pruner; return True if the trial should be pruned."""
         with TAKEN_FOR_DEAD:
-            claimed.optuna_trial.report(value, outer)
-            return claimed.is_searched and claimed.optuna_trial.should_prune()
+            trial.row.report(score, outer)
+            return trial.may_be_pruned and trial.row.should_prune()
         return False
 
     @waits_for_database
-    def complete(self, claimed: ClaimedTrial, value: float, *, diverged: bool = False) -> None:
-        """End a trial that ran to its end, or until it diverged."""
-        if diverged:
-            self._set_attr(claimed, "diverged", True)
-        self._end_claimed(claimed, TrialState.COMPLETE, value)
+    def end(self, trial: Trial, status: str, value: float | None, error: str | None) -> None:
+        """End a trial; it is not run again.
 
-    @waits_for_database
-    def prune(self, claimed: ClaimedTrial, value: float) -> None:
-        """End a trial that was pruned."""
-        self._set_attr(claimed, "pruned", True)
-        self._end_claimed(claimed, TrialState.PRUNED, value)
-
-    @waits_for_database
-    def fail(self, claimed: ClaimedTrial, error: str) -> None:
-        """End a trial whose setting does not work; it is not run again."""
-        self._set_attr(claimed, "error", error)
-        self._end_claimed(claimed, TrialState.FAIL, None)
-
-    @waits_for_database
-    def put_back(self, claimed: ClaimedTrial) -> None:
-        """Give a trial back, unless it has ended, so that any process may resume its run."""
-        if claimed.id in self._beating:
-            self._end(claimed.id, TrialState.FAIL)
-            self._stop_beating(claimed)
-            self._change_counts(running=-1, waiting=+1)
-
-    def _set_attr(self, claimed: ClaimedTrial, name: str, value: str | bool) -> None:
+        Args:
+          status: "done", "pruned", "diverged" or "failed".
+          value: what the study ranks it by; None if it failed.
+          error: why it failed.
+        """
+        states = {"pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
         with TAKEN_FOR_DEAD:
-            claimed.optuna_trial.set_user_attr(name, value)
+            if status == "diverged":
+                trial.row.set_user_attr("diverged", True)
+            if error:
+                trial.row.set_user_attr("error", error)
+        self._end(trial.row._trial_id, states.get(status, TrialState.COMPLETE), value)
 
-    def _end_claimed(self, claimed: ClaimedTrial, state: TrialState, value: float | None) -> None:
-        self._end(claimed.id, state, value)
-        self._stop_beating(claimed)
-        self._change_counts(running=-1, ended=+1)
-
-    def _end(self, trial_id: int, state: TrialState, value: float | None = None) -> None:
+    def _end(self, row_id: int, state: TrialState, value: float | None = None) -> None:
         with TAKEN_FOR_DEAD:
-            self._storage.set_trial_state_values(trial_id, state, None if value is None else [value])
-
-    def _change_counts(self, waiting: int = 0, running: int = 0, ended: int = 0) -> None:
-        with self._lock:
-            before = self.counts
-            self.counts = Counts(before.waiting + waiting, before.running + running, before.ended + ended)
-
-    # ---- heartbeats ---------------------------------------------------------------------------------
-
-    def __enter__(self):
-        self._heart.start()
-        return self
-
-    def __exit__(self, *_):
-        self._closed.set()
-        self._heart.join(LAST_HEARTBEAT_SEC)
-
-    def _stop_beating(self, claimed: ClaimedTrial) -> None:
-        with self._lock:
-            self._beating.discard(claimed.id)
-
-    def _send_heartbeats(self) -> None:
-        while not self._closed.wait(self._heartbeat_sec):
-            with self._lock:
-                beating = list(self._beating)
-            for trial_id in beating:
-                # The next call that needs the database reports that it is away.
-                with contextlib.suppress(*DATABASE_ERRORS):
-                    self._storage.record_heartbeat(trial_id)
+            self._storage.set_trial_state_values(row_id, state, None if value is None else [value])
 
 
-def _have_ended(runs: dict[RunKey, dict], live: dict[RunKey, FrozenTrial]) -> bool:
-    return all(key in live and _has_ended(live[key]) for key in runs)
+def _have_ended(runs: dict[str, Trial], rows: dict[str, FrozenTrial]) -> bool:
+    return all(key in rows and rows[key].state.is_finished() for key in runs)
 
 
-def _has_ended(trial: FrozenTrial) -> bool:
-    """Return True if a live trial has ended; a failed one is live if its setting does not work."""
-    return trial.state in (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+# ---- pruners ------------------------------------------------------------------------------------------------
+
+
+def _create_pruner(name: str, groups: tuple[str, ...], kind: TaskKind) -> optuna.pruners.BasePruner:
+    """Create a pruner; "median" is that of the trial's group if there are groups."""
+    return _MedianOfGroup(groups, kind) if groups and name == "median" else PRUNERS[name]()
+
+
+class _MedianOfGroup(optuna.pruners.MedianPruner):
+    """Pruner of trials whose score is below the median of their group after as many validations."""
+
+    def __init__(self, groups: tuple[str, ...], kind: TaskKind):
+        super().__init__(n_startup_trials=FIRST_OF_GROUP, n_warmup_steps=FIRST_VALIDATIONS)
+        self._groups, self._kind = groups, kind
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        """Return True if the trial should end."""
+        return super().prune(_Group(study, self._groups, self._kind, trial), trial)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """View of a study for a MedianPruner: the trials of one group, by their score."""
+
+    study: optuna.Study
+    groups: tuple[str, ...]
+    kind: TaskKind
+    trial: FrozenTrial
+
+    @property
+    def direction(self) -> StudyDirection:
+        """Direction of the reported score, whatever the study's objective is."""
+        return StudyDirection.MAXIMIZE if self.kind.higher_is_better else StudyDirection.MINIMIZE
+
+    def get_trials(self, **options) -> list[FrozenTrial]:
+        return [row for row in self.study.get_trials(**options) if self._key(row) == self._key(self.trial)]
+
+    def _key(self, row: FrozenTrial) -> list:
+        return [row.params.get(field) for field in self.groups]

@@ -1,161 +1,312 @@
-"""Search spaces: Python files that define {config field: distribution}, with checks of every field."""
+"""Search spaces: Python files whose `suggest(trial)` names config fields, as in Optuna, and their settings."""
 
-import hashlib
 import json
+import math
 import traceback
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
+import optuna
 from ml_collections import config_dict
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
     FloatDistribution,
     IntDistribution,
-    distribution_to_json,
 )
 
 from largebatch.config.rules import nearest_field
 from largebatch.config.values import Rule
-from largebatch.util import UserError
+from largebatch.util import BadSetting, UserError
 
-Space = dict[str, BaseDistribution]
+Setting = dict[str, Any]  # {dotted config field: value}
 
-# A choice that is a tuple is stored as JSON, which Optuna supports but advises against.
-warnings.filterwarnings("ignore", message="Choices for a categorical distribution should be a tuple")
+# TPE learns from the trials that have ended; the settings of the others are known in advance.
+SAMPLERS = ("grid", "random", "quasi-random", "tpe")
+MAX_SETTINGS = 10_000
+SCALARS = (str, int, float, bool, type(None))
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+class Trial(Protocol):
+    """The argument of `suggest`: the methods of `optuna.Trial` that a space may call."""
+
+    def suggest_categorical(self, name: str, choices: Sequence) -> Any: ...
+
+    def suggest_float(self, name: str, low: float, high: float, *, step=None, log=False) -> float: ...
+
+    def suggest_int(self, name: str, low: int, high: int, *, step=1, log=False) -> int: ...
 
 
 @dataclass(frozen=True)
-class SpaceFile:
+class Space:
     """Content of a space file.
 
     Attributes:
-      space: {dotted config field: distribution}.
+      suggest: function that suggests config fields to a trial; which ones may depend on the values of earlier ones.
+      rules: rule of every config field; see `largebatch.config.rules`.
       derive: function that sets the config fields that depend on the searched ones.
-      includes: predicate of the points of a grid; None for all points.
-      refine: function that returns the settings to try around the best one, after the grid; None for none.
-      groups: fields; each combination of their values has a best setting of its own. Empty if the file has none.
-      sha256: SHA-256 of the bytes that were run; None where there is no file.
+      refine: function that returns the settings to try around a best one, once all others have ended.
+      groups: fields; each combination of their values has a best setting of its own.
     """
 
-    space: Space
-    derive: Callable[[config_dict.ConfigDict], None]
-    includes: Callable[[dict], bool] | None
-    sha256: str | None
-    refine: Callable[[dict], list[dict]] | None = None
+    suggest: Callable[[Trial], object]
+    rules: Mapping[str, Rule]
+    derive: Callable[[config_dict.ConfigDict], None] | None = None
+    refine: Callable[[Setting], list[Setting]] | None = None
     groups: tuple[str, ...] = ()
 
+    def refined(self, best: Setting) -> list[Setting]:
+        """Return the settings to try around a best one.
 
-def read_space(path: Path, rules: Mapping[str, Rule], expected_sha256: str | None = None) -> SpaceFile:
-    """Run a space file, whose `get_space()` returns {field: optuna distribution}.
+        Raises:
+          UserError: the user's function fails, or a field or value is not allowed.
+        """
+        if self.refine is None:
+            return []
+        settings = [dict(values) for values in _call("refine", self.refine, dict(best))]
+        for field, value in (item for setting in settings for item in setting.items()):
+            check_values(field, [value], self.rules)
+        return settings
 
-    The functions `derive(config)`, `includes(values)` and `refine(best)` and the tuple GROUPS are optional; see
-    `SpaceFile`.
+
+def read_space(path: Path, rules: Mapping[str, Rule]) -> Space:
+    """Run a space file.
 
     Args:
-      rules: rules of every config field; see `largebatch.config.rules`.
-      expected_sha256: required digest of the file; None accepts any file.
+      rules: see `Space`.
     Raises:
-      UserError: the file cannot be run, or has unknown fields or values that are not allowed; all are named.
+      UserError: the file cannot be run; the message names the line.
     """
     if not path.is_file():
         raise UserError(f"--space: {path} is not a file")
-    try:
-        content = path.read_bytes()  # read once, so that the hashed bytes are run
-    except OSError as error:
-        raise UserError(f"--space: {path} cannot be read ({error.strerror})") from error
-    sha256 = hashlib.sha256(content).hexdigest()
-    if expected_sha256 is not None and sha256 != expected_sha256:
-        raise UserError(f"--space: {path} has changed since the study was started; give --space FILE to run it")
-    module, space = _run(path, content)
-    if not isinstance(space, dict) or not space:
-        raise UserError(f"--space: {path}: get_space() gave {space!r}; allowed: {{field: optuna distribution}}")
-    for name in ("derive", "includes", "refine"):
-        if name in module and not callable(module[name]):
-            raise UserError(f"--space: {path}: {name} is {module[name]!r}; allowed: a function")
-    groups = module.get("GROUPS", ())
-    if not isinstance(groups, tuple) or not set(groups) <= set(space):
-        raise UserError(f"--space: {path}: GROUPS is {groups!r}; allowed: a tuple of fields of get_space()")
-    _make_tuples_lists(space)
-    problems = [problem for field, values in space.items() for problem in _problems(field, values, rules)]
-    if problems:
-        raise UserError(f"--space: {path}: {'; '.join(problems)}")
-    return SpaceFile(
-        space,
-        derive=module.get("derive", _derive_nothing),
-        includes=module.get("includes"),
-        sha256=sha256,
-        refine=module.get("refine"),
-        groups=groups,
-    )
-
-
-def as_json(space: Space) -> dict:
-    """Return the space as plain JSON, equal for equal spaces."""
-    return {field: json.loads(distribution_to_json(distribution)) for field, distribution in space.items()}
-
-
-def _run(path: Path, content: bytes) -> tuple[dict, object]:
-    """Run the file; return its names and the result of get_space().
-
-    Raises:
-      UserError: the file raised an error; the message has the line.
-    """
     module: dict = {"__name__": "<space>", "__file__": str(path)}
     try:
-        exec(compile(content, str(path), "exec", dont_inherit=True), module)
-        if not callable(module.get("get_space")):
-            raise UserError(f"--space: {path} has no function get_space()")
-        return module, module["get_space"]()
-    except UserError:
-        raise
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module)
+    except OSError as error:
+        raise UserError(f"--space: {path} cannot be read ({error.strerror})") from error
     except Exception as error:  # of a user's file
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f", line {lines[-1]}" if lines else ""
-        raise UserError(
-            f"--space: {path}{where}: {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
+        raise UserError(f"--space: {path}{where}: {_in_words(error)}") from error
+    for name in ("suggest", "derive", "refine"):
+        if not callable(module.get(name)) and (name in module or name == "suggest"):
+            raise UserError(f"--space: {path}: {name} is {module.get(name)!r}; allowed: a function")
+    groups = module.get("GROUPS", ())
+    if not isinstance(groups, tuple) or not set(groups) <= set(rules):
+        raise UserError(f"--space: {path}: GROUPS is {groups!r}; allowed: a tuple of config fields")
+    return Space(module["suggest"], rules, module.get("derive"), module.get("refine"), groups)
 
 
-def _make_tuples_lists(space: Space) -> None:
-    """Convert choices that are tuples to lists, as a database returns them."""
-    for distribution in space.values():
-        if isinstance(distribution, CategoricalDistribution):
-            distribution.choices = tuple(
-                list(choice) if isinstance(choice, tuple) else choice for choice in distribution.choices
-            )
+def _call(name: str, function: Callable, argument: object) -> Any:
+    """Call a function of a space file, and turn its errors into one line."""
+    try:
+        return function(argument)
+    except UserError as error:
+        raise UserError(f"--space: {name}(): {error}") from error
+    except Exception as error:  # of a user's function
+        raise BadSetting(f"--space: {name}(): {_in_words(error)}") from error
 
 
-def _derive_nothing(config: config_dict.ConfigDict) -> None:
-    pass
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _problems(field: str, distribution: object, rules: Mapping[str, Rule]) -> list[str]:
-    """Return the problems of one field of a space, a line each."""
-    if field not in rules:
-        return [f"{field}: unknown field{nearest_field(field)}"]
-    if field == "seed":
-        return ["seed: cannot be searched (use --seeds)"]
-    if not rules[field].identity:  # the field does not affect a run's results
-        return [f"{field}: cannot be searched"]
-    if isinstance(distribution, CategoricalDistribution):
-        tried = [tuple(choice) if isinstance(choice, list) else choice for choice in distribution.choices]
-    elif isinstance(distribution, FloatDistribution | IntDistribution):
-        tried = (distribution.low, distribution.high)
+# ---- settings that are known in advance -------------------------------------------------------------------
+
+
+def settings_of(
+    space: Space, sampler: str, seed: int, count: int | None
+) -> tuple[list[Setting], dict[str, BaseDistribution]]:
+    """Return the first `count` settings of a study, none with TPE, which chooses during the study.
+
+    Args:
+      seed: seed of the sampler. It and the number of a setting alone decide its values, so a study that is
+        restarted or enlarged has the same settings again.
+      count: number of settings; None for the whole grid.
+    Returns:
+      The settings, and the distribution by which a database records each field: the same in all trials, as Optuna
+      requires of categorical ones, and optuna-dashboard of those that it draws.
+    Raises:
+      UserError: a field or value is not allowed, or the grid has too few or too many settings.
+    """
+    if sampler == "grid":
+        settings = _grid(space)
+        if count is not None and count > len(settings):
+            raise UserError(f"--trials: {count} settings; allowed: up to {len(settings)}, the whole grid")
+        refined = [refined for setting in settings for refined in space.refined(setting)]
+        return settings[:count], _distributions_of([*settings, *refined])
+    if sampler == "quasi-random":
+        chosen = optuna.samplers.QMCSampler(seed=seed, scramble=True, warn_independent_sampling=False)
     else:
-        return [
-            f"{field}: {distribution!r}; allowed: a FloatDistribution, IntDistribution or CategoricalDistribution"
-        ]
-    if field == "model.dtype" and "auto" in tried:
-        return ["model.dtype: 'auto' cannot be searched; allowed: float32 | bfloat16"]
-    rule = rules[field]
-    problems = [f"{field}: {value!r}; allowed: {rule.text}" for value in tried if not rule.allows(value)]
-    if problems:
-        return problems
-    if isinstance(distribution, CategoricalDistribution):
-        different = {json.dumps(value) for value in tried}
-        if len(different) < len(tried):
-            return [f"{field}: a choice comes twice in {tried!r}"]
-    return []
+        chosen = optuna.samplers.RandomSampler(seed)
+    study = optuna.create_study(sampler=chosen)
+    settings, distributions = [], {}
+    for _ in range(1 if sampler == "tpe" else count):  # one of TPE, to check the space
+        trial = study.ask()
+        settings.append(suggest(space, trial))
+        distributions |= trial.distributions
+        study.tell(trial, 0.0)
+    return [] if sampler == "tpe" else settings, distributions
+
+
+def _grid(space: Space) -> list[Setting]:
+    """Walk through all combinations of suggested values, those of the first field changing slowest."""
+    settings: list[Setting] = []
+    branch: list[int] | None = []
+    while branch is not None:
+        trial = _GridTrial(branch)
+        settings.append(suggest(space, trial))
+        if len(settings) > MAX_SETTINGS:
+            raise _too_many()
+        branch = trial.next_branch()
+    return settings
+
+
+def _too_many() -> UserError:
+    return UserError(f"--sampler grid: over {MAX_SETTINGS:,} settings; allowed: fewer, or another sampler")
+
+
+class _GridTrial:
+    """Trial of a grid, which takes the choices of `branch`, and the first ones beyond it."""
+
+    def __init__(self, branch: list[int]):
+        self._branch = branch
+        self._taken: list[tuple[int, int]] = []  # index and number of choices of each suggestion
+
+    def suggest_categorical(self, name: str, choices: Sequence) -> Any:
+        place = len(self._taken)
+        index = self._branch[place] if place < len(self._branch) else 0
+        self._taken.append((index, len(choices)))
+        if len(choices) > MAX_SETTINGS:
+            raise _too_many()
+        return choices[index]
+
+    def suggest_float(self, name: str, low: float, high: float, *, step=None, log=False) -> float:
+        if step is None or log:
+            raise UserError(
+                f"--sampler grid: {name} is a range; allowed: suggest_categorical, or a range with a step"
+            )
+        count = math.floor((high - low) / step + 1e-9) + 1
+        # Ten digits, so that 0.1 + 2 * 0.1 is 0.3.
+        return self.suggest_categorical(name, [float(f"{low + index * step:.10g}") for index in range(count)])
+
+    def suggest_int(self, name: str, low: int, high: int, *, step=1, log=False) -> int:
+        if log:
+            raise UserError(
+                f"--sampler grid: {name} is a range; allowed: suggest_categorical, or a range with a step"
+            )
+        return self.suggest_categorical(name, list(range(low, high + 1, step)))
+
+    def next_branch(self) -> list[int] | None:
+        """Return the choices that lead to the next setting; None after the last."""
+        indices = list(self._taken)
+        while indices and indices[-1][0] + 1 == indices[-1][1]:
+            indices.pop()
+        if not indices:
+            return None
+        return [index for index, _ in indices[:-1]] + [indices[-1][0] + 1]
+
+
+# ---- suggestions, checked and recorded --------------------------------------------------------------------
+
+
+def suggest(space: Space, trial: Trial) -> Setting:
+    """Return the values that a space suggests to a trial.
+
+    Raises:
+      UserError: a field or one of its values is not allowed, or the user's function fails.
+    """
+    checked = _CheckedTrial(trial, space.rules)
+    _call("suggest", space.suggest, checked)
+    if not checked.values:
+        raise UserError("--space: suggest() suggests no field; allowed: trial.suggest_categorical(FIELD, CHOICES)")
+    return checked.values
+
+
+class _CheckedTrial:
+    """Trial that refuses fields and values that the config does not allow, and records the others."""
+
+    def __init__(self, trial: Trial, rules: Mapping[str, Rule]):
+        self._trial, self._rules = trial, rules
+        self.values: Setting = {}
+
+    def suggest_categorical(self, name: str, choices: Sequence) -> Any:
+        choices = list(choices)
+        texts = [json.dumps(choice) for choice in choices]
+        if not choices or len(set(texts)) < len(texts):
+            raise UserError(f"{name}: {choices!r}; allowed: different choices, at least one")
+        self._check(name, choices)
+        if all(isinstance(choice, SCALARS) for choice in choices):
+            return self._record(name, self._trial.suggest_categorical(name, choices))
+        # A database keeps scalars alone: other choices are suggested as their JSON.
+        return self._record(name, choices[texts.index(self._trial.suggest_categorical(name, texts))])
+
+    def suggest_float(self, name: str, low: float, high: float, *, step=None, log=False) -> float:
+        self._check(name, (low, high))
+        return self._record(name, self._trial.suggest_float(name, low, high, step=step, log=log))
+
+    def suggest_int(self, name: str, low: int, high: int, *, step=1, log=False) -> int:
+        self._check(name, (low, high))
+        return self._record(name, self._trial.suggest_int(name, low, high, step=step, log=log))
+
+    def _record(self, name: str, value: Any) -> Any:
+        self.values[name] = value
+        return value
+
+    def _check(self, name: str, values: Sequence) -> None:
+        if name in self.values:
+            raise UserError(f"{name}: suggested twice; allowed: once")
+        check_values(name, values, self._rules)
+
+
+def check_values(field: str, values: Sequence, rules: Mapping[str, Rule]) -> None:
+    """Refuse to search a field, or values of it.
+
+    Raises:
+      UserError: the field is unknown or shapes no result, or a value is not allowed.
+    """
+    if field not in rules:
+        raise UserError(f"{field}: unknown field{nearest_field(field)}")
+    if field == "seed":
+        raise UserError("seed: cannot be searched (use --seeds)")
+    if not rules[field].identity:  # the field does not affect a run's results
+        raise UserError(f"{field}: cannot be searched")
+    if field == "model.dtype" and "auto" in values:
+        raise UserError("model.dtype: 'auto' cannot be searched; allowed: float32 | bfloat16")
+    for value in values:
+        if not rules[field].allows(tuple(value) if isinstance(value, list) else value):
+            raise UserError(f"{field}: {value!r}; allowed: {rules[field].text}")
+
+
+def _distributions_of(settings: Sequence[Setting]) -> dict[str, BaseDistribution]:
+    """Return for each field a distribution that holds all its values in `settings`, as databases record them."""
+    values_of: dict[str, list] = {}
+    for setting in settings:
+        for field, value in setting.items():
+            values_of.setdefault(field, []).append(value)
+    return {field: _distribution(values) for field, values in values_of.items()}
+
+
+def _distribution(values: list) -> BaseDistribution:
+    kinds = {type(value) for value in values}
+    if kinds == {int}:
+        return IntDistribution(min(values), max(values))
+    if kinds <= {int, float}:
+        return FloatDistribution(min(values), max(values))
+    return CategoricalDistribution(tuple(dict.fromkeys(map(recorded, values))))
+
+
+def recorded(value: Any) -> Any:
+    """Return a value as a database records it: a scalar, or the JSON of anything else."""
+    return value if isinstance(value, SCALARS) else json.dumps(value)
+
+
+def tpe_sampler(study_seed: int, index: int) -> optuna.samplers.TPESampler:
+    """Create a sampler seeded by (study seed, setting), so that a restarted sweep does not repeat its draws."""
+    rng = np.random.default_rng([study_seed, index])
+    return optuna.samplers.TPESampler(seed=int(rng.integers(2**32)))

@@ -7,47 +7,22 @@ import math
 import time
 from collections.abc import Callable
 
+import jax
+
 from largebatch.hosts import collectives, preemption
-from largebatch.runs.folder import InUse, RunFolder, writing
-from largebatch.studies.database import open_storage
-from largebatch.studies.display import SweepTable
-from largebatch.studies.queue import ClaimedTrial, TrialQueue, TrialSpec
-from largebatch.studies.search import create_pruner
-from largebatch.studies.study import Study, identity
-from largebatch.studies.trial import AssignedTrial, TrialReporter, TrialResult, train_trial
-from largebatch.util import UserError
+from largebatch.runs.display import Reporter
+from largebatch.runs.folder import InUse, RunFolder
+from largebatch.runs.lifecycle import Diverged, Pruned
+from largebatch.runs.reader import read_run
+from largebatch.studies.display import SweepDisplay
+from largebatch.studies.queue import Trial, TrialQueue
+from largebatch.studies.study import Study
+from largebatch.util import BadSetting, UserError
 
 log = logging.getLogger("largebatch")
 
 MAX_FAILURES = 3  # maximum consecutive failures: then the cause is not the trials' settings
 POLL_SEC = 2.0
-
-
-def open_queue(study: Study) -> TrialQueue:
-    """Open the study's trials in its database, and then write study.json.
-
-    Raises:
-      UserError: the database cannot be opened, or holds another study of this name.
-    """
-    if study.storage.startswith(f"sqlite:///{study.path.resolve()}"):
-        with writing(study.path):
-            study.path.mkdir(parents=True, exist_ok=True)
-    # The description omits the storage: another machine may reach the same database by another URL.
-    description = identity(study.description)
-    del description["storage"]
-    queue = TrialQueue(
-        open_storage(study.storage, study.heartbeat_sec),
-        study.path.name,
-        study.search,
-        direction="maximize" if study.maximizes else "minimize",
-        pruner=create_pruner(study.pruner, study.groups, study.kind),
-        heartbeat_sec=study.heartbeat_sec,
-        description=description,
-    )
-    folder = RunFolder(study.path)
-    if folder.read("study.json") != study.description:
-        folder.write_json("study.json", study.description)
-    return queue
 
 
 class Worker:
@@ -60,17 +35,11 @@ class Worker:
     """
 
     def __init__(
-        self,
-        study: Study,
-        queue: TrialQueue | None,
-        table: SweepTable,
-        *,
-        train: Callable,
-        cache,
+        self, study: Study, queue: TrialQueue | None, display: SweepDisplay, *, train: Callable, cache: object
     ):
-        self._study, self._queue, self._table = study, queue, table
+        self._study, self._queue, self._display = study, queue, display
         self._train, self._cache = train, cache
-        self._failures_in_a_row = 0
+        self._num_failures = 0  # in a row
         self._signal = 0  # signal that this host got while it trained, or 0
 
     def run(self) -> None:
@@ -82,18 +51,13 @@ class Worker:
         """
         while trial := self._next_trial():
             try:
-                self._train_one(trial)
+                with self._queue.beating(trial) if self._queue else contextlib.nullcontext():
+                    self._train_one(trial)
             except InUse as busy:
                 log.info("%s; it comes again later", busy)
                 time.sleep(POLL_SEC)
-            except preemption.Stopped as stopped:
-                self._signal = stopped.number  # all hosts leave together, in `_next_trial`
-            finally:
-                self._put_back(trial)
 
-    # ---- claims -------------------------------------------------------------------------------------
-
-    def _next_trial(self) -> AssignedTrial | None:
+    def _next_trial(self) -> Trial | None:
         """Return the trial that host 0 claimed, on every host; None once all runs of the study have ended.
 
         While other processes run the last trials, the worker waits: if one dies, its trial is enqueued again.
@@ -101,79 +65,141 @@ class Worker:
         Raises:
           preemption.Stopped: on all hosts, if any of them got a signal.
         """
-        said_so = False
+        has_waited = False
         while True:
-            claimed = self._claim_trial() if self._queue else None
-            host_0 = collectives.json_from_primary(
+            claimed = self._claim() if self._queue else None
+            from_host_0 = collectives.json_from_primary(
                 {
-                    "spec": dataclasses.asdict(claimed.spec) if claimed else None,
+                    "trial": claimed and dataclasses.asdict(dataclasses.replace(claimed, row=None)),
                     "left": self._queue.counts.left if self._queue else 0,
                     "signal": self._signal,
                 }
             )
-            signal = host_0["signal"] or preemption.agree()[0]
+            signal = from_host_0["signal"] or preemption.agree()[0]
             if signal:
                 if claimed:
                     self._queue.put_back(claimed)
                 raise preemption.Stopped(signal)
-            if host_0["spec"]:
-                return AssignedTrial(TrialSpec(**host_0["spec"]), claimed)
-            if not host_0["left"]:
+            if from_host_0["trial"]:
+                return claimed or Trial(**from_host_0["trial"])
+            if not from_host_0["left"]:
                 return None
-            if not said_so:
+            if not has_waited:
                 log.info("waiting for trials of other processes, or of a killed one")
-                said_so = True
+                has_waited = True
             time.sleep(POLL_SEC)
 
-    def _claim_trial(self) -> ClaimedTrial | None:
+    def _claim(self) -> Trial | None:
         """Claim host 0's next trial, if one is waiting."""
         try:
-            self._queue.enqueue_missing()
-            if self._queue.counts.waiting:
-                return self._queue.claim()
+            return self._queue.claim() if self._queue.fill().waiting else None
         except preemption.Stopped as stopped:  # while the database was away
             self._signal = stopped.number
-        return None
+            return None
 
-    def _put_back(self, trial: AssignedTrial) -> None:
-        """Put back a trial that has not ended."""
-        if trial.claimed:
-            # A signal came while the database was away. This process ends, and its trial will count as dead.
-            with contextlib.suppress(preemption.Stopped):
-                self._queue.put_back(trial.claimed)
-
-    # ---- training -----------------------------------------------------------------------------------
-
-    def _train_one(self, trial: AssignedTrial) -> None:
-        """Train a trial and end it in the queue.
+    def _train_one(self, trial: Trial) -> None:
+        """Train or resume a trial and end it in the queue.
 
         Raises:
+          InUse: another process trains the trial.
           UserError: the trial failed, as the trials before it did.
         """
-        reporter = TrialReporter(self._study, trial, self._queue, self._table)
-        result = train_trial(self._study, trial.spec, train=self._train, cache=self._cache, reporter=reporter)
-        if trial.claimed:
-            self._end_in_queue(trial.claimed, result)
-        score = result.summary.get("best_score")
-        self._table.end(trial.spec.name, result.status, score, result.error)
-        if result.error is None:
-            self._failures_in_a_row = 0
+        reporter = TrialReporter(self._study, trial, self._queue, self._display)
+        try:
+            status, summary, error = self._result_of(trial, reporter)
+        except preemption.Stopped as stopped:
+            self._signal = stopped.number  # all hosts leave together, in `_next_trial`
             return
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= MAX_FAILURES:
-            raise UserError(f"{self._failures_in_a_row} trials in a row failed, the last one: {result.error}")
+        name = self._study.folder_of(trial.setting, trial.seed).name
+        if self._queue:
+            self._queue.end(trial, status, self._value_of(status, summary), error)
+        self._display.end(name, status, summary.get("best_score"), error)
+        self._num_failures = self._num_failures + 1 if error else 0
+        if self._num_failures >= MAX_FAILURES:
+            raise UserError(f"{self._num_failures} trials in a row failed, the last one: {error}")
 
-    def _end_in_queue(self, claimed: ClaimedTrial, result: TrialResult) -> None:
-        if result.error is not None:
-            self._queue.fail(claimed, result.error)
-        elif result.status == "pruned":
-            self._queue.prune(claimed, result.summary["best_score"])
-        else:
-            self._queue.complete(claimed, self._objective_of(result), diverged=result.status == "diverged")
+    def _result_of(self, trial: Trial, reporter: "TrialReporter") -> tuple[str, dict, str | None]:
+        """Train a trial; return its status, its summary on host 0, and in one line why it failed, if it did."""
+        folder = RunFolder(self._study.folder_of(trial.setting, trial.seed))
+        record = {"index": trial.index, "seed": trial.seed, "setting": trial.setting, "error": None}
+        try:
+            config = collectives.agreed(lambda: self._study.config_of(trial.setting, trial.seed))
+            collectives.agreed(lambda: folder.write_json("trial.json", record), collectives.is_primary())
+            with contextlib.suppress(Diverged, Pruned):  # recorded in the summary
+                self._train(config, str(folder.path), shared=self._cache, report=reporter)
+        except (BadSetting, jax.errors.JaxRuntimeError) as error:
+            # Another setting may be allowed, or need less memory.
+            if not isinstance(error, BadSetting) and "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            record["error"] = str(error).splitlines()[0]
+            collectives.agreed(lambda: folder.write_json("trial.json", record), collectives.is_primary())
+            return "failed", {}, record["error"]
+        summary = folder.read("summary.json") if collectives.is_primary() else {}
+        return summary.get("status", "done"), summary, None
 
-    def _objective_of(self, result: TrialResult) -> float:
+    def _value_of(self, status: str, summary: dict) -> float | None:
         """Return the value by which the study ranks a trial, the worst one if a target was not reached."""
-        value = result.summary[self._study.objective]
+        if status == "failed":
+            return None
+        value = summary["best_score" if status == "pruned" else self._study.options.objective]
         if value is not None:
             return value
         return -math.inf if self._study.maximizes else math.inf
+
+
+class TrialReporter(Reporter):
+    """Reporter of a trial's progress to the display and the queue; it prunes the trial."""
+
+    def __init__(self, study: Study, trial: Trial, queue: TrialQueue | None, display: SweepDisplay):
+        self._study, self._trial, self._queue, self._display = study, trial, queue, display
+        self._folder = study.folder_of(trial.setting, trial.seed)
+        self._prunes = study.options.pruner != "none"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def start(self, total_updates: int, step: int, headline: str) -> None:
+        """Show the trial; report the validations of an earlier process to the pruner."""
+        self._display.start(self._folder.name, total_updates, step)
+        if self._prunes:
+            self._report_to_queue(read_run(self._folder).rows if self._queue else [])
+
+    def at(self, step: int, images: int, seconds: float, images_left: int) -> None:
+        """Move the trial's bar to `step`."""
+        self._display.at(step, images / seconds)
+
+    def row(self, row: dict, outer_steps: int) -> None:
+        """Show a validation and query the pruner, except after the last, which ends the run anyway.
+
+        Raises:
+          Pruned: the pruner ends the trial; on all hosts.
+        """
+        self._display.row(row["val_score"])
+        if self._prunes and self._report_to_queue([row]) and row["outer"] < outer_steps:
+            raise Pruned(f"pruned after outer loop {row['outer']} ({self._study.options.pruner})")
+
+    def results(self, summary: dict, workdir: str) -> None:
+        """Do nothing: the display shows the results."""
+
+    def _report_to_queue(self, rows: list[dict]) -> bool:
+        """Report validations to the queue; return True if the pruner would end the trial after the last of them.
+
+        Collective: only host 0 talks to the database, and the other hosts wait for its answer.
+
+        Raises:
+          preemption.Stopped: a signal came while the database was away; on all hosts.
+        """
+        should_prune, signal = False, 0
+        if self._queue:
+            try:
+                for row in rows:
+                    should_prune = self._queue.report(self._trial, row["val_score"], row["outer"])
+            except preemption.Stopped as stopped:
+                signal = stopped.number
+        answer = collectives.json_from_primary({"should_prune": bool(should_prune), "signal": signal})
+        if answer["signal"]:
+            raise preemption.Stopped(answer["signal"])
+        return answer["should_prune"]

@@ -2,7 +2,7 @@
 with the trials and the leaderboard of a study that nobody disturbed.
 """
 
-import json
+import contextlib
 import os
 import random
 import shutil
@@ -17,6 +17,7 @@ import pytest
 from conftest import EUROSAT, ROOT, on_devices
 from figures import record
 from optuna.trial import TrialState
+from test_postgres import server  # noqa: F401
 from test_resume import assert_same_run
 
 from largebatch.runs import reader
@@ -25,27 +26,24 @@ from largebatch.studies import analysis
 CRASH = Path(__file__).with_name("crash.py")
 LIMIT_SEC = 300
 SPACE = """
-from optuna.distributions import CategoricalDistribution, FloatDistribution
-
-def get_space():
-    return {{"optimizer.name": {names}, "optimizer.learning_rate": {rates}}}
+def suggest(trial):
+    trial.suggest_categorical("optimizer.name", ["lamb", "sgd"])
+    trial.{rates}
 """
 
 
 class Killed:
     """One study's command, and the study that it makes when nobody disturbs it."""
 
-    def __init__(self, folder: Path, sampler: str, pruner: str, trials: int, seeds: int, **fields):
-        self.folder, self.trials = folder, trials
-        names = 'CategoricalDistribution(["lamb", "sgd"])'
-        rates = (
-            "CategoricalDistribution([0.003, 0.01, 0.03])"
-            if sampler == "grid"
-            else "FloatDistribution(1e-3, 0.03, log=True)"
-        )
-        (folder / "space.py").write_text(SPACE.format(names=names, rates=rates))
+    def __init__(self, folder: Path, sampler: str, pruner: str, trials: int, seeds: int, storage=None, **fields):
+        self.folder, self.trials, self.storage = folder, trials, storage
+        rates = 'suggest_float("optimizer.learning_rate", 1e-3, 0.03, log=True)'
+        if sampler == "grid":
+            rates = 'suggest_categorical("optimizer.learning_rate", [0.003, 0.01, 0.03])'
+        (folder / "space.py").write_text(SPACE.format(rates=rates))
         self.options = [f"--space={folder / 'space.py'}", f"--sampler={sampler}", f"--pruner={pruner}"]
         self.options += [f"--trials={trials}", f"--seeds={seeds}", "--heartbeat_sec=1"]
+        self.options += [f"--storage={storage}"] if storage else []
         fields |= {"augment.cache_dir": folder / "cache", "checkpoint.every_sec": 0}
         self.options += [f"--config.{name}={value}" for name, value in fields.items()]
         assert self._start(folder / "first").wait(1800) == 0, self._log()  # compiles, for all that come after it
@@ -54,16 +52,9 @@ class Killed:
         self.seconds = time.monotonic() - begin
         self.changes = int((folder / "changes").read_text())
 
-    def _start(self, study: Path, number: int = 10**9) -> subprocess.Popen:
-        command = [
-            sys.executable,
-            str(CRASH),
-            str(number),
-            str(study),
-            "--",
-            str(ROOT / "sweep.py"),
-            f"--study={study}",
-        ]
+    def _start(self, study: Path, number: int = 10**9, workers: int = 1) -> subprocess.Popen:
+        crash = [str(CRASH), str(number), str(study), "--"] if workers == 1 else []
+        command = [sys.executable, *crash, str(ROOT / "sweep.py"), f"--study={study}", f"--workers={workers}"]
         environment = on_devices(2)
         # Of its own: a kill may leave half a program there, which others would warn of.
         environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "compiled")
@@ -96,34 +87,73 @@ class Killed:
             assert self._start(study).wait(1800) == 0, self._log()
         return count
 
+    def kill_workers_until_done(self, study: Path, kills: int, rng: random.Random) -> int:
+        """Starts two workers and kills one of them or their parent, again and again; how often it did."""
+        count, code = 0, None
+        while code != 0:
+            parent = self._start(study, workers=2)
+            while parent.poll() is None:
+                deadline = time.monotonic() + 2 * self.seconds * rng.random()
+                while parent.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                family = [parent.pid, *children_of(parent.pid)]
+                if parent.poll() is None and count < kills and len(family) > 1:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(rng.choice(family), signal.SIGKILL)
+                        count += 1
+                if parent.poll() is not None:
+                    wait_for_exit(family[1:])  # they save, and put their trials back
+            code = parent.wait()
+            assert code in (0, -9, 137, 143), f"ended with {code}\n{self._log()}"
+        return count
+
     def states(self, study: Path) -> dict[str, int]:
         """How many trials of each end the database has, having checked that each run ended there once."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        trials = optuna.load_study(study_name=study.name, storage=f"sqlite:///{study / 'study.db'}").get_trials()
+        storage = self.storage or f"sqlite:///{study / 'study.db'}"
+        trials = optuna.load_study(study_name=study.name, storage=storage).get_trials()
         ended = [trial for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
-        names = sorted(f"{trial.user_attrs['setting']:04d}-{trial.user_attrs['seed']}" for trial in ended)
-        assert names == sorted(folder.name for folder in (study / "trials").iterdir())
-        assert len(names) == len(set(names)) == self.trials
-        for trial in ended:
-            folder = study / "trials" / f"{trial.user_attrs['setting']:04d}-{trial.user_attrs['seed']}"
-            status = json.loads((folder / "summary.json").read_text())["status"]
-            assert (status == "pruned") == (trial.state == TrialState.PRUNED), folder
+        runs = reader.read_study(study).runs
+        by_number = {(run.trial["index"], run.trial["seed"]): run for run in runs}
+        numbers = [(trial.user_attrs["index"], trial.user_attrs["seed"]) for trial in ended]
+        assert sorted(numbers) == sorted(by_number)
+        assert len(runs) == len(numbers) == len(set(numbers)) == self.trials
+        for trial, number in zip(ended, numbers, strict=True):
+            assert trial.user_attrs["setting"] == by_number[number].trial["setting"]
+            assert (by_number[number].status == "pruned") == (trial.state == TrialState.PRUNED), number
         states = [trial.state.name for trial in trials]
         return {state: states.count(state) for state in dict.fromkeys(states)}
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+
+
+def wait_for_exit(pids: list[int]) -> None:
+    deadline = time.monotonic() + LIMIT_SEC
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def leaderboard(study: Path) -> list:
     return analysis.leaderboard_rows(reader.read(study))[1]
 
 
-def survive(tmp_path, kills: int, sampler: str, pruner: str, trials: int, seeds: int, **fields) -> None:
+def survive(
+    tmp_path, kills: int, sampler: str, pruner: str, trials: int, seeds: int, workers=1, storage=None, **fields
+) -> None:
     """Kills studies until there were `kills`, and compares."""
-    killed = Killed(tmp_path, sampler, pruner, trials, seeds, **fields)
+    killed = Killed(tmp_path, sampler, pruner, trials, seeds, storage, **fields)
     rng, count, studies = random.Random(0), 0, 0
     begun_again = 0
     while count < kills:
         study = tmp_path / f"cut_{studies}"
-        count += killed.kill_until_done(study, kills - count, rng)
+        kill = killed.kill_until_done if workers == 1 else killed.kill_workers_until_done
+        count += kill(study, kills - count, rng)
         begun_again += killed.states(study).get("FAIL", 0)
         if sampler != "tpe" and pruner == "none":
             for folder in (study / "trials").iterdir():
@@ -131,7 +161,14 @@ def survive(tmp_path, kills: int, sampler: str, pruner: str, trials: int, seeds:
             assert leaderboard(study) == leaderboard(tmp_path / "whole")
         studies += 1
         shutil.rmtree(study)
-    what = {"sampler": sampler, "pruner": pruner, "data": fields.get("dataset.name", "synthetic")}
+    database = "PostgreSQL" if storage else "SQLite"
+    what = {
+        "sampler": sampler,
+        "pruner": pruner,
+        "workers": workers,
+        "database": database,
+        "data": fields.get("dataset.name", "synthetic"),
+    }
     record(
         "sweep kills",
         what | {"kills": count, "studies": studies, "trials of each": trials, "begun again": begun_again},
@@ -162,3 +199,11 @@ def test_kills_of_a_sweep_on_eurosat(tmp_path, sampler):
 @pytest.mark.parametrize(("sampler", "pruner"), [("tpe", "none"), ("tpe", "median"), ("random", "hyperband")])
 def test_kills_of_a_sweep_that_looks_at_its_trials(tmp_path, sampler, pruner):
     survive(tmp_path, 10, sampler, pruner, trials=6, seeds=1, **(SMALL | {"train.outer_steps": 5}))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("database", ["SQLite", "PostgreSQL"])
+def test_kills_of_workers_and_their_parent(tmp_path, database, request):
+    storage = request.getfixturevalue("server").url if database == "PostgreSQL" else None
+    survive(tmp_path, 20, "grid", "none", 6, 1, workers=2, storage=storage, **SMALL)

@@ -59,8 +59,7 @@ def test_a_simulated_pod_says_nothing_of_plugins(plugins, tmp_path, session_cach
 @pytest.mark.full
 def test_a_study_on_the_cpu_says_nothing_of_plugins(plugins, tmp_path, session_cache):
     (tmp_path / "space.py").write_text(
-        "from optuna.distributions import CategoricalDistribution\n\n\n"
-        "def get_space():\n    return {'optimizer.learning_rate': CategoricalDistribution([0.1, 0.2])}\n"
+        "def suggest(trial):\n    trial.suggest_categorical('optimizer.learning_rate', [0.1, 0.2])\n"
     )
     flags = small_flags(session_cache, **{"devices.platform": "cpu"})
     study = [f"--space={tmp_path / 'space.py'}", f"--study={tmp_path / 'study'}"]

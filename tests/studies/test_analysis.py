@@ -8,7 +8,7 @@ from scipy import stats
 
 from largebatch.runs import reader
 from largebatch.studies import analysis
-from largebatch.studies.knee import fit_knee
+from largebatch.studies.critical_batch import fit_steps
 from largebatch.util import UserError
 
 START = {"time": "2026-01-01T00:00:00+00:00", "event": "start", "devices": 1, "start_sec": 1.0, "counted_sec": 0.0}
@@ -75,17 +75,8 @@ def write_study(path: Path, trials: list[dict], objective="best_val_accuracy", f
     fields = fields or ["optimizer.name", "optimizer.learning_rate"]
     names = {"optimizer.name": "optimizer", "optimizer.learning_rate": "rate", "batch.size": "batch"}
     defaults = {"optimizer": "lamb", "rate": 0.01, "batch": 512}
-    space = {
-        field: {
-            "name": "CategoricalDistribution",
-            "attributes": {
-                "choices": list(dict.fromkeys(t.get(names[field], defaults[names[field]]) for t in trials))
-            },
-        }
-        for field in fields
-    }
     path.mkdir(parents=True)
-    description = {"config": {}, "space": space, "sampler": "grid", "objective": objective, "seeds": 1}
+    description = {"config": {}, "fields": fields, "sampler": "grid", "objective": objective, "seeds": 1}
     description |= further
     (path / "study.json").write_text(json.dumps(description))
     for index, trial in enumerate(trials):
@@ -183,7 +174,7 @@ def test_trials_come_by_index_and_a_damaged_description_is_named(tmp_path):
     trials = reader.read(study)
     assert [run.path.name for run in trials.runs][3:] == ["moved", *[f"{k:04d}" for k in range(4, 11)], "half"]
     assert trials.problems == []
-    (study / "study.json").write_text('{"space": ')
+    (study / "study.json").write_text('{"fields": ')
     trials = reader.read(study)
     assert len(trials.problems) == 1
     assert trials.problems[0].startswith("study.json: damaged")
@@ -352,35 +343,35 @@ def test_edges_low_and_only(tmp_path):
 SIZES = np.repeat([64, 256, 1024, 4096, 16384], 5)
 
 
-def test_knee_of_exact_points():
-    knee = fit_knee(SIZES, 200 * (1 + 1500 / SIZES))
+def test_fit_of_exact_points():
+    knee = fit_steps(SIZES, 200 * (1 + 1500 / SIZES))
     assert knee.critical_batch_size == pytest.approx(1500, rel=1e-4)
     assert knee.min_steps == pytest.approx(200, rel=1e-4)
     assert knee.min_examples == pytest.approx(200 * 1500, rel=1e-4)
     np.testing.assert_allclose(knee.steps_at(SIZES), 200 * (1 + 1500 / SIZES), rtol=1e-4)
 
 
-def test_knee_interval_holds_the_truth_about_as_often_as_it_says():
+def test_fit_interval_holds_the_truth_about_as_often_as_it_says():
     """Bootstrap intervals from 5 seeds are a little narrow: 0.8 to 1 of them hold what was put in."""
     rng, held = np.random.default_rng(0), []
     for _ in range(60):
         steps = 200 * (1 + 1500 / SIZES) * np.exp(rng.normal(0, 0.1, len(SIZES)))
-        knee = fit_knee(SIZES, steps, resamples=200)
+        knee = fit_steps(SIZES, steps, resamples=200)
         assert 1000 < knee.critical_batch_size < 2250
         held.append(knee.low <= 1500 <= knee.high)
     assert 0.8 <= np.mean(held) <= 1
-    assert knee == fit_knee(SIZES, steps, resamples=200)
+    assert knee == fit_steps(SIZES, steps, resamples=200)
 
 
-def test_knee_beyond_what_was_measured():
-    straight, flat = fit_knee(SIZES, 1e6 / SIZES), fit_knee(SIZES, np.full(len(SIZES), 100.0))
+def test_fit_beyond_what_was_measured():
+    straight, flat = fit_steps(SIZES, 1e6 / SIZES), fit_steps(SIZES, np.full(len(SIZES), 100.0))
     assert (straight.critical_batch_size, straight.min_examples) == (math.inf, pytest.approx(1e6))
     np.testing.assert_allclose(straight.steps_at(SIZES), 1e6 / SIZES)
     assert (flat.critical_batch_size, flat.min_steps) == (0, pytest.approx(100))
     assert (straight.min_steps, flat.min_examples) == (None, None)  # beyond what was measured as well
 
 
-def test_no_knee_from_two_batch_sizes_and_no_interval_from_one_seed():
-    assert fit_knee([64, 64, 256], [100, 110, 60]) is None
-    knee = fit_knee([64, 256, 1024], [100, 40, 25])
+def test_no_fit_from_two_batch_sizes_and_no_interval_from_one_seed():
+    assert fit_steps([64, 64, 256], [100, 110, 60]) is None
+    knee = fit_steps([64, 256, 1024], [100, 40, 25])
     assert (knee.low, knee.high) == (None, None)

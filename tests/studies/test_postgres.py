@@ -19,10 +19,8 @@ from optuna.trial import TrialState
 from largebatch.studies.database import open_storage
 
 SPACE = """
-from optuna.distributions import CategoricalDistribution
-
-def get_space():
-    return {"optimizer.learning_rate": CategoricalDistribution([0.003, 0.01, 0.03])}
+def suggest(trial):
+    trial.suggest_categorical("optimizer.learning_rate", [0.003, 0.01, 0.03])
 """
 
 
@@ -134,5 +132,5 @@ def test_two_processes_share_a_study_and_wait_for_a_database_that_went_away(serv
         # A heartbeat that came late while the database was away has failed a trial, whose run then went on.
         trials = [trial for trial in study.get_trials() if trial.state != TrialState.FAIL]
     assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 6
-    runs = [(trial.user_attrs["setting"], trial.user_attrs["seed"]) for trial in trials]
-    assert sorted(runs) == [(setting, seed) for setting in range(3) for seed in range(2)]  # none doubled
+    runs = [(trial.user_attrs["index"], trial.user_attrs["seed"]) for trial in trials]
+    assert sorted(runs) == [(index, seed) for index in range(3) for seed in range(2)]  # none doubled

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from optuna.distributions import CategoricalDistribution
+from made_studies import make_study, space_of, train_study
 from PIL import Image
 from report_pages import make, text_of
 
@@ -21,11 +21,6 @@ from largebatch.data.pictures import class_colours, shaded
 from largebatch.predictions import cases
 from largebatch.runs import reader
 from largebatch.studies import analysis
-from largebatch.studies.display import SweepTable
-from largebatch.studies.search import SearchOptions
-from largebatch.studies.space import as_json
-from largebatch.studies.study import Study
-from largebatch.studies.worker import Worker, open_queue
 from largebatch.tasks import planes
 
 SMALL, SIZE, COUNT = "resunet_smaller", 16, 60
@@ -121,24 +116,10 @@ def test_depths_alone_whose_best_score_is_the_lowest(folders, session_cache, tmp
 def test_a_study_of_depths_ranks_the_lowest_first(folders, session_cache, tmp_path):
     config = config_of("depth", folders, session_cache)
     config.train.outer_steps = 1
-    space = {"optimizer.learning_rate": CategoricalDistribution([1e-6, 0.05])}
-    study = Study(
-        path=tmp_path / "study",
-        config=config,
-        storage=f"sqlite:///{tmp_path / 'study' / 'study.db'}",
-        search=SearchOptions(space, "grid", study_seed=0, settings=2, seeds=1, best_seeds=2),
-        pruner="none",
-        objective="best_score",
-        heartbeat_sec=20,
-        derive=lambda config: None,
-        models=model.MODELS,
-        description={
-            "space": as_json(space), "config": config.to_dict(), "storage": "", "objective": "best_score"
-        },
-    )  # fmt: skip
-    queue = open_queue(study)
-    with queue, SweepTable("s", study.kind, lambda: queue.counts, enabled=False) as table:
-        Worker(study, queue, table, train=train.train_and_evaluate, cache=ProgramCache()).run()
+    study = make_study(
+        config, tmp_path / "study", space_of({"optimizer.learning_rate": [1e-6, 0.05]}), best_seeds=2
+    )
+    train_study(study)
     best, worst = analysis.leaderboard(reader.read(study.path))
     assert best.values == {"optimizer.learning_rate": 0.05}
     assert best.score.mean < worst.score.mean

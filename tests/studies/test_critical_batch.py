@@ -1,4 +1,4 @@
-"""The critical batch from branches: by hand, and from a real run through the command."""
+"""The critical batch size from sweeps and from branches: by hand, and from a real run through the command."""
 
 import csv
 import json
@@ -18,9 +18,8 @@ from largebatch.config.fields import BatchConfig
 from largebatch.optim.traces import read_trace
 from largebatch.reports.branch_panel import branch_panel
 from largebatch.runs import reader
-from largebatch.studies import branching, critical_batch
-from largebatch.studies.branching import BranchOptions
-from largebatch.studies.knee import Knee
+from largebatch.studies import critical_batch
+from largebatch.studies.critical_batch import Branches, StepsCurve
 from largebatch.util import UserError
 
 SIZES = [128, 256, 512, 1024]
@@ -46,8 +45,8 @@ def write_branches(path, losses: dict[int, list[list[float | None]]], noise_scal
     path.mkdir()
     description = {
         "config": {},
-        "space": {"train.init_step": {}, "batch.size": {}},
-        "branch_points": points,
+        "fields": ["train.init_step", "batch.size"],
+        "branches": {"run": "trunk", "images": 1024, "sizes": SIZES, "points": points},
     }
     (path / "study.json").write_text(json.dumps(description))
     for step, of_seeds in losses.items():
@@ -89,7 +88,7 @@ def test_critical_batches_over_a_run_with_intervals(tmp_path):
     assert first.high == pytest.approx(512 * 2 ** (0.15 / 0.3))  # of the first
     assert (second.size, second.low, second.high) == (math.inf,) * 3
     stages = critical_batch.batch_warmup([first, second])
-    assert [(stage.first_update, stage.batch_size) for stage in stages] == [(0, 128), (100, 256), (150, 1024)]
+    assert stages == [(0, 128), (100, 256), (150, 1024)]
     rows = critical_batch.rows([first, second])[1]
     assert [row[3] for row in rows] == ["362", "above 1024"]
 
@@ -130,7 +129,7 @@ def test_a_warm_up_takes_batches_that_lose_nothing(tmp_path):
     found = critical_batch.critical_batches(study)
     assert [critical.size for critical in found] == [math.inf, math.inf]
     stages = critical_batch.batch_warmup(found)
-    assert [(stage.first_update, stage.batch_size) for stage in stages] == [(0, 128), (100, 256), (150, 512)]
+    assert stages == [(0, 128), (100, 256), (150, 512)]
 
 
 def test_a_point_counts_once_its_own_batch_and_another_have_ended(tmp_path):
@@ -149,12 +148,15 @@ def test_nothing_is_held_to_a_base_that_diverged(tmp_path, of_seeds):
     assert [critical.step for critical in critical_batch.critical_batches(study)] == [200]
 
 
-def write_trunk(path, rates: dict[int, float]):
-    """A run with a checkpoint at each of these updates, and the learning rate there."""
+def write_trunk(path, rates: dict[int, float], sizes=(128,)):
+    """A run with a checkpoint at each of these steps, and the learning rate there; batch sizes take turns."""
     write_run(path)
     (path / "config.json").write_text(json.dumps(default.get_config().to_dict()))
     row = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
-    rows = [row | {"step": step, "learning_rate": rate, "global_batch_size": 128} for step, rate in rates.items()]
+    rows = [
+        row | {"step": step, "learning_rate": rate, "global_batch_size": sizes[index % len(sizes)]}
+        for index, (step, rate) in enumerate(rates.items())
+    ]
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     for step in rates:
         (path / "checkpoints" / f"{step:08d}").mkdir(parents=True)
@@ -162,40 +164,39 @@ def write_trunk(path, rates: dict[int, float]):
 
 
 def test_no_branch_begins_where_the_rate_is_nearly_zero(tmp_path, caplog):
-    trunk = write_trunk(tmp_path / "trunk", {100: 0.1, 200: 0.05, 300: 1e-4, 400: 0.0})
-    options = BranchOptions(str(trunk), images=16_384)
-    assert [point.step for point in branching.chosen_points(options)] == [100, 200]
+    trunk = str(write_trunk(tmp_path / "trunk", {100: 0.1, 200: 0.05, 300: 1e-4, 400: 0.0}))
+    assert [point["step"] for point in Branches.of_run(trunk, 16_384, None, None).points] == [100, 200]
     assert f"the learning rate of {trunk} is nearly 0 at update 300, 400" in caplog.text
-    options = BranchOptions(str(trunk), images=16_384, steps=[100, 400])
     with pytest.raises(UserError, match=r"--branch_steps: 400; allowed: validations .* 100, 200"):
-        branching.chosen_points(options)
+        Branches.of_run(trunk, 16_384, None, [100, 400])
     done = write_trunk(tmp_path / "done", {100: 0.0})
     study = tmp_path / "study"
     refused = run_script("sweep.py", "--branch", done, "--study", study)
     assert_one_line_error(refused, "rate of", "nearly 0 at update 100", "allowed: a run at a constant rate")
     assert not study.exists()
-    steady = write_trunk(tmp_path / "steady", {100: 0.1, 200: 0.1})
+    steady = str(write_trunk(tmp_path / "steady", {100: 0.1, 200: 0.1}))
     caplog.clear()
-    assert len(branching.chosen_points(BranchOptions(str(steady), images=16_384))) == 2
+    assert len(Branches.of_run(steady, 16_384, None, None).points) == 2
     assert caplog.text == ""
 
 
-def space_of(**options):
-    points = [branching.BranchPoint(100, 12_800, size, 0.1, None) for size in options.pop("own", (128,))]
-    return branching.branch_space(BranchOptions("run", **options), points).space["batch.size"].choices
+def test_branch_sizes(tmp_path):
+    def sizes(images, given=None, own=(128,)):
+        trunk = tmp_path / f"trunk{own}"
+        if not trunk.exists():
+            write_trunk(trunk, {100: 0.1, 200: 0.1}, own)
+        return Branches.of_run(str(trunk), images, given, None).sizes
 
-
-def test_branch_sizes():
-    assert space_of(images=16_384) == (128, 256, 512, 1024, 2048, 4096)
-    assert space_of(images=4 * 192 * 128, own=(128, 192)) == (128, 192, 256, 512, 1024, 2048, 4096, 8192)
+    assert sizes(16_384) == [128, 256, 512, 1024, 2048, 4096]
+    assert sizes(4 * 192 * 128, own=(128, 192)) == [128, 192, 256, 512, 1024, 2048, 4096, 8192]
     for options, message in (
         ({"images": 400}, "--branch_images: 400; allowed: multiples of 4 updates of 128"),
         ({"images": 16_384, "own": (21_600,)}, "--branch_images: 16384; allowed: multiples of 4 updates of 21600"),
-        ({"images": 16_384, "sizes": [128, 96]}, "--branch_sizes: 96; allowed: divisors of 4096, a part of"),
-        ({"images": 16_384, "sizes": [256]}, "--branch_sizes: [256]; allowed: with the run's own, 128"),
+        ({"images": 16_384, "given": [128, 96]}, "--branch_sizes: 96; allowed: divisors of 4096, a part of"),
+        ({"images": 16_384, "given": [256]}, "--branch_sizes: [256]; allowed: with the run's own, 128"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
-            space_of(**options)
+            sizes(**options)
 
 
 def test_a_branch_of_a_run_on_a_trace_or_with_local_steps_is_allowed():
@@ -203,9 +204,9 @@ def test_a_branch_of_a_run_on_a_trace_or_with_local_steps_is_allowed():
     config.batch.trace, config.batch.hold_last, config.batch.size = (64, 128), True, 256
     config.sync.update({"mode": "post_local", "start_step": 150, "every": 4, "outer_momentum": 0.5})
     config.train.init_from, config.train.init_step = "run", 100
-    point = branching.BranchPoint(100, 12_800, 128, 0.1, None)
+    point = {"step": 100, "examples_seen": 12_800, "batch_size": 128, "learning_rate": 0.1, "noise_scale": None}
     config.schedule.name, config.schedule.decay_over = "linear", "images"
-    branching._become_branch(config, BranchOptions("run", images=16_384), point)
+    Branches("run", 16_384, [128, 256], [point]).derive(config)
     typed(config)
     assert (config.sync.mode, config.train.inner_steps) == ("every_step", 16)
 
@@ -213,7 +214,7 @@ def test_a_branch_of_a_run_on_a_trace_or_with_local_steps_is_allowed():
 def test_the_panel_has_branches_noise_scale_and_knee(tmp_path):
     losses = [[1.0, 1.0, 1.0, 1.6]] * 2
     study = write_branches(tmp_path / "s", {100: losses, 200: [[1.0] * 4] * 2})
-    panel = branch_panel(study, {"swept": Knee(400.0, None, None, 10, 4000)})
+    panel = branch_panel(study, {"swept": StepsCurve(400.0, None, None, 10, 4000)})
     line, hollow, noise, knee = panel["marks"]
     assert line["points"][0][:2] == [12_800, pytest.approx(512 * 2**0.25, rel=1e-3)]
     assert hollow["points"] == [[25_600, 1024, None, None]]
