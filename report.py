@@ -2,7 +2,6 @@
 
     python report.py runs/studies/optimizers                       writes report.html
     python report.py runs/a runs/b --out both.html --png pictures --csv rows.csv
-    python report.py runs/studies/optimizers --watch               a page that follows a running study
 
 Damaged and unfinished runs are named on the page. JAX is not needed.
 """
@@ -11,7 +10,6 @@ import argparse
 import csv
 import io
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,23 +60,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="ACCURACIES",
         help="show in leaderboards the updates to validation accuracies, such as 0.9,0.95",
     )
-    parser.add_argument(
-        "--watch",
-        type=watch_seconds,
-        nargs="?",
-        const=5.0,
-        metavar="SECONDS",
-        help="write all again every few seconds (default 5) until Ctrl-C; the page reloads itself",
-    )
     return parser.parse_args(arguments)
-
-
-def watch_seconds(text: str) -> float:
-    """The argument of --watch."""
-    seconds = float(text)
-    if not 1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} seconds; allowed: 1 to 3600")
-    return seconds
 
 
 def accuracies(text: str) -> tuple[float, ...]:
@@ -110,12 +92,9 @@ def read_groups(paths: list[str]) -> list[Group]:
     return groups
 
 
-def name_foreign(groups: list[Group], named: set[Place]) -> None:
-    """Says on stderr what is read outside of a run folder because the run names it.
-
-    Args:
-      named: what was said before, and is not said again; it is added to.
-    """
+def name_foreign(groups: list[Group]) -> None:
+    """Say on stderr what is read outside of a run folder because the run names it."""
+    named: set[Place] = set()
     for group in groups:
         for run in best_runs(group, prediction_files.exist):
             place = example_pictures.picture_place(run)
@@ -209,12 +188,12 @@ def write(path: Path, content: bytes, option: str) -> None:
         raise UserError(f"{option}: cannot write {path} ({error.strerror or error})") from error
 
 
-def write_report(arguments: argparse.Namespace, named: set[Place]) -> str:
-    """Reads and draws everything, then writes it; returns a line that says what. For `named` see `name_foreign`."""
+def write_report(arguments: argparse.Namespace) -> str:
+    """Read and draw everything, then write it; return a line that says what."""
     groups = read_groups(arguments.paths)
-    name_foreign(groups, named)
+    name_foreign(groups)
     reports = page.report_groups(groups)
-    html = page.make_page(reports, arguments.watch, arguments.updates_to).encode()
+    html = page.make_page(reports, arguments.updates_to).encode()
     table = csv_text(groups, arguments.updates_to) if arguments.csv else None
     pictures = draw_pngs(reports) if arguments.png else {}
     if arguments.png:
@@ -240,14 +219,10 @@ def counts_of(groups: list[Group]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    given, named = parse(arguments), set()
+    """Write the report; return the exit code."""
     try:
-        while True:
-            print(printable(write_report(given, named)), flush=True)
-            if not given.watch:
-                return 0
-            time.sleep(given.watch)
+        print(printable(write_report(parse(arguments))))
+        return 0
     except UserError as error:
         print(f"report.py: error: {printable(error)}", file=sys.stderr)
         return EXIT_FAILED

@@ -248,7 +248,6 @@ STUDIES = (
         fill={"runs/a": "runs/eurosat", "runs/b": "runs/trunk"},
         makes=("report.html",),
     ),
-    Row("python report.py * --watch", shell="timeout --signal INT 5 {0}", makes=("report.html",), code=124),
 )
 TRAINING = (
     Row("python train.py", SYNTHETIC),
@@ -316,7 +315,6 @@ SCRIPTS = (
     Row("python sweep.py ... --storage *", skip="tests/studies/test_postgres.py runs studies in PostgreSQL"),
     Row("python report.py runs/studies/optimizers", makes=("report.html",)),
     Row("python report.py runs/a runs/b *", fill={"runs/a": "runs/eurosat", "runs/b": "runs/trunk"}),
-    Row("python report.py runs/studies/optimizers --watch", shell="timeout --signal INT 5 {0}", code=124),
 )
 PAGES = {
     "README.md": Page(README),

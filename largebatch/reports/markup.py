@@ -73,12 +73,11 @@ def table(
     return element("div", element("div", inside, cls="scroll tall"), cls="card")
 
 
-def document(title: str, body: Html, data, refresh_sec: float | None = None) -> str:
+def document(title: str, body: Html, data) -> str:
     """The whole page, with style, script and data inside; its policy lets the browser load nothing else.
 
     Args:
       data: what page.js draws from; plain JSON.
-      refresh_sec: the page loads itself again after so many seconds; None never.
     """
     script = (ASSETS / "page.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -87,7 +86,6 @@ def document(title: str, body: Html, data, refresh_sec: float | None = None) -> 
         "style": (ASSETS / "style.css").read_text(),
         "script": script,
         "script_sha256": f"sha256-{digest}",
-        "refresh": element("meta", http_equiv="refresh", content=f"{refresh_sec:g}") if refresh_sec else "",
         "body": body,
         # Inside <script> only "<" could end it; JSON may write it as an escape.
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),

@@ -9,7 +9,7 @@ const COLOURS = 8;
 
 // ---- what the reader chose -----------------------------------------------------------------------
 
-const chosen = Object.assign({ axis: "step", theme: "auto", hidden: {}, sorts: {}, scroll: 0 }, load());
+const chosen = Object.assign({ axis: "step", theme: "auto", hidden: {}, sorts: {} }, load());
 
 function load() {
   try { return JSON.parse(sessionStorage.getItem(storeKey)) || {}; } catch { return {}; }
@@ -402,5 +402,3 @@ applyTheme();
 segments(document.getElementById("theme"), { auto: "auto", light: "light", dark: "dark" }, () => chosen.theme, (value) => { chosen.theme = value; applyTheme(); });
 groups.forEach(startGroup);
 document.querySelectorAll("table.sortable").forEach(sortable);
-if (document.querySelector('meta[http-equiv="refresh"]')) scrollTo(0, chosen.scroll);
-addEventListener("pagehide", () => { chosen.scroll = scrollY; save(); });

@@ -51,11 +51,10 @@ def report_groups(groups: list[Group]) -> list[GroupReport]:
     ]
 
 
-def make_page(reports: list[GroupReport], refresh_sec: float | None, accuracies: Sequence[float]) -> str:
+def make_page(reports: list[GroupReport], accuracies: Sequence[float]) -> str:
     """The whole document.
 
     Args:
-      refresh_sec: see `markup.document`.
       accuracies: leaderboards show the updates to each of them.
     """
     groups = [report.group for report in reports]
@@ -65,7 +64,7 @@ def make_page(reports: list[GroupReport], refresh_sec: float | None, accuracies:
         pieces.append(section(report, f"group-{index}", accuracies, titled=len(reports) > 1))
     pieces.append(element("footer", f"Made by report.py. Curves show at most {panels.MAX_POINTS} rows of a run."))
     title = " · ".join(group.title for group in groups)
-    return document(title, join(pieces), [report.described for report in reports], refresh_sec)
+    return document(title, join(pieces), [report.described for report in reports])
 
 
 # ---- the top -----------------------------------------------------------------------------------------

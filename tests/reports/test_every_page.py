@@ -9,7 +9,7 @@ import pytest
 from conftest import make_small_config, run_script
 from report_pages import curve, data_of, make, small_study
 from test_analysis import write_run, write_study
-from test_branching import write_branches
+from test_critical_batch import write_branches
 from test_devices_panel import EVENTS
 from test_report_browser import DRAWN, look, opened_browser, wait
 

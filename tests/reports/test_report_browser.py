@@ -84,7 +84,7 @@ def test_headers_sort_legends_hide_and_the_axis_changes(browser, study, tmp_path
     assert "updates" in browser.execute_script(f"return {label}")
     browser.execute_script("document.querySelector('.axis button[data-value=seconds]').click()")
     assert "seconds of training" in browser.execute_script(f"return {label}")
-    browser.refresh()  # as in --watch
+    browser.refresh()  # as where the page was made again
     wait(browser, DRAWN)
     assert "seconds of training" in browser.execute_script(f"return {label}")
     assert [float(v) for v in browser.execute_script(f"return {COLUMN}", 2)] == rates[::-1]

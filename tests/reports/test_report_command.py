@@ -1,21 +1,16 @@
-"""The command line of report.py: files it writes, errors, and --watch."""
+"""The command line of report.py: files it writes, and errors."""
 
 import csv
-import functools
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, assert_one_line_error, run_script
 from PIL import Image
-from report_pages import curve, make, panel_ids, small_study, text_of
-from test_analysis import write_run, write_study
+from report_pages import curve, make, panel_ids, small_study
 
 from largebatch.runs import reader
 from largebatch.studies import analysis
@@ -92,7 +87,6 @@ def test_png_of_every_panel(study, tmp_path):
         (["{run}", "--csv", "no/such.csv"], ["--csv: cannot write no/such.csv"], 1),
         (["{run}", "--png", "{run}/config.json"], ["--png: cannot make the folder"], 1),
         (["{run}", "{study}", "--csv", "x.csv"], ["--csv: both runs and studies"], 1),
-        (["{run}", "--watch", "0"], ["--watch", "allowed: 1 to 3600"], 2),
         (["{run}", "--updates_to", "90"], ["--updates_to", "90; allowed: numbers above 0 and up to 1"], 2),
         (["{run}", "--updates_to", "x"], ["--updates_to", "x"], 2),
         (["{run}", "--colour", "red"], ["unrecognized arguments"], 2),
@@ -107,26 +101,3 @@ def test_errors_are_one_line(study, tmp_path, arguments, words, code):
     assert_one_line_error(result, "report.py: error: ", *words, code=code)
     assert {p.name for p in (tmp_path / "here").iterdir()} <= {"report.html"}
     assert not [*run.glob(".*"), *run.parent.glob(".*")]
-
-
-def test_watch_follows_a_study_until_it_is_stopped(tmp_path):
-    study, out = write_study(tmp_path / "study", [{"status": "running"}]), tmp_path / "page.html"
-    command = [sys.executable, ROOT / "report.py", study, "--out", out, "--watch", "1"]
-    # A test that a shell runs in the background inherits a SIGINT that is ignored.
-    answer = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, **pipes, text=True, preexec_fn=answer)
-    try:
-        assert "1 run: 1 running" in process.stdout.readline()
-        first = out.read_text()
-        assert '<meta http-equiv="refresh" content="1">' in first
-        shutil.rmtree(study / "trials" / "0000")
-        write_run(study / "trials" / "0000")
-        deadline = time.monotonic() + 20
-        while "1 done" not in process.stdout.readline():
-            assert time.monotonic() < deadline
-        assert "Every run is whole and done." in text_of(out.read_text())
-    finally:
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    assert (process.returncode, errors) == (130, "")
