@@ -208,15 +208,11 @@ SWEEPS = {
 RESULTS = (
     Row("python train.py *--config.dataset.split_file *", MUON, {"eurosat-spatial-": "lists/eurosat-"}),
     Row("python evaluate.py runs/spatial --split test", prints=("macro F1",)),
-    SWEEPS["all_optimizers"],
     SWEEPS["tuned_optimizers"],
     Row("python report.py runs/studies/* --updates_to *", makes=("report.html",)),
     SWEEPS["ablation"],
     SWEEPS["knees"],
-    SWEEPS["adascale"],
-    SWEEPS["batch_growth"],
     SWEEPS["batch_schedules"],
-    SWEEPS["local_sgd"],
     Row(
         "python train.py --config configs/NAME *", MUON, {"configs/NAME": "configs/eurosat.py", "seed S": "seed 1"}
     ),
