@@ -13,13 +13,12 @@ within a repeat, so that a noisy machine is noisy to all. A contender whose work
 parameters or step count stand still) is an error, not a figure. --json FILE keeps all figures.
 """
 
-import contextlib
 import importlib
+import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
 
 from absl import flags
 
@@ -27,34 +26,16 @@ from largebatch.cli import UsageError, exit_after, parse_plain_flags, path_flag
 from largebatch.runs.folder import jsonable
 from largebatch.util import UserError
 
-
-class Command(NamedTuple):
-    """A command; `print_NAME` of its module prints what `measure` of (module, flags) returns, plain JSON."""
-
-    module: str  # of benchmarks; imported when it is run
-    measure: Callable[[Any, Any], dict]
-    needs_path: bool = False
-
-
+# The module of each command. There `bench_NAME` takes flags by their names and returns plain JSON, which
+# `print_NAME` prints.
 COMMANDS = {
-    "step": Command(
-        "step",
-        lambda step, f: step.bench_step(
-            f.batch_size, f.repeats, f.minutes, peers=f.peers, kernels=f.kernels, workers=f.workers
-        ),
-    ),
-    "card": Command("card", lambda card, f: card.bench_card(f.minutes, f.size, f.json, f.data)),
-    "input": Command("inputs", lambda inputs, f: inputs.bench_input(f.path), needs_path=True),
-    "stream": Command(
-        "inputs",
-        lambda inputs, f: inputs.bench_stream(f.path, f.cache_dir, f.batch_size, f.repeats),
-        needs_path=True,
-    ),
-    "scaling": Command("scaling", lambda scaling, f: scaling.bench_scaling(f.repeats)),
-    "compile": Command("compile", lambda compile_, f: compile_.bench_compile(f.configs)),
-    "results": Command(
-        "results", lambda results, f: results.bench_results(f.path, f.data, f.only), needs_path=True
-    ),
+    "step": "step",
+    "card": "card",
+    "input": "inputs",
+    "stream": "inputs",
+    "scaling": "scaling",
+    "compile": "compile",
+    "results": "results",
 }
 
 
@@ -82,21 +63,20 @@ def main() -> None:
     if len(names) != 1 or names[0] not in COMMANDS:
         raise UsageError(f"give one command: {' | '.join(COMMANDS)}; found {' '.join(names) or 'none'}")
     (name,) = names
-    command = COMMANDS[name]
-    if command.needs_path and not given.path:
+    module = importlib.import_module(f"benchmarks.{COMMANDS[name]}")
+    measure = getattr(module, f"bench_{name}")
+    arguments = {flag: given[flag].value for flag in inspect.signature(measure).parameters if flag in given}
+    if arguments.get("path", "given") is None:
         raise UsageError("--path: not given; input and stream need EuroSAT.zip, results a folder for its runs")
-    module = importlib.import_module(f"benchmarks.{command.module}")
-    with contextlib.ExitStack() as stack:
-        json_file = None
-        if given.json:  # a file that cannot be written is found before the work
-            try:
-                json_file = stack.enter_context(open(given.json, "w"))
-            except OSError as error:
-                raise UserError(f"--json: {error}") from error
-        result = command.measure(module, given)
-        getattr(module, f"print_{name}")(result)
-        if json_file and name != "card":  # which writes it after each row
-            json.dump(jsonable(result), json_file, indent=1, allow_nan=False)
+    if given.json:
+        try:  # before the work
+            Path(given.json).touch()
+        except OSError as error:
+            raise UserError(f"--json: {error}") from error
+    result = measure(**arguments)
+    getattr(module, f"print_{name}")(result)
+    if given.json:
+        Path(given.json).write_text(json.dumps(jsonable(result), indent=1, allow_nan=False))
 
 
 if __name__ == "__main__":

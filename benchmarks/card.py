@@ -5,7 +5,6 @@ anew after each, so that a machine that goes away takes one row with it. This pr
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from json import dumps, loads
 from pathlib import Path
 
 from largebatch import util
@@ -61,14 +61,16 @@ def measurements(size: str) -> Iterator[Measurement]:
         arguments = (f"--config=configs/{config}.py", f"--config.seed={seed}", *(TINY if tiny else ()))
         return Measurement(f"{config} seed {seed}", ("train.py", *arguments), least_sec, 5 * least_sec, data)
 
-    def beside_peers(batch: int) -> Measurement:
-        return Measurement(f"step at {batch}", step(batch, f"--minutes={0 if tiny else 1.5}"), 60, 180)
+    def beside_peers(batch: int, minutes: float) -> Measurement:
+        arguments = step(batch, f"--minutes={0 if tiny else minutes}")
+        return Measurement(f"step at {batch}", arguments, 30 * minutes, 120 * minutes)
 
     def kernels(batch: int) -> Measurement:
         arguments = step(batch, "--nopeers", "--kernels")
         return Measurement(f"kernels at {batch}", arguments, 30, 90, xla_flags="" if size != "card" else NO_GRAPHS)
 
-    yield from map(beside_peers, (largest, *others[:1]))
+    yield beside_peers(largest, 2.0)
+    yield from (beside_peers(batch, 1.5) for batch in others[:1])
     yield train("eurosat_fast", 30)
     yield from map(kernels, (largest, *others[:1]))
     yield Measurement("start", ("compile", f"--configs={'default' if tiny else 'eurosat_v3_32'}"), 60, 150)
@@ -76,19 +78,19 @@ def measurements(size: str) -> Iterator[Measurement]:
     yield Measurement("processes sharing devices", shared, 30, 90)
     yield train("eurosat_muon", 30)
     yield train("cifar10_speedrun", 30, data=CIFAR10)
-    yield from map(beside_peers, others[1:])
+    yield from (beside_peers(batch, 1.0) for batch in others[1:])
     yield train("eurosat_full_batch", 60)
     yield train("eurosat_best", 80)
     for seed in range(1, 5 if size == "card" else 1):
         yield from (train(config, 20, seed) for config in ("eurosat_fast", "eurosat_muon"))
 
 
-def bench_card(minutes: float, size: str, json_path: str | None, data: str) -> dict:
+def bench_card(minutes: float, size: str, json: str | None, data: str) -> dict:
     """Measure for so many minutes.
 
     Args:
       size: a key of BATCH_SIZES.
-      json_path: path of the file that is written after each row.
+      json: path of the file that is written after each row.
       data: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip; what needs a file that is not there is skipped.
     """
     end, commit = time.monotonic() + 60 * minutes, git_commit() or code_sha256()
@@ -104,9 +106,9 @@ def bench_card(minutes: float, size: str, json_path: str | None, data: str) -> d
                 place = Path(folder) / f"{len(result['rows'])}"
                 row |= measure(one, min(one.most_sec, left), place, Path(data).resolve())
             result["rows"].append(row)
-            if json_path:
-                with util.replacing(Path(json_path)) as temporary:
-                    temporary.write_text(json.dumps(jsonable(result), indent=1, allow_nan=False))
+            if json:
+                with util.replacing(Path(json)) as temporary:
+                    temporary.write_text(dumps(jsonable(result), indent=1, allow_nan=False))
             print(f"{one.name}: {row.get('reason') or row.get('error') or row['printed']}\n", flush=True)
     return result
 
@@ -136,7 +138,7 @@ def measure(one: Measurement, limit_sec: float, place: Path, data: Path) -> dict
         return result | {"status": "failed", "error": f"killed after {limit_sec:.0f} s"}
     if process.returncode:
         return result | {"status": "failed", "error": (printed[1].strip().splitlines() or ["no message"])[-1][:400]}
-    figures = {"summary": load(place).summary} if command[0] == "train.py" else json.loads(place.read_text())
+    figures = {"summary": load(place).summary} if command[0] == "train.py" else loads(place.read_text())
     return result | {"status": "measured", "printed": printed[0].strip(), **figures}
 
 

@@ -103,12 +103,12 @@ def build(options: dict) -> OurStep:
     return augment.with_cache(config, step_on)
 
 
-def bench_stream(path: str, cache_dir: str, batch_size: int, turns: int) -> dict:
+def bench_stream(path: str, cache_dir: str, batch_size: int, repeats: int) -> dict:
     """Time steps on images that are read as they are needed, beside steps on images that stay on the devices."""
     options = {"path": path, "cache_dir": cache_dir, "batch_size": batch_size}
     with timing.Child("benchmarks.inputs") as child:
         steps = [child.build(storage, {**options, "storage": storage}) for storage in STORAGES]
-        timing.interleave(steps, turns)
+        timing.interleave(steps, repeats)
         facts = steps[0].ask(ask="facts")
     rates = {step.name: step.figures()["images_per_sec"] for step in steps}
     return {

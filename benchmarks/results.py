@@ -104,7 +104,7 @@ def bench_results(path: str, data: str, only: str | None) -> dict:
       data: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip.
       only: names of tables or jobs with commas between; None for all.
     Raises:
-      UserError: no such table or job; data are missing; a run failed, with its message.
+      UserError: no such table or job; data are missing; a run failed.
     """
     known, names = dict.fromkeys(name for job in JOBS for name in (job.table, job.name)), only and only.split(",")
     for name in names or ():
@@ -125,7 +125,7 @@ def run_job(job: Job, folder: Path, data: Path | None) -> None:
     """Run what has not ended.
 
     Raises:
-      UserError: a run failed; its message.
+      UserError: a run failed.
     """
     options = ["--config.dataset.path", str(data)] if data else []
     if job.seeds is None:
@@ -139,20 +139,12 @@ def run_job(job: Job, folder: Path, data: Path | None) -> None:
 
 
 def _run(job: Job, arguments: list[str]) -> None:
-    environment, last = dict(os.environ), f"{arguments[0]} exited without an error message"
+    environment = dict(os.environ)
     if job.devices:
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={job.devices}"
-    command = [sys.executable, *arguments]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as child:
-        try:
-            for line in child.stderr:
-                sys.stderr.write(line)
-                last = line.strip() or last
-        except BaseException:  # this process is told to end
-            child.terminate()
-            raise
-    if child.returncode:
-        raise UserError(f"{job.name}: {last}")
+    code = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment).returncode
+    if code:
+        raise UserError(f"{job.name}: {arguments[0]} ended with status {code}; its messages are above")
 
 
 # ---- rows -----------------------------------------------------------------------------------------------

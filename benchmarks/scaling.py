@@ -13,7 +13,7 @@ STRONG_BATCH, WEAK_BATCH_PER_DEVICE = 2048, 64
 FIELDS = {"model.dtype": "bfloat16", "batch.micro_batch_size": 16}
 
 
-def bench_scaling(turns: int, counts=DEVICE_COUNTS) -> dict:
+def bench_scaling(repeats: int, counts=DEVICE_COUNTS) -> dict:
     """Measure strong scaling, weak scaling (the batch grows with the devices), and what crosses devices."""
     rows = [{"devices": count} for count in counts]
     with ExitStack() as stack:
@@ -23,7 +23,7 @@ def bench_scaling(turns: int, counts=DEVICE_COUNTS) -> dict:
             sizes = [STRONG_BATCH if kind == "strong" else WEAK_BATCH_PER_DEVICE * count for count in counts]
             pairs = zip(children, sizes, strict=True)
             steps = [child.build("step", {"batch_size": size, **FIELDS}) for child, size in pairs]
-            interleave(steps, turns)
+            interleave(steps, repeats)
             for row, step in zip(rows, steps, strict=True):
                 row[kind] = {"batch_size": step.options["batch_size"], **step.figures()}
         for row, step in zip(rows, steps, strict=True):

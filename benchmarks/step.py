@@ -12,10 +12,11 @@ OURS, MINIMAL, TORCH = "benchmarks.ours", "benchmarks.peers.minimal_loop", "benc
 AUTO = "ours, as train.py has it"
 DTYPES = ("float32", "bfloat16")
 SIZES_TRIED = 6  # micro-batches of a contender
+MOST_OF_GRAPHS = 4096  # images of a batch in which launches are what limits PyTorch
 TOGETHER_SEC, MATMUL_SIZE = 3.0, 2048
 
 
-def bench_step(batch_size: int, turns: int, minutes: float, *, peers: bool, kernels: bool, workers: int) -> dict:
+def bench_step(batch_size: int, repeats: int, minutes: float, *, peers: bool, kernels: bool, workers: int) -> dict:
     """Time our step as train.py has it, its fastest variant, and each peer at its best.
 
     Args:
@@ -25,19 +26,19 @@ def bench_step(batch_size: int, turns: int, minutes: float, *, peers: bool, kern
       kernels: profile our step.
       workers: processes that share the devices; their images/s together stand beside those of one.
     """
-    deadline, tried, result = time.monotonic() + 60 * minutes, {}, {"command": "step", "batch_size": batch_size}
+    started, tried, result = time.monotonic(), {}, {"command": "step", "batch_size": batch_size}
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(Child(OURS))
         auto = ours.build(AUTO, {"batch_size": batch_size})
         contenders, facts = [auto], auto.ask(ask="facts")
-        for name, module, choices in choices_of(batch_size, facts) if peers else ():
+        for name, module, choices, part in choices_of(batch_size, facts) if peers else ():
             child = ours if module == OURS else stack.enter_context(Child(module))
-            tried[name] = try_each(child, choices, deadline)
+            tried[name] = try_each(child, choices, started + 60 * minutes * part)
             if best := fastest(tried[name]):
                 contenders.append(child.build(describe(name, best), best))
-        interleave(contenders, turns)
+        interleave(contenders, repeats)
         share = facts["share_of_peak"] or 1 / blas_flops_per_sec()
-        result |= {"turns": turns, "ours": facts, "tried": tried, "rows": []}
+        result |= {"repeats": repeats, "ours": facts, "tried": tried, "rows": []}
         for one in contenders:
             figures, ratio = one.figures(), auto.ratio(one)
             of_peak = share * facts["flops_per_image"] * figures["images_per_sec"]["median"]
@@ -47,8 +48,8 @@ def bench_step(batch_size: int, turns: int, minutes: float, *, peers: bool, kern
     return result | ({"workers": together(batch_size, workers)} if workers > 1 else {})
 
 
-def choices_of(batch_size: int, facts: dict) -> list[tuple[str, str, list[dict]]]:
-    """Return name, module and options to try of our variants and of each peer.
+def choices_of(batch_size: int, facts: dict) -> list[tuple[str, str, list[dict], float]]:
+    """Return our variants and the peers: name, module, options to try, and the part of the time that is then over.
 
     Args:
       facts: of our step as train.py has it.
@@ -62,14 +63,15 @@ def choices_of(batch_size: int, facts: dict) -> list[tuple[str, str, list[dict]]
     changes += [] if is_cpu else [{"model.conv": conv} for conv in ("lax", "lax_blocks") if conv != facts["conv"]]
     plain = {**batch, "dtype": DTYPES[not is_cpu]}
     tuned = {**batch, "channels_last": True, "autocast": True, "compile": True, "cuda": not is_cpu}
-    modes = [{}, {"stem_channels": 8}] if is_cpu else [{"mode": "reduce-overhead"}, {"stem_channels": 8}, {}]
-    sizes_of_torch = micro_batch_sizes(batch_size, facts["platform"])
-    torch = [{**tuned, "micro_batch_size": size, **mode} for size in sizes_of_torch for mode in modes]
+    stem, graphs = {"stem_channels": 8}, {"mode": "reduce-overhead"}
+    modes = [{}, stem] if is_cpu else [{}, stem, graphs] if batch_size > MOST_OF_GRAPHS else [graphs, stem, {}]
+    sizes_of_torch = micro_batch_sizes(batch_size, facts["platform"])[:3]
+    torch = [{**tuned, "micro_batch_size": size, **mode} for mode in modes for size in sizes_of_torch]
     torch += [{**torch[0], "mode": "", switch: False} for switch in ("compile", "autocast", "channels_last")]
     return [
-        ("ours", OURS, [{**batch, **change} for change in changes]),
-        ("minimal.py", MINIMAL, [{**plain, "micro_batch_size": size} for size in sizes]),
-        ("PyTorch", TORCH, torch),  # fails where it is not installed
+        ("minimal.py", MINIMAL, [{**plain, "micro_batch_size": size} for size in sizes], 0.2),
+        ("ours", OURS, [{**batch, **change} for change in changes], 0.5),
+        ("PyTorch", TORCH, torch, 1.0),  # fails where it is not installed
     ]
 
 
@@ -114,7 +116,7 @@ def blas_flops_per_sec() -> float:
 
 def print_step(result: dict) -> None:
     """Print the result of `bench_step`, its rows as Markdown."""
-    print(f"batch {result['batch_size']:,}, {result['turns']} turns; {result['ours']}\n")
+    print(f"batch {result['batch_size']:,}, {result['repeats']} repeats; {result['ours']}\n")
     print("| | images/s (range) | ms | of the peak FLOP/s | ours / it |\n|---|---|---|---|---|")
     for row in result["rows"]:
         rate, ratio = row["images_per_sec"], row["ours_beside_it"]

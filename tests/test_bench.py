@@ -257,7 +257,7 @@ def test_input_and_stream_take_images_to_the_devices(tmp_path, one_device, capsy
     assert min(result["seconds"]["cold"].values()) > 0
     inputs.print_input(result)
     assert "images, " in capsys.readouterr().out
-    result = inputs.bench_stream(folder, str(tmp_path / "cache"), batch_size=64, turns=1)
+    result = inputs.bench_stream(folder, str(tmp_path / "cache"), batch_size=64, repeats=1)
     assert list(result["images_per_sec"]) == ["streamed", "on_device"]
     inputs.print_stream(result)
     assert f"{result['ratio']['median']:.3f}x" in capsys.readouterr().out
