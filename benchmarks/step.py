@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from benchmarks.timing import Child, fastest, interleave, try_each
+from benchmarks.timing import Child, interleave, try_each
 
 OURS, MINIMAL, TORCH = "benchmarks.ours", "benchmarks.peers.minimal_loop", "benchmarks.peers.torch_step"
 AUTO = "ours, as train.py has it"
@@ -33,9 +33,10 @@ def bench_step(batch_size: int, repeats: int, minutes: float, *, peers: bool, ke
         contenders, facts = [auto], auto.ask(ask="facts")
         for name, module, choices, part in choices_of(batch_size, facts) if peers else ():
             child = ours if module == OURS else stack.enter_context(Child(module))
-            tried[name] = try_each(child, choices, started + 60 * minutes * part)
-            if best := fastest(tried[name]):
-                contenders.append(child.build(describe(name, best), best))
+            best, tried[name] = try_each(child, choices, started + 60 * minutes * part)
+            if best:
+                best.name = describe(name, best.options)
+                contenders.append(best)
         interleave(contenders, repeats)
         share = facts["share_of_peak"] or 1 / blas_flops_per_sec()
         result |= {"repeats": repeats, "ours": facts, "tried": tried, "rows": []}
@@ -129,5 +130,5 @@ def print_step(result: dict) -> None:
     if workers := result.get("workers"):
         print("{processes} processes: {images_per_sec:,.0f} images/s, one: {alone:,.0f}".format(**workers))
     for name, tried in result["tried"].items():
-        if not fastest(tried):
+        if all("error" in one for one in tried):
             print(f"{name}: {tried[0]['error']}")

@@ -174,25 +174,27 @@ def interleave(contenders: list[Contender], turns: int) -> None:
             one.seconds.append(one.run(count))
 
 
-def try_each(child: Child, choices: list[dict], deadline: float) -> list[dict]:
-    """Time each choice of options until the deadline by `time.monotonic`; one that fails has its "error"."""
-    tried = []
+def try_each(child: Child, choices: list[dict], deadline: float) -> tuple[Contender | None, list[dict]]:
+    """Time each choice of options until the deadline by `time.monotonic`.
+
+    Returns:
+      The fastest, if any works, ready to be timed again; and the figures of each, or its "error".
+    """
+    best, tried = None, []
     for options in choices:
         if tried and time.monotonic() > deadline:
             break
+        name = "second" if best and best.name == "first" else "first"  # in place of one that was slower
         try:
-            contender = child.build("tried", options)
+            contender = child.build(name, options)
             interleave([contender], 3)
-            tried.append({"options": options, **contender.figures()})
         except UserError as error:
             tried.append({"options": options, "error": str(error)})
-    return tried
-
-
-def fastest(tried: list[dict]) -> dict | None:
-    """Return the fastest options that work, if any do."""
-    working = [one for one in tried if "ms" in one]
-    return min(working, key=lambda one: one["ms"]["median"])["options"] if working else None
+            continue
+        tried.append({"options": options, **contender.figures()})
+        if best is None or statistics.median(contender.seconds) < statistics.median(best.seconds):
+            best = contender
+    return best, tried
 
 
 if __name__ == "__main__":
