@@ -1,175 +1,148 @@
 """bench.py card: all that is worth measuring on a card, in order of worth, within some minutes.
 
-The file of --json is written anew after each row, so that a machine that goes away takes one row with it. What
-measures is in processes of its own, which are killed when the time of a row is over; this one touches no device.
+Each measurement is a command in a process of its own, killed when its time is over. The file of --json is written
+anew after each, so that a machine that goes away takes one row with it. This process touches no device.
 """
 
-import json
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from json import dumps, loads
 from pathlib import Path
 
-from benchmarks import card_recipes, card_steps
-from benchmarks.card_sizes import SIZES
-from benchmarks.card_workers import Workers
 from largebatch import util
+from largebatch.cli import ROOT
 from largebatch.runs.folder import jsonable
-from largebatch.util import printable
+from largebatch.runs.load import load
+from largebatch.runs.summary import code_sha256, git_commit
 
-# Of the time that is left when a section begins, the part that it may take; what it leaves over is the next one's.
-SHARES = {"ceilings": 0.1, "step": 0.4, "variants": 0.5, "start": 0.4, "recipes": 0.8, "profile": 1.0}
-ROW_SHARE = 0.5  # of what is left of its section's time
-LEFT_OVER = "needs about {needed:.0f} s, {left:.0f} s are left"
-FIRST_ANSWER_SEC = 180  # of JAX, on a machine that nobody has used yet
-MAX_ERROR = 400  # letters
+EUROSAT, CIFAR10 = "EuroSAT.zip", "CIFAR-10-jpeg.zip"
+NO_GRAPHS = "--xla_gpu_enable_command_buffer="  # in a CUDA graph a trace does not tell whose a kernel is
+BATCH_SIZES = {"card": (172_800, 512, 21_600), "cpu": (512, 4_096), "tiny": (16,)}
+TINY = (  # for tests: the rows are there, their figures are worth nothing
+    *("--config.dataset.image_size=8", "--config.batch.size=16", "--config.schedule.warmup_updates=1"),
+    *("--config.train.inner_steps=2", "--config.train.outer_steps=1"),
+)
 
 
 @dataclass(frozen=True)
-class Row:
-    """Something to measure.
+class Measurement:
+    """A command to run.
 
     Attributes:
-      section: a key of SHARES.
-      measure: (deadline by `time.monotonic`) -> figures, plain JSON; its errors are the row's.
-      least_sec: without which it is not begun.
-      skip: why it cannot be measured at all; None where it can.
+      arguments: of bench.py, which gets --json; or of train.py, which gets --workdir.
+      least_sec, most_sec: without the first it is not begun, after the second it is killed.
+      data: file of the folder of --data that it needs.
+      xla_flags: more flags of XLA.
     """
 
-    section: str
     name: str
-    measure: Callable[[float], dict] | None = None
-    least_sec: float = 0.0
-    skip: str | None = None
+    arguments: tuple[str, ...]
+    least_sec: float
+    most_sec: float
+    data: str | None = None
+    xla_flags: str = ""
 
 
-@dataclass
-class Card:
-    """The rows that have been measured so far, and the file that keeps them."""
+def measurements(size: str) -> Iterator[Measurement]:
+    """List all measurements in order of worth; `size` is a key of BATCH_SIZES."""
+    tiny, (largest, *others) = size == "tiny", BATCH_SIZES[size]
 
-    about: dict
-    end: float  # by time.monotonic
-    path: Path | None
-    rows: dict[str, dict] = field(default_factory=dict)  # by name, in the order in which they were begun first
+    def step(batch: int, *more: str) -> tuple[str, ...]:
+        return ("step", f"--batch_size={batch}", f"--repeats={1 if tiny else 5}", *more)
 
-    def result(self) -> dict:
-        """All of it, plain JSON."""
-        return {"command": "card", **self.about, "rows": list(self.rows.values())}
+    def train(config: str, least_sec: float, seed: int = 0, data: str = EUROSAT) -> Measurement:
+        arguments = (f"--config=configs/{config}.py", f"--config.seed={seed}", *(TINY if tiny else ()))
+        return Measurement(f"{config} seed {seed}", ("train.py", *arguments), least_sec, 5 * least_sec, data)
 
-    def write(self) -> None:
-        """Writes what has been measured so far."""
-        if self.path:
-            with util.replacing(self.path) as temporary:
-                temporary.write_text(json.dumps(jsonable(self.result()), indent=1, allow_nan=False))
+    def beside_peers(batch: int, minutes: float) -> Measurement:
+        arguments = step(batch, f"--minutes={0 if tiny else minutes}")
+        return Measurement(f"step at {batch}", arguments, 30 * minutes, 120 * minutes)
 
-    def keep(self, row: Row, found: dict) -> None:
-        """Adds a row, writes the file and tells of it."""
-        self.rows[row.name] = {"section": row.section, "name": row.name, **found}
-        self.write()
-        print(describe(self.rows[row.name]), flush=True)
+    def kernels(batch: int) -> Measurement:
+        arguments = step(batch, "--nopeers", "--kernels")
+        return Measurement(f"kernels at {batch}", arguments, 30, 90, xla_flags="" if size != "card" else NO_GRAPHS)
 
-    def measure(self, row: Row, section_end: float) -> None:
-        """Measures a row, if what is left of its section's time allows it."""
-        begin = time.monotonic()
-        left = max(0.0, section_end - begin)
-        if row.skip or left < row.least_sec:
-            reason = row.skip or LEFT_OVER.format(needed=row.least_sec, left=left)
-            self.keep(row, {"status": "skipped", "reason": reason})
-            return
-        deadline = begin + max(row.least_sec, ROW_SHARE * left)
-        try:
-            found = {"status": "measured", **row.measure(deadline)}
-        except Exception as error:  # it is the row's, and the next rows are still worth their time
-            found = {"status": "failed", "error": in_a_line(error)}
-        self.keep(row, {**found, "took_sec": time.monotonic() - begin})
+    yield beside_peers(largest, 2.0)
+    yield from (beside_peers(batch, 1.5) for batch in others[:1])
+    yield train("eurosat_fast", 30)
+    yield from map(kernels, (largest, *others[:1]))
+    yield Measurement("start", ("compile", f"--configs={'default' if tiny else 'eurosat_v3_32'}"), 60, 150)
+    shared = step(min(512, largest), "--nopeers", f"--workers={4 if size == 'card' else 2}")
+    yield Measurement("processes sharing devices", shared, 30, 90)
+    yield train("eurosat_muon", 30)
+    yield train("cifar10_speedrun", 30, data=CIFAR10)
+    yield from (beside_peers(batch, 1.0) for batch in others[1:])
+    yield train("eurosat_full_batch", 60)
+    yield train("eurosat_best", 80)
+    for seed in range(1, 5 if size == "card" else 1):
+        yield from (train(config, 20, seed) for config in ("eurosat_fast", "eurosat_muon"))
 
 
-def bench_card(
-    minutes: float, size: str | None, json_path: str | None, path: str | None, cifar10: str | None
-) -> dict:
-    """Measures for so many minutes.
+def bench_card(minutes: float, size: str, json: str | None, data: str) -> dict:
+    """Measure for so many minutes.
 
     Args:
-      size: a key of SIZES; None for that of the machine.
-      json_path: of the file that is written after each row.
-      path, cifar10: EuroSAT.zip and CIFAR-10-jpeg.zip, for the recipes.
-    Raises:
-      UserError: JAX finds no device.
-      OSError: the file cannot be written.
+      size: a key of BATCH_SIZES.
+      json: path of the file that is written after each row.
+      data: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip; what needs a file that is not there is skipped.
     """
-    begin = time.monotonic()
-    card = Card({}, begin + 60 * minutes, as_path(json_path))
-    card.write()
-    with tempfile.TemporaryDirectory(prefix="largebatch-card-") as folder, Workers() as workers:
-        machine = workers.machine(begin + FIRST_ANSWER_SEC)
-        chosen = SIZES[size or ("cpu" if machine["platform"] == "cpu" else "card")]
-        card.about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "minutes": minutes, **machine}
-        rows = [
-            *card_steps.rows(Row, workers, chosen, machine, folder),
-            *card_recipes.rows(Row, chosen, {"eurosat": path, "cifar10": cifar10}, folder),
-            *card_steps.profile_rows(Row, workers, chosen, machine),
-        ]
-        measure_all(card, rows)
-    return card.result()
+    end, commit = time.monotonic() + 60 * minutes, git_commit() or code_sha256()
+    result = {"command": "card", "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit, "rows": []}
+    with tempfile.TemporaryDirectory(prefix="largebatch-card-") as folder:
+        for one in measurements(size):
+            left, row = max(0.0, end - time.monotonic()), {"name": one.name, "command": " ".join(one.arguments)}
+            if one.data and not (Path(data) / one.data).exists():
+                row |= {"status": "skipped", "reason": f"--data: no {one.data} there"}
+            elif left < one.least_sec:
+                row |= {"status": "skipped", "reason": f"needs {one.least_sec:.0f} s, {left:.0f} s are left"}
+            else:
+                place = Path(folder) / f"{len(result['rows'])}"
+                row |= measure(one, min(one.most_sec, left), place, Path(data).resolve())
+            result["rows"].append(row)
+            if json:
+                with util.replacing(Path(json)) as temporary:
+                    temporary.write_text(dumps(jsonable(result), indent=1, allow_nan=False))
+            print(f"{one.name}: {row.get('reason') or row.get('error') or row['printed']}\n", flush=True)
+    return result
 
 
-def as_path(path: str | None) -> Path | None:
-    """The path, if one is given."""
-    return Path(path) if path else None
-
-
-def measure_all(card: Card, rows: list[Row]) -> None:
-    """Measures section by section; then, while time is left, what had none."""
-    for section, share in SHARES.items():
-        now = time.monotonic()
-        section_end = now + share * max(0.0, card.end - now)
-        for row in rows:
-            if row.section == section:
-                card.measure(row, section_end)
-    for row in rows:
-        had_no_time = card.rows[row.name]["status"] == "skipped" and not row.skip
-        if had_no_time and card.end - time.monotonic() >= row.least_sec:
-            card.measure(row, card.end)
-
-
-def in_a_line(error: Exception) -> str:
-    """The text of an error in one line, cut where it is long."""
-    text = printable(" ".join(f"{error}".split())) or type(error).__name__
-    return text[:MAX_ERROR]
-
-
-def describe(row: dict) -> str:
-    """A row in a line."""
-    title = f"{row['section']:9} {row['name']:58}"
-    if row["status"] != "measured":
-        return f"{title} {row['status']}: {row.get('reason') or row['error']}"
-    parts = []
-    if "rate" in row:
-        parts.append(f"{row['rate']:,.1f} {row['unit']}")
-    for who in ("ours", "pytorch"):
-        if row.get(who):
-            parts.append(f"{who} {row[who]['ms']['median']:,.2f} ms, {row[who]['images_per_sec']:,.0f} images/s")
-    if row.get("ratio"):
-        ratio = row["ratio"]
-        spread = f" ({ratio['min']:.3f}-{ratio['max']:.3f})" if "min" in ratio else ""
-        parts.append(f"ratio {ratio['median']:.3f}{spread}")
-    parts += [
-        f"{name} {row[name]:,.1f} s" for name in ("cold_sec", "warm_sec", "train_sec", "total_sec") if name in row
-    ]
-    if "final_score" in row:
-        parts.append(f"score {row['final_score']:.4f}, {row['images_per_sec']:,.0f} images/s")
-    if "ms_per_update" in row:
-        parts.append(f"{row['ms_per_update']:,.2f} ms of kernels an update")
-    if row.get("note"):
-        parts.append(row["note"])
-    return f"{title} {'; '.join(parts)}"
+def measure(one: Measurement, limit_sec: float, place: Path, data: Path) -> dict:
+    """Run a measurement that writes to `place`; return its figures and what it printed, or the end of its error."""
+    if one.arguments[0] == "train.py":
+        cache = place.with_name("cache")
+        places = [f"--config.dataset.path={data / one.data}", f"--config.augment.cache_dir={cache}"]
+        command = [*one.arguments, *places, f"--workdir={place}"]
+    else:
+        command = ["bench.py", *one.arguments, f"--json={place}"]
+    environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {one.xla_flags}".strip()}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    started, killed, printed = time.monotonic(), False, ("", "")
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, **pipes)
+    try:
+        printed = process.communicate(timeout=limit_sec)  # stdout and stderr
+    except subprocess.TimeoutExpired:
+        killed = True
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with its children
+        process.communicate()
+    result = {"took_sec": time.monotonic() - started}
+    if killed:
+        return result | {"status": "failed", "error": f"killed after {limit_sec:.0f} s"}
+    if process.returncode:
+        return result | {"status": "failed", "error": (printed[1].strip().splitlines() or ["no message"])[-1][:400]}
+    figures = {"summary": load(place).summary} if command[0] == "train.py" else loads(place.read_text())
+    return result | {"status": "measured", "printed": printed[0].strip(), **figures}
 
 
 def print_card(result: dict) -> None:
-    """Counts the rows; each was printed when it was measured."""
-    by_status = dict.fromkeys(("measured", "skipped", "failed"), 0)
-    for row in result["rows"]:
-        by_status[row["status"]] += 1
-    counts = ", ".join(f"{count} {status}" for status, count in by_status.items())
-    print(f"{result['devices']} x {result['device_kind']}: {counts}")
+    """Count the rows; each was printed when it was measured."""
+    states = [row["status"] for row in result["rows"]]
+    print(", ".join(f"{states.count(state)} {state}" for state in ("measured", "skipped", "failed")))

@@ -2,139 +2,52 @@
 
 import statistics
 
-from benchmarks import knees, pages
+from largebatch.studies.critical_batch import fit_steps
 
-MAP_STUDIES = ("maps_losses", "maps_optimizers")
+KNEES = ("knees", "knees_lamb", "cifar10_knees")
 
 
 def table_of(name: str, rows: list[dict]) -> str:
-    """The table of this name. Above that of studies is a line for each with what its rows have in common."""
-    if name == "recipes":
-        return pages.markdown_table(*recipe_cells(rows))
-    if name == "maps":
-        return pages.markdown_table(*map_recipe_cells(rows))
-    if name in knees.TABLES:
-        table = knee_tables(rows)
-    elif name == "rates":
-        table = pages.markdown_table(*setting_cells(list(best_of(rows, "optimizer.name").values())))
-    elif name in MAP_STUDIES:
-        table = pages.markdown_table(*map_setting_cells(rows))
-    else:
-        table = pages.markdown_table(*setting_cells(rows))
-    first_of_jobs = {row["job"]: row for row in reversed(rows)}
+    """Return the table of this name. Above that of studies is a line for each with what its rows have in common."""
+    if name in ("recipes", "maps"):
+        return from_columns(RECIPES if name == "recipes" else MAPS, rows)
+    table = knee_tables(rows) if name in KNEES else setting_table(rows, of_maps=name.startswith("maps"))
+    jobs = {row["job"]: row for row in reversed(rows)}
     above = [
         f"`{row['command']}`, {row['dtype']}, {row['device']}, {row['date']}, {row['commit'][:7]}"
-        for row in reversed(first_of_jobs.values())
+        for row in reversed(jobs.values())
     ]
     return "\n\n".join([*above, table])
 
 
-def best_of(rows: list[dict], *fields: str) -> dict[tuple, dict]:
-    """The first setting of each combination of the values of some fields; `rows` are of a study, best first."""
-    best: dict[tuple, dict] = {}
-    for row in rows:
-        best.setdefault(tuple(row["values"][field] for field in fields), row)
-    return best
+def markdown_table(header, rows) -> str:
+    """Make a table of cells, each a string."""
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)]) + "\n"
 
 
-def recipe_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """(header, cells): a row for each recipe."""
-    header = ["config", "dtype", "images", "updates", "PFLOP", "validation accuracy at the last update"]
-    header += ["test accuracy", "seconds of training", "date, commit"]
-    return header, [
-        [
-            f"`{row['job']}.py`",
-            row["dtype"],
-            between(row["images"]),
-            between(row["updates"]),
-            f"{max(row['images']) * row['flops_per_image'] / 1e15:.3f}",
-            f"{each(row['val_score'])}; {with_averaged(row['val_score'], row['val_score_averaged'])}",
-            with_averaged(row["test_score"], row["test_score_averaged"]),
-            f"{statistics.median(row['train_sec']):,.0f}",
-            f"{row['date']}, {row['commit'][:7]}",
-        ]
-        for row in rows
-    ]
+def from_columns(columns: dict, rows: list[dict]) -> str:
+    """Make a table of columns: a heading, and a function of a row that returns its cell."""
+    return markdown_table(columns, [[cell(row) for cell in columns.values()] for row in rows])
 
 
-def map_recipe_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """The same of runs of a mask and a depth."""
-    header = ["command", "dtype", "updates", "mean IoU of validation at the last update", "depth RMSE"]
-    header += ["mean IoU of the test split", "seconds of training", "date, commit"]
-    return header, [
-        [
-            f"`{row['command']}`",
-            row["dtype"],
-            between(row["updates"]),
-            f"{each(row['val_score'])}; {spread(row['val_score'])}",
-            f"{each(row['val_depth_rmse'])}; {spread(row['val_depth_rmse'])}",
-            spread(row["test_score"]),
-            f"{statistics.median(row['train_sec']):,.0f}",
-            f"{row['date']}, {row['commit'][:7]}",
-        ]
-        for row in rows
-    ]
+def setting_table(rows: list[dict], *, of_maps: bool) -> str:
+    """Make a row for each setting of a study, best first."""
+    columns = {field: lambda row, field=field: str(row["values"][field]) for field in rows[0]["values"]}
+    return from_columns(columns | UPDATES | (MAP_SCORES if of_maps else SCORES), rows)
 
 
-def map_setting_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """A row for each setting of a study of masks and depths, best first."""
-    fields = list(rows[0]["values"])
-    return [*fields, "updates", "mean IoU at the last update", "depth RMSE"], [
-        [
-            *(str(row["values"][field]) for field in fields),
-            between(row["updates"]),
-            spread(row["val_score"]),
-            spread(row["val_depth_rmse"]),
-        ]
-        for row in rows
-    ]
-
-
-def setting_cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """A row for each setting of a study, best first."""
-    fields = list(rows[0]["values"])
-    header = [*fields, "updates", "best validation accuracy", "at the last update", "updates to 0.90"]
-    return header, [
-        [
-            *(str(row["values"][field]) for field in fields),
-            between(row["updates"]),
-            spread(row["best_val_score"]),
-            spread(row["val_score"]),
-            reached(row["updates_to_0.9"]),
-        ]
-        for row in rows
-    ]
-
-
-def knee_tables(rows: list[dict]) -> str:
-    """A row for each optimizer and batch size: its best setting, or that none got there. Then the knees."""
-    tuned = knees.tuned_of(rows)
-    header = ["optimizer", "batch", "rate", "images of a whole run", "updates to the target", "images to it"]
-    cells = [
-        [
-            one.optimizer,
-            f"{one.batch_size:,}",
-            f"{one.learning_rate:g}",
-            f"{one.planned_images:,}",
-            reached(one.updates),
-            f"{statistics.mean(one.updates) * one.batch_size:,.0f}" if one.reached else "",
-        ]
-        for one in tuned
-    ]
-    of_knees = pages.markdown_table(*knees.knee_cells(knees.knees_of(tuned)))
-    return f"{pages.markdown_table(header, cells)}\n{of_knees}"
+# ---- cells -------------------------------------------------------------------------------------------
 
 
 def between(counts: list[int | None]) -> str:
-    """The lowest and the highest of some numbers, or the only one."""
+    """Return the lowest and the highest of some numbers, or the only one."""
     known = sorted({count for count in counts if count is not None})
-    if not known:
-        return ""
-    return f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,} to {known[-1]:,}"
+    return " to ".join(f"{count:,}" for count in dict.fromkeys([*known[:1], *known[-1:]]))
 
 
 def spread(values: list[float | None]) -> str:
-    """Mean and standard deviation, or the only value."""
+    """Return mean and standard deviation, or the only value."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return f"{known[0]:.4f} (1 seed)" if known else "none ended"
@@ -142,19 +55,102 @@ def spread(values: list[float | None]) -> str:
 
 
 def each(values: list[float | None]) -> str:
-    """All values that there are."""
-    return " ".join(f"{value:.4f}" for value in values if value is not None)
+    """Return all values that there are, and their spread."""
+    return f"{' '.join(f'{value:.4f}' for value in values if value is not None)}; {spread(values)}"
 
 
-def with_averaged(plain: list[float | None], averaged: list[float | None]) -> str:
-    """The spread of plain accuracies, and of those that are averaged over copies of an image."""
-    return f"{spread(plain)}; averaged over copies {spread(averaged)}" if any(averaged) else spread(plain)
+def averaged(values: list[float | None]) -> str:
+    """Return the spread of scores that are averaged over copies of an image, if there are any."""
+    return f"; averaged over copies {spread(values)}" if any(values) else ""
 
 
 def reached(updates: list[int | None]) -> str:
-    """Mean updates to an accuracy, and how many seeds got there."""
+    """Return mean updates to an accuracy, and how many seeds got there."""
     known = [value for value in updates if value is not None]
     if not known:
         return "not reached"
     deviation = f" ± {statistics.stdev(known):,.0f}" if len(known) > 1 else ""
     return f"{statistics.mean(known):,.0f}{deviation} ({len(known)} of {len(updates)})"
+
+
+UPDATES = {"updates": lambda row: between(row["updates"])}
+TIMES = {
+    "seconds of training": lambda row: f"{statistics.median(row['train_sec']):,.0f}",
+    "date, commit": lambda row: f"{row['date']}, {row['commit'][:7]}",
+}
+RECIPES = {
+    "config": lambda row: f"`{row['job']}.py`",
+    "dtype": lambda row: row["dtype"],
+    "images": lambda row: between(row["images"]),
+    **UPDATES,
+    "PFLOP": lambda row: f"{max(row['images']) * row['flops_per_image'] / 1e15:.3f}",
+    "validation accuracy at the last update": lambda row: (
+        each(row["val_score"]) + averaged(row["val_score_averaged"])
+    ),
+    "test accuracy": lambda row: spread(row["test_score"]) + averaged(row["test_score_averaged"]),
+    **TIMES,
+}
+MAPS = {
+    "command": lambda row: f"`{row['command']}`",
+    "dtype": lambda row: row["dtype"],
+    **UPDATES,
+    "mean IoU of validation at the last update": lambda row: each(row["val_score"]),
+    "depth RMSE": lambda row: each(row["val_depth_rmse"]),
+    "mean IoU of the test split": lambda row: spread(row["test_score"]),
+    **TIMES,
+}
+SCORES = {
+    "best validation accuracy": lambda row: spread(row["best_val_score"]),
+    "at the last update": lambda row: spread(row["val_score"]),
+    "updates to 0.90": lambda row: reached(row["updates_to_0.9"]),
+}
+MAP_SCORES = {
+    "mean IoU at the last update": lambda row: spread(row["val_score"]),
+    "depth RMSE": lambda row: spread(row["val_depth_rmse"]),
+}
+
+
+# ---- critical batch sizes ----------------------------------------------------------------------------
+
+
+def knee_tables(rows: list[dict]) -> str:
+    """Make a row for the best setting of each optimizer and batch size, and a row for the fit of each optimizer."""
+    best = {}
+    for row in sorted(rows, key=_rank):
+        best.setdefault((row["values"]["optimizer.name"], row["values"]["batch.size"]), row)
+    cells, points = [], {}
+    for (optimizer, size), row in sorted(best.items()):
+        updates, of_optimizer = row["updates_to_target"], points.setdefault(optimizer, [])
+        setting = [optimizer, f"{size:,}", f"{row['values']['optimizer.learning_rate']:g}"]
+        images = "" if None in updates else f"{statistics.mean(updates) * size:,.0f}"
+        cells.append([*setting, f"{row['planned_updates'] * size:,}", reached(updates), images])
+        of_optimizer += [] if None in updates else [(size, number) for number in updates]
+    header = ["optimizer", "batch", "rate", "images of a whole run", "updates to the target", "images to it"]
+    fits = [[optimizer, *fit_cells(found)] for optimizer, found in points.items()]
+    fitted = ["optimizer", "knee", "95% interval", "fewest updates", "fewest images"]
+    return f"{markdown_table(header, cells)}\n{markdown_table(fitted, fits)}"
+
+
+def _rank(row: dict) -> tuple:
+    """Order settings: first those whose seeds all got there, with more seeds, then with fewer updates.
+
+    The best of the search have more seeds than the others, and a lucky seed of another says less than their mean.
+    Of those that did not get there the most accurate comes first.
+    """
+    updates = row["updates_to_target"]
+    if None in updates:
+        return 1, 0, -max((score for score in row["best_val_score"] if score is not None), default=0.0)
+    return 0, -len(updates), statistics.mean(updates)
+
+
+def fit_cells(points: list[tuple[int, int]]) -> list[str]:
+    """Return the critical batch size fitted to batch sizes with the updates of a seed to the target."""
+    fit = fit_steps(*zip(*points, strict=True)) if points else None
+    if fit is None:
+        return ["fewer than 3 batch sizes reached the target", "", "", ""]
+    return [
+        f"{fit.critical_batch_size:,.0f}",
+        "" if fit.low is None else f"{fit.low:,.0f} to {fit.high:,.0f}",
+        "larger batches still save updates" if fit.min_steps is None else f"{fit.min_steps:,.0f}",
+        "smaller batches still save images" if fit.min_examples is None else f"{fit.min_examples:,.0f}",
+    ]

@@ -1,12 +1,10 @@
 """bench.py results: the tables of docs/results.md, measured anew.
 
 Every job is a recipe, run with several seeds, or a study of sweep.py. Jobs run one after the other. What was killed
-goes on where it stood when the command is given again; what has ended is not run again. After each job its rows are
-put into docs/results.json. A table goes into the page once all of its jobs have ended; until then the older one
-stays.
+is resumed when the command is given again; what has ended is not run again. After each job its rows are put into
+docs/results.json. A table goes into the page once all of its jobs have ended; until then the older one stays.
 """
 
-import functools
 import json
 import os
 import subprocess
@@ -15,8 +13,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import knees, pages, result_tables
-from benchmarks.timing import ROOT
+from benchmarks.result_tables import spread, table_of
+from largebatch import util
+from largebatch.cli import ROOT
 from largebatch.runs.load import load
 from largebatch.runs.reader import Run
 from largebatch.studies import analysis
@@ -24,36 +23,38 @@ from largebatch.util import UserError
 
 ROWS, PAGE = ROOT / "docs" / "results.json", ROOT / "docs" / "results.md"
 EUROSAT, CIFAR10 = "EuroSAT.zip", "CIFAR-10-jpeg.zip"
-SMALL = ("--config.dataset.image_size", "32")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A part of a table.
+    """A part of a table: a recipe, run with several seeds, or a study.
 
     Attributes:
-      name: of its folder.
-      table: of the page.
-      arguments: of train.py or sweep.py, without those that say where the data and the results are.
+      more: arguments of train.py or sweep.py, beside those that say config, space, data and results.
       seeds: runs of a recipe; None for a study, whose arguments say it.
-      data: file of the folder of data; None for synthetic images.
-      devices: simulated ones; None for those there are.
+      config: name in configs/; where it is "", the recipe's own name, or eurosat_muon for studies.
+      data: file of the folder of data; "" for synthetic images.
+      devices: number of simulated devices; 0 for those there are.
     """
 
     name: str
     table: str
-    arguments: tuple[str, ...]
+    more: str = ""
     seeds: int | None = None
-    data: str | None = EUROSAT
-    devices: int | None = None
+    config: str = ""
+    data: str = EUROSAT
+    devices: int = 0
 
-    def data_path(self, folder: Path) -> Path | None:
-        """Where its data are."""
-        return None if self.data is None else folder / self.data
+    @property
+    def arguments(self) -> list[str]:
+        """Return the arguments without those that say where data and results are."""
+        config = self.config or ("eurosat_muon" if self.seeds is None else self.name)
+        space = f" --space configs/sweeps/{self.name}.py" if self.seeds is None else ""
+        return f"--config configs/{config}.py{space} {self.more}".split()
 
     @property
     def command(self) -> str:
-        """As a user would give it; S stands for the seed."""
+        """Return the command as a user would give it; S stands for the seed."""
         script, place = "sweep.py", f"--study runs/studies/{self.name}"
         if self.seeds is not None:
             script, place = "train.py", f"--config.seed S --workdir runs/{self.name}-S"
@@ -62,182 +63,129 @@ class Job:
         return f"{devices}python {script} {' '.join(self.arguments)}{data} {place}"
 
 
-def recipe(name: str, seeds: int, data: str = EUROSAT) -> Job:
-    """Runs of a config file as it is."""
-    return Job(name, "recipes", ("--config", f"configs/{name}.py"), seeds, data)
-
-
-def study(name: str, table: str, *arguments: str, data: str = EUROSAT, devices: int | None = None) -> Job:
-    """A study of the space of this name around eurosat_muon.py."""
-    files = ("--config", "configs/eurosat_muon.py", "--space", f"configs/sweeps/{name}.py")
-    return Job(name, table, (*files, *arguments), data=data, devices=devices)
-
-
-def of_scenes(name: str, table: str, *arguments: str, seeds: int | None = None) -> Job:
-    """Runs of scenes_tiny.py, or a study of the space of this name around it."""
-    space = () if seeds else ("--space", f"configs/sweeps/{name}.py")
-    return Job(name, table, ("--config", "configs/scenes_tiny.py", *space, *arguments), seeds, data=None)
-
-
-def jobs() -> list[Job]:
-    """All jobs, in the order in which they run."""
-    tune = ("--pruner", "median", "--best_seeds", "3")
-    to_90, to_85, to_70 = (("--config.train.target_accuracy", accuracy) for accuracy in ("0.9", "0.85", "0.7"))
-    cifar10 = ("--config.dataset.name", "cifar10", "--config.augment.views", "flip")
-    fine = ("--config.train.inner_steps", "45", "--config.train.outer_steps", "15")
-    three = ("--seeds", "3")
-    large_batch = ("--config.batch.size", "1024", "--config.train.inner_steps", "10")
-    large_batch += ("--config.train.outer_steps", "4", "--config.schedule.warmup_updates", "10")
-    return [
-        recipe("eurosat_fast", 3),
-        recipe("eurosat_muon", 3),
-        recipe("eurosat", 3),
-        recipe("eurosat_full_batch", 2),
-        recipe("eurosat_full_batch_soap", 2),
-        recipe("cifar10_fast", 3, CIFAR10),
-        recipe("eurosat_best", 2),
-        study("all_optimizers", "rates", *SMALL),
-        study("tuned_optimizers", "optimizers", *three, *fine),
-        study("knees", "knees", *tune, *to_90, *SMALL),
-        study("knees_between", "knees", *tune, *to_90, *SMALL),
-        study("knees_lamb", "knees_lamb", *tune, *to_85, *SMALL),
-        study("cifar10_knees", "cifar10_knees", *tune, *to_70, *cifar10, data=CIFAR10),
-        study("ablation", "ablation", *three, *SMALL),
-        study("adascale", "adascale", *three, *SMALL),
-        study("batch_growth", "batch_growth", *three, *SMALL),
-        study("batch_schedules", "batch_schedules", *three, *SMALL),
-        study("local_sgd", "local_sgd", *three, *SMALL, devices=8),
-        of_scenes("scenes_tiny", "maps", seeds=3),
-        of_scenes("scenes_unet", "maps", "--config.model.name", "unet_tiny", seeds=3),
-        of_scenes("scenes_losses", "maps_losses", *three, "--config.train.outer_steps", "3"),
-        of_scenes("scenes_optimizers", "maps_optimizers", *large_batch, "--best_seeds", "3"),
-    ]
+SMALL = "--config.dataset.image_size 32"
+THREE = f"--seeds 3 {SMALL}"
+TO = "--pruner median --best_seeds 3 --config.train.target_accuracy"
+MIRRORED = "--config.dataset.name cifar10 --config.augment.views flip"
+FINE = "--seeds 3 --config.train.inner_steps 45 --config.train.outer_steps 15"
+LARGE = "--config.batch.size 1024 --config.train.inner_steps 10 --config.train.outer_steps 4"
+LARGE += " --config.schedule.warmup_updates 10 --best_seeds 3"
+SCENES = {"config": "scenes_tiny", "data": ""}
+JOBS = [  # in the order in which they run
+    Job("eurosat_fast", "recipes", seeds=3),
+    Job("eurosat_muon", "recipes", seeds=3),
+    Job("eurosat", "recipes", seeds=3),
+    Job("eurosat_full_batch", "recipes", seeds=2),
+    Job("eurosat_full_batch_soap", "recipes", seeds=2),
+    Job("cifar10_fast", "recipes", seeds=3, data=CIFAR10),
+    Job("eurosat_best", "recipes", seeds=2),
+    Job("tuned_optimizers", "optimizers", FINE),
+    Job("knees", "knees", f"{TO} 0.9 {SMALL}"),
+    Job("knees_between", "knees", f"{TO} 0.9 {SMALL}"),
+    Job("knees_lamb", "knees_lamb", f"{TO} 0.85 {SMALL}"),
+    Job("cifar10_knees", "cifar10_knees", f"{TO} 0.7 {MIRRORED}", data=CIFAR10),
+    Job("ablation", "ablation", THREE),
+    Job("adascale", "adascale", THREE),
+    Job("batch_growth", "batch_growth", THREE),
+    Job("batch_schedules", "batch_schedules", THREE),
+    Job("local_sgd", "local_sgd", THREE, devices=8),
+    Job("scenes_tiny", "maps", seeds=3, **SCENES),
+    Job("scenes_unet", "maps", "--config.model.name unet_tiny", seeds=3, **SCENES),
+    Job("scenes_losses", "maps_losses", "--seeds 3 --config.train.outer_steps 3", **SCENES),
+    Job("scenes_optimizers", "maps_optimizers", LARGE, **SCENES),
+]
 
 
 def bench_results(path: str, data: str, only: str | None) -> dict:
-    """Runs all jobs, or some.
+    """Run all jobs, or some.
 
     Args:
       path: a folder for runs and studies.
       data: the folder with EuroSAT.zip and CIFAR-10-jpeg.zip.
       only: names of tables or jobs with commas between; None for all.
     Raises:
-      UserError: no such table or job; data are missing; a run failed, with its message.
+      UserError: no such table or job; data are missing; a run failed.
     """
-    asked = jobs_named(only.split(",")) if only else jobs()
-    places = {job.name: job.data_path(Path(data).resolve()) for job in asked}
-    for place in places.values():
-        if place and not place.exists():
-            raise UserError(f"--data: {place} is missing")
-    for job in asked:
-        run_job(job, Path(path).resolve(), places[job.name])
-        keep(job, rows_of(job, Path(path).resolve(), places[job.name]))
-    return {"rows": pages.read_rows(ROWS)}
-
-
-def jobs_named(names: list[str]) -> list[Job]:
-    """The jobs of these names, and those of the tables of these names.
-
-    Raises:
-      UserError: there is no such table or job.
-    """
-    known = list(dict.fromkeys(name for job in jobs() for name in (job.table, job.name)))
-    for name in names:
+    known, names = dict.fromkeys(name for job in JOBS for name in (job.table, job.name)), only and only.split(",")
+    for name in names or ():
         if name not in known:
             raise UserError(f"--only: {name!r}; allowed: {', '.join(known)}")
-    return [job for job in jobs() if job.table in names or job.name in names]
+    jobs = [job for job in JOBS if not names or job.table in names or job.name in names]
+    for job in jobs:
+        if not (Path(data) / job.data).exists():
+            raise UserError(f"--data: {Path(data) / job.data} is missing")
+    for job in jobs:
+        file = (Path(data) / job.data).resolve() if job.data else None
+        run_job(job, Path(path).resolve() / job.name, file)
+        keep(job, rows_of(job, Path(path).resolve() / job.name, file))
+    return {"rows": read_rows()}
 
 
-# ---- running ------------------------------------------------------------------------------------------
-
-
-def run_job(job: Job, path: Path, data: Path | None) -> None:
-    """Runs what has not ended.
+def run_job(job: Job, folder: Path, data: Path | None) -> None:
+    """Run what has not ended.
 
     Raises:
-      UserError: a run failed; its message.
+      UserError: a run failed.
     """
     options = ["--config.dataset.path", str(data)] if data else []
     if job.seeds is None:
-        _run(job, ["sweep.py", *job.arguments, *options, "--study", str(path / job.name)])
+        _run(job, ["sweep.py", *job.arguments, *options, "--study", str(folder)])
         return
     for seed in range(job.seeds):
-        folder = run_folder(job, seed, path)
-        if not _has_ended(folder):
-            options_of_seed = ["--config.seed", str(seed), "--workdir", str(folder)]
-            _run(job, ["train.py", *job.arguments, *options, *options_of_seed])
-
-
-def run_folder(job: Job, seed: int, path: Path) -> Path:
-    """Of a recipe's run."""
-    return path / job.name / f"seed_{seed}"
-
-
-def _has_ended(folder: Path) -> bool:
-    summary = folder / "summary.json"
-    return summary.exists() and json.loads(summary.read_text())["status"] in ("done", "diverged")
+        summary = folder / f"seed_{seed}" / "summary.json"
+        if not summary.exists() or json.loads(summary.read_text())["status"] not in ("done", "diverged"):
+            place = ["--config.seed", str(seed), "--workdir", str(summary.parent)]
+            _run(job, ["train.py", *job.arguments, *options, *place])
 
 
 def _run(job: Job, arguments: list[str]) -> None:
     environment = dict(os.environ)
     if job.devices:
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={job.devices}"
-    command, last = [sys.executable, *arguments], f"{arguments[0]} ended without a word"
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as child:
-        try:
-            for line in child.stderr:
-                sys.stderr.write(line)
-                last = line.strip() or last
-        except BaseException:  # this process is told to end
-            child.terminate()
-            raise
-    if child.returncode:
-        raise UserError(f"{job.name}: {last}")
+    code = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment).returncode
+    if code:
+        raise UserError(f"{job.name}: {arguments[0]} ended with status {code}; its messages are above")
 
 
 # ---- rows -----------------------------------------------------------------------------------------------
 
 
-def rows_of(job: Job, path: Path, data: Path | None) -> list[dict]:
-    """What the runs of a job gave."""
+def rows_of(job: Job, folder: Path, data: Path | None) -> list[dict]:
+    """Return the rows of a job: one for a recipe, one for each setting of a study, best first."""
     if job.seeds is None:
-        found = load(path / job.name)
-        settings = analysis.leaderboard(found)
-        return [_row(job, setting.runs) | {"values": setting.values} for setting in settings]
-    runs = [load(run_folder(job, seed, path)) for seed in range(job.seeds)]
+        return [_row(job, one.runs) | {"values": one.values} for one in analysis.leaderboard(load(folder))]
+    runs = [load(folder / f"seed_{seed}") for seed in range(job.seeds)]
     row = _row(job, runs)
     row["parameters"] = [run.summary.get("params_sha256") for run in runs]
-    for before in pages.read_rows(ROWS):
+    for before in read_rows():
         if before.get("parameters") == row["parameters"]:  # the test split is looked at once
-            kept = {name: before[name] for name in ("test_score", "test_score_averaged")}
-            return [row | kept]
-    test = functools.partial(accuracy_on_test, data=data)
-    row["test_score"] = [test(run) for run in runs]
-    has_copies = any(row["val_score_averaged"])
-    row["test_score_averaged"] = [test(run, averaged=True) if has_copies else None for run in runs]
+            return [row | {name: before[name] for name in ("test_score", "test_score_averaged")}]
+    row["test_score"] = [score_on_test(run, data, averaged=False) for run in runs]
+    averages = any(row["val_score_averaged"])
+    row["test_score_averaged"] = [score_on_test(run, data, averaged=True) if averages else None for run in runs]
     return [row]
 
 
 def _row(job: Job, runs: list[Run]) -> dict:
-    """What stands in docs/results.json of the seeds of one setting."""
-    ended = max(run.path.stat().st_mtime for run in runs)
-    last = [run.rows[-1] if run.rows else {} for run in runs]
+    """Return the row of the seeds of one setting."""
+    first, last = runs[0], [run.rows[-1] if run.rows else {} for run in runs]
+    ended = datetime.fromtimestamp(max(run.path.stat().st_mtime for run in runs), UTC)
     return {
         "table": job.table,
         "job": job.name,
         "command": job.command,
-        "date": datetime.fromtimestamp(ended, UTC).strftime("%Y-%m-%d"),
-        "commit": runs[0].summary.get("git_commit") or "unknown",
-        "dtype": runs[0].field("model.dtype"),
-        "device": f"{runs[0].summary.get('devices')} {runs[0].summary.get('device_kind')}",
+        "date": ended.strftime("%Y-%m-%d"),
+        "commit": first.summary.get("git_commit") or "unknown",
+        "dtype": first.field("model.dtype"),
+        "device": f"{first.summary.get('devices')} {first.summary.get('device_kind')}",
         "status": [run.status for run in runs],
         "seeds": len(runs),
-        "planned_updates": runs[0].field("train.inner_steps") * runs[0].field("train.outer_steps"),
-        "batch_size": runs[0].batch_size,
+        "planned_updates": first.field("train.inner_steps") * first.field("train.outer_steps"),
+        "batch_size": first.batch_size,
         "updates": [row.get("step") for row in last],
         "images": [row.get("examples_seen") for row in last],
-        "flops_per_image": runs[0].summary.get("flops_per_image"),
-        "val_score": [row["val_score"] for row in last],
+        "flops_per_image": first.summary.get("flops_per_image"),
+        "val_score": [row.get("val_score") for row in last],
         "val_score_averaged": [row.get("val_accuracy_views") for row in last],
         "best_val_score": [run.best_score for run in runs],
         "val_depth_rmse": [row.get("val_depth_rmse") for row in last],
@@ -247,43 +195,58 @@ def _row(job: Job, runs: list[Run]) -> dict:
     }
 
 
-def accuracy_on_test(run: Run, data: Path | None, *, averaged: bool = False) -> float | None:
-    """Of a run that ended well, from its best checkpoint; averaged over the copies that its validation takes."""
+def score_on_test(run: Run, data: Path | None, *, averaged: bool) -> float | None:
+    """Score a run that ended well on the test split, by its best checkpoint, perhaps over copies of the images."""
     if run.status != "done":
         return None
     from evaluate import evaluate  # JAX, which a table alone does not need
 
-    copies = {}
-    if averaged:
-        copies = {"views": run.field("eval.view_average"), "shift": run.field("eval.shift_average")}
-    overrides = {"dataset.path": str(data)} if data else {}
-    return evaluate(run.path, "test", overrides=overrides, **copies)
+    copies = {"views": run.field("eval.view_average"), "shift": run.field("eval.shift_average")} if averaged else {}
+    return evaluate(run.path, "test", overrides={"dataset.path": str(data)} if data else {}, **copies)
+
+
+def read_rows() -> list[dict]:
+    """Read the rows that are kept; none where there is no file."""
+    return json.loads(ROWS.read_text()) if ROWS.exists() else []
 
 
 def keep(job: Job, rows: list[dict]) -> None:
-    """Puts the rows of a job in the place of those it had. A table that is whole goes into the page."""
-    order = {known.name: place for place, known in enumerate(jobs())}
-    others = [row for row in pages.read_rows(ROWS) if row["job"] in order and row["job"] != job.name]
+    """Put the rows of a job in the place of those it had; a table that is whole goes into the page.
+
+    Raises:
+      UserError: the page has no place for the table.
+    """
+    order = {known.name: place for place, known in enumerate(JOBS)}
+    others = [row for row in read_rows() if row["job"] in order and row["job"] != job.name]
     kept = sorted(others + rows, key=lambda row: order[row["job"]])
-    pages.write_rows(ROWS, kept)
-    if job.table in whole_tables(kept):
-        of_table = [row for row in kept if row["table"] == job.table]
-        pages.write_part(PAGE, job.table, result_tables.table_of(job.table, of_table))
-        if job.table == "knees":
-            knees.plot_knees(knees.tuned_of(of_table), PAGE.with_name("knees.png"))
+    lines = ",\n".join(json.dumps(row) for row in kept)
+    write(ROWS, f"[\n{lines}\n]\n")
+    if job.table not in whole_tables(kept):
+        return
+    begin, end = f"<!-- {job.table}: begin -->", f"<!-- {job.table}: end -->"
+    before, found, rest = PAGE.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise UserError(f"{PAGE}: no place for a table: {begin} and {end} are missing")
+    table = table_of(job.table, [row for row in kept if row["table"] == job.table])
+    write(PAGE, f"{before}{begin}\n\n{table}\n{end}{after}")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file, all of it or nothing."""
+    with util.replacing(path) as temporary:
+        temporary.write_text(text)
 
 
 def whole_tables(rows: list[dict]) -> set[str]:
-    """The tables of which all jobs have rows."""
+    """Return the names of the tables of which all jobs have rows."""
     measured = {row["job"] for row in rows}
-    unfinished = {job.table for job in jobs() if job.name not in measured}
-    return {job.table for job in jobs()} - unfinished
+    return {job.table for job in JOBS} - {job.table for job in JOBS if job.name not in measured}
 
 
 def print_results(result: dict) -> None:
-    """Prints what is kept, a line for each row."""
+    """Print what is kept, a line for each row."""
     for row in result["rows"]:
         values = ", ".join(f"{field} {value}" for field, value in row.get("values", {}).items())
-        accuracy = result_tables.spread(row["val_score"])
-        print(f"{row['table']:12} {row['job']} {values}: {accuracy} at the last update")
-    print(f"rows in {ROWS.relative_to(ROOT)}, tables in {PAGE.relative_to(ROOT)}")
+        print(f"{row['table']:12} {row['job']} {values}: {spread(row['val_score'])} at the last update")
+    print(f"rows in {ROWS.name}, tables in {PAGE.name}")

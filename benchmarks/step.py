@@ -1,243 +1,134 @@
-"""bench.py step: our training step beside the peers and the ceilings of the machine, in one interleaved run."""
+"""bench.py step: our training step beside peers, in one interleaved run, and as a share of the peak FLOP/s."""
 
+import concurrent.futures
 import contextlib
-import dataclasses
-import importlib.util
-import json
-import statistics
+import time
 
-import jax
+import numpy as np
 
-from benchmarks import ceilings, ours
-from benchmarks.peers import serve
-from benchmarks.peers.flax_loop import FlaxLoop
-from benchmarks.peers.minimal_loop import MinimalLoop
-from benchmarks.timing import (
-    Child,
-    Contender,
-    Tried,
-    about_machine,
-    fastest,
-    in_process,
-    interleave,
-    ratio,
-    try_each,
-)
-from largebatch.hosts.start import start_jax
-from largebatch.nn import convolution
-from largebatch.terminal import Console
-from largebatch.training.costs import training_costs
+from benchmarks.timing import Child, interleave, try_each
 
+OURS, MINIMAL, TORCH = "benchmarks.ours", "benchmarks.peers.minimal_loop", "benchmarks.peers.torch_step"
+AUTO = "ours, as train.py has it"
 DTYPES = ("float32", "bfloat16")
-SLOW_CONV_BATCH = 64
-MAX_MICRO_BATCH_SIZES = 6  # of ours
-JAX_PEERS = {"minimal.py": MinimalLoop, "flax-style loop": FlaxLoop}
-TORCH = "PyTorch"
+SIZES_TRIED = 6  # micro-batches of a contender
+MOST_OF_GRAPHS = 4096  # images of a batch in which launches are what limits PyTorch
+TOGETHER_SEC, MATMUL_SIZE = 3.0, 2048
 
 
-@dataclasses.dataclass(frozen=True)
-class Finalists:
-    """A peer as it runs best here, and what was tried to find that."""
+def bench_step(batch_size: int, repeats: int, minutes: float, *, peers: bool, kernels: bool, workers: int) -> dict:
+    """Time our step as train.py has it, its fastest variant, and each peer at its best.
 
-    contenders: list[Contender]
-    tried: list[Tried]
-
-
-def bench_step(batch_size: int, repeats: int, peers: bool = True) -> dict:
-    """Finds the best configuration of each peer, then times all of them, ours and the ceilings in turn."""
-    start_jax()
-    contenders, tried, notes = our_contenders(batch_size), {}, []
+    Args:
+      batch_size: examples per step over all devices.
+      minutes: after which no more options of variants and peers are tried.
+      peers: time variants and peers too.
+      kernels: profile our step.
+      workers: processes that share the devices; their images/s together stand beside those of one.
+    """
+    started, tried, result = time.monotonic(), {}, {"command": "step", "batch_size": batch_size}
     with contextlib.ExitStack() as stack:
-        finalists = {}
-        if peers:
-            for label, build in JAX_PEERS.items():
-                finalists[label] = jax_finalists(label, build, batch_size)
-            if importlib.util.find_spec("torch"):
-                child = stack.enter_context(Child("benchmarks.peers.torch_step"))
-                finalists[TORCH] = torch_finalists(child, batch_size)
-            else:
-                notes.append("PyTorch is not installed: pip install -r benchmarks/peers/torch_requirements.txt")
-        for label, of_peer in finalists.items():
-            contenders += of_peer.contenders
-            tried[label] = {json.dumps(one.options): one.images_per_sec for one in of_peer.tried}
-        limits = [ceilings.matmul_ceiling("float32"), ceilings.matmul_ceiling("bfloat16"), ceilings.copy_ceiling()]
-        times = interleave([*contenders, *limits], repeats)
-    costs = training_costs(ours.make_network("float32", "dot"), serve.IMAGE_SHAPE)
-    peak_flops_per_sec = limits[0].flops / statistics.median(times[limits[0].name])
-    return {
-        "command": "step",
-        "batch_size": batch_size,
-        "repeats": repeats,
-        "flops_per_image": costs.flops,
-        "counted_by_xla": {dtype: _count_by_xla(batch_size, dtype) for dtype in DTYPES},
-        "devices": jax.device_count(),
-        **about_machine(),
-        "peers_tried": tried,
-        "notes": notes,
-        "rows": [_row(c, times[c.name], costs.flops, peak_flops_per_sec) for c in (*contenders, *limits)],
-        "ratios": _ratios(contenders, times),
-    }
+        ours = stack.enter_context(Child(OURS))
+        auto = ours.build(AUTO, {"batch_size": batch_size})
+        contenders, facts = [auto], auto.ask(ask="facts")
+        for name, module, choices, part in choices_of(batch_size, facts) if peers else ():
+            child = ours if module == OURS else stack.enter_context(Child(module))
+            best, tried[name] = try_each(child, choices, started + 60 * minutes * part)
+            if best:
+                best.name = describe(name, best.options)
+                contenders.append(best)
+        interleave(contenders, repeats)
+        share = facts["share_of_peak"] or 1 / blas_flops_per_sec()
+        result |= {"repeats": repeats, "ours": facts, "tried": tried, "rows": []}
+        for one in contenders:
+            figures, ratio = one.figures(), auto.ratio(one)
+            of_peak = share * facts["flops_per_image"] * figures["images_per_sec"]["median"]
+            row = {"name": one.name, "options": one.options, "of_peak": of_peak, "ours_beside_it": ratio}
+            result["rows"].append(row | figures)
+        result |= auto.ask(ask="kernels") if kernels else {}
+    return result | ({"workers": together(batch_size, workers)} if workers > 1 else {})
 
 
-# ---- ours --------------------------------------------------------------------------------------------
+def choices_of(batch_size: int, facts: dict) -> list[tuple[str, str, list[dict], float]]:
+    """Return our variants and the peers: name, module, options to try, and the part of the time that is then over.
 
-
-def our_contenders(batch_size: int) -> list[Contender]:
-    """Ours with every dtype and micro-batch size, and what was not chosen: the other storage and convolutions."""
-    platform, num_devices = jax.default_backend(), jax.device_count()
-    auto = {dtype: ours.auto_options(batch_size, dtype, num_devices=num_devices) for dtype in DTYPES}
-    contenders = []
-    for dtype, options in auto.items():
-        sizes = micro_batch_sizes(-(-batch_size // num_devices), platform)[:MAX_MICRO_BATCH_SIZES]
-        for size in sorted({*sizes, options.micro_batch_size}):
-            name = f"ours, {dtype}, micro-batch {size}"
-            if size == options.micro_batch_size:
-                name += " (auto)"
-            contenders.append(ours.our_step(name, dataclasses.replace(options, micro_batch_size=size)))
-    on_device = dataclasses.replace(auto["bfloat16"], storage="on_device")
-    contenders.append(ours.our_step("ours, bfloat16, on_device views", on_device))
-    if platform == "cpu":  # minutes on the whole batch; and bfloat16 `lax.conv` has no fast path there
-        other_convs, dtype, batch_size = ["lax"], "float32", min(batch_size, SLOW_CONV_BATCH)
-    else:
-        other_convs, dtype = sorted(convolution.CONVS.keys() - {auto["bfloat16"].conv}), "bfloat16"
-    for conv in other_convs:
-        options = dataclasses.replace(auto["bfloat16"], conv=conv, dtype=dtype, batch_size=batch_size)
-        contenders.append(ours.our_step(f"ours, {dtype}, {conv} convolution, batch {batch_size}", options))
-    return contenders
+    Args:
+      facts: of our step as train.py has it.
+    """
+    is_cpu, batch = facts["platform"] == "cpu", {"batch_size": batch_size}
+    sizes = micro_batch_sizes(batch_size // facts["num_devices"], facts["platform"])
+    changes = [{"batch.micro_batch_size": size} for size in sizes if size != facts["micro_batch_size"]]
+    changes += [{"model.dtype": dtype} for dtype in DTYPES if dtype != facts["dtype"]]
+    changes += [{"augment.storage": "on_device"}]
+    # On CPUs XLA's convolutions take minutes, and in bfloat16 longer.
+    changes += [] if is_cpu else [{"model.conv": conv} for conv in ("lax", "lax_blocks") if conv != facts["conv"]]
+    plain = {**batch, "dtype": DTYPES[not is_cpu]}
+    tuned = {**batch, "channels_last": True, "autocast": True, "compile": True, "cuda": not is_cpu}
+    stem, graphs = {"stem_channels": 8}, {"mode": "reduce-overhead"}
+    modes = [{}, stem] if is_cpu else [{}, stem, graphs] if batch_size > MOST_OF_GRAPHS else [graphs, stem, {}]
+    sizes_of_torch = micro_batch_sizes(batch_size, facts["platform"])[:3]
+    torch = [{**tuned, "micro_batch_size": size, **mode} for mode in modes for size in sizes_of_torch]
+    torch += [{**torch[0], "mode": "", switch: False} for switch in ("compile", "autocast", "channels_last")]
+    return [
+        ("minimal.py", MINIMAL, [{**plain, "micro_batch_size": size} for size in sizes], 0.2),
+        ("ours", OURS, [{**batch, **change} for change in changes], 0.5),
+        ("PyTorch", TORCH, torch, 1.0),  # fails where it is not installed
+    ]
 
 
 def micro_batch_sizes(share: int, platform: str) -> list[int]:
-    """Divisors of `share` worth trying, each at least twice the one before; the share itself if it has none."""
+    """Return divisors of a device's share worth trying, largest first, each at most half of the one before."""
+    least, most = (8, 256) if platform == "cpu" else (256, 43_200)
     sizes = []
-    for size in range(8 if platform == "cpu" else 256, share):
-        if share % size == 0 and (not sizes or size >= 2 * sizes[-1]):
+    for size in range(min(share, most), least - 1, -1):
+        if share % size == 0 and (not sizes or 2 * size <= sizes[-1]):
             sizes.append(size)
-    return sizes or [share]
+    return sizes[:SIZES_TRIED] or [share]
 
 
-def _count_by_xla(batch_size: int, dtype: str) -> dict[str, float]:
-    auto = ours.auto_options(batch_size, dtype, num_devices=jax.device_count())
-    return ours.count_by_xla(dtype, auto.conv, auto.micro_batch_size)
+def describe(name: str, options: dict) -> str:
+    """Describe the options of a contender beside its batch size."""
+    given = {key.split(".")[-1]: value for key, value in options.items() if key != "batch_size" and value}
+    return ", ".join([name, *(key if value is True else f"{key} {value}" for key, value in given.items())])
 
 
-# ---- peers -------------------------------------------------------------------------------------------
+def together(batch_size: int, workers: int) -> dict:
+    """Return images/s of several processes at once, each with our step on the same devices, beside those of one."""
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        children = [stack.enter_context(Child(OURS)) for _ in range(workers)]
+        steps = [child.build("ours", {"batch_size": batch_size}) for child in children]
+        for step in steps:
+            step.run(1)
+        count = max(1, int(TOGETHER_SEC / steps[0].run(1) / workers))
+        alone = batch_size / steps[0].run(count)
+        rates = [batch_size / seconds for seconds in pool.map(lambda step: step.run(count), steps)]
+    return {"processes": workers, "images_per_sec": sum(rates), "alone": alone, "each": rates}
 
 
-def jax_finalists(label: str, build, batch_size: int) -> Finalists:
-    """A JAX peer as it is written, and at its best: devices, micro-batch size and dtype."""
-    platform, num_devices = jax.default_backend(), jax.local_device_count()
-    dtypes = ("float32",) if platform == "cpu" else DTYPES  # bfloat16 `lax.conv` has no fast path on CPU
-    choices = []
-    for devices in sorted({1, num_devices}):
-        for size in (0, *micro_batch_sizes(batch_size // devices, platform)):
-            for dtype in dtypes:
-                choice = {"batch_size": batch_size, "micro_batch_size": size, "devices": devices, "dtype": dtype}
-                choices.append(choice)
-    tried = try_each(choices, lambda options: in_process(label, build, options))
-    # As the peer is written, where that works at all: on a GPU a whole share may not fit.
-    working = fastest(tried)
-    whole = [options for options in working if not options["micro_batch_size"]]
-    named = {f"{label}, {describe(options)}": options for options in (*whole[:1], working[0])}
-    return Finalists([in_process(name, build, options) for name, options in named.items()], tried)
-
-
-def torch_finalists(child: Child, batch_size: int) -> Finalists:
-    """PyTorch at its best of memory layout x autocast x compiler, with its two best micro-batch sizes."""
-
-    def build(options):
-        return child.contender(TORCH, options)
-
-    platform = jax.default_backend()
-    sizes = [0, *micro_batch_sizes(batch_size, platform)]
-    middle = min(128, batch_size) if platform == "cpu" else sizes[len(sizes) // 2]
-    choices = []
-    for channels_last in (False, True):
-        for autocast in (False, True):
-            for compiled in (False, True):
-                choice = {"batch_size": batch_size, "micro_batch_size": middle, "channels_last": channels_last}
-                choices.append({**choice, "autocast": autocast, "compile": compiled})
-    by_switches = try_each(choices, build)
-    best = fastest(by_switches)[0]
-    by_size = try_each([{**best, "micro_batch_size": size} for size in sizes], build)
-    # Neighbouring sizes are within noise of each other: the two best of the trial race in earnest.
-    finalists = fastest(by_size)[:2]
-    contenders = [child.contender(f"{TORCH}, {describe(options)}", options) for options in finalists]
-    return Finalists(contenders, [*by_switches, *by_size])
-
-
-def describe(options: dict) -> str:
-    """Options of a peer as a reader wants them."""
-    size, devices = options["micro_batch_size"], options.get("devices")
-    parts = [f"micro-batch {size}" if size else "whole share at once"]
-    if devices is not None:
-        parts.append("1 device" if devices == 1 else f"{devices} devices")
-    if options.get("dtype", "float32") != "float32":
-        parts.append(options["dtype"])
-    parts += [name for name in ("channels_last", "autocast", "compile") if options.get(name)]
-    return ", ".join(parts)
-
-
-# ---- the result --------------------------------------------------------------------------------------
-
-
-def _row(contender: Contender, seconds: list[float], flops_per_image: float, peak_flops_per_sec: float) -> dict:
-    median = statistics.median(seconds)
-    row = {"name": contender.name, "seconds": seconds, "bytes_per_device": contender.bytes_per_device}
-    if contender.images:
-        row["images_per_sec"] = contender.images / median
-        row["images_per_sec_range"] = [contender.images / max(seconds), contender.images / min(seconds)]
-    flops = contender.images * flops_per_image or contender.flops
-    if flops:
-        row["gflops"] = flops / median / 1e9
-        row["share_of_ceiling"] = flops / median / peak_flops_per_sec
-    if contender.bytes:
-        row["gb_per_sec"] = contender.bytes / median / 1e9
-    return row
-
-
-def _ratios(contenders: list[Contender], times: dict[str, list[float]]) -> dict:
-    """Our images/s over those of each peer, by our dtype, with the automatic micro-batch size."""
-    auto = {}
-    for dtype in DTYPES:
-        names = (c for c in contenders if c.name.startswith(f"ours, {dtype}") and c.name.endswith("(auto)"))
-        auto[dtype] = next(names)
-    return {
-        peer.name: {dtype: ratio(mine, peer, times) for dtype, mine in auto.items()}
-        for peer in contenders
-        if not peer.name.startswith("ours")
-    }
+def blas_flops_per_sec() -> float:
+    """Return the FLOP/s of NumPy's float32 matrix product, the peak of a machine that nobody states."""
+    a, seconds = np.ones((MATMUL_SIZE, MATMUL_SIZE), np.float32), []
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ a
+        seconds.append(time.perf_counter() - started)
+    return 2.0 * MATMUL_SIZE**3 / min(seconds)
 
 
 def print_step(result: dict) -> None:
-    """The result of `bench_step` as a table."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE)
-    table.add_column("", no_wrap=True)
-    for column in ("images/s", "range", "GFLOP/s", "of ceiling", "MB/device"):
-        table.add_column(column, justify="right", no_wrap=True)
+    """Print the result of `bench_step`, its rows as Markdown."""
+    print(f"batch {result['batch_size']:,}, {result['repeats']} repeats; {result['ours']}\n")
+    print("| | images/s (range) | ms | of the peak FLOP/s | ours / it |\n|---|---|---|---|---|")
     for row in result["rows"]:
-        name, span = row["name"], row.get("images_per_sec_range")
-        if "gb_per_sec" in row:
-            name += f": {row['gb_per_sec']:,.1f} GB/s"
-        table.add_row(
-            name,
-            f"{row['images_per_sec']:,.0f}" if span else "",
-            f"{span[0]:,.0f}-{span[1]:,.0f}" if span else "",
-            f"{row['gflops']:,.0f}" if "gflops" in row else "",
-            f"{row['share_of_ceiling']:.2f}" if "gflops" in row else "",
-            f"{row['bytes_per_device'] / 1e6:,.1f}" if row["bytes_per_device"] else "",
-        )
-    console = Console()
-    console.print(
-        f"batch {result['batch_size']}, {result['devices']} {result['platform']} devices, "
-        f"{result['flops_per_image'] / 1e6:.1f} MFLOP per image, median of {result['repeats']} interleaved "
-        "repeats; the ceiling is the float32 matrix product"
-    )
-    console.print(table)
-    for name, by_dtype in result["ratios"].items():
-        parts = (f"{r['median']:.2f} in {dtype} ({r['min']:.2f}-{r['max']:.2f})" for dtype, r in by_dtype.items())
-        console.print(f"ours / {name}: {', '.join(parts)}")
-    for note in result["notes"]:
-        console.print(note)
+        rate, ratio = row["images_per_sec"], row["ours_beside_it"]
+        cells = [row["name"], f"{rate['median']:,.0f} ({rate['min']:,.0f}-{rate['max']:,.0f})"]
+        cells += [f"{row['ms']['median']:,.2f}", f"{row['of_peak']:.2f}"]
+        cells += [f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})"]
+        print(f"| {' | '.join(cells)} |")
+    for kernel in result.get("kernels", ())[:10]:
+        print(f"{kernel['ms']:9.3f} ms {kernel['launches']:6g} launches  {kernel['name'][:60]}  {kernel['hlo']}")
+    if workers := result.get("workers"):
+        print("{processes} processes: {images_per_sec:,.0f} images/s, one: {alone:,.0f}".format(**workers))
+    for name, tried in result["tried"].items():
+        if all("error" in one for one in tried):
+            print(f"{name}: {tried[0]['error']}")

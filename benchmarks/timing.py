@@ -1,252 +1,201 @@
-"""Contenders that take turns on the clock, and the proof that each of them did its work."""
+"""Contenders that take turns on the clock, each in a child process, and the proof that each of them did its work.
+
+A module of contenders has a function `build(options)`. It returns a step, which is an object with the methods
+`run(count)`, which does so many steps and waits for them, `steps()`, the number of steps so far as the optimizer
+counts them, and `params()`, all arrays that every step changes. As a child the module answers lines of JSON:
+
+    python -m benchmarks.timing benchmarks.peers.torch_step
+    {"name": "a", "build": {"batch_size": 512}}     {}
+    {"name": "a", "run": 10}                        {"seconds": 1.2, "steps": 10, "sums": [[0.1, 3.2], ...]}
+    {"name": "a", "ask": "facts"}                   what its method `facts` returns
+"""
 
 import contextlib
+import functools
+import importlib
 import json
 import math
-import select
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from dataclasses import dataclass, field
 
-import jax
+import numpy as np
 
-from benchmarks.peers import serve
-from benchmarks.peers.serve import Progress
-from largebatch.runs.summary import git_commit, versions
+from largebatch.cli import ROOT
 from largebatch.util import UserError
 
-MIN_TIMED_SEC = 0.5
-MAX_ROUNDS = 4096
-ROOT = Path(__file__).resolve().parent.parent
+MIN_TIMED_SEC, MAX_STEPS = 0.5, 4096  # of a turn
+# The images of every contender are random: the cost of a step does not depend on them.
+IMAGE_SHAPE, NUM_CLASSES, NUM_IMAGES = (64, 64, 3), 10, 4096
+MEAN, STD, LEARNING_RATE = 127.5, 64.0, 1e-3
 
 
-class Work(Protocol):
-    """What can be timed, such as a `serve.Step`."""
-
-    def run(self, rounds: int) -> None:
-        """Does so many rounds and waits for them."""
-
-    def progress(self) -> Progress:
-        """What has been done so far; an update is a round."""
+def random_images() -> tuple[np.ndarray, np.ndarray]:
+    """Draw uint8 images [NUM_IMAGES, H, W, C] and their int32 labels."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (NUM_IMAGES, *IMAGE_SHAPE), np.uint8)
+    return images, rng.integers(0, NUM_CLASSES, NUM_IMAGES, np.int32)
 
 
-@dataclass(frozen=True)
-class Contender:
-    """Work under a name. A round of it handles `images`, and does `flops` or moves `bytes` where that is known."""
-
-    name: str
-    work: Work
-    images: int = 0
-    flops: float = 0.0
-    bytes: float = 0.0
-    bytes_per_device: int | None = None
+# ---- in the child ------------------------------------------------------------------------------------
 
 
-# ---- the clock ---------------------------------------------------------------------------------------
-
-
-def interleave(
-    contenders: list[Contender], repeats: int, min_timed_sec: float | None = None
-) -> dict[str, list[float]]:
-    """Seconds per round of each contender, `repeats` times in turn, after a warm-up of its own.
-
-    Args:
-      min_timed_sec: that a contender takes for one of its turns; None for MIN_TIMED_SEC.
-    Raises:
-      UserError: the work of one of them did not happen.
-    """
-    rounds, min_timed_sec = {}, MIN_TIMED_SEC if min_timed_sec is None else min_timed_sec
-    for contender in contenders:
-        contender.work.run(1)
-        fitting = int(min_timed_sec / seconds_per_round(contender, 1))
-        rounds[contender.name] = min(max(1, fitting), MAX_ROUNDS)
-    before = {contender.name: contender.work.progress() for contender in contenders}
-    times = {contender.name: [] for contender in contenders}
-    for _ in range(repeats):
-        for contender in contenders:
-            times[contender.name].append(seconds_per_round(contender, rounds[contender.name]))
-    for contender in contenders:
-        timed = repeats * rounds[contender.name]
-        check_happened(contender.name, before[contender.name], contender.work.progress(), timed)
-    return times
-
-
-def seconds_per_round(contender: Contender, rounds: int) -> float:
-    """Seconds of one round, over `rounds` rounds in one go."""
-    begin = time.perf_counter()
-    contender.work.run(rounds)
-    return (time.perf_counter() - begin) / rounds
-
-
-def check_happened(name: str, before: Progress, after: Progress, rounds: int) -> None:
-    """Every array must have moved to finite numbers, and the update count by `rounds`.
-
-    Raises:
-      UserError: it did not; then nothing of it was timed.
-    """
-    if after.updates - before.updates != rounds:
-        raise UserError(f"{name}: {after.updates - before.updates} updates happened, {rounds} were timed")
-    for old, new in zip(before.sums, after.sums, strict=True):
-        if old == new or not all(map(math.isfinite, new)):
-            raise UserError(f"{name}: parameters did not change to finite numbers; nothing was timed")
-
-
-def ratio(ours: Contender, other: Contender, times: dict[str, list[float]]) -> dict[str, float]:
-    """(images/s of ours) / (images/s of the other), repeat by repeat: median, least and most."""
-    scale = ours.images / other.images
-    pairs = zip(times[ours.name], times[other.name], strict=True)
-    ratios = [scale * theirs / mine for mine, theirs in pairs]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
-
-
-@dataclass(frozen=True)
-class Tried:
-    """Options and the images/s that they gave; None where they do not work here."""
-
-    options: dict
-    images_per_sec: float | None
-
-
-def try_each(choices: list[dict], build: Callable[[dict], Contender], repeats: int = 3) -> list[Tried]:
-    """Times what `build` makes of each choice, one by itself after the other.
-
-    Raises:
-      UserError: nothing works.
-    """
-    tried, errors = [], []
-    for options in choices:
+def serve(module: str) -> None:
+    """Answer the requests on stdin until it ends."""
+    steps, out = {}, sys.stdout
+    sys.stdout = sys.stderr  # whatever a library prints is no answer
+    for line in sys.stdin:
         try:
-            contender = build(options)
-            times = interleave([contender], repeats)[contender.name]
-        except (UserError, ValueError, RuntimeError) as error:  # JAX out of memory is a RuntimeError
-            errors.append(error)
-            tried.append(Tried(options, None))
-            continue
-        tried.append(Tried(options, contender.images / statistics.median(times)))
-    if len(errors) == len(choices):
-        raise UserError(f"no configuration works: {errors[0]}")
-    return tried
+            reply = answer(importlib.import_module(module).build, steps, json.loads(line))
+        except Exception as error:  # a package or options that do not work here are the parent's to report
+            reply = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
+        print(json.dumps(reply), file=out, flush=True)
 
 
-def fastest(tried: list[Tried]) -> list[dict]:
-    """The options that work, fastest first."""
-    working = [one for one in tried if one.images_per_sec is not None]
-    return [one.options for one in sorted(working, key=lambda one: -one.images_per_sec)]
+def answer(build: Callable, steps: dict, request: dict) -> dict:
+    """Answer one request, as in the module's docstring; `steps` are those that have been built, by name."""
+    name = request["name"]
+    if "build" in request:
+        steps.pop(name, None)  # first, so that there is memory for the new one
+        steps[name] = build(request["build"])
+        return {}
+    step = steps[name]
+    if "ask" in request:
+        return getattr(step, request["ask"])()
+    started = time.perf_counter()
+    step.run(request["run"])
+    seconds = time.perf_counter() - started
+    arrays = [np.asarray(array, np.float64) for array in step.params()]
+    sums = [[float(array.sum()), float(np.square(array).sum())] for array in arrays]
+    return {"seconds": seconds, "steps": step.steps(), "sums": sums}
 
 
-def about_machine() -> dict:
-    """What figures depend on beside the code's options."""
-    return {
-        "platform": jax.default_backend(),
-        "device_kind": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "git_commit": git_commit(),
-    }
-
-
-# ---- peers -------------------------------------------------------------------------------------------
-
-
-def in_process(name: str, build: Callable[[dict], serve.Step], options: dict) -> Contender:
-    """A peer that shares this process and its devices."""
-    return Contender(name, build(options), options["batch_size"])
+# ---- in the parent -----------------------------------------------------------------------------------
 
 
 class Child:
-    """A peer in its own process, driven over lines of JSON (peers/serve.py); a context manager.
+    """A process with the contenders of a module; a context manager."""
 
-    Attributes:
-      deadline: by the clock of `time.monotonic`; if it has not answered by then it is killed. None waits for ever.
-    """
-
-    def __init__(self, module: str, env: dict[str, str] | None = None):
+    def __init__(self, module: str, **environment: str):
         self._module = module
-        self.deadline: float | None = None
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=env,
-        )
+        # Children share a card: none may take all of its memory.
+        variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ | environment
+        command = [sys.executable, "-m", "benchmarks.timing", module]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=variables, **pipes)
 
     def ask(self, **request) -> dict:
-        """The answer to one request.
+        """Return the answer to a request.
 
         Raises:
-          UserError: the peer says that it failed, or is gone, or has not answered by the deadline.
+          UserError: the child says that it failed, or is gone.
         """
-        try:
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            self._wait_for_answer()
             line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise UserError(f"{self._module}: ended with status {self._process.wait()}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise UserError(f"{self._module}: {answer['error']}")
-        return answer
+        reply = json.loads(line) if line else {"error": f"ended with status {self._process.wait()}"}
+        if "error" in reply:
+            raise UserError(f"{self._module}: {reply['error']}")
+        return reply
 
-    def _wait_for_answer(self) -> None:
-        if self.deadline is None:
-            return
-        left = max(0.0, self.deadline - time.monotonic())
-        if not select.select([self._process.stdout], [], [], left)[0]:
-            self._process.kill()
-            self._process.wait()
-            raise UserError(f"{self._module}: did not answer in the time that was left")
-
-    @property
-    def is_running(self) -> bool:
-        """Tell whether the process can be asked."""
-        return self._process.poll() is None
-
-    def contender(self, name: str, options: dict) -> Contender:
-        """Builds what `options` say, in place of what was built under this name before."""
-        self.ask(build=options, name=name)
-        return Contender(name, ChildStep(self, name), options["batch_size"])
-
-    def contender_of(self, title: str, name: str, images: int) -> Contender:
-        """Return what was built under `name`, as a contender with another title."""
-        return Contender(title, ChildStep(self, name), images)
+    def build(self, name: str, options: dict) -> "Contender":
+        """Build a step of options["batch_size"] images, in place of the one of that name."""
+        self.ask(name=name, build=options)
+        return Contender(name, options, functools.partial(self.ask, name=name))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self._process.kill()
+        self._process.communicate()
+
+
+@dataclass
+class Contender:
+    """A step under a name.
+
+    Attributes:
+      ask: function of a request, as `run=10` or `ask="facts"`, that returns the answer.
+      seconds: of a step, in each turn.
+    """
+
+    name: str
+    options: dict
+    ask: Callable[..., dict]
+    seconds: list[float] = field(default_factory=list)
+    _last: dict | None = None
+
+    def run(self, count: int) -> float:
+        """Return the seconds of a step, over `count` steps at a time.
+
+        Raises:
+          UserError: steps were not counted, or an array did not move to finite numbers: nothing was timed.
+        """
+        before, reply = self._last, self.ask(run=count)
+        self._last = reply
+        if before and reply["steps"] - before["steps"] != count:
+            raise UserError(f"{self.name}: {reply['steps'] - before['steps']} steps happened, {count} were timed")
+        for old, new in zip(before["sums"] if before else [], reply["sums"], strict=bool(before)):
+            if old == new or not all(map(math.isfinite, new)):
+                raise UserError(f"{self.name}: parameters did not change to finite numbers; nothing was timed")
+        return reply["seconds"] / count
+
+    def figures(self) -> dict:
+        """Return milliseconds of a step and images/s."""
+        rates = [self.options.get("batch_size", 0) / seconds for seconds in self.seconds]
+        return {"ms": spread([1e3 * seconds for seconds in self.seconds]), "images_per_sec": spread(rates)}
+
+    def ratio(self, other: "Contender") -> dict:
+        """Return (images/s of this) / (images/s of the other), turn by turn, for batches of one size."""
+        return spread([theirs / mine for mine, theirs in zip(self.seconds, other.seconds, strict=True)])
+
+
+def spread(values: list[float]) -> dict:
+    """Return median, lowest and highest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def interleave(contenders: list[Contender], turns: int) -> None:
+    """Time all contenders in turn, after a warm-up of each."""
+    counts = []
+    for one in contenders:
+        one.run(1)  # compiles
+        counts.append(min(max(1, int(MIN_TIMED_SEC / one.run(1))), MAX_STEPS))
+        one.seconds = []
+    for _ in range(turns):
+        for one, count in zip(contenders, counts, strict=True):
+            one.seconds.append(one.run(count))
+
+
+def try_each(child: Child, choices: list[dict], deadline: float) -> tuple[Contender | None, list[dict]]:
+    """Time each choice of options until the deadline by `time.monotonic`.
+
+    Returns:
+      The fastest, if any works, ready to be timed again; and the figures of each, or its "error".
+    """
+    best, tried = None, []
+    for options in choices:
+        if tried and time.monotonic() > deadline:
+            break
+        name = "second" if best and best.name == "first" else "first"  # in place of one that was slower
         try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+            contender = child.build(name, options)
+            interleave([contender], 3)
+        except UserError as error:
+            tried.append({"options": options, "error": str(error)})
+            continue
+        tried.append({"options": options, **contender.figures()})
+        if best is None or statistics.median(contender.seconds) < statistics.median(best.seconds):
+            best = contender
+    return best, tried
 
 
-class ChildStep:
-    """A step that a child has built."""
-
-    def __init__(self, child: Child, name: str):
-        self._child, self._name = child, name
-
-    def run(self, rounds: int) -> None:
-        """See `Work`."""
-        self._child.ask(run=rounds, name=self._name)
-
-    def progress(self) -> Progress:
-        """See `Work`."""
-        return Progress(**self._child.ask(progress=True, name=self._name))
-
-    def facts(self) -> dict:
-        """See `serve.Step`."""
-        return self._child.ask(facts=True, name=self._name)
+if __name__ == "__main__":
+    serve(sys.argv[1])

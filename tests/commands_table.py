@@ -78,7 +78,6 @@ def recipe(name: str, add: str = RECIPE) -> Row:
 # ---- what does not run, on any page -----------------------------------------------------------------
 
 MEASURES = "measures for minutes, at a size that no flag makes smaller; tests/test_bench.py measures a small one"
-COMPILES = "compiles for half an hour or more; tests/hardware compiles the same programs"
 EVERYWHERE = (
     Row("make train", skip="tests/test_readme.py runs it on a fresh clone"),
     Row("make compilers", skip="installs gigabytes; `make test-compilers` does the same first"),
@@ -93,9 +92,8 @@ EVERYWHERE = (
     Row("python bench.py input*", skip=MEASURES),
     Row("python bench.py stream*", skip=MEASURES),
     Row("python bench.py results *", skip="takes hours; tests/test_results.py looks at its jobs"),
-    Row("python bench.py compile*", skip=COMPILES),
+    Row("python bench.py compile*", skip=MEASURES),
     Row("python bench.py card*", skip="takes ten minutes; tests/test_card.py measures a small one"),
-    Row("python bench.py measured *", skip="changes the pages; tests/test_measured.py does so elsewhere"),
     Row("srun *", skip="tests/pod/test_engines.py starts runs by Slurm where it is there"),
     Row("mpirun *", skip="tests/pod/test_engines.py starts runs by Open MPI where it is there"),
 )
@@ -210,15 +208,11 @@ SWEEPS = {
 RESULTS = (
     Row("python train.py *--config.dataset.split_file *", MUON, {"eurosat-spatial-": "lists/eurosat-"}),
     Row("python evaluate.py runs/spatial --split test", prints=("macro F1",)),
-    SWEEPS["all_optimizers"],
     SWEEPS["tuned_optimizers"],
     Row("python report.py runs/studies/* --updates_to *", makes=("report.html",)),
     SWEEPS["ablation"],
     SWEEPS["knees"],
-    SWEEPS["adascale"],
-    SWEEPS["batch_growth"],
     SWEEPS["batch_schedules"],
-    SWEEPS["local_sgd"],
     Row(
         "python train.py --config configs/NAME *", MUON, {"configs/NAME": "configs/eurosat.py", "seed S": "seed 1"}
     ),

@@ -1,7 +1,10 @@
 """Machines in place of this one: CPUs with and without bfloat16 instructions, and targets of compilers."""
 
+import importlib.util
+from dataclasses import dataclass
+
 import pytest
-from conftest import run_script
+from conftest import ROOT, run_script
 
 from largebatch.hardware import chips
 from largebatch.hardware.targets import Target, find_target
@@ -37,3 +40,43 @@ def target_or_skip(name: str) -> Target:
         if "not installed" in str(error):
             pytest.skip(str(error))
         raise
+
+
+# ---- what is compiled for them ----------------------------------------------------------------------------
+
+OWN = "own_images"  # the config of data whose size nobody knows
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config file, with fields that differ from it."""
+
+    config: str
+    fields: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the name of a test."""
+        return " ".join([self.config, *(f"{field}={value}" for field, value in self.fields)])
+
+    def load(self):
+        """Load the config."""
+        path = ROOT / "configs" / f"{self.config}.py"
+        spec = importlib.util.spec_from_file_location(self.config, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        config = module.get_config()
+        config.update_from_flattened_dict(dict(self.fields))
+        return config
+
+
+def all_cases(target: str) -> list[Case]:
+    """Return every config whose data are known, and ImageNet with four times the batch.
+
+    ImageNet is streamed to a single card, which cannot hold it.
+    """
+    large = "imagenet_resnet50"
+    fields = (("augment.storage", "streamed"),) if target == "h200" else ()
+    names = [path.stem for path in sorted((ROOT / "configs").glob("*.py")) if path.stem != OWN]
+    cases = [Case(name, fields if name == large else ()) for name in names]
+    return [*cases, Case(large, (("batch.size", 32_768), *fields))]

@@ -102,7 +102,7 @@ FLAGS = {
     "evaluate.py": ["--out", "--images"],
     "export.py": ["--out"],
     "augment.py": ["--preview", "--export"],
-    "bench.py": ["--path", "--data", "--cache_dir", "--cifar10", "--json"],
+    "bench.py": ["--path", "--data", "--cache_dir", "--json"],
 }
 
 

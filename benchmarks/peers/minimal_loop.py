@@ -1,7 +1,4 @@
-"""The loop of minimal.py, a step a call, beside which ours is timed.
-
-python -m benchmarks.peers.minimal_loop --batch_size 512
-"""
+"""The loop of minimal.py, the plain way, a step a call."""
 
 import jax
 import jax.numpy as jnp
@@ -9,44 +6,48 @@ import numpy as np
 import optax
 
 import minimal
-from benchmarks.peers import pmapped, serve
+from benchmarks import timing
 
 
-class MinimalLoop(serve.Step):
-    """minimal.py's inner loop; options as in `pmapped.DEFAULTS`."""
+class MinimalLoop:
+    """The inner loop of minimal.py with Adam.
+
+    Options are "batch_size", "dtype" (float32), "devices" (all), and "micro_batch_size" of a device (its share).
+    """
 
     def __init__(self, options: dict):
-        split, batch_size = pmapped.split_batch(options), options["batch_size"]
-        mean, std = np.full(3, serve.MEAN), np.full(3, serve.STD)
-        network = minimal.ConvNet(serve.NUM_CLASSES, serve.IMAGE_SHAPE, mean, std, options["dtype"])
-        optimizer = optax.adam(serve.LEARNING_RATE)
-        images, labels = serve.random_images()
-        repeats = -(-batch_size // len(images))  # of a batch that is larger than the set
-        self._shards = minimal.shard(np.tile(images, (repeats, 1, 1, 1)), np.tile(labels, repeats), split.devices)
+        devices, batch_size = jax.local_devices()[: options.get("devices")], options["batch_size"]
+        mean, std = np.full(3, timing.MEAN), np.full(3, timing.STD)
+        dtype = options.get("dtype", "float32")
+        network = minimal.ConvNet(timing.NUM_CLASSES, timing.IMAGE_SHAPE, mean, std, dtype)
+        optimizer = optax.adam(timing.LEARNING_RATE)
+        images, labels = timing.random_images()
+        repeats = -(-batch_size // len(images))  # for a batch that is larger than the set
+        self._shards = minimal.shard(np.tile(images, (repeats, 1, 1, 1)), np.tile(labels, repeats), devices)
         params = network.init(jax.random.key(0), jnp.asarray(images[:1]))["params"]
-        self._state = pmapped.replicate((params, optimizer.init(params)), split.devices)
-        self._inner_loop = minimal.make_inner_loop(
-            network, optimizer, split.devices, batch_size, split.micro_batch_size, inner_steps=1
-        )
-        self._updates = 0
+        replicas = jax.tree.map(lambda x: np.stack([x] * len(devices)), (params, optimizer.init(params)))
+        self._state, self._steps = minimal.place(replicas, devices), 0
+        size = options.get("micro_batch_size") or batch_size // len(devices)
+        self._inner_loop = minimal.make_inner_loop(network, optimizer, devices, batch_size, size, inner_steps=1)
 
-    def run(self, updates: int) -> None:
-        """See `serve.Step`."""
-        for _ in range(updates):
-            *self._state, _ = self._inner_loop(
-                *self._state, self._shards, np.int32(self._updates), jax.random.key(0)
-            )
-            jax.block_until_ready(self._state)  # more than 32 queued psums deadlock on a CPU
-            self._updates += 1
+    def run(self, count: int) -> None:
+        """Do so many steps, waiting for each: more than 32 queued psums deadlock on a CPU."""
+        for _ in range(count):
+            *self._state, _ = self._inner_loop(*self._state, self._shards, np.int32(self._steps), jax.random.key(0))
+            jax.block_until_ready(self._state)
+            self._steps += 1
 
-    def updates(self) -> int:
-        """See `serve.Step`."""
-        return int(pmapped.first_replica(optax.tree.get(self._state[1], "count")))
+    def steps(self) -> int:
+        """Return the number of steps so far, by the optimizer."""
+        return int(_first(optax.tree.get(self._state[1], "count")))
 
     def params(self) -> list[np.ndarray]:
-        """See `serve.Step`."""
-        return [pmapped.first_replica(x) for x in jax.tree.leaves(self._state[0])]
+        """Return all parameters."""
+        return [_first(x) for x in jax.tree.leaves(self._state[0])]
 
 
-if __name__ == "__main__":
-    serve.main(MinimalLoop, pmapped.DEFAULTS)
+def _first(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.addressable_shards[0].data)[0]
+
+
+build = MinimalLoop

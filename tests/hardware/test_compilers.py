@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from conftest import run_script, typed
 from jax import lax
-from machines import target_or_skip
+from machines import Case, all_cases, target_or_skip
 
 import build
 import examine
-from benchmarks.compile import Case, all_cases
 from build import make_step
 from largebatch.hardware.chips import options_for
 from largebatch.hardware.compiled import compile_and_look

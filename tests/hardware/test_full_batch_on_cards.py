@@ -6,10 +6,9 @@ import jax
 import pytest
 from conftest import typed
 from jax import lax
-from machines import target_or_skip
+from machines import Case, target_or_skip
 
 import examine
-from benchmarks.compile import Case
 from largebatch.hardware.chips import options_for
 from largebatch.hardware.compiled import compile_and_look, parse
 from largebatch.nn import convolution

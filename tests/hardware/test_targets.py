@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from conftest import ROOT
+from machines import OWN, Case, all_cases
 
-from benchmarks import compile as compile_command
 from largebatch.data.sources.find import SIZES
 from largebatch.data.sources.scenes import PATTERNS
 from largebatch.hardware import targets
@@ -72,14 +73,9 @@ def test_documented_names_are_targets():
     assert set(targets.CARD_NAMES) == {"a100-40gb", "a100", "a6000", "h100", "h100-pcie", "h200"}
 
 
-def test_the_page_shows_the_rows_that_are_kept():
-    rows = compile_command.read_rows()
-    assert compile_command.table([rows[key] for key in sorted(rows)]) in compile_command.PAGE.read_text()
-
-
 def test_every_config_whose_data_are_known_is_compiled():
-    names = {case.config for case in compile_command.all_cases("h200")}
-    assert {path.stem for path in (compile_command.ROOT / "configs").glob("*.py")} - names == {"own_images"}
+    names = {case.config for case in all_cases("h200")}
+    assert {path.stem for path in (ROOT / "configs").glob("*.py")} - names == {OWN}
     for name in names:
-        dataset = compile_command.Case(name).load().dataset
+        dataset = Case(name).load().dataset
         assert dataset.name in SIZES or dataset.name in PATTERNS or dataset.name == "synthetic", name
