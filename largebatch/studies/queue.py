@@ -99,6 +99,7 @@ class TrialQueue:
             load_if_exists=True,
         )
         self.counts = Counts()
+        self._distributions = dict(study.distributions)  # by field; of TPE's rows, those of further branches too
         description = identity(study.description)
         del description["storage"]  # another machine may reach the same database by another URL
         there = self._database.user_attrs.get("description")
@@ -159,6 +160,7 @@ class TrialQueue:
         for row in self._database.get_trials(deepcopy=False):
             if "setting" in row.user_attrs:
                 chosen.setdefault(row.user_attrs["index"], row.user_attrs["setting"])
+                self._distributions |= row.distributions
         return [chosen.get(index) for index in range(self._study.num_searched)]
 
     def _best_of_groups(self, settings: list[Setting], rows: dict[str, FrozenTrial]) -> list[int]:
@@ -209,7 +211,7 @@ class TrialQueue:
         if trial.setting is not None:
             attrs["setting"] = trial.setting
         params = {field: recorded(value) for field, value in (trial.setting or {}).items()}
-        distributions = {field: self._study.distributions[field] for field in params}
+        distributions = {field: self._distributions[field] for field in params}
         self._database.add_trial(
             create_trial(state=TrialState.WAITING, params=params, distributions=distributions, user_attrs=attrs)
         )

@@ -224,6 +224,26 @@ def test_tpe_gives_all_seeds_of_a_setting_the_same_values(make_queue):
     assert len({values[0] for values in chosen.values()}) == 4
 
 
+def test_tpe_takes_up_settings_of_every_branch_of_a_space(make_queue):
+    """What a branch suggests is not known before TPE takes it."""
+
+    def suggest(trial):
+        optimizer = trial.suggest_categorical("optimizer.name", ["lamb", "sgd", "adam", "muon"])
+        trial.suggest_float({"lamb": RATE, "sgd": "optimizer.momentum"}.get(optimizer, "optimizer.b2"), 0.1, 0.9)
+
+    options = {"space": Space(suggest, space_of({}).rules), "sampler": "tpe", "trials": 16, "seeds": 2}
+    queue = make_queue(**options)
+    while queue.fill().waiting:
+        trial = queue.claim()
+        queue.put_back(trial)  # as after a kill
+        queue.fill()
+        again = make_queue(**options).claim()
+        queue.end(again, "done", 0.5, None)
+    assert queue.fill() == Counts(0, 0, 16)
+    fields = {field for row in queue._database.get_trials() for field in row.params}
+    assert fields == {"optimizer.name", RATE, "optimizer.momentum", "optimizer.b2"}
+
+
 def test_the_best_setting_of_each_group_is_refined_and_then_gets_more_seeds(make_queue):
     """First two rates for each batch size, then half of the best one; the better of the two gets seeds."""
 
