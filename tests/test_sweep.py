@@ -163,6 +163,21 @@ def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(
     assert [run.status for run in train_study(study)] == ["done", "done"]
 
 
+def test_a_signal_while_the_end_of_a_trial_cannot_be_written_is_told_to_all_hosts(config, tmp_path, monkeypatch):
+    def away(*_):
+        raise preemption.Stopped(15)
+
+    told, json_from_primary = [], collectives.json_from_primary
+    monkeypatch.setattr(TrialQueue, "end", away)
+    monkeypatch.setattr(collectives, "json_from_primary", lambda mine: told.append(mine) or json_from_primary(mine))
+    study = make_study(config, tmp_path, space_of({RATE: [0.01]}))
+    with pytest.raises(preemption.Stopped):
+        train_study(study)
+    assert [answer["signal"] for answer in told if isinstance(answer, dict) and "signal" in answer] == [0, 15]
+    monkeypatch.undo()
+    assert TrialQueue(study).fill() == Counts(1, 0, 0)
+
+
 def test_a_signal_puts_the_claimed_trial_back(config, tmp_path, monkeypatch):
     study = make_study(config, tmp_path, space_of({"optimizer.name": ["lamb", "adam", "sgd"]}))
     monkeypatch.setattr(preemption, "_first_signal", 15)

@@ -56,6 +56,8 @@ class Worker:
             except InUse as busy:
                 log.info("%s; it comes again later", busy)
                 time.sleep(POLL_SEC)
+            except preemption.Stopped as stopped:
+                self._signal = stopped.number  # all hosts leave together, in `_next_trial`
 
     def _next_trial(self) -> Trial | None:
         """Return the trial that host 0 claimed, on every host; None once all runs of the study have ended.
@@ -103,13 +105,10 @@ class Worker:
         Raises:
           InUse: another process trains the trial.
           UserError: the trial failed, as the trials before it did.
+          preemption.Stopped: a signal came, perhaps to host 0 alone while the database was away.
         """
         reporter = TrialReporter(self._study, trial, self._queue, self._display)
-        try:
-            status, summary, error = self._result_of(trial, reporter)
-        except preemption.Stopped as stopped:
-            self._signal = stopped.number  # all hosts leave together, in `_next_trial`
-            return
+        status, summary, error = self._result_of(trial, reporter)
         name = self._study.folder_of(trial.setting, trial.seed).name
         if self._queue:
             self._queue.end(trial, status, self._value_of(status, summary), error)
