@@ -61,8 +61,8 @@ def read_recorded(config: config_dict.ConfigDict) -> dict:
     recorded = RunFolder(path).read("study.json") or {}
     if not recorded and not FLAGS.space and not FLAGS.branch:
         raise UserError(f"--study: no study in {path}; give --space FILE to start one, or --branch RUN")
-    if FLAGS.space and FLAGS.branch:
-        raise UserError("--space and --branch: both given; allowed: one of them")
+    if FLAGS.space and (FLAGS.branch or recorded.get("branches")):
+        raise UserError("--space: given; allowed for branches of a run: none")
     config_given = any(argument.startswith("--config") for argument in sys.argv)
     if FLAGS.branch and config_given:
         raise UserError("--config: given; allowed with --branch, which takes the config of its run: none")
@@ -109,7 +109,7 @@ def read_study(config: config_dict.ConfigDict, recorded: dict, *, dtype_is_auto:
     else:
         copy = path / SPACE_FILE
         given = Path(FLAGS.space) if FLAGS.space else copy
-        if recorded and given.is_file() and given.read_bytes() != copy.read_bytes():
+        if copy.is_file() and given.is_file() and given.read_bytes() != copy.read_bytes():
             raise UserError(f"--space: {given} is not {copy}, of which the study is; allowed: the same, or none")
         space = read_space(given, rules.rules(models.MODELS))
     study = define_study(path, config, options, space, models.MODELS, **description)

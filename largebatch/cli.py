@@ -25,7 +25,7 @@ from largebatch.hosts import collectives
 from largebatch.hosts.start import start_jax, wait_for_failing_hosts
 from largebatch.util import UserError, expanded, printable
 
-if TYPE_CHECKING:  # bench.py measures cards where ml_collections is missing
+if TYPE_CHECKING:  # `parse_flags` alone needs it
     from ml_collections import config_dict
 
 log = logging.getLogger("largebatch")

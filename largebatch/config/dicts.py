@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from largebatch.config.fields import Config
 from largebatch.config.values import Rule
 
-if TYPE_CHECKING:  # bench.py measures cards where ml_collections is missing
+if TYPE_CHECKING:  # reports are drawn without it
     from ml_collections import config_dict
 
 SECTIONS: dict[str, type] = {

@@ -17,7 +17,7 @@ def gelu(x):
     """Apply gelu in its tanh form (Hendrycks & Gimpel 2016); the gradient is computed from `x` alone.
 
     By itself XLA keeps the tanh too on a GPU: another kernel writes an array as large as `x`, and two others read
-    it. That is a quarter of all bytes that a step of the convnet moves there (docs/hardware.md).
+    it. That is a sixth of all bytes that a step of the convnet moves there (docs/hardware.md).
     """
     return nn.gelu(x)
 

@@ -20,8 +20,9 @@ FIRST_PORT = 8476  # of TPU processes
 
 def accelerators() -> tuple[str, list[str]]:
     """Return the kind of this machine's accelerators, "gpu", "tpu" or "cpu", and their numbers, without JAX."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return "gpu", visible.split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return ("gpu", visible.split(",")) if visible else ("cpu", [])
     gpus = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
     if gpus:
         return "gpu", sorted(gpus, key=int)
