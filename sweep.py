@@ -109,7 +109,7 @@ def read_study(config: config_dict.ConfigDict, recorded: dict, *, dtype_is_auto:
     else:
         copy = path / SPACE_FILE
         given = Path(FLAGS.space) if FLAGS.space else copy
-        if copy.is_file() and given.is_file() and given.read_bytes() != copy.read_bytes():
+        if recorded and given.is_file() and copy.is_file() and given.read_bytes() != copy.read_bytes():
             raise UserError(f"--space: {given} is not {copy}, of which the study is; allowed: the same, or none")
         space = read_space(given, rules.rules(models.MODELS))
     study = define_study(path, config, options, space, models.MODELS, **description)
