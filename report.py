@@ -9,18 +9,15 @@ Damaged and unfinished runs are named on the page. JAX is not needed.
 import argparse
 import csv
 import io
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from largebatch.predictions import files as prediction_files
-from largebatch.reports import example_pictures, page, panels
-from largebatch.reports.best_runs import best_runs
-from largebatch.reports.example_pictures import Place
-from largebatch.reports.labels import count_runs
+from largebatch.reports import charts, groups, page
+from largebatch.reports.groups import Group
 from largebatch.reports.page import GroupReport
-from largebatch.reports.panels import Group
 from largebatch.runs import reader
 from largebatch.runs.load import load
 from largebatch.studies import analysis
@@ -33,15 +30,15 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers wrong usage in one line."""
+    """Parser that answers wrong usage in one line."""
 
     def error(self, message):
-        """Ends the program."""
+        """End the program."""
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message}\n")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser(prog="report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "paths", nargs="+", type=address_argument, metavar="RUN_OR_STUDY", help="run folder or study folder"
@@ -64,7 +61,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def accuracies(text: str) -> tuple[float, ...]:
-    """The argument of --updates_to."""
+    """Parse the argument of --updates_to."""
     values = tuple(map(float, text.split(",")))
     if not all(0 < value <= 1 for value in values):
         raise argparse.ArgumentTypeError(f"{text}; allowed: numbers above 0 and up to 1, with commas between")
@@ -75,40 +72,28 @@ def accuracies(text: str) -> tuple[float, ...]:
 
 
 def read_groups(paths: list[str]) -> list[Group]:
-    """Each study by itself, and all runs outside of one together.
+    """Group each study by itself, and all runs outside of one together.
 
     Raises:
       UserError: a path is neither run nor study.
     """
-    groups, single_runs = [], []
+    found, single_runs = [], []
     for path in dict.fromkeys(paths):
         content = load(path)
         if isinstance(content, reader.Study):
-            groups.append(panels.group_study(content))
+            found.append(groups.group_study(content))
         else:
             single_runs.append(content)
     if single_runs:
-        groups.append(panels.group_runs(single_runs))
-    return groups
-
-
-def name_foreign(groups: list[Group]) -> None:
-    """Say on stderr what is read outside of a run folder because the run names it."""
-    named: set[Place] = set()
-    for group in groups:
-        for run in best_runs(group, prediction_files.exist):
-            place = example_pictures.picture_place(run)
-            if place and place not in named and not reader.lies_in(place.path, run.path):
-                line = f"reads {place.field} {place.path}, which {run.path} names"
-                print(printable(line), file=sys.stderr, flush=True)
-                named.add(place)
+        found.append(groups.group_runs(single_runs))
+    return found
 
 
 # ---- what is written ---------------------------------------------------------------------------------
 
 
 def csv_text(groups: list[Group], updates_to: Sequence[float]) -> str:
-    """What --csv writes: leaderboards of studies, or rows of runs. Of several, a first column tells which.
+    """Return what --csv writes: leaderboards of studies, or rows of runs; of several, a first column tells which.
 
     Raises:
       UserError: there are both studies and runs.
@@ -123,7 +108,7 @@ def csv_text(groups: list[Group], updates_to: Sequence[float]) -> str:
 
 
 def leaderboards_table(studies: list[Group], updates_to: Sequence[float]) -> list[list]:
-    """The leaderboards of studies below one header; of several, with a column "study"."""
+    """Return the leaderboards of studies below one header; of several, with a column "study"."""
     names, lines = [], []
     for group in studies:
         header, rows = analysis.leaderboard_rows(group.study, updates_to)
@@ -133,7 +118,7 @@ def leaderboards_table(studies: list[Group], updates_to: Sequence[float]) -> lis
 
 
 def rows_table(group: Group) -> list[list]:
-    """The rows of runs below one header; of several, with a column "run"."""
+    """Return the rows of runs below one header; of several, with a column "run"."""
     names, lines = [], []
     for run, label in zip(group.runs, group.labels, strict=True):
         for row in run.rows:
@@ -151,7 +136,7 @@ class Line:
 
 
 def make_table(names: list[str], lines: list[Line], source_column: str | None) -> list[list]:
-    """A header and the lines below; each name is one column, whichever lines have it."""
+    """Return a header and the lines below; each name is one column, whichever lines have it."""
     columns = list(dict.fromkeys(names))
     header = [source_column, *columns] if source_column else columns
     table = [header]
@@ -162,21 +147,20 @@ def make_table(names: list[str], lines: list[Line], source_column: str | None) -
 
 
 def draw_pngs(reports: list[GroupReport]) -> dict[str, bytes]:
-    """Every picture of the page as {file name: PNG}."""
-    from largebatch.reports import figures  # matplotlib takes half a second
-
-    pictures = figures.draw_all([report.described for report in reports])
-    confusions = [of_run for report in reports for of_run in report.confusions]
-    for index, of_run in enumerate(confusions):
-        shown = of_run.confusion
-        title = f"{of_run.run.path.name}: {shown.accuracy:.4f} right"
-        name = f"confusion-{index}.png" if index else "confusion.png"
-        pictures[name] = figures.draw_confusion(shown.names, shown.matrix, title)
+    """Return every chart of the page as {file name: PNG}; those of further groups have their number before it."""
+    pictures = {}
+    for index, report in enumerate(reports):
+        axes, runs = charts.axes_of(report.group), page.runs_of(report.group)
+        ids = {chart.id for chart in report.charts}
+        for chart in report.charts:
+            short = chart.id.removeprefix("curve-")  # a column may be called as another chart is
+            name = re.sub(r"[^\w.-]+", "_", chart.id if short in ids else short)
+            pictures[f"{index}-{name}.png" if index else f"{name}.png"] = charts.png_of(chart, axes, runs)
     return pictures
 
 
 def write(path: Path, content: bytes, option: str) -> None:
-    """Writes a whole file or none.
+    """Write a whole file or none.
 
     Raises:
       UserError: it cannot be written.
@@ -190,11 +174,10 @@ def write(path: Path, content: bytes, option: str) -> None:
 
 def write_report(arguments: argparse.Namespace) -> str:
     """Read and draw everything, then write it; return a line that says what."""
-    groups = read_groups(arguments.paths)
-    name_foreign(groups)
-    reports = page.report_groups(groups)
+    found = read_groups(arguments.paths)
+    reports = page.report_groups(found)
     html = page.make_page(reports, arguments.updates_to).encode()
-    table = csv_text(groups, arguments.updates_to) if arguments.csv else None
+    table = csv_text(found, arguments.updates_to) if arguments.csv else None
     pictures = draw_pngs(reports) if arguments.png else {}
     if arguments.png:
         try:
@@ -206,16 +189,14 @@ def write_report(arguments: argparse.Namespace) -> str:
         write(arguments.csv, table.encode(), "--csv")
     for name, content in pictures.items():
         write(arguments.png / name, content, "--png")
-    return f"{arguments.out}: {len(html) / 1e3:,.0f} kB; {counts_of(groups)}"
+    return f"{arguments.out}: {len(html) / 1e3:,.0f} kB; {counts_of(found)}"
 
 
 def counts_of(groups: list[Group]) -> str:
-    """How many runs there are, and how many of each status."""
+    """Return how many runs there are, and how many of each status."""
     statuses = [run.status for group in groups for run in group.runs]
-    if not statuses:
-        return count_runs(0)
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
-    return f"{count_runs(len(statuses))}: {counts}"
+    return f"{len(statuses)} run{'s' * (len(statuses) != 1)}{': ' * bool(counts)}{counts}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,12 +10,12 @@ from largebatch.util import printable
 
 
 def four_digits(value: float | None) -> str:
-    """A number with four digits after the point, or "none"."""
+    """Return a number with four digits after the point, or "none"."""
     return "none" if value is None else f"{value:.4f}"
 
 
 class _EscapingFormatter(logging.Formatter):
-    """Escapes characters that would steer the terminal. A message is one line; a traceback keeps its lines."""
+    """Formatter that escapes what would steer the terminal. A message is one line; a traceback keeps its lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.message = printable(record.getMessage())
@@ -26,7 +26,7 @@ class _EscapingFormatter(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Shows warnings on stderr, without anything around them."""
+    """Show warnings on stderr, without anything around them."""
     handler = logging.StreamHandler()
     handler.setFormatter(_EscapingFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -48,7 +48,7 @@ class Console(console.Console):
         super().__init__(quiet=not enabled, highlight=False, markup=False, emoji=False, width=width)
 
     def render_str(self, text: str, **options) -> text.Text:
-        """Returns a text as rich prints it, in lines."""
+        """Return a text as rich prints it, in lines."""
         return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
     def on_broken_pipe(self) -> None:
@@ -57,7 +57,7 @@ class Console(console.Console):
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Prints a table of texts; columns of numbers are aligned to the right."""
+    """Print a table of texts; columns of numbers are aligned to the right."""
     out = table.Table(box=box.SIMPLE)
     for column, name in enumerate(header):
         is_numeric = all(_is_number(row[column]) for row in rows if row[column])
@@ -69,12 +69,12 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
 
 
 def _is_number(cell: str) -> bool:
-    """Whether a cell is a decimal number, as 12, -0.5 or 1e-05."""
+    """Return True if a cell is a decimal number, as 12, -0.5 or 1e-05."""
     return cell.replace(".", "", 1).replace("-", "").replace("e", "").isdigit()
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours, as "90 s", "15 min" or "2.5 h"."""
+    """Return seconds, minutes or hours, as "90 s", "15 min" or "2.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 6000:

@@ -19,7 +19,7 @@ LOGITS_PER_PART = 10_000_000  # that hosts gather, and hold, at a time
 
 
 class Outcome(Protocol):
-    """What a validation leaves in the folder of its run, where it is the best so far.
+    """Files that a validation leaves in the folder of its run, where it is the best so far.
 
     Attributes:
       name: name of the file.

@@ -46,7 +46,7 @@ class MapPredictions:
     targets: PixelTargets
 
     def parts(self) -> Iterator[MapPart]:
-        """What `write` takes; every host makes them."""
+        """Yield what `write` takes. Collective."""
         count, *shape = self.predicted.shape
         at_once = max(BYTES_PER_PART // math.prod(shape), 1)
         for first in range(0, count, at_once):

@@ -42,7 +42,7 @@ class ClassPredictions:
         return cls(dataset, predictions, classes)
 
     def parts(self) -> Iterator[Predictions]:
-        """What `write` takes; every host makes them."""
+        """Yield what `write` takes. Collective."""
         return self.predictions.parts()
 
     def print_results(self, scores, heading: str) -> None:
@@ -129,7 +129,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def write_csv(path: str, class_names: list[str], parts: Iterable[Predictions]) -> None:
-    """One line per image: id, label (empty where unknown), prediction, and the probability of each class.
+    """Write a line per image: id, label (empty where unknown), prediction, and the probability of each class.
 
     Args:
       parts: see `Predictions.parts`; label -1 where it is not known.

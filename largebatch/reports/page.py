@@ -1,258 +1,246 @@
-"""The page of a report, part by part. Tables are HTML; page.js draws the panels in the places made for them."""
+"""The page of a report: what is shown of each group of runs, rendered by template.html.jinja."""
 
+import base64
+import hashlib
+import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
-from largebatch.reports import cases_section, confusion_section, panels, study_panels, tables
-from largebatch.reports.cases_section import RunCases
-from largebatch.reports.confusion_section import RunConfusion
-from largebatch.reports.labels import count_runs, plain, score_words
-from largebatch.reports.markup import Html, document, element, join
-from largebatch.reports.panels import Group
+import jinja2
+import vl_convert
+
+from largebatch.reports import charts, examples, run_charts, study_charts, tables
+from largebatch.reports.charts import Chart
+from largebatch.reports.examples import Confusion, MapExamples
+from largebatch.reports.groups import Group, plain, score_words
+from largebatch.reports.tables import Table
 from largebatch.runs.reader import Run, number
 from largebatch.studies import analysis, critical_batch
 
+FOLDER = Path(__file__).parent
 STOPPED = ("diverged", "interrupted", "failed")  # a pruned run ended as its study wants
 MAX_PROBLEMS = 100  # lines of the box at the top
+MAX_MATRIX = 50  # classes of a confusion matrix; of more there is a table of recalls
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """All that is shown of a group: its runs, what `panels.describe` says of them, and what they predicted."""
+    """All that is shown of a group; charts have an id of their own within it."""
 
     group: Group
-    described: dict
-    confusions: list[RunConfusion]
-    cases: list[RunCases]
+    study_charts: list[Chart]
+    curves: list[Chart]
+    time_charts: list[Chart]
+    confusions: list[Confusion]
+    maps: list[MapExamples]
 
     @property
-    def panels(self) -> dict[str, dict]:
-        """The panels by their id."""
-        return {panel["id"]: panel for panel in self.described["panels"]}
+    def charts(self) -> list[Chart]:
+        """All charts."""
+        return [*self.study_charts, *self.curves, *self.time_charts]
 
 
 def report_groups(groups: list[Group]) -> list[GroupReport]:
-    """Reads predictions and prepares panels; what is damaged is added to the problems of its run."""
-    knees = {}
+    """Read predictions and prepare charts; what is damaged is added to the problems of its run."""
+    swept = {}
     for group in groups:
-        for fit in study_panels.fits(group.study) if group.study else ():
-            if fit.has_knee:
-                knees[f"{group.title} {fit.optimizer}".strip()] = fit.knee
-    return [
-        GroupReport(
-            group,
-            panels.describe(group, knees),
-            confusion_section.read_confusions(group),
-            cases_section.read_cases(group),
+        for fit in study_charts.fits(group.study) if group.study else ():
+            if fit.is_resolved:
+                swept[f"{group.title} {fit.optimizer}".strip()] = fit.curve.critical_batch_size
+    reports = []
+    for group in groups:
+        of_study = []
+        if group.study:
+            of_study = [study_charts.steps_chart(group), study_charts.rate_chart(group)]
+            of_study.append(study_charts.branch_chart(group.study, swept))
+        times = [run_charts.time_chart(group), run_charts.devices_chart(group)]
+        reports.append(
+            GroupReport(
+                group,
+                [chart for chart in of_study if chart],
+                list(run_charts.curve_charts(group)),
+                [chart for chart in times if chart],
+                examples.read_confusions(group),
+                examples.read_maps(group),
+            )
         )
-        for group in groups
-    ]
+    return reports
+
+
+# ---- the page ------------------------------------------------------------------------------------------------
 
 
 def make_page(reports: list[GroupReport], accuracies: Sequence[float]) -> str:
-    """The whole document.
+    """Return the whole document, which needs neither a server nor a network.
 
     Args:
       accuracies: leaderboards show the updates to each of them.
     """
-    groups = [report.group for report in reports]
-    no_script = element("p", "The pictures are drawn by JavaScript, which is off. The tables are whole.")
-    pieces = [header(groups), element("noscript", no_script)]
-    for index, report in enumerate(reports):
-        pieces.append(section(report, f"group-{index}", accuracies, titled=len(reports) > 1))
-    pieces.append(element("footer", f"Made by report.py. Curves show at most {panels.MAX_POINTS} rows of a run."))
-    title = " · ".join(group.title for group in groups)
-    return document(title, join(pieces), [report.described for report in reports])
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True
+    )
+    scripts = [vega_bundle(), (FOLDER / "page.js").read_text()]
+    return environment.get_template("template.html.jinja").render(
+        title=" · ".join(report.group.title for report in reports),
+        made=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        style=(FOLDER / "style.css").read_text(),
+        scripts=scripts,
+        hashes=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
+        # Inside <script> only "<" could end it; JSON may write it as an escape.
+        data=json.dumps(data_of(reports), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        problems=[problem for report in reports for problem in problems_of(report.group)],
+        max_problems=MAX_PROBLEMS,
+        has_pruned=any(run.status == "pruned" for report in reports for run in report.group.runs),
+        max_points=charts.MAX_POINTS,
+        max_matrix=MAX_MATRIX,
+        groups=[
+            {"report": report, "key": f"group-{index}", "parts": list(parts_of(report, accuracies))}
+            for index, report in enumerate(reports)
+        ],
+        tiles=tiles,
+    )
 
 
-# ---- the top -----------------------------------------------------------------------------------------
+@cache
+def vega_bundle() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script."""
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script")
 
 
-def header(groups: list[Group]) -> Html:
-    """What is shown, when the page was made, and what is wrong with any of it."""
-    made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    counts = [("study of " if group.study else "") + count_runs(len(group.runs)) for group in groups]
-    title = element("h1", " · ".join(group.title for group in groups))
-    words = element("div", title, element("p", f"{', '.join(counts)}; made {made}", cls="soft"))
-    theme = element("span", cls="segments", id="theme", role="group", aria_label="colours")
-    return join([element("div", words, theme, cls="top"), problem_box(groups)])
+def data_of(reports: list[GroupReport]) -> dict:
+    """Return what page.js draws from."""
+    return {
+        "config": charts.config(),
+        "axes": charts.AXES,
+        "groups": [
+            {
+                "runs": runs_of(report.group),
+                "axes": charts.axes_of(report.group),
+                "legend": [plain(value) for value in report.group.legend],
+                "charts": {
+                    chart.id: {
+                        "kind": chart.kind,
+                        "title": chart.title,
+                        "spec": chart.spec,
+                        "rows": chart.rows,
+                        "legend": chart.legend,
+                    }
+                    for chart in report.charts
+                },
+            }
+            for report in reports
+        ],
+    }
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Something damaged, unfinished or failed: the path of the run or study, and what is wrong."""
-
-    path: str
-    text: str
-
-
-def problem_box(groups: list[Group]) -> Html:
-    """Every problem, a line each."""
-    problems = [problem for group in groups for problem in problems_of(group)]
-    if not problems:
-        has_pruned = any(run.status == "pruned" for group in groups for run in group.runs)
-        ends = "whole, and done or pruned" if has_pruned else "whole and done"
-        return element("p", f"Every run is {ends}.", cls="soft")
-    lines = [element("li", element("code", p.path), " ", p.text) for p in problems[:MAX_PROBLEMS]]
-    if len(problems) > MAX_PROBLEMS:
-        lines.append(element("li", f"and {len(problems) - MAX_PROBLEMS} more: see the status of each run"))
-    heading = "Damaged, diverged, failed or unfinished"
-    if len(problems) > 1:
-        heading += f": {len(problems)}"
-    return element("div", element("h3", heading), element("ul", *lines), cls="card problems")
+def runs_of(group: Group) -> list[dict]:
+    """Return what the curves of each run share: colour, the number of the colour, label, and how it ended."""
+    runs = []
+    for run, label, index in zip(group.runs, group.labels, group.colours, strict=True):
+        ends = {"diverged": "cross", "running": "hollow"}
+        end = ends.get(run.status) or ("hollow" if len(run.rows) == 1 else None)
+        runs.append(
+            {"colour": charts.colour(index), "series": index, "label": f"{label} ({run.status})", "end": end}
+        )
+    return runs
 
 
-def problems_of(group: Group) -> list[Problem]:
-    """Every problem of a group: those of its study, then run by run."""
-    problems = []
+# ---- problems and figures ------------------------------------------------------------------------------------
+
+
+def problems_of(group: Group) -> Iterator[tuple[str, str]]:
+    """Yield everything damaged, unfinished or failed: the path of the run or study, and what is wrong."""
     if group.study:
-        problems += [Problem(str(group.study.path), text) for text in group.study.problems]
-        problems += [
-            Problem(str(run.path), critical_batch.LEFT_OUT) for run in critical_batch.left_out(group.study)
-        ]
+        yield from ((str(group.study.path), text) for text in group.study.problems)
+        yield from ((str(run.path), critical_batch.LEFT_OUT) for run in critical_batch.left_out(group.study))
     for run in group.runs:
         if run.status in STOPPED and not run.trial_error:
-            problems.append(Problem(str(run.path), why_stopped(run)))
-        problems += [Problem(str(run.path), text) for text in run.problems]
-    return problems
+            yield str(run.path), why_stopped(run)
+        yield from ((str(run.path), text) for text in run.problems)
 
 
 def why_stopped(run: Run) -> str:
-    """The status of a run that stopped, and the reason in its last event if there is one."""
+    """Return the status of a run that stopped, and the reason in its last event if there is one."""
     reason = str((run.events[-1].get("reason") if run.events else None) or "")
     if not reason:
         return run.status
     return reason if reason.startswith(run.status) else f"{run.status}: {reason}"
 
 
-# ---- a group -----------------------------------------------------------------------------------------
+def tiles(group: Group) -> Iterator[tuple[str, str]]:
+    """Yield the few figures that matter most, and what they are of."""
+    best = min(group.runs, key=lambda run: run.kind.rank(run.best_score), default=None)
+    if best and best.best_score is not None:
+        yield f"{best.best_score:.4f}", f"best {score_words(best)}: {group.labels[group.runs.index(best)]}"
+    rates = [rate for run in group.runs if (rate := number(run.summary.get("images_per_sec")))]
+    if rates:
+        of_several = ", median of the runs" if len(rates) > 1 else ""
+        yield f"{statistics.median(rates):,.0f}", f"training images / s{of_several}"
+    if group.study:
+        for fit in study_charts.fits(group.study):
+            if fit.is_resolved:
+                whose = f" of {fit.optimizer}" if fit.optimizer else ""
+                yield f"{fit.curve.critical_batch_size:,.0f}", f"examples: critical batch size{whose}"
+        scales = analysis.noise_scales(group.study)
+        if scales:
+            yield f"{statistics.median(scales):,.0f}", "examples: median noise scale at the target"
+    elif len(group.runs) == 1 and (steps := group.runs[0].value("steps_to_target")) is not None:
+        yield f"{steps:,.0f}", f"updates to {plain(group.runs[0].target)} {score_words(group.runs[0])}"
+    seconds = sum(sum(run_charts.run_seconds(run).values()) for run in group.runs)
+    yield f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:,.1f} h", "of work in all"
+    done = sum(run.status == "done" for run in group.runs)
+    pruned = sum(run.status == "pruned" for run in group.runs)
+    yield f"{done} of {len(group.runs)}", f"runs done, {pruned} pruned" if pruned else "runs done"
+
+
+# ---- the parts of a group --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a group's section: its anchor, its name in the navigation, its heading and what is below."""
+    """A part of a group's section: its anchor and heading, and what is below, in the order of the fields."""
 
     anchor: str
-    link: str
     heading: str
-    content: Html
+    charts: Sequence[Chart] = ()
+    table: Table | None = None
+    text: str = ""
+    curves: Sequence[Chart] = ()
+    folded: Table | None = None
+    confusions: Sequence[Confusion] = ()
+    maps: Sequence[MapExamples] = ()
 
 
-def section(report: GroupReport, key: str, accuracies: Sequence[float], *, titled: bool) -> Html:
-    """Return all of one group.
-
-    Args:
-      key: begins the ids of the elements.
-      titled: put the group's title above.
-    Raises:
-      ValueError: a panel has no place, or two: page.js could not draw it.
-    """
-    parts = list(make_parts(report, key, accuracies))
-    pieces = [element("nav", *(element("a", part.link, href=f"#{key}-{part.anchor}") for part in parts))]
-    if titled:
-        pieces.append(element("h2", report.group.title, id=f"{key}-title"))
-    pieces.append(element("div", *tiles(report.group), cls="tiles"))
-    for part in parts:
-        pieces += [element("h2", part.heading, id=f"{key}-{part.anchor}"), part.content]
-    html = element("section", *pieces, id=key)
-    for panel in report.described["panels"]:
-        places = html.count(place(panel))
-        if places != 1:
-            raise ValueError(f"panel {panel['id']!r} has {places} places on the page; allowed: 1")
-    return html
-
-
-def make_parts(report: GroupReport, key: str, accuracies: Sequence[float]) -> Iterator[Part]:
-    """The parts that have something to show, in their order on the page."""
-    group, drawn = report.group, report.panels
+def parts_of(report: GroupReport, accuracies: Sequence[float]) -> Iterator[Part]:
+    """Yield the parts that have something to show, in their order on the page."""
+    group, drawn = report.group, {chart.id: chart for chart in report.study_charts}
     if group.study:
-        yield Part("leaderboard", "Leaderboard", "Leaderboard", tables.leaderboard(group, key, accuracies))
-        steps = tables.steps_table(group, key)
-        if steps:
-            curve = card(drawn["steps_to_target"]) if "steps_to_target" in drawn else None
-            yield Part("target", "Updates to the target", "Updates to the target", join([curve, steps]))
+        yield Part("leaderboard", "Leaderboard", table=tables.leaderboard(group, accuracies))
+        if steps := tables.steps_table(group):
+            chart = [drawn["steps_to_target"]] if "steps_to_target" in drawn else []
+            yield Part("target", "Updates to the target", chart, steps)
     if "learning_rate_study" in drawn:
-        yield Part("rates", "Learning rates", "Learning rates", card(drawn["learning_rate_study"]))
+        yield Part("rates", "Learning rates", [drawn["learning_rate_study"]])
     if "critical_batch" in drawn:
-        yield Part("branches", "Critical batch", "Critical batch", card(drawn["critical_batch"]))
-    curves = [panel for panel in report.described["panels"] if panel["kind"] == "curve"]
-    if curves:
-        charts = element("div", *map(card, curves), cls="charts")
-        yield Part("curves", "Curves", "Curves", join([element("div", cls="controls"), charts]))
-    yield Part("runs", "Runs", "Runs", tables.run_table(group, report.described, key))
-    times = [card(drawn[name]) for name in ("time", "devices") if name in drawn]
-    if times:
-        yield Part("time", "Time", "Time", join(times))
+        yield Part("branches", "Critical batch", [drawn["critical_batch"]])
+    if report.curves:
+        yield Part("curves", "Curves", curves=report.curves)
+    yield Part("runs", "Runs", table=tables.run_table(group))
+    if report.time_charts:
+        yield Part("time", "Time", report.time_charts)
     if report.confusions:
-        cards = confusion_section.confusion_cards(group, report.confusions, key)
-        yield Part("confusions", "Confusions", "Confusions", cards)
-    if report.cases:
-        pictures = cases_section.case_cards(group, report.cases)
-        yield Part("cases", "Cases", "Worst and best cases", pictures)
-    yield config_part(group, key)
-
-
-def config_part(group: Group, key: str) -> Part:
-    """What the configs of the runs differ in; of one run its whole config."""
+        yield Part("confusions", "Confusions", confusions=report.confusions)
+    if report.maps:
+        yield Part("maps", "Worst and best maps", maps=report.maps)
     origins = tables.origins(group)
     if len(origins) == 1:
-        return Part("config", "Configs", "Config", tables.whole_config(origins[0]))
-    return Part("config", "Configs", "Differences between configs", tables.differences(origins, key))
-
-
-def card(panel: dict) -> Html:
-    """Return a panel's title and notes above its place."""
-    notes = [] if panel["kind"] == "curve" else [element("p", line) for line in panel["note"].splitlines()]
-    caption = element("figcaption", element("h3", panel["title"]), *notes)
-    return element("figure", caption, place(panel), cls="card")
-
-
-def place(panel: dict) -> Html:
-    """Return the empty element that page.js fills with a panel."""
-    return element("div", cls=f"plot {panel['kind']}", data_panel=panel["id"])
-
-
-# ---- tiles -------------------------------------------------------------------------------------------
-
-
-def tiles(group: Group) -> Iterator[Html]:
-    """The few figures that matter most."""
-    best = min(group.runs, key=lambda run: run.kind.rank(run.best_score), default=None)
-    if best and best.best_score is not None:
-        label = group.labels[group.runs.index(best)]
-        yield tile(f"{best.best_score:.4f}", f"best {score_words(best)}: {label}")
-    rates = [rate for run in group.runs if (rate := number(run.summary.get("images_per_sec")))]
-    if rates:
-        of_several = ", median of the runs" if len(rates) > 1 else ""
-        yield tile(f"{statistics.median(rates):,.0f}", f"training images / s{of_several}")
-    if group.study:
-        yield from study_tiles(group)
-    elif len(group.runs) == 1:
-        (run,) = group.runs
-        steps = run.value("steps_to_target")
-        if steps is not None:
-            target = plain(run.target)
-            yield tile(f"{steps:,.0f}", f"updates to {target} {score_words(run)}")
-    seconds = sum(sum(panels.run_seconds(run).values()) for run in group.runs)
-    yield tile(f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:,.1f} h", "of work in all")
-    done = sum(run.status == "done" for run in group.runs)
-    pruned = sum(run.status == "pruned" for run in group.runs)
-    yield tile(f"{done} of {len(group.runs)}", f"runs done, {pruned} pruned" if pruned else "runs done")
-
-
-def study_tiles(group: Group) -> Iterator[Html]:
-    """What the batch sizes of a study tell."""
-    for fit in study_panels.fits(group.study):
-        if fit.has_knee:
-            whose = f" of {fit.optimizer}" if fit.optimizer else ""
-            yield tile(f"{fit.knee.critical_batch_size:,.0f}", f"examples per update at the knee{whose}")
-    scales = analysis.noise_scales(group.study)
-    if scales:
-        yield tile(f"{statistics.median(scales):,.0f}", "examples: median noise scale at the target")
-
-
-def tile(value: str, label: str) -> Html:
-    """A figure and what it is of."""
-    return element("div", element("b", value), element("span", label), cls="tile")
+        yield Part("config", "Config", folded=tables.whole_config(origins[0]))
+    elif differing := tables.differences(origins):
+        yield Part("config", "Differences between configs", table=differing)
+    else:
+        text = "The runs do not differ." if origins else "No run has a config."
+        yield Part("config", "Differences between configs", text=text)

@@ -44,7 +44,7 @@ PRUNERS = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study.
+    """Run of a study.
 
     Attributes:
       index: number of its setting, in the order in which settings became known.

@@ -20,8 +20,9 @@ def make(*paths, out: Path, more=()) -> str:
 
 
 def data_of(page: str) -> list[dict]:
-    """What page.js draws from."""
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S).group(1))
+    """What page.js draws from, by group."""
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S).group(1)
+    return json.loads(data)["groups"]
 
 
 def text_of(page: str) -> str:
@@ -30,8 +31,8 @@ def text_of(page: str) -> str:
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body)))
 
 
-def panel_ids(page: str) -> list[str]:
-    return [panel["id"] for panel in data_of(page)[0]["panels"]]
+def chart_ids(page: str) -> list[str]:
+    return [name.removeprefix("curve-") for name in data_of(page)[0]["charts"]]
 
 
 def curve(k: int, rows: int = 6) -> tuple[float, ...]:

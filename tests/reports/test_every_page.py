@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from conftest import make_small_config, run_script
 from report_pages import curve, data_of, make, small_study
 from test_analysis import write_run, write_study
 from test_critical_batch import write_branches
-from test_devices_panel import EVENTS
-from test_report_browser import DRAWN, look, opened_browser, wait
+from test_devices_chart import EVENTS
+from test_report_browser import look, opened_browser, wait
 
 import model
 import train
@@ -30,7 +31,7 @@ CURVES = {
 }
 SPENT = "Where the time went"
 # What a reader sees in each picture; axes, grid and labels are no marks.
-MARKS = "path.line, path.whisker, path.cross, circle, line.rule, rect.band, .bar i"
+MARKS = ", ".join(f".mark-{kind}.role-mark > *" for kind in ("line", "rule", "symbol", "rect"))
 
 
 @pytest.fixture(scope="module")
@@ -191,32 +192,24 @@ def test_every_panel_is_drawn(browser, make_case, tmp_path, session_cache, train
     data = data_of(make(*case.folders, out=page, more=["--png", tmp_path / "png"]))
     look(browser, page)  # which fails on any line in the console
     shown = browser.execute_script(
-        "return [...document.querySelectorAll('section > div figure.card, section > figure.card')]"
-        ".filter(card => card.querySelector('.plot')).map(card => [card.closest('section').id,"
-        " card.querySelector('h3').textContent, card.querySelectorAll(arguments[0]).length,"
-        " card.querySelector('.plot').firstElementChild.getBoundingClientRect().height,"
-        " card.querySelector('.plot').firstElementChild.getBoundingClientRect().width,"
-        " [...card.querySelectorAll('.plot.xy path.line[d*=L]')].every(line => line.getTotalLength() > 1)])",
+        "return [...document.querySelectorAll('figure.card .plot')].map(plot => [plot.closest('section').id,"
+        " plot.closest('figure').querySelector('h3').textContent, plot.querySelectorAll(arguments[0]).length,"
+        " plot.querySelector('svg').getBoundingClientRect().height,"
+        " plot.querySelector('svg').getBoundingClientRect().width,"
+        " plot.querySelectorAll('.mark-line.role-mark > path').length])",
         MARKS,
     )
-    held = [(f"group-{k}", panel["title"]) for k, group in enumerate(data) for panel in group["panels"]]
-    assert sorted((section, title) for section, title, *_ in shown) == sorted(held)
-    assert {title for _, title in held} >= case.panels
-    for section, title, marks, height, width, has_length in shown:
-        assert has_length, (section, title)
+    held = [(f"group-{k}", chart) for k, group in enumerate(data) for chart in group["charts"]]
+    assert len(shown) == len(held)
+    assert {title for _, title, *_ in shown} >= case.panels
+    for section, title, marks, height, width, _ in shown:
         assert marks > 0, (section, title)
         assert height > (12 if title == SPENT else 100), (section, title)
         assert width > 100, (section, title)
     for k, group in enumerate(data):  # a line for each run that has values
-        for panel in (panel for panel in group["panels"] if panel["kind"] == "curve"):
-            lines = browser.execute_script(
-                "return [...document.getElementById(arguments[0]).querySelectorAll('figure.card')]"
-                ".find(card => card.querySelector('h3').textContent == arguments[1])"
-                ".querySelectorAll('path.line').length",
-                f"group-{k}",
-                panel["title"],
-            )
-            assert lines == sum(any(v is not None for v in run) for run in panel["values"]), panel["title"]
+        lines = {title: count for section, title, *_, count in shown if section == f"group-{k}"}
+        for chart in (chart for chart in group["charts"].values() if chart["kind"] == "curves"):
+            assert lines[chart["title"]] == sum(any(y is not None for y in row["y"]) for row in chart["rows"])
 
     tables = browser.execute_script(
         "return [...document.querySelectorAll('section h2')].filter(h => {"
@@ -231,13 +224,14 @@ def test_every_panel_is_drawn(browser, make_case, tmp_path, session_cache, train
 def test_the_page_tells_of_an_error_in_one_picture_and_draws_the_others(browser, tmp_path):
     page = tmp_path / "page.html"
     html = make(write_run(tmp_path / "run"), out=page)
-    damaged = html.replace(
-        '"id":"val_loss","title":"Validation loss","kind":"curve"', '"id":"val_loss","kind":"xy"'
-    )
-    assert damaged != html
-    page.write_text(damaged)
+    content = re.search(r'id="data">(.*?)</script>', html, re.S).group(1)
+    data = json.loads(content)
+    data["groups"][0]["charts"]["curve-val_loss"]["spec"] = {"mark": 3}
+    page.write_text(html.replace(content, json.dumps(data)))
     browser.get(page.as_uri())
-    wait(browser, DRAWN)
+    charts = data_of(html)[0]["charts"]
+    wait(browser, f"document.querySelectorAll('.plot svg').length == {len(charts) - 1}")
+    wait(
+        browser, "document.querySelector('[data-chart=curve-val_loss]').textContent.includes('could not be drawn')"
+    )
     assert [line["level"] for line in browser.get_log("browser")] == ["SEVERE"]
-    drawn = browser.execute_script("return document.querySelectorAll('.plot svg, .plot .bar').length")
-    assert drawn == len(data_of(html)[0]["panels"]) - 1

@@ -62,9 +62,12 @@ def wait(browser, condition: str) -> None:
         time.sleep(0.05)
 
 
-DRAWN = "document.querySelectorAll('.plot').length && !document.querySelector('.plot:empty')"
+DRAWN = (
+    "document.querySelector('.plot') && [...document.querySelectorAll('.plot')].every(p => p.querySelector('svg'))"
+)
 COLUMN = "[...document.querySelectorAll('#group-0-table tbody tr')].map(row => row.cells[arguments[0]].dataset.v)"
-PATHS = "document.querySelectorAll('[data-panel=val_accuracy] path.line').length"
+ACCURACY = "[data-chart=curve-val_accuracy]"
+PATHS = f"document.querySelectorAll('{ACCURACY} .mark-line path').length"
 
 
 def test_headers_sort_legends_hide_and_the_axis_changes(browser, study, tmp_path):
@@ -79,32 +82,39 @@ def test_headers_sort_legends_hide_and_the_axis_changes(browser, study, tmp_path
     assert [float(v) for v in browser.execute_script(f"return {COLUMN}", 2)] == rates[::-1]
     before = browser.execute_script(f"return {PATHS}")
     browser.execute_script("document.querySelector('.controls .legend button').click()")
-    assert browser.execute_script(f"return {PATHS}") < before
-    label = "[...document.querySelectorAll('[data-panel=val_loss] svg text')].map(t => t.textContent).join('|')"
-    assert "updates" in browser.execute_script(f"return {label}")
+    wait(browser, f"{PATHS} < {before}")
+    label = f"[...document.querySelectorAll('{ACCURACY} .role-axis-label text')].map(t => t.textContent)"
+    assert "60" in browser.execute_script(f"return {label}")  # updates
     browser.execute_script("document.querySelector('.axis button[data-value=seconds]').click()")
-    assert "seconds of training" in browser.execute_script(f"return {label}")
+    wait(browser, f"!{label}.includes('60')")
     browser.refresh()  # as where the page was made again
     wait(browser, DRAWN)
-    assert "seconds of training" in browser.execute_script(f"return {label}")
+    assert "60" not in browser.execute_script(f"return {label}")
+    pressed = "document.querySelector('.axis [aria-pressed=true]').textContent"
+    assert browser.execute_script(f"return {pressed}") == "seconds"
     assert [float(v) for v in browser.execute_script(f"return {COLUMN}", 2)] == rates[::-1]
     assert browser.get_log("browser") == []
 
 
-def test_pointing_at_a_curve_says_its_values(browser, study, tmp_path):
+def test_pointing_at_a_curve_says_its_values_and_lights_its_run_up(browser, study, tmp_path):
     page = tmp_path / "page.html"
     make(study, out=page)
     look(browser, page)
     browser.execute_script("sessionStorage.clear()")
-    browser.execute_script(
-        "const svg = document.querySelector('[data-panel=val_accuracy] svg'); svg.scrollIntoView();"
-        "const path = svg.querySelector('path.line'), end = path.getPointAtLength(path.getTotalLength());"
-        "const box = svg.getBoundingClientRect();"
-        "svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + end.x, clientY: box.top + end.y}))"
+    box = browser.execute_script(
+        f"const svg = document.querySelector('{ACCURACY} svg'); svg.scrollIntoView({{block: 'center'}});"
+        "const box = svg.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]"
     )
-    tip = browser.execute_script("return document.getElementById('tip').textContent")
-    assert re.search(r"\d{4} · \w+ · lr .*\naccuracy|updates \d+\naccuracy 0\.\d+", tip), tip
-    assert browser.execute_script("return document.querySelectorAll('path.hot').length") >= 5
+    move = {"type": "mouseMoved", "x": box[0], "y": box[1]}
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", move)
+    wait(browser, "document.querySelector('#vg-tooltip-element.visible')")
+    tip = browser.execute_script("return document.getElementById('vg-tooltip-element').textContent")
+    assert re.fullmatch(r"run\w+ · lr .* · seed \d \(\w+\)at\d+accuracy0\.\d+", tip), tip
+    wait(browser, "document.querySelectorAll('tr.hot').length == 1")
+    faint = "[...document.querySelectorAll('[data-chart=curve-val_loss] .mark-line path')]"
+    wait(browser, f"{faint}.filter(path => path.getAttribute('opacity') === '0.12').length > 10")
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", move | {"x": 5})
+    wait(browser, "document.querySelectorAll('tr.hot').length == 0")
 
 
 def test_dark_scheme_and_toggle(browser, study, tmp_path):
@@ -133,7 +143,7 @@ def test_a_phone_scrolls_no_page_sideways(browser, study, tmp_path):
         look(browser, page, width=360)
         assert browser.execute_script("return document.documentElement.scrollWidth") == 360
         assert browser.execute_script(
-            "return [...document.querySelectorAll('svg, .card')].every(e => e.getBoundingClientRect().right <= 360)"
+            "return [...document.querySelectorAll('svg, .card')].every(e => e.getBoundingClientRect().right <= 361)"
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, assert_one_line_error, run_script
 from PIL import Image
-from report_pages import curve, make, panel_ids, small_study
+from report_pages import chart_ids, curve, make, small_study
 
 from largebatch.runs import reader
 from largebatch.studies import analysis
@@ -70,7 +70,7 @@ def test_updates_to_accuracies_stand_in_the_leaderboard(study, tmp_path):
 
 def test_png_of_every_panel(study, tmp_path):
     page = make(study, out=tmp_path / "page.html", more=["--png", tmp_path / "png"])
-    assert {p.stem for p in (tmp_path / "png").iterdir()} == set(panel_ids(page))
+    assert {p.stem for p in (tmp_path / "png").iterdir()} == set(chart_ids(page))
     for path in (tmp_path / "png").iterdir():
         with Image.open(path) as image:
             assert image.width >= 1000

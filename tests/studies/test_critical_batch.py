@@ -16,10 +16,10 @@ import train
 from configs import default
 from largebatch.config.fields import BatchConfig
 from largebatch.optim.traces import read_trace
-from largebatch.reports.branch_panel import branch_panel
+from largebatch.reports.study_charts import branch_chart
 from largebatch.runs import reader
 from largebatch.studies import critical_batch
-from largebatch.studies.critical_batch import Branches, StepsCurve
+from largebatch.studies.critical_batch import Branches
 from largebatch.util import UserError
 
 SIZES = [128, 256, 512, 1024]
@@ -211,17 +211,18 @@ def test_a_branch_of_a_run_on_a_trace_or_with_local_steps_is_allowed():
     assert (config.sync.mode, config.train.inner_steps) == ("every_step", 16)
 
 
-def test_the_panel_has_branches_noise_scale_and_knee(tmp_path):
+def test_the_chart_has_branches_noise_scale_and_what_sweeps_found(tmp_path):
     losses = [[1.0, 1.0, 1.0, 1.6]] * 2
     study = write_branches(tmp_path / "s", {100: losses, 200: [[1.0] * 4] * 2})
-    panel = branch_panel(study, {"swept": StepsCurve(400.0, None, None, 10, 4000)})
-    line, hollow, noise, knee = panel["marks"]
-    assert line["points"][0][:2] == [12_800, pytest.approx(512 * 2**0.25, rel=1e-3)]
-    assert hollow["points"] == [[25_600, 1024, None, None]]
-    assert [point[1] for point in noise["points"]] == [300, 300]
-    assert (knee["label"], knee["points"]) == ("knee of swept", [[12_800, 400], [25_600, 400]])
-    low, high = panel["y"]["domain"]
-    assert low < 300 < 1024 < high
+    chart = branch_chart(study, {"swept": 400.0})
+    rows = {mark: [row for row in chart.rows if row["mark"] == mark] for mark in ("line", "hollow", "dashed")}
+    assert (rows["line"][0]["x"], rows["line"][0]["y"]) == (12_800, pytest.approx(512 * 2**0.25, rel=1e-3))
+    assert [(row["x"], row["y"]) for row in rows["hollow"]] == [(25_600, 1024)]
+    assert [row["y"] for row in chart.rows if row["label"] == "noise scale of the gradient"] == [300, 300]
+    assert [(row["label"], row["x"], row["y"]) for row in rows["dashed"]] == [
+        ("critical batch of swept", 12_800, 400),
+        ("critical batch of swept", 25_600, 400),
+    ]
 
 
 @pytest.mark.full

@@ -136,7 +136,7 @@ def test_the_report_draws_image_truth_prediction_and_error(folders, session_cach
     config.train.outer_steps = 1
     train.train_and_evaluate(config, str(tmp_path / "run"), shared=shared)
     page, found = make(tmp_path / "run", out=tmp_path / "page.html"), cases.read(tmp_path / "run")
-    section = page[page.index("Worst and best cases") :]
+    section = page[page.index("Worst and best maps") :]
     drawn = [
         np.asarray(Image.open(io.BytesIO(base64.b64decode(content))))
         for content in re.findall(r'src="data:image/png;base64,([^"]*)"', section)

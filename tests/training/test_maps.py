@@ -206,14 +206,14 @@ def test_the_report_shows_the_cases_and_names_damaged_ones(run, tmp_path):
     def text() -> str:
         return text_of(make(run, out=tmp_path / "page.html"))
 
-    assert "Worst and best cases" in text()
+    assert "Worst and best maps" in text()
     content = (run / cases.FILE).read_bytes()
     try:
         (run / cases.FILE).write_bytes(content[:-2000])
         damaged = text()
     finally:
         (run / cases.FILE).write_bytes(content)
-    assert "Worst and best cases" not in damaged
+    assert "Worst and best maps" not in damaged
     assert "cases.npz: damaged" in damaged
 
 

@@ -17,7 +17,7 @@ import model
 import train
 from largebatch.data import sharded_split
 from largebatch.predictions import files as prediction_files
-from largebatch.reports import confusion
+from largebatch.reports import examples
 from largebatch.runs import reader
 from largebatch.training.evaluation import SplitPredictions
 
@@ -86,7 +86,7 @@ def test_a_run_with_more_than_fits_is_bitwise_the_same(runs, tmp_path, capsys):
     assert table == (tmp_path / "streamed.csv").read_text()
     assert [line["id"] for line in csv.DictReader(table.splitlines())] == expected["ids"].tolist()
 
-    shown = [confusion.read_confusion(reader.read(run)) for run in (resident, streamed)]
+    shown = [examples.read_confusion(reader.read(run)) for run in (resident, streamed)]
     np.testing.assert_array_equal(shown[0].matrix, shown[1].matrix)
     assert shown[0].worst == shown[1].worst
     assert shown[0].accuracy == row["val_accuracy"]

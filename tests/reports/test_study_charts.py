@@ -1,5 +1,6 @@
-"""The pictures of a study: rates and updates to a target; and whose confusions are shown."""
+"""The charts of a study: rates and steps to a target; and whose confusions are shown."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from test_analysis import write_run, write_study
 
 import report
 from largebatch.predictions import files as prediction_files
-from largebatch.reports import study_panels
-from largebatch.reports.best_runs import best_runs
+from largebatch.reports import groups, study_charts
+from largebatch.reports.groups import best_runs
 from largebatch.runs import reader
 
 
@@ -19,17 +20,22 @@ def study(tmp_path) -> Path:
     return small_study(tmp_path / "optimizers")
 
 
+def rows_of(chart: dict, **fields) -> list[dict]:
+    return [row for row in chart["rows"] if all(row.get(name) == value for name, value in fields.items())]
+
+
 def test_rates_picture_marks_what_diverged(study):
-    panel = study_panels.rate_panel(reader.read(study), ["adam", "lamb", "sgd"])
-    lines = {mark["label"]: mark for mark in panel["marks"] if mark["kind"] == "line"}
-    assert [mark["colour"] for mark in lines.values()] == [0, 1, 2]
-    means = {point[0]: point[1] for point in lines["adam"]["points"]}
+    chart = dataclasses.asdict(study_charts.rate_chart(groups.group_study(reader.read(study))))
+    assert [label for label, _, _ in chart["legend"]] == ["adam", "lamb", "sgd"]
+    means = {row["x"]: row["y"] for row in rows_of(chart, label="adam", mark="line")}
     assert means == {rate: pytest.approx(curve(k)[-1]) for k, rate in enumerate((0.001, 0.01, 0.1, 1.0))}
-    crosses = {(mark["points"][0][0], mark["colour"]) for mark in panel["marks"] if mark["kind"] == "cross"}
-    assert crosses == {(1.0, 1)}  # a seed of lamb diverged; that one of sgd failed says nothing of its rate
+    crosses = {(row["x"], row["colour"]) for row in rows_of(chart, mark="cross")}
+    assert crosses == {
+        (1.0, "var(--c1)")
+    }  # a seed of lamb diverged; that one of sgd failed says nothing of its rate
 
 
-def test_steps_picture_and_knee(tmp_path):
+def test_steps_picture_and_critical_batch_size(tmp_path):
     trials = []
     for batch, count in ((64, 40), (256, 13), (1024, 6), (4096, 4)):
         for seed, extra in enumerate((0, 1)):
@@ -39,25 +45,25 @@ def test_steps_picture_and_knee(tmp_path):
     fields = ["batch.size"]
     path = write_study(tmp_path / "study", trials, "steps_to_target", fields)
     page = make(path, out=tmp_path / "page.html", more=["--png", tmp_path / "png"])
-    panel = next(panel for panel in data_of(page)[0]["panels"] if panel["id"] == "steps_to_target")
-    marks = {mark["label"]: mark for mark in panel["marks"]}
-    assert [point[:2] for point in marks["best-tuned setting"]["points"]] == [
-        [64, 405], [256, 135], [1024, 65], [4096, 45]
-    ]  # fmt: skip
-    assert marks["perfect scaling"]["points"] == [[64, 405], [4096, pytest.approx(405 / 64, rel=1e-5)]]
-    (fit,) = study_panels.fits(reader.read(path))
-    knee = fit.knee
-    assert 300 < knee.critical_batch_size < 900
-    assert f"knee {knee.critical_batch_size:,.0f}" in marks
-    assert f"The knee is at batch {knee.critical_batch_size:,.0f} (95 % interval" in text_of(page)
-    assert marks["noise scale 500"]["points"] == [[500, None]]
+    chart = data_of(page)[0]["charts"]["steps_to_target"]
+    tuned = rows_of(chart, label="best-tuned setting", mark="points")
+    assert [(row["x"], row["y"]) for row in tuned] == [(64, 405), (256, 135), (1024, 65), (4096, 45)]
+    perfect = [(row["x"], row["y"]) for row in rows_of(chart, label="perfect scaling")]
+    assert perfect == [(64, 405), (4096, pytest.approx(405 / 64, rel=1e-5))]
+    (fit,) = study_charts.fits(reader.read(path))
+    critical = fit.curve.critical_batch_size
+    assert 300 < critical < 900
+    assert rows_of(chart, label=f"critical batch {critical:,.0f}", mark="rule")
+    assert f"The critical batch size is {critical:,.0f} (95 % interval" in text_of(page)
+    (scale,) = rows_of(chart, label="noise scale 500", mark="rule")
+    assert scale["x"] == 500
     assert "noise scale at the target was 500 (median of 8 runs, 400 to 600)" in text_of(page)
     assert "Larger batches may pay far beyond it" in text_of(page)
     assert "500 examples: median noise scale at the target" in text_of(page)
     assert (tmp_path / "png" / "steps_to_target.png").exists()
 
 
-def test_optimizers_that_were_tuned_apart_have_a_curve_and_a_knee_each(tmp_path):
+def test_optimizers_that_were_tuned_apart_have_a_curve_each(tmp_path):
     trials = []
     for optimizer, knee in (("lamb", 400), ("sgd", 100)):
         for batch in (64, 256, 1024):
@@ -68,20 +74,22 @@ def test_optimizers_that_were_tuned_apart_have_a_curve_and_a_knee_each(tmp_path)
     fields = ["optimizer.name", "batch.size"]
     path = write_study(tmp_path / "study", trials, "steps_to_target", fields, groups=fields)
     page = make(path, out=tmp_path / "page.html")
-    (group,) = data_of(page)
-    panel = next(panel for panel in group["panels"] if panel["id"] == "steps_to_target")
-    curves = {mark["label"]: mark["colour"] for mark in panel["marks"] if mark["kind"] == "line"}
-    (lamb, sgd), knees = study_panels.fits(reader.read(path)), []
+    chart = data_of(page)[0]["charts"]["steps_to_target"]
+    (lamb, sgd), sizes = study_charts.fits(reader.read(path)), []
     assert (lamb.optimizer, sgd.optimizer) == ("lamb", "sgd")
-    assert lamb.knee.critical_batch_size == pytest.approx(400, rel=0.05)
-    assert sgd.knee.critical_batch_size == pytest.approx(100, rel=0.05)
+    assert lamb.curve.critical_batch_size == pytest.approx(400, rel=0.05)
+    assert sgd.curve.critical_batch_size == pytest.approx(100, rel=0.05)
     for fit in (lamb, sgd):
-        knees.append(f"{fit.knee.critical_batch_size:,.0f}")
-    assert curves == {"perfect scaling": None, f"lamb, knee {knees[0]}": 0, f"sgd, knee {knees[1]}": 1}
+        sizes.append(f"{fit.curve.critical_batch_size:,.0f}")
+    assert [label for label, _, _ in chart["legend"]] == [
+        "perfect scaling",
+        f"lamb, critical batch {sizes[0]}",
+        f"sgd, critical batch {sizes[1]}",
+    ]
     text = text_of(page)
-    assert f"sgd: the knee is at batch {knees[1]}: there a run needs" in text
+    assert f"sgd: the critical batch size is {sizes[1]}: there a run needs" in text
     assert "No setting of sgd took all of its seeds to the target at batch 4,096." in text
-    assert f"{knees[0]} examples per update at the knee of lamb" in text
+    assert f"{sizes[0]} examples: critical batch size of lamb" in text
 
 
 @pytest.mark.parametrize(
@@ -94,7 +102,7 @@ def test_optimizers_that_were_tuned_apart_have_a_curve_and_a_knee_each(tmp_path)
         ((16, 4, 1), "twice the batch still halves the updates, and no smaller batch saves images"),
     ],
 )
-def test_curves_without_a_knee_are_told_in_words(tmp_path, counts, words):
+def test_curves_without_a_critical_batch_size_are_told_in_words(tmp_path, counts, words):
     trials = [
         {"batch": batch, "target": 0.8, "accuracies": (*[0.1] * (count - 1), 0.9)}
         for batch, count in zip((64, 256, 1024), counts, strict=True)

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from largebatch.reports.devices_panel import devices_panel, life_of
+from largebatch.reports.groups import group_runs
+from largebatch.reports.run_charts import devices_chart, life_of
 from largebatch.runs.reader import Run
 
 BEGIN = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
@@ -47,13 +48,14 @@ def test_a_run_without_events_has_no_life():
     assert life_of(make_run([])) is None
 
 
-def test_the_panel_draws_devices_over_time_and_tells_the_goodput():
-    panel = devices_panel([make_run(EVENTS, seconds={"train": 150.0, "evaluation": 30.0})], ["a"])
-    assert "a: 3 starts, 60.0% of 300 s brought the run on (goodput)." in panel["note"]
-    points = panel["marks"][0]["points"]
-    assert points[:5] == [[0, 0], [0, 8], [100, 8], [100, 0], [100, 0]]
-    assert points[-3:] == [[205, 2], [300, 2], [300, 0]]
+def test_the_chart_draws_devices_over_time_and_tells_the_goodput():
+    run = make_run(EVENTS, seconds={"train": 150.0, "evaluation": 30.0})
+    chart = devices_chart(group_runs([run]))
+    assert "run: 3 starts, 60.0% of 300 s brought the run on (goodput)." in chart.note
+    points = [(row["x"], row["y"]) for row in chart.rows]
+    assert points[:5] == [(0, 0), (0, 8), (100, 8), (100, 0), (100, 0)]
+    assert points[-3:] == [(205, 2), (300, 2), (300, 0)]
 
 
-def test_runs_that_started_once_need_no_panel():
-    assert devices_panel([make_run(EVENTS[:1])], ["a"]) is None
+def test_runs_that_started_once_need_no_chart():
+    assert devices_chart(group_runs([make_run(EVENTS[:1])])) is None
