@@ -17,6 +17,7 @@ import numpy as np
 from largebatch.reports.groups import COLOURS, Group, rounded
 
 AXES = {"step": "updates", "examples_seen": "images", "seconds": "seconds"}  # of training
+AXIS = "{axis}"  # in a specification of curves: the unit that the reader chose
 MAX_POINTS = 400  # of a curve; more cannot be told apart on a page
 MAX_TICKS = 12
 BAR_HEIGHT = 21
@@ -79,7 +80,7 @@ def _axis(name: str, title: str, scale: str, domain: Sequence | None = None, tic
 def log_ticks(low: float, high: float) -> list[float]:
     """Return ticks of a logarithmic axis: powers of ten, with 2 and 5 times them where these are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if len(powers) < 6 else (1,)
+    steps = (1, 2, 5) if len(powers) < 7 else (1,)
     return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
 
 
@@ -124,7 +125,7 @@ def curves(name: str, title: str, unit: str, scale: str, values: list[list]) -> 
     seen = alt.condition("hot < 0 || datum.run === hot", alt.value(1), alt.value(0.12))
     base = alt.Chart(ROWS).transform_flatten(["x", "y"]).transform_filter("isValid(datum.x) && isValid(datum.y)")
     base = base.encode(
-        x=_axis("x", "", "zero"),
+        x=_axis("x", AXIS, "zero"),
         y=_axis("y", unit, scale, [rounded(float(end)) for end in domain]),
         detail="run:N",
         stroke=alt.Stroke("colour:N", scale=None),
@@ -319,7 +320,8 @@ def png_of(chart: Chart, axes: list[dict[str, list]], runs: list[dict]) -> bytes
     width = {"width": PNG_WIDTH}
     title = {"title": {"text": chart.title, "anchor": "start", "color": "var(--ink)"}}
     spec = chart.spec | width | title | {"config": config() | {"background": "white"}, "datasets": {"rows": rows}}
-    text = re.sub(r"var\((--\w+)\)", lambda match: light_colours()[match[1]], json.dumps(spec))
+    text = json.dumps(spec).replace(AXIS, AXES["step"])
+    text = re.sub(r"var\((--\w+)\)", lambda match: light_colours()[match[1]], text)
     return vl_convert.vegalite_to_png(text, scale=PNG_SCALE)
 
 

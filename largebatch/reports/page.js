@@ -28,7 +28,8 @@ function rowsOf(group, chart, key) {
 async function draw(section, group, id, key) {
   const chart = group.charts[id], box = section.querySelector(`[data-chart="${CSS.escape(id)}"]`);
   try {
-    const spec = { ...chart.spec, config: data.config, datasets: { rows: rowsOf(group, chart, key) } };
+    const text = JSON.stringify(chart.spec).replaceAll("{axis}", data.axes[chosen.axis]);
+    const spec = { ...JSON.parse(text), config: data.config, datasets: { rows: rowsOf(group, chart, key) } };
     const drawn = await window.vegaEmbed(box, spec, { ast: true, actions: false, renderer: "svg", logLevel: 1 });
     group.views[id]?.finalize();
     group.views[id] = drawn.view;

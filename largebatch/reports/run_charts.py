@@ -110,7 +110,9 @@ def time_chart(group: Group) -> Chart | None:
     values = {label: list(known.values()) for label, known in seconds.items() if any(known.values())}
     if not values:
         return None
-    note = "Seconds by section; of runs that have not ended, what their rows tell."
+    total = sum(map(sum, values.values()))
+    share = sum(of_run[0] for of_run in values.values()) / total
+    note = f"{total:,.0f} s in all, {share:.1%} of it training. Of runs that have not ended, what their rows tell."
     return charts.bars("time", "Where the time went", note, "seconds", SECTIONS, values)
 
 
