@@ -1,15 +1,6 @@
-// Draws the charts of charts.py by Vega, sorts tables, lights up runs, and remembers over a reload what was chosen.
+// Draws the charts of charts.py by Vega, sorts tables, and lights up runs.
 const data = JSON.parse(document.getElementById("data").textContent);
-const storeKey = "report:" + location.pathname;
-const chosen = Object.assign({ axis: "step", theme: "auto", hidden: {}, sorts: {} }, load());
-
-function load() {
-  try { return JSON.parse(sessionStorage.getItem(storeKey)) || {}; } catch { return {}; }
-}
-
-function save() {
-  try { sessionStorage.setItem(storeKey, JSON.stringify(chosen)); } catch { /* a page of a file may not be allowed to */ }
-}
+const chosen = { axis: "step", hidden: {} };
 
 function add(parent, name, attributes = {}, text = "") {
   const element = document.createElement(name);
@@ -59,7 +50,6 @@ function legend(parent, entries, redraw) {
     button.addEventListener("click", () => {
       chosen.hidden[key] = !chosen.hidden[key];
       button.setAttribute("aria-pressed", !chosen.hidden[key]);
-      save();
       redraw();
     });
   }
@@ -70,7 +60,6 @@ function segments(parent, options, current, choose) {
     const button = add(parent, "button", { type: "button", "data-value": value, "aria-pressed": value === current() }, label);
     button.addEventListener("click", () => {
       choose(value);
-      save();
       for (const other of document.querySelectorAll(`.segments [data-value]`)) {
         if (Object.keys(options).includes(other.dataset.value)) other.setAttribute("aria-pressed", other.dataset.value === current());
       }
@@ -91,8 +80,6 @@ function sortTable(table, column, direction) {
     if (i === column) cell.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending");
     else cell.removeAttribute("aria-sort");
   });
-  chosen.sorts[table.id] = [column, direction];
-  save();
 }
 
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -103,17 +90,10 @@ for (const table of document.querySelectorAll("table.sortable")) {
     cell.append(button);
     button.addEventListener("click", () => sortTable(table, column, cell.getAttribute("aria-sort") === "ascending" ? -1 : 1));
   });
-  const [column, direction] = chosen.sorts[table.id] || [];
-  if (column < table.tHead.rows[0].cells.length) sortTable(table, column, direction);
 }
 
-function applyTheme() {
-  if (chosen.theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = chosen.theme;
-}
-
-applyTheme();
-segments(document.getElementById("theme"), { auto: "auto", light: "light", dark: "dark" }, () => chosen.theme, (value) => { chosen.theme = value; applyTheme(); });
+const root = document.documentElement.dataset;
+segments(document.getElementById("theme"), { auto: "auto", light: "light", dark: "dark" }, () => root.theme ?? "auto", (value) => { root.theme = value; });
 const redraws = data.groups.map((group, index) => {
   const section = document.getElementById(`group-${index}`), key = `g${index}-`;
   Object.assign(group, { views: {}, hot: -1 });

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import time
@@ -135,32 +134,6 @@ def test_what_comes_from_files_never_becomes_a_tag(tmp_path):
     assert EVIL in json.dumps(data_of(page)).replace('\\"', '"')
     lone = make(run, study / "trials" / "0001", out=tmp_path / "runs.html", more=["--png", tmp_path / "png"])
     assert "<img src=x" not in lone
-
-
-STRANGE = (
-    None,
-    0,
-    -1,
-    1e308,
-    10**400,
-    "x",
-    EVIL,
-    [],
-    {},
-    [1, {"a": []}],
-    True,
-    float("nan"),
-    {"a": {"b": 1}},
-    1e-320,
-)
-
-
-def strange(content, rng: random.Random, share: float):
-    """JSON with a share of its values replaced and some keys left out."""
-    if not isinstance(content, dict):
-        return content
-    kept = {key: value for key, value in content.items() if rng.random() > share / 3}
-    return {k: rng.choice(STRANGE) if rng.random() < share else strange(v, rng, share) for k, v in kept.items()}
 
 
 def test_a_real_run(small_config, tmp_path):

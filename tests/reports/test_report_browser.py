@@ -87,12 +87,8 @@ def test_headers_sort_legends_hide_and_the_axis_changes(browser, study, tmp_path
     assert "60" in browser.execute_script(f"return {label}")  # updates
     browser.execute_script("document.querySelector('.axis button[data-value=seconds]').click()")
     wait(browser, f"!{label}.includes('60')")
-    browser.refresh()  # as where the page was made again
-    wait(browser, DRAWN)
-    assert "60" not in browser.execute_script(f"return {label}")
     pressed = "document.querySelector('.axis [aria-pressed=true]').textContent"
     assert browser.execute_script(f"return {pressed}") == "seconds"
-    assert [float(v) for v in browser.execute_script(f"return {COLUMN}", 2)] == rates[::-1]
     assert browser.get_log("browser") == []
 
 
@@ -100,7 +96,6 @@ def test_pointing_at_a_curve_says_its_values_and_lights_its_run_up(browser, stud
     page = tmp_path / "page.html"
     make(study, out=page)
     look(browser, page)
-    browser.execute_script("sessionStorage.clear()")
     box = browser.execute_script(
         f"const svg = document.querySelector('{ACCURACY} svg'); svg.scrollIntoView({{block: 'center'}});"
         "const box = svg.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]"
@@ -130,7 +125,6 @@ def test_dark_scheme_and_toggle(browser, study, tmp_path):
     assert brightness[1] < 150
     browser.execute_script("document.querySelector('#theme [data-value=light]').click()")
     assert browser.execute_script(background) == light
-    browser.execute_script("document.querySelector('#theme [data-value=auto]').click()")
 
 
 def test_a_phone_scrolls_no_page_sideways(browser, study, tmp_path):
