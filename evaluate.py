@@ -42,8 +42,8 @@ from largebatch.exports import files as export_files
 from largebatch.hardware.chips import Hardware, auto_micro_batch_size
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
-from largebatch.predictions.maps import MapPredictions
-from largebatch.predictions.tables import ClassPredictions
+from largebatch.predictions import tables
+from largebatch.predictions.files import Predictions
 from largebatch.runs import checkpoints, reader
 from largebatch.runs.load import arrays_of, best_checkpoint
 from largebatch.runs.summary import refuse_other_network
@@ -104,23 +104,31 @@ def evaluate(
     num_views = views_to_average(run) if views else 1
     examples = shard_images(images, run) if images else shard_own_split(run, split, overrides)
     result = predict(run, examples, num_views=num_views, shift=shift, ema=ema, whole=bool(out))
-    if run.targets.planes:
-        predictions = MapPredictions(examples.dataset, result, run.targets)
-    else:
-        predictions = ClassPredictions.of(examples.dataset, result)
     heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
     heading += f", mean over {num_views} views" if views else ""
     heading += f", mean over shifts of {shift} px" if shift else ""
     heading += ", moving average of the parameters" if ema or (run.exported and run.description["ema"]) else ""
+    dataset, targets, scores = examples.dataset, run.targets, result.scores
+    if targets.planes:
+        parts = tables.map_parts(result)
+    else:
+        predictions = Predictions(dataset.labels, result, dataset.ids)
+        classes = np.concatenate([part.argmax(axis=1) for part in predictions.parts()])
+        parts = predictions.parts()
 
     def show(parts):
-        predictions.print_results(result.scores, heading)
-        if out:
-            predictions.write(out, parts)
+        if targets.planes:
+            tables.print_map_results(len(dataset.ids), targets, scores, heading)
+        else:
+            tables.print_results(dataset, classes, scores, heading)
+        if out and targets.planes:
+            tables.write_maps(out, dataset, targets, parts)
+        elif out:
+            tables.write_csv(out, dataset, parts)
 
     # All hosts bring the predictions to host 0 part by part; they are never kept whole.
-    collectives.primary_takes(show, predictions.parts() if out else iter(()))
-    return result.scores.score if result.scores else None
+    collectives.primary_takes(show, parts if out else iter(()))
+    return scores.score if scores else None
 
 
 def own_cache_dir(overrides: dict[str, str | int]) -> str:
