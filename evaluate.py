@@ -149,7 +149,7 @@ class TrainedRun:
       data: description of the training data; see `Cache.identity`.
       step: number of steps before the checkpoint.
       arrays: arrays of the state by name, on host 0; {} on the others.
-      exported: whether the folder is an export, which has one set of parameters.
+      exported: True for an export, which has one set of parameters.
       description: checkpoint.json or model.json.
     """
 
@@ -164,10 +164,7 @@ class TrainedRun:
     @property
     def targets(self) -> PixelTargets:
         """Dense targets of the network; those of a classifier have no planes."""
-        try:
-            return PixelTargets.recorded_in(self.data)
-        except ValueError as error:
-            raise UserError(f"{self.path}: {error}") from error
+        return PixelTargets.recorded_in(self.data)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -198,13 +195,10 @@ def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> Train
     # The user's own limit: a run may come from someone else. How the batch changed is over; its file may be gone.
     own = {"dataset.max_image_pixels": FIELDS["dataset.max_image_pixels"].default}
     own |= {"batch.trace": None, "batch.per_device_batch_size": None, "batch.hold_last": False}
-    recorded = about["config"] if isinstance(about["config"], dict) else {"config": about["config"]}
     try:
-        config = rules.check(flatten(recorded) | own | (overrides or {}), models.MODELS)
+        config = rules.check(flatten(about["config"]) | own | (overrides or {}), models.MODELS)
     except UserError as error:
         raise UserError(f"{path}: its config cannot be read ({error})") from error
-    if config.model.dtype == "auto":  # a run records the dtype that it took
-        raise UserError(f"{path}: its config cannot be read (model.dtype: 'auto'; allowed: float32 | bfloat16)")
     return TrainedRun(path, config, about["data"], about["step"], best.arrays, exported, about)
 
 
@@ -212,7 +206,7 @@ def read_variables(run: TrainedRun, network, *, ema: bool) -> dict:
     """Return the variables of a run's network, on every host.
 
     Args:
-      ema: whether to take the moving average of the parameters.
+      ema: take the moving average of the parameters.
     Raises:
       UserError: the run keeps no moving average, or its arrays are not those of the network.
     """
