@@ -104,7 +104,7 @@ def evaluate(
     num_views = views_to_average(run) if views else 1
     examples = shard_images(images, run) if images else shard_own_split(run, split, overrides)
     result = predict(run, examples, num_views=num_views, shift=shift, ema=ema, whole=bool(out))
-    heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
+    heading = f"{run_folder} at step {run.step}, {images or f'{split} split'}"
     heading += f", mean over {num_views} views" if views else ""
     heading += f", mean over shifts of {shift} px" if shift else ""
     heading += ", moving average of the parameters" if ema or (run.exported and run.description["ema"]) else ""

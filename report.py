@@ -54,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=accuracies,
         default=(),
         metavar="ACCURACIES",
-        help="show in leaderboards the updates to validation accuracies, such as 0.9,0.95",
+        help="show in leaderboards the steps to validation accuracies, such as 0.9,0.95",
     )
     return parser.parse_args(arguments)
 

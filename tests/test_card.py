@@ -58,21 +58,16 @@ def test_the_command_names_all_that_it_has_no_time_for(tmp_path):
 def test_figures_are_those_of_the_measured_processes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     make_folder(tmp_path / card.EUROSAT, {str(label): 60 for label in range(3)})
-    chosen = ("step at 16", "start", "kernels at 16", "processes sharing devices", "eurosat_muon seed 0")
+    chosen = ("start", "kernels at 16", "eurosat_muon seed 0")
     found = {one.name: one for one in card.measurements("tiny")}
-    rows = [card.measure(found[name], 300, tmp_path / name, tmp_path) | {"name": name} for name in chosen]
+    rows = [card.measure(found[name], 600, tmp_path / name, tmp_path) | {"name": name} for name in chosen]
     assert not [row["error"] for row in rows if row["status"] == "failed"]
-    step, start, kernels, processes, recipe = rows
-    assert [one["name"].split(",")[0] for one in step["rows"][:3]] == ["ours", "minimal.py", "ours"]
-    for one in step["rows"]:
-        assert one["images_per_sec"]["median"] == pytest.approx(16e3 / one["ms"]["median"])
-        assert 0 < one["ours_beside_it"]["min"] <= one["ours_beside_it"]["max"]
+    start, kernels, recipe = rows
     cold, warm = start["starts"]
     assert 0 < warm["compile"] < cold["compile"] < cold["to_first_step"] < cold["to_exit"]
     assert 0 < sum(one["ms"] for one in kernels["kernels"]) <= 1.001 * kernels["ms_per_step"]
-    assert processes["workers"]["images_per_sec"] == pytest.approx(sum(processes["workers"]["each"]))
     assert recipe["summary"] == json.loads((tmp_path / chosen[-1] / "summary.json").read_text())
     assert recipe["took_sec"] > recipe["summary"]["train_sec"] > 0
     assert "144 training images" in recipe["printed"]
     card.print_card({"rows": rows})
-    assert "5 measured, 0 skipped, 0 failed" in capsys.readouterr().out
+    assert "3 measured, 0 skipped, 0 failed" in capsys.readouterr().out

@@ -1,36 +1,21 @@
 """The pages name nothing that is not there: links, paths, commands, flags, fields, values and make targets."""
 
-import ast
-import functools
 import re
-import runpy
-import shlex
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_script, typed
+from conftest import ROOT, run_script
 from test_commands import lines_of
 from test_imports import MAY_IMPORT
 
 import bench
-from configs import default
 from largebatch.config.dicts import RULES
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 CONFIGS = sorted(ROOT.glob("configs/**/*.py"))  # whose docstrings hold commands
-TAKE_A_CONFIG = ("train.py", "augment.py", "sweep.py")
-SCRIPTS = (
-    *TAKE_A_CONFIG,
-    "evaluate.py",
-    "export.py",
-    "report.py",
-    "bench.py",
-    "minimal.py",
-    "-m largebatch.pod",
-)
+SCRIPTS = [path.name for path in ROOT.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()]
+SCRIPTS += ["-m largebatch.pod"]
 FIELD_GROUPS = {field.split(".")[0] for field in RULES if "." in field}
-# What a command says of a trace is checked by name only, for its file is not there.
-TRACE_FIELDS = ("batch.trace", "batch.per_device_batch_size", "batch.time_per_update", "batch.hold_last")
 
 
 # ---- reading a page ---------------------------------------------------------------------------------
@@ -55,39 +40,6 @@ def anchors_of(path: Path) -> set[str]:
 def is_placeholder(word: str) -> bool:
     """ "R", "NAME", "configs/NAME", "...": what a reader is to fill in."""
     return "..." in word or re.fullmatch(r"(?:.*/)?[A-Z][A-Z_:]*", word) is not None
-
-
-def scripts_of(words: list[str]) -> list[tuple[str, list[str]]]:
-    """(script, arguments) of a command line, and of the one that it starts after "--".
-
-    A script is one of SCRIPTS, "make" or "pip". Lines of other programs have none.
-    """
-    if "launch/slurm.sbatch" in words:
-        words = ["python", "train.py", *words[words.index("launch/slurm.sbatch") + 1 :]]
-    if words and words[0] in ("make", "pip"):
-        return [(words[0], words[1:])]
-    if "python" not in words:
-        return []
-    words = words[words.index("python") + 1 :]
-    script, arguments = (" ".join(words[:2]), words[2:]) if words[0] == "-m" else (words[0], words[1:])
-    if "--" not in arguments:
-        return [(script, arguments)]
-    cut = arguments.index("--")
-    theirs = arguments[cut + 1 :]
-    if script == "bench.py":  # hands what follows to train.py
-        theirs = ["python", "train.py", *theirs]
-    return [(script, arguments[:cut]), *scripts_of(theirs)]
-
-
-@functools.cache
-def all_commands() -> list[tuple[str, str, list[str]]]:
-    """(page and line, script, arguments) of every command of the pages and of docstrings of configs."""
-    lines = [(path.name, line) for path in [*PAGES, *CONFIGS] for line in lines_of(path)]
-    return [
-        (f"{page}: {line}", script, arguments)
-        for page, line in lines
-        for script, arguments in scripts_of(shlex.split(line, comments=True))
-    ]
 
 
 # ---- links and names --------------------------------------------------------------------------------
@@ -135,87 +87,31 @@ def test_the_table_of_imports_is_the_one_that_is_tested():
     assert table == MAY_IMPORT
 
 
-# ---- commands ---------------------------------------------------------------------------------------
+# ---- commands; tests/test_commands.py runs them ------------------------------------------------------------
 
 
-def test_make_targets_and_requirements_exist_and_every_script_has_a_command():
+def test_make_targets_requirements_and_benchmarks_that_are_named_exist():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for where, script, arguments in all_commands():
-        assert script != "make" or arguments[0] in targets, where
-        assert script != "pip" or (ROOT / arguments[arguments.index("-r") + 1]).exists(), where
-    assert {script for _, script, _ in all_commands()} == {*SCRIPTS, "make", "pip"}
-
-
-@functools.cache
-def flags_of(script: str) -> dict[str, list[str]]:
-    """The flags of a script, each with its values where they are listed."""
-    result = run_script(*script.split(), "--help")
-    assert result.returncode == 0, result.stderr
-    flags = {}
-    for switch, name in re.findall(r"^\s+--(\[no\])?([\w.-]+)", result.stdout, re.MULTILINE):
-        flags |= {name: [], f"no{name}": []} if switch else {name: []}
-    values = dict(re.findall(r"^\s+--([\w.-]+):\s+<([^>]+)>", result.stdout, re.MULTILINE))
-    return flags | {name: found.split("|") for name, found in values.items()}
-
-
-def given_flags(arguments: list[str]) -> list[tuple[str, str]]:
-    """(flag, value) of a command line, "" where there is no value."""
-    found = []
-    for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
-        if word.startswith("--"):
-            name, _, value = word.removeprefix("--").partition("=")
-            found.append((name, value or ("" if following.startswith("--") else following)))
-    return found
-
-
-def literal(value: str) -> object:
-    try:
-        return ast.literal_eval(value or "True")
-    except (ValueError, SyntaxError):
-        return value
-
-
-def check_config(where: str, given: list[tuple[str, str]]) -> None:
-    """Fields exist, files are there, and the config as a whole is allowed."""
-    file = dict(given).get("config", "")
-    config = default.get_config()
-    if file and not is_placeholder(file):
-        config = runpy.run_path(str(ROOT / file))["get_config"]()
-    overrides = {}
-    for name, value in given:
-        field = name.removeprefix("config.")
-        if field != name:
-            assert field in RULES, f"unknown field in {where}"
-            if field not in TRACE_FIELDS and not is_placeholder(value):
-                overrides[field] = literal(value)
-    with config.ignore_type():
-        config.update_from_flattened_dict(overrides)
-    if not any(field.startswith("devices.") for field in overrides):  # whose address a reader fills in
-        typed(config)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_flags_and_fields_of_commands_exist(script):
-    flags = flags_of(script)
-    for where, its_script, arguments in all_commands():
-        if its_script != script:
-            continue
-        given = given_flags(arguments)
-        if script in TAKE_A_CONFIG:
-            check_config(where, given)
-            given = [(name, value) for name, value in given if name.split(".")[0] != "config"]
-        for name, value in given:
-            assert name in flags, f"--{name} in {where}"
-            assert not flags[name] or value in flags[name], f"--{name} {value} in {where}"
-            assert name != "space" or is_placeholder(value) or (ROOT / value).exists(), where
-        assert script != "bench.py" or arguments[0] in bench.COMMANDS, where
-
-
-def test_flags_between_backticks_exist():
-    """Flags that stand alone in a sentence belong to some script."""
-    known = {"config", *(f"config.{field}" for field in RULES)}
-    known |= {name for script in SCRIPTS for name in flags_of(script)}
     for path in PAGES:
-        for span in spans_of(path):
-            if span.startswith("--"):
-                assert {name for name, _ in given_flags(shlex.split(span))} <= known, f"{path.name}: {span}"
+        for line in [*lines_of(path), *spans_of(path)]:
+            make, bench_name = re.match(r"make ([\w-]+)", line), re.search(r"bench\.py (\w+)", line)
+            assert make is None or make[1] in targets, f"{path.name}: {line}"
+            assert bench_name is None or bench_name[1] in bench.COMMANDS, f"{path.name}: {line}"
+            for file in re.findall(r"pip install .*?-r (\S+)", line):
+                assert (ROOT / file).exists(), f"{path.name}: {line}"
+
+
+def test_flags_and_config_fields_of_all_commands_and_sentences_exist():
+    known = {"config", "help", *(f"config.{field}" for field in RULES)}
+    for script in SCRIPTS:
+        result = run_script(*script.split(), "--help")
+        assert result.returncode == 0, result.stderr
+        for switch, name in re.findall(r"^\s+--(\[no\])?([\w.-]+)", result.stdout, re.MULTILINE):
+            known |= {name, f"no{name}"} if switch else {name}
+    for path in [*PAGES, *CONFIGS]:
+        lines = lines_of(path) if path.suffix == ".py" else [*lines_of(path), *spans_of(path)]
+        for line in lines:
+            if re.match(r"--|.*\bpython |.*launch/slurm", line):
+                ours = re.split(r"launch/slurm\.sbatch|(?=\bpython )", line, maxsplit=1)[-1]
+                named = set(re.findall(r"(?<!\S)--([a-z][\w.]*)", ours))
+                assert named <= known, f"{path.name}: {named - known} in {line}"

@@ -234,20 +234,12 @@ def test_a_flipped_bit_is_refused_by_evaluate_and_by_sha256sum(make_model, tmp_p
         evaluate.load_run(model)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": 1}, r"model\.json: format 1; allowed: 2"),
-        ({"config": {"model": {"name": "../x"}}}, r"model\.name: '\.\./x'; allowed"),
-    ],
-)
-def test_a_description_of_another_kind_is_named(make_model, tmp_path, change, message):
+def test_a_description_of_another_format_is_named(make_model, tmp_path):
     contents = {name: (make_model("float32") / name).read_bytes() for name in files.NAMES}
-    about = json.loads(contents[files.DESCRIPTION]) | change
+    about = json.loads(contents[files.DESCRIPTION]) | {"format": 1}
     files.write(tmp_path / "changed", contents | {files.DESCRIPTION: json.dumps(about).encode()})
-    with pytest.raises(UserError, match=message) as error:
+    with pytest.raises(UserError, match=r"model\.json: format 1; allowed: 2$"):
         evaluate.load_run(tmp_path / "changed")
-    assert "\n" not in str(error.value)
 
 
 def test_bad_input_is_one_line_and_writes_nothing(make_run, make_model, tmp_path):

@@ -73,16 +73,6 @@ def test_from_a_clean_clone_to_a_report(tmp_path, session_cache, monkeypatch):
     assert subprocess.run(["git", "status", "--short"], cwd=clone, capture_output=True, text=True).stdout == ""
 
 
-def test_a_command_that_fails_ends_the_notebook(tmp_path):
-    notebook = with_parameters(nbformat.read(NOTEBOOK, as_version=4), CONFIG="configs/none.py")
-    notebook.cells = [
-        cell for cell in notebook.cells if "train.py --config" in cell.source or cell.metadata.get("tags")
-    ]
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"import os, sys; os.chdir({str(ROOT)!r})"))
-    with pytest.raises(nbclient.exceptions.CellExecutionError, match="it failed; what it says is above"):
-        run(notebook, tmp_path)
-
-
 def test_the_notebook_is_kept_without_outputs():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)

@@ -245,7 +245,7 @@ def test_the_command_its_leaderboard_and_going_on_with_workers(command):
     more = command("--trials=4", "--workers=2", space=None, config=[])
     (command.folder / "moved.py").rename(command.folder / "space.py")
     assert more.returncode == 0, more.stderr
-    assert more.stdout.count("started at update 0") == 2
+    assert more.stdout.count("started at step 0") == 2
     assert more.stdout.count("rank") == 1
     described = json.loads((study / "study.json").read_text())
     assert described["config"]["dataset"]["num_examples"] == 100

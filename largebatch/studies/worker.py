@@ -143,9 +143,9 @@ class TrialReporter(Reporter):
         self._folder = study.folder_of(trial.setting, trial.seed)
         self._prunes = study.options.pruner != "none"
 
-    def start(self, total_updates: int, step: int, headline: str) -> None:
+    def start(self, total_steps: int, step: int, headline: str) -> None:
         """Show the trial; report the validations of an earlier process to the pruner."""
-        self._display.start(self._folder.name, total_updates, step)
+        self._display.start(self._folder.name, total_steps, step)
         if self._prunes:
             self._report_to_queue(read_run(self._folder).rows if self._queue else [])
 

@@ -146,13 +146,13 @@ def write_trunk(path, rates: dict[int, float], sizes=(128,)):
 def test_no_branch_begins_where_the_rate_is_nearly_zero(tmp_path, caplog):
     trunk = str(write_trunk(tmp_path / "trunk", {100: 0.1, 200: 0.05, 300: 1e-4, 400: 0.0}))
     assert [point["step"] for point in Branches.of_run(trunk, 16_384, None, None).points] == [100, 200]
-    assert f"the learning rate of {trunk} is nearly 0 at update 300, 400" in caplog.text
+    assert f"the learning rate of {trunk} is nearly 0 at step 300, 400" in caplog.text
     with pytest.raises(UserError, match=r"--branch_steps: 400; allowed: validations .* 100, 200"):
         Branches.of_run(trunk, 16_384, None, [100, 400])
     done = write_trunk(tmp_path / "done", {100: 0.0})
     study = tmp_path / "study"
     refused = run_script("sweep.py", "--branch", done, "--study", study)
-    assert_one_line_error(refused, "rate of", "nearly 0 at update 100", "allowed: a run at a constant rate")
+    assert_one_line_error(refused, "rate of", "nearly 0 at step 100", "allowed: a run at a constant rate")
     assert not study.exists()
     steady = str(write_trunk(tmp_path / "steady", {100: 0.1, 200: 0.1}))
     caplog.clear()
@@ -170,7 +170,7 @@ def test_branch_sizes(tmp_path):
     assert sizes(16_384) == [128, 256, 512, 1024, 2048, 4096]
     assert sizes(4 * 192 * 128, own=(128, 192)) == [128, 192, 256, 512, 1024, 2048, 4096, 8192]
     for options, message in (
-        ({"images": 400}, "--branch_images: 400; allowed: multiples of 4 updates of 128"),
+        ({"images": 400}, "--branch_images: 400; allowed: multiples of 4 steps of 128"),
         ({"images": 16_384, "given": [128, 96]}, "--branch_sizes: 96; allowed: divisors of 4096, a part of"),
         ({"images": 16_384, "given": [256]}, "--branch_sizes: [256]; allowed: with the run's own, 128"),
     ):
