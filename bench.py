@@ -6,7 +6,7 @@
     python bench.py stream --path EuroSAT.zip [--batch_size 512] [--repeats 7]
     python bench.py scaling
     python bench.py compile [--configs eurosat_muon,eurosat_v3_32]
-    python bench.py results --path runs/results --data DATA [--only recipes,knees]
+    python bench.py results --path runs/results --data DATA [--only recipes,critical_batch]
 
 Every figure is of synchronised work, as a median over repeats with its spread; contenders take turns
 within a repeat, so that a noisy machine is noisy to all. A contender whose work did not happen (its

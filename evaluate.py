@@ -42,8 +42,8 @@ from largebatch.exports import files as export_files
 from largebatch.hardware.chips import Hardware, auto_micro_batch_size
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
-from largebatch.predictions.maps import MapPredictions
-from largebatch.predictions.tables import ClassPredictions
+from largebatch.predictions import tables
+from largebatch.predictions.files import Predictions
 from largebatch.runs import checkpoints, reader
 from largebatch.runs.load import arrays_of, best_checkpoint
 from largebatch.runs.summary import refuse_other_network
@@ -104,23 +104,31 @@ def evaluate(
     num_views = views_to_average(run) if views else 1
     examples = shard_images(images, run) if images else shard_own_split(run, split, overrides)
     result = predict(run, examples, num_views=num_views, shift=shift, ema=ema, whole=bool(out))
-    if run.targets.planes:
-        predictions = MapPredictions(examples.dataset, result, run.targets)
-    else:
-        predictions = ClassPredictions.of(examples.dataset, result)
-    heading = f"{run_folder} at update {run.step}, {images or f'{split} split'}"
+    heading = f"{run_folder} at step {run.step}, {images or f'{split} split'}"
     heading += f", mean over {num_views} views" if views else ""
     heading += f", mean over shifts of {shift} px" if shift else ""
     heading += ", moving average of the parameters" if ema or (run.exported and run.description["ema"]) else ""
+    dataset, targets, scores = examples.dataset, run.targets, result.scores
+    if targets.planes:
+        parts = tables.map_parts(result)
+    else:
+        predictions = Predictions(dataset.labels, result, dataset.ids)
+        classes = np.concatenate([part.argmax(axis=1) for part in predictions.parts()])
+        parts = predictions.parts()
 
     def show(parts):
-        predictions.print_results(result.scores, heading)
-        if out:
-            predictions.write(out, parts)
+        if targets.planes:
+            tables.print_map_results(len(dataset.ids), targets, scores, heading)
+        else:
+            tables.print_results(dataset, classes, scores, heading)
+        if out and targets.planes:
+            tables.write_maps(out, dataset, targets, parts)
+        elif out:
+            tables.write_csv(out, dataset, parts)
 
     # All hosts bring the predictions to host 0 part by part; they are never kept whole.
-    collectives.primary_takes(show, predictions.parts() if out else iter(()))
-    return result.scores.score if result.scores else None
+    collectives.primary_takes(show, parts if out else iter(()))
+    return scores.score if scores else None
 
 
 def own_cache_dir(overrides: dict[str, str | int]) -> str:
@@ -141,7 +149,7 @@ class TrainedRun:
       data: description of the training data; see `Cache.identity`.
       step: number of steps before the checkpoint.
       arrays: arrays of the state by name, on host 0; {} on the others.
-      exported: whether the folder is an export, which has one set of parameters.
+      exported: True for an export, which has one set of parameters.
       description: checkpoint.json or model.json.
     """
 
@@ -156,10 +164,7 @@ class TrainedRun:
     @property
     def targets(self) -> PixelTargets:
         """Dense targets of the network; those of a classifier have no planes."""
-        try:
-            return PixelTargets.recorded_in(self.data)
-        except ValueError as error:
-            raise UserError(f"{self.path}: {error}") from error
+        return PixelTargets.recorded_in(self.data)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -190,13 +195,10 @@ def load_run(path: Path, overrides: dict[str, str | int] | None = None) -> Train
     # The user's own limit: a run may come from someone else. How the batch changed is over; its file may be gone.
     own = {"dataset.max_image_pixels": FIELDS["dataset.max_image_pixels"].default}
     own |= {"batch.trace": None, "batch.per_device_batch_size": None, "batch.hold_last": False}
-    recorded = about["config"] if isinstance(about["config"], dict) else {"config": about["config"]}
     try:
-        config = rules.check(flatten(recorded) | own | (overrides or {}), models.MODELS)
+        config = rules.check(flatten(about["config"]) | own | (overrides or {}), models.MODELS)
     except UserError as error:
         raise UserError(f"{path}: its config cannot be read ({error})") from error
-    if config.model.dtype == "auto":  # a run records the dtype that it took
-        raise UserError(f"{path}: its config cannot be read (model.dtype: 'auto'; allowed: float32 | bfloat16)")
     return TrainedRun(path, config, about["data"], about["step"], best.arrays, exported, about)
 
 
@@ -204,7 +206,7 @@ def read_variables(run: TrainedRun, network, *, ema: bool) -> dict:
     """Return the variables of a run's network, on every host.
 
     Args:
-      ema: whether to take the moving average of the parameters.
+      ema: take the moving average of the parameters.
     Raises:
       UserError: the run keeps no moving average, or its arrays are not those of the network.
     """

@@ -10,6 +10,7 @@ and SHA256SUMS. evaluate.py takes it in place of a run folder. On several hosts 
 or on one of them with --alone.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def export(run_folder: Path, out: Path, *, ema: bool = False, alone: bool = Fals
             files.ARRAYS: files.arrays_as_bytes(variables),
             files.PROGRAM: program.serialized(*functions, variables, run.image_shape, run.data["image_dtype"]),
             files.PYTORCH: (Path(files.__file__).parent / files.PYTORCH).read_bytes(),
-            files.DESCRIPTION: files.description_as_bytes(about),
+            files.DESCRIPTION: f"{json.dumps(about, indent=1, allow_nan=False)}\n".encode(),
             files.CARD: card.card(about, default.get_config().to_dict()).encode(),
         }
         return files.write(out, contents)
@@ -88,6 +89,7 @@ def describe(run: TrainedRun, network, *, ema: bool) -> dict:
     rows = [row for row in whole_run.rows if row.get("step") == run.step]
     scores = rows[-1] if rows else {"val_score": summary.get("best_score")}
     return {
+        "format": files.FORMAT,
         "step": run.step,
         "ema": ema,
         "task": run.config.task.name,

@@ -12,7 +12,6 @@ import io
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from largebatch.reports import charts, groups, page
@@ -55,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=accuracies,
         default=(),
         metavar="ACCURACIES",
-        help="show in leaderboards the updates to validation accuracies, such as 0.9,0.95",
+        help="show in leaderboards the steps to validation accuracies, such as 0.9,0.95",
     )
     return parser.parse_args(arguments)
 
@@ -113,36 +112,29 @@ def leaderboards_table(studies: list[Group], updates_to: Sequence[float]) -> lis
     for group in studies:
         header, rows = analysis.leaderboard_rows(group.study, updates_to)
         names += header
-        lines += [Line(group.title, dict(zip(header, row, strict=True))) for row in rows]
+        lines += [(group.title, dict(zip(header, row, strict=True))) for row in rows]
     return make_table(names, lines, "study" if len(studies) > 1 else None)
 
 
 def rows_table(group: Group) -> list[list]:
     """Return the rows of runs below one header; of several, with a column "run"."""
-    names, lines = [], []
-    for run, label in zip(group.runs, group.labels, strict=True):
-        for row in run.rows:
-            names += row
-            lines.append(Line(label, row))
+    lines = [(label, row) for run, label in zip(group.runs, group.labels, strict=True) for row in run.rows]
+    names = [name for _, row in lines for name in row]
     return make_table(names, lines, "run" if len(group.runs) > 1 else None)
 
 
-@dataclass(frozen=True)
-class Line:
-    """Values by column, and the study or run that they are of."""
+def make_table(names: list[str], lines: list[tuple[str, dict]], source_column: str | None) -> list[list]:
+    """Return a header and the lines below; each name is one column, whichever lines have it.
 
-    source: str
-    values: dict
-
-
-def make_table(names: list[str], lines: list[Line], source_column: str | None) -> list[list]:
-    """Return a header and the lines below; each name is one column, whichever lines have it."""
+    Args:
+      lines: the study or run of each line, and its values by column.
+      source_column: column that tells the study or run; None for none.
+    """
     columns = list(dict.fromkeys(names))
-    header = [source_column, *columns] if source_column else columns
-    table = [header]
-    for line in lines:
-        values = [line.values.get(column) for column in columns]
-        table.append([line.source, *values] if source_column else values)
+    table = [[source_column, *columns] if source_column else columns]
+    for source, found in lines:
+        values = [found.get(column) for column in columns]
+        table.append([source, *values] if source_column else values)
     return table
 
 

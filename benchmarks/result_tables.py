@@ -4,14 +4,14 @@ import statistics
 
 from largebatch.studies.critical_batch import fit_steps
 
-KNEES = ("knees", "knees_lamb", "cifar10_knees")
+CRITICAL_BATCH = ("critical_batch", "critical_batch_lamb", "cifar10_critical_batch")
 
 
 def table_of(name: str, rows: list[dict]) -> str:
     """Return the table of this name. Above that of studies is a line for each with what its rows have in common."""
     if name in ("recipes", "maps"):
         return from_columns(RECIPES if name == "recipes" else MAPS, rows)
-    table = knee_tables(rows) if name in KNEES else setting_table(rows, of_maps=name.startswith("maps"))
+    table = steps_tables(rows) if name in CRITICAL_BATCH else setting_table(rows, of_maps=name.startswith("maps"))
     jobs = {row["job"]: row for row in reversed(rows)}
     above = [
         f"`{row['command']}`, {row['dtype']}, {row['device']}, {row['date']}, {row['commit'][:7]}"
@@ -113,7 +113,7 @@ MAP_SCORES = {
 # ---- critical batch sizes ----------------------------------------------------------------------------
 
 
-def knee_tables(rows: list[dict]) -> str:
+def steps_tables(rows: list[dict]) -> str:
     """Make a row for the best setting of each optimizer and batch size, and a row for the fit of each optimizer."""
     best = {}
     for row in sorted(rows, key=_rank):
@@ -127,7 +127,7 @@ def knee_tables(rows: list[dict]) -> str:
         of_optimizer += [] if None in updates else [(size, number) for number in updates]
     header = ["optimizer", "batch", "rate", "images of a whole run", "updates to the target", "images to it"]
     fits = [[optimizer, *fit_cells(found)] for optimizer, found in points.items()]
-    fitted = ["optimizer", "knee", "95% interval", "fewest updates", "fewest images"]
+    fitted = ["optimizer", "critical batch size", "95% interval", "fewest updates", "fewest images"]
     return f"{markdown_table(header, cells)}\n{markdown_table(fitted, fits)}"
 
 

@@ -14,7 +14,7 @@ from configs import default
 def get_config():
     c = default.get_config()
     c.dataset.name = "cifar10"
-    c.augment.views = "flip"  # a pass over the originals takes the other view of each
+    c.augment.views = "flip"  # a pass over the training images takes the other view of each
     c.augment.shift = 2
     c.model.name = "airbench_small"
     c.model.dtype = "auto"

@@ -1,4 +1,4 @@
-"""CIFAR-10 as published, ResNet-8 and SGD: the standard work for updates to a target over batch size.
+"""CIFAR-10 as published, ResNet-8 and SGD: the standard work for steps to a target over batch size.
 
     python train.py --config configs/cifar10_resnet8.py --config.dataset.path CIFAR-10.zip --workdir runs/cifar10
 
@@ -7,7 +7,7 @@ set does as well: prepare cifar10 and leave dataset.path off. Shallue et al. 201
 Parallelism on Neural Network Training", train the same network. Vertical flips and transposes are off: objects have
 an upside.
 
-Expected: not measured with these settings. With constant rates validation accuracy is 0.60 after 1,560 updates of
+Expected: not measured with these settings. With constant rates validation accuracy is 0.60 after 1,560 steps of
 64 (rate 0.05) or 552 of 512 (rate 0.2); one seed, JPEG copies (LOG.md).
 """
 

@@ -1,9 +1,9 @@
-"""The real job at a batch size that suits a CPU: EuroSAT, LAMB, 512 of the 172,800 views per update.
+"""The real job at a batch size that suits a CPU: EuroSAT, LAMB, 512 of the 172,800 views per step.
 
     python train.py --config configs/eurosat.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat
 
 Expected: about 5 minutes on 2 CPU cores, validation accuracy 0.911 to 0.922 (3 seeds) after 512,000 images.
-On an accelerator every update can take all views: --config.batch.size full.
+On an accelerator every step can take all views: --config.batch.size full.
 """
 
 from configs import default

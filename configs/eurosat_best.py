@@ -1,4 +1,4 @@
-"""The highest accuracy with at most 450,000 parameters: 92 passes over the originals, each image moved a little.
+"""The highest accuracy with at most 450,000 parameters: 92 passes, each image moved a little.
 
     python train.py --config configs/eurosat_best.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat_best
     python evaluate.py runs/eurosat_best --split test

@@ -1,4 +1,4 @@
-"""The fewest images to 0.95: one and a half passes over the 21,600 originals.
+"""The fewest images to 0.95: one and a half passes over the 21,600 images.
 
     python train.py --config configs/eurosat_fast.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat_fast
 

@@ -1,9 +1,9 @@
-"""The fewest full-batch updates to 0.95: each takes all 21,600 originals, one view each.
+"""The fewest full-batch steps to 0.95: each takes all 21,600 images, one view each.
 
     python train.py --config configs/eurosat_full_batch.py --config.dataset.path EuroSAT.zip --workdir runs/full
 
-Expected: about 18 minutes on 2 CPU cores, validation accuracy about 0.951 after 40 updates. On an accelerator every
-update can take all 172,800 views: --config.batch.size full.
+Expected: about 18 minutes on 2 CPU cores, validation accuracy about 0.951 after 40 steps. On an accelerator every
+step can take all 172,800 views: --config.batch.size full.
 """
 
 from configs import eurosat_fast
@@ -11,7 +11,7 @@ from configs import eurosat_fast
 
 def get_config():
     c = eurosat_fast.get_config()
-    c.model.norm_decay = 0.2  # one update's statistics are nearly those of all images
+    c.model.norm_decay = 0.2  # one step's statistics are nearly those of all images
     c.batch.size = 21_600
     c.batch.ghost_size = 32  # its figures were measured with these
     c.optimizer.name = "soap_muon"

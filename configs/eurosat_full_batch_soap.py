@@ -1,9 +1,9 @@
-r"""SOAP in place of SOAP-Muon in eurosat_full_batch.py, for 60 updates.
+r"""SOAP in place of SOAP-Muon in eurosat_full_batch.py, for 60 steps.
 
     python train.py --config configs/eurosat_full_batch_soap.py --config.dataset.path EuroSAT.zip \
         --workdir runs/soap
 
-Expected: about 16 minutes on 2 CPU cores, validation accuracy about 0.948 after 60 updates.
+Expected: about 16 minutes on 2 CPU cores, validation accuracy about 0.948 after 60 steps.
 """
 
 from configs import eurosat_full_batch

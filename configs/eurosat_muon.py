@@ -2,7 +2,7 @@
 
     python train.py --config configs/eurosat_muon.py --config.dataset.path EuroSAT.zip --workdir runs/eurosat_muon
 
-4 passes over the 21,600 originals, another view of each in every pass. docs/results.md has the studies.
+4 passes over the 21,600 images, another view of each in every pass. docs/results.md has the studies.
 eurosat_fast.py needs fewer images.
 
 Expected: about 2 minutes of training on 2 CPU cores, validation accuracy about 0.954 after 86,400 images.

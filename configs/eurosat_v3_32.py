@@ -2,7 +2,7 @@ r"""The settings of eurosat_seed.py on a TPU v3-32: 4 hosts x 8 devices, 5,400 o
 
     python train.py --config configs/eurosat_v3_32.py --config.dataset.path EuroSAT.zip --workdir runs/v3_32
 
-on each of the 4 hosts. To try it on one machine (2 CPU cores: 35 to 50 s an update at 32 pixels):
+on each of the 4 hosts. To try it on one machine (2 CPU cores: 35 to 50 s a step at 32 pixels):
 
     python -m largebatch.pod --hosts 4 --devices 8 -- python train.py --config configs/eurosat_v3_32.py \
         --config.dataset.path EuroSAT.zip --config.dataset.image_size 32 --config.train.inner_steps 1 \

@@ -8,7 +8,7 @@ Minibatch SGD: Training ImageNet in 1 Hour": rate 0.1 for 256 images, scaled lin
 divided by 10 after 30, 60 and 80 of 90 epochs, and scales of the last normalisation of a block that start at zero
 (in the network). Other than there, images are cut and resized to 224 pixels when they are decoded, and crops are
 taken from that. And 50,000 of the training images are kept for test, since the labels of ImageNet's test images are
-not published; the numbers of updates stay the paper's.
+not published; the numbers of steps stay the paper's.
 
 Not run here. Expected: less than the paper's 0.763, which is of other crops, from images of full size, and of a
 training set 4% larger. A device holds 6.3 GB of images.
@@ -16,7 +16,7 @@ training set 4% larger. A device holds 6.3 GB of images.
 
 from configs import default
 
-UPDATES_PER_EPOCH = 156.4  # 1,281,167 / 8,192, as in the paper
+STEPS_PER_EPOCH = 156.4  # 1,281,167 / 8,192, as in the paper
 
 
 def get_config():
@@ -42,8 +42,8 @@ def get_config():
     c.schedule.name = "step"
     c.schedule.scaling = "linear"
     c.schedule.reference_batch_size = 256
-    c.schedule.warmup_updates = round(5 * UPDATES_PER_EPOCH)
-    c.schedule.decay_steps = tuple(round(epoch * UPDATES_PER_EPOCH) for epoch in (30, 60, 80))
+    c.schedule.warmup_updates = round(5 * STEPS_PER_EPOCH)
+    c.schedule.decay_steps = tuple(round(epoch * STEPS_PER_EPOCH) for epoch in (30, 60, 80))
     c.train.inner_steps = 782  # 5 epochs
     c.train.outer_steps = 18
     return c

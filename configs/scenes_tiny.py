@@ -3,7 +3,7 @@
     python train.py --config configs/scenes_tiny.py --workdir runs/scenes
 
 Expected: a mean IoU of 0.941 to 0.944 and a depth RMSE of 0.055 to 0.056 of validation (3 seeds);
-4,000 updates, 7 minutes on 2 cores.
+4,000 steps, 7 minutes on 2 cores.
 """
 
 from configs import default

@@ -72,12 +72,6 @@ def make_model(make_run, tmp_path_factory):
     return make
 
 
-@pytest.fixture
-def model_copy(make_model, tmp_path) -> Path:
-    """An exported folder that a test may damage."""
-    return Path(shutil.copytree(make_model("float32"), tmp_path / "copy"))
-
-
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> Path:
     """Textures that no run has seen, in folders of their classes."""
@@ -98,25 +92,15 @@ def logits_of(path: Path, pictures: Path, **options):
     return decode_all(examples.dataset), result[: len(examples.dataset.labels)]
 
 
-def blocks_of(model: Path) -> list[str]:
-    """The Python code of a card: by JAX, by PyTorch."""
-    return re.findall(r"^```python\n(.*?)^```$", (model / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-
-
-def run_alone(code: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Python code in another folder, without this project on its path."""
-    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-I", "-c", code]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-
-
 def outputs_of(code: str, more: str, model: Path, images: np.ndarray, tmp_path: Path) -> np.ndarray:
-    """What the code of a card gives for images; `more` sets `found` to it."""
+    """What the code of a card gives for images, without this project on its path; `more` sets `found` to it."""
     np.save(tmp_path / "images.npy", images)
     beside = f"images = np.load({str(tmp_path / 'images.npy')!r})"
     save = f"np.save({str(tmp_path / 'found.npy')!r}, found)"
     ours = "import sys; assert not [name for name in sys.modules if name.startswith('largebatch')]"
-    result = run_alone("\n".join([code, "import numpy as np", beside, more, save, ours]), model)
+    command = [sys.executable, "-I", "-c", "\n".join([code, "import numpy as np", beside, more, save, ours])]
+    environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, cwd=model, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return np.load(tmp_path / "found.npy")
 
@@ -130,26 +114,27 @@ def assert_same_logits(found: np.ndarray, expected: np.ndarray, tolerance: float
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_program_gives_the_logits_of_the_run_without_our_code(make_run, make_model, pictures, tmp_path, dtype):
+def test_the_program_and_pytorch_give_the_logits_of_the_run_without_our_code(
+    make_run, make_model, pictures, tmp_path, dtype
+):
     images, expected = logits_of(make_run(dtype), pictures)
-    parts = "[images[:1], images[1:8], images[8:]]"
+    model, parts = make_model(dtype), "[images[:1], images[1:8], images[8:]]"
+    by_jax, by_torch = re.findall(
+        r"^```python\n(.*?)^```$", (model / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     more = f"""found = np.asarray(program.call(arrays, images))
 in_parts = np.concatenate([program.call(arrays, part) for part in {parts}])
 np.testing.assert_allclose(in_parts, found, rtol=0, atol={TOLERANCES[dtype]})
 assert program.platforms == ("cpu", "cuda", "tpu"), program.platforms
 assert found.dtype == np.float32"""
-    found = outputs_of(blocks_of(make_model(dtype))[0], more, make_model(dtype), images, tmp_path)
-    assert_same_logits(found, expected, TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pytorch_gives_the_logits_of_the_run(make_run, make_model, pictures, tmp_path, dtype):
-    pytest.importorskip("torch", reason=NO_TORCH)
-    images, expected = logits_of(make_run(dtype), pictures)
-    code = f"import sys\nsys.path.insert(0, {str(make_model(dtype))!r})\n{blocks_of(make_model(dtype))[1]}"
-    more = "found = outputs(torch.from_numpy(images)).numpy()"
-    found = outputs_of(code, more, make_model(dtype), images, tmp_path)
-    assert_same_logits(found, expected, TOLERANCES[dtype])
+    assert_same_logits(outputs_of(by_jax, more, model, images, tmp_path), expected, TOLERANCES[dtype])
+    torch = pytest.importorskip("torch", reason=NO_TORCH)
+    paths = [str(model), str(Path(torch.__file__).parents[1])]
+    code, more = (
+        f"import sys\nsys.path[:0] = {paths}\n{by_torch}",
+        "found = outputs(torch.from_numpy(images)).numpy()",
+    )
+    assert_same_logits(outputs_of(code, more, model, images, tmp_path), expected, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -186,112 +171,75 @@ def test_the_moving_average_is_exported_and_named(make_run, make_model, pictures
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_card_has_the_figures_of_the_run(make_run, make_model, dtype):
+def test_the_card_has_the_figures_and_the_command_of_the_run(make_run, make_model, dtype):
     run, model = make_run(dtype), make_model(dtype)
     text, about = (model / "README.md").read_text(), json.loads((model / "model.json").read_text())
     summary = json.loads((run / "summary.json").read_text())
     row = next(row for row in reader.read_run(run).rows if row["step"] == summary["best_step"])
-    assert f"| validation: `val_accuracy` | {summary['best_val_accuracy']:.6g} |" in text
-    assert f"| validation: `val_loss` | {row['val_loss']:.6g} |" in text
-    assert f"| steps | {summary['best_step']} |" in text
-    assert f"| images seen | {row['examples_seen']:,} |" in text
-    assert f"| arithmetic | {dtype} |" in text
-    assert f"| commit | {summary['git_commit'] or 'not known'} |" in text
-    assert f"jax {summary['versions']['jax']}" in text
+    for line in (
+        f"| validation: `val_accuracy` | {summary['best_val_accuracy']:.6g} |",
+        f"| validation: `val_loss` | {row['val_loss']:.6g} |",
+        f"| steps | {summary['best_step']} |",
+        f"| images seen | {row['examples_seen']:,} |",
+        f"| arithmetic | {dtype} |",
+        f"| commit | {summary['git_commit'] or 'not known'} |",
+        f"jax {summary['versions']['jax']}",
+        *(f"`{name}`" for name in synthetic.CLASSES),
+    ):
+        assert line in text
     assert about["data"]["class_names"] == list(synthetic.CLASSES)
-    assert all(f"`{name}`" in text for name in synthetic.CLASSES)
-
-
-def test_neither_program_nor_card_names_folders_of_this_machine(make_model):
-    for name in (files.PROGRAM, files.CARD, files.ARRAYS, files.PYTORCH):
-        content = (make_model("float32") / name).read_bytes()
-        assert str(ROOT).encode() not in content
-        assert tempfile.gettempdir().encode() not in content
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_command_of_the_card_is_that_of_the_run(make_run, make_model, dtype):
-    text = (make_model(dtype) / "README.md").read_text()
     command = re.search(r"^```\n(python train.py .*?)^```$", text, re.MULTILINE | re.DOTALL).group(1)
     arguments = command.replace("\\\n", " ").split()[2:]
     code = "import sys; from largebatch import cli; print(cli.parse_flags(['x', *sys.argv[1:]]).to_json())"
     result = run_script("-c", code, *arguments)
-    found, expected = json.loads(result.stdout), json.loads((make_run(dtype) / "config.json").read_text())
+    found, expected = json.loads(result.stdout), json.loads((run / "config.json").read_text())
     found["augment"]["cache_dir"] = expected["augment"]["cache_dir"]
     assert found == expected
 
 
-# ---- damage ------------------------------------------------------------------------------------------
-
-
-def flip_bit(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit_is_refused_by_evaluate_and_by_sha256sum(model_copy, name):
-    def check() -> int:
-        command = ["sha256sum", "-c", "--strict", "SHA256SUMS"]
-        return subprocess.run(command, cwd=model_copy, capture_output=True).returncode
-
-    path = model_copy / name
-    whole = path.read_bytes()
-    assert check() == 0
-    last = 8 * len(whole) - 1
-    for bit in [0, last, *np.random.default_rng(0).integers(0, last, 3).tolist()]:
-        flip_bit(path, bit)
-        with pytest.raises(UserError, match=r"does not match its SHA-256 in SHA256SUMS$"):
-            evaluate.load_run(model_copy)
-        assert check() == 1 or name == files.SUMS  # which may name another file in a comment
-        path.write_bytes(whole)
-    evaluate.load_run(model_copy)
-    path.unlink()
-    if name not in (files.DESCRIPTION, files.ARRAYS):  # without one of these it may be no export
-        with pytest.raises(UserError, match=rf"{name} cannot be read \(No such file"):
-            evaluate.load_run(model_copy)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": 1}, r"model.json: format 1; allowed: 2"),
-        ({"step": None}, r"model.json: step is missing; allowed: step, ema, config, data"),
-        ({"config": {"model": {"name": "../x"}}}, r"model\.name: '\.\./x'; allowed"),
-    ],
-)
-def test_a_description_of_another_kind_is_named(model_copy, tmp_path, change, message):
-    contents = {name: (model_copy / name).read_bytes() for name in files.NAMES}
-    about = json.loads(contents[files.DESCRIPTION])
-    for name, value in change.items():
-        if value is None:
-            del about[name]
-        elif isinstance(value, dict):
-            about[name]["model"] |= value["model"]
-        else:
-            about[name] = value
-    files.write(tmp_path / "changed", contents | {files.DESCRIPTION: json.dumps(about).encode()})
-    with pytest.raises(UserError, match=message) as error:
-        evaluate.load_run(tmp_path / "changed")
-    assert "\n" not in str(error.value)
-
-
-def test_the_card_names_what_shaped_the_run(make_model):
-    about = json.loads((make_model("float32") / files.DESCRIPTION).read_text())
+def test_the_card_names_what_shaped_the_run_and_no_folder_of_this_machine(make_model):
+    model = make_model("float32")
+    about = json.loads((model / files.DESCRIPTION).read_text())
     about["run"]["status"] = "diverged"
     about["config"]["schedule"] |= {"scaling": "sqrt", "reference_batch_size": 512}
     about["config"]["batch"]["trace"] = "/data/grows.csv"
     text = card.card(about, default.get_config().to_dict())
-    for words in (
-        "of a run that diverged later",
-        "of a batch of 512, scaled to others (sqrt)",
-        "as `grows.csv` says",
-    ):
+    for words in ("a run that diverged later", "a batch of 512, scaled to others (sqrt)", "as `grows.csv` says"):
         assert words in text
+    for name in (files.PROGRAM, files.CARD, files.ARRAYS, files.PYTORCH):
+        content = (model / name).read_bytes()
+        assert str(ROOT).encode() not in content
+        assert tempfile.gettempdir().encode() not in content
 
 
-# ---- bad input ---------------------------------------------------------------------------------------
+# ---- damage and bad input ------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_is_refused_by_evaluate_and_by_sha256sum(make_model, tmp_path):
+    model = Path(shutil.copytree(make_model("float32"), tmp_path / "copy"))
+    check = ["sha256sum", "-c", "--strict", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=model, capture_output=True).returncode == 0
+    for name in NAMES:
+        whole = (model / name).read_bytes()
+        damaged = bytearray(whole)
+        damaged[len(whole) // 2] ^= 4
+        (model / name).write_bytes(damaged)
+        with pytest.raises(UserError, match=r"does not match its SHA-256 in SHA256SUMS$"):
+            evaluate.load_run(model)
+        assert subprocess.run(check, cwd=model, capture_output=True).returncode == 1
+        (model / name).write_bytes(whole)
+    evaluate.load_run(model)
+    (model / files.PROGRAM).unlink()
+    with pytest.raises(UserError, match=rf"{files.PROGRAM} cannot be read \(No such file"):
+        evaluate.load_run(model)
+
+
+def test_a_description_of_another_format_is_named(make_model, tmp_path):
+    contents = {name: (make_model("float32") / name).read_bytes() for name in files.NAMES}
+    about = json.loads(contents[files.DESCRIPTION]) | {"format": 1}
+    files.write(tmp_path / "changed", contents | {files.DESCRIPTION: json.dumps(about).encode()})
+    with pytest.raises(UserError, match=r"model\.json: format 1; allowed: 2$"):
+        evaluate.load_run(tmp_path / "changed")
 
 
 def test_bad_input_is_one_line_and_writes_nothing(make_run, make_model, tmp_path):
@@ -305,7 +253,6 @@ def test_bad_input_is_one_line_and_writes_nothing(make_run, make_model, tmp_path
     cases = {
         (tmp_path / "nowhere", out): r"nowhere is no run folder: it has no config\.json",
         (damaged, out): "^damaged checkpoint: .*damaged/.*arrays",
-        (run, tmp_path / "full"): r"^--out: .*full exists and is not empty; allowed: a new or an empty folder$",
         (run, tmp_path / "full" / "x"): r"^--out: .*x exists and is no folder; allowed: a new or an empty folder$",
         (run, tmp_path / "full" / "x" / "y"): r"^--out: cannot write .*y \(Not a directory\)$",
         (model, out): "is an export already; allowed: a run folder",

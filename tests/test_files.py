@@ -12,8 +12,8 @@ from etils import epath
 
 import report
 from largebatch import util
+from largebatch.data.dataset import dataset_of_arrays
 from largebatch.data.sources import find
-from largebatch.predictions.files import Predictions
 from largebatch.predictions.tables import write_csv
 from largebatch.runs.folder import InUse, RunFolder
 from largebatch.util import UserError
@@ -30,8 +30,8 @@ def write_page(folder):
 
 
 def write_predictions(folder):
-    predictions = Predictions(np.array([0, 1]), np.eye(2), np.array(["1", "2"]))
-    write_csv(str(folder / "x.csv"), ["a", "b"], [predictions])
+    dataset = dataset_of_arrays(np.zeros((2, 8, 8, 3), np.uint8), np.array([0, 1]), ["a", "b"], ["1", "2"])
+    write_csv(str(folder / "x.csv"), dataset, [np.eye(2)])
 
 
 def fetch(folder):

@@ -16,17 +16,14 @@ from made_studies import make_study, space_of, train_study
 import build
 import train
 from build import ProgramCache
-from largebatch import terminal
-from largebatch.hosts import collectives, preemption
+from largebatch.hosts import preemption
 from largebatch.runs import reader
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.progress import RunProgress
-from largebatch.studies.display import SweepDisplay
-from largebatch.studies.queue import PRUNERS, Counts, Trial, TrialQueue
+from largebatch.studies import analysis
+from largebatch.studies.queue import PRUNERS, Counts, TrialQueue
 from largebatch.studies.space import Space
-from largebatch.studies.worker import TrialReporter
 from largebatch.studies.workers import environments
-from largebatch.tasks.kinds import CLASSIFICATION
 from largebatch.util import UserError
 
 RATE = "optimizer.learning_rate"
@@ -44,18 +41,6 @@ def config(small_config):
     return small_config
 
 
-@pytest.mark.full
-def test_a_trial_is_the_run_that_train_would_do(config, tmp_path):
-    runs = train_study(make_study(config, tmp_path, space_of({RATE: [0.003, 0.01, 0.03]}), seeds=2))
-    assert [(run.field(RATE), run.field("seed")) for run in runs] == [
-        (rate, seed) for rate in (0.003, 0.01, 0.03) for seed in (0, 1)
-    ]
-    config.optimizer.learning_rate, config.seed = 0.01, 1
-    alone = train.train_and_evaluate(config, str(tmp_path / "alone"))
-    assert runs[3].summary["params_sha256"] == alone["params_sha256"]
-    assert len({run.summary["params_sha256"] for run in runs}) == 6
-
-
 @pytest.fixture
 def compilations():
     """Counts the programs that are compiled, or read from the cache of compiled programs."""
@@ -71,7 +56,9 @@ def compilations():
 
 
 @pytest.mark.full
-def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilations):
+def test_trials_of_one_shape_share_one_compilation_and_are_the_runs_that_train_would_do(
+    config, tmp_path, compilations
+):
     cache = ProgramCache()
     train_study(make_study(config, tmp_path / "first", space_of({RATE: [0.01]})), cache)
     assert len(compilations) > 2  # at least the inner loop, the predictions and the initial state
@@ -79,39 +66,35 @@ def test_trials_of_one_shape_share_one_compilation(config, tmp_path, compilation
     others = {
         RATE: [0.02, 0.03],
         "optimizer.momentum": [0.5],
-        "optimizer.weight_decay": [0.1],
         "batch.size": [200, 640],
         "train.inner_steps": [4],  # 3 before; both are done by a program for 4
     }
-    assert len(train_study(make_study(config, tmp_path / "others", space_of(others), seeds=2), cache)) == 8
-    assert compilations == []
 
-
-@pytest.mark.full
-def test_programs_are_let_go_before_there_are_too_many(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "MAX_PROGRAMS", 1)
-    cache = ProgramCache()
-    runs = train_study(make_study(config, tmp_path, space_of({"optimizer.name": ["lamb", "sgd"]})), cache)
-    assert [run.status for run in runs] == ["done"] * 2
-    assert len(cache._programs) == 1  # the second's
-
-
-@pytest.mark.full
-def test_trials_of_other_lengths_and_batch_sizes(config, tmp_path):
     def derive(config):
-        config.train.outer_steps = 1 if config.batch.size == 64 else 4
+        config.train.outer_steps = 1 if config.batch.size == 200 else 2
 
-    runs = train_study(make_study(config, tmp_path, space_of({"batch.size": [64, 100, 640]}, derive=derive)))
-    assert [run.summary["steps"] for run in runs] == [3, 12, 12]
-    assert [run.summary["examples_seen"] for run in runs] == [3 * 64, 12 * 100, 12 * 640]
+    runs = train_study(make_study(config, tmp_path / "s", space_of(others, derive=derive), seeds=2), cache)
+    assert compilations == []
+    assert [(run.field(RATE), run.batch_size, run.field("seed"), run.summary["steps"]) for run in runs] == [
+        (rate, size, seed, steps)
+        for rate in (0.02, 0.03)
+        for size, steps in ((200, 4), (640, 8))
+        for seed in (0, 1)
+    ]
+    assert len({run.summary["params_sha256"] for run in runs}) == 8
+    config.update_from_flattened_dict({RATE: 0.03, "optimizer.momentum": 0.5, "batch.size": 200, "seed": 1})
+    config.train.inner_steps, config.train.outer_steps = 4, 1
+    alone = train.train_and_evaluate(config, str(tmp_path / "alone"))
+    assert runs[5].summary["params_sha256"] == alone["params_sha256"]
 
 
 @pytest.mark.full
-def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_path, capsys):
+def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_path, monkeypatch, capsys):
     # 10,000 examples are more than there are; a rate of 1e38 does not stay finite.
-    config.optimizer.name = "sgd"
+    monkeypatch.setattr(build, "MAX_PROGRAMS", 1)
+    config.optimizer.name, cache = "sgd", ProgramCache()
     study = make_study(config, tmp_path, space_of({RATE: [0.01, 1e38], "batch.size": [128, 10_000]}))
-    runs = train_study(study, enabled=True)
+    runs = train_study(study, cache, enabled=True)
     shown = capsys.readouterr().out
     assert "4 of 4 trials ended" in shown
     assert shown.count("  failed  ") == 2
@@ -119,6 +102,7 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     assert [run.status for run in runs] == ["done", "failed", "diverged", "failed"]
     assert "batch.size: 10000; allowed: an integer from 1 to 640" in runs[1].trial_error
     assert "batch.size: 10000" in shown
+    assert len(cache._programs) == 1  # programs are let go before there are too many
 
 
 def test_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp_path, monkeypatch):
@@ -139,7 +123,7 @@ def test_several_failures_in_a_row_end_the_sweep(config, tmp_path):
 def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monkeypatch, caplog):
     study = make_study(config, tmp_path, space_of({RATE: [0.01]}))
     other = RunFolder(study.folder_of({RATE: 0.01}, 0))
-    monkeypatch.setattr(TrialQueue, "_is_trained", lambda *_: False)  # as where it takes the folder right after
+    monkeypatch.setattr(RunFolder, "is_in_use", lambda _: False)  # as where it takes the folder right after
     other.lock()
     monkeypatch.setattr("largebatch.studies.worker.time.sleep", lambda seconds: other.close())
     with caplog.at_level("INFO", "largebatch"):
@@ -163,21 +147,6 @@ def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(
     assert [run.status for run in train_study(study)] == ["done", "done"]
 
 
-def test_a_signal_while_the_end_of_a_trial_cannot_be_written_is_told_to_all_hosts(config, tmp_path, monkeypatch):
-    def away(*_):
-        raise preemption.Stopped(15)
-
-    told, json_from_primary = [], collectives.json_from_primary
-    monkeypatch.setattr(TrialQueue, "end", away)
-    monkeypatch.setattr(collectives, "json_from_primary", lambda mine: told.append(mine) or json_from_primary(mine))
-    study = make_study(config, tmp_path, space_of({RATE: [0.01]}))
-    with pytest.raises(preemption.Stopped):
-        train_study(study)
-    assert [answer["signal"] for answer in told if isinstance(answer, dict) and "signal" in answer] == [0, 15]
-    monkeypatch.undo()
-    assert TrialQueue(study).fill() == Counts(1, 0, 0)
-
-
 def test_a_signal_puts_the_claimed_trial_back(config, tmp_path, monkeypatch):
     study = make_study(config, tmp_path, space_of({"optimizer.name": ["lamb", "adam", "sgd"]}))
     monkeypatch.setattr(preemption, "_first_signal", 15)
@@ -187,8 +156,8 @@ def test_a_signal_puts_the_claimed_trial_back(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_pruned_trials_end_early_and_are_kept(config, tmp_path, monkeypatch):
-    config.train.outer_steps = 6
+def test_pruned_trials_of_tpe_end_early_and_are_kept(config, tmp_path, monkeypatch):
+    config.train.outer_steps = 4
 
     class Second(optuna.pruners.BasePruner):
         """Prunes every trial but the first, at the second validation."""
@@ -197,49 +166,25 @@ def test_pruned_trials_end_early_and_are_kept(config, tmp_path, monkeypatch):
             return trial.number > 0 and trial.last_step == 2
 
     monkeypatch.setitem(PRUNERS, "median", Second)
-    study = make_study(config, tmp_path, space_of({RATE: [0.01, 0.02]}), pruner="median")
+    space = Space(lambda trial: trial.suggest_float(RATE, 1e-4, 0.1, log=True), space_of({}).rules)
+    study = make_study(config, tmp_path, space, sampler="tpe", trials=2, pruner="median")
     good, bad = train_study(study)
+    assert good.field(RATE) != bad.field(RATE)
     assert (good.status, bad.status) == ("done", "pruned")
-    assert (bad.summary["steps"], good.summary["steps"]) == (6, 18)
+    assert (bad.summary["steps"], good.summary["steps"]) == (6, 12)
     rows = optuna.load_study(study_name=None, storage=study.storage).get_trials()
     assert [row.state.name for row in rows] == ["COMPLETE", "PRUNED"]
 
 
-@pytest.mark.parametrize("primary", [True, False])
-@pytest.mark.parametrize("told", ["what was before", "a new row"])
-def test_a_signal_while_the_database_is_away_ends_the_trial_on_every_host(
-    config, tmp_path, monkeypatch, primary, told
-):
-    """Host 0 alone waits for the database, and the others for what it says."""
-    study = make_study(config, tmp_path, space_of({RATE: [0.01]}), pruner="median")
-    row, trial = {"val_score": 0.5, "outer": 1}, Trial(0, 0, {RATE: 0.01})
-    folder = RunFolder(study.folder_of(trial.setting, 0))
-    folder.begin(config.to_dict())
-    folder.append_row(row)
-    signal_of_host_0 = 15
-
-    class Away:
-        def report(self, *_):
-            raise preemption.Stopped(signal_of_host_0)
-
-    if not primary:
-        monkeypatch.setattr(
-            collectives, "json_from_primary", lambda mine: {"should_prune": False, "signal": signal_of_host_0}
-        )
-        monkeypatch.setattr(collectives, "from_primary", lambda mine: pytest.fail("in a collective"))
-    display = SweepDisplay("s", CLASSIFICATION, Counts, enabled=False)
-    reporter = TrialReporter(study, trial, Away() if primary else None, display)
-    tell = {"what was before": lambda: reporter.start(2, 1, ""), "a new row": lambda: reporter.row(row, 2)}[told]
-    with pytest.raises(preemption.Stopped):
-        tell()
-
-
 @pytest.mark.full
-def test_tpe_searches_and_all_its_trials_are_kept(config, tmp_path):
-    space = Space(lambda trial: trial.suggest_float(RATE, 1e-4, 0.1, log=True), space_of({}).rules)
-    runs = train_study(make_study(config, tmp_path, space, sampler="tpe", trials=3))
-    assert [run.trial["index"] for run in runs] == [0, 1, 2]
-    assert len({run.field(RATE) for run in runs}) == 3
+def test_tuples_and_none_in_a_space_are_trained_and_shown(config, tmp_path):
+    config.schedule.name, config.schedule.decay_steps, config.train.outer_steps = "step", (1,), 1
+    space = space_of({"schedule.decay_steps": [(1,), (1, 2)], "optimizer.clip_norm": [None, 1.0]})
+    for trials in (1, 3):  # goes on from what the database gives back
+        runs = train_study(make_study(config, tmp_path, space, trials=trials))
+    assert [run.field("schedule.decay_steps") for run in runs] == [[1], [1], [1, 2]]
+    _, rows = analysis.leaderboard_rows(reader.read_study(tmp_path))
+    assert sorted(row[1:3] for row in rows) == [["[1, 2]", "None"], ["[1]", "1"], ["[1]", "None"]]
 
 
 def test_workers_share_the_accelerators_of_a_machine():
@@ -255,33 +200,30 @@ def test_workers_share_the_accelerators_of_a_machine():
         environments(3, "tpu", ["0", "1"])
 
 
-def test_a_leaderboard_of_others_does_not_steer_the_terminal(capsys):
-    terminal.print_table(["[/name]", "value"], [["\x1b[2J", "[/x]"]])
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    for text in ("[/name]", r"\x1b[2J", "[/x]"):
-        assert text in shown
-
-
 # ---- the command ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory, session_cache):
-    """A function that runs sweep.py on a small study."""
+    """A function that runs sweep.py on a small study, or starts it."""
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "space.py").write_text(SPACE_FILE)
     small = {"dataset.num_examples": 100, "dataset.image_size": 16, "train.inner_steps": 3, "train.outer_steps": 2}
     given = [f"--config.{name}={value}" for name, value in small.items()]
     given += [f"--config.augment.cache_dir={session_cache}"]
 
-    def run(*arguments, study="study", space="space.py", config=given, env=None):
-        space = [f"--space={folder / space}"] if space else []
-        options = [f"--study={folder / study}", *space, *config, *arguments]
-        return run_script(ROOT / "sweep.py", *options, env=env, cwd=folder)
+    def options(*arguments, study="study", space="space.py", config=given):
+        return [f"--study={folder / study}", *([f"--space={folder / space}"] if space else []), *config, *arguments]
 
-    run.folder = folder
-    run.config = given
+    def run(*arguments, **changes):
+        return run_script(ROOT / "sweep.py", *options(*arguments, **changes), cwd=folder)
+
+    def start(*arguments, **changes):
+        words = [sys.executable, "sweep.py", *options(*arguments, **changes)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, cwd=ROOT, env=on_devices(1), stdout=pipe, stderr=pipe, text=True)
+
+    run.folder, run.options, run.start = folder, options, start
     return run
 
 
@@ -294,11 +236,16 @@ def test_the_command_its_leaderboard_and_going_on_with_workers(command):
     assert "warning" not in result.stderr.lower()
     study = command.folder / "study"
     assert (study / "space.py").read_text() == SPACE_FILE
+    described = (study / "study.json").read_bytes()
+    (command.folder / "other.py").write_text(SPACE_FILE.replace("0.01", "0.02"))
+    assert_one_line_error(command(space="other.py"), "other.py is not", "study/space.py", "allowed: the same")
+    assert_one_line_error(command("--config.optimizer.momentum=0.5"), "another study", "momentum: 0.5 here")
+    assert (study / "study.json").read_bytes() == described
     (command.folder / "space.py").rename(command.folder / "moved.py")  # the study has its own copy
     more = command("--trials=4", "--workers=2", space=None, config=[])
     (command.folder / "moved.py").rename(command.folder / "space.py")
     assert more.returncode == 0, more.stderr
-    assert more.stdout.count("started at update 0") == 2
+    assert more.stdout.count("started at step 0") == 2
     assert more.stdout.count("rank") == 1
     described = json.loads((study / "study.json").read_text())
     assert described["config"]["dataset"]["num_examples"] == 100
@@ -308,22 +255,7 @@ def test_the_command_its_leaderboard_and_going_on_with_workers(command):
 
 @pytest.mark.full
 def test_a_signal_stops_all_workers_and_a_killed_one_is_named(command):
-    options = ["--workers=2", "--config.train.outer_steps=200", "--heartbeat_sec=1"]
-    arguments = [
-        f"--study={command.folder / 'w'}",
-        f"--space={command.folder / 'space.py'}",
-        *command.config,
-        *options,
-    ]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        [sys.executable, "sweep.py", *arguments],
-        cwd=ROOT,
-        env=on_devices(1),
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-    )
+    process = command.start("--workers=2", "--config.train.outer_steps=200", "--heartbeat_sec=1", study="w")
     deadline = time.monotonic() + 240
     while len(list((command.folder / "w").glob("trials/*/metrics.jsonl"))) < 2:
         assert process.poll() is None, process.communicate()
@@ -342,85 +274,21 @@ def test_a_signal_stops_all_workers_and_a_killed_one_is_named(command):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "changed", "words"),
     [
-        ({"space": None, "study": "none"}, ["--study: no study in", "give --space"]),
-        ({"space": "none.py", "study": "x"}, ["--space:", "none.py is not a file"]),
-        (("--trials=9", {"study": "x"}), ["--trials: 9 settings; allowed: up to 4"]),
-        (("--config.dataset.name=mine", "--config.dataset.path=/no", {"study": "x"}), ["dataset.path: /no"]),
-        (
-            ("--storage=sqlite:////no/such.db", {"study": "y"}),
-            ["--storage: sqlite:////no/such.db cannot be opened"],
-        ),
+        ([], {"space": None}, ["--study: no study in", "give --space"]),
+        (["--trials=9"], {}, ["--trials: 9 settings; allowed: up to 4"]),
+        (["--config.dataset.name=mine", "--config.dataset.path=/no"], {}, ["dataset.path: /no"]),
     ],
 )
-def test_bad_input_is_one_line(command, arguments, words):
-    arguments = arguments if isinstance(arguments, tuple) else (arguments,)
-    options = [one for one in arguments if isinstance(one, str)]
-    (changed,) = [one for one in arguments if isinstance(one, dict)]
-    result = command(*options, **changed)
-    assert_one_line_error(result, *words)
-    assert not {"x", "y", "none"} & {path.name for path in command.folder.iterdir()}
-
-
-TUPLES_FILE = """
-def suggest(trial):
-    trial.suggest_categorical("schedule.decay_steps", [(1,), (1, 2)])
-    trial.suggest_categorical("optimizer.clip_norm", [None, 1.0])
-"""
-
-
-@pytest.mark.full
-def test_tuples_and_none_in_a_space_are_trained_and_shown(command):
-    (command.folder / "tuples.py").write_text(TUPLES_FILE)
-    step = ["--config.schedule.name=step", "--config.schedule.decay_steps=(1,)", "--config.train.outer_steps=1"]
-    given = {"study": "tuples", "config": [*command.config, *step]}
-    first = command("--trials=1", space="tuples.py", **given)
-    assert first.returncode == 0, first.stderr
-    result = command("--trials=3", space="tuples.py", **given)  # goes on from what the database gives back
-    assert result.returncode == 0, result.stderr
-    assert "Warning" not in first.stderr + result.stderr
-    table = [line.split() for line in result.stdout.splitlines() if line.endswith("1 done  ")]
-    assert sorted(row[1:-4] for row in table) == [["[1,", "2]", "None"], ["[1]", "1"], ["[1]", "None"]]
-    runs = reader.read_study(command.folder / "tuples").runs
-    assert [run.field("schedule.decay_steps") for run in runs] == [[1], [1], [1, 2]]
-    again = command(space=None, study="tuples", config=[])
-    assert again.returncode == 0, again.stderr
-    assert "3 of" not in again.stdout  # nothing is left but to tell the result
-    assert again.stdout == result.stdout[-len(again.stdout) :]
-
-
-@pytest.mark.full
-def test_another_study_in_the_folder_is_refused(command):
-    (command.folder / "other.py").write_text(SPACE_FILE.replace("0.01", "0.02"))
-    folder = command.folder / "kept"
-    folder.mkdir()
-    assert command("--trials=1", study="kept").returncode == 0
-    before = (folder / "study.json").read_bytes()
-    assert_one_line_error(
-        command("--trials=1", study="kept", space="other.py"),
-        "other.py is not",
-        "kept/space.py",
-        "allowed: the same",
-    )
-    assert_one_line_error(
-        command("--trials=1", "--config.optimizer.momentum=0.5", study="kept"),
-        "another study",
-        "momentum: 0.5 here",
-    )
-    assert (folder / "study.json").read_bytes() == before
+def test_bad_input_is_one_line_and_writes_nothing(command, arguments, changed, words):
+    assert_one_line_error(command(*arguments, study="x", **changed), *words)
+    assert not (command.folder / "x").exists()
 
 
 @pytest.mark.full
 def test_two_processes_share_a_study(command):
-    arguments = [f"--study={command.folder / 'both'}", f"--space={command.folder / 'space.py'}", *command.config]
-    start = [sys.executable, "sweep.py", *arguments]
-    both = [
-        subprocess.Popen(
-            start, cwd=ROOT, env=on_devices(1), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
+    both = [command.start(study="both") for _ in range(2)]
     shown = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], shown
     assert sum(out.count("  done  ") for out, _ in shown) == 4, shown
@@ -429,14 +297,10 @@ def test_two_processes_share_a_study(command):
 
 @pytest.mark.full
 def test_every_host_of_a_pod_joins_the_same_trial(command):
-    result = run_script(
-        *("-m", "largebatch.pod", "--hosts", "2", "--devices", "2", "--", sys.executable, "sweep.py", "--trials=2"),
-        *(f"--study={command.folder / 'pod'}", f"--space={command.folder / 'space.py'}", *command.config),
-    )
+    pod = ("-m", "largebatch.pod", "--hosts", "2", "--devices", "2", "--", sys.executable, "sweep.py")
+    result = run_script(*pod, *command.options("--trials=2", study="pod"))
     assert result.returncode == 0, result.stderr + result.stdout
     assert "2 of 2 trials ended" in result.stdout
     summaries = [run.summary for run in reader.read_study(command.folder / "pod").runs]
-    assert [(summary["hosts"], summary["devices"], summary["status"]) for summary in summaries] == [
-        (2, 4, "done"),
-        (2, 4, "done"),
-    ]
+    found = [(summary["hosts"], summary["devices"], summary["status"]) for summary in summaries]
+    assert found == [(2, 4, "done")] * 2

@@ -32,7 +32,7 @@ def suggest(trial):
 def derive(config):
     if config.model.norm != "batch":
         config.batch.ghost_size = None
-    if config.batch.size != 128:  # as many images in fewer updates
+    if config.batch.size != 128:  # as many images in fewer steps
         factor = config.batch.size // 128
         config.train.inner_steps = -(-config.train.inner_steps // factor)
         config.schedule.warmup_updates = -(-config.schedule.warmup_updates // factor)

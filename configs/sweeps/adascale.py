@@ -3,7 +3,7 @@ r"""SGD of a batch of 128 beside 2,048 at a rate scaled linearly and by AdaScale
     python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/adascale.py \
         --study runs/studies/adascale --seeds 3 --config.dataset.image_size 32
 
-Linear scaling has a sixteenth of the updates. AdaScale goes on until it has made 3,375 scale-invariant steps.
+Linear scaling has a sixteenth of the steps. AdaScale goes on until it has made 3,375 scale-invariant steps.
 """
 
 SMALL, LARGE, STEPS = 128, 2048, 3375

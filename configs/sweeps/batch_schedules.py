@@ -12,7 +12,7 @@ CHOICES = {
     "batch.trace": [None, "configs/eurosat_batch_warmup.csv"],
     "schedule.decay_by": ["rate", "seesaw"],
 }
-IMAGES, TRACE_UPDATES = 345_600, 946
+IMAGES, TRACE_STEPS = 345_600, 946
 
 
 def suggest(trial):
@@ -29,4 +29,4 @@ def derive(config):
     config.train.inner_steps, config.train.outer_steps = IMAGES // config.batch.size // 5, 5
     if config.batch.trace is not None:
         config.batch.hold_last, config.schedule.decay_over = True, "images"
-        config.train.inner_steps, config.train.outer_steps = TRACE_UPDATES // 2, 2
+        config.train.inner_steps, config.train.outer_steps = TRACE_STEPS // 2, 2

@@ -1,10 +1,10 @@
-r"""Devices that average every update, every 4 and every 16, and from half way on; for eight devices.
+r"""Devices that average every step, every 4 and every 16, and from half way on; for eight devices.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python sweep.py --config configs/eurosat_muon.py \
         --space configs/sweeps/local_sgd.py --study runs/studies/local_sgd --seeds 3 --config.dataset.image_size 32
 """
 
-UPDATES = 680
+STEPS = 680
 
 
 def suggest(trial):
@@ -15,6 +15,6 @@ def suggest(trial):
 def derive(config):
     config.batch.size = 512
     config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.2
-    config.train.inner_steps, config.train.outer_steps = 40, UPDATES // 40
+    config.train.inner_steps, config.train.outer_steps = 40, STEPS // 40
     if config.sync.mode == "post_local":
-        config.sync.start_step = UPDATES // 2
+        config.sync.start_step = STEPS // 2

@@ -1,4 +1,4 @@
-r"""LAMB, Adam and Muon on masks and depths at a batch of 1,024, each at rates of its own; 40 updates.
+r"""LAMB, Adam and Muon on masks and depths at a batch of 1,024, each at rates of its own; 40 steps.
 
     python sweep.py --config configs/scenes_tiny.py --space configs/sweeps/scenes_optimizers.py \
         --study runs/studies/scenes_optimizers --config.batch.size 1024 --config.train.inner_steps 10 \

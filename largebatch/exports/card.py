@@ -1,5 +1,6 @@
 """The model card: figures, the command of the run, and how to load the network without this project."""
 
+import json
 import re
 import shlex
 from pathlib import Path, PurePosixPath
@@ -7,7 +8,6 @@ from pathlib import Path, PurePosixPath
 import jinja2
 
 from largebatch.config.dicts import PATHS, RULES, flatten
-from largebatch.tasks.kinds import KINDS
 from largebatch.util import printable
 
 MAX_CLASSES = 100  # that are listed
@@ -31,7 +31,7 @@ def card(about: dict, defaults: dict) -> str:
     environment.filters["code"] = _code
     return environment.get_template("card.md.jinja").render(
         about,
-        task=KINDS[about["task"]].name.replace("_", " and "),
+        task=about["task"].replace("_", " and "),
         ended=ENDED.get(about["run"]["status"], "has not ended"),
         figures=_figures(about),
         output=_output(about),
@@ -41,14 +41,12 @@ def card(about: dict, defaults: dict) -> str:
 
 def command(config: dict, defaults: dict) -> str:
     """Return the command of train.py with the fields of a config that differ from `defaults`, a line for each."""
-    config, defaults = flatten(config), flatten(defaults)
+    unset = flatten(json.loads(json.dumps(defaults)))  # with lists for tuples, as `config` has them
     lines = ["python train.py"]
-    for field, value in config.items():
-        value = tuple(value) if isinstance(value, list) else value
-        unset = defaults.get(field)
-        unset = tuple(unset) if isinstance(unset, list) else unset
-        if field not in RULES or not RULES[field].identity or value == unset:
+    for field, value in flatten(config).items():
+        if field not in RULES or not RULES[field].identity or value == unset.get(field):
             continue
+        value = tuple(value) if isinstance(value, list) else value
         if field in PATHS and isinstance(value, str):
             value = PurePosixPath(value).name
         lines.append(shlex.quote(f"--config.{field}={printable(value)}"))

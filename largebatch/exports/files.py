@@ -15,7 +15,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import safetensors
 import safetensors.numpy
 
 from largebatch import util
@@ -26,7 +25,6 @@ ARRAYS, PROGRAM, PYTORCH = "model.safetensors", "model.stablehlo", "pytorch_mode
 DESCRIPTION, CARD, SUMS = "model.json", "README.md", "SHA256SUMS"
 NAMES = (CARD, DESCRIPTION, ARRAYS, PROGRAM, PYTORCH)
 FORMAT = 2
-READ = ("step", "ema", "config", "data")  # fields of model.json that evaluate.py needs
 
 
 def is_export(folder: Path) -> bool:
@@ -50,14 +48,9 @@ def arrays_as_bytes(variables: dict) -> bytes:
     return safetensors.numpy.save(arrays, metadata={"format": "pt"})
 
 
-def description_as_bytes(about: dict) -> bytes:
-    """Return model.json."""
-    return (json.dumps({"format": FORMAT, **about}, indent=1, allow_nan=False) + "\n").encode()
-
-
-def sums_of(contents: dict[str, bytes]) -> bytes:
-    """Return the content of SHA256SUMS."""
-    return "".join(f"{hashlib.sha256(contents[name]).hexdigest()}  {name}\n" for name in NAMES).encode()
+def _sums_of(contents: dict[str, bytes]) -> list[str]:
+    """Return the lines of SHA256SUMS."""
+    return [f"{hashlib.sha256(contents[name]).hexdigest()}  {name}" for name in NAMES]
 
 
 def check_out(out: Path) -> None:
@@ -66,8 +59,6 @@ def check_out(out: Path) -> None:
     Raises:
       UserError: names what is there.
     """
-    if out.resolve() == Path.cwd():
-        raise UserError(f"--out: {out}; allowed: a new or an empty folder, not the current one")
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         kind = "is not empty" if out.is_dir() else "is no folder"
         raise UserError(f"--out: {out} exists and {kind}; allowed: a new or an empty folder")
@@ -82,12 +73,12 @@ def write(out: Path, contents: dict[str, bytes]) -> str:
       UserError: it cannot be written.
     """
     check_out(out)
-    contents = contents | {SUMS: sums_of(contents)}
+    sums = "".join(f"{line}\n" for line in _sums_of(contents)).encode()
     temporary = util.beside(out)
     try:
         util.remove_stale(out)
         temporary.mkdir(parents=True)
-        for name, content in contents.items():
+        for name, content in (contents | {SUMS: sums}).items():
             util.write_through(temporary / name, content)
         temporary.rename(out)
     except OSError as error:
@@ -95,7 +86,7 @@ def write(out: Path, contents: dict[str, bytes]) -> str:
     finally:
         with contextlib.suppress(OSError):
             util.remove(temporary)
-    return hashlib.sha256(contents[SUMS]).hexdigest()
+    return hashlib.sha256(sums).hexdigest()
 
 
 def read(folder: Path) -> LoadedCheckpoint:
@@ -110,19 +101,14 @@ def read(folder: Path) -> LoadedCheckpoint:
             contents[name] = (folder / name).read_bytes()
         except OSError as error:
             raise UserError(f"{folder / name} cannot be read ({error.strerror})") from error
-    for name, line in zip(NAMES, sums_of(contents).splitlines(), strict=True):
-        if line not in contents[SUMS].splitlines():
+    recorded = contents[SUMS].decode(errors="replace").splitlines()
+    for name, line in zip(NAMES, _sums_of(contents), strict=True):
+        if line not in recorded:
             raise UserError(f"{folder / name} does not match its SHA-256 in {SUMS}")
-    try:
-        about = json.loads(contents[DESCRIPTION])
-        stored = safetensors.numpy.load(contents[ARRAYS])
-    except (ValueError, safetensors.SafetensorError) as error:
-        raise UserError(f"{folder} is no export ({' '.join(str(error).split())})") from error
+    about = json.loads(contents[DESCRIPTION])
     if about.get("format") != FORMAT:
         raise UserError(f"{folder / DESCRIPTION}: format {about.get('format')}; allowed: {FORMAT}")
-    if missing := [name for name in READ if name not in about]:
-        raise UserError(f"{folder / DESCRIPTION}: {missing[0]} is missing; allowed: {', '.join(READ)}")
     arrays = {}
-    for name, array in stored.items():
+    for name, array in safetensors.numpy.load(contents[ARRAYS]).items():
         arrays[f"state.{name}" if name.startswith("params.") else f"state.model_state.{name}"] = array
     return LoadedCheckpoint(arrays, about)

@@ -13,10 +13,13 @@ import dataclasses
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from largebatch import util
+from largebatch.predictions.files import DamagedPredictions as DamagedCases
+from largebatch.predictions.files import read_arrays
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets
 
@@ -44,26 +47,16 @@ class Cases:
         return PixelTargets(classes, has_depth=self.truth.shape[-1] >= planes.DEPTH_PLANES)
 
 
-class DamagedCases(Exception):
-    """Raised for cases that cannot be read, or do not go together; the text says why."""
-
-
-def extremes(losses: np.ndarray) -> np.ndarray:
-    """Return the numbers of the examples with the highest and lowest losses, the highest first."""
-    order = np.argsort(-losses, kind="stable")
-    return order if len(order) <= 2 * CASES_PER_END else np.r_[order[:CASES_PER_END], order[-CASES_PER_END:]]
-
-
 @dataclasses.dataclass(frozen=True)
 class CasesToWrite:
-    """The predictions of a run whose task is of pixels; see `predictions.files.Outcome`.
+    """Predictions of a run with dense targets; see `predictions.files.Outcome`.
 
     Attributes:
       scores: float32 [examples, columns]; or what has its `shape` and gives such arrays by slices of examples.
       show: makes the cases of examples with these numbers, given their scores; called where they are written.
     """
 
-    scores: object
+    scores: Any
     show: Callable[[np.ndarray, np.ndarray], Cases]
     name = FILE
 
@@ -72,18 +65,15 @@ class CasesToWrite:
         yield self.scores[: self.scores.shape[0]]
 
     def write(self, folder: Path, parts: Iterator[np.ndarray]) -> None:
-        """Replace the cases of a run folder."""
-        scores = next(parts)
-        chosen = extremes(scores[:, LOSS])
-        write(folder, self.show(chosen, scores[chosen]))
-
-
-def write(folder: Path, cases: Cases) -> None:
-    """Replace the file; the CRCs of its zip guard it."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **dataclasses.asdict(cases))
-    with util.replacing(folder / FILE) as temporary:
-        util.write_through(temporary, buffer.getvalue())
+        """Replace the cases of a run folder; the CRCs of the zip guard them."""
+        (scores,) = parts
+        order = np.argsort(-scores[:, LOSS], kind="stable")  # the highest loss first
+        if len(order) > 2 * CASES_PER_END:
+            order = np.r_[order[:CASES_PER_END], order[-CASES_PER_END:]]
+        buffer = io.BytesIO()
+        np.savez(buffer, **dataclasses.asdict(self.show(order, scores[order])))
+        with util.replacing(folder / FILE) as temporary:
+            util.write_through(temporary, buffer.getvalue())
 
 
 def exist(folder: Path) -> bool:
@@ -97,15 +87,8 @@ def read(folder: Path) -> Cases:
     Raises:
       DamagedCases: the file cannot be used.
     """
-    try:
-        with (folder / FILE).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            cases = Cases(**{field.name: arrays[field.name] for field in dataclasses.fields(Cases)})
-    except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input
-        raise DamagedCases(f"{FILE}: damaged: {' '.join(str(error).split()) or type(error).__name__}") from error
-    shapes = (
-        cases.scores.shape[:1],
-        *(of_cases.shape[:1] for of_cases in (cases.images, cases.truth, cases.predicted)),
-    )
-    if set(shapes) != {cases.ids.shape} or not cases.targets.planes:
+    cases = Cases(**read_arrays(folder / FILE, tuple(field.name for field in dataclasses.fields(Cases))))
+    shapes = {array.shape[:1] for array in (cases.scores, cases.images, cases.truth, cases.predicted)}
+    if shapes != {cases.ids.shape} or not cases.targets.planes:
         raise DamagedCases(f"{FILE}: damaged: its arrays do not go together")
     return cases

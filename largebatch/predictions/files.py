@@ -19,7 +19,7 @@ LOGITS_PER_PART = 10_000_000  # that hosts gather, and hold, at a time
 
 
 class Outcome(Protocol):
-    """Files that a validation leaves in the folder of its run, where it is the best so far.
+    """File that a validation leaves in the folder of its run, where it is the best so far.
 
     Attributes:
       name: name of the file.
@@ -27,10 +27,10 @@ class Outcome(Protocol):
 
     name: str
 
-    def parts(self) -> Iterator:
-        """Yield what is written, piece by piece. Collective."""
+    def parts(self) -> Iterator[np.ndarray]:
+        """Yield what is gathered from all hosts, piece by piece. Collective."""
 
-    def write(self, folder: Path, parts: Iterator) -> None:
+    def write(self, folder: Path, parts: Iterator[np.ndarray]) -> None:
         """Replace what an earlier best has left, on the host that writes.
 
         Raises:
@@ -40,7 +40,7 @@ class Outcome(Protocol):
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions of classes for consecutive examples; an `Outcome`.
+    """Predictions of classes; an `Outcome`.
 
     Attributes:
       labels: int [examples].
@@ -53,29 +53,25 @@ class Predictions:
     ids: np.ndarray
     name = FILE
 
-    def parts(self) -> Iterator["Predictions"]:
-        """Yield the same for a few examples at a time. Collective."""
+    def parts(self) -> Iterator[np.ndarray]:
+        """Yield the logits of a few examples at a time. Collective."""
         examples, classes = self.logits.shape
         size = max(LOGITS_PER_PART // classes, 1)
         for first in range(0, examples, size):
-            part = slice(first, min(first + size, examples))
-            yield Predictions(self.labels[part], self.logits[part], self.ids[part])
+            yield self.logits[first : first + size]
 
-    def write(self, folder: Path, parts: Iterator["Predictions"]) -> None:
+    def write(self, folder: Path, parts: Iterator[np.ndarray]) -> None:
         """Replace the predictions of a run folder; see `Outcome`. The CRCs of the zip guard them."""
         with util.replacing(folder / FILE) as temporary, temporary.open("wb") as file:
             with zipfile.ZipFile(file, "w") as archive:
-                labels, ids = [], []
-                with archive.open("logits.npy", "w", force_zip64=True) as logits:
+                with archive.open("logits.npy", "w", force_zip64=True) as entry:
                     header = {"shape": tuple(self.logits.shape), "fortran_order": False, "descr": "<f4"}
-                    np.lib.format.write_array_header_1_0(logits, header)
+                    np.lib.format.write_array_header_1_0(entry, header)
                     for part in parts:
-                        logits.write(np.ascontiguousarray(part.logits, "<f4").tobytes())
-                        labels.append(part.labels)
-                        ids.append(part.ids)
-                for name, arrays in (("labels", labels), ("ids", ids)):
+                        entry.write(np.ascontiguousarray(part, "<f4").tobytes())
+                for name, array in (("labels", self.labels), ("ids", self.ids)):
                     with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                        np.lib.format.write_array(entry, np.concatenate(arrays), allow_pickle=False)
+                        np.lib.format.write_array(entry, np.asarray(array), allow_pickle=False)
             file.flush()
             os.fsync(file.fileno())
 
@@ -95,12 +91,7 @@ def read(folder: Path) -> Predictions:
     Raises:
       DamagedPredictions: they cannot be used.
     """
-    try:
-        with (folder / FILE).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found = Predictions(arrays["labels"], arrays["logits"], arrays["ids"])
-    except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DamagedPredictions(f"{FILE}: damaged: {reason}") from error
+    found = Predictions(**read_arrays(folder / FILE, ("labels", "logits", "ids")))
     labels, logits, ids = found.labels, found.logits, found.ids
     if logits.ndim != 2 or labels.shape != ids.shape or labels.shape != logits.shape[:1] or not logits.size:
         problem = f"labels {labels.shape}, logits {logits.shape} and ids {ids.shape} do not go together"
@@ -108,3 +99,17 @@ def read(folder: Path) -> Predictions:
     if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= logits.shape[1]:
         raise DamagedPredictions(f"{FILE}: damaged: a label is none of the {logits.shape[1]} classes")
     return found
+
+
+def read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Read arrays of a .npz file, whose CRCs tell damage.
+
+    Raises:
+      DamagedPredictions: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in names}
+    except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DamagedPredictions(f"{path.name}: damaged: {reason}") from error

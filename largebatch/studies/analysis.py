@@ -192,21 +192,6 @@ def tuned_apart(study: Study) -> dict[str, Study]:
 
 
 @dataclass(frozen=True)
-class Edge:
-    """Best value of a searched field that is the lowest, highest or only one (`side`) of `count` tried."""
-
-    field: str
-    value: float
-    side: str
-    count: int
-
-    def __str__(self):
-        if self.side == "only":
-            return f"{self.field} {self.value:g} is the only value tried"
-        return f"{self.field} {self.value:g} is the {self.side} of {self.count} tried"
-
-
-@dataclass(frozen=True)
 class BatchPoint:
     """Best-tuned setting at one batch size, with the steps of its seeds to the target.
 
@@ -214,7 +199,7 @@ class BatchPoint:
       values: {dotted field: value} of the setting.
       updates, examples, seconds: steps, examples and seconds to the target, estimated over the seeds.
       seeds, steps: number of seeds, and the steps to the target of each.
-      edges: fields whose best value lies on the edge of those tried: a better one may lie beyond.
+      edges: a line for each field whose best value is on the edge of those tried: a better one may lie beyond.
     """
 
     batch_size: int
@@ -224,7 +209,7 @@ class BatchPoint:
     seconds: Estimate
     seeds: int
     steps: list[int]
-    edges: list[Edge]
+    edges: list[str]
 
 
 def steps_to_target(study: Study) -> list[BatchPoint]:
@@ -287,30 +272,26 @@ def noise_scales(study: Study) -> list[float]:
     return scales
 
 
-def edge_flags(study: Study, values: dict, batch_size: int | None = None) -> list[Edge]:
-    """Find the numeric fields of `values` that are on the edge of the values tried with the same optimizer.
+def edge_flags(study: Study, values: dict, batch_size: int) -> list[str]:
+    """Describe the numeric fields of `values` that are on the edge of the values tried with the same optimizer.
 
     Args:
-      batch_size: only runs at it count; None counts all. A field with one value in the whole study is skipped.
+      batch_size: only runs at it count. A field with one value in the whole study is skipped.
     """
-    fields = study.fields
-    settings = [(run, setting_of(run, fields)) for run in study.runs]
-    comparable = [
-        setting
-        for run, setting in settings
-        if setting.get(OPTIMIZER) == values.get(OPTIMIZER) and batch_size in (None, run.batch_size)
-    ]
+    settings = [(run.batch_size, setting_of(run, study.fields)) for run in study.runs]
     edges = []
-    for field in fields:
+    for field in study.fields:
         value = number(values.get(field))
-        values_in_study = {number(setting.get(field)) for _, setting in settings} - {None}
-        if field == BATCH or value is None or len(values_in_study) < 2:
+        in_study = {number(setting.get(field)) for _, setting in settings} - {None}
+        if field == BATCH or value is None or len(in_study) < 2:
             continue
-        tried = {value} | ({number(setting.get(field)) for setting in comparable} - {None})
+        tried = {value}
+        for size, setting in settings:
+            if size == batch_size and setting.get(OPTIMIZER) == values.get(OPTIMIZER):
+                tried |= {number(setting.get(field))} - {None}
         if len(tried) == 1:
-            edges.append(Edge(field, value, "only", count=1))
-        elif value == min(tried):
-            edges.append(Edge(field, value, "lowest", len(tried)))
-        elif value == max(tried):
-            edges.append(Edge(field, value, "highest", len(tried)))
+            edges.append(f"{field} {value:g} is the only value tried")
+        elif value in (min(tried), max(tried)):
+            side = "lowest" if value == min(tried) else "highest"
+            edges.append(f"{field} {value:g} is the {side} of {len(tried)} tried")
     return edges

@@ -157,7 +157,7 @@ class Branches:
         own = sorted({point["batch_size"] for point in points})
         part, too_many = divmod(images, PARTS)
         if too_many or part % own[0]:
-            raise UserError(f"--branch_images: {images}; allowed: multiples of {PARTS} updates of {own[0]}")
+            raise UserError(f"--branch_images: {images}; allowed: multiples of {PARTS} steps of {own[0]}")
         if sizes is None:
             doubled = [own[0] << power for power in range(LARGEST_GROWTH.bit_length())]
             sizes = sorted({*own, *(size for size in doubled if part % size == 0)})
@@ -219,20 +219,17 @@ def _points_of(run: Path) -> list[dict]:
         if row.get("step") in saved
     ]
     if not points:
-        raise UserError(
-            f"--branch: {run} has no checkpoint of a validation; allowed: a run with checkpoint.keep as large as "
-            "train.outer_steps"
-        )
+        allowed = "a run with checkpoint.keep as large as train.outer_steps"
+        raise UserError(f"--branch: {run} has no checkpoint of a validation; allowed: {allowed}")
     least = NEARLY_ZERO * max(number(row.get("learning_rate")) or 0.0 for row in rows)
-    still = [str(point["step"]) for point in points if point["learning_rate"] <= least]
+    moving = [point for point in points if point["learning_rate"] > least]
+    still = ", ".join(str(point["step"]) for point in points if point not in moving)
+    problem = f"--branch: the learning rate of {run} is nearly 0 at step {still}: branches tell nothing"
+    if not moving:
+        raise UserError(f"{problem}; allowed: a run at a constant rate")
     if still:
-        problem = (
-            f"--branch: the learning rate of {run} is nearly 0 at update {', '.join(still)}: branches tell nothing"
-        )
-        if len(still) == len(points):
-            raise UserError(f"{problem}; allowed: a run at a constant rate")
         log.warning("%s; none begins there", problem)
-    return [point for point in points if point["learning_rate"] > least]
+    return moving
 
 
 def _chosen_points(points: list[dict], steps: list[int] | None) -> list[dict]:
@@ -287,10 +284,27 @@ def critical_batches(study: Study) -> list[CriticalBatch]:
     """
     found = []
     for point in (study.description.get("branches") or {}).get("points", []):
-        sizes, losses = _losses_at(study, point)
-        has_base = point["batch_size"] in sizes and np.isfinite(losses[:, sizes.index(point["batch_size"])]).all()
-        if has_base and len(sizes) > 1:
-            found.append(_critical_batch(point, sizes, losses))
+        own, (sizes, losses) = point["batch_size"], _losses_at(study, point)
+        if len(sizes) < 2 or own not in sizes or not np.isfinite(losses[:, sizes.index(own)]).all():
+            continue
+        base, num_seeds, mean = sizes.index(own), len(losses), losses.mean(0)
+        low = high = None
+        if num_seeds > 1:
+            drawn = np.random.default_rng(0).integers(num_seeds, size=(RESAMPLES, num_seeds))
+            ends = [largest_that_keeps_up(sizes, losses[rows].mean(0), base) for rows in drawn]
+            low, high = (float(end) for end in np.quantile(ends, [0.025, 0.975], method="inverted_cdf"))
+        critical = CriticalBatch(
+            step=point["step"],
+            examples_seen=point["examples_seen"],
+            base=own,
+            size=largest_that_keeps_up(sizes, mean, base),
+            low=low,
+            high=high,
+            noise_scale=number(point.get("noise_scale")),
+            losses=dict(zip(sizes, mean.tolist(), strict=True)),
+            seeds=num_seeds,
+        )
+        found.append(critical)
     return found
 
 
@@ -327,27 +341,6 @@ def _losses_at(study: Study, point: dict) -> tuple[list[int], np.ndarray]:
     return sizes, np.array([[by_size[size][seed] for size in sizes] for seed in sorted(seeds)])
 
 
-def _critical_batch(point: dict, sizes: list[int], losses: np.ndarray) -> CriticalBatch:
-    base, num_seeds = sizes.index(point["batch_size"]), len(losses)
-    low = high = None
-    if num_seeds > 1:
-        drawn = np.random.default_rng(0).integers(num_seeds, size=(RESAMPLES, num_seeds))
-        ends = [largest_that_keeps_up(sizes, losses[rows].mean(0), base) for rows in drawn]
-        low, high = (float(end) for end in np.quantile(ends, [0.025, 0.975], method="inverted_cdf"))
-    mean = losses.mean(0)
-    return CriticalBatch(
-        step=point["step"],
-        examples_seen=point["examples_seen"],
-        base=point["batch_size"],
-        size=largest_that_keeps_up(sizes, mean, base),
-        low=low,
-        high=high,
-        noise_scale=number(point.get("noise_scale")),
-        losses=dict(zip(sizes, mean.tolist(), strict=True)),
-        seeds=num_seeds,
-    )
-
-
 def largest_that_keeps_up(
     sizes: Sequence[int], losses: np.ndarray, base: int, tolerance: float = TOLERANCE
 ) -> float:
@@ -370,7 +363,7 @@ def largest_that_keeps_up(
 
 def rows(found: list[CriticalBatch]) -> tuple[list[str], list[list[str]]]:
     """Return a table of critical batch sizes for a terminal: (header, rows)."""
-    header = ["update", "images_seen", "batch", "critical_batch", "low", "high", "seeds", "noise_scale"]
+    header = ["step", "images_seen", "batch", "critical_batch", "low", "high", "seeds", "noise_scale"]
     lines = []
     for critical in found:
         size = f"above {max(critical.losses)}" if math.isinf(critical.size) else f"{critical.size:.0f}"

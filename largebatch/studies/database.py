@@ -24,7 +24,7 @@ warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning
 MISSED_HEARTBEATS = 3
 SQLITE_LOCK_TIMEOUT_SEC = 60
 TRIES_TO_OPEN = 5
-FIRST_WAIT_SEC, MAX_WAIT_SEC = 1.0, 30.0  # between two tries to reach the database
+FIRST_WAIT_SEC, MAX_WAIT_SEC = 1.0, 10.0  # between two tries to reach the database
 # Exceptions that are raised while the database cannot be reached.
 DATABASE_ERRORS = (optuna.exceptions.StorageInternalError, sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError)
 # Error texts of databases for the slower of two processes that create the same table.
@@ -54,28 +54,24 @@ def open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
     Raises:
       UserError: the database cannot be opened.
     """
-    for _ in range(TRIES_TO_OPEN):
-        try:
-            return _open_storage(url, heartbeat_sec)
-        except (*DATABASE_ERRORS, sqlalchemy.exc.ArgumentError, ImportError, RuntimeError) as error:
-            cause, reason = error, _first_line(error)
-        if not any(text in reason for text in TABLE_EXISTS):
-            break
-        time.sleep(1)  # another process is creating the tables
-    raise UserError(f"--storage: {without_password(url)} cannot be opened ({reason})") from cause
-
-
-def _open_storage(url: str, heartbeat_sec: int) -> optuna.storages.RDBStorage:
     is_sqlite = url.startswith("sqlite")
-    storage = optuna.storages.RDBStorage(
-        url,
-        engine_kwargs={
-            "connect_args": {"timeout": SQLITE_LOCK_TIMEOUT_SEC} if is_sqlite else {},
-            "pool_pre_ping": True,  # a pooled connection may have been cut
-        },
-        heartbeat_interval=heartbeat_sec,
-        grace_period=MISSED_HEARTBEATS * heartbeat_sec,
-    )
+    options = {"pool_pre_ping": True}  # a pooled connection may have been cut
+    if is_sqlite:
+        options["connect_args"] = {"timeout": SQLITE_LOCK_TIMEOUT_SEC}
+    for tries_left in reversed(range(TRIES_TO_OPEN)):
+        try:
+            storage = optuna.storages.RDBStorage(
+                url,
+                engine_kwargs=options,
+                heartbeat_interval=heartbeat_sec,
+                grace_period=MISSED_HEARTBEATS * heartbeat_sec,
+            )
+            break
+        except (*DATABASE_ERRORS, sqlalchemy.exc.ArgumentError, ImportError, RuntimeError) as error:
+            reason = _first_line(error)
+            if not tries_left or not any(text in reason for text in TABLE_EXISTS):
+                raise UserError(f"--storage: {without_password(url)} cannot be opened ({reason})") from error
+        time.sleep(1)  # another process is creating the tables
     if is_sqlite:
         _lock_from_the_start(storage.engine)
     return storage
@@ -101,7 +97,7 @@ def _lock_from_the_start(engine: sqlalchemy.engine.Engine) -> None:
 def waits_for_database(function):
     """Make a function wait until the database can be reached, with messages and increasing waits.
 
-    The function may then raise `preemption.Stopped`: a signal came during a wait.
+    The function may then raise `preemption.Stopped` on this host alone: a signal came during a wait.
     """
 
     @functools.wraps(function)
@@ -113,7 +109,9 @@ def waits_for_database(function):
             except DATABASE_ERRORS as error:
                 reason = _first_line(error)
                 log.warning("the study's database does not answer (%s); trying again in %.0f s", reason, wait_sec)
-                _sleep(wait_sec)
+                time.sleep(wait_sec)
+                if number := preemption.first_signal():
+                    raise preemption.Stopped(number) from error
                 wait_sec = min(2 * wait_sec, MAX_WAIT_SEC)
                 continue
             if wait_sec > FIRST_WAIT_SEC:
@@ -121,19 +119,6 @@ def waits_for_database(function):
             return result
 
     return waiting
-
-
-def _sleep(seconds: float) -> None:
-    """Sleep, but leave at once on a signal.
-
-    Raises:
-      preemption.Stopped: there was a signal.
-    """
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        if number := preemption.first_signal():
-            raise preemption.Stopped(number)
-        time.sleep(min(left, 0.2))
 
 
 def _first_line(error: Exception) -> str:

@@ -34,7 +34,7 @@ class SweepDisplay:
             disable=not (enabled and self._console.is_terminal),
         )
         self._study = self._bars.add_task(printable(name), total=None, unit="trials", shown="")
-        self._trial = self._bars.add_task("", total=None, unit="updates", shown="")
+        self._trial = self._bars.add_task("", total=None, unit="steps", shown="")
         self._started = time.monotonic()
 
     def __enter__(self):
@@ -44,14 +44,14 @@ class SweepDisplay:
     def __exit__(self, *_):
         self._bars.stop()
 
-    def start(self, name: str, total_updates: int, step: int) -> None:
+    def start(self, name: str, total_steps: int, step: int) -> None:
         """Show that a trial has begun, at `step`."""
         self._score, self._started = None, time.monotonic()
         self._show_counts()
         self._bars.reset(
-            self._trial, description=printable(name), total=total_updates, completed=step, unit="updates", shown=""
+            self._trial, description=printable(name), total=total_steps, completed=step, unit="steps", shown=""
         )
-        self._console.print(f"trial {name}  started at update {step} of {total_updates}", soft_wrap=True)
+        self._console.print(f"trial {name}  started at step {step} of {total_steps}", soft_wrap=True)
 
     def at(self, step: int, images_per_sec: float) -> None:
         """Move the trial's bar to `step`."""

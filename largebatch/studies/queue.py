@@ -15,17 +15,15 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import optuna
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from largebatch.config.dicts import difference
-from largebatch.hosts import preemption
 from largebatch.runs.folder import RunFolder
 from largebatch.studies.database import DATABASE_ERRORS, MISSED_HEARTBEATS, open_storage, waits_for_database
 from largebatch.studies.space import Setting, recorded, suggest, tpe_sampler
 from largebatch.studies.study import Study, identity
-from largebatch.tasks.kinds import TaskKind
 from largebatch.util import UserError
 
 # Another process took this one for dead and ended its row. The run is then claimed again, and found to be done.
@@ -50,14 +48,12 @@ class Trial:
       index: number of its setting, in the order in which settings became known.
       setting: {dotted config field: value}; None where TPE is to choose it.
       row: the database's trial on host 0; None on the other hosts.
-      may_be_pruned: False for further seeds and settings around a best one.
     """
 
     index: int
     seed: int
     setting: Setting | None
     row: optuna.Trial | None = None
-    may_be_pruned: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Counts:
     @property
     def total(self) -> int:
         """Number of runs that are known by now."""
-        return self.waiting + self.running + self.ended
+        return self.left + self.ended
 
 
 class TrialQueue:
@@ -95,7 +91,7 @@ class TrialQueue:
             storage=self._storage,
             study_name=study.path.name,
             direction="maximize" if study.maximizes else "minimize",
-            pruner=_create_pruner(study.options.pruner, study.space.groups, study.kind),
+            pruner=PRUNERS[study.options.pruner](),
             load_if_exists=True,
         )
         self.counts = Counts()
@@ -192,19 +188,14 @@ class TrialQueue:
         rows = self._rows()
         wanted = self._wanted(rows)
         for key, trial in wanted.items():
-            # While the database was away, the heartbeats of a run that goes on may have been missed.
-            if key not in rows and not self._is_trained(trial):
+            # While the database was away, the heartbeats of a run that is trained may have been missed.
+            folder = trial.setting and RunFolder(self._study.folder_of(trial.setting, trial.seed))
+            if key not in rows and not (folder and folder.is_in_use()):
                 self._enqueue(key, trial)
         states = [rows[key].state if key in rows else TrialState.WAITING for key in wanted]
         waiting, running = states.count(TrialState.WAITING), states.count(TrialState.RUNNING)
         self.counts = Counts(waiting, running, ended=len(states) - waiting - running)
         return self.counts
-
-    def _is_trained(self, trial: Trial) -> bool:
-        """Return True if a process trains in the run's folder."""
-        if trial.setting is None:
-            return False
-        return RunFolder(self._study.folder_of(trial.setting, trial.seed)).is_in_use()
 
     def _enqueue(self, key: str, trial: Trial) -> None:
         attrs = {"key": key, "index": trial.index, "seed": trial.seed}
@@ -255,8 +246,7 @@ class TrialQueue:
             row = optuna.Trial(self._database, row._trial_id)
             setting = suggest(self._study.space, row)
             row.set_user_attr("setting", setting)
-        is_searched = index < self._study.num_searched and seed < self._study.options.seeds
-        return Trial(index, seed, setting, row, may_be_pruned=is_searched)
+        return Trial(index, seed, setting, row)
 
     @contextlib.contextmanager
     def beating(self, trial: Trial) -> Iterator[None]:
@@ -275,9 +265,7 @@ class TrialQueue:
         finally:
             ended.set()
             heart.join(LAST_HEARTBEAT_SEC)
-            # A signal came while the database was away: this process ends, and the trial will count as dead.
-            with contextlib.suppress(preemption.Stopped):
-                self.put_back(trial)
+            self.put_back(trial)
 
     @waits_for_database
     def put_back(self, trial: Trial) -> None:
@@ -286,11 +274,38 @@ class TrialQueue:
 
     @waits_for_database
     def report(self, trial: Trial, score: float, outer: int) -> bool:
-        """Report a trial's score after an outer loop to the pruner; return True if the trial should be pruned."""
+        """Report a trial's score after an outer loop to the pruner; return True if the trial should be pruned.
+
+        Further seeds and settings around a best one are never pruned.
+        """
+        study = self._study
         with TAKEN_FOR_DEAD:
             trial.row.report(score, outer)
-            return trial.may_be_pruned and trial.row.should_prune()
+            if trial.index >= study.num_searched or trial.seed >= study.options.seeds:
+                return False
+            if study.space.groups and study.options.pruner == "median":
+                return self._is_worse_than_its_group(trial)
+            return trial.row.should_prune()
         return False
+
+    def _is_worse_than_its_group(self, trial: Trial) -> bool:
+        """Return True if a trial's best score is below its group's median at its last validation.
+
+        The median is of the ended trials. Optuna's pruner does the same over all trials, by the objective.
+        """
+        group = self._study.group_of(trial.setting)
+        ended = [
+            row.intermediate_values
+            for row in self._database.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+            if self._study.group_of(row.user_attrs["setting"]) == group
+        ]
+        own = self._storage.get_trial(trial.row._trial_id).intermediate_values
+        last = max(own)
+        others = [scores[last] for scores in ended if last in scores]
+        if last < FIRST_VALIDATIONS or len(ended) < FIRST_OF_GROUP or not others:
+            return False
+        sign = 1 if self._study.kind.higher_is_better else -1
+        return max(sign * score for score in own.values()) < sign * np.median(others)
 
     @waits_for_database
     def end(self, trial: Trial, status: str, value: float | None, error: str | None) -> None:
@@ -316,44 +331,3 @@ class TrialQueue:
 
 def _have_ended(runs: dict[str, Trial], rows: dict[str, FrozenTrial]) -> bool:
     return all(key in rows and rows[key].state.is_finished() for key in runs)
-
-
-# ---- pruners ------------------------------------------------------------------------------------------------
-
-
-def _create_pruner(name: str, groups: tuple[str, ...], kind: TaskKind) -> optuna.pruners.BasePruner:
-    """Create a pruner; "median" is that of the trial's group if there are groups."""
-    return _MedianOfGroup(groups, kind) if groups and name == "median" else PRUNERS[name]()
-
-
-class _MedianOfGroup(optuna.pruners.MedianPruner):
-    """Pruner of trials whose score is below the median of their group after as many validations."""
-
-    def __init__(self, groups: tuple[str, ...], kind: TaskKind):
-        super().__init__(n_startup_trials=FIRST_OF_GROUP, n_warmup_steps=FIRST_VALIDATIONS)
-        self._groups, self._kind = groups, kind
-
-    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Return True if the trial should end."""
-        return super().prune(_Group(study, self._groups, self._kind, trial), trial)
-
-
-@dataclass(frozen=True)
-class _Group:
-    """View of a study for a MedianPruner: the trials of one group, by their score."""
-
-    study: optuna.Study
-    groups: tuple[str, ...]
-    kind: TaskKind
-    trial: FrozenTrial
-
-    @property
-    def direction(self) -> StudyDirection:
-        """Direction of the reported score, whatever the study's objective is."""
-        return StudyDirection.MAXIMIZE if self.kind.higher_is_better else StudyDirection.MINIMIZE
-
-    def get_trials(self, **options) -> list[FrozenTrial]:
-        return [row for row in self.study.get_trials(**options) if self._key(row) == self._key(self.trial)]
-
-    def _key(self, row: FrozenTrial) -> list:
-        return [row.params.get(field) for field in self.groups]

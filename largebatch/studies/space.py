@@ -6,17 +6,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import optuna
 from ml_collections import config_dict
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import BaseTrial
 
 from largebatch.config.rules import nearest_field
 from largebatch.config.values import Rule
@@ -32,16 +28,6 @@ SCALARS = (str, int, float, bool, type(None))
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-class Trial(Protocol):
-    """The argument of `suggest`: the methods of `optuna.Trial` that a space may call."""
-
-    def suggest_categorical(self, name: str, choices: Sequence) -> Any: ...
-
-    def suggest_float(self, name: str, low: float, high: float, *, step=None, log=False) -> float: ...
-
-    def suggest_int(self, name: str, low: int, high: int, *, step=1, log=False) -> int: ...
-
-
 @dataclass(frozen=True)
 class Space:
     """Content of a space file.
@@ -54,7 +40,7 @@ class Space:
       groups: fields; each combination of their values has a best setting of its own.
     """
 
-    suggest: Callable[[Trial], object]
+    suggest: Callable[[BaseTrial], object]
     rules: Mapping[str, Rule]
     derive: Callable[[config_dict.ConfigDict], None] | None = None
     refine: Callable[[Setting], list[Setting]] | None = None
@@ -82,8 +68,6 @@ def read_space(path: Path, rules: Mapping[str, Rule]) -> Space:
     Raises:
       UserError: the file cannot be run; the message names the line.
     """
-    if not path.is_file():
-        raise UserError(f"--space: {path} is not a file")
     module: dict = {"__name__": "<space>", "__file__": str(path)}
     try:
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module)
@@ -162,13 +146,9 @@ def _grid(space: Space) -> list[Setting]:
         trial = _GridTrial(branch)
         settings.append(suggest(space, trial))
         if len(settings) > MAX_SETTINGS:
-            raise _too_many()
+            raise UserError(f"--sampler grid: over {MAX_SETTINGS:,} settings; allowed: fewer, or another sampler")
         branch = trial.next_branch()
     return settings
-
-
-def _too_many() -> UserError:
-    return UserError(f"--sampler grid: over {MAX_SETTINGS:,} settings; allowed: fewer, or another sampler")
 
 
 class _GridTrial:
@@ -182,8 +162,6 @@ class _GridTrial:
         place = len(self._taken)
         index = self._branch[place] if place < len(self._branch) else 0
         self._taken.append((index, len(choices)))
-        if len(choices) > MAX_SETTINGS:
-            raise _too_many()
         return choices[index]
 
     def suggest_float(self, name: str, low: float, high: float, *, step=None, log=False) -> float:
@@ -196,11 +174,7 @@ class _GridTrial:
         return self.suggest_categorical(name, [float(f"{low + index * step:.10g}") for index in range(count)])
 
     def suggest_int(self, name: str, low: int, high: int, *, step=1, log=False) -> int:
-        if log:
-            raise UserError(
-                f"--sampler grid: {name} is a range; allowed: suggest_categorical, or a range with a step"
-            )
-        return self.suggest_categorical(name, list(range(low, high + 1, step)))
+        return self.suggest_categorical(name, range(low, high + 1, step))
 
     def next_branch(self) -> list[int] | None:
         """Return the choices that lead to the next setting; None after the last."""
@@ -215,7 +189,7 @@ class _GridTrial:
 # ---- suggestions, checked and recorded --------------------------------------------------------------------
 
 
-def suggest(space: Space, trial: Trial) -> Setting:
+def suggest(space: Space, trial: BaseTrial) -> Setting:
     """Return the values that a space suggests to a trial.
 
     Raises:
@@ -231,7 +205,7 @@ def suggest(space: Space, trial: Trial) -> Setting:
 class _CheckedTrial:
     """Trial that refuses fields and values that the config does not allow, and records the others."""
 
-    def __init__(self, trial: Trial, rules: Mapping[str, Rule]):
+    def __init__(self, trial: BaseTrial, rules: Mapping[str, Rule]):
         self._trial, self._rules = trial, rules
         self.values: Setting = {}
 
@@ -242,21 +216,21 @@ class _CheckedTrial:
             raise UserError(f"{name}: {choices!r}; allowed: different choices, at least one")
         self._check(name, choices)
         if all(isinstance(choice, SCALARS) for choice in choices):
-            return self._record(name, self._trial.suggest_categorical(name, choices))
-        # A database keeps scalars alone: other choices are suggested as their JSON.
-        return self._record(name, choices[texts.index(self._trial.suggest_categorical(name, texts))])
-
-    def suggest_float(self, name: str, low: float, high: float, *, step=None, log=False) -> float:
-        self._check(name, (low, high))
-        return self._record(name, self._trial.suggest_float(name, low, high, step=step, log=log))
-
-    def suggest_int(self, name: str, low: int, high: int, *, step=1, log=False) -> int:
-        self._check(name, (low, high))
-        return self._record(name, self._trial.suggest_int(name, low, high, step=step, log=log))
-
-    def _record(self, name: str, value: Any) -> Any:
+            value = self._trial.suggest_categorical(name, choices)
+        else:  # a database keeps scalars alone: other choices are suggested as their JSON
+            value = choices[texts.index(self._trial.suggest_categorical(name, texts))]
         self.values[name] = value
         return value
+
+    def suggest_float(self, name: str, low: float, high: float, **options) -> float:
+        self._check(name, (low, high))
+        self.values[name] = self._trial.suggest_float(name, low, high, **options)
+        return self.values[name]
+
+    def suggest_int(self, name: str, low: int, high: int, **options) -> int:
+        self._check(name, (low, high))
+        self.values[name] = self._trial.suggest_int(name, low, high, **options)
+        return self.values[name]
 
     def _check(self, name: str, values: Sequence) -> None:
         if name in self.values:
@@ -289,16 +263,15 @@ def _distributions_of(settings: Sequence[Setting]) -> dict[str, BaseDistribution
     for setting in settings:
         for field, value in setting.items():
             values_of.setdefault(field, []).append(value)
-    return {field: _distribution(values) for field, values in values_of.items()}
-
-
-def _distribution(values: list) -> BaseDistribution:
-    kinds = {type(value) for value in values}
-    if kinds == {int}:
-        return IntDistribution(min(values), max(values))
-    if kinds <= {int, float}:
-        return FloatDistribution(min(values), max(values))
-    return CategoricalDistribution(tuple(dict.fromkeys(map(recorded, values))))
+    distributions = {}
+    for field, values in values_of.items():
+        kinds = {type(value) for value in values}
+        if kinds <= {int, float}:
+            kind = IntDistribution if kinds == {int} else FloatDistribution
+            distributions[field] = kind(min(values), max(values))
+        else:
+            distributions[field] = CategoricalDistribution(tuple(dict.fromkeys(map(recorded, values))))
+    return distributions
 
 
 def recorded(value: Any) -> Any:

@@ -141,10 +141,8 @@ class Study:
             with config.ignore_type():  # an integer where the base has "full"
                 for field, value in setting.items():
                     section, _, name = field.rpartition(".")
-                    # A database returns tuples as lists.
-                    (config[section] if section else config)[name] = (
-                        tuple(value) if isinstance(value, list) else value
-                    )
+                    value = tuple(value) if isinstance(value, list) else value  # a database returns lists
+                    (config[section] if section else config)[name] = value
                 config.seed = self.config.seed + seed
                 if self.space.derive:
                     self.space.derive(config)
@@ -168,13 +166,6 @@ def _has_target(config: config_dict.ConfigDict) -> bool:
     return (config.train.target_accuracy, config.train.target_score) != (None, None)
 
 
-def default_objective(config: config_dict.ConfigDict) -> str:
-    """Return the objective of a study whose options name none."""
-    if _has_target(config):
-        return "steps_to_target"
-    return "best_val_accuracy" if KINDS[config.task.name] == CLASSIFICATION else "best_score"
-
-
 def define_study(
     path: Path,
     config: config_dict.ConfigDict,
@@ -192,17 +183,20 @@ def define_study(
     Raises:
       UserError: an option, the space or a setting of it is not allowed.
     """
-    options = dataclasses.replace(options, objective=options.objective or default_objective(config))
+    best = "best_val_accuracy" if config.task.name == CLASSIFICATION.name else "best_score"
+    objective = options.objective or ("steps_to_target" if _has_target(config) else best)
+    options = dataclasses.replace(options, objective=objective)
     options.check(space, config)
     count = None if options.trials is None else options.trials // options.seeds
     settings, distributions = settings_of(space, options.sampler, options.study_seed, count)
-    shown = dataclasses.asdict(options)
-    shown["storage"] = options.storage and without_password(options.storage)
-    shown["config"] = config.to_dict()
-    shown["order_version"] = ORDER_VERSION
-    shown["groups"] = list(space.groups)
-    shown |= description
-    shown["fields"] = list(distributions)
+    shown = dataclasses.asdict(options) | {
+        "storage": options.storage and without_password(options.storage),
+        "config": config.to_dict(),
+        "order_version": ORDER_VERSION,
+        "groups": space.groups,
+        **description,
+        "fields": list(distributions),
+    }
     study = Study(path, config, options, space, settings, distributions, models, json.loads(json.dumps(shown)))
     for setting in settings:
         for each in (setting, *space.refined(setting)):

@@ -40,14 +40,14 @@ class Worker:
         self._study, self._queue, self._display = study, queue, display
         self._train, self._cache = train, cache
         self._num_failures = 0  # in a row
-        self._signal = 0  # signal that this host got while it trained, or 0
 
     def run(self) -> None:
         """Train all trials that this process gets.
 
         Raises:
           UserError: several trials in a row failed.
-          preemption.Stopped: a signal came; the running trial is saved and put back.
+          preemption.Stopped: a signal came; the running trial is saved and put back. If it came while host 0 waited
+            for the database, host 0 alone stops, and the others find it gone.
         """
         while trial := self._next_trial():
             try:
@@ -56,8 +56,6 @@ class Worker:
             except InUse as busy:
                 log.info("%s; it comes again later", busy)
                 time.sleep(POLL_SEC)
-            except preemption.Stopped as stopped:
-                self._signal = stopped.number  # all hosts leave together, in `_next_trial`
 
     def _next_trial(self) -> Trial | None:
         """Return the trial that host 0 claimed, on every host; None once all runs of the study have ended.
@@ -69,19 +67,18 @@ class Worker:
         """
         has_waited = False
         while True:
-            claimed = self._claim() if self._queue else None
-            from_host_0 = collectives.json_from_primary(
-                {
-                    "trial": claimed and dataclasses.asdict(dataclasses.replace(claimed, row=None)),
-                    "left": self._queue.counts.left if self._queue else 0,
-                    "signal": self._signal,
-                }
-            )
-            signal = from_host_0["signal"] or preemption.agree()[0]
+            claimed = self._queue.claim() if self._queue and self._queue.fill().waiting else None
+            signal, _ = preemption.agree()
             if signal:
                 if claimed:
                     self._queue.put_back(claimed)
                 raise preemption.Stopped(signal)
+            from_host_0 = collectives.json_from_primary(
+                {
+                    "trial": claimed and dataclasses.asdict(dataclasses.replace(claimed, row=None)),
+                    "left": self._queue.counts.left if self._queue else 0,
+                }
+            )
             if from_host_0["trial"]:
                 return claimed or Trial(**from_host_0["trial"])
             if not from_host_0["left"]:
@@ -91,36 +88,27 @@ class Worker:
                 has_waited = True
             time.sleep(POLL_SEC)
 
-    def _claim(self) -> Trial | None:
-        """Claim host 0's next trial, if one is waiting."""
-        try:
-            return self._queue.claim() if self._queue.fill().waiting else None
-        except preemption.Stopped as stopped:  # while the database was away
-            self._signal = stopped.number
-            return None
-
     def _train_one(self, trial: Trial) -> None:
         """Train or resume a trial and end it in the queue.
 
         Raises:
           InUse: another process trains the trial.
           UserError: the trial failed, as the trials before it did.
-          preemption.Stopped: a signal came, perhaps to host 0 alone while the database was away.
+          preemption.Stopped: a signal came.
         """
-        reporter = TrialReporter(self._study, trial, self._queue, self._display)
-        status, summary, error = self._result_of(trial, reporter)
-        name = self._study.folder_of(trial.setting, trial.seed).name
+        folder = RunFolder(self._study.folder_of(trial.setting, trial.seed))
+        status, summary, error = self._result_of(trial, folder)
         if self._queue:
             self._queue.end(trial, status, self._value_of(status, summary), error)
-        self._display.end(name, status, summary.get("best_score"), error)
+        self._display.end(folder.path.name, status, summary.get("best_score"), error)
         self._num_failures = self._num_failures + 1 if error else 0
         if self._num_failures >= MAX_FAILURES:
             raise UserError(f"{self._num_failures} trials in a row failed, the last one: {error}")
 
-    def _result_of(self, trial: Trial, reporter: "TrialReporter") -> tuple[str, dict, str | None]:
+    def _result_of(self, trial: Trial, folder: RunFolder) -> tuple[str, dict, str | None]:
         """Train a trial; return its status, its summary on host 0, and in one line why it failed, if it did."""
-        folder = RunFolder(self._study.folder_of(trial.setting, trial.seed))
         record = {"index": trial.index, "seed": trial.seed, "setting": trial.setting, "error": None}
+        reporter = TrialReporter(self._study, trial, self._queue, self._display)
         try:
             config = collectives.agreed(lambda: self._study.config_of(trial.setting, trial.seed))
             collectives.agreed(lambda: folder.write_json("trial.json", record), collectives.is_primary())
@@ -150,19 +138,14 @@ class TrialReporter(Reporter):
     """Reporter of a trial's progress to the display and the queue; it prunes the trial."""
 
     def __init__(self, study: Study, trial: Trial, queue: TrialQueue | None, display: SweepDisplay):
+        super().__init__(study.kind, enabled=False)
         self._study, self._trial, self._queue, self._display = study, trial, queue, display
         self._folder = study.folder_of(trial.setting, trial.seed)
         self._prunes = study.options.pruner != "none"
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def start(self, total_updates: int, step: int, headline: str) -> None:
+    def start(self, total_steps: int, step: int, headline: str) -> None:
         """Show the trial; report the validations of an earlier process to the pruner."""
-        self._display.start(self._folder.name, total_updates, step)
+        self._display.start(self._folder.name, total_steps, step)
         if self._prunes:
             self._report_to_queue(read_run(self._folder).rows if self._queue else [])
 
@@ -180,25 +163,12 @@ class TrialReporter(Reporter):
         if self._prunes and self._report_to_queue([row]) and row["outer"] < outer_steps:
             raise Pruned(f"pruned after outer loop {row['outer']} ({self._study.options.pruner})")
 
-    def results(self, summary: dict, workdir: str) -> None:
-        """Do nothing: the display shows the results."""
-
     def _report_to_queue(self, rows: list[dict]) -> bool:
-        """Report validations to the queue; return True if the pruner would end the trial after the last of them.
+        """Report validations to the queue; return True if the pruner would end the trial after the last.
 
         Collective: only host 0 talks to the database, and the other hosts wait for its answer.
-
-        Raises:
-          preemption.Stopped: a signal came while the database was away; on all hosts.
         """
-        should_prune, signal = False, 0
-        if self._queue:
-            try:
-                for row in rows:
-                    should_prune = self._queue.report(self._trial, row["val_score"], row["outer"])
-            except preemption.Stopped as stopped:
-                signal = stopped.number
-        answer = collectives.json_from_primary({"should_prune": bool(should_prune), "signal": signal})
-        if answer["signal"]:
-            raise preemption.Stopped(answer["signal"])
-        return answer["should_prune"]
+        should_prune = False
+        for row in rows if self._queue else ():
+            should_prune = self._queue.report(self._trial, row["val_score"], row["outer"])
+        return collectives.json_from_primary(bool(should_prune))

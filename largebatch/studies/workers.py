@@ -1,11 +1,9 @@
 """Several worker processes of a study on this machine, each with its own accelerators where there are several."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -40,31 +38,29 @@ def environments(count: int, kind: str, devices: list[str]) -> list[dict[str, st
     """
     if kind == "cpu":
         return [{} for _ in range(count)]
-    if kind == "tpu":
-        if count > len(devices):
-            raise UserError(f"--workers: {count}; allowed: up to {len(devices)}, the TPU chips of this machine")
-        return [
-            {
-                "TPU_VISIBLE_CHIPS": devices[index],
-                "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
-                "TPU_PROCESS_BOUNDS": "1,1,1",
-                "TPU_PROCESS_PORT": str(FIRST_PORT + index),
-                "TPU_PROCESS_ADDRESSES": f"localhost:{FIRST_PORT + index}",
-            }
-            for index in range(count)
-        ]
-    workers_per_gpu = -(-count // len(devices))
-    found = []
-    for index in range(count):
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices[index % len(devices) :: count])}
+    if kind == "gpu":
+        added = [{"CUDA_VISIBLE_DEVICES": ",".join(devices[i % len(devices) :: count])} for i in range(count)]
+        workers_per_gpu = -(-count // len(devices))
         if workers_per_gpu > 1:
-            environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{MEMORY_FRACTION / workers_per_gpu:.3f}"
-        found.append(environment)
-    return found
+            share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY_FRACTION / workers_per_gpu:.3f}"}
+            added = [environment | share for environment in added]
+        return added
+    if count > len(devices):
+        raise UserError(f"--workers: {count}; allowed: up to {len(devices)}, the TPU chips of this machine")
+    return [
+        {
+            "TPU_VISIBLE_CHIPS": devices[index],
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+            "TPU_PROCESS_BOUNDS": "1,1,1",
+            "TPU_PROCESS_PORT": str(FIRST_PORT + index),
+            "TPU_PROCESS_ADDRESSES": f"localhost:{FIRST_PORT + index}",
+        }
+        for index in range(count)
+    ]
 
 
 def run_workers(count: int, study: Path) -> int:
-    """Run this process's command `count` times as workers; print their lines, and pass signals on.
+    """Run this process's command `count` times as workers, and pass signals on.
 
     The first begins alone, until it has checked the study and written study.json. A worker that dies leaves its
     trial to the others.
@@ -72,21 +68,16 @@ def run_workers(count: int, study: Path) -> int:
     Returns:
       The exit code: 0, or that of the first worker that did not end well.
     """
-    command = [sys.executable, *_without_workers(sys.argv)]
     added = environments(count, *accelerators())
-    read, write = os.pipe()
     workers: list[subprocess.Popen] = []
-    printer = threading.Thread(target=_print_lines, args=(read,))
-    printer.start()
 
     def start(index: int) -> None:
-        environment = os.environ | added[index] | {"PYTHONUNBUFFERED": "1"}
         workers.append(
             subprocess.Popen(
-                [*command, f"--worker={index}"],
+                # The last flag counts; TTY_COMPATIBLE keeps the bars of several workers off one terminal.
+                [sys.executable, *sys.argv, "--workers=1", f"--worker={index}"],
                 stdin=subprocess.DEVNULL,
-                stdout=write,
-                env=environment,
+                env=os.environ | added[index] | {"PYTHONUNBUFFERED": "1", "TTY_COMPATIBLE": "0"},
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # it saves and puts its trial back
             )
         )
@@ -103,9 +94,7 @@ def run_workers(count: int, study: Path) -> int:
     if workers[0].poll() in (None, 0):
         for index in range(1, count):
             start(index)
-    os.close(write)
     codes = [worker.wait() for worker in workers]
-    printer.join()
     for index, code in enumerate(codes):
         if code < 0:
             name = signal.Signals(-code).name
@@ -114,18 +103,3 @@ def run_workers(count: int, study: Path) -> int:
             )
     failed = [128 - code if code < 0 else code for code in codes if code]
     return failed[0] if failed else 0
-
-
-def _without_workers(argv: list[str]) -> list[str]:
-    """Return a command line without its --workers."""
-    kept = []
-    for before, argument in zip(["", *argv], argv, strict=False):
-        if not re.fullmatch(r"--?workers(=.*)?", argument) and before not in ("--workers", "-workers"):
-            kept.append(argument)
-    return kept
-
-
-def _print_lines(pipe: int) -> None:
-    with open(pipe, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            print(line, end="", flush=True)

@@ -58,12 +58,6 @@ def random_variables(network) -> dict:
     return jax.tree_util.tree_map_with_path(fill, {"params": params, **state})
 
 
-def images_and_outputs(name: str, dtype: str, variables: dict):
-    images = np.random.default_rng(1).integers(0, 256, (NUM_IMAGES, *SHAPE), np.uint8)
-    expected = jax.jit(make_logits_fn(make(name, dtype, "dot"), SHAPE, MEAN, STD))(variables, images)
-    return images, np.asarray(expected)
-
-
 def assert_close(found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
     assert found.dtype == np.float32
     largest = abs(expected).max()
@@ -73,27 +67,23 @@ def assert_close(found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_the_program_is_the_network(name, dtype):
+def test_the_program_and_the_text_of_pytorch_are_the_network(name, dtype, tmp_path):
     networks = [make(name, dtype, conv) for conv in ("dot", "lax")]
     variables = random_variables(networks[0])
     functions = [make_logits_fn(network, SHAPE, MEAN, STD) for network in networks]
+    images = np.random.default_rng(1).integers(0, 256, (NUM_IMAGES, *SHAPE), np.uint8)
+    expected = np.asarray(jax.jit(functions[0])(variables, images))
     loaded = export.deserialize(bytearray(program.serialized(*functions, variables, SHAPE, "uint8")))
     assert loaded.platforms == program.PLATFORMS
-    images, expected = images_and_outputs(name, dtype, variables)
     arrays = named_leaves(variables)
     assert_close(np.asarray(loaded.call(arrays, images)), expected, dtype)
     if dtype == "float32":
         assert_close(np.asarray(loaded.call(arrays, images[:1])), expected[:1], dtype)
 
-
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_the_text_of_pytorch_is_the_network(name, dtype, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: benchmarks/peers/torch_requirements.txt")
-    network = make(name, dtype, "dot")
-    variables, about = random_variables(network), files.network_of(network)
-    images, expected = images_and_outputs(name, dtype, variables)
     (tmp_path / files.ARRAYS).write_bytes(files.arrays_as_bytes(variables))
-    described = {"network": about, "data": {"mean": [*MEAN, 0.0], "std": [*STD, 1.0]}}  # of targets, too
+    data = {"mean": [*MEAN, 0.0], "std": [*STD, 1.0]}  # of targets, too
+    described = {"network": files.network_of(networks[0]), "data": data}
     (tmp_path / files.DESCRIPTION).write_text(json.dumps(described))
     shutil.copy(ROOT / "largebatch" / "exports" / files.PYTORCH, tmp_path)
     found = runpy.run_path(str(tmp_path / files.PYTORCH))["outputs"](torch.from_numpy(images))

@@ -148,8 +148,7 @@ def survive(
 ) -> None:
     """Kills studies until there were `kills`, and compares."""
     killed = Killed(tmp_path, sampler, pruner, trials, seeds, storage, **fields)
-    rng, count, studies = random.Random(0), 0, 0
-    begun_again = 0
+    rng, count, studies, begun_again = random.Random(0), 0, 0, 0
     while count < kills:
         study = tmp_path / f"cut_{studies}"
         kill = killed.kill_until_done if workers == 1 else killed.kill_workers_until_done
@@ -161,18 +160,10 @@ def survive(
             assert leaderboard(study) == leaderboard(tmp_path / "whole")
         studies += 1
         shutil.rmtree(study)
-    database = "PostgreSQL" if storage else "SQLite"
-    what = {
-        "sampler": sampler,
-        "pruner": pruner,
-        "workers": workers,
-        "database": database,
-        "data": fields.get("dataset.name", "synthetic"),
-    }
-    record(
-        "sweep kills",
-        what | {"kills": count, "studies": studies, "trials of each": trials, "begun again": begun_again},
-    )
+    what = {"sampler": sampler, "pruner": pruner, "workers": workers}
+    what |= {"database": "PostgreSQL" if storage else "SQLite", "data": fields.get("dataset.name", "synthetic")}
+    what |= {"kills": count, "studies": studies, "trials of each": trials, "begun again": begun_again}
+    record("sweep kills", what)
 
 
 SMALL = {

@@ -1,3 +1,5 @@
+"""Reading runs and studies in any state; ranks, estimates over seeds, steps to a target and the fitted curve."""
+
 import json
 import math
 from pathlib import Path
@@ -106,48 +108,45 @@ def test_a_whole_run_is_read_without_problems(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "words"),
+    ("name", "damage", "status", "words"),
     [
-        ("metrics.jsonl", lambda text: text[:-20], ("metrics.jsonl", "line 3", "torn")),
-        ("metrics.jsonl", lambda text: text.replace('{"step": 20', '"step": 20'), ("line 2", "damaged")),
-        ("metrics.jsonl", lambda text: None, ("metrics.jsonl", "missing")),
-        ("events.jsonl", lambda text: text + "{", ("events.jsonl", "line 2", "torn")),
-        ("summary.json", lambda text: text[:40], ("summary.json", "damaged")),
-        ("summary.json", lambda text: None, ("summary.json", "missing", "goes on, or was killed")),
-        ("config.json", lambda text: "\ufffe{", ("config.json", "damaged")),
-        ("run.json", lambda text: '{"format_version": 0}', ("run.json: format_version 0; allowed: 1",)),
-        ("run.json", lambda text: None, ("run.json: format_version missing; allowed: 1",)),
+        ("metrics.jsonl", lambda text: text[:-20], "done", ("metrics.jsonl", "line 3", "torn")),
+        ("metrics.jsonl", lambda text: text.replace('{"step": 20', '"step": 20'), "done", ("line 2", "damaged")),
+        ("metrics.jsonl", lambda text: None, "done", ("metrics.jsonl", "missing")),
+        ("events.jsonl", lambda text: text + "{", "done", ("events.jsonl", "line 2", "torn")),
+        ("summary.json", lambda text: text[:40], "unreadable", ("summary.json", "damaged")),
+        ("summary.json", lambda text: None, "running", ("summary.json", "missing", "goes on, or was killed")),
+        ("config.json", lambda text: "\ufffe{", "done", ("config.json", "damaged")),
+        ("run.json", lambda text: '{"format_version": 0}', "unreadable", ("format_version 0; allowed: 1",)),
+        ("run.json", lambda text: None, "unreadable", ("format_version missing; allowed: 1",)),
     ],
 )
-def test_damage_is_named_and_the_rest_is_read(tmp_path, name, damage, words):
+def test_damage_is_named_and_the_rest_is_read(tmp_path, name, damage, status, words):
     path = write_run(tmp_path / "run") / name
-    content = damage(path.read_text() if path.exists() else "")
+    content = damage(path.read_text())
     if content is None:
         path.unlink()
     else:
         path.write_text(content)
     run = reader.read_run(tmp_path / "run")
+    assert run.status == status
     assert len(run.problems) == 1, run.problems
     for word in words:
         assert word in run.problems[0]
     if name == "metrics.jsonl" and content:
-        assert len(run.rows) in (2, 3)
-        assert run.rows[0]["step"] == 10
+        assert [row["step"] for row in run.rows] == ([10, 30] if "line 2" in words else [10, 20])
 
 
-def test_status_of_runs_that_did_not_end(tmp_path):
-    running = reader.read_run(write_run(tmp_path / "running", status="running"))
-    damaged = write_run(tmp_path / "damaged")
-    (damaged / "summary.json").write_text("{")
-    assert reader.read_run(damaged).status == "unreadable"
-    assert running.status == "running"
-    assert running.batch_size == 512
-    assert running.best_score == 0.9
+def test_a_failed_trial_and_what_is_no_run(tmp_path):
+    (run,) = reader.read(write_study(tmp_path / "study", [{"error": "no space\nleft"}])).runs
+    assert (run.status, run.problems) == ("failed", ["trial.json: the trial failed: no space left"])
     (tmp_path / "empty").mkdir()
     assert reader.read_run(tmp_path / "empty").status == "unreadable"
-    study = reader.read(write_study(tmp_path / "study", [{"error": "no space\nleft"}]))
-    assert study.runs[0].status == "failed"
-    assert study.runs[0].problems == ["trial.json: the trial failed: no space left"]
+    for path in (tmp_path / "empty", tmp_path / "nowhere"):
+        with pytest.raises(
+            UserError, match=rf"{path}: .*allowed: a run folder with config\.json or a study folder"
+        ):
+            reader.read(path)
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [((64, 64, 64), 64), ((64, 32, 32), None), ((32, 64, 64), None)])
@@ -159,14 +158,6 @@ def test_a_run_whose_batch_changed_has_no_batch_size(tmp_path, sizes, expected):
     assert reader.read_run(path).batch_size == expected
 
 
-def test_read_names_what_is_no_run(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "nowhere"):
-        with pytest.raises(UserError, match=r"allowed: a run folder with config\.json or a study folder") as error:
-            reader.read(path)
-        assert str(path) in str(error.value)
-
-
 def test_trials_come_by_index_and_a_damaged_description_is_named(tmp_path):
     study = write_study(tmp_path / "study", [{"rate": 0.1 * k} for k in range(1, 12)])
     (study / "trials" / "0003").rename(study / "trials" / "moved")
@@ -176,8 +167,7 @@ def test_trials_come_by_index_and_a_damaged_description_is_named(tmp_path):
     assert trials.problems == []
     (study / "study.json").write_text('{"fields": ')
     trials = reader.read(study)
-    assert len(trials.problems) == 1
-    assert trials.problems[0].startswith("study.json: damaged")
+    assert [problem.partition(": cannot")[0] for problem in trials.problems] == ["study.json: damaged"]
     assert trials.objective == "best_val_accuracy"
     assert len(analysis.leaderboard(trials)) == 12  # each trial.json still tells its setting
 
@@ -196,8 +186,11 @@ def test_interval_is_students_t():
     assert analysis.estimate([None]) == analysis.Estimate(None, None, None, None, 0)
 
 
-def rates(settings):
-    return [setting.values["optimizer.learning_rate"] for setting in settings]
+def table_of(study, accuracies=()) -> dict[str, dict[str, str]]:
+    """The leaderboard's rows by learning rate, best first."""
+    header, rows = analysis.leaderboard_rows(study, accuracies)
+    named = [dict(zip(header, row, strict=True)) for row in rows]
+    return {row["optimizer.learning_rate"]: row for row in named}
 
 
 def test_leaderboard_by_accuracy(tmp_path):
@@ -210,33 +203,23 @@ def test_leaderboard_by_accuracy(tmp_path):
         {"rate": 0.04, "accuracies": (0.2,), "status": "diverged", "seed": 1},
         {"rate": 0.05, "accuracies": (0.97,), "status": "pruned"},
         {"rate": 0.06, "error": "no memory"},
+        {"rate": None, "accuracies": (0.6,)},
     ]
     study = reader.read(write_study(tmp_path / "study", trials))
-    leaderboard = analysis.leaderboard(study)
     # Whole settings first, then those of which a seed diverged, then what was pruned, then what never ended well.
-    assert rates(leaderboard) == [0.02, 0.01, 0.04, 0.05, 0.03, 0.06]
+    rows = table_of(study)
+    assert list(rows) == ["0.02", "0.01", "None", "0.04", "0.05", "0.03", "0.06"]
+    first = rows["0.02"]
+    assert (first["rank"], first["best_val_accuracy"], first["status"]) == ("1", "0.9000", "1 done")
+    assert rows["0.06"]["status"] == "1 failed"
+    leaderboard = analysis.leaderboard(study)
     assert leaderboard[1].objective.mean == pytest.approx(0.75)
     assert leaderboard[1].objective.std == pytest.approx(np.std([0.8, 0.7], ddof=1))
-    assert leaderboard[1].statuses == {"done": 2}
-    assert leaderboard[2].statuses == {"done": 1, "diverged": 1}
-    assert leaderboard[2].score == analysis.Estimate(0.95, None, None, None, 1)
-    header, rows = analysis.leaderboard_rows(study)
-    assert all(len(row) == len(header) for row in rows)
-    first = dict(zip(header, rows[0], strict=True))
-    assert first["optimizer.learning_rate"] == "0.02"
-    assert (first["rank"], first["best_val_accuracy"], first["status"]) == ("1", "0.9000", "1 done")
-    assert rows[-1][-1] == "1 failed"
+    assert leaderboard[3].statuses == {"done": 1, "diverged": 1}
+    assert leaderboard[3].score == analysis.Estimate(0.95, None, None, None, 1)
 
 
-def test_a_setting_of_none_is_shown_and_one_that_is_not_there_is_empty(tmp_path):
-    path = write_study(tmp_path / "study", [{"rate": None}, {}])
-    trial = path / "trials" / "0001" / "trial.json"
-    trial.write_text(trial.read_text().replace('"optimizer.learning_rate": 0.01', '"seed": 0'))
-    header, rows = analysis.leaderboard_rows(reader.read(path))
-    assert [row[header.index("optimizer.learning_rate")] for row in rows] == ["None", ""]
-
-
-def test_leaderboard_by_updates_to_target(tmp_path):
+def test_leaderboard_by_steps_to_target(tmp_path):
     trials = [
         {"rate": 0.01, "accuracies": (0.2, 0.2, 0.9)},
         {"rate": 0.02, "accuracies": (0.2, 0.9)},
@@ -247,15 +230,13 @@ def test_leaderboard_by_updates_to_target(tmp_path):
         {"rate": 0.06, "accuracies": (0.95,), "status": "diverged"},
     ]
     trials = [trial | {"target": 0.8} for trial in trials]
-    study = reader.read(write_study(tmp_path / "study", trials, "steps_to_target"))
-    leaderboard = analysis.leaderboard(study)
-    assert rates(leaderboard) == [0.02, 0.01, 0.04, 0.05, 0.03, 0.06]
-    assert leaderboard[0].objective.mean == 20
-    header, rows = analysis.leaderboard_rows(study)
-    assert [row[header.index("reached")] for row in rows[:4]] == ["1/1", "1/1", "0/1", "1/2"]
+    rows = table_of(reader.read(write_study(tmp_path / "study", trials, "steps_to_target")))
+    assert list(rows) == ["0.02", "0.01", "0.04", "0.05", "0.03", "0.06"]
+    assert rows["0.02"]["steps_to_target"] == "20.0"
+    assert [row["reached"] for row in rows.values()][:4] == ["1/1", "1/1", "0/1", "1/2"]
 
 
-def test_updates_to_any_accuracy(tmp_path):
+def test_steps_to_any_accuracy(tmp_path):
     trials = [
         {"rate": 0.01, "accuracies": (0.5, 0.8, 0.7, 0.9)},
         {"rate": 0.01, "accuracies": (0.8, 0.7), "seed": 1},
@@ -263,21 +244,17 @@ def test_updates_to_any_accuracy(tmp_path):
         {"rate": 0.02, "accuracies": (0.1, 0.2)},
     ]
     study = reader.read(write_study(tmp_path / "study", trials))
-    worst, best = analysis.leaderboard(study)  # a diverged seed ranks behind
+    _, best = analysis.leaderboard(study)  # a diverged seed ranks behind
     updates, seeds = analysis.updates_to(best, 0.8)
     assert (updates.mean, updates.count, seeds) == (15.0, 2, 2)
     assert updates.std == pytest.approx(np.std([20, 10], ddof=1))
-    updates, seeds = analysis.updates_to(best, 0.9)
-    assert (updates.mean, updates.count, seeds) == (40.0, 1, 2)
-    assert analysis.updates_to(worst, 0.8) == (analysis.Estimate(None, None, None, None, 0), 1)
-    header, rows = analysis.leaderboard_rows(study, (0.8, 0.9))
-    rows = {row[header.index("optimizer.learning_rate")]: dict(zip(header, row, strict=True)) for row in rows}
+    rows = table_of(study, (0.8, 0.9))
     names = ("updates_to_0.8", "reached_0.8", "updates_to_0.9", "reached_0.9")
     assert [rows["0.01"][name] for name in names] == ["15.0", "2/2", "40.0", "1/2"]
     assert [rows["0.02"][name] for name in names] == ["", "0/1", "", "0/1"]
 
 
-# ---- steps to target, knee ---------------------------------------------------------------------------
+# ---- steps to target, critical batch size ------------------------------------------------------------
 
 
 def target_study(tmp_path, more=()):
@@ -292,63 +269,49 @@ def target_study(tmp_path, more=()):
         {"batch": 1024, "rate": 0.01, "accuracies": slow},
         {"batch": 1024, "rate": 0.02, "accuracies": fast},
         {"batch": 1024, "rate": 0.02, "accuracies": slow, "seed": 1},
+        {"batch": 1024, "rate": 0.02, "accuracies": (0.1,), "status": "running", "seed": 2},  # counts for nothing
         {"batch": 4096, "rate": 0.02, "accuracies": (0.1, 0.2)},
         *more,
     ]
     fields = ["optimizer.name", "optimizer.learning_rate", "batch.size"]
-    return write_study(tmp_path / "study", [t | {"target": 0.8} for t in trials], "steps_to_target", fields)
+    path = write_study(tmp_path / "study", [t | {"target": 0.8} for t in trials], "steps_to_target", fields)
+    return reader.read(path)
 
 
 def test_steps_to_target_takes_the_best_setting_whose_seeds_all_reached_it(tmp_path):
-    study = reader.read(target_study(tmp_path))
+    study = target_study(tmp_path)
     small, large = analysis.steps_to_target(study)
     assert (small.batch_size, small.seeds, small.steps) == (256, 1, [20])
     assert small.values["optimizer.name"] == "lamb"  # sgd was faster once, but missed it with the other seed
     assert small.edges == []
     assert (large.batch_size, large.seeds, large.steps) == (1024, 2, [20, 30])
     assert (large.updates.mean, large.examples.mean, large.seconds.mean) == (25, 25 * 1024, 5.0)
-    assert [str(edge) for edge in large.edges] == ["optimizer.learning_rate 0.02 is the highest of 2 tried"]
+    assert large.edges == ["optimizer.learning_rate 0.02 is the highest of 2 tried"]
     assert analysis.unreached_batch_sizes(study) == [4096]
+    other = {"optimizer.learning_rate": 0.02, "optimizer.name": "adam"}
+    assert analysis.edge_flags(study, other, 256) == ["optimizer.learning_rate 0.02 is the only value tried"]
 
 
-def test_settings_with_more_seeds_go_before_a_lucky_one(tmp_path):
-    more = [{"batch": 256, "rate": 0.01, "accuracies": (0.1, 0.2, 0.9), "seed": 1}]
-    small, _ = analysis.steps_to_target(reader.read(target_study(tmp_path, more)))
-    assert (small.values["optimizer.learning_rate"], small.steps) == (0.01, [30, 30])
-
-
-def test_a_diverged_rate_beyond_it_takes_a_value_off_the_edge(tmp_path):
-    more = [{"batch": 1024, "rate": 0.04, "accuracies": (0.1,), "status": "diverged"}]
-    _, large = analysis.steps_to_target(reader.read(target_study(tmp_path, more)))
-    assert large.edges == []
-
-
-def test_a_running_seed_does_not_count_yet(tmp_path):
-    more = [{"batch": 1024, "rate": 0.02, "accuracies": (0.1,), "status": "running", "seed": 2}]
-    _, large = analysis.steps_to_target(reader.read(target_study(tmp_path, more)))
-    assert large.seeds == 2
-
-
-def test_edges_low_and_only(tmp_path):
-    trials = [
-        {"rate": 0.01},
-        {"rate": 0.02},
-        {"rate": 0.02, "optimizer": "sgd"},
+def test_settings_with_more_seeds_go_before_a_lucky_one_and_a_diverged_rate_is_beyond_the_edge(tmp_path):
+    more = [
+        {"batch": 256, "rate": 0.01, "accuracies": (0.1, 0.2, 0.9), "seed": 1},
+        {"batch": 1024, "rate": 0.04, "accuracies": (0.1,), "status": "diverged"},
     ]
-    study = reader.read(write_study(tmp_path / "study", trials))
-    flags = [analysis.edge_flags(study, reader.setting_of(run, ())) for run in study.runs]
-    assert [[edge.side for edge in edges] for edges in flags] == [["lowest"], ["highest"], ["only"]]
+    small, large = analysis.steps_to_target(target_study(tmp_path, more))
+    assert (small.values["optimizer.learning_rate"], small.steps) == (0.01, [30, 30])
+    assert small.edges == ["optimizer.learning_rate 0.01 is the lowest of 3 tried"]
+    assert large.edges == []
 
 
 SIZES = np.repeat([64, 256, 1024, 4096, 16384], 5)
 
 
 def test_fit_of_exact_points():
-    knee = fit_steps(SIZES, 200 * (1 + 1500 / SIZES))
-    assert knee.critical_batch_size == pytest.approx(1500, rel=1e-4)
-    assert knee.min_steps == pytest.approx(200, rel=1e-4)
-    assert knee.min_examples == pytest.approx(200 * 1500, rel=1e-4)
-    np.testing.assert_allclose(knee.steps_at(SIZES), 200 * (1 + 1500 / SIZES), rtol=1e-4)
+    curve = fit_steps(SIZES, 200 * (1 + 1500 / SIZES))
+    assert curve.critical_batch_size == pytest.approx(1500, rel=1e-4)
+    assert curve.min_steps == pytest.approx(200, rel=1e-4)
+    assert curve.min_examples == pytest.approx(200 * 1500, rel=1e-4)
+    np.testing.assert_allclose(curve.steps_at(SIZES), 200 * (1 + 1500 / SIZES), rtol=1e-4)
 
 
 def test_fit_interval_holds_the_truth_about_as_often_as_it_says():
@@ -356,22 +319,19 @@ def test_fit_interval_holds_the_truth_about_as_often_as_it_says():
     rng, held = np.random.default_rng(0), []
     for _ in range(60):
         steps = 200 * (1 + 1500 / SIZES) * np.exp(rng.normal(0, 0.1, len(SIZES)))
-        knee = fit_steps(SIZES, steps, resamples=200)
-        assert 1000 < knee.critical_batch_size < 2250
-        held.append(knee.low <= 1500 <= knee.high)
+        curve = fit_steps(SIZES, steps, resamples=200)
+        assert 1000 < curve.critical_batch_size < 2250
+        held.append(curve.low <= 1500 <= curve.high)
     assert 0.8 <= np.mean(held) <= 1
-    assert knee == fit_steps(SIZES, steps, resamples=200)
+    assert curve == fit_steps(SIZES, steps, resamples=200)
 
 
-def test_fit_beyond_what_was_measured():
+def test_fit_beyond_what_was_measured_and_of_too_little():
     straight, flat = fit_steps(SIZES, 1e6 / SIZES), fit_steps(SIZES, np.full(len(SIZES), 100.0))
     assert (straight.critical_batch_size, straight.min_examples) == (math.inf, pytest.approx(1e6))
     np.testing.assert_allclose(straight.steps_at(SIZES), 1e6 / SIZES)
     assert (flat.critical_batch_size, flat.min_steps) == (0, pytest.approx(100))
     assert (straight.min_steps, flat.min_examples) == (None, None)  # beyond what was measured as well
-
-
-def test_no_fit_from_two_batch_sizes_and_no_interval_from_one_seed():
-    assert fit_steps([64, 64, 256], [100, 110, 60]) is None
-    knee = fit_steps([64, 256, 1024], [100, 40, 25])
-    assert (knee.low, knee.high) == (None, None)
+    assert fit_steps([64, 64, 256], [100, 110, 60]) is None  # two batch sizes
+    one_seed = fit_steps([64, 256, 1024], [100, 40, 25])
+    assert (one_seed.low, one_seed.high) == (None, None)

@@ -32,16 +32,8 @@ def write_branches(path, losses: dict[int, list[list[float | None]]], noise_scal
       losses: their last training losses [seeds][sizes], by the update that they begin from; inf where one
         diverged, NaN where its row has none, None where it has not ended.
     """
-    points = [
-        {
-            "step": step,
-            "examples_seen": step * 128,
-            "batch_size": 128,
-            "learning_rate": 0.1,
-            "noise_scale": noise_scale,
-        }
-        for step in losses
-    ]
+    of_all = {"batch_size": 128, "learning_rate": 0.1, "noise_scale": noise_scale}
+    points = [{"step": step, "examples_seen": step * 128, **of_all} for step in losses]
     path.mkdir()
     description = {
         "config": {},
@@ -99,53 +91,41 @@ def test_sizes_are_compared_on_the_seeds_that_ended_at_all_of_them(tmp_path):
     (found,) = critical_batch.critical_batches(study)
     assert found.losses == {128: 1.0, 256: 9.0, 512: 1.0, 1024: 1.0}
     assert found.size == pytest.approx(128 * 2 ** (0.15 / 8))
-    header, (row,) = critical_batch.rows([found])
-    assert row[header.index("seeds")] == "1"
+    assert (found.low, found.high, found.seeds) == (None, None, 1)
     assert "on 1 seed that ended at all of them" in text_of(make(tmp_path / "s", out=tmp_path / "page.html"))
 
 
-def test_a_size_that_shares_no_seed_with_the_others_is_left_out(tmp_path):
-    study = write_branches(
-        tmp_path / "s", {100: [[1.0, 1.0, None, 1.3], [1.0, 1.0, None, 1.3], [None, None, 9.0, None]]}
-    )
-    (found,) = critical_batch.critical_batches(study)
-    assert (found.seeds, found.losses) == (2, {128: 1.0, 256: 1.0, 1024: 1.3})
+GOOD = [1.0, 1.0, 1.0, 1.2]
 
 
-@pytest.mark.parametrize("sizes_left", [3, 1])
-def test_a_branch_without_a_training_loss_is_left_out_and_named(tmp_path, sizes_left):
-    losses = [1.0, 1.2, 1.2, 1.2][:sizes_left] + [math.nan] * (4 - sizes_left)
-    study = write_branches(tmp_path / "s", {100: [losses]})
-    assert [list(found.losses) for found in critical_batch.critical_batches(study)] == [SIZES[:3]][
-        : sizes_left // 3
-    ]
-    line = "100-1024-0 no training loss in its last row: left out of the critical batch"
-    more = ["--png", tmp_path / "png"]
-    assert line in text_of(make(tmp_path / "s", out=tmp_path / "page.html", more=more))
+@pytest.mark.parametrize(
+    ("of_seeds", "compared"),
+    [
+        (
+            [[1.0, 1.0, None, 1.3], [1.0, 1.0, None, 1.3], [None, None, 9.0, None]],
+            [128, 256, 1024],
+        ),  # no seed shared
+        ([[1.0, 1.2, 1.2, math.nan]], [128, 256, 512]),
+        ([[1.0, math.nan, math.nan, math.nan]], None),  # nothing to compare with
+        ([[None, 1.0, 1.2, 1.4]], None),  # the run's own batch has not ended
+        ([[math.inf, 1.0, 1.0, 1.0], GOOD], None),  # or has diverged
+    ],
+)
+def test_only_sizes_that_can_be_compared_count_and_a_branch_without_a_loss_is_named(tmp_path, of_seeds, compared):
+    study = write_branches(tmp_path / "s", {100: of_seeds, 200: [GOOD]})
+    *first, second = critical_batch.critical_batches(study)
+    assert [list(found.losses) for found in first] == ([compared] if compared else [])
+    assert second.step == 200
+    if math.isnan(of_seeds[0][-1] or 0):
+        line = "100-1024-0 no training loss in its last row: left out of the critical batch"
+        assert line in text_of(make(tmp_path / "s", out=tmp_path / "page.html"))
 
 
 def test_a_warm_up_takes_batches_that_lose_nothing(tmp_path):
     study = write_branches(tmp_path / "s", {100: [[1.0, 0.9, 1.04, 1.04]], 200: [[0.5, 0.4, 0.5, 0.52]]})
     found = critical_batch.critical_batches(study)
     assert [critical.size for critical in found] == [math.inf, math.inf]
-    stages = critical_batch.batch_warmup(found)
-    assert stages == [(0, 128), (100, 256), (150, 512)]
-
-
-def test_a_point_counts_once_its_own_batch_and_another_have_ended(tmp_path):
-    study = write_branches(tmp_path / "s", {100: [[1.0, 1.0, 1.2, 1.4]]})
-    (found,) = critical_batch.critical_batches(study)
-    assert (found.low, found.high) == (None, None)  # one seed
-    own = next(run for run in study.runs if run.batch_size == 128)
-    study.runs.remove(own)
-    assert critical_batch.critical_batches(study) == []
-
-
-@pytest.mark.parametrize("of_seeds", [[math.inf, 1.0, 1.0, 1.0]], ids=["the only seed"])
-def test_nothing_is_held_to_a_base_that_diverged(tmp_path, of_seeds):
-    good = [1.0, 1.0, 1.0, 1.2]
-    study = write_branches(tmp_path / "s", {100: [of_seeds, good], 200: [good, good]})
-    assert [critical.step for critical in critical_batch.critical_batches(study)] == [200]
+    assert critical_batch.batch_warmup(found) == [(0, 128), (100, 256), (150, 512)]
 
 
 def write_trunk(path, rates: dict[int, float], sizes=(128,)):
@@ -166,13 +146,13 @@ def write_trunk(path, rates: dict[int, float], sizes=(128,)):
 def test_no_branch_begins_where_the_rate_is_nearly_zero(tmp_path, caplog):
     trunk = str(write_trunk(tmp_path / "trunk", {100: 0.1, 200: 0.05, 300: 1e-4, 400: 0.0}))
     assert [point["step"] for point in Branches.of_run(trunk, 16_384, None, None).points] == [100, 200]
-    assert f"the learning rate of {trunk} is nearly 0 at update 300, 400" in caplog.text
+    assert f"the learning rate of {trunk} is nearly 0 at step 300, 400" in caplog.text
     with pytest.raises(UserError, match=r"--branch_steps: 400; allowed: validations .* 100, 200"):
         Branches.of_run(trunk, 16_384, None, [100, 400])
     done = write_trunk(tmp_path / "done", {100: 0.0})
     study = tmp_path / "study"
     refused = run_script("sweep.py", "--branch", done, "--study", study)
-    assert_one_line_error(refused, "rate of", "nearly 0 at update 100", "allowed: a run at a constant rate")
+    assert_one_line_error(refused, "rate of", "nearly 0 at step 100", "allowed: a run at a constant rate")
     assert not study.exists()
     steady = str(write_trunk(tmp_path / "steady", {100: 0.1, 200: 0.1}))
     caplog.clear()
@@ -190,8 +170,7 @@ def test_branch_sizes(tmp_path):
     assert sizes(16_384) == [128, 256, 512, 1024, 2048, 4096]
     assert sizes(4 * 192 * 128, own=(128, 192)) == [128, 192, 256, 512, 1024, 2048, 4096, 8192]
     for options, message in (
-        ({"images": 400}, "--branch_images: 400; allowed: multiples of 4 updates of 128"),
-        ({"images": 16_384, "own": (21_600,)}, "--branch_images: 16384; allowed: multiples of 4 updates of 21600"),
+        ({"images": 400}, "--branch_images: 400; allowed: multiples of 4 steps of 128"),
         ({"images": 16_384, "given": [128, 96]}, "--branch_sizes: 96; allowed: divisors of 4096, a part of"),
         ({"images": 16_384, "given": [256]}, "--branch_sizes: [256]; allowed: with the run's own, 128"),
     ):
@@ -233,18 +212,12 @@ def test_branches_of_a_real_run_give_a_trace(small_config, tmp_path):
     trunk = tmp_path / "trunk"
     train.train_and_evaluate(config, str(trunk))  # 2 validations of 3 updates
     study = tmp_path / "study"
-    command = ["sweep.py", "--branch", trunk, "--study", study, "--branch_images", 256, "--seeds", 2]
-    refusals = {
-        ("--branch_sizes", "32,128"): "--branch_sizes: 128; allowed: divisors of 64, a part of --branch_images 256",
+    command = ["sweep.py", "--branch", trunk, "--study", study, "--branch_images", 256]
+    for arguments, message in {
         ("--pruner", "median"): "--pruner: median; allowed with --branch: none",
-        ("--best_seeds", "3"): "--best_seeds: 3; allowed with --branch: 0",
-        ("--branch_steps", "3,5"): "--branch_steps: 5; allowed: validations with a checkpoint, 3, 6",
         ("--config.seed", "1"): "--config: given; allowed with --branch, which takes the config of its run: none",
-    }
-    for arguments, message in refusals.items():
-        refused = run_script(*command, *arguments)
-        assert refused.stderr.splitlines()[-1] == f"sweep.py: error: {message}"
-        assert "Traceback" not in refused.stderr
+    }.items():
+        assert_one_line_error(run_script(*command, *arguments), f"sweep.py: error: {message}")
     assert not study.exists()
     done = run_script(*command)
     assert done.returncode == 0, done.stderr
@@ -258,7 +231,7 @@ def test_branches_of_a_real_run_give_a_trace(small_config, tmp_path):
     assert "critical_batch" in done.stdout
     assert f"{rows.parent}: no training loss in its last row: left out of the critical batch" in done.stderr
     read = reader.read(study)
-    assert len(read.runs) == 2 * 2 * 2  # points, sizes, seeds
+    assert len(read.runs) == 2 * 2  # points, sizes
     for run in read.runs:
         ratio = run.batch_size / 32
         assert run.summary["examples_seen"] == 256

@@ -12,9 +12,9 @@ from optuna.trial import TrialState
 from configs import default
 from largebatch.hosts import preemption
 from largebatch.runs.folder import RunFolder
-from largebatch.studies import queue as queues
+from largebatch.studies import database
 from largebatch.studies.database import open_storage, without_password
-from largebatch.studies.queue import FIRST_VALIDATIONS, Counts, Trial, TrialQueue
+from largebatch.studies.queue import FIRST_VALIDATIONS, TAKEN_FOR_DEAD, Counts, Trial, TrialQueue
 from largebatch.studies.space import Space
 from largebatch.util import UserError
 
@@ -53,30 +53,27 @@ def numbers(trials: list[Trial]) -> list[tuple[int, int]]:
     return [(trial.index, trial.seed) for trial in trials]
 
 
-def states_of(queue: TrialQueue) -> list[str]:
-    return sorted(row.state.name for row in queue._database.get_trials())
+def wait_until(condition, seconds=20):
+    deadline = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
+    while not condition():
+        assert datetime.datetime.now() < deadline
+        threading.Event().wait(0.2)
 
 
 # ---- every run once ---------------------------------------------------------------------------------------
 
 
-def test_every_point_of_the_grid_is_run_once(make_queue):
-    ran = run_all(make_queue(seeds=2))
+def test_every_point_of_the_grid_is_run_once_and_their_number_may_change(make_queue):
+    first = run_all(make_queue(trials=4, seeds=2))
+    assert numbers(first) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    ran = first + run_all(make_queue(seeds=2))
     assert numbers(ran) == [(index, seed) for index in range(6) for seed in (0, 1)]
-    assert [tuple(trial.setting.values()) for trial in ran[::2]] == [
-        (b, r) for b in (64, 128) for r in (0.1, 0.2, 0.3)
-    ]
-    assert make_queue(seeds=2).fill() == Counts(0, 0, 12)
-    assert not run_all(make_queue(seeds=2))
-    (row, *_) = make_queue(seeds=2)._database.get_trials()
-    assert row.params == ran[0].setting  # as optuna-dashboard shows it
-
-
-def test_trials_is_the_total_and_may_change(make_queue):
-    make_queue().fill()
-    fewer = make_queue(trials=2, best_seeds=2)
-    assert numbers(run_all(fewer)) == [(0, 0), (1, 0), (1, 1)]
-    assert len(run_all(make_queue())) == 4
+    settings = [tuple(trial.setting.values()) for trial in ran[::2]]
+    assert settings == [(batch, rate) for batch in (64, 128) for rate in (0.1, 0.2, 0.3)]
+    again = make_queue(seeds=2)
+    assert again.fill() == Counts(0, 0, 12)
+    assert again.claim() is None
+    assert again._database.get_trials()[0].params == ran[0].setting  # as optuna-dashboard shows it
 
 
 def test_processes_that_fill_the_queue_at_once_run_no_trial_twice(make_queue):
@@ -124,32 +121,22 @@ def test_a_run_of_a_dead_process_comes_again_with_its_setting(make_queue):
     assert [row.value for row in other._database.get_trials(states=(TrialState.COMPLETE,))] == [0.7]
 
 
-def test_a_run_whose_heartbeats_were_missed_is_left_to_its_process(make_queue, tmp_path):
+def test_a_beating_heart_keeps_a_trial_and_so_does_a_locked_folder(make_queue):
     queue = make_queue(trials=1, heartbeat_sec=1)
     queue.fill()
     trial = queue.claim()
-    (study,) = tmp_path.iterdir()
     folder = RunFolder(queue._study.folder_of(trial.setting, 0))
-    assert folder.path.parent == study / "trials"
-    folder.lock()
-    wait_until(lambda: "FAIL" in states_of(queue) or queue.fill() is None)
-    for _ in range(3):
-        assert queue.fill() == Counts(1, 0, 0)  # to be run by somebody
-    assert states_of(queue) == ["FAIL"]
-    folder.close()
-    queue.fill()
-    assert states_of(queue) == ["FAIL", "WAITING"]
-
-
-def test_a_beating_heart_keeps_a_trial_and_one_that_did_not_end_is_put_back(make_queue):
-    alive = make_queue(trials=1, heartbeat_sec=1)
-    alive.fill()
-    trial = alive.claim()
-    with alive.beating(trial):
+    with queue.beating(trial):
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=5)
         while datetime.datetime.now() < deadline:
-            assert alive.fill() == Counts(0, 1, 0)
-    assert alive.fill() == Counts(1, 0, 0)
+            assert queue.fill() == Counts(0, 1, 0)
+        folder.lock()
+    for _ in range(2):  # the row has ended, and no other is made while a process trains in the folder
+        assert queue.fill() == Counts(1, 0, 0)
+        assert len(queue._database.get_trials()) == 1
+    folder.close()
+    queue.fill()
+    assert [row.state.name for row in queue._database.get_trials()] == ["FAIL", "WAITING"]
 
 
 @pytest.mark.parametrize(("hours", "is_dead"), [(-1, True), (0, False), (1, False)])
@@ -164,27 +151,16 @@ def test_a_process_killed_before_its_first_heartbeat(make_queue, hours, is_dead)
         connection.execute(sqlalchemy.text(change), {"start": str(start), "trial": row._trial_id})
     assert queue.fill() == (Counts(1, 0, 0) if is_dead else Counts(0, 1, 0))
     if is_dead:  # and it was alive: its claim finds the row ended, and the run has another one
-        with queues.TAKEN_FOR_DEAD:
+        with TAKEN_FOR_DEAD:
             assert queue._claim(row) is None
         assert queue.claim().index == 0
-
-
-def wait_until(condition, seconds=20):
-    deadline = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
-    while not condition():
-        assert datetime.datetime.now() < deadline
-        threading.Event().wait(0.2)
 
 
 def test_what_ended_is_not_run_again_however_it_ended(make_queue):
     queue = make_queue()
     queue.fill()
-    for status, value, error in (
-        ("done", 0.5, None),
-        ("diverged", 0.1, None),
-        ("pruned", 0.2, None),
-        ("failed", None, "disk full"),
-    ):
+    ends = [("done", 0.5, None), ("diverged", 0.1, None), ("pruned", 0.2, None), ("failed", None, "disk full")]
+    for status, value, error in ends:
         queue.end(queue.claim(), status, value, error)
     queue.put_back(queue.claim())
     assert queue.fill() == Counts(2, 0, 4)
@@ -194,52 +170,41 @@ def test_what_ended_is_not_run_again_however_it_ended(make_queue):
 # ---- the best settings --------------------------------------------------------------------------------------
 
 
-def test_the_best_setting_of_each_batch_size_gets_more_seeds(make_queue):
-    best = {64: 0.2, 128: 0.3}
-    ran = run_all(make_queue(best_seeds=3), lambda trial: float(rate_of(trial) == best[trial.setting[BATCH]]))
-    extra = [(trial.setting[BATCH], rate_of(trial), trial.seed) for trial in ran[6:]]
-    assert sorted(extra) == [(64, 0.2, 1), (64, 0.2, 2), (128, 0.3, 1), (128, 0.3, 2)]
-
-
-def test_the_best_is_the_least_where_the_value_is_to_be_small_and_never_one_that_failed(make_queue):
-    queue = make_queue(best_seeds=2, target=0.9)
+@pytest.mark.parametrize(
+    ("target", "value_of", "best"),
+    [
+        (None, rate_of, [(64, 0.3), (128, 0.3)]),
+        (0.9, rate_of, [(64, 0.2), (128, 0.1)]),  # the fewest steps; the very first failed
+        (None, lambda trial: 0.5, [(64, 0.2), (128, 0.1)]),  # of equally good ones the first
+    ],
+)
+def test_the_best_setting_of_each_batch_size_gets_more_seeds(make_queue, target, value_of, best):
+    queue = make_queue(best_seeds=3, target=target)
     queue.fill()
     queue.end(queue.claim(), "failed", None, "disk full")  # 64, 0.1
-    ran = run_all(queue)
-    assert [(trial.setting[BATCH], rate_of(trial)) for trial in ran[5:]] == [(64, 0.2), (128, 0.1)]
+    extra = [(trial.setting[BATCH], rate_of(trial), trial.seed) for trial in run_all(queue, value_of)[5:]]
+    assert extra == [(*setting, seed) for setting in best for seed in (1, 2)]
 
 
-@pytest.mark.parametrize("target", [None, 0.9])
-def test_the_best_of_equally_good_settings_is_the_first(make_queue, target):
-    ran = run_all(make_queue(best_seeds=2, target=target), lambda trial: 0.5)
-    assert numbers(ran[6:]) == [(0, 1), (3, 1)]
-
-
-def test_tpe_gives_all_seeds_of_a_setting_the_same_values(make_queue):
-    space = Space(lambda trial: trial.suggest_float(RATE, 1e-4, 1, log=True), space_of({}).rules)
-    chosen = {}
-    for trial in run_all(make_queue(space=space, sampler="tpe", trials=8, seeds=2)):
-        chosen.setdefault(trial.index, []).append(rate_of(trial))
-    assert all(len(values) == 2 and len(set(values)) == 1 for values in chosen.values())
-    assert len({values[0] for values in chosen.values()}) == 4
-
-
-def test_tpe_takes_up_settings_of_every_branch_of_a_space(make_queue):
-    """What a branch suggests is not known before TPE takes it."""
+def test_tpe_gives_all_seeds_the_same_values_in_every_branch_of_a_space(make_queue):
+    """What a branch suggests is not known before TPE takes it; kills change nothing."""
 
     def suggest(trial):
         optimizer = trial.suggest_categorical("optimizer.name", ["lamb", "sgd", "adam", "muon"])
         trial.suggest_float({"lamb": RATE, "sgd": "optimizer.momentum"}.get(optimizer, "optimizer.b2"), 0.1, 0.9)
 
     options = {"space": Space(suggest, space_of({}).rules), "sampler": "tpe", "trials": 16, "seeds": 2}
-    queue = make_queue(**options)
+    queue, chosen = make_queue(**options), {}
     while queue.fill().waiting:
         trial = queue.claim()
         queue.put_back(trial)  # as after a kill
         queue.fill()
         again = make_queue(**options).claim()
         queue.end(again, "done", 0.5, None)
+        chosen.setdefault(again.index, []).append(again.setting)
     assert queue.fill() == Counts(0, 0, 16)
+    assert all(len(settings) == 2 and settings[0] == settings[1] for settings in chosen.values())
+    assert len({str(settings[0]) for settings in chosen.values()}) == 8
     fields = {field for row in queue._database.get_trials() for field in row.params}
     assert fields == {"optimizer.name", RATE, "optimizer.momentum", "optimizer.b2"}
 
@@ -265,11 +230,8 @@ def test_groups_are_combinations_of_fields(make_queue):
     assert len(run_all(make_queue(functions={"groups": (BATCH, RATE)}, best_seeds=2))) == 6 * 2
 
 
-# ---- pruners --------------------------------------------------------------------------------------------------
-
-
-def test_the_median_of_a_group_ends_its_trials_whatever_the_objective(make_queue):
-    queue = make_queue(functions={"groups": (BATCH,)}, pruner="median", target=0.9)
+def test_the_median_of_a_group_ends_its_searched_trials_whatever_the_objective(make_queue):
+    queue = make_queue(functions={"groups": (BATCH,)}, pruner="median", target=0.9, best_seeds=2)
     queue.fill()
     claimed = [queue.claim() for _ in range(6)]
     small, large = claimed[:3], claimed[3:]
@@ -281,25 +243,18 @@ def test_the_median_of_a_group_ends_its_trials_whatever_the_objective(make_queue
     assert queue.report(small[2], 0.84, FIRST_VALIDATIONS)
     assert not queue.report(large[0], 0.1, FIRST_VALIDATIONS)  # nothing of its group has ended
     assert not queue.report(small[2], 0.86, FIRST_VALIDATIONS + 1)  # no other came so far
-
-
-def test_further_seeds_are_never_pruned(make_queue):
-    queue = make_queue(functions={"groups": (BATCH,)}, pruner="median", best_seeds=2)
-    queue.fill()
-    while trial := queue.claim():
-        queue.report(trial, rate_of(trial), FIRST_VALIDATIONS)
-        queue.end(trial, "done", rate_of(trial), None)
+    for trial in claimed[2:]:
+        queue.end(trial, "done", 200.0, None)
     queue.fill()
     second_seed = queue.claim()
-    assert second_seed.seed == 1
+    assert (second_seed.index, second_seed.seed) == (0, 1)
     assert not queue.report(second_seed, 0.0, FIRST_VALIDATIONS)
-    assert second_seed.row.should_prune()  # as it would be, were it one of the searched
 
 
 # ---- the database ---------------------------------------------------------------------------------------------
 
 
-def test_a_database_that_is_away_is_waited_for(make_queue, monkeypatch, caplog):
+def test_a_database_that_is_away_is_waited_for_until_a_signal_comes(make_queue, monkeypatch, caplog):
     queue, fail = make_queue(), [optuna.exceptions.StorageInternalError("connection refused")] * 2
     get_trials = queue._database.get_trials
 
@@ -309,19 +264,12 @@ def test_a_database_that_is_away_is_waited_for(make_queue, monkeypatch, caplog):
         return get_trials(*args, **kwargs)
 
     monkeypatch.setattr(queue._database, "get_trials", flaky)
+    monkeypatch.setattr(database.time, "sleep", lambda seconds: None)
     with caplog.at_level("INFO", "largebatch"):
         assert queue.fill() == Counts(6, 0, 0)
     assert "does not answer (connection refused); trying again in 1 s" in caplog.text
     assert "answers again after" in caplog.text
-
-
-def test_a_signal_ends_the_waiting(make_queue, monkeypatch):
-    queue = make_queue()
-
-    def gone(*args, **kwargs):
-        raise optuna.exceptions.StorageInternalError("connection refused")
-
-    monkeypatch.setattr(queue._database, "get_trials", gone)
+    fail.append(optuna.exceptions.StorageInternalError("connection refused"))
     monkeypatch.setattr(preemption, "_first_signal", 15)
     with pytest.raises(preemption.Stopped):
         queue.fill()

@@ -26,28 +26,18 @@ def space_with(call: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
-        ("x = 1", ["suggest is None; allowed: a function"]),
-        ("def suggest(trial):\n    pass\nrefine = 3", ["refine is 3; allowed: a function"]),
-        ("def suggest(trial):\n    pass\nGROUPS = 'batch.size'", ["GROUPS is 'batch.size'; allowed: a tuple"]),
-        ("def suggest(trial):\n    pass\nGROUPS = ('batch',)", ["GROUPS is ('batch',); allowed: a tuple"]),
-        ("1 / 0", ["line 1", "ZeroDivisionError"]),
-        ("def suggest(:", ["SyntaxError"]),
+        ("x = 1", "suggest is None; allowed: a function"),
+        ("def suggest(trial):\n    pass\nrefine = 3", "refine is 3; allowed: a function"),
+        ("def suggest(trial):\n    pass\nGROUPS = ('batch',)", "GROUPS is ('batch',); allowed: a tuple"),
+        ("\n1 / 0", "space.py, line 2: ZeroDivisionError"),
     ],
 )
-def test_a_bad_space_file_is_named_in_one_line(tmp_path, text, words):
-    with pytest.raises(UserError) as error:
+def test_a_bad_space_file_is_named_in_one_line(tmp_path, text, message):
+    with pytest.raises(UserError, match=re.escape(message)) as error:
         read(tmp_path, text)
-    assert "space.py" in str(error.value)
     assert "\n" not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_a_missing_space_file(tmp_path):
-    with pytest.raises(UserError, match="is not a file"):
-        read_space(tmp_path / "none.py", RULES)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +48,11 @@ def test_a_missing_space_file(tmp_path):
             'suggest_categorical("optimizer.learning_rat", [0.1])',
             "unknown field (did you mean 'optimizer.learning_rate'?)",
         ),
-        ('suggest_categorical("optimizer.name", [])', "[]; allowed: different choices, at least one"),
         ('suggest_categorical("optimizer.name", ["sgd", "sgd"])', "allowed: different choices, at least one"),
         ('suggest_categorical("optimizer.name", ["sgd", "lambb"])', "optimizer.name: 'lambb'; allowed: lamb | sgd"),
-        ('suggest_categorical("batch.size", [0, "full"])', "batch.size: 0; allowed"),
         ('suggest_float("optimizer.momentum", 0.5, 1.5, step=0.5)', "optimizer.momentum: 1.5; allowed"),
         ('suggest_int("seed", 0, 5)', "seed: cannot be searched (use --seeds)"),
         ('suggest_categorical("log.tensorboard", [True])', "log.tensorboard: cannot be searched"),
-        ('suggest_categorical("dataset.max_image_pixels", [100])', "dataset.max_image_pixels: cannot be searched"),
         ('suggest_categorical("model.dtype", ["auto"])', "model.dtype: 'auto' cannot be searched"),
         ('suggest_float("optimizer.learning_rate", 0.1, 1.0)', "optimizer.learning_rate is a range; allowed"),
         ('suggest_int("train.inner_steps", 1, 99999)', "over 10,000 settings; allowed: fewer"),
@@ -78,13 +65,6 @@ def test_a_bad_suggestion_is_named_in_one_line(tmp_path, call, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("refined", [{"optimizer.nam": "sgd"}, {"optimizer.name": "lambb"}, {"seed": 1}])
-def test_a_setting_that_refine_may_not_return(refined):
-    space = space_of({"optimizer.name": ["sgd"]}, refine=lambda best: [{**best, **refined}])
-    with pytest.raises(UserError, match=r"unknown field|allowed|cannot be searched"):
-        settings_of(space, "grid", 0, None)
-
-
 def test_a_grid_has_every_combination_once_with_the_first_field_slowest():
     def suggest(trial):
         optimizer = trial.suggest_categorical("optimizer.name", ["lamb", "sgd"])
@@ -94,15 +74,9 @@ def test_a_grid_has_every_combination_once_with_the_first_field_slowest():
         trial.suggest_int("train.inner_steps", 1, 5, step=4)
 
     settings, distributions = settings_of(Space(suggest, RULES), "grid", 0, None)
-    assert [list(setting.values()) for setting in settings] == [
-        *(["lamb", momentum, steps] for momentum in (0.5, 0.7, 0.9) for steps in (1, 5)),
-        *(
-            ["sgd", nesterov, momentum, steps]
-            for nesterov in (False, True)
-            for momentum in (0.5, 0.7, 0.9)
-            for steps in (1, 5)
-        ),
-    ]
+    rest = [[momentum, steps] for momentum in (0.5, 0.7, 0.9) for steps in (1, 5)]
+    expected = [[*first, *more] for first in (["lamb"], ["sgd", False], ["sgd", True]) for more in rest]
+    assert [list(setting.values()) for setting in settings] == expected
     for setting in settings:
         for field, value in setting.items():
             assert distributions[field]._contains(distributions[field].to_internal_repr(value))
@@ -122,10 +96,8 @@ def test_settings_follow_from_seed_and_number_and_fill_the_space(sampler):
     settings, distributions = settings_of(space, sampler, 3, 128)
     assert settings[:8] == settings_of(space, sampler, 3, 8)[0]
     assert settings[7] != settings_of(space, sampler, 4, 8)[0][7]
-    assert (distributions["optimizer.learning_rate"].low, distributions["optimizer.learning_rate"].log) == (
-        1e-4,
-        True,
-    )
+    rates = distributions["optimizer.learning_rate"]
+    assert (rates.low, rates.log) == (1e-4, True)
     counts = collections.Counter(setting["train.inner_steps"] for setting in settings)
     assert min(counts.values()) > 128 / 5 / 2  # the ends as often as the others
     logs = np.sort([math.log10(setting["optimizer.learning_rate"]) for setting in settings])

@@ -1,6 +1,7 @@
 """What a study may be, and what it may become when it is resumed."""
 
 import json
+import re
 
 import pytest
 from conftest import assert_one_line_error
@@ -22,30 +23,33 @@ def config_with(**fields):
     return config
 
 
+def refine_none(best):
+    return []
+
+
+def refine_badly(best):
+    return [{**best, "optimizer.nam": "sgd"}]
+
+
 @pytest.mark.parametrize(
-    ("options", "fields", "message"),
+    ("options", "fields", "refine", "message"),
     [
-        ({"trials": 9}, {}, "--trials: 9 settings; allowed: up to 3, the whole grid"),
-        ({"trials": 3, "seeds": 2}, {}, "--trials: 3; allowed: a multiple of --seeds, 2"),
-        ({"sampler": "random"}, {}, "--trials: missing"),
-        ({"best_seeds": 1}, {}, "--best_seeds: 1; allowed: more than --seeds, 1"),
-        ({"objective": "steps_to_target"}, {}, "needs train.target_accuracy"),
-        ({"pruner": "hyperband"}, {"train__target_accuracy": 0.9}, "--pruner: hyperband; allowed"),
-        ({"storage": "nonsense"}, {}, "--storage: 'nonsense'; allowed: a database URL"),
+        ({"trials": 9}, {}, None, "--trials: 9 settings; allowed: up to 3, the whole grid"),
+        ({"trials": 3, "seeds": 2}, {}, None, "--trials: 3; allowed: a multiple of --seeds, 2"),
+        ({"sampler": "random"}, {}, None, "--trials: missing"),
+        ({"best_seeds": 1}, {}, None, "--best_seeds: 1; allowed: more than --seeds, 1"),
+        ({"objective": "steps_to_target"}, {}, None, "needs train.target_accuracy"),
+        ({"pruner": "hyperband"}, {"train__target_accuracy": 0.9}, None, "--pruner: hyperband; allowed"),
+        ({"storage": "nonsense"}, {}, None, "--storage: 'nonsense'; allowed: a database URL"),
+        ({"trials": 3, "sampler": "random"}, {}, refine_none, "--sampler: random; allowed with a space that has"),
+        ({"trials": 2}, {}, refine_none, "--trials: 2; allowed with a space that has refine(): none"),
+        ({}, {}, refine_badly, "optimizer.nam: unknown field"),
     ],
 )
-def test_options_that_do_not_fit(tmp_path, options, fields, message):
-    with pytest.raises(UserError, match=message):
-        make_study(config_with(**fields), tmp_path, space_of(RATES), **options)
+def test_options_that_do_not_fit(tmp_path, options, fields, refine, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_study(config_with(**fields), tmp_path, space_of(RATES, refine=refine), **options)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_space_with_refine_is_a_whole_grid(tmp_path):
-    space = space_of(RATES, refine=lambda best: [])
-    with pytest.raises(UserError, match=r"--sampler: random; allowed with a space that has refine\(\): grid"):
-        make_study(config_with(), tmp_path, space, sampler="random", trials=3)
-    with pytest.raises(UserError, match=r"--trials: 2; allowed with a space that has refine\(\): none"):
-        make_study(config_with(), tmp_path, space, trials=2)
 
 
 @pytest.mark.parametrize(
@@ -61,25 +65,22 @@ def test_integers_in_place_of_words_and_tuples_from_a_database(tmp_path):
     choices = {"batch.size": [64, "full"], "batch.micro_batch_size": [8]}
     study = make_study(config_with(batch__size="full"), tmp_path, space_of(choices))
     assert study.config_of({"batch.size": 64, "batch.micro_batch_size": 8}, 0).batch.size == 64
-    study = make_study(config_with(batch__size=64), tmp_path, space_of(choices))
-    assert study.config_of({"batch.size": "full", "batch.micro_batch_size": 8}, 0).batch.size == "full"
     config = study.config_of({"schedule.name": "step", "schedule.decay_steps": [1, 2]}, 0)
     assert config.schedule.decay_steps == (1, 2)
 
 
-def test_a_faulty_derive_is_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: undefined, r"--space: \{.*NameError: name 'undefined'"),  # noqa: F821
+        (lambda: "auto", r"model.dtype: 'auto'; allowed in a trial: float32 \| bfloat16"),
+    ],
+)
+def test_a_faulty_derive_is_one_line(tmp_path, value, message):
     def derive(config):
-        config.train.inner_steps = undefined  # noqa: F821
+        config.model.dtype = value()
 
-    with pytest.raises(BadSetting, match=r"--space: \{.*NameError: name 'undefined'"):
-        make_study(config_with(), tmp_path, space_of(RATES, derive=derive))
-
-
-def test_a_trial_does_not_choose_its_dtype(tmp_path):
-    def derive(config):
-        config.model.dtype = "auto"
-
-    with pytest.raises(BadSetting, match=r"model.dtype: 'auto'; allowed in a trial: float32 \| bfloat16"):
+    with pytest.raises(BadSetting, match=message):
         make_study(config_with(), tmp_path, space_of(RATES, derive=derive))
 
 
@@ -95,31 +96,20 @@ def test_run_folders_are_named_by_their_settings(tmp_path):
     assert study.folder_of({"schedule.decay_steps": [1, 2]}, 1).name == names[2]  # as a database returns it
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seeds": 3, "trials": 2, "best_seeds": 4, "dtype_is_auto": True}, None),
-        ({"order_version": 1}, "order_version: 4 here, 1 there"),
-        ({"sampler": "random"}, "sampler: 'grid' here, 'random' there"),
-        ({"fields": ["batch.size"]}, "fields: "),
-    ],
-)
-def test_what_may_change_when_a_study_is_resumed(tmp_path, change, message):
+def test_what_may_change_when_a_study_is_resumed(tmp_path):
     study = make_study(config_with(), tmp_path, space_of(RATES))
-    recorded = study.description | change
-    if message is None:
-        refuse_another(tmp_path, study.description, recorded)
-        return
-    with pytest.raises(UserError, match=f"--study: {tmp_path} holds another study: {message}"):
-        refuse_another(tmp_path, study.description, recorded)
+    may_change = {"seeds": 3, "trials": 2, "best_seeds": 4, "dtype_is_auto": True}
+    refuse_another(tmp_path, study.description, study.description | may_change)
+    message = f"--study: {tmp_path} holds another study: order_version: 4 here, 1 there; sampler: 'grid' here"
+    with pytest.raises(UserError, match=message):
+        refuse_another(tmp_path, study.description, study.description | {"order_version": 1, "sampler": "tpe"})
 
 
 # ---- one dtype, whatever machines its trials are trained on ----------------------------------------------
 
 
-@pytest.fixture
-def sweep_on(tmp_path, session_cache):
-    """A function that runs sweep.py on a machine where "auto" stands for a dtype; and the study folder."""
+@pytest.mark.full
+def test_machines_of_two_kinds_work_on_one_study_by_its_dtype(tmp_path, session_cache):
     (tmp_path / "space.py").write_text(
         'def suggest(trial):\n    trial.suggest_categorical("optimizer.learning_rate", [0.003, 0.01, 0.03])\n'
     )
@@ -127,38 +117,19 @@ def sweep_on(tmp_path, session_cache):
     small |= {"batch.size": 64, "batch.micro_batch_size": 16, "augment.cache_dir": session_cache}
     config = [f"--config.{name}={value}" for name, value in small.items()]
 
-    def run(dtype, *arguments, given="auto"):
+    def sweep_on(dtype, *arguments, given="auto"):
         options = [*config, f"--config.model.dtype={given}"] if given else []
         space = f"--space={tmp_path / 'space.py'}"
         return run_on(dtype, "sweep.py", f"--study={tmp_path / 'study'}", space, *options, *arguments)
 
-    run.folder = tmp_path / "study"
-    return run
-
-
-def dtypes_of_trials(folder) -> list[str]:
-    configs = [json.loads((path / "config.json").read_text()) for path in sorted((folder / "trials").iterdir())]
-    return [config["model"]["dtype"] for config in configs]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("again", [{"given": "auto"}, {"given": None}], ids=["same command", "folder alone"])
-def test_machines_of_two_kinds_work_on_one_study(sweep_on, again):
     made = sweep_on("float32", "--trials=1")
-    assert made.returncode == 0, made.stderr
-    assert "model.dtype" not in made.stderr
-    assert json.loads((sweep_on.folder / "study.json").read_text())["config"]["model"]["dtype"] == "float32"
-    done = sweep_on("bfloat16", "--trials=3", **again)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(SAID) == 1
-    assert dtypes_of_trials(sweep_on.folder) == ["float32"] * 3
-
-
-@pytest.mark.full
-def test_an_explicit_dtype_of_a_study(sweep_on):
-    assert sweep_on("bfloat16", "--trials=1").returncode == 0
-    other = sweep_on("float32", "--trials=2", given="float32")
-    assert_one_line_error(other, "another study: config.model.dtype: 'float32' here, 'bfloat16' there")
-    same = sweep_on("float32", "--trials=2", given="bfloat16")
-    assert (same.returncode, "model.dtype" in same.stderr) == (0, False), same.stderr
-    assert dtypes_of_trials(sweep_on.folder) == ["bfloat16"] * 2
+    assert (made.returncode, "model.dtype" in made.stderr) == (0, False), made.stderr
+    assert json.loads((tmp_path / "study" / "study.json").read_text())["config"]["model"]["dtype"] == "float32"
+    for trials, given in ((2, "auto"), (3, None)):
+        done = sweep_on("bfloat16", f"--trials={trials}", given=given)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(SAID) == 1
+    other = sweep_on("float32", "--trials=3", given="bfloat16")
+    assert_one_line_error(other, "another study: config.model.dtype: 'bfloat16' here, 'float32' there")
+    configs = [json.loads(path.read_text()) for path in (tmp_path / "study" / "trials").glob("*/config.json")]
+    assert [config["model"]["dtype"] for config in configs] == ["float32"] * 3

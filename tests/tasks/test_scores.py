@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from largebatch.config.fields import TaskConfig
-from largebatch.predictions import maps
+from largebatch.predictions import tables
 from largebatch.tasks import planes, scores
 from largebatch.tasks.planes import PixelTargets
 from largebatch.tasks.task import make_task
@@ -93,7 +93,7 @@ def test_what_is_kept_of_an_image_is_its_own_score():
     np.testing.assert_array_equal(loss, TASK.losses(OUTPUTS, TRUTH))
     for number in range(len(OUTPUTS)):
         classes = OUTPUTS[number, ..., :-1].argmax(-1)
-        assert mean_iou[number] == pytest.approx(maps.mean_iou(classes, TRUE_CLASSES[number], len(CLASSES)))
+        assert mean_iou[number] == pytest.approx(tables.mean_iou(classes, TRUE_CLASSES[number], len(CLASSES)))
         errors = OUTPUTS[number, ..., -1].clip(0, 1) - TRUE_DEPTHS[number]
         assert rmse[number] == pytest.approx(np.sqrt(np.mean(errors**2)))
 

@@ -18,7 +18,7 @@ import train
 from configs import scenes_tiny
 from largebatch.hosts import preemption
 from largebatch.predictions import cases
-from largebatch.predictions.maps import mean_iou
+from largebatch.predictions.tables import mean_iou
 from largebatch.runs import reader
 from largebatch.tasks import planes
 from largebatch.training import trainer

@@ -1,7 +1,8 @@
-r"""How many updates does each optimizer need to a target, at each batch size? Rates first, then shorter runs.
+r"""How many steps does each optimizer need to a target, at each batch size? Rates first, then shorter runs.
 
-    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/knees.py --study runs/studies/knees \
-        --pruner median --best_seeds 3 --config.train.target_accuracy 0.9 --config.dataset.image_size 32
+    python sweep.py --config configs/eurosat_muon.py --space configs/sweeps/critical_batch.py \
+        --study runs/studies/critical_batch --pruner median --best_seeds 3 \
+        --config.train.target_accuracy 0.9 --config.dataset.image_size 32
 
 Each optimizer is tuned at each batch size: four rates with a linear decay over up to 400,000 images (1,000,000 for
 the two largest batches), then half and a quarter of the images at the best rate, then three seeds of the best. (The
