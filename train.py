@@ -316,7 +316,7 @@ def define_flags() -> None:
         "compile_for", None, "Compile for devices that are not here, as v3:4x4 or h200:8; trains nothing."
     )
     flags.DEFINE_bool("show_batches", False, "Show how large the batches of a run are; trains nothing.")
-    flags.DEFINE_bool("profile", False, "Write a jax.profiler trace of a few updates to WORKDIR/profile.")
+    flags.DEFINE_bool("profile", False, "Write a jax.profiler trace of a few steps to WORKDIR/profile.")
 
 
 if __name__ == "__main__":

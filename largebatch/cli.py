@@ -20,7 +20,7 @@ from largebatch.config import rules
 from largebatch.config.dicts import RULES, difference
 from largebatch.config.fields import Config
 from largebatch.config.rules import Models, nearest_field
-from largebatch.hardware.chips import AUTO, DTYPES, auto_dtype
+from largebatch.hardware.chips import AUTO, auto_dtype
 from largebatch.hosts import collectives
 from largebatch.hosts.start import start_jax, wait_for_failing_hosts
 from largebatch.util import UserError, expanded, printable
@@ -63,13 +63,17 @@ def start(
     *,
     of: str = "run",
 ) -> tuple[Config, dict]:
-    """Start JAX on a config that all hosts agree on.
+    """Start JAX on a config that all hosts agree on, with model.dtype "auto" replaced by what it stands for.
+
+    What is resumed keeps the dtype that it began with; a machine that would choose another logs that. What is new
+    takes the dtype of host 0's machine.
 
     Args:
       models: see `rules.check`.
-      recorded, of: see `settle_dtype`.
+      recorded: returns, on host 0, the config that is resumed, as plain JSON; None if it is new.
+      of: "run" or "study", for the log.
     Returns:
-      The config with its dtype settled; and the same as plain JSON, as it will be read back from a file.
+      The config; and the same as plain JSON, as it will be read back from a file.
     Raises:
       UserError: the config is bad or differs from that of host 0, or the devices or hosts are not there.
     """
@@ -82,38 +86,14 @@ def start(
     for host, config_of_host in enumerate(configs):
         if changed := difference(configs[0], config_of_host, ("on host 0", f"on host {host}")):
             raise UserError(f"hosts disagree about the config: {changed}")
-    config = settle_dtype(config, recorded, of=of)
-    configs[0]["model"]["dtype"] = config.model.dtype
+    if config.model.dtype == AUTO:
+        begun, here = recorded and collectives.agreed(recorded, collectives.is_primary()), auto_dtype()
+        dtype = collectives.json_from_primary(begun["model"]["dtype"] if begun else here)
+        if dtype != here:
+            log.info("model.dtype: auto is %s in this %s; here it would be %s", dtype, of, here)
+        config = config.replace(model={"dtype": dtype})
+        configs[0]["model"]["dtype"] = dtype
     return config, configs[0]
-
-
-def settle_dtype(config: Config, recorded: Callable[[], dict | None] | None = None, *, of: str = "run") -> Config:
-    """Replace model.dtype "auto" by the dtype that it stands for, the same on all hosts. Collective.
-
-    What is resumed keeps the dtype that it began with; a machine that would choose another logs that. What is new
-    takes the dtype of host 0's machine.
-
-    Args:
-      recorded: returns, on host 0, the config that is resumed, as plain JSON; None if it is new.
-      of: "run" or "study", for the log.
-    Raises:
-      UserError: `recorded` raised it; on every host.
-    """
-    if config.model.dtype != AUTO:
-        return config
-    begun = collectives.agreed(lambda: _dtype_in(recorded and recorded()), collectives.is_primary())
-    here = auto_dtype()
-    dtype = collectives.json_from_primary(begun or here)
-    if dtype != here:
-        log.info("model.dtype: auto is %s in this %s; here it would be %s", dtype, of, here)
-    return config.replace(model={"dtype": dtype})
-
-
-def _dtype_in(recorded: object) -> str | None:
-    """Return the dtype of a config from a file; None where the file is damaged."""
-    model = recorded.get("model") if isinstance(recorded, dict) else None
-    dtype = model.get("dtype") if isinstance(model, dict) else None
-    return dtype if dtype in DTYPES else None
 
 
 # ---- scripts ----------------------------------------------------------------------------------------
@@ -141,10 +121,19 @@ def exit_after(main: Callable[[], int | None]) -> NoReturn:
 
     Errors that the user can correct (UsageError, UserError) are printed as one line on stderr, without a traceback.
     """
-    try:
-        code = _run_to_code(main)
-    except OSError:  # nobody reads stderr any more, as where the launcher was killed
-        code = EXIT_FAILED
+    code, script = EXIT_FAILED, Path(sys.argv[0]).name
+    with contextlib.suppress(OSError):  # nobody reads stderr any more, as where the launcher was killed
+        try:
+            code = main() or 0
+        except UsageError as error:
+            code = EXIT_USAGE
+            print(f"{script}: {printable(error)}", file=sys.stderr)
+        except UserError as error:
+            print(f"{script}: error: {printable(error)}", file=sys.stderr)
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+        except Exception:  # a fault of the program: shown in full
+            traceback.print_exc()
     if code not in (0, *AGREED_EXITS) and jax.distributed.is_initialized():
         # The usual exit waits for the other hosts, and they may be waiting for this one.
         with contextlib.suppress(OSError):
@@ -153,24 +142,6 @@ def exit_after(main: Callable[[], int | None]) -> NoReturn:
         wait_for_failing_hosts()
         os._exit(code)
     sys.exit(code)
-
-
-def _run_to_code(main: Callable[[], int | None]) -> int:
-    """Run `main`, print its error, and return the exit code; raise OSError if the error cannot be printed."""
-    script = Path(sys.argv[0]).name
-    try:
-        return main() or 0
-    except UsageError as error:
-        print(f"{script}: {printable(error)}", file=sys.stderr)
-        return EXIT_USAGE
-    except UserError as error:
-        print(f"{script}: error: {printable(error)}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except Exception:  # a fault of the program: shown in full
-        traceback.print_exc()
-        return EXIT_FAILED
 
 
 class UsageError(Exception):
@@ -203,9 +174,9 @@ def parse_flags(argv: list[str]) -> "config_dict.ConfigDict":
     if "--help" in argv:
         show_help(CONFIG_HELP)
     argv = _join_values(argv)
-    argv = [_with_expanded_file(before, arg) for before, arg in zip(["", *argv], argv, strict=False)]
-    is_none = _fields_set_to_none(argv)
-    argv = [arg for arg in argv if arg not in is_none]
+    may_be_none = {f"--config.{field}=None": field for field, rule in RULES.items() if rule.allows(None)}
+    fields_set_to_none = [may_be_none[arg] for arg in argv if arg in may_be_none]  # config_flags cannot parse it
+    argv = [arg for arg in argv if arg not in may_be_none]
     try:
         # Defines a flag for every override in `argv`, so that the parser of flags knows them.
         default = str(ROOT / "configs" / "default.py")
@@ -213,7 +184,7 @@ def parse_flags(argv: list[str]) -> "config_dict.ConfigDict":
         rest = parse_plain_flags(argv)
         if not isinstance(flags.FLAGS.config, config_dict.ConfigDict):  # config_flags' stand-in for a missing file
             raise UsageError(f"--config: there is no file {flags.FLAGS['config'].config_filename}")
-        flags.FLAGS.config.update_from_flattened_dict(dict.fromkeys(is_none.values()))
+        flags.FLAGS.config.update_from_flattened_dict(dict.fromkeys(fields_set_to_none))
     except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
         names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
         bad = [f"--config.{name}: unknown field{nearest_field(name)}" for name in names if name not in RULES]
@@ -256,39 +227,26 @@ def _wrong_type(message: str) -> str | None:
 
 
 def _join_values(argv: list[str]) -> list[str]:
-    """Replace the arguments "--config.FIELD", "VALUE" by "--config.FIELD=VALUE".
+    """Join "--config", "FILE" and "--config.FIELD", "VALUE" by "=", with ~ replaced in FILE.
 
     config_flags takes a field of mixed type (batch.size) for a switch, and would not read the value after it.
-    """
-    joined = []
-    for arg in argv:
-        follows_field = bool(joined) and re.fullmatch(r"--config\.[\w.]+", joined[-1])
-        if follows_field and not arg.startswith("--"):
-            joined[-1] += f"={arg}"
-        else:
-            joined.append(arg)
-    return joined
-
-
-def _with_expanded_file(before: str, arg: str) -> str:
-    """Return an argument, given the one before it, with ~ replaced in what is the path of a config file.
 
     Raises:
       UsageError: there is no such home folder.
     """
-    flag, equals, path = arg.partition("=")
-    try:
-        if before == "--config":
-            return expanded(arg, "--config")
-        return f"{flag}={expanded(path, '--config')}" if flag == "--config" and equals else arg
-    except UserError as error:
-        raise UsageError(str(error)) from error
-
-
-def _fields_set_to_none(argv: list[str]) -> dict[str, str]:
-    """Return the allowed "--config.FIELD=None" with their FIELD, which config_flags cannot parse."""
-    may_be_none = {f"--config.{field}=None": field for field, rule in RULES.items() if rule.allows(None)}
-    return {arg: may_be_none[arg] for arg in argv if arg in may_be_none}
+    joined = []
+    for arg in argv:
+        if joined and re.fullmatch(r"--config(\.[\w.]+)?", joined[-1]) and not arg.startswith("--"):
+            joined[-1] += f"={arg}"
+        else:
+            joined.append(arg)
+    for number, arg in enumerate(joined):
+        if arg.startswith("--config="):
+            try:
+                joined[number] = f"--config={expanded(arg.partition('=')[2], '--config')}"
+            except UserError as error:
+                raise UsageError(str(error)) from error
+    return joined
 
 
 def _one_line(error: BaseException) -> str:

@@ -134,13 +134,8 @@ def _remove_old(folder, leftover: re.Pattern) -> None:
         return
     for candidate in folder.iterdir():
         with contextlib.suppress(OSError):  # another process removes it too, or it is another user's
-            if leftover.fullmatch(candidate.name) and seconds_untouched(candidate) > STALE_SEC:
+            if leftover.fullmatch(candidate.name) and time.time() - _last_written(candidate) > STALE_SEC:
                 remove(candidate)
-
-
-def seconds_untouched(path) -> float:
-    """Return the seconds since the last change of a file, or of anything in a folder."""
-    return time.time() - _last_written(path)
 
 
 def remove(path) -> None:
@@ -163,15 +158,10 @@ def num_bytes(path) -> int:
 
 def _last_written(path) -> float:
     """Return the time of the last change of a path or of anything in it; a growing file changes no folder."""
-    inside = path.iterdir() if path.is_dir() else ()
-    return max(_modified(path), *map(_last_written, inside), 0)
-
-
-def _modified(path) -> float:
-    if "://" in os.fspath(path):
-        return path.stat().mtime or 0  # folders of a bucket have none
-    # Not epath's `stat`: it asks for the name of the owner, which a container may not know.
-    return pathlib.Path(path).stat().st_mtime
+    # Folders of a bucket have no time. Elsewhere epath asks for the owner's name, which a container may not know.
+    is_url = "://" in os.fspath(path)
+    modified = (path.stat().mtime or 0) if is_url else pathlib.Path(path).stat().st_mtime
+    return max([modified, *map(_last_written, path.iterdir() if path.is_dir() else ())])
 
 
 def path_within(folder, name: str, field: str) -> pathlib.Path:

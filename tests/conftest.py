@@ -165,6 +165,18 @@ def run_script(*arguments, env=None, timeout=300, cwd=ROOT) -> subprocess.Comple
     )
 
 
+def small_flags(cache_dir, **fields) -> list[str]:
+    """Flags of train.py for a run of some seconds, with other fields."""
+    defaults = {
+        "augment.cache_dir": cache_dir,
+        "dataset.num_examples": 100,
+        "dataset.image_size": 16,
+        "train.inner_steps": 3,  # one program with the runs of other tests
+        "train.outer_steps": 1,
+    }
+    return [f"--config.{name}={value}" for name, value in (defaults | fields).items()]
+
+
 def assert_one_line_error(result: subprocess.CompletedProcess, *words: str, code: int = 1) -> None:
     """One line on stderr that holds all `words`, the right exit code, and no traceback."""
     lines = [line for line in result.stderr.splitlines() if line.strip()]

@@ -1,10 +1,7 @@
-"""What others named is shown as it stands: no markup, no emoji, nothing that steers the terminal."""
-
-import re
+"""Names that others chose are shown as they stand: no markup, no emoji, nothing that steers the terminal."""
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from largebatch import terminal
 from largebatch.data.dataset import dataset_of_arrays
@@ -78,10 +75,3 @@ def test_predictions_and_findings_show_classes_and_folders(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.count(SHOWN) for line in lines) == 2 + 2 + 4 + 2  # the first table has the class once more: b's
     assert not any("\x1b" in line for line in lines)
-
-
-def test_only_the_terminal_makes_a_console():
-    """A console made elsewhere would take brackets for markup."""
-    pattern = re.compile(r"rich\.console|rich import .*\bconsole\b|rich import print|from_markup")
-    files = [*ROOT.glob("*.py"), *ROOT.glob("largebatch/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
-    assert [path.name for path in files if pattern.search(path.read_text())] == ["terminal.py"]

@@ -33,7 +33,7 @@ from largebatch.util import UserError, expanded
 log = logging.getLogger("largebatch")
 
 POINTER, STATE, LOCK, CHECKPOINTS = "pointer.json", ".copied.json", "lock", "checkpoints"
-LIVE = "tensorboard/"  # files that TensorBoard follows in the bucket, and no run needs to go on
+LIVE = "tensorboard/"  # files that TensorBoard follows in the bucket, and no run needs to resume
 LOCAL_FOLDERS = "~/.cache/largebatch/runs"
 PROBE = "probe"  # object that shows that the bucket can be written
 NOTHING = {"id": None, "files": {}}
@@ -120,11 +120,9 @@ class Bucket:
 
     def read_pointer(self) -> dict:
         """Read the current pointer; return NOTHING where there is none."""
-        content = self._read(self._at(POINTER))
-        try:
+        with self._reached():
+            content = self._read(self._at(POINTER))
             return NOTHING if content is None else json.loads(content)
-        except ValueError as error:
-            raise UserError(f"--workdir: {self.url}/{POINTER} is damaged ({error})") from error
 
     def probe(self) -> None:
         """Write an object, so that a missing or read-only bucket is found before the work; `push` removes it."""

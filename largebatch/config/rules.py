@@ -3,8 +3,8 @@
 import difflib
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from largebatch.config.dicts import FIELDS, RULES, SECTIONS, flatten, kinds_of
 from largebatch.config.fields import Config
@@ -36,14 +36,8 @@ ALIASES = {
 }
 
 
-class Architecture(Protocol):
-    """A network that a config can name: an entry of model.MODELS."""
-
-    of_pixels: bool  # gives maps, for tasks of pixels
-    options: Collection[str]  # the MODEL_OPTIONS that it takes
-
-
-Models = Mapping[str, Architecture]  # by model.name
+# As model.MODELS: networks by name, with `of_pixels` (they give maps) and `options` (the MODEL_OPTIONS they take).
+Models = Mapping[str, Any]
 
 
 # ---- the whole config ----------------------------------------------------------------------------------

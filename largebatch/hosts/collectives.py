@@ -74,16 +74,8 @@ def json_from_primary(value) -> Any:
     return gather_json(value if is_primary() else None)[0]
 
 
-def share_error(error: Exception | None) -> None:
-    """Wait for all hosts, and raise the first error of any of them on all, as a UserError of its kind."""
-    message = [type(error).__name__, str(error)] if error else None
-    for name, text in filter(None, gather_json(message)):
-        kinds = {kind.__name__: kind for kind in UserError.__subclasses__()}
-        raise kinds.get(name, UserError)(text) from error
-
-
 def agreed(act: Callable[[], Any], here: bool = True) -> Any:
-    """Run `act` on the hosts where `here` is true; raise a UserError of one host on all.
+    """Run `act` on the hosts where `here` is true, wait for all hosts, and raise the first UserError on all.
 
     Returns:
       The result of `act`, None on the other hosts.
@@ -94,7 +86,9 @@ def agreed(act: Callable[[], Any], here: bool = True) -> Any:
             result = act()
         except UserError as raised:
             error = raised
-    share_error(error)
+    for name, text in filter(None, gather_json([type(error).__name__, str(error)] if error else None)):
+        kinds = {kind.__name__: kind for kind in UserError.__subclasses__()}
+        raise kinds.get(name, UserError)(text) from error
     return result
 
 

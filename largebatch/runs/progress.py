@@ -88,24 +88,21 @@ class RunProgress:
         newest = checkpoints.read_newest(self._checkpoints.folder)
         if newest is not None:
             refuse_other_data(newest.description["data"], self._data, self._run.path)
-            return self._go_back_to(newest)
+            return self._for_restore(newest)
         self._run.cut_rows(0)
-        return self._first_snapshot(), None
-
-    def _first_snapshot(self) -> dict:
-        """Return the snapshot before the first step, with what the run of train.init_from had learned."""
-        train, version, snapshot = self.config["train"], self._data["network_version"], dict(self._like)
+        snapshot, train = dict(self._like), self.config["train"]
         if train["init_from"]:
+            version, state = self._data["network_version"], snapshot["state"]
             try:
-                state = load.initial_state(train["init_from"], train["init_step"], snapshot["state"], version)
+                state = load.initial_state(train["init_from"], train["init_step"], state, version)
             except UserError as error:
                 raise UserError(f"train.init_from: {error}") from error
             snapshot["state"] = state
             if "replicas" in snapshot:
                 snapshot["replicas"] = replicas_from_mean(state, snapshot["replicas"])
-        return snapshot
+        return snapshot, None
 
-    def _go_back_to(self, checkpoint: checkpoints.LoadedCheckpoint) -> tuple[dict, dict]:
+    def _for_restore(self, checkpoint: checkpoints.LoadedCheckpoint) -> tuple[dict, dict]:
         """Cut the rows back to those of a checkpoint; return its snapshot, for these devices, and description.
 
         Where the number of devices changed, all replicas start from the mean.
@@ -241,7 +238,7 @@ class RunProgress:
         def read():
             self._checkpoints.discard_after(self.validated_step)
             path = checkpoints.path_of(self._checkpoints.folder, self.validated_step)
-            return self._go_back_to(checkpoints.read_arrays(path))
+            return self._for_restore(checkpoints.read_arrays(path))
 
         return self._read_on_primary(read)
 
@@ -285,4 +282,4 @@ def replicas_from_mean(mean, like):
     synchronised = jax.tree.map(np.zeros_like, mean.local)
     synchronised = synchronised.replace(anchor=mean.params, velocity=mean.local.velocity)
     mean = mean.replace(local=synchronised)
-    return jax.tree.map(lambda leaf, of_all: np.broadcast_to(leaf, of_all.shape), mean, like)
+    return jax.tree.map(lambda leaf, replicas: np.broadcast_to(leaf, replicas.shape), mean, like)

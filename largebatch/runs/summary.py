@@ -42,15 +42,17 @@ def empty_summary() -> dict:
     }
 
 
-def timings(clock: Clock, before: dict, updates: int, examples: int) -> dict:
-    """Return the time fields of a metrics row; `before` is clock.seconds at the begin of the outer loop.
+def timings(clock: Clock, before: dict, steps: int, examples: int) -> dict:
+    """Return the time fields of a metrics row.
 
-    `updates` and `examples` are the numbers of steps and examples of the outer loop.
+    Args:
+      before: clock.seconds at the begin of the outer loop.
+      steps, examples: their numbers in the outer loop.
     """
     spent = {section: seconds - before.get(section, 0.0) for section, seconds in clock.seconds.items()}
     return {
         "images_per_sec": examples / spent["train"],
-        "step_time_ms": 1e3 * spent["train"] / updates,
+        "step_time_ms": 1e3 * spent["train"] / steps,
         "train_sec": spent["train"],
         "eval_sec": spent["evaluation"],
         "compile_sec": spent["compile"],

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import importlib.util
 import logging
 import os
@@ -10,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from largebatch.util import UserError
 
@@ -20,31 +19,13 @@ INIT_SEC = 15.0  # to reach the server of Weights & Biases
 FINISH_SEC, INTERRUPTED_SEC = 30.0, 3.0  # to send its last rows; after a signal there is little time
 
 
-@dataclasses.dataclass(frozen=True)
-class TrackedRun:
-    """Run that begins or resumes, as trackers see it.
+class TrackedRun(NamedTuple):
+    """Run that begins or resumes, as trackers see it."""
 
-    Attributes:
-      folder: run folder; a tracker may write to a folder of its own name in it.
-      id: the same whenever the run resumes.
-      name: name of the run.
-      config: config as plain JSON.
-    """
-
-    folder: Path
-    id: str
+    folder: Path  # run folder; a tracker may write to a folder of its own name in it
+    id: str  # the same whenever the run resumes
     name: str
-    config: dict
-
-
-class Tracker(Protocol):
-    """Receiver of a run's rows, in plain JSON. Its constructor takes a TrackedRun; every method may raise."""
-
-    def row(self, row: dict) -> None:
-        """Receive a line of metrics.jsonl; after a rollback, steps come once more."""
-
-    def finish(self, summary: dict) -> None:
-        """Receive summary.json as the last call, when this process has done its part of the run."""
+    config: dict  # plain JSON
 
 
 class TensorBoard:
@@ -178,8 +159,9 @@ def _end_service() -> None:
         wandb.teardown()
 
 
-# Trackers by the field of a config's `log` that enables them.
-TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+# Trackers by the field of a config's `log` that enables them. Each is made of a TrackedRun; `row` gets a line of
+# metrics.jsonl (after a rollback, steps come once more), and `finish` gets summary.json. All of them may raise.
+TRACKERS: dict[str, Callable] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 def check_installed(options: dict) -> None:
@@ -198,7 +180,7 @@ class Trackers:
     """Trackers that a run's config enables; one that fails is logged once and then dropped."""
 
     def __init__(self, run: TrackedRun):
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict = {}
         for name, make in TRACKERS.items():
             if run.config["log"].get(name):
                 with self._dropped_if_it_fails(name):

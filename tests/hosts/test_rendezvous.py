@@ -17,10 +17,11 @@ NAME = socket.gethostname()
 
 
 class Hosts:
-    """Hosts of one meeting, each a thread; what became of them."""
+    """Hosts of one rendezvous, each a thread; what became of them."""
 
-    def __init__(self, num_hosts: int, limit_sec: float):
+    def __init__(self, num_hosts: int, limit_sec: float = 30):
         self.address, self._num_hosts, self._limit_sec = f"127.0.0.1:{free_port()}", num_hosts, limit_sec
+        self.port = int(self.address.split(":")[1])
         self.ended: list[tuple[int, str]] = []
         self._threads = []
 
@@ -55,7 +56,7 @@ def quick(monkeypatch):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_hosts_that_all_come_go_on(order):
-    hosts = Hosts(3, limit_sec=30)
+    hosts = Hosts(3)
     for index in order:
         hosts.come(index)
         time.sleep(0.1)
@@ -86,42 +87,32 @@ def test_without_host_zero_the_others_name_it():
     assert text.endswith(f"Connection refused; seen here: SLURM_JOB_ID=7); {rendezvous.ADVICE}")
 
 
-def test_two_that_say_they_are_the_same_host_are_told():
-    hosts = Hosts(3, limit_sec=30)
-    hosts.come(1)
-    hosts.come(1)
-    hosts.come(0)
-    text = f"devices: {NAME} says that it is host 1 of 3 (there: 0 on {NAME}, 1 on {NAME}); allowed: each of 0 to 2"
-    ended = hosts.all_ended()
-    assert [index for index, _ in ended] == [0, 1, 1]
-    assert all(said.startswith(text) for _, said in ended)
-
-
-def test_hosts_that_count_differently_are_told():
-    hosts = Hosts(3, limit_sec=30)
-    hosts.come(0)
-    hosts.come(1, num_hosts=4)
-    text = f"devices: {NAME} says that it is host 1 of 4 (there: 0 on {NAME}); allowed: each of 0 to 2 once."
-    ended = hosts.all_ended()
-    assert [index for index, _ in ended] == [0, 1]
-    assert all(said.startswith(text) for _, said in ended)
-
-
 @pytest.mark.parametrize(
-    "noise",
+    ("second", "said"),
     [
-        b"\n",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"[1]\n",
-        b'{"host": "x"}\n',
-        b"\xff" * 300_000,
+        ((1, 3), "host 1 of 3 (there: 0 on {name}, 1 on {name}); allowed: each of 0 to 2 once."),
+        ((2, 4), "host 2 of 4 (there: 0 on {name}, 1 on {name}); allowed: each of 0 to 2 once."),
     ],
+    ids=["the same index", "another number of hosts"],
 )
+def test_hosts_that_contradict_each_other_are_told(second, said):
+    hosts = Hosts(3)
+    hosts.come(0, 1)
+    time.sleep(0.3)
+    index, num_hosts = second
+    hosts.come(index, num_hosts=num_hosts)
+    ended = hosts.all_ended()
+    assert [host for host, _ in ended] == sorted([0, 1, index])
+    text = f"devices: {NAME} says that it is {said.format(name=NAME)}"
+    assert all(told.startswith(text) for _, told in ended), ended
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff" * 300_000])
 def test_what_is_no_host_is_left_aside(noise):
-    hosts = Hosts(2, limit_sec=30)
+    hosts = Hosts(2)
     hosts.come(0)
     time.sleep(0.2)
-    with socket.create_connection(("127.0.0.1", int(hosts.address.split(":")[1]))) as stranger:
+    with socket.create_connection(("127.0.0.1", hosts.port)) as stranger:
         try:
             stranger.sendall(noise)
         except OSError:
@@ -131,8 +122,8 @@ def test_what_is_no_host_is_left_aside(noise):
 
 
 def test_a_port_that_is_taken_is_told():
-    hosts = Hosts(2, limit_sec=30)
-    with socket.create_server(("", int(hosts.address.split(":")[1]))):
+    hosts = Hosts(2)
+    with socket.create_server(("", hosts.port)):
         hosts.come(0)
         [(_, text)] = hosts.all_ended()
     assert text.startswith("devices.coordinator_address: host 0 cannot listen on port")

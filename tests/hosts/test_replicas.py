@@ -10,7 +10,6 @@ from jax import lax
 from largebatch.hardware import chips
 from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS
-from largebatch.util import UserError
 
 KNOWN = {"xla_cpu_enable_fast_math": "True"}  # to this platform's compiler
 
@@ -47,12 +46,8 @@ def test_programs_with_options_do_as_without(with_options):
     assert state["w"].is_deleted()  # given away
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), found, plain))
 
-    again, _ = loop(found[0], *rest)
-    np.testing.assert_array_equal(again["w"], np.asarray(plain[0]["w"]) + np.asarray(plain[1]))
-    assert len(loop._programs) == 1
     longer = {"x": np.ones((jax.local_device_count(), 3), np.float32)}
-    assert float(loop(again, longer, np.int32(1))[1]) == 3 * jax.device_count()
-    assert len(loop._programs) == 2
+    assert float(loop(found[0], longer, np.int32(1))[1]) == 3 * jax.device_count()
 
 
 @pytest.mark.parametrize("options", [{}, KNOWN])
@@ -64,7 +59,6 @@ def test_what_is_compiled_ahead_is_neither_run_nor_compiled_again(with_options, 
     with jax.no_tracing():
         found, total = loop(state, *rest)
         again, _ = loop(found, *rest)
-    assert len(loop._programs) == 1
     plain, plain_total = with_options({})(*arguments())
     assert total == plain_total
     np.testing.assert_array_equal(again["w"], np.asarray(plain["w"]) + np.asarray(plain_total))
@@ -115,21 +109,6 @@ def test_a_program_that_fails_with_options_runs_without(with_options, that_fails
         "compiled again, as with XLA_FLAGS=--xla_cpu_enable_fast_math=, for a program fails here: "
         "INTERNAL: operation not permitted when stream is capturing"
     ]
-
-
-def test_a_program_that_does_not_fit_is_not_compiled_again(that_fails, caplog):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"^RESOURCE_EXHAUSTED"):
-        that_fails("RESOURCE_EXHAUSTED: out of memory")(*arguments())
-    assert not caplog.records
-
-
-def test_one_of_several_hosts_does_not_go_on_with_another_program(that_fails, monkeypatch):
-    """The others would wait for it in a collective."""
-    monkeypatch.setattr(replicas.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(replicas.PmappedFunction, "_run", lambda self, program, arguments: program(*arguments))
-    expected = r"a program fails here \(INTERNAL: no\); set XLA_FLAGS=--xla_cpu_enable_fast_math= on all hosts$"
-    with pytest.raises(UserError, match=expected):
-        that_fails("INTERNAL: no\nmore")(*arguments())
 
 
 def test_a_users_flag_goes_first(monkeypatch):

@@ -1,4 +1,4 @@
-"""How a run goes on: by its folder alone, and beyond the end that it first had."""
+"""A run is resumed by its folder alone, and beyond the end that it first had."""
 
 import json
 
@@ -41,3 +41,10 @@ def test_a_run_whose_rate_falls_to_its_end_says_how_to_train_on(small_config, tm
     ):
         train.train_and_evaluate(small_config, str(tmp_path))
     assert (tmp_path / "summary.json").read_bytes() == before
+
+
+def test_rows_without_a_config_are_no_run_to_go_on(small_config, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"holds metrics.jsonl but no config.json; give a new folder"):
+        train.train_and_evaluate(small_config, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

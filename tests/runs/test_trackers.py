@@ -1,4 +1,4 @@
-"""What trackers are told, and that none of them can hold up or change a run."""
+"""Trackers get every row, and none of them can hold up or change a run."""
 
 import gc
 import importlib.util
@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_script
-from made_studies import make_study, space_of, train_study
+from conftest import ROOT
 from wandb_records import exit_code_of, rows_of, run_of
 
 import train
@@ -48,49 +47,39 @@ def written_rows(folder: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
-def service() -> int:
-    """Return the pid of wandb's own process, once it is there."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        for children in Path("/proc/self/task").glob("*/children"):
-            for pid in children.read_text().split():
-                if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return int(pid)
-        time.sleep(0.05)
-    raise AssertionError("there is no process of wandb's")
-
-
-# ---- one that fails -----------------------------------------------------------------------------------
-
-
 class Fails:
+    """A tracker whose every call fails."""
+
     def __init__(self, run):
-        self.rows = 0
+        pass
 
     def row(self, row):
-        self.rows += 1
         raise OSError(28, "No space left on device")
 
     finish = row
 
 
-def test_one_that_fails_is_named_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
-    class Breaks:
-        def __init__(self, run):
-            raise ValueError("no\nsuch server")
+class Breaks:
+    """A tracker that cannot be made."""
 
-    monkeypatch.setattr(trackers, "TRACKERS", {"fails": Fails, "tensorboard": trackers.TensorBoard, "new": Breaks})
-    config = {"log": {"fails": True, "tensorboard": True, "new": True}}
-    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", config))
-    for step in (1, 2):
-        tracked.row({"step": step, "loss": 0.5})
+    def __init__(self, run):
+        raise ValueError("no\nsuch server")
+
+
+def test_one_that_fails_is_named_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
+    classes = {"fails": Fails, "tensorboard": trackers.TensorBoard, "new": Breaks}
+    monkeypatch.setattr(trackers, "TRACKERS", classes)
+    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", {"log": dict.fromkeys(classes, True)}))
+    for step in (3, 7, 7):  # it rolled back
+        tracked.row({"step": step, "loss": 0.5, "noise_scale": None})
     tracked.finish({"status": "done"})
     assert [record.getMessage() for record in caplog.records] == [
         "log.new: no such server; the run goes on without it",
         "log.fails: No space left on device; the run goes on without it",
     ]
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert events.read_bytes().count(b"loss") == 2
+    contents = [path.read_bytes() for path in sorted((tmp_path / "tensorboard").iterdir())]
+    assert [content.count(b"loss") for content in contents] == [2, 1]  # a new file hides the old rows
+    assert not any(b"noise_scale" in content for content in contents)
 
 
 def test_what_is_not_installed_is_refused_before_the_run(monkeypatch):
@@ -98,32 +87,6 @@ def test_what_is_not_installed_is_refused_before_the_run(monkeypatch):
     trackers.check_installed({"wandb": False})
     with pytest.raises(UserError, match=r"log\.wandb: wandb is not installed"):
         trackers.check_installed({"wandb": True})
-
-
-# ---- TensorBoard --------------------------------------------------------------------------------------
-
-
-def test_tensorboard_events_are_written_without_tensorflow(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from largebatch.runs.trackers import TensorBoard;"
-        "from largebatch.runs.trackers import TrackedRun;"
-        "board = TensorBoard(TrackedRun(Path(sys.argv[1]), 'abc', 'run', {}));"
-        "board.row({'step': 7, 'val_accuracy': 0.25, 'noise_scale': None}); board.finish({});"
-        "assert 'tensorflow' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    content = events.read_bytes()
-    assert b"val_accuracy" in content
-    assert b"noise_scale" not in content
-
-
-def test_tensorboard_begins_a_file_where_a_run_rolled_back(tmp_path):
-    board = trackers.TensorBoard(TrackedRun(tmp_path, "abc", "run", {}))
-    for step in (3, 7, 7):
-        board.row({"step": step, "loss": 0.5})
-    board.finish({})
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
 # ---- Weights & Biases ---------------------------------------------------------------------------------
@@ -148,73 +111,73 @@ def test_wandb_gets_the_whole_run_and_resumes_in_the_same_record(config, tmp_pat
     assert settings["batch"]["size"] == 128
     assert (exit_code_of(first), exit_code_of(second)) == (1, 0)
     told = [message for message in caplog.messages if "log.wandb" in message]
-    assert (
-        told == [f"log.wandb: no API key is configured; offline: wandb sync {run}/wandb/offline-run-* sends it"] * 2
-    )
+    line = f"log.wandb: no API key is configured; offline: wandb sync {run}/wandb/offline-run-* sends it"
+    assert told == [line] * 2
 
 
 @pytest.mark.full
 def test_wandb_is_offline_where_its_server_is_not_reached(tmp_path, config, monkeypatch, caplog, capfd):
+    """And the trials of a study are a group."""
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setattr(trackers, "INIT_SEC", 10.0)  # of a busy machine's wandb without a server, too
     monkeypatch.setattr(trackers, "FINISH_SEC", 120.0)
-    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", config.to_dict()))
+    trial = tmp_path / "my_study" / "trials" / "0000"
+    trial.mkdir(parents=True)
+    (trial / "trial.json").write_text("{}")
+    tracked = Trackers(TrackedRun(trial, "abc", "0000", config.to_dict()))
     tracked.row({"step": 1, "loss": 0.5})
     tracked.finish({"status": "done"})
-    (record,) = records_of(tmp_path)
+    (record,) = records_of(trial)
     assert rows_of(record) == [{"step": 1, "loss": 0.5}]
+    assert (run_of(record).display_name, run_of(record).run_group) == ("0000", "my_study")
     (told,) = [message for message in caplog.messages if "log.wandb" in message]
     assert "offline: wandb sync" in told
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.full
-def test_wandb_groups_the_trials_of_a_study(config, tmp_path):
-    config.train.outer_steps = 1
-    space = space_of({"optimizer.learning_rate": [0.003, 0.01]})
-    runs = train_study(make_study(config, tmp_path / "my_study", space))
-    assert len(runs) == 2
-    for run in runs:
-        (record,) = records_of(run.path)
-        assert rows_of(record) == written_rows(run.path)
-        assert (run_of(record).display_name, run_of(record).run_group) == (run.path.name, "my_study")
+def service() -> int:
+    """Return the pid of wandb's own process, once it is there."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for children in Path("/proc/self/task").glob("*/children"):
+            for pid in children.read_text().split():
+                if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return int(pid)
+        time.sleep(0.05)
+    raise AssertionError("there is no process of wandb's")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
-def test_killing_its_process_changes_no_bit_of_a_run(config, tmp_path, monkeypatch, caplog, number):
+def test_killing_its_process_changes_no_bit_of_a_run(config, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trackers, "FINISH_SEC", 1.0)
 
     class Kills(Reporter):
         def row(self, row, outer_steps):
             if row["outer"] == 1:
-                os.kill(service(), number)
+                os.kill(service(), signal.SIGKILL)
 
     summary = train.train_and_evaluate(config, str(tmp_path / "run"), report=Kills(enabled=False))
     config.log.wandb = False
     alone = train.train_and_evaluate(config, str(tmp_path / "alone"))
-    assert summary["params_sha256"] == alone["params_sha256"]
-    assert summary["status"] == "done"
+    assert (summary["params_sha256"], summary["status"]) == (alone["params_sha256"], "done")
     told = [message for message in caplog.messages if message.startswith("log.wandb") and "offline" not in message]
     assert len(told) == 1
-    assert number == signal.SIGKILL or "still sends after 1 s" in told[0]
     for process in gc.get_objects():  # wandb does not wait for a killed one, of which Python warns at exit
         if isinstance(process, subprocess.Popen):
             process.wait(10)
 
 
 FROZEN = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 from pathlib import Path
+sys.path.insert(0, "tests/runs")
 from largebatch.runs import trackers
+from test_trackers import service
 trackers.FINISH_SEC = 1.0
 run = trackers.TrackedRun(Path(sys.argv[1]), "abc", "run", {"log": {"wandb": True, "wandb_project": "p"}})
 tracked = trackers.Trackers(run)
 tracked.row({"step": 0})
 time.sleep(5)
-for children in Path("/proc/self/task").glob("*/children"):
-    for pid in children.read_text().split():
-        if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            os.kill(int(pid), signal.SIGSTOP)
+os.kill(service(), signal.SIGSTOP)
 begin = time.monotonic()
 for step in range(100):
     tracked.row({"step": step, "text": "x" * 100_000})
@@ -225,31 +188,13 @@ tracked.finish({"status": "done"})
 
 def test_a_process_that_hangs_holds_up_neither_the_run_nor_its_exit(tmp_path):
     result = subprocess.run(
-        [sys.executable, "-c", FROZEN, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", FROZEN, tmp_path],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.returncode == 0, result.stderr
     assert "still sends after 1 s" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_the_exit_code_of_its_killed_process_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    def teardown():
-        sys.exit(-signal.SIGKILL)
-
-    monkeypatch.setattr(trackers, "FINISH_SEC", 0.0)
-    monkeypatch.setattr("wandb.teardown", teardown)
-    monkeypatch.setattr(trackers, "_open_record", lambda run: time.sleep(1))
-    tracked = Trackers(TrackedRun(tmp_path, "abc", "run", {"log": {"wandb": True}}))
-    tracked.finish({"status": "done"})
-    assert "still sends after 0 s; wandb sync sends the rest; the run goes on without it" in caplog.text
-
-
-def test_a_project_that_is_refused_is_named_before_the_run(tmp_path):
-    result = run_script(
-        "train.py", "--config.log.wandb", "--config.log.wandb_project=a/b", f"--workdir={tmp_path}/run"
-    )
-    assert result.returncode == 1
-    assert result.stderr.splitlines() == [
-        "train.py: error: log.wandb_project: 'a/b'; allowed: 1 to 128 characters, none of / \\ # ? % :"
-    ]
-    assert not (tmp_path / "run").exists()

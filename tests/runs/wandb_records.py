@@ -44,7 +44,7 @@ def rows_of(path: Path) -> list[dict]:
 
 
 def run_of(path: Path) -> protocol.RunRecord:
-    """What the record says of its run: id, project, group, config."""
+    """The description of its run: id, project, group, config."""
     return next(record.run for record in read_records(path) if record.WhichOneof("record_type") == "run")
 
 
