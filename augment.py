@@ -38,8 +38,7 @@ from largebatch.data.cache import (
     open_cache,
     open_sound_cache,
 )
-from largebatch.data.cache_build import build_together
-from largebatch.data.cache_images import CachePlan
+from largebatch.data.cache_build import CachePlan, build_together
 from largebatch.data.pictures import draw_preview, export
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.sources.files import stamp_of
@@ -249,7 +248,6 @@ def _plan(config: Config, request: CacheRequest) -> CachePlan:
         seed=config.dataset.split_seed,
         split_file=request.split_file,
     )
-    dataset = dataset.like(int(splits["train"][0]))
     height, width, channels = dataset.image_shape
     channels -= dataset.targets.planes
     check_data(config, (height, width, channels), dataset.targets, dataset.description)

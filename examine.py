@@ -21,7 +21,7 @@ from largebatch.config import rules
 from largebatch.config.fields import Config
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.data.cache import DatasetInfo
-from largebatch.data.cache_images import CachePlan, estimate_build
+from largebatch.data.cache_build import CachePlan, estimate_build
 from largebatch.data.placement import train_shapes
 from largebatch.data.sharded_split import block_shapes
 from largebatch.data.sources.find import SIZES, published_info

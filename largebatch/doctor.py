@@ -13,7 +13,7 @@ import numpy as np
 from rich import box, table
 from rich.text import Text
 
-from largebatch.data.cache_images import BuildEstimate
+from largebatch.data.cache_build import BuildEstimate
 from largebatch.data.streaming import load_inputs
 from largebatch.hardware.chips import Chip
 from largebatch.hardware.compiled import CompiledProgram

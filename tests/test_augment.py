@@ -1,3 +1,5 @@
+"""Views of images, and the cache of a config: what it depends on, and what becomes of a damaged one."""
+
 import functools
 import itertools
 import json
@@ -12,16 +14,16 @@ from conftest import assert_one_line_error, facts_of, make_folder, run_script, t
 from PIL import Image
 
 import augment
-import train
 from build import ProgramCache, programs_of
-from largebatch.data import random_augment
-from largebatch.data.cache import CACHE_VERSION, DamagedCache
+from largebatch.data.cache import CACHE_VERSION, DamagedCache, seal
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory
 from largebatch.tasks.task import Classification
 from largebatch.training.views import make_read, select_views
 from largebatch.util import BadSetting, UserError
-from plan import data_fields, plan_run
+from plan import plan_run
+
+# ---- views -----------------------------------------------------------------------------------------------
 
 
 def test_8_views_are_the_dihedral_group():
@@ -87,61 +89,33 @@ def test_a_run_averages_over_what_its_config_says(small_config, monkeypatch, vie
     assert asked == [{**average, "gives_maps": False} for average in averages]
 
 
-def test_runs_of_other_views_have_other_data(small_config):
-    keys = set()
-    for views in augment.VIEW_COUNTS:
-        small_config.augment.views = views
-        keys.add(data_fields(typed(small_config)))
-    assert len(keys) == 3
+# ---- what does not go together -----------------------------------------------------------------------------
 
 
-def test_images_that_are_not_square_have_no_transposed_views(small_config):
-    expected = r"^augment\.views: 'all' with images of 24x16 pixels; allowed: flip \| none, or dataset\.image_size"
-    with pytest.raises(BadSetting, match=expected):
-        plan_run(typed(small_config), facts_of(80, (16, 24, 3)), Hardware.here(8))
-    for views in ("flip", "none"):
-        small_config.augment.views = views
-        plan_run(typed(small_config), facts_of(80, (16, 24, 3)), Hardware.here(8))
-
-
-def test_such_images_are_refused_before_a_build(small_config, tmp_path):
-    rng = np.random.default_rng(0)
-    for number in range(20):
-        path = tmp_path / "set" / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (16, 24, 3), np.uint8)).save(path)
-    small_config.dataset.update({"name": "wide", "path": str(tmp_path / "set"), "image_size": None})
-    small_config.augment.cache_dir = str(tmp_path / "cache")
-    with pytest.raises(BadSetting, match=r"^augment\.views: 'all' with images of 24x16 pixels"):
-        augment.prepare_cache(typed(small_config))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, r"augment\.views: 'all' with images of 24x16 pixels; allowed: flip \| none, or dataset\.image_size"),
+        ({"augment.shift": 16}, r"augment\.shift: 16; allowed: below 16, the size of an image$"),
+        ({"augment.cutout": 17}, r"augment\.cutout: 17; allowed: up to 16, the size of an image$"),
+        ({"eval.shift_average": 16}, r"eval\.shift_average: 16; allowed: below 16, the size of an image$"),
+    ],
+)
+def test_images_that_are_too_small_or_not_square_are_refused_before_a_build(
+    small_config, tmp_path, fields, message
+):
+    config = small_config
+    config.dataset.name, config.dataset.image_size = "wide", None
+    config.dataset.path = str(make_folder(tmp_path / "set", {"a": 10, "b": 10}, size=(16, 24)))
+    config.augment.views, config.augment.cache_dir = "flip" if fields else "all", str(tmp_path / "cache")
+    config.update_from_flattened_dict(fields)
+    for refuse in (
+        augment.prepare_cache,
+        lambda config: plan_run(config, facts_of(80, (16, 24, 3)), Hardware.here(8)),
+    ):
+        with pytest.raises(BadSetting, match=f"^{message}"):
+            refuse(typed(config))
     assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.parametrize("field", ["augment.shift", "eval.shift_average"])
-def test_a_shift_by_the_size_of_an_image_is_refused(small_config, field):
-    small_config.augment.views = "flip"
-    small_config.update_from_flattened_dict({field: 16})
-    with pytest.raises(BadSetting, match=rf"^{field}: 16; allowed: below 16, the size of an image$"):
-        plan_run(typed(small_config), facts_of(80, (16, 24, 3)), Hardware.here(8))
-
-
-def test_shifted_images_are_cut_from_reflected_ones_at_every_place():
-    image = np.random.default_rng(0).integers(0, 256, (1, 8, 6, 3), np.uint8)
-    visits = np.arange(500, dtype=np.uint32)
-    shifted = np.asarray(jax.jit(random_augment.shifted, static_argnums=2)(np.repeat(image, 500, 0), visits, 2))
-    padded = np.pad(image[0], ((2, 2), (2, 2), (0, 0)), mode="reflect")
-    cuts = {padded[row : row + 8, column : column + 6].tobytes() for row in range(5) for column in range(5)}
-    assert len(cuts) == 25
-    assert {one.tobytes() for one in shifted} == cuts
-    counts = np.unique(shifted.reshape(500, -1), axis=0, return_counts=True)[1]
-    assert counts.min() >= 5  # of 20 expected: 3.4 standard deviations
-
-
-def test_a_shift_as_large_as_the_image_is_refused(small_config, tmp_path):
-    small_config.augment.shift = 16
-    with pytest.raises(UserError, match=r"augment\.shift: 16; allowed: below 16"):
-        train.train_and_evaluate(small_config, str(tmp_path / "run"))
-    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_a_set_that_does_not_fit_is_refused_with_the_numbers(small_config, monkeypatch):
@@ -151,97 +125,7 @@ def test_a_set_that_does_not_fit_is_refused_with_the_numbers(small_config, monke
         ProgramCache().load(typed(small_config))
 
 
-@pytest.fixture
-def fresh_cache(small_config, tmp_path):
-    """A fresh cache of the small config, with its config."""
-    small_config.augment.cache_dir = str(tmp_path / "caches")
-    return small_config, augment.prepare_cache(typed(small_config)).folder
-
-
-def flip_byte(path, position):
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
-
-
-def content_of(manifest: bytes) -> dict:
-    """A manifest without what differs from build to build."""
-    fields = json.loads(manifest)
-    return {name: fields[name] for name in fields.keys() - {"build", "built", "manifest_sha256"}}
-
-
-FILES = ["images-00000.raw", "crc32.npy", "labels.npy", "ids.npy", "manifest.json"]
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["flip first", "flip last", "truncate", "remove"])
-def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog):
-    config, folder = fresh_cache
-    sound = {path.name: path.read_bytes() for path in folder.iterdir()}
-    path = folder / name
-    if damage == "truncate":
-        path.write_bytes(sound[name][: len(sound[name]) // 2])
-    elif damage == "remove":
-        path.unlink()
-    else:  # of the images a training image, and not a test image, which training does not read
-        flip_byte(path, 500 if damage == "flip first" else -1 - 10 * 16 * 16 * 3 * (name == "images-00000.raw"))
-    caplog.clear()
-    ProgramCache().load(typed(config))
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    damages = [text for text in warnings if text.startswith("damaged cache: ")]
-    assert len(damages) == 1
-    assert name in damages[0]
-    again = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert content_of(again.pop("manifest.json")) == content_of(sound.pop("manifest.json"))
-    assert again == sound
-
-
-def test_the_command_verifies_the_test_images_too(fresh_cache, caplog, monkeypatch):
-    config, folder = fresh_cache
-    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(preview=None, export=None))
-    flip_byte(folder / "images-00000.raw", -1)
-    augment.main(config)
-    assert "images-00000.raw: its row 99 does not match its CRC-32; building it again" in caplog.text
-
-
-def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
-    config, folder = fresh_cache
-    caches = []
-
-    def find_damage(cache):
-        caches.append(cache)
-        raise DamagedCache(f"{folder} is bad {len(caches)}")
-
-    with pytest.raises(UserError, match=r"damaged again right after it was built: .* is bad 2"):
-        augment.with_cache(typed(config), find_damage)
-    assert len(caches) == 2
-    assert caplog.text.count("is bad 1; building it again") == 1
-
-
-def test_a_cache_of_another_version_is_rebuilt(fresh_cache, caplog, monkeypatch):
-    config, _ = fresh_cache
-    for module in ("cache", "cache_build"):
-        monkeypatch.setattr(f"largebatch.data.{module}.CACHE_VERSION", CACHE_VERSION + 1)
-    assert augment.prepare_cache(typed(config)).manifest["cache_version"] == CACHE_VERSION + 1
-    assert f"is of cache version {CACHE_VERSION}, this is {CACHE_VERSION + 1}" in caplog.text
-
-
-def test_a_sound_cache_is_used_as_it_is(fresh_cache, caplog, monkeypatch):
-    config, folder = fresh_cache
-    monkeypatch.setattr("augment.find_dataset", lambda *_, **__: pytest.fail("listed again"))
-    assert augment.prepare_cache(typed(config)).folder == folder
-    assert ProgramCache().load(typed(config)).data.cache.folder == folder
-
-
-def test_a_killed_build_leaves_nothing_under_the_final_name(small_config, tmp_path, monkeypatch):
-    small_config.augment.cache_dir = str(tmp_path / "caches")
-    monkeypatch.setattr(
-        "largebatch.data.cache_build.channel_statistics", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    with pytest.raises(KeyboardInterrupt):
-        augment.prepare_cache(typed(small_config))
-    (left,) = (tmp_path / "caches").iterdir()
-    assert left.name.startswith(".")
+# ---- the cache ---------------------------------------------------------------------------------------------
 
 
 def test_what_shapes_the_cache_changes_its_folder(small_config, tmp_path, monkeypatch):
@@ -266,20 +150,87 @@ def test_what_shapes_the_cache_changes_its_folder(small_config, tmp_path, monkey
     folders = {folder({}), *map(folder, others)}
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     folders.add(folder({}))
-    assert len(folders) == len(others) + 2
+    monkeypatch.setattr("largebatch.data.sources.find.SCENES_VERSION", 0)
+    folders.add(folder({"dataset.name": "scenes"}))
+    assert len(folders) == len(others) + 3
     other_fields = {"dataset.max_image_pixels": 10**6, "seed": 5, "augment.cache_dir": str(tmp_path)}
     assert folder(other_fields) == folder({})
 
 
-def test_a_host_that_has_the_cache_others_lack_does_not_say_that_files_changed(fresh_cache, caplog, monkeypatch):
-    config, _ = fresh_cache
-    augment.prepare_cache(typed(config))
-    monkeypatch.setattr(augment, "_all_have", lambda cache: False)
-    assert augment.plan_cache(typed(config)) is not None
-    assert "changed since" not in caplog.text
+@pytest.fixture
+def fresh_cache(small_config, tmp_path):
+    """A fresh cache of the small config, with its config."""
+    small_config.augment.cache_dir = str(tmp_path / "caches")
+    return small_config, augment.prepare_cache(typed(small_config)).folder
 
 
-def test_command_builds_the_cache_and_draws_the_views(tmp_path):
+def content_of(manifest: bytes) -> dict:
+    """A manifest without what differs from build to build."""
+    fields = json.loads(manifest)
+    return {name: fields[name] for name in fields.keys() - {"build", "built", "manifest_sha256"}}
+
+
+DAMAGE = {
+    "flip first": lambda content: bytes([content[0] ^ 1]) + content[1:],
+    "flip last": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "truncate": lambda content: content[: len(content) // 2],
+    "remove": None,
+}
+FILES = ["images-00000.raw", "crc32.npy", "labels.npy", "ids.npy", "manifest.json"]
+MANIFESTS = {"[]": b"[]", "version 1": seal({"cache_version": 1})}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"), [*itertools.product(FILES, DAMAGE), *(("manifest.json", kind) for kind in MANIFESTS)]
+)
+def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog, monkeypatch):
+    """By the command, which verifies every byte."""
+    config, folder = fresh_cache
+    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(preview=None, export=None))
+    sound = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if damage == "remove":
+        (folder / name).unlink()
+    else:
+        damaged = MANIFESTS[damage] if damage in MANIFESTS else DAMAGE[damage](sound[name])
+        (folder / name).write_bytes(damaged)
+    caplog.clear()
+    augment.main(config)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (told,) = [text for text in warnings if text.startswith("damaged cache: ")]
+    assert name in told
+    assert damage != "version 1" or f"is of cache version 1, this is {CACHE_VERSION}" in told
+    again = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert content_of(again.pop("manifest.json")) == content_of(sound.pop("manifest.json"))
+    assert again == sound
+
+
+def test_training_finds_a_damaged_training_image_and_builds_the_cache_again(fresh_cache, caplog):
+    config, folder = fresh_cache
+    content = bytearray((folder / "images-00000.raw").read_bytes())
+    content[500] ^= 1
+    (folder / "images-00000.raw").write_bytes(content)
+    ProgramCache().load(typed(config))
+    assert "images-00000.raw: its row 0 does not match its CRC-32; building it again" in caplog.text
+
+
+def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
+    config, folder = fresh_cache
+    caches = []
+
+    def find_damage(cache):
+        caches.append(cache)
+        raise DamagedCache(f"{folder} is bad {len(caches)}")
+
+    with pytest.raises(UserError, match=r"damaged again right after it was built: .* is bad 2"):
+        augment.with_cache(typed(config), find_damage)
+    assert len(caches) == 2
+    assert caplog.text.count("is bad 1; building it again") == 1
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+
+def test_the_command_builds_the_cache_and_draws_the_views(tmp_path):
     preview = tmp_path / "views.png"
     arguments = ["augment.py", "--config.augment.cache_dir", tmp_path / "c", "--config.dataset.num_examples", "50"]
     result = run_script(*arguments, "--preview", preview)
@@ -291,48 +242,7 @@ def test_command_builds_the_cache_and_draws_the_views(tmp_path):
     np.testing.assert_array_equal(next_tile, tile[:, ::-1])
 
 
-def test_the_command_refuses_views_that_images_do_not_have(tmp_path):
-    folder, preview = make_folder(tmp_path / "images", {"a": 20, "b": 20}, size=(24, 16)), tmp_path / "views.png"
-    command = ["augment.py", "--config.dataset.name=mine", "--config.dataset.path", folder, "--preview", preview]
-    command += ["--config.augment.cache_dir", tmp_path / "c"]
-    result = run_script(*command, "--config.augment.views=flip")
-    assert result.returncode == 0, result.stderr
-    preview.unlink()
-    assert_one_line_error(run_script(*command), "augment.views: 'all' with images of 16x24 pixels")
-    assert not preview.exists()
-
-
-def test_cache_folder_that_cannot_be_written(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    result = run_script("augment.py", "--config.augment.cache_dir", blocked / "cache")
-    errors = [line for line in result.stderr.splitlines() if "error" in line]
-    assert result.returncode == 1
-    assert len(errors) == 1
-    assert "augment.cache_dir: cannot write" in errors[0]
-    assert "Traceback" not in result.stderr
-
-
-def test_no_space_leaves_no_cache(small_config, tmp_path, monkeypatch):
-    small_config.augment.cache_dir = str(tmp_path / "caches")
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("largebatch.data.cache_images._write_file", full)
-    with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
-        augment.prepare_cache(typed(small_config))
-    assert list((tmp_path / "caches").iterdir()) == []
-
-
-def test_a_preview_that_cannot_be_written(tmp_path):
-    flags = ["--config.augment.cache_dir", tmp_path / "c", "--config.dataset.num_examples", "50"]
-    for path, word in ((tmp_path / "no" / "x.png", "No such file"), (tmp_path / "x.foo", "unknown file extension")):
-        result = run_script("augment.py", *flags, "--preview", path)
-        assert result.returncode == 1
-        assert f"--preview: cannot write {path}" in result.stderr.splitlines()[-1]
-        assert word in result.stderr.splitlines()[-1]
-
-
-def test_bad_flags_of_the_command():
-    assert_one_line_error(run_script("augment.py", "--previw", "x.png"), "previw", code=2)
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run_script("augment.py", "--config.augment.cache_dir", tmp_path / "file" / "cache")
+    assert_one_line_error(result, "augment.cache_dir: cannot write")

@@ -156,7 +156,7 @@ class Cache:
         return np.load(io.BytesIO(content))
 
     def fill(self, rows: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
-        """Read rows of all splits into `out`, and only these; see `dataset.Fill`."""
+        """Read and verify rows of all splits, and only these; see `dataset.Fill`."""
         row_bytes = self.layout.row_bytes
         content = memoryview(out).cast("B") if len(rows) else None  # a view of bytes costs less than one of NumPy
         crcs = self.array("crc32")[rows].tolist()
@@ -165,27 +165,27 @@ class Cache:
 
         def read_range(begin: int, end: int) -> None:
             for position in in_order[begin:end]:
-                number, row_of_file = divmod(rows[position], self.layout.rows_per_file)
                 row = content[position * row_bytes : (position + 1) * row_bytes]
-                self._read_row(number, row_of_file, row)
-                if zlib.crc32(row) != crcs[position]:
-                    path = self.folder / images_file(number)
-                    raise DamagedCache(f"{path}: its row {row_of_file} does not match its CRC-32")
+                self._read_row(rows[position], crcs[position], row)
 
         run_ranges(read_range, len(rows), num_threads)
 
-    def _read_row(self, number: int, row: int, out: memoryview) -> None:
-        """Read a row of an images file; several threads may.
+    def _read_row(self, row: int, crc: int, out: memoryview) -> None:
+        """Read and verify a row; several threads may.
 
         It is read by system calls, not mapped: a file that is cut short while it is mapped kills the process.
         """
+        number, row_of_file = divmod(row, self.layout.rows_per_file)
         try:
-            length = os.preadv(self._file(number), [out], row * len(out))
+            length = os.preadv(self._file(number), [out], row_of_file * len(out))
         except OSError as error:
-            path = self.folder / images_file(number)
-            raise DamagedCache(f"{path} cannot be read ({error.strerror})") from error
+            raise DamagedCache(f"{self.folder / images_file(number)} cannot be read ({error.strerror})") from error
         if length != len(out):
-            raise DamagedCache(f"{self.folder / images_file(number)} ends within its row {row}")
+            raise DamagedCache(f"{self.folder / images_file(number)} ends within its row {row_of_file}")
+        if zlib.crc32(out) != crc:
+            raise DamagedCache(
+                f"{self.folder / images_file(number)}: its row {row_of_file} does not match its CRC-32"
+            )
 
     def _open_file(self, number: int) -> int:
         """Return the descriptor of an images file, which is closed with this object."""
@@ -220,8 +220,8 @@ def read_manifest(folder: Path) -> dict:
         raise DamagedCache(f"{path} cannot be read ({error!r})") from error
     if not is_sound:
         raise DamagedCache(f"{path} does not match its SHA-256")
-    if fields.get("cache_version") != CACHE_VERSION:
-        raise DamagedCache(f"{path} is of cache version {fields.get('cache_version')}, this is {CACHE_VERSION}")
+    if fields["cache_version"] != CACHE_VERSION:
+        raise DamagedCache(f"{path} is of cache version {fields['cache_version']}, this is {CACHE_VERSION}")
     return fields
 
 
@@ -250,8 +250,7 @@ def open_sound_cache(folder: Path) -> Cache | None:
 def discard_cache(cache: Cache, damage: DamagedCache) -> None:
     """Log the damage and remove a cache, so that it is built again.
 
-    It stays if another process has meanwhile put a new build in its place. One that appears right between this look
-    and the removal is removed too, and built once more.
+    It stays if another process has meanwhile put a new build in its place.
 
     Raises:
       UserError: the folder cannot be removed.

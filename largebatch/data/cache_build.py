@@ -1,63 +1,278 @@
-"""Build of a cache on all hosts, and its last stage: arrays, manifest, name."""
+"""Build of a cache: images decoded and written with bounded memory, by one process or by hosts together.
 
+All cores decode blocks of rows, which are written in order to images files. A file gets its name when it is whole,
+after its *part record*, a hidden file with the CRCs and sums of its rows. So a build that was killed resumes after
+the files that are there, and several hosts or processes can build one cache together. An unfinished cache is kept
+in .NAME.build beside the cache's own folder.
+"""
+
+import collections
+import concurrent.futures
 import contextlib
+import dataclasses
 import datetime
+import functools
 import hashlib
 import io
+import itertools
 import json
 import logging
+import os
+import shutil
+import time
 import uuid
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from largebatch import util
-from largebatch.data.cache import CACHE_VERSION, MANIFEST, Cache, DamagedCache, open_cache, seal
-from largebatch.data.cache_images import PARTS, CachePlan, build_files, cannot_write, total, write_whole
-from largebatch.data.dataset import SPLITS
+from largebatch.data.cache import (
+    CACHE_VERSION,
+    MANIFEST,
+    Cache,
+    DamagedCache,
+    RowLayout,
+    images_file,
+    open_cache,
+    seal,
+)
+from largebatch.data.dataset import SPLITS, Dataset
 from largebatch.hosts import collectives
 from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
 
+# Bytes that one thread decodes before they are written. From 4 MiB on, NumPy asks for huge pages, which are faster.
+BLOCK_BYTES = 2**23
+SECONDS_BETWEEN_REPORTS = 10.0
+SAMPLED_IMAGES, SAMPLE_SEC = 4096, 4.0  # the sample of an estimate ends at either
+SAMPLED_AT_ONCE = 256
+OTHER_BYTES = 4 + 4 + 4 * 24  # of an image's CRC, label and id, beside its pixels
+SHOWN_PAIRS = 3
+
+Block = tuple[np.ndarray, list[int], list[int]]  # pixels [rows, H, W, C], CRC-32 of each row, `channel_sums`
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlan:
+    """Content and folder of a cache that is to be built."""
+
+    folder: Path  # of the finished cache
+    dataset: Dataset
+    splits: dict[str, np.ndarray]  # indices into the data set's examples, by split
+
+    @functools.cached_property
+    def layout(self) -> RowLayout:
+        """Layout of the rows."""
+        counts = {split: len(self.splits[split]) for split in SPLITS}
+        return RowLayout.of(counts, self.dataset.image_shape, self.dataset.dtype)
+
+    @functools.cached_property
+    def examples(self) -> np.ndarray:
+        """Index into the data set's examples of each row."""
+        return np.concatenate([self.splits[split] for split in SPLITS])
+
+    @property
+    def build_folder(self) -> Path:
+        """Folder of the cache while it is not whole."""
+        return self.folder.parent / f".{self.folder.name}.build"
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of the images files that are not whole, as this host sees it."""
+        return [number for number in range(self.layout.num_files) if not self.images_path(number).exists()]
+
+    def images_path(self, number: int) -> Path:
+        """Return the path of an images file in the build folder."""
+        return self.build_folder / images_file(number)
+
+    def record_path(self, number: int) -> Path:
+        """Return the path of its part record."""
+        return self.build_folder / f".{images_file(number)}.json"
+
+
+# ---- on all hosts ------------------------------------------------------------------------------------
+
 
 def build_together(plan: CachePlan | None) -> None:
-    """Build a cache where it is missing; hosts that see the same folder share the work. Collective.
+    """Build a cache where it is missing; hosts share the work if all of them see the same folder. Collective.
 
     Args:
       plan: plan of the cache; None on a host that has it.
     Raises:
       UserError: on every host, if one of them fails; see `build_files`.
     """
-    builders = _hosts_with_folder(plan)
-    rank = builders.index(jax.process_index()) if plan else 0
-    collectives.agreed(lambda: build_files(plan, rank, len(builders)), plan is not None)
+    rank, num_builders = (jax.process_index(), jax.process_count()) if _all_see_one_folder(plan) else (0, 1)
+    collectives.agreed(lambda: build_files(plan, rank, num_builders), plan is not None)
     collectives.agreed(lambda: finish_cache(plan), plan is not None and rank == 0)
 
 
-def _hosts_with_folder(plan: CachePlan | None) -> list[int]:
-    """Return the hosts that build in the build folder that this host sees, itself included. Collective."""
-    token, here, found = collectives.gather_text(uuid.uuid4().hex)[0], jax.process_index(), []
-
-    def mark(host: int) -> Path:
-        # A name that `util.remove_stale_in` removes.
-        return plan.folder.parent / f".{plan.folder.name}.host-{host}.{token}.tmp"
+def _all_see_one_folder(plan: CachePlan | None) -> bool:
+    """Return True if all hosts are to build a cache, and find the mark that host 0 leaves. Collective."""
+    token, is_marked = collectives.gather_text(uuid.uuid4().hex)[0], plan is not None and collectives.is_primary()
+    mark = plan and plan.folder.parent / f".{plan.folder.name}.{token}.tmp"  # which `util.remove_stale_in` removes
 
     def leave_mark() -> None:
         try:
-            plan.folder.parent.mkdir(parents=True, exist_ok=True)
-            mark(here).touch()
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
         except OSError as error:
-            raise cannot_write(plan, error) from error
+            raise _cannot_write(plan, error) from error
 
-    collectives.agreed(leave_mark, plan is not None)
-    if plan:
-        found = [host for host in range(jax.process_count()) if host == here or mark(host).exists()]
-    collectives.barrier()  # all hosts have looked
-    if plan:
-        util.remove(mark(here))
-    return found
+    collectives.agreed(leave_mark, is_marked)
+    seen = collectives.gather_text(str(plan is not None and mark.exists()))
+    if is_marked:
+        util.remove(mark)
+    return set(seen) == {"True"}
+
+
+# ---- decoding and writing ------------------------------------------------------------------------------
+
+
+def build_files(plan: CachePlan, rank: int = 0, num_builders: int = 1) -> None:
+    """Write those images files of a cache that are assigned to this host and do not exist yet.
+
+    Args:
+      rank: rank of this host among the `num_builders` hosts that build this cache together, on one file system.
+    Raises:
+      UserError: a damaged or unfitting image, or a failing or full disk; finished files are kept.
+    """
+    if plan.folder.exists():  # another process was first, with the same content
+        return
+    try:
+        plan.build_folder.mkdir(parents=True, exist_ok=True)
+        util.remove_stale_in(plan.folder.parent)
+        util.remove_stale_in(plan.build_folder)
+        missing, num_files = plan.missing, plan.layout.num_files
+        _refuse_small_disk(plan, missing)
+        if missing:
+            kept = f", after {num_files - len(missing)} of {num_files} files of a build before"
+            log.info("decoding %s%s", plan.dataset.description, kept if len(missing) < num_files else "")
+            _write_files(plan, [number for number in missing if number % num_builders == rank])
+    except (OSError, UserError) as error:
+        with contextlib.suppress(OSError):  # it has files, also those that another process is writing
+            plan.build_folder.rmdir()
+        if isinstance(error, UserError):
+            raise
+        if not plan.folder.exists():
+            raise _cannot_write(plan, error) from error
+
+
+def decode_block(plan: CachePlan, rows: range) -> Block:
+    """Decode some rows in this thread; the sums are those of training images.
+
+    Raises:
+      UserError: an image is damaged, or not like the first one.
+    """
+    pixels = np.empty((len(rows), *plan.layout.image_shape), plan.layout.dtype)
+    plan.dataset.fill(plan.examples[rows.start : rows.stop], pixels, num_threads=1)
+    num_train = max(plan.layout.counts["train"] - rows.start, 0)
+    return pixels, [zlib.crc32(image) for image in pixels], channel_sums(pixels[:num_train])
+
+
+def channel_sums(pixels: np.ndarray) -> list[int]:
+    """Return exact sums of the pixels [N, H, W, C] by channel, and behind them those of their squares.
+
+    Lines are added first, all channels at once, which is much quicker than channel by channel.
+    """
+    num_images, height, width, channels = pixels.shape
+    lines = pixels.reshape(num_images, height, width * channels)
+    number_type = np.uint32 if pixels.dtype == np.uint8 and height <= 2**16 else np.uint64
+    sums = np.add.reduce(lines, axis=1, dtype=number_type)
+    square_sums = np.einsum("nlx,nlx->nx", lines, lines, dtype=number_type)
+    return np.stack([sums, square_sums]).reshape(2, -1, channels).sum(axis=1, dtype=np.uint64).ravel().tolist()
+
+
+def _add(sums: list[list[int]]) -> list[int]:
+    """Add lists of sums, in Python's integers, which do not overflow."""
+    return [sum(numbers) for numbers in zip(*sums, strict=True)]
+
+
+def _write_files(plan: CachePlan, numbers: list[int]) -> None:
+    """Decode on all cores, a few blocks ahead of the one that is written."""
+    num_workers, size = os.cpu_count() or 1, max(1, BLOCK_BYTES // plan.layout.row_bytes)
+    rows_of = {number: plan.layout.rows_of_file(number) for number in numbers}
+    report = _progress(sum(map(len, rows_of.values())))
+    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
+        blocks = (rows[begin : begin + size] for rows in rows_of.values() for begin in range(0, len(rows), size))
+        decoded = _in_order(pool, functools.partial(decode_block, plan), blocks, ahead=2 * num_workers)
+        try:
+            for number, rows in rows_of.items():
+                _write_file(plan, number, itertools.islice(decoded, -(-len(rows) // size)), report)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool, work: Callable, items: Iterator, ahead: int) -> Iterator:
+    """Yield `work(item)` for each item in order, while a pool works on up to `ahead` further ones."""
+    waiting = collections.deque()
+    for item in items:
+        waiting.append(pool.submit(work, item))
+        if len(waiting) > ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _write_file(plan: CachePlan, number: int, blocks: Iterator[Block], report: Callable[[int], None]) -> None:
+    """Write an images file and its part record; it gets its name last."""
+    all_crcs, all_sums = [], []
+    with util.replacing(plan.images_path(number)) as temporary:
+        with temporary.open("wb") as file:
+            for pixels, crcs, sums in blocks:
+                file.write(pixels.data)
+                all_crcs += crcs
+                all_sums.append(sums)
+                report(len(crcs))
+        record = {"crcs": all_crcs, "sums": _add(all_sums)}
+        _write_whole(plan.record_path(number), json.dumps(record).encode())
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write a file atomically: it appears whole or not at all."""
+    with util.replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def _progress(num_rows: int) -> Callable[[int], None]:
+    """Return a function that counts rows as written and logs progress, rate and remaining time now and then."""
+    done, begin = 0, time.monotonic()
+    reported = begin
+
+    def report(count: int) -> None:
+        nonlocal done, reported
+        done, now = done + count, time.monotonic()
+        if done < num_rows and now - reported < SECONDS_BETWEEN_REPORTS:
+            return
+        reported, rate = now, done / max(now - begin, 1e-9)
+        left = f", {(num_rows - done) / rate:,.0f} s left" if done < num_rows else ""
+        log.info("decoded %s", f"{done:,} of {num_rows:,} images, {rate:,.0f} a second{left}")
+
+    return report
+
+
+def _refuse_small_disk(plan: CachePlan, missing: list[int]) -> None:
+    """Raise UserError, before hours of work, if the disk lacks room for the missing files of all hosts."""
+    needed = sum(len(plan.layout.rows_of_file(number)) for number in missing) * plan.layout.row_bytes
+    free = shutil.disk_usage(plan.build_folder).free
+    if needed > free:
+        raise UserError(
+            f"augment.cache_dir: {plan.folder.parent} has {free / 1e9:,.2f} GB free; the cache needs "
+            f"{needed / 1e9:,.2f} GB more: make room, or give another folder"
+        )
+
+
+def _cannot_write(plan: CachePlan, error: OSError) -> UserError:
+    """Return the error for a disk that fails or is full; it names what is kept."""
+    text = f"augment.cache_dir: cannot write {plan.folder} ({error.strerror or error})"
+    with contextlib.suppress(OSError):
+        num_files = plan.layout.num_files
+        if written := num_files - len(plan.missing):
+            text += f"; {written} of {num_files} files are kept in {plan.build_folder}: start again to go on"
+    return UserError(text)
 
 
 # ---- the last stage ------------------------------------------------------------------------------------
@@ -67,22 +282,21 @@ def finish_cache(plan: CachePlan) -> None:
     """Write labels, ids, CRCs and the manifest of a cache whose images files are there, and give it its name.
 
     Raises:
-      UserError: a part record is damaged; all masks are of one class; a failing disk.
+      UserError: all masks are of one class; a failing disk.
     """
     if plan.folder.exists():  # another process was first, with the same content
         return
-    if plan.missing:  # a network file system showed the marks of hosts to some of them
+    if plan.missing:  # a network file system is late to show the files of other hosts
         build_files(plan)
     try:
         manifest = _write_arrays(plan)
-        write_whole(plan.build_folder / MANIFEST, seal(manifest))
+        _write_whole(plan.build_folder / MANIFEST, seal(manifest))
         plan.build_folder.rename(plan.folder)
-        util.remove(plan.folder / PARTS)
-        for path in plan.folder.glob(".*"):  # files of killed processes, or of slower ones that build the same
+        for path in plan.folder.glob(".*"):  # part records, and files of killed processes or slower ones
             util.remove(path)
     except OSError as error:
         if not plan.folder.exists():
-            raise cannot_write(plan, error) from error
+            raise _cannot_write(plan, error) from error
         with contextlib.suppress(OSError):  # another process was first, with the same content
             util.remove(plan.build_folder)
     log.info("cached in %s", plan.folder)
@@ -93,18 +307,21 @@ def finish_cache(plan: CachePlan) -> None:
 def _write_arrays(plan: CachePlan) -> dict:
     """Write ids, labels and CRCs of all rows; return the manifest."""
     dataset, layout, sha256 = plan.dataset, plan.layout, {}
-    records = [_read_record(plan, number) for number in range(layout.num_files)]
-    crcs = np.array([crc for record in records for crc in record["crcs"]], np.uint32)
-    arrays = {"ids": np.array(dataset.ids)[plan.examples], "labels": dataset.labels[plan.examples], "crc32": crcs}
+    records = [json.loads(plan.record_path(number).read_bytes()) for number in range(layout.num_files)]
+    arrays = {
+        "ids": np.array(dataset.ids)[plan.examples],
+        "labels": dataset.labels[plan.examples],
+        "crc32": np.array([crc for record in records for crc in record["crcs"]], np.uint32),
+    }
     for name, array in arrays.items():
         buffer = io.BytesIO()
         np.save(buffer, array, allow_pickle=False)
-        write_whole(plan.build_folder / f"{name}.npy", buffer.getvalue())
+        _write_whole(plan.build_folder / f"{name}.npy", buffer.getvalue())
         sha256[name] = hashlib.sha256(buffer.getvalue()).hexdigest()
-    sums, square_sums = (total([record[name] for record in records]) for name in ("sums", "square_sums"))
-    num_pixels = layout.counts["train"] * layout.image_shape[0] * layout.image_shape[1]
-    _refuse_one_class(plan, sums, square_sums, num_pixels)
-    mean, std = channel_statistics(sums, square_sums, num_pixels)
+    height, width, _ = layout.image_shape
+    sums, num_pixels = _add([record["sums"] for record in records]), layout.counts["train"] * height * width
+    _refuse_one_class(plan, sums, num_pixels)
+    mean, std = channel_statistics(sums, num_pixels)
     return {
         "cache_version": CACHE_VERSION,
         "build": uuid.uuid4().hex,  # so that no two builds have the same manifest; see `cache.discard_cache`
@@ -122,66 +339,82 @@ def _write_arrays(plan: CachePlan) -> dict:
     }
 
 
-def _read_record(plan: CachePlan, number: int) -> dict:
-    path = plan.record_path(number)
-    try:
-        record = json.loads(path.read_text())
-        if len(record["crcs"]) != len(plan.layout.rows_of_file(number)):
-            raise ValueError(f"{len(record['crcs'])} rows")
-        return record
-    except (ValueError, LookupError, TypeError) as error:
-        path.unlink(missing_ok=True)  # so that the next start decodes this part again
-        raise UserError(f"augment.cache_dir: {path} is damaged ({error}); start again to build it anew") from error
-
-
-def _refuse_one_class(plan: CachePlan, sums: list[int], square_sums: list[int], num_pixels: int) -> None:
+def _refuse_one_class(plan: CachePlan, sums: list[int], num_pixels: int) -> None:
     """Raise UserError if all pixels of the training masks are of one class: then nothing can be learned."""
-    targets = plan.dataset.targets
-    total, squares = sums[-targets.planes], square_sums[-targets.planes]
-    if not targets.classes or total**2 != num_pixels * squares:
+    targets, channels = plan.dataset.targets, plan.layout.image_shape[-1]
+    mask = channels - targets.planes
+    if not targets.classes or sums[mask] ** 2 != num_pixels * sums[channels + mask]:
         return
     util.remove(plan.build_folder)
     raise UserError(
         f"dataset: all pixels of the training masks of {plan.dataset.description} are of class "
-        f"{targets.classes[total // num_pixels]!r}; allowed: two classes or more"
+        f"{targets.classes[sums[mask] // num_pixels]!r}; allowed: two classes or more"
     )
 
 
-def channel_statistics(sums: list[int], square_sums: list[int], num_pixels: int) -> tuple[list, list]:
-    """Return mean and standard deviation by channel, from exact integer sums over `num_pixels` pixels.
-
-    Python's integers do not overflow, and its division rounds once. The deviation is at least 1.
-    """
-    mean = [total / num_pixels for total in sums]
-    variance = [squares / num_pixels - m**2 for squares, m in zip(square_sums, mean, strict=True)]
+def channel_statistics(sums: list[int], num_pixels: int) -> tuple[list, list]:
+    """Return mean and standard deviation by channel, at least 1, from `channel_sums` over `num_pixels` pixels."""
+    channels = len(sums) // 2
+    mean = [total / num_pixels for total in sums[:channels]]
+    variance = [squares / num_pixels - m**2 for squares, m in zip(sums[channels:], mean, strict=True)]
     return mean, [float(np.sqrt(max(v, 1.0))) for v in variance]
 
 
 def _warn_of_equal_images(cache: Cache) -> None:
     """Warn of images with the same pixels; a pair in two splits makes the validation too optimistic.
 
-    Only images of equal CRC-32 are read again and compared, so no other hash has to be computed or kept.
+    Only images of equal CRC-32 are read again and compared, so no other hash is kept.
     """
-    crcs, layout, pairs, equal_crc = cache.array("crc32"), cache.layout, [], {}
-    order = np.argsort(crcs, kind="stable")
-    repeats = np.flatnonzero(np.diff(crcs[order]) == 0)
+    crcs, layout, pairs, seen = cache.array("crc32"), cache.layout, [], {}
+    values, counts = np.unique(crcs, return_counts=True)
     image = np.empty((1, *layout.image_shape), layout.dtype)
-    for place in np.union1d(repeats, repeats + 1):
-        row = order[place]
+    for row in np.flatnonzero(np.isin(crcs, values[counts > 1])):
         cache.fill(np.array([row]), image, num_threads=1)
-        if place == 0 or crcs[order[place - 1]] != crcs[row]:
-            equal_crc = {}
-        before = equal_crc.setdefault(image.tobytes(), row)
+        before = seen.setdefault(hashlib.sha256(image).digest(), row)
         if before != row:
             pairs.append((before, row))
     if not pairs:
         return
     split_of, ids = np.repeat(SPLITS, [layout.counts[split] for split in SPLITS]), cache.array("ids")
     across = [pair for pair in pairs if split_of[pair[0]] != split_of[pair[1]]]
-    shown = [f"{ids[one]} = {ids[other]}" for one, other in (across or pairs)[:3]]
-    log.warning(
-        "dataset: images with the same pixels as another one: %d, in another split: %d (%s)",
-        len(pairs),
-        len(across),
-        ", ".join(shown) + (", ..." if len(across or pairs) > 3 else ""),
-    )
+    shown = [f"{ids[one]} = {ids[other]}" for one, other in (across or pairs)[:SHOWN_PAIRS]]
+    shown += ["..."] * (len(across or pairs) > SHOWN_PAIRS)
+    text = "dataset: images with the same pixels as another one: %d, in another split: %d (%s)"
+    log.warning(text, len(pairs), len(across), ", ".join(shown))
+
+
+# ---- an estimate ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildEstimate:
+    """Predicted size and build time of a cache."""
+
+    plan: CachePlan
+    disk_bytes: int  # size of the cache
+    free_disk_bytes: int
+    images_per_sec: float  # images that all cores of this host decode per second
+    sampled: int  # images that were decoded for the estimate
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that one host takes to build the cache."""
+        return self.plan.layout.num_rows / self.images_per_sec
+
+
+def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
+    """Estimate a build: decode some images on all cores, for a few seconds at most, and write nothing.
+
+    Raises:
+      UserError: an image is damaged or unlike the first.
+    """
+    num_rows, begin = plan.layout.num_rows, time.perf_counter()
+    sample = np.random.default_rng(seed).permutation(plan.examples)[:SAMPLED_IMAGES]
+    for some in util.iterate_batches(len(sample), SAMPLED_AT_ONCE):
+        plan.dataset.images(sample[some])
+        if time.perf_counter() - begin > SAMPLE_SEC:
+            break
+    rate = some.stop / (time.perf_counter() - begin)
+    disk_bytes = num_rows * (plan.layout.row_bytes + OTHER_BYTES)
+    parent = next(folder for folder in plan.folder.parents if folder.exists())
+    return BuildEstimate(plan, disk_bytes, shutil.disk_usage(parent).free, rate, some.stop)

@@ -1,8 +1,7 @@
 """A data set on the host: what its examples are called and show, and how their pixels are read."""
 
 import functools
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,11 +12,9 @@ from largebatch.util import UserError, run_ranges
 
 SPLITS = ("train", "val", "test")
 UNKNOWN = -1  # the label of an example whose class or dense targets are not known
-PIXEL_TYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
 
-# Decodes the examples of these indices; several threads call it at once. The second argument is None, or an array
-# [n, H, W, C] that saves allocations: pixels that fit may be put there, and the results are then views of it.
-Decode = Callable[[Sequence[int], np.ndarray | None], list[np.ndarray]]
+# Decodes the examples of these indices, in their order; several threads call it at once.
+Decode = Callable[[Sequence[int]], Iterable[np.ndarray]]
 
 
 class Fill(Protocol):
@@ -46,10 +43,9 @@ class Dataset:
       labels: int32 [N]; UNKNOWN where a target is not known.
       class_names: names by label.
       fill: function that reads pixels.
-      first: function that returns an image [H, W, C], uint8 or uint16, which all others are like.
+      first: function that returns an image [H, W, C], uint8 or uint16; all others have its shape and dtype.
       splits: one of SPLITS for each example where the set is published in splits; else None.
       targets: dense targets, which are the last channels of the images.
-      decode: function that decodes the images where they are in files; else None.
     """
 
     description: str
@@ -60,7 +56,6 @@ class Dataset:
     first: Callable[[], np.ndarray]
     splits: list[str] | None = None
     targets: PixelTargets = NO_TARGETS
-    decode: Decode | None = None
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -71,21 +66,6 @@ class Dataset:
     def dtype(self) -> np.dtype:
         """The dtype of the pixels, uint8 or uint16."""
         return self.first().dtype
-
-    def like(self, example: int) -> "Dataset":
-        """Return the same data set, whose images must be like this one; only those in files may differ."""
-        if self.decode is None:
-            return self
-        return dataset_of_files(
-            self.description,
-            self.ids,
-            self.labels,
-            self.class_names,
-            self.decode,
-            first=example,
-            splits=self.splits,
-            targets=self.targets,
-        )
 
     def images(self, examples: np.ndarray) -> np.ndarray:
         """Read examples, on all cores: [n, H, W, C]."""
@@ -113,54 +93,38 @@ def dataset_of_files(
     class_names: list[str],
     decode: Decode,
     *,
-    first: int = 0,
     splits: list[str] | None = None,
     targets: PixelTargets = NO_TARGETS,
 ) -> Dataset:
-    """Return the data set of encoded images.
-
-    Args:
-      first: the example that all others must be like; decoded when the shape of an image is asked for.
-    """
+    """Return the data set of encoded images; the first one is decoded when the shape of an image is asked for."""
 
     @functools.cache
     def first_image() -> np.ndarray:
-        (image,) = decode([first], None)
-        if image.dtype not in PIXEL_TYPES:
-            raise UserError(f"dataset: {ids[first]} has {image.dtype} pixels; allowed: uint8 | uint16")
+        (image,) = decode([0])
         return image
 
     def fill(examples: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
-        pattern = first_image()
+        first = first_image()
 
         def fill_range(begin: int, end: int) -> None:
             chosen = examples[begin:end].tolist()
-            images = decode(chosen, out[begin:end])
-            for example, place, image in zip(chosen, out[begin:end], images, strict=True):
-                if image.shape != pattern.shape or image.dtype != pattern.dtype:
-                    raise _unlike_first(ids[example], image, ids[first], pattern)
-                place[...] = image  # which may be there already
+            for example, place, image in zip(chosen, out[begin:end], decode(chosen), strict=True):
+                if image.shape != first.shape or image.dtype != first.dtype:
+                    raise _unlike_first(ids[example], image, ids[0], first)
+                place[...] = image
 
-        run_ranges(fill_range, len(examples), num_threads or os.cpu_count() or 1)
+        run_ranges(fill_range, len(examples), num_threads)
 
-    labels = np.asarray(labels, np.int32)
-    return Dataset(description, ids, labels, class_names, fill, first_image, splits, targets, decode)
+    return Dataset(description, ids, np.asarray(labels, np.int32), class_names, fill, first_image, splits, targets)
 
 
 def _unlike_first(name: str, image: np.ndarray, first_name: str, first: np.ndarray) -> UserError:
     """Return the error for an image that differs from the first one."""
-    (height, width, channels), (first_height, first_width, first_channels) = image.shape, first.shape
-    if image.dtype != first.dtype:
-        return UserError(
-            f"dataset: {name} has {8 * image.dtype.itemsize} bits a channel, {first_name} has "
-            f"{8 * first.dtype.itemsize}; allowed: the same in all images"
-        )
-    if channels != first_channels:
-        return UserError(
-            f"dataset.channels: {name} has {channels} channels, {first_name} has {first_channels}; allowed: the "
-            "same in all images, or dataset.channels 1 or 3 to convert grey and colour"
-        )
+    found, wanted = (
+        "{1}x{0} pixels of {2} channels".format(*one.shape) + f" of {8 * one.dtype.itemsize} bits"
+        for one in (image, first)
+    )
     return UserError(
-        f"dataset.image_size: {name} is {width}x{height} pixels, {first_name} is {first_width}x{first_height}; "
-        "set a size to resize to"
+        f"dataset: {name} has {found}, {first_name} has {wanted}; allowed: the same in all images, "
+        "dataset.image_size to resize, or dataset.channels 1 or 3 to convert grey and colour"
     )

@@ -46,26 +46,23 @@ def shares_of_bound(length: int, keys: str, count: int, rounds: int = batching.S
       count: keys.
       rounds: of the shuffle.
     """
-    ends = {0, 1, length // 2 - 1, length // 2, length - 2, length - 1}
-    places = range(length) if length <= FEW else sorted(ends)
+    middle, last = length // 2, length - 1
+    places = range(length) if length <= FEW else sorted({0, 1, middle - 1, middle, last - 1, last})
     orders = np.asarray(_elements_at(tuple(places), length, KEYS[keys], rounds, jnp.arange(count)))
     element = dict(zip(places, orders.T, strict=True))
+    # (place, place, keys from the one to the other): of one key, or of a key and the next.
+    pairs = [(one, other, 0) for one, other in {(0, 1), (0, last), (middle - 1, middle), (last - 1, last)}]
+    pairs = [pair for pair in pairs if 0 <= pair[0] < pair[1]] + [(0, 0, 1), (0, 1, 1), (last, last, 1)]
     shares = {}
     if length <= FEW:
         shares["whole orders"] = _share(_counts_of_orders(orders, length))
-    ends_and_middle = {(0, 1), (0, length - 1), (length // 2 - 1, length // 2), (length - 2, length - 1)}
-    for first, second in sorted(ends_and_middle):
-        if 0 <= first < second:
-            one, other = element[first], element[second]
-            shares[f"places {first} and {second}"] = _share_of_two(one, other, length, differ=True)
-            if length > 2:
-                distances = np.bincount((other - one) % length, minlength=length)[1:]
-                shares[f"distance of places {first} and {second}"] = _share(distances)
-    for first, second in ((0, 0), (0, 1), (length - 1, length - 1)):
-        now, then = element[first][:-1], element[second][1:]
-        shares[f"place {first}, and {second} of the next key"] = _share_of_two(now, then, length, differ=False)
-        distances = np.bincount((then - now) % length, minlength=length)
-        shares[f"distance of place {first} and {second} of the next key"] = _share(distances)
+    for first, second, later in pairs:
+        one, other = element[first][: count - later], element[second][later:]
+        name = f"place {first}, and {second} of {'the next' if later else 'the same'} key"
+        shares[name] = _share_of_two(one, other, length, differ=not later)
+        distances = np.bincount((other - one) % length, minlength=length)[0 if later else 1 :]
+        if len(distances) > 1:
+            shares[f"distance of {name}"] = _share(distances)
     return shares
 
 

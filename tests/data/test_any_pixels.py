@@ -4,7 +4,6 @@ import base64
 import io
 import re
 import shutil
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,9 @@ import tifffile
 from conftest import find_set
 from PIL import Image
 from test_published_splits import splits_of
-from test_sources import contents_of
+from test_sources import contents_of, zip_of
 from tile_sets import write_tiles
 
-from largebatch.data.sources.splits import read_split_file
-
-CLASSES = ("AnnualCrop", "Residential", "SeaLake")
 SHAPES = {
     "bands": ((64, 64, 13), np.uint16),
     "grey": ((64, 64, 1), np.uint8),
@@ -31,38 +27,24 @@ def sets(eurosat_zip, tmp_path_factory) -> Path:
     """A folder of each of the kinds in class folders."""
     root = tmp_path_factory.mktemp("sets")
     for kind in SHAPES:
-        write_tiles(kind, root / kind, 12, CLASSES)
+        write_tiles(kind, root / kind, 12, ("AnnualCrop", "Residential", "SeaLake"))
     return root
 
 
-def zipped(folder: Path, path: Path) -> Path:
-    """The same files in a zip, in another order and below another folder."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for file in sorted(folder.rglob("*.*"), reverse=True):
-            archive.write(file, file.relative_to(folder.parent))
-    return path
-
-
-def listed_splits(folder: Path) -> dict[str, list[str]]:
-    """Of each class 6 images for training, 3 for validation and 3 for test."""
-    splits = {"train": [], "val": [], "test": []}
+def published(folder: Path, target: Path) -> Path:
+    """The same files in a folder for each split: of each class 6, 3 and 3 images."""
     for number, file in enumerate(sorted(folder.rglob("*.*"))):
-        splits[("train", "val", "train", "test")[number % 4]].append(f"{file.parent.name}/{file.name}")
-    return splits
-
-
-def published(folder: Path, splits: dict[str, list[str]], target: Path) -> Path:
-    """The same files in a folder for each split."""
-    for split, ids in splits.items():
-        for example_id in ids:
-            (target / split / example_id).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(folder / example_id, target / split / example_id)
+        copied = target / ("train", "val", "train", "test")[number % 4] / file.relative_to(folder)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copied)
     return target
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_zip_folder_and_split_folders_are_one_set(sets, tmp_path, kind):
-    folder, packed = find_set(path=sets / kind), find_set(path=zipped(sets / kind, tmp_path / "set.zip"))
+    folder, packed = (
+        find_set(path=path) for path in (sets / kind, zip_of(sets / kind, tmp_path / "set.zip", "a/"))
+    )
     (first,) = folder.images(np.array([0]))
     assert (first.shape, first.dtype) == SHAPES[kind]
     file = sets / kind / folder.ids[0]
@@ -71,21 +53,10 @@ def test_zip_folder_and_split_folders_are_one_set(sets, tmp_path, kind):
     assert {split: len(ids) for split, ids in splits_of(folder).items()} == {"train": 30, "val": 3, "test": 3}
     assert splits_of(packed) == splits_of(folder)
     assert contents_of(packed) == contents_of(folder)
-
-    splits = listed_splits(sets / kind)
-    rows = [f"{example_id},{split}" for split, ids in splits.items() for example_id in ids]
-    (tmp_path / "splits.csv").write_text("\n".join(["id,split", *rows]))
-    split_file = read_split_file(str(tmp_path / "splits.csv"))
-    assert splits_of(folder, split_file=split_file) == splits_of(packed, split_file=split_file) == splits
-    in_splits = find_set(path=published(sets / kind, splits, tmp_path / "published"))
-    prefixed = {name: f"{split}/{name}" for split, ids in splits.items() for name in ids}
-    assert splits_of(in_splits) == {split: [prefixed[name] for name in ids] for split, ids in splits.items()}
-    assert contents_of(in_splits) == {prefixed[name]: content for name, content in contents_of(folder).items()}
-
-
-def pictures_of(page: str) -> list[np.ndarray]:
-    encoded = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
-    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for text in encoded]
+    in_splits = find_set(path=published(sets / kind, tmp_path / "published"))
+    assert [in_splits.splits.count(split) for split in ("train", "val", "test")] == [18, 9, 9]
+    contents = {name.partition("/")[2]: content for name, content in contents_of(in_splits).items()}
+    assert contents == contents_of(folder)
 
 
 @pytest.mark.full
@@ -98,8 +69,7 @@ def test_a_set_of_any_pixels_is_trained_evaluated_and_reported(sets, tmp_path, m
 
     monkeypatch.setenv("HOME", str(tmp_path))
     config = default.get_config()
-    data = published(sets / kind, listed_splits(sets / kind), tmp_path / "set")
-    config.dataset.name, config.dataset.path = "mine", str(data)
+    config.dataset.name, config.dataset.path = "mine", str(published(sets / kind, tmp_path / "set"))
     config.dataset.image_size = (12, 16) if kind == "rectangles" else 16
     config.augment.views = "flip" if kind == "rectangles" else "all"
     config.augment.cache_dir = str(tmp_path / "cache")
@@ -107,14 +77,13 @@ def test_a_set_of_any_pixels_is_trained_evaluated_and_reported(sets, tmp_path, m
     config.train.update({"inner_steps": 2, "outer_steps": 1})
     run = tmp_path / "run"
     summary = train.train_and_evaluate(config, str(run))
-    assert summary["status"] == "done"
     assert evaluate.evaluate(run) == summary["best_val_accuracy"]
     assert evaluate.evaluate(run, images=str(sets / kind), out=str(tmp_path / "all.csv")) is not None
     assert len((tmp_path / "all.csv").read_text().splitlines()) == 1 + 36
-
     assert report.main([str(run), "--out", str(tmp_path / "page.html")]) == 0
-    pictures = pictures_of((tmp_path / "page.html").read_text())
-    assert pictures  # two updates leave mistakes
+    encoded = re.findall(r'src="data:image/png;base64,([^"]+)"', (tmp_path / "page.html").read_text())
+    pictures = [np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for text in encoded]
+    assert pictures  # two steps leave mistakes
     for picture in pictures:
         assert picture.shape == (*SHAPES[kind][0][:2], 3)
         assert 10 < picture.mean() < 245  # neither black nor white: a dark sea has 40

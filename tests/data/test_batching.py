@@ -3,7 +3,6 @@ from functools import partial
 
 import evenness
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import numpy_order
@@ -59,22 +58,6 @@ def test_shuffled_has_no_favourite_places_pairs_and_distances(length, count):
         assert max(shares.values()) < 1, keys
 
 
-def test_neighbours_are_no_closer_than_chance():
-    keys = jax.vmap(lambda epoch: batching.shuffle_key(0, epoch, 0))(jnp.arange(4000))
-    shuffle = jax.jit(jax.vmap(lambda key: batching.shuffled(jnp.arange(16), 16, key)))
-    orders = np.asarray(shuffle(keys))
-    assert abs(np.abs(np.diff(orders, axis=1)).mean() - 17 / 3) < 0.1  # mean distance of two random places of 16
-
-
-def primitives_of(jaxpr) -> set[str]:
-    """Names of all operations of a traced program, also of those within others."""
-    names = set()
-    for equation in jaxpr.eqns:
-        inner = jax.extend.core.jaxprs_in_params(equation.params)
-        names |= {equation.primitive.name}.union(*map(primitives_of, inner))
-    return names
-
-
 def test_a_micro_batch_is_found_without_a_loop():
     """A loop whose turns the program cannot know makes an accelerator wait for its host at each."""
     sharding = DataSharding(21_600, 480, 7, VIEWS)
@@ -83,25 +66,15 @@ def test_a_micro_batch_is_found_without_a_loop():
         batch = batching.device_batch(sharding, device, 0, offset, 512)
         return batching.micro_batch(sharding, batch, index, Grouping(16, 16), seed)
 
-    traced = jax.make_jaxpr(find)(*jnp.arange(3), jnp.uint32(0))
-    names = primitives_of(traced.jaxpr)
-    assert "shift_right_logical" in names  # the shuffle is in it
-    assert not names & {"while", "scan"}
+    program = str(jax.make_jaxpr(find)(*jnp.arange(3), jnp.uint32(0)))
+    assert "shift_right_logical" in program  # the shuffle is in it
+    assert " while[" not in program
+    assert " scan[" not in program
 
 
 # (originals, shards, devices): shards of one size and of two, more shards than originals, devices that share shards
 # evenly and not, devices without an original.
-LAYOUTS = [
-    (5, 3, 1),
-    (5, 8, 8),
-    (13, 4, 4),
-    (13, 32, 5),
-    (16, 8, 8),
-    (29, 7, 5),
-    (30, 7, 7),
-    (384, 32, 5),
-    (31, 4, 1),
-]
+LAYOUTS = [(5, 3, 1), (5, 8, 8), (13, 32, 5), (16, 8, 8), (29, 7, 5), (384, 32, 5)]
 
 
 @pytest.mark.parametrize(("originals", "num_shards", "num_devices"), LAYOUTS)
@@ -179,7 +152,7 @@ def test_fewer_views_are_visited_once_an_epoch_in_the_numpy_order(views):
     np.testing.assert_array_equal(ids, np.sort(order.reshape(-1, 61)))
 
 
-@pytest.mark.parametrize(("originals", "num_shards"), [(5, 3), (13, 32), (64, 8), (601, 480)])
+@pytest.mark.parametrize(("originals", "num_shards"), [(5, 3), (13, 32), (601, 480)])
 def test_the_numpy_order_visits_each_example_once_an_epoch_and_each_original_once_a_pass(originals, num_shards):
     epochs = [numpy_order.epoch_order(originals, num_shards, VIEWS, SEED, epoch) for epoch in (0, 1)]
     for order in epochs:
@@ -205,26 +178,21 @@ def test_groups_are_those_of_an_even_split_in_numpy(grouping):
             np.testing.assert_array_equal(group, wanted)
 
 
-@pytest.mark.parametrize("grouping", [Grouping(16, 16), Grouping(12, 4)])
-@pytest.mark.parametrize("batch_size", [1, 40, 104])
+@pytest.mark.parametrize(
+    ("batch_size", "grouping"), [(1, Grouping(12, 4)), (40, Grouping(16, 16)), (104, Grouping(12, 4))]
+)
 def test_micro_batches_are_the_batch_in_parts_of_one_size(batch_size, grouping):
     sharding = DataSharding(13, 4, 3, VIEWS)
-    for update in range(3 * sharding.num_examples // batch_size):
+    for update in range(0, 3 * sharding.num_examples // batch_size, 5):
         epoch, offset = epoch_and_offset(update * batch_size, sharding.num_examples)
         whole = examples_of_updates(sharding, batch_size, epoch[None], offset[None], batch_size)
         for device in range(3):
             batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
-            parts = [
-                part_of_batch(sharding, batch, index, grouping)
-                for index in range(int(grouping.num_micro_batches(batch.count)))
-            ]
-            groups = [group for part in parts for group in part.weights.reshape(-1, grouping.group_size)]
-            lengths = [int(group.sum()) for group in groups][: grouping.num_groups(int(batch.count))]
-            assert sum(lengths) == int(batch.count)
-            assert not lengths or max(lengths) - min(lengths) <= 1
+            count = range(int(grouping.num_micro_batches(batch.count)))
+            parts = [part_of_batch(sharding, batch, index, grouping) for index in count]
             for name in ("examples", "visit_keys"):
                 together = [np.asarray(getattr(part, name))[np.asarray(part.weights) == 1] for part in parts]
-                expected = np.asarray(getattr(whole, name))[0, device, : sum(lengths)]
+                expected = np.asarray(getattr(whole, name))[0, device, : int(batch.count)]
                 np.testing.assert_array_equal(np.concatenate([*together, []]), expected)
 
 
@@ -242,17 +210,9 @@ def shares_of(sharding: DataSharding, offset, batch_size) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("originals", "num_shards", "num_devices"), LAYOUTS)
-def test_a_batch_of_all_originals_is_one_view_of_each(originals, num_shards, num_devices):
-    sharding = DataSharding(originals, num_shards, num_devices, 8)
-    for pass_index in range(8):
-        shares = shares_of(sharding, pass_index * originals, originals)
-        assert shares.tolist() == [sharding.num_originals_of(device) for device in range(num_devices)]
-
-
-@pytest.mark.parametrize(("originals", "num_shards", "num_devices"), LAYOUTS)
 def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_shards, num_devices):
     sharding = DataSharding(originals, num_shards, num_devices, 8)
-    sizes = {1, 2, 6, 20, 2 * originals, 3 * originals + 5, originals, originals - 1, originals + 1}
+    sizes = {1, 6, 20, 3 * originals + 5, originals, originals - 1, originals + 1}
     devices, offsets = np.arange(num_devices)[None], np.arange(sharding.num_examples)[:, None]
     counts = jax.jit(lambda size: batching.device_batch(sharding, devices, 0, offsets, size).count)
     for batch_size in sizes:
@@ -278,17 +238,18 @@ def test_the_number_of_shards_follows_from_the_originals_alone():
     assert chosen == [32, 32, 96, 480, 3840]
 
 
-@pytest.mark.parametrize(("num_shards", "allowed"), [(7, "from 8 to 400"), (401, "from 8 to 400")])
-def test_a_number_of_shards_that_cannot_be_is_named(num_shards, allowed):
-    with pytest.raises(BadSetting, match=f"batch.virtual_shards: {num_shards} for 100 training images .*{allowed}"):
-        choose_sharding(num_shards, 100, 8, VIEWS)
-
-
-def test_too_few_images_for_the_devices_are_named():
-    with pytest.raises(BadSetting, match=r"batch.virtual_shards: 32 by itself .* an integer from 40 to 400"):
-        choose_sharding(None, 100, 40, VIEWS)
-    with pytest.raises(BadSetting, match="dataset: 5 training images on 64 devices; allowed: up to 32 devices"):
-        choose_sharding(None, 5, 64, VIEWS)
+@pytest.mark.parametrize(
+    ("num_shards", "originals", "devices", "message"),
+    [
+        (7, 100, 8, "batch.virtual_shards: 7 for 100 training images .* from 8 to 400"),
+        (401, 100, 8, "batch.virtual_shards: 401 for 100 training images .* from 8 to 400"),
+        (None, 100, 40, "batch.virtual_shards: 32 by itself .* an integer from 40 to 400"),
+        (None, 5, 64, "dataset: 5 training images on 64 devices; allowed: up to 32 devices"),
+    ],
+)
+def test_shards_devices_and_images_that_do_not_go_together_are_named(num_shards, originals, devices, message):
+    with pytest.raises(BadSetting, match=message):
+        choose_sharding(num_shards, originals, devices, VIEWS)
 
 
 def test_a_visit_has_one_key_on_any_number_of_devices_and_another_in_every_epoch():

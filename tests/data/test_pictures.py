@@ -9,8 +9,7 @@ import augment
 from configs import default
 from largebatch.data import pictures
 from largebatch.data.decode import DecodeOptions
-from largebatch.data.pictures import class_colours, shaded
-from largebatch.data.sources import find
+from largebatch.data.pictures import class_colours, shaded, to_rgb8
 from largebatch.data.sources.files import open_files
 from largebatch.data.sources.maps import maps
 from largebatch.util import UserError
@@ -84,27 +83,24 @@ def test_a_preview_shows_image_mask_and_depth_of_each_view(tmp_path):
             np.testing.assert_array_equal(sheet[top : top + SIZE, step:], picture[:, ::-1])
 
 
-def test_what_cannot_be_exported_is_named(tmp_path):
-    cache = cache_of(make_set(tmp_path / "set", SETS["depth"]), "depth", tmp_path)
+def test_pictures_that_cannot_be_written_are_named(tmp_path):
+    split = cache_of(make_set(tmp_path / "set", SETS["depth"]), "depth", tmp_path).split("test")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"^--export: cannot write .*file"):
-        pictures.export(cache.split("test"), str(tmp_path / "file"))
+        pictures.export(split, str(tmp_path / "file"))
+    for name, words in (("no/x.png", "No such file"), ("x.foo", "unknown file extension")):
+        with pytest.raises(UserError, match=rf"^--preview: cannot write .*{name} \({words}"):
+            pictures.draw_preview(split, lambda images: augment.expand(images, 1), str(tmp_path / name))
 
 
-@pytest.mark.parametrize("value", [0, 2])
-def test_masks_of_one_class_alone_are_refused(value, tmp_path):
-    kinds = {"images": IMAGES, "masks": np.full_like(MASKS, value)}
-    kinds["masks"][7] = MASKS[7] if value else value
-    root = make_set(tmp_path / "set", kinds)
-    name = ("sky", "road", "tree")[value]
-    if value:  # one image with others is enough, where it is in the training set
-        assert cache_of(root, "segmentation", tmp_path).layout.counts["train"] == 16
-        return
-    with pytest.raises(
-        UserError, match=f"all pixels of the training masks of .*set are of class '{name}'; allowed"
-    ):
-        cache_of(root, "segmentation", tmp_path)
-    assert not list((tmp_path / "caches").glob(".*build*"))
+def test_masks_of_one_class_alone_are_refused(tmp_path):
+    kinds = {"images": IMAGES, "masks": np.full_like(MASKS, 2)}
+    words = "all pixels of the training masks of .*set are of class 'tree'; allowed: two classes or more"
+    with pytest.raises(UserError, match=words):
+        cache_of(make_set(tmp_path / "set", kinds), "segmentation", tmp_path)
+    assert not list((tmp_path / "caches").iterdir())
+    kinds["masks"][7] = MASKS[7]  # one image with others is enough, where it is in the training set
+    assert cache_of(make_set(tmp_path / "other", kinds), "segmentation", tmp_path).layout.counts["train"] == 16
 
 
 def test_another_task_is_refused_before_anything_is_decoded(tmp_path, monkeypatch):
@@ -114,15 +110,52 @@ def test_another_task_is_refused_before_anything_is_decoded(tmp_path, monkeypatc
         cache_of(root, "segmentation", tmp_path)
 
 
-def test_scenes_of_another_version_are_made_anew(tmp_path, monkeypatch):
-    def folder():
-        config = default.get_config()
-        config.dataset.name, config.task.name, config.model.name = "scenes", "mask_depth", "unet_tiny"
-        config.dataset.num_examples, config.dataset.image_size = 50, 16
-        config.augment.cache_dir = str(tmp_path)
-        return augment.prepare_cache(typed(config)).folder
+# ---- colours -----------------------------------------------------------------------------------------------
 
-    before = folder()
-    assert folder() == before
-    monkeypatch.setattr(find, "SCENES_VERSION", 0)
-    assert folder() != before
+
+@pytest.mark.parametrize(
+    ("channels", "bands"), [(13, (3, 2, 1)), (12, (3, 2, 1)), (10, (2, 1, 0)), (4, (0, 1, 2)), (2, (0, 0, 0))]
+)
+def test_red_green_and_blue_are_the_bands_they_should_be(channels, bands):
+    """Band b is b + 1 at one place and 0 elsewhere; the brightest of the three comes out white."""
+    pixels = np.zeros((4, channels, channels), np.uint16)
+    for band in range(channels):
+        pixels[:, band, band] = 1000
+    shown = to_rgb8(pixels)
+    for colour, band in enumerate(bands):
+        np.testing.assert_array_equal(shown[0, :, colour], 255 * (np.arange(channels) == band))
+    np.testing.assert_array_equal(to_rgb8(pixels, bands=(1, 0, 1))[0, 0], [0, 255, 0])
+
+
+def test_8_bits_stay_and_measurements_are_neither_black_nor_clipped():
+    """Values in a narrow range, as reflectances have, with one glint; a red picture is red."""
+    rng = np.random.default_rng(0)
+    stays = rng.integers(0, 256, (5, 7, 3), np.uint8)
+    np.testing.assert_array_equal(to_rgb8(stays), stays)
+    np.testing.assert_array_equal(to_rgb8(stays[..., :1]), np.repeat(stays[..., :1], 3, axis=-1))
+    for channels, dtype, level in (
+        (1, np.uint16, 30),
+        (3, np.uint16, 150),
+        (4, np.uint8, 30),
+        (13, np.uint16, 150),
+    ):
+        pixels = rng.normal(level, level / 10, (64, 64, channels))
+        pixels[0, 0] = np.iinfo(dtype).max
+        shown = to_rgb8(np.clip(pixels, 0, np.iinfo(dtype).max).astype(dtype))
+        assert (shown.shape, shown.dtype) == ((64, 64, 3), np.uint8)
+        assert 90 < shown.mean() < 165
+        assert 40 < shown.std() < 80
+        assert np.isin(shown, (0, 255)).mean() < 0.06
+    red = to_rgb8(rng.integers(100, 200, (16, 16, 3), np.uint16) + np.array([800, 0, 0], np.uint16))
+    assert red[..., 0].min() > red[..., 1:].max()
+    assert set(to_rgb8(np.full((4, 4, 3), 32768, np.uint16)).ravel()) == {128}
+
+
+def test_colours_of_classes_and_depths():
+    colours = class_colours(np.arange(8)[None])[0]
+    assert len({tuple(colour) for colour in colours[:7]}) == 7
+    assert tuple(colours[7]) == tuple(colours[1])  # they begin again, but not at the background
+    ramp = shaded(np.array([[-1.0, 0.0, 1.0, 2.0]]))[0].astype(int)
+    assert (ramp[0] == ramp[1]).all()
+    assert (ramp[2] == ramp[3]).all()
+    assert ramp[2].sum() > ramp[1].sum()

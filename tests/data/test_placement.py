@@ -7,6 +7,7 @@ import pytest
 from conftest import decode_all, find_set, typed
 
 import augment
+from largebatch.data import placement
 from largebatch.data.batching import choose_sharding
 from largebatch.data.placement import bytes_per_device, place
 from largebatch.data.sources.splits import split_indices
@@ -62,3 +63,11 @@ def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config
     data = place(cache, sharding, small_config.dataset.split_seed, expansion(storage, 8))
     shards = [shard.data.unsafe_buffer_pointer() for shard in data.train.arrays["images"].addressable_shards]
     assert set(shards) <= {array.ctypes.data for array in made}  # no second copy
+
+
+@pytest.mark.parametrize("take", [placement.take_rows, placement._take_in_turn], ids=["chosen", "in turn"])
+@pytest.mark.parametrize("width", [3, placement.WIDEST_GATHERED + 1])
+def test_rows_that_are_taken_are_those_of_numpy(take, width):
+    array = np.random.default_rng(0).integers(0, 256, (7, width), np.uint8)
+    index = np.int32([6, 0, 3, 3])
+    np.testing.assert_array_equal(jax.jit(take)(array, index), array[index])

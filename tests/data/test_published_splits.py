@@ -1,5 +1,6 @@
 """Sets that are published in splits keep them, whether they come from a zip, a folder or TFDS."""
 
+import itertools
 import zipfile
 
 import numpy as np
@@ -51,20 +52,25 @@ def labels_by_id(source) -> dict[str, str]:
     return {name: source.class_names[label] for name, label in zip(source.ids, source.labels, strict=True)}
 
 
-def test_zip_folder_and_tfds_give_the_same_published_splits(tmp_path):
-    files = published_files({"train": 11, "validation": 2, "test": 3})
+SPLITS = ("train", "val", "test")
+
+
+@pytest.mark.parametrize("counts", [{"train": 11, "validation": 2, "test": 3}, {"train": 20, "test": 3}])
+def test_zip_folder_and_tfds_give_the_same_published_splits(counts, tmp_path):
+    """What is not published is cut from train."""
+    files = published_files(counts)
     write_files(tmp_path / "folder" / "outer", files)
     write_zip(tmp_path / "set.zip", {f"a/b/{name}": content for name, content in files.items()})
-    write_tfds(
-        tmp_path / "tfds", "pets", files, CLASS_NAMES, {name: name for name in ("test", "validation", "train")}
-    )
-    paths = [tmp_path / "folder", tmp_path / "set.zip", tmp_path / "tfds"]
-    found = [find_set("pets", path) for path in paths]
+    write_tfds(tmp_path / "tfds", "pets", files, CLASS_NAMES, {name: name for name in reversed(counts)})
+    found = [find_set("pets", tmp_path / name) for name in ("folder", "set.zip", "tfds")]
     ours = {name.replace("validation/", "val/"): content for name, content in files.items()}
+    expected = {split: sorted(name for name in ours if name.startswith(split)) for split in SPLITS}
+    if "validation" not in counts:
+        expected["val"] = splits_of(found[0])["val"]
+        expected["train"] = sorted(set(expected["train"]) - set(expected["val"]))
+        assert (len(expected["val"]), len(expected["train"])) == (4, 36)
     for source in found:
-        assert splits_of(source) == {
-            split: sorted(name for name in ours if name.startswith(split)) for split in ("train", "val", "test")
-        }
+        assert splits_of(source) == expected
         contents = contents_of(source)
         assert {name: label for name, (label, _) in contents.items()} == {name: name.split("/")[1] for name in ours}
         assert contents == contents_of(found[0])
@@ -72,60 +78,32 @@ def test_zip_folder_and_tfds_give_the_same_published_splits(tmp_path):
     assert len({image for _, image in contents.values()}) == len(files)
 
 
-def test_what_tfds_does_not_publish_is_cut_from_train_as_it_is_from_folders(tmp_path):
-    files = published_files({"train": 20, "test": 3})
-    write_files(tmp_path / "folder", files)
-    write_tfds(tmp_path / "tfds", "pets", files, CLASS_NAMES, {"train": "train", "test": "test"})
-    found = [splits_of(find_set("pets", tmp_path / name)) for name in ("folder", "tfds")]
-    assert found[0] == found[1]
-    assert {split: len(ids) for split, ids in found[0].items()} == {"train": 36, "val": 4, "test": 6}
-    assert all(name.startswith("train/") for name in found[0]["val"])
-
-
-def test_a_tfds_split_that_is_named_is_split_by_us(tmp_path):
+def test_a_tfds_split_that_is_named_or_alone_is_split_by_us(tmp_path):
     files = published_files({"train": 10, "test": 4})
     write_tfds(tmp_path, "pets", files, CLASS_NAMES, {"train": "train", "test": "test"})
-
-    def find(split):
-        return find_set("pets", tmp_path, tfds_split=split)
-
-    source = find("train")
+    source = find_set("pets", tmp_path, tfds_split="train")
     assert source.splits is None
     assert sorted(source.ids) == sorted(name.removeprefix("train/") for name in files if name.startswith("train"))
     assert {split: len(ids) for split, ids in splits_of(source).items()} == {"train": 16, "val": 2, "test": 2}
     with pytest.raises(UserError, match=r"two images have the id '.*'; allowed: each id once"):
-        splits_of(find("train+test"))
+        splits_of(find_set("pets", tmp_path, tfds_split="train+test"))
+    write_tfds(tmp_path / "alone", "pets", published_files({"test": 6}), CLASS_NAMES, {"test": "test"})
+    source = find_set("pets", tmp_path / "alone")
+    assert (source.splits, source.ids[0].count("/")) == (None, 1)
 
 
-def test_other_splits_of_tfds_are_left_out_and_told(tmp_path, caplog):
-    files = published_files({"train": 2, "test": 1, "extra": 3})
-    names = {name: name for name in ("extra", "train", "test")}
-    write_tfds(tmp_path, "pets", files, CLASS_NAMES, names)
-    source = find_set("pets", tmp_path)
-    assert sorted(source.ids) == sorted(name for name in files if not name.startswith("extra"))
-    assert "TFDS set pets: left out the splits extra (6 images); dataset.tfds_split reads them" in caplog.text
-
-
-def test_a_tfds_split_without_labels_is_left_out_and_told(tmp_path, caplog):
-    rows = {
-        "train": [(png(seed=i), i % 2, f"{i}.png") for i in range(40)],
-        "validation": [(png(seed=100 + i), i % 2, f"{i}.png") for i in range(3)],
-        "test": [(png(seed=200 + i), -1, f"{i}.png") for i in range(5)],
-    }
+def test_tfds_splits_of_other_names_or_without_labels_are_left_out_and_told(tmp_path, caplog):
+    sizes = {"train": (40, None), "validation": (3, None), "test": (5, -1), "extra": (6, None)}
+    rows, number = {}, itertools.count()
+    for split, (size, label) in sizes.items():
+        rows[split] = [(png(seed=next(number)), label or i % 2, f"{i}.png") for i in range(size)]
     write_prepared_tfds(tmp_path, "tiny", rows, ["a", "b"])
     splits = splits_of(find_set("tiny", tmp_path))
     # The test images are cut from train: a tenth would be 4, but validation has 3.
     assert {name: len(ids) for name, ids in splits.items()} == {"train": 37, "val": 3, "test": 3}
     assert all(example_id.startswith("train/") for example_id in splits["test"])
-    assert "left out the splits test (5 images)" in caplog.text
-
-
-def test_a_tfds_set_of_one_split_is_split_by_us(tmp_path):
-    alone = tmp_path / "alone"
-    write_tfds(alone, "pets", published_files({"test": 6}), CLASS_NAMES, {"test": "test"})
-    source = find_set("pets", alone)
-    assert source.splits is None
-    assert source.ids[0].count("/") == 1
+    left_out = "TFDS set tiny: left out the splits test (5 images), extra (6 images); dataset.tfds_split reads them"
+    assert left_out in caplog.text
 
 
 # ---- the cache --------------------------------------------------------------------------------------
@@ -140,7 +118,7 @@ def cache_of(tmp_path, **dataset):
     config.augment.cache_dir = str(tmp_path / "cache")
     config.dataset.update({"name": "pets", **dataset})
     cache = augment.prepare_cache(typed(config))
-    ids = {split: cache.split(split).ids.tolist() for split in ("train", "val", "test")}
+    ids = {split: cache.split(split).ids.tolist() for split in SPLITS}
     return ids, str(cache.folder)
 
 
@@ -152,16 +130,11 @@ def test_the_cache_follows_the_choice_and_the_content_of_the_split_file(tmp_path
     assert published["test"] == sorted(name for name in files if name.startswith("test/"))
     own, second = cache_of(tmp_path, splits="own", **where)
     assert {split: len(ids) for split, ids in own.items()} == {"train": 24, "val": 2, "test": 2}
-    table, names = tmp_path / "split.csv", sorted(files)
-    folders = {first, second}
-    for swap in (
-        {"train": "train", "val": "val", "test": "test"},
-        {"train": "train", "val": "test", "test": "val"},
-    ):
-        listed = {"train": names[8:], "val": names[:4], "test": names[4:8]}
-        table.write_text("id,split\n" + "".join(f"{name},{swap[s]}\n" for s in listed for name in listed[s]))
+    table, names, folders = tmp_path / "split.csv", sorted(files), {first, second}
+    for listed in (("train", "val", "test"), ("train", "test", "val")):
+        table.write_text("id,split\n" + "".join(f"{name},{listed[i % 3]}\n" for i, name in enumerate(names)))
         found, folder = cache_of(tmp_path, split_file=str(table), **where)
-        assert found == {split: sorted(listed[swap[split]]) for split in listed}
+        assert found == {split: names[listed.index(split) :: 3] for split in SPLITS}
         folders.add(folder)
     assert len(folders) == 4
     assert cache_of(tmp_path, **where) == (published, first)
@@ -170,37 +143,25 @@ def test_the_cache_follows_the_choice_and_the_content_of_the_split_file(tmp_path
 # ---- CIFAR-10 ---------------------------------------------------------------------------------------
 
 
-def cifar10_everywhere(tmp_path, keep):
-    """Folder, zip and TFDS set of those files of CIFAR-10 for which keep(number in the class)."""
+@pytest.mark.parametrize(
+    ("images_per_class", "sizes"),
+    [(3, [27, 3, 30]), pytest.param(None, [45_000, 5_000, 10_000], marks=pytest.mark.full)],
+)
+def test_cifar10_has_the_same_splits_from_everywhere(images_per_class, sizes, tmp_path):
+    """As a folder, a zip and a TFDS set."""
     if not CIFAR10.exists():
         pytest.skip("needs CIFAR-10 at ../shared/data/CIFAR-10-jpeg.zip")
     with zipfile.ZipFile(CIFAR10) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".jpg") and keep(int(name[-8:-4]))]
-        files = {name: archive.read(name) for name in names}
+        names = [name for name in archive.namelist() if name.endswith(".jpg")]
+        files = {name: archive.read(name) for name in names if int(name[-8:-4]) < (images_per_class or 10**4)}
     class_names = sorted({name.split("/")[1] for name in files})
     write_files(tmp_path / "folder", files)
     write_zip(tmp_path / "cifar10.zip", files)
     write_tfds(tmp_path / "tfds", "cifar10", files, class_names, {"train": "train", "test": "test"})
-    return [find_set("cifar10", tmp_path / name) for name in ("folder", "cifar10.zip", "tfds")]
-
-
-def assert_cifar10(found, num_train: int, num_val: int, num_test: int) -> None:
+    found = [find_set("cifar10", tmp_path / name) for name in ("folder", "cifar10.zip", "tfds")]
     expected = splits_of(found[0])
-    assert [len(expected[split]) for split in ("train", "val", "test")] == [num_train, num_val, num_test]
+    assert [len(expected[split]) for split in SPLITS] == sizes
     assert all(name.startswith("test/") == (split == "test") for split, ids in expected.items() for name in ids)
     for source in found[1:]:
         assert splits_of(source) == expected
         assert labels_by_id(source) == labels_by_id(found[0])
-
-
-def test_a_sample_of_cifar10_has_the_same_splits_from_everywhere(tmp_path):
-    found = cifar10_everywhere(tmp_path, lambda number: number < 3)
-    assert_cifar10(found, 27, 3, 30)
-
-
-@pytest.mark.full
-def test_cifar10_has_the_same_splits_from_everywhere(tmp_path):
-    found = cifar10_everywhere(tmp_path, lambda number: True)
-    assert_cifar10(found, 45_000, 5_000, 10_000)
-    direct = find_set("cifar10", CIFAR10)
-    assert splits_of(direct) == splits_of(found[0])

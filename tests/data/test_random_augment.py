@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from numpy_order import key_of
 
+from largebatch.config.fields import TaskConfig
 from largebatch.data import batching, random_augment
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.data.random_augment import RandomAugment
-from largebatch.tasks.task import Classification
-from largebatch.training.views import make_read
-from largebatch.util import BadSetting
+from largebatch.tasks.planes import PixelTargets
+from largebatch.tasks.task import Classification, make_task
+from largebatch.training.views import expand, make_read
 
 SHAPE, FILL = (9, 6, 2), (100.25, 7.5)
 ALL = RandomAugment(crop_scale=0.3, shift=2, brightness=0.4, contrast=0.5, cutout=3, fill=FILL)
@@ -156,12 +157,17 @@ def test_factors_of_brightness_and_contrast_are_uniform_and_apart():
     assert abs(np.corrcoef(brightness, contrast)[0, 1]) < 0.03
 
 
-def test_every_pixel_is_as_often_the_centre_of_what_is_cut_out():
+def test_every_shift_and_every_centre_of_a_cutout_is_as_frequent():
     images = np.zeros((2400, 4, 6, 1), np.uint8)
     cut = np.asarray(random_augment.cut_out(images, MANY_KEYS[:2400], 1, (9.0,)))
     assert (cut.reshape(2400, -1) == 9).sum(axis=1).tolist() == [1] * 2400
     counts = (cut == 9).sum(axis=0)
     assert 60 < counts.min() <= counts.max() < 140  # of 100 expected: 4 standard deviations
+    images = np.tile(np.arange(24, dtype=np.uint8).reshape(1, 4, 6, 1), (2500, 1, 1, 1))
+    shifted_images = np.asarray(random_augment.shifted(images, MANY_KEYS[:2500], 2)).reshape(2500, -1)
+    counts = np.unique(shifted_images, axis=0, return_counts=True)[1]
+    assert len(counts) == 25
+    assert 60 < counts.min() <= counts.max() < 140
 
 
 # ---- on devices -------------------------------------------------------------------------------------------
@@ -197,17 +203,42 @@ def test_a_visit_has_the_same_bits_on_any_number_of_devices(num_devices):
     assert images_by_visit(num_devices) == on_one_device
 
 
-# ---- what is refused --------------------------------------------------------------------------------------
+# ---- dense targets ----------------------------------------------------------------------------------------
+
+KEYS, SIZE = np.arange(5, dtype=np.uint32) * 77 + 3, 12
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"shift": 6}, r"^augment\.shift: 6; allowed: below 6, the size of an image$"),
-        ({"cutout": 7}, r"^augment\.cutout: 7; allowed: up to 6, the size of an image$"),
-    ],
-)
-def test_what_is_larger_than_an_image_is_refused(fields, message):
-    with pytest.raises(BadSetting, match=message):
-        RandomAugment(**fields).check(SHAPE)
-    RandomAugment(shift=5, cutout=6).check(SHAPE)
+@pytest.mark.parametrize(("storage", "num_views"), [("expanded", 8), ("on_device", 8), ("on_device", 1)])
+def test_views_and_shifts_move_an_image_and_its_targets_alike(storage, num_views):
+    images = images_of(6, shape=(SIZE, SIZE, 1))
+    stored = np.concatenate([images, images], axis=-1)  # each pixel is to be predicted as itself
+    if storage == "expanded":
+        stored = expand(stored, num_views).reshape(-1, *stored.shape[1:])
+    task = make_task(TaskConfig(name="segmentation"), 0, PixelTargets(("a", "b")))
+    read = make_read(storage, (SIZE, SIZE, 2), num_views, task, RandomAugment(shift=4))
+    shard = {"images": jnp.asarray(stored.reshape(len(stored), -1)), "labels": jnp.zeros(6, jnp.int32)}
+    moved, targets = read(shard, jnp.arange(5) * num_views + np.arange(5) % num_views, KEYS)
+    np.testing.assert_array_equal(moved, targets)
+    assert not np.array_equal(moved[0], images[0])
+
+
+def test_a_crop_takes_the_target_of_the_nearest_pixel_and_colours_and_cutouts_leave_it():
+    targets = images_of(5, shape=(SIZE, SIZE, 3))
+    change = RandomAugment(crop_scale=0.3, brightness=0.5, contrast=0.5, cutout=4, fill=(0.0,))
+    cropped = change.move(jnp.asarray(targets), KEYS)
+    assert cropped.dtype == np.uint8
+    crops = jax.tree.map(np.asarray, random_augment.draw_crops(KEYS, SIZE, SIZE, 0.3))
+    for example in range(5):
+        top, left, height, width = (float(part[example]) for part in crops)
+        rows = np.floor(top + (np.arange(SIZE) + 0.5) * height / SIZE).astype(int)
+        columns = np.floor(left + (np.arange(SIZE) + 0.5) * width / SIZE).astype(int)
+        np.testing.assert_array_equal(cropped[example], targets[example][rows][:, columns])
+
+
+def test_a_crop_keeps_a_large_object_in_its_place():
+    """The bilinear image and the nearest mask of a square agree but at its border."""
+    image = np.zeros((5, 48, 48, 1), np.uint8)
+    image[:, 14:34, 14:34] = 255
+    change = RandomAugment(crop_scale=0.5)
+    looked_at, mask = change.apply(jnp.asarray(image), KEYS), change.move(jnp.asarray(image), KEYS)
+    assert np.mean((looked_at > 127.5) != (mask > 127)) < 0.01

@@ -8,6 +8,7 @@ writes FOLDER/CLASS/CLASS_N.tif or .png from ../shared/data/EuroSAT.zip.
 import io
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -59,18 +60,13 @@ def encoded(kind: str, rgb: np.ndarray) -> tuple[str, bytes]:
 def write_tiles(kind: str, folder: Path, images_per_class: int, class_names: tuple[str, ...] = ()) -> None:
     """Writes the first images of every class, or of these classes, to folder/CLASS/."""
     with zipfile.ZipFile(ZIP) as archive:
-        written = {}
-        for name in sorted(archive.namelist()):
-            if not name.endswith(".jpg"):
-                continue
+        written = Counter()
+        for name in sorted(name for name in archive.namelist() if name.endswith(".jpg")):
             class_name, stem = name.split("/")[-2], Path(name).stem
-            if class_names and class_name not in class_names:
-                continue
-            if written.setdefault(class_name, 0) == images_per_class:
+            if (class_names and class_name not in class_names) or written[class_name] == images_per_class:
                 continue
             written[class_name] += 1
-            rgb = np.asarray(Image.open(io.BytesIO(archive.read(name))))
-            suffix, content = encoded(kind, rgb)
+            suffix, content = encoded(kind, np.asarray(Image.open(io.BytesIO(archive.read(name)))))
             path = folder / class_name / f"{stem}{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,23 +108,6 @@ def stream_a_pass(cache: Cache, sharding: DataSharding, seed: int) -> None:
         data.train.for_updates(dataclasses.replace(upcoming, first=first), 1)
 
 
-# What is said of a damaged file of the cache.
-HOW = (
-    "does not match its SHA-256",
-    "does not match its CRC-32",
-    "ends within",
-    "does not start as",
-    "cannot be read",
-)
-
-
-def place_of(path: Path) -> str:
-    """Which part of a cache a file is."""
-    if path.name == "manifest.json":
-        return "manifest"
-    return "images" if path.name.startswith("images-") else "small arrays"
-
-
 def read_cache(run: FinishedRun, read_training: Callable) -> None:
     """Reads a cache as training does, and its test images as augment.py does; raises what they raise."""
     cache = open_cache(run.cache_folder)
@@ -134,17 +117,16 @@ def read_cache(run: FinishedRun, read_training: Callable) -> None:
 
 
 def damage_caches(run: FinishedRun, count: int, rng: random.Random, read_training=place) -> None:
-    """The same for a data cache: its images files, small arrays and manifest, in turn."""
-    files_of = defaultdict(list)
-    for path in sorted(run.cache_folder.iterdir()):
-        files_of[place_of(path)].append(path)
-    places = sorted(files_of)
-    assert places == ["images", "manifest", "small arrays"]
-    assert len(files_of["images"]) == 5
-    figures = {place: Counter() for place in places}
+    """The same for a data cache: its images files, its arrays and its manifest, in turn."""
+    files = sorted(run.cache_folder.iterdir())
+    images = [path for path in files if path.name.startswith("images-")]
+    assert len(images) == 5
+    arrays, manifest = [path for path in files if path.suffix == ".npy"], [run.cache_folder / "manifest.json"]
+    places = {"images": images, "arrays": arrays, "manifest": manifest}
+    figures = {place_: Counter() for place_ in places}
     for number in range(count):
-        place_ = places[number % len(places)]
-        path = rng.choice(files_of[place_])
+        place_ = list(places)[number % len(places)]
+        path = rng.choice(places[place_])
         before = path.read_bytes()
         kind = damage(path, rng)
         trouble = trouble_of(read_cache, run, read_training)
@@ -152,7 +134,7 @@ def damage_caches(run: FinishedRun, count: int, rng: random.Random, read_trainin
         assert trouble, f"{path} was {kind}, and nobody has noticed"
         assert "\n" not in trouble
         assert path.name in trouble, (path, trouble)
-        figures[place_][f"{kind}: {next(words for words in HOW if words in trouble)}"] += 1
+        figures[place_][kind] += 1
     open_cache(run.cache_folder).verify()
     how = " of a stream" if read_training is stream_a_pass else ""
     for place_, counts in figures.items():

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from etils import epath
 
-from largebatch.data import cache, cache_images
-from largebatch.data.cache_build import build_together
-from largebatch.data.cache_images import CachePlan
+from largebatch.data import cache, cache_build
+from largebatch.data.cache_build import CachePlan, build_together
 from largebatch.data.dataset import dataset_of_files
 from largebatch.hosts.start import start_jax
 from largebatch.util import UserError
@@ -23,45 +21,36 @@ from largebatch.util import UserError
 IMAGES = 200
 
 
-class Numbers:
-    """Images that are counted when they are decoded, of which one may be damaged."""
+def plan_of(folder: Path, decoded: set, damaged: int | None = None) -> CachePlan:
+    """The plan of images that are noted when they are decoded, of which one may be damaged."""
 
-    def __init__(self, damaged: int | None = None):
-        self.decoded, self.damaged = set(), damaged
+    def decode(examples):
+        for example in examples:
+            if example == damaged:
+                raise UserError(f"{damaged}: damaged image")
+            decoded.add(int(example))
+            yield np.full((8, 8, 3), example, np.uint8)
 
-    def decode(self, examples, out) -> list[np.ndarray]:
-        """See `dataset.Decode`."""
-        if self.damaged in examples:
-            raise UserError(f"{self.damaged}: damaged image")
-        self.decoded.update(examples)
-        return [np.full((8, 8, 3), example, np.uint8) for example in examples]
-
-    def plan(self, folder: Path) -> CachePlan:
-        """Return the plan of a cache in `folder`."""
-        ids, parts = [f"{number:06d}" for number in range(IMAGES)], np.split(np.arange(IMAGES), [160, 180])
-        dataset = dataset_of_files("numbers", ids, np.arange(IMAGES) % 2, ["a", "b"], self.decode)
-        return CachePlan(epath.Path(folder), dataset, dict(zip(("train", "val", "test"), parts, strict=True)))
+    ids, parts = [f"{number:06d}" for number in range(IMAGES)], np.split(np.arange(IMAGES), [160, 180])
+    dataset = dataset_of_files("numbers", ids, np.arange(IMAGES) % 2, ["a", "b"], decode)
+    return CachePlan(folder, dataset, dict(zip(("train", "val", "test"), parts, strict=True)))
 
 
 def main() -> None:
     """Build, and write what was decoded."""
     start_jax()
     folder, host = Path(sys.argv[1]), jax.process_index()
-    cache.MIN_FILE_BYTES = cache_images.BLOCK_BYTES = 4 * 8 * 8 * 3
-    found = {}
-    for name, place in (("shared", folder / "shared"), ("own", folder / f"own-{host}")):
-        numbers = Numbers()
-        plan = numbers.plan(place / "x-0")
+    cache.MIN_FILE_BYTES = cache_build.BLOCK_BYTES = 4 * 8 * 8 * 3
+    found = {"shared": set(), "own": set(), "one needs it": set()}
+    for name in ("shared", "own"):
+        plan = plan_of(folder / (f"own-{host}" if name == "own" else name) / "x-0", found[name])
         build_together(plan)
         cache.open_cache(plan.folder).verify()
-        found[name] = sorted(map(int, numbers.decoded))
     # A cache that host 0 has already, and host 1 has not.
-    numbers = Numbers()
-    plan = numbers.plan(folder / f"own-{host}" / "y-0") if host == 1 else None
-    build_together(plan)
-    found["one needs it"] = sorted(map(int, numbers.decoded))
+    build_together(plan_of(folder / f"own-{host}" / "y-0", found["one needs it"]) if host == 1 else None)
+    found = {name: sorted(decoded) for name, decoded in found.items()}
     try:
-        build_together(Numbers(damaged=77).plan(folder / "shared" / "z-0"))
+        build_together(plan_of(folder / "shared" / "z-0", set(), damaged=77))
     except UserError as error:
         found["error"] = str(error)
     (folder / f"{host}.json").write_text(json.dumps(found))

@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from largebatch.data import cache_images
+from largebatch.data import cache_build
 
 
 def main() -> None:
@@ -20,13 +20,13 @@ def main() -> None:
     home = Path(sys.argv[1].format(host=host))
     home.mkdir(exist_ok=True)
     os.environ["HOME"] = str(home)
-    counts, decode_block = [], cache_images.decode_block
+    counts, decode_block = [], cache_build.decode_block
 
     def counted(plan, rows):
         counts.append(len(rows))
         return decode_block(plan, rows)
 
-    cache_images.decode_block = counted
+    cache_build.decode_block = counted
     sys.argv = sys.argv[2:]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

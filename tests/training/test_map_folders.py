@@ -15,9 +15,8 @@ from report_pages import make, text_of
 import evaluate
 import model
 import train
-from build import ProgramCache
 from configs import scenes_tiny
-from largebatch.data.pictures import class_colours, shaded
+from largebatch.data.pictures import class_colours
 from largebatch.predictions import cases
 from largebatch.runs import reader
 from largebatch.studies import analysis
@@ -64,21 +63,16 @@ def config_of(task, folders, cache_dir):
     return config
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """Programs and data of one device for all runs here."""
-    return ProgramCache()
-
-
 def rows_of(path) -> list[dict]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.full
-def test_masks_alone(folders, session_cache, tmp_path, monkeypatch, shared):
-    config = config_of("segmentation", folders, session_cache)
-    summary = train.train_and_evaluate(config, str(tmp_path / "run"), shared=shared)
-    rows = rows_of(tmp_path / "run")
+def test_masks_alone_and_the_images_truths_predictions_and_errors_of_its_report(
+    folders, session_cache, tmp_path, monkeypatch
+):
+    config, run = config_of("segmentation", folders, session_cache), tmp_path / "run"
+    summary, rows = train.train_and_evaluate(config, str(run)), rows_of(run)
     for row in rows:
         assert {f"val_iou_{name}" for name in CLASSES} < row.keys()
         assert "val_depth_rmse" not in row
@@ -86,14 +80,28 @@ def test_masks_alone(folders, session_cache, tmp_path, monkeypatch, shared):
     assert summary["best_score"] == max(row["val_mean_iou"] for row in rows)
     assert rows[-1]["train_pixel_accuracy"] > rows[0]["train_pixel_accuracy"]
     monkeypatch.setattr(evaluate, "own_cache_dir", lambda overrides: str(session_cache))
-    assert evaluate.evaluate(tmp_path / "run") == summary["best_score"]
-    assert cases.read(tmp_path / "run").classes.tolist() == list(CLASSES)
+    assert evaluate.evaluate(run) == summary["best_score"]
+    page, found = make(run, out=tmp_path / "page.html"), cases.read(run)
+    assert found.classes.tolist() == list(CLASSES)
+    section = page[page.index("Worst and best maps") :]
+    assert all(name in section for name in CLASSES)
+    encoded = re.findall(r'src="data:image/png;base64,([^"]*)"', section)
+    drawn = [np.asarray(Image.open(io.BytesIO(base64.b64decode(content)))) for content in encoded]
+    assert len(drawn) == 4 * len(found.ids)
+    truth, predicted = (planes.classes_of(maps) for maps in (found.truth, found.predicted))
+    for number in range(len(found.ids)):
+        image, mask, guess, wrong = drawn[4 * number : 4 * number + 4]
+        np.testing.assert_array_equal(image, found.images[number])
+        np.testing.assert_array_equal(mask, class_colours(truth[number]))
+        np.testing.assert_array_equal(guess, class_colours(predicted[number]))
+        is_marked = (wrong == [230, 60, 60]).all(axis=-1)
+        np.testing.assert_array_equal(is_marked, truth[number] != predicted[number])
 
 
 @pytest.mark.full
-def test_depths_alone_whose_best_score_is_the_lowest(folders, session_cache, tmp_path, monkeypatch, shared):
+def test_depths_alone_whose_best_score_is_the_lowest(folders, session_cache, tmp_path, monkeypatch):
     config = config_of("depth", folders, session_cache)
-    summary = train.train_and_evaluate(config, str(tmp_path / "run"), shared=shared)
+    summary = train.train_and_evaluate(config, str(tmp_path / "run"))
     scores = [row["val_score"] for row in rows_of(tmp_path / "run")]
     assert summary["score"] == "val_depth_rmse"
     assert summary["best_score"] == min(scores) < scores[0]
@@ -104,9 +112,8 @@ def test_depths_alone_whose_best_score_is_the_lowest(folders, session_cache, tmp
     assert not list((tmp_path / "out").glob("*.mask.png"))
     assert len(list((tmp_path / "out").glob("*.depth.png"))) == 6
 
-    target = (scores[0] + min(scores)) / 2
-    config.train.target_score = target
-    stopped = train.train_and_evaluate(config, str(tmp_path / "stopped"), shared=shared)
+    config.train.target_score = target = (scores[0] + min(scores)) / 2
+    stopped = train.train_and_evaluate(config, str(tmp_path / "stopped"))
     (*above, last) = [row["val_score"] for row in rows_of(tmp_path / "stopped")]
     assert last <= target < min(above)
     assert stopped["steps_to_target"] == stopped["steps"]
@@ -116,48 +123,13 @@ def test_depths_alone_whose_best_score_is_the_lowest(folders, session_cache, tmp
 def test_a_study_of_depths_ranks_the_lowest_first(folders, session_cache, tmp_path):
     config = config_of("depth", folders, session_cache)
     config.train.outer_steps = 1
-    study = make_study(
-        config, tmp_path / "study", space_of({"optimizer.learning_rate": [1e-6, 0.05]}), best_seeds=2
-    )
+    space = space_of({"optimizer.learning_rate": [1e-6, 0.05]})
+    study = make_study(config, tmp_path / "study", space, best_seeds=2)
     train_study(study)
     best, worst = analysis.leaderboard(reader.read(study.path))
     assert best.values == {"optimizer.learning_rate": 0.05}
     assert best.score.mean < worst.score.mean
     assert (len(best.runs), len(worst.runs)) == (2, 1)  # the second seed went to the better one
-    page = make(study.path, out=tmp_path / "page.html")
-    text = text_of(page)
+    text = text_of(make(study.path, out=tmp_path / "page.html"))
     assert "best validation depth RMSE" in text
     assert f"{min(run.best_score for run in best.runs):.4f}" in text
-
-
-@pytest.mark.full
-def test_the_report_draws_image_truth_prediction_and_error(folders, session_cache, tmp_path, shared):
-    config = config_of("segmentation", folders, session_cache)
-    config.train.outer_steps = 1
-    train.train_and_evaluate(config, str(tmp_path / "run"), shared=shared)
-    page, found = make(tmp_path / "run", out=tmp_path / "page.html"), cases.read(tmp_path / "run")
-    section = page[page.index("Worst and best maps") :]
-    drawn = [
-        np.asarray(Image.open(io.BytesIO(base64.b64decode(content))))
-        for content in re.findall(r'src="data:image/png;base64,([^"]*)"', section)
-    ]
-    assert len(drawn) == 4 * len(found.ids)
-    truth, predicted = (planes.classes_of(maps) for maps in (found.truth, found.predicted))
-    for number in range(len(found.ids)):
-        image, mask, guess, wrong = drawn[4 * number : 4 * number + 4]
-        np.testing.assert_array_equal(image, found.images[number])
-        np.testing.assert_array_equal(mask, class_colours(truth[number]))
-        np.testing.assert_array_equal(guess, class_colours(predicted[number]))
-        is_marked = (wrong == [230, 60, 60]).all(axis=-1)
-        np.testing.assert_array_equal(is_marked, truth[number] != predicted[number])
-    assert all(name in section for name in CLASSES)
-
-
-def test_colours_of_classes_and_depths():
-    colours = class_colours(np.arange(8)[None])[0]
-    assert len({tuple(colour) for colour in colours[:7]}) == 7
-    assert tuple(colours[7]) == tuple(colours[1])  # they begin again, but not at the background
-    ramp = shaded(np.array([[-1.0, 0.0, 1.0, 2.0]]))[0].astype(int)
-    assert (ramp[0] == ramp[1]).all()
-    assert (ramp[2] == ramp[3]).all()
-    assert ramp[2].sum() > ramp[1].sum()

@@ -7,11 +7,14 @@ train/Class/image.jpg    beside val/Class/image.jpg, test/Class/image.jpg, or bo
 import logging
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from posixpath import basename, dirname
 
+import numpy as np
+
 from largebatch.data.dataset import UNKNOWN, Dataset, dataset_of_files
-from largebatch.data.decode import DecodeOptions, decoder
+from largebatch.data.decode import DecodeOptions, decode
 from largebatch.data.sources.files import IMAGE_SUFFIXES, FileSet, image_names, is_image, open_files
 from largebatch.data.sources.splits import split_named, splits_of_folders
 from largebatch.util import UserError
@@ -37,43 +40,37 @@ def class_folders(files: FileSet, options: DecodeOptions) -> Dataset:
       UserError: it is not clear what is a class or a split, one of them has no images, a name is there twice, or
         the first image is damaged.
     """
-    where, folder_of, others = files.where, {}, []
-    for name in files.names:
-        if not is_image(name, where):
-            others.append(name)
-        elif name in folder_of:
-            raise UserError(f"{where} holds {name!r} twice")
-        else:
-            folder_of[name] = name.rpartition("/")[0]
+    where = files.where
+    names = [name for name in files.names if is_image(name, where)]
+    others = [name for name in files.names if not is_image(name, where)]
+    repeated, count = Counter(names).most_common(1)[0] if names else ("", 0)
+    if count > 1:
+        raise UserError(f"{where} holds {repeated!r} twice")
     if ignored := sum(not name.endswith("/") for name in others):
         log.info("%s: ignored %d files that are not %s", where, ignored, "/".join(IMAGE_SUFFIXES))
-    classes = sorted(set(folder_of.values()))
-    if not any(classes):
+    folders = sorted(set(map(dirname, names)))
+    if not any(folders):
         raise UserError(f"{where} has no class folders; expected Class/image.jpg")
-    if "" in classes:
-        stray = next(name for name in folder_of if "/" not in name)
+    if "" in folders:
+        stray = next(name for name in names if "/" not in name)
         raise UserError(f"{where}: {stray!r} is in no class folder; expected Class/image.jpg")
-    split_of = splits_of_folders(set(map(dirname, classes)), where)
-    class_names = sorted(set(map(basename, classes)))
+    split_of = splits_of_folders(set(map(dirname, folders)), where)
+    class_names = sorted(set(map(basename, folders)))
     _refuse_names_of_no_classes(class_names, where)
-    _refuse_empty_folders(others, classes, where)
+    _refuse_empty_folders(others, folders, where)
     if len(class_names) < 2:
         raise UserError(f"{where} has one class, {class_names[0]!r}; at least 2 are needed")
-    prefix_of = {folder: f"{basename(folder)}/" for folder in classes}
-    if split_of:
-        count_of = Counter(map(basename, classes))
-        for folder in classes:
-            if count_of[basename(folder)] == 1:
-                found = f"class {basename(folder)!r} is only in {split_of[dirname(folder)]}"
-                raise UserError(f"{where}: {found}; allowed: the same classes in every split")
-        prefix_of = {folder: f"{split_of[dirname(folder)]}/{basename(folder)}/" for folder in classes}
-    label_of = {folder: class_names.index(basename(folder)) for folder in classes}
-    names = list(folder_of)
-    ids = [prefix_of[folder] + basename(name) for name, folder in folder_of.items()]
-    labels = [label_of[folder] for folder in folder_of.values()]
-    splits = [split_of[dirname(folder)] for folder in folder_of.values()] if split_of else None
-    read = decoder(ids, lambda examples: (files.read(names[i]) for i in examples), options)
-    return dataset_of_files(files.path, ids, labels, class_names, read, splits=splits)
+    folders_of_class = Counter(map(basename, folders))
+    for folder in folders if split_of else ():
+        if folders_of_class[basename(folder)] == 1:
+            found = f"class {basename(folder)!r} is only in {split_of[dirname(folder)]}"
+            raise UserError(f"{where}: {found}; allowed: the same classes in every split")
+    splits = [split_of[dirname(dirname(name))] for name in names] if split_of else None
+    ids = ["/".join(name.split("/")[-2:]) for name in names]
+    if splits:
+        ids = [f"{split}/{example_id}" for split, example_id in zip(splits, ids, strict=True)]
+    label_of = {name: label for label, name in enumerate(class_names)}
+    return _images(files, names, ids, label_of, options, splits)
 
 
 def find_images(path: str, class_names: list[str], options: DecodeOptions) -> Dataset:
@@ -85,11 +82,25 @@ def find_images(path: str, class_names: list[str], options: DecodeOptions) -> Da
       UserError: there are no images, or the first one is damaged.
     """
     files = open_files(path, "--images")
-    names = image_names(files)
-    label_of = {name: label for label, name in enumerate(class_names)}
+    names, label_of = image_names(files), {name: label for label, name in enumerate(class_names)}
+    return _images(files, names, names, label_of, options)
+
+
+def _images(
+    files: FileSet,
+    names: list[str],
+    ids: list[str],
+    label_of: dict[str, int],
+    options: DecodeOptions,
+    splits: list[str] | None = None,
+) -> Dataset:
+    """Return the data set of the images of these names, whose folders are their classes."""
+
+    def decode_examples(examples: Sequence[int]) -> Iterable[np.ndarray]:
+        return (decode(names[example], files.read(names[example]), options) for example in examples)
+
     labels = [label_of.get(basename(dirname(name)), UNKNOWN) for name in names]
-    read = decoder(names, lambda examples: (files.read(names[i]) for i in examples), options)
-    return dataset_of_files(files.path, names, labels, class_names, read)
+    return dataset_of_files(files.path, ids, labels, list(label_of), decode_examples, splits=splits)
 
 
 def _refuse_names_of_no_classes(class_names: list[str], where: str) -> None:
@@ -97,10 +108,8 @@ def _refuse_names_of_no_classes(class_names: list[str], where: str) -> None:
 
     Where one folder has another name, all of them are classes.
     """
-    for name in map(str.lower, class_names):
-        rest = NO_CLASS.sub("", name)
-        if rest == name or any(map(str.isalpha, rest)):
-            return
+    if not all(map(_is_no_class, class_names)):
+        return
     shown = ", ".join(map(repr, class_names[:SHOWN_NAMES])) + ", ..." * (len(class_names) > SHOWN_NAMES)
     raise UserError(
         f"{where} has its images in {shown}, which name splits, images or maps, not classes; allowed: "
@@ -109,9 +118,14 @@ def _refuse_names_of_no_classes(class_names: list[str], where: str) -> None:
     )
 
 
+def _is_no_class(name: str) -> bool:
+    rest = NO_CLASS.sub("", name.lower())
+    return rest != name.lower() and not any(map(str.isalpha, rest))
+
+
 def _refuse_empty_folders(others: list[str], classes: list[str], where: str) -> None:
     """Raise UserError for classes, and for splits, that hold no image but are listed or hold something else."""
-    listed = {name.rpartition("/")[0] for name in others} - {""}
+    listed = set(map(dirname, others)) - {""}
     with_those_around = set().union(*(accumulate(folder.split("/"), "{}/{}".format) for folder in listed))
     outers, class_names = set(map(dirname, classes)), set(map(basename, classes))
     around = {dirname(outer) for outer in outers if split_named(basename(outer))}

@@ -4,9 +4,7 @@ import contextlib
 import hashlib
 import os
 import re
-import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +18,6 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
 HIDDEN_PREFIXES, SYSTEM_FILES = (".", "__MACOSX"), ("thumbs.db", "desktop.ini", "@eadir")
 # Control characters, line ends and surrogate escapes of bytes that are no UTF-8.
 UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
-ENCRYPTED = 0x41  # bits of an entry's flags
-# What stands before the content of an entry of a zip: a signature, and last the lengths of name and extra field.
-LOCAL_HEADER, LOCAL_SIGNATURE = struct.Struct("<4s22xHH"), b"PK\x03\x04"
-LOCAL_HEADER_BYTES = 512  # read before the content; few entries have more there
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def image_names(files: FileSet) -> list[str]:
 def walk(root: str, on_error: Callable[[OSError], None] | None = None) -> Iterator[str]:
     """Yield the names of all files and folders below `root`; names of folders end in "/".
 
-    Links are followed, but not to a folder that they lie in, whose files would come again and again.
+    Links are followed.
 
     Args:
       on_error: called with the error of a folder that cannot be read, which is passed over.
@@ -100,17 +93,9 @@ def walk(root: str, on_error: Callable[[OSError], None] | None = None) -> Iterat
     for folder, folders, files in os.walk(root, onerror=on_error, followlinks=True):
         prefix = folder[len(root) :].strip("/")
         prefix += "/" * bool(prefix)
-        folders[:] = [name for name in folders if not is_hidden(name) and not _leads_back(f"{folder}/{name}")]
+        folders[:] = [name for name in folders if not is_hidden(name)]
         yield from (f"{prefix}{name}/" for name in folders)
         yield from (prefix + name for name in files if not is_hidden(name))
-
-
-def _leads_back(folder: str) -> bool:
-    """Return True for a link to a folder that holds it, or one of the links that lead to it."""
-    if not Path(folder).is_symlink():
-        return False
-    target = os.path.realpath(folder)
-    return any(os.path.commonpath([target, os.path.realpath(outer)]) == target for outer in Path(folder).parents)
 
 
 def _open_folder(root: str, where: str) -> FileSet:
@@ -142,16 +127,10 @@ def _open_zip(path: epath.Path, where: str) -> FileSet:
     entry_of = dict(entries)
 
     def read(name: str) -> bytes:
-        entry = entry_of[name]
-        if entry.flag_bits & ENCRYPTED:
-            raise UserError(f"{where}: {name} is encrypted; allowed: entries that need no password")
-        if entry.compress_type not in ZIP_METHODS:
-            found = f"compressed by method {entry.compress_type}"
-            raise UserError(f"{where}: {name} is {found}; allowed: stored, deflate, bzip2, LZMA")
         try:
-            return _read_plain(archive, entry) or archive.read(entry)
-        except Exception as error:  # the same dozen
-            raise UserError(f"{where}: {name} is damaged ({' '.join(str(error).split())})") from error
+            return archive.read(entry_of[name])
+        except Exception as error:  # the same dozen, also for a password or an unknown compression
+            raise UserError(f"{where}: {name} cannot be read ({' '.join(str(error).split())})") from error
 
     return FileSet(os.fspath(path), where, [name for name, _ in entries], read)
 
@@ -159,27 +138,6 @@ def _open_zip(path: epath.Path, where: str) -> FileSet:
 def _plain_name(name: str) -> str:
     """Return the name of an entry with "/" between its parts, where Windows writes "\\", and without "." parts."""
     return "/".join(part for part in name.replace("\\", "/").split("/") if part != ".")
-
-
-def _read_plain(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes | None:
-    """Read an entry of a local zip, mostly by one system call; return None where zipfile should judge.
-
-    The Python code of zipfile takes longer than decoding a small image, and lets one thread in at a time.
-    """
-    try:
-        descriptor = archive.fp.fileno()
-        beginning = os.pread(descriptor, LOCAL_HEADER_BYTES + entry.compress_size, entry.header_offset)
-        signature, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(beginning)
-        start = LOCAL_HEADER.size + name_bytes + extra_bytes
-        content = beginning[start : start + entry.compress_size]
-        if len(content) < entry.compress_size:  # a long name, or much that is extra
-            content = os.pread(descriptor, entry.compress_size, entry.header_offset + start)
-        if entry.compress_type == zipfile.ZIP_DEFLATED:
-            content = zlib.decompress(content, -zlib.MAX_WBITS, max(entry.file_size, 1))
-    except (OSError, ValueError, AttributeError, struct.error, zlib.error):
-        return None
-    is_sound = signature == LOCAL_SIGNATURE and len(content) == entry.file_size
-    return content if is_sound and zlib.crc32(content) == entry.CRC else None
 
 
 # ---- changes -----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Images with masks or depths beside them, in folders or a zip."""
 
 import dataclasses
-from pathlib import PurePosixPath
+from posixpath import basename
 
 import numpy as np
 
@@ -89,7 +89,6 @@ def parse_map_names(names: list[str], where: str, *, may_lack_maps: bool = False
         a file is no image; unclear split folders.
     """
     found: dict[str, dict[tuple[str, str], str]] = {kind: {} for kind in KINDS}  # names by outer and inner folders
-    classes_files = [name for name in names if PurePosixPath(name).name == CLASSES_FILE]
     for name in names:
         parts = name.split("/")
         kind_at = next((index for index, part in enumerate(parts[:-1]) if part in KINDS), None)
@@ -107,8 +106,6 @@ def parse_map_names(names: list[str], where: str, *, may_lack_maps: bool = False
         raise UserError(f"{where} has no folder images/ with images; expected images/NAME.png and masks/NAME.png")
     if not may_lack_maps and not found[MASKS] and not found[DEPTHS]:
         raise UserError(f"{where} has neither masks/ nor depths/; expected masks/NAME.png for images/NAME.png")
-    if len(classes_files) > 1:
-        raise UserError(f"{where} holds {classes_files[0]} and {classes_files[1]}; allowed: one {CLASSES_FILE}")
     for kind in filter(found.get, KINDS):
         _refuse_missing(found[IMAGES], found[kind], kind, where)
     ids, folders = [inner for _, inner in keys], [outer for outer, _ in keys]
@@ -122,7 +119,8 @@ def parse_map_names(names: list[str], where: str, *, may_lack_maps: bool = False
     if are_around:
         ids = [f"{split}/{inner}" for split, inner in zip(splits, ids, strict=True)]
     names_of = {kind: [of_kind[key] for key in keys] for kind, of_kind in found.items() if of_kind}
-    return ParsedMaps(ids, names_of, splits, classes_files[0] if classes_files else None)
+    classes_file = next((name for name in names if basename(name) == CLASSES_FILE), None)
+    return ParsedMaps(ids, names_of, splits, classes_file)
 
 
 def _refuse_missing(images: dict[tuple, str], of_kind: dict[tuple, str], kind: str, where: str) -> None:
@@ -154,74 +152,68 @@ def _targets_of(files: FileSet, parsed: ParsedMaps) -> PixelTargets:
 
 
 def _dataset(files: FileSet, parsed: ParsedMaps, targets: PixelTargets, options: DecodeOptions) -> Dataset:
-    are_known = MASKS in parsed.names or DEPTHS in parsed.names
-    labels = np.full(len(parsed.ids), 0 if are_known else UNKNOWN, np.int32)
-    decoder = _Decoder(files, parsed.names, targets, options)
-    return dataset_of_files(
-        files.path, parsed.ids, labels, ["image"], decoder, splits=parsed.splits, targets=targets
-    )
+    """Return the data set of images uint8 [H, W, channels and targets]; missing targets are 0."""
+    as_they_are = DecodeOptions(max_pixels=options.max_pixels)
+    options_of = dict.fromkeys(KINDS, dataclasses.replace(options, size=None)) | {
+        MASKS: dataclasses.replace(as_they_are, indices=True),
+        DEPTHS: as_they_are,
+    }
+    object_in: dict[int, str] = {}  # by the value of the object of two classes: the first mask that has it
 
-
-class _Decoder:
-    """Decoder of images with their dense targets to uint8 [H, W, channels and targets]; missing targets are 0.
-
-    Args:
-      names: names of the files of each image, by kind.
-    """
-
-    def __init__(self, files: FileSet, names: dict[str, list[str]], targets: PixelTargets, options: DecodeOptions):
-        self._files, self._names, self._targets, self._options = files, names, targets, options
-        as_they_are = DecodeOptions(max_pixels=options.max_pixels)
-        self._options_of = dict.fromkeys(KINDS, dataclasses.replace(options, size=None)) | {
-            MASKS: dataclasses.replace(as_they_are, indices=True),
-            DEPTHS: as_they_are,
-        }
-        self._object_in: dict[int, str] = {}  # by the values of the object of two classes: the mask that had it
-
-    def __call__(self, examples, out=None) -> list[np.ndarray]:
-        return [self._decode(example) for example in examples]
-
-    def _decode(self, example: int) -> np.ndarray:
+    def decode_example(example: int) -> np.ndarray:
         decoded = {}
-        for kind, names in self._names.items():
+        for kind, names in parsed.names.items():
             name = names[example]
-            pixels = decode(name, self._files.read(name), self._options_of[kind])
+            pixels = decode(name, files.read(name), options_of[kind])
             if kind == DEPTHS and pixels.dtype == np.uint8:
                 pixels = pixels.astype(np.uint16) * SCALE_OF_8_BITS
             decoded[kind] = pixels
             _check_pixels(name, kind, pixels, decoded[IMAGES])
             if kind == MASKS:
-                decoded[kind] = self._checked_mask(name, pixels)
-        size, how = self._options.size, self._options.resize
+                decoded[kind] = _checked_mask(name, pixels, len(targets.classes), object_in)
         pictures = [decoded[kind] for kind in (IMAGES, BACKGROUNDS) if kind in decoded]
-        picture = resized(np.concatenate(pictures, axis=-1), size, how)
+        picture = resized(np.concatenate(pictures, axis=-1), options.size, options.resize)
         mask, depth = (
-            resized(decoded[kind], size, how, nearest=True)[..., 0] if kind in decoded else None
+            resized(decoded[kind], options.size, options.resize, nearest=True)[..., 0] if kind in decoded else None
             for kind in (MASKS, DEPTHS)
         )
         if mask is None and depth is None:
-            return np.pad(picture, ((0, 0), (0, 0), (0, self._targets.planes)))
+            return np.pad(picture, ((0, 0), (0, 0), (0, targets.planes)))
         return planes.join(picture, mask, depth)
 
-    def _checked_mask(self, name: str, mask: np.ndarray) -> np.ndarray:
-        """Return the classes of a mask; refuse values that are none, and 255 beside 1, where it means no label."""
-        num_classes, values = len(self._targets.classes), np.flatnonzero(np.bincount(mask.ravel())).tolist()
-        allowed = f"0 to {num_classes - 1}" if num_classes > 2 else "0 and 1, or 0 and 255"
-        if values[-1] == LARGEST_MASK_VALUE and (num_classes > 2 or 1 in values):
-            shown = [*map(str, values[:-1][:SHOWN_VALUES]), *["..."] * (len(values) > SHOWN_VALUES + 1)]
-            found = f"{', '.join(shown)} and {values[-1]}"
-            raise UserError(f"{name} has the values {found}; allowed: {allowed}{NO_VOID}")
-        strange = [value for value in values if value >= num_classes and value != LARGEST_MASK_VALUE]
-        if strange:
-            raise UserError(f"{name} has the value {strange[-1]}; allowed: {allowed}")
-        if num_classes > 2:
-            return mask
-        if values[-1] > 0:
-            self._object_in.setdefault(values[-1], name)
-        if len(self._object_in) == 2:
-            found = f"{self._object_in[1]} has the value 1, and {self._object_in[LARGEST_MASK_VALUE]} the value 255"
-            raise UserError(f"{found}; allowed: {allowed}{NO_VOID}")
-        return np.minimum(mask, 1)
+    label = 0 if MASKS in parsed.names or DEPTHS in parsed.names else UNKNOWN
+    return dataset_of_files(
+        files.path,
+        parsed.ids,
+        np.full(len(parsed.ids), label),
+        ["image"],
+        lambda examples: map(decode_example, examples),
+        splits=parsed.splits,
+        targets=targets,
+    )
+
+
+def _checked_mask(name: str, mask: np.ndarray, num_classes: int, object_in: dict[int, str]) -> np.ndarray:
+    """Return the classes of a mask; refuse values that are none, and 255 beside 1, where it means no label.
+
+    Args:
+      object_in: the first masks that have 1 and 255 for the object of two classes, by these values; filled here.
+    """
+    values = np.unique(mask).tolist()
+    allowed = f"0 to {num_classes - 1}" if num_classes > 2 else "0 and 1, or 0 and 255"
+    if values[-1] == LARGEST_MASK_VALUE and (num_classes > 2 or 1 in values):
+        shown = ", ".join(map(str, values[:-1][:SHOWN_VALUES])) + ", ..." * (len(values) > SHOWN_VALUES + 1)
+        raise UserError(f"{name} has the values {shown} and {values[-1]}; allowed: {allowed}{NO_VOID}")
+    if strange := [value for value in values if value >= num_classes and value != LARGEST_MASK_VALUE]:
+        raise UserError(f"{name} has the value {strange[-1]}; allowed: {allowed}")
+    if num_classes > 2:
+        return mask
+    if values[-1] > 0:
+        object_in.setdefault(values[-1], name)
+    if len(object_in) == 2:
+        found = f"{object_in[1]} has the value 1, and {object_in[LARGEST_MASK_VALUE]} the value 255"
+        raise UserError(f"{found}; allowed: {allowed}{NO_VOID}")
+    return np.minimum(mask, 1)
 
 
 def _check_pixels(name: str, kind: str, pixels: np.ndarray, image: np.ndarray) -> None:

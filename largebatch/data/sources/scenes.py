@@ -175,7 +175,7 @@ def scenes_dataset(
         [f"{number:010d}" for _, number in numbers],
         np.zeros(num_examples, np.int32),
         ["scene"],
-        lambda examples, out=None: [make(example) for example in examples],
+        lambda examples: map(make, examples),
         splits=[split for split, _ in numbers],
         targets=PixelTargets(SCENE_CLASSES, has_depth=True),
     )

@@ -4,9 +4,10 @@ import csv
 import hashlib
 import io
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from posixpath import basename, dirname, splitext
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,14 +53,12 @@ def splits_of_folders(folders: set[str], where: str) -> dict[str, str]:
     return split_of
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """Row of a split file: an image and its split."""
 
     name: str
     split: str
     place: str  # file and line, for messages
-    may_be_header: bool  # True for a first row that may hold names of columns instead
 
 
 @dataclass(frozen=True)
@@ -79,41 +78,31 @@ class SplitFile:
           BadSetting: names the file and the line; unknown ids, an id twice, or a split without images.
         """
         pairs = list(zip(self.entries, _find(self.entries, example_ids), strict=True))
-        unknown = [entry for entry, row in pairs if row is None and not entry.may_be_header]
-        if unknown:
+        if unknown := [entry for entry, row in pairs if row is None]:
             found = f"{len(unknown)}, first {', '.join(repr(entry.name) for entry in unknown[:3])}"
             allowed = f"those of the data set, as {example_ids[0]!r}"
             raise BadSetting(f"{FIELD}: {unknown[0].place}: unknown ids: {found}; allowed: {allowed}")
         splits, named = {split: [] for split in SPLITS}, {}
         for entry, row in pairs:
-            if row is None:
-                continue
-            if before := named.get(row):
+            before = named.setdefault(row, entry)
+            if before is not entry:
                 found = f"is in {entry.split}, and in {before.split} by {before.place}"
                 raise BadSetting(f"{FIELD}: {entry.place}: {entry.name!r} {found}; allowed: each image once")
-            named[row] = entry
             splits[entry.split].append(row)
-        self._refuse_empty({split: len(members) for split, members in splits.items()})
+        self.sizes()
         if left_out := len(example_ids) - len(named):
             text = "%s: left out %d of %d images, which it does not name"
             log.warning(text, self.path, left_out, len(example_ids))
         return splits
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of images of each of SPLITS, of a set that has them all.
-
-        Raises:
-          BadSetting: a split without images.
-        """
-        listed = [entry.split for entry in self.entries if not entry.may_be_header]
-        self._refuse_empty(sizes := {split: listed.count(split) for split in SPLITS})
-        return sizes
-
-    def _refuse_empty(self, sizes: dict[str, int]) -> None:
-        for split, size in sizes.items():
-            if size == 0:
+        """Return the number of images of each of SPLITS; raise BadSetting for a split without images."""
+        listed = Counter(entry.split for entry in self.entries)
+        for split in SPLITS:
+            if not listed[split]:
                 allowed = "some in each of train, val, test"
                 raise BadSetting(f"{FIELD}: {self.path}: no {split} images; allowed: {allowed}")
+        return {split: listed[split] for split in SPLITS}
 
 
 def read_split_file(path: str) -> SplitFile:
@@ -143,28 +132,32 @@ def read_split_file(path: str) -> SplitFile:
 
 
 def _entries(rows: list[tuple[str, list[str]]], split: str | None) -> list[Entry]:
-    """Return the entries of a file for one split, or for all where `split` is None; rows begin with their place."""
+    """Return the entries of a file for one split, or for all where `split` is None; rows begin with their place.
+
+    The first row of a file for one split is its header if it names no image, but has one of ID_COLUMNS or comes
+    before a row that names an image.
+    """
     first_place, first = rows[0]
     header = [name.lower() for name in first]
     id_column = next((header.index(name) for name in ID_COLUMNS if name in header), None)
+    has_header = True
     if split is None and (id_column is None or SPLIT_COLUMN not in header):
         allowed = f"split, and one of {', '.join(ID_COLUMNS)}"
         raise BadSetting(f"{FIELD}: {first_place}: the columns {', '.join(first)}; allowed: {allowed}")
-    names_an_image = any(_without_suffix(cell) != cell for cell in first)
-    if split is not None and names_an_image:
-        id_column = None
+    if split is not None:
+        has_images = [any(_without_suffix(cell) != cell for cell in row) for _, row in rows[:2]]
+        has_header = not has_images[0] and (id_column is not None or has_images[-1])
+    column = id_column if has_header and id_column is not None else 0
     entries = []
-    for place, row in rows if id_column is None else rows[1:]:
+    for place, row in rows[has_header:]:
         if split is None and len(row) != len(header):
             raise BadSetting(f"{FIELD}: {place}: {len(row)} values; allowed: {len(header)}, as in the header")
         name = split or row[header.index(SPLIT_COLUMN)]
         if split_named(name) is None:
             raise BadSetting(f"{FIELD}: {place}: split {name!r}; allowed: {' | '.join(SPLIT_NAMES)}")
-        column = id_column or 0
-        if len(row) <= column or not row[column]:
+        if not row[column:] or not row[column]:
             raise BadSetting(f"{FIELD}: {place}: no id; allowed: one in every row")
-        may_be_header = id_column is None and place == first_place and not names_an_image
-        entries.append(Entry(row[column], split_named(name), place, may_be_header))
+        entries.append(Entry(row[column], split_named(name), place))
     return entries
 
 
@@ -235,7 +228,9 @@ def assign_splits(
       UserError: an id twice; a class or the set has too few training examples; there is no published split, or the
         file does not fit the ids.
     """
-    _refuse_repeated_ids(example_ids, published)
+    repeated, count = Counter(example_ids).most_common(1)[0] if example_ids else ("", 0)
+    if count > 1:
+        raise UserError(f"dataset: two images have the id {repeated!r}; allowed: each id once")
     if split_file is not None:
         splits = {split: _sorted_by_id(example_ids, rows) for split, rows in split_file.match(example_ids).items()}
     elif published is not None and choice != "own":
@@ -275,16 +270,14 @@ def own_sizes(count: int) -> dict[str, int]:
 
 def _complete(example_ids: list[str], published: list[str], seed: int) -> dict[str, np.ndarray]:
     """Return the published splits, with missing ones cut from the training examples; see `complete_sizes`."""
-    names = np.array(published)
-    splits = {split: np.flatnonzero(names == split) for split in SPLITS}
+    splits = {split: np.flatnonzero(np.array(published) == split) for split in SPLITS}
     sizes = complete_sizes({split: len(rows) for split, rows in splits.items() if len(rows)})
     missing = [split for split in SPLITS if len(splits[split]) == 0]
-    if missing:
-        order = _shuffled(example_ids, splits["train"], seed)
-        for split in reversed(missing):  # if both are missing, cut as by `split_indices`
-            order, splits[split] = np.split(order, [-sizes[split]])
-            log.info("%s: %d of the published training images", split, sizes[split])
-        splits["train"] = order
+    order = _shuffled(example_ids, splits["train"], seed)
+    for split in reversed(missing):  # if both are missing, cut as by `split_indices`
+        order, splits[split] = np.split(order, [-sizes[split]])
+        log.info("%s: %d of the published training images", split, sizes[split])
+    splits["train"] = order
     return {split: _sorted_by_id(example_ids, rows) for split, rows in splits.items()}
 
 
@@ -318,15 +311,6 @@ def _shuffled(example_ids: list[str], rows: np.ndarray, seed: int) -> np.ndarray
 def _sorted_by_id(example_ids: list[str], rows: np.ndarray) -> np.ndarray:
     rows = np.asarray(rows, np.int64)
     return rows[np.argsort(np.array([example_ids[row] for row in rows]))]
-
-
-def _refuse_repeated_ids(example_ids: list[str], published: list[str] | None) -> None:
-    first = {}
-    for row, example_id in enumerate(example_ids):
-        before = first.setdefault(example_id, row)
-        if before != row:
-            places = f", in {published[before]} and in {published[row]}" if published else ""
-            raise UserError(f"dataset: two images have the id {example_id!r}{places}; allowed: each id once")
 
 
 def _check_classes(splits: dict[str, np.ndarray], labels: np.ndarray, class_names: list[str]) -> None:

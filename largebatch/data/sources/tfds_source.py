@@ -2,12 +2,13 @@
 
 import logging
 import os
+from collections.abc import Sequence
 
 import numpy as np
 from etils import epath
 
 from largebatch.data.dataset import Dataset, dataset_of_files
-from largebatch.data.decode import DecodeOptions, decoder
+from largebatch.data.decode import DecodeOptions, decode
 from largebatch.data.sources.splits import split_named
 from largebatch.util import UserError, expanded, iterate_batches
 
@@ -75,9 +76,12 @@ def tfds_dataset(name: str, data_dir: str | None, split: str | None, options: De
         splits = np.repeat(list(published.values()), sizes).tolist()
         ids = [f"{ours}/{example_id}" for ours, example_id in zip(splits, ids, strict=True)]
 
-    read = decoder(ids, lambda examples: [row["image"] for row in rows.read(examples, ["image"])], options)
+    def decode_examples(examples: Sequence[int]) -> list[np.ndarray]:
+        read = zip(examples, rows.read(examples, ["image"]), strict=True)
+        return [decode(ids[example], row["image"], options) for example, row in read]
+
     description = f"TFDS {builder.info.full_name} [{split}]"
-    return dataset_of_files(description, ids, labels, list(class_names), read, splits=splits)
+    return dataset_of_files(description, ids, labels, list(class_names), decode_examples, splits=splits)
 
 
 class _Rows:
