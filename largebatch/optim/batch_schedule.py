@@ -169,9 +169,9 @@ def grow_at_decays(
     starts, seen = [0], 0
     for end, size in zip([*decay.starts[1:].tolist(), num_steps], sizes.tolist(), strict=True):
         left = max(end * batch_size - seen, 0)  # the stage before may have seen more than its part
-        updates = -(-left // size)
-        starts.append(starts[-1] + updates)
-        seen += updates * size
+        steps = -(-left // size)
+        starts.append(starts[-1] + steps)
+        seen += steps * size
     factors = decay.values * (sizes / batch_size) ** DECAY_BY[decay_by]
     has_steps = np.diff(starts) > 0
     num_steps, starts = starts[-1], np.array(starts[:-1], np.int64)[has_steps]

@@ -35,7 +35,7 @@ MOST_EXAMPLES = 2**62  # more examples than any run has; fits 64 bits
 
 @struct.dataclass
 class UpdateInputs:
-    """Inputs of the compiled loop for each step, as NumPy arrays [updates]; scalars for a single step."""
+    """Inputs of the compiled loop for each step, as NumPy arrays [steps]; scalars for a single step."""
 
     epoch: np.ndarray  # int32, epoch in which the batch begins
     offset: np.ndarray  # int32, examples of that epoch before the batch
@@ -80,13 +80,13 @@ class Schedule:
         """The largest batch size of the run."""
         return int(self.batch_sizes.first(self.num_updates).values.max())
 
-    def batch_size_at(self, update: int) -> int:
+    def batch_size_at(self, step: int) -> int:
         """Return the batch size of one step."""
-        return int(self.batch_sizes.at(update))
+        return int(self.batch_sizes.at(step))
 
-    def examples_before(self, update: int) -> int:
-        """Return the number of examples that the steps before step `update` visit."""
-        return int(self.batch_sizes.total_before(update))
+    def examples_before(self, step: int) -> int:
+        """Return the number of examples that the steps before `step` visit."""
+        return int(self.batch_sizes.total_before(step))
 
     @property
     def rate_batch_sizes(self) -> PiecewiseConstant:
@@ -115,39 +115,39 @@ class Schedule:
                 starts.append(first)
         return PiecewiseConstant(np.array(starts, np.int64), np.array(rates))
 
-    def learning_rates(self, updates: np.ndarray) -> np.ndarray:
-        """Return the float64 rates of the int64 steps `updates` (scale-invariant steps with AdaScale)."""
-        updates = np.asarray(updates, np.int64)
-        peak = self.peak_rates(self.rate_batch_sizes.at(updates))
+    def learning_rates(self, steps: np.ndarray) -> np.ndarray:
+        """Return the float64 rates of `steps`, int64 (scale-invariant steps with AdaScale)."""
+        steps = np.asarray(steps, np.int64)
+        peak = self.peak_rates(self.rate_batch_sizes.at(steps))
 
-        start = np.minimum(self.warmup_starts.at(updates), peak)  # the peak is lower below the reference
-        first = self.warmup_starts.start_of(updates)
-        warmup = start + (peak - start) * (updates + 1 - first) / np.maximum(self.warmup_updates - first, 1)
+        start = np.minimum(self.warmup_starts.at(steps), peak)  # the peak is lower below the reference
+        first = self.warmup_starts.start_of(steps)
+        warmup = start + (peak - start) * (steps + 1 - first) / np.maximum(self.warmup_updates - first, 1)
 
         if self.decay is not None:
-            after_warmup = peak * self.decay.at(updates)
+            after_warmup = peak * self.decay.at(steps)
         else:
-            done = (updates, self.warmup_updates, self.num_updates)
+            done = (steps, self.warmup_updates, self.num_updates)
             if self.options.decay_over == "images":
-                done = (self.batch_sizes.total_before(np.int64(steps)) for steps in done)
+                done = (self.batch_sizes.total_before(np.int64(count)) for count in done)
             after_warmup = peak * _shape_at(self.options, *done)
-        return np.where(updates < self.warmup_updates, warmup, after_warmup)
+        return np.where(steps < self.warmup_updates, warmup, after_warmup)
 
-    def learning_rate_at(self, update: int) -> float:
+    def learning_rate_at(self, step: int) -> float:
         """Return the rate of one step (scale-invariant step with AdaScale)."""
-        return float(self.learning_rates(np.int64(update)))
+        return float(self.learning_rates(np.int64(step)))
 
     def b2s(self, batch_sizes: np.ndarray) -> np.ndarray:
         """Return the decay of the second moment, float64, for steps of these batch sizes."""
         ratio = batch_sizes / self.options.reference_batch_size
         return self.base_b2 ** B2_SCALING[self.options.b2_scaling](ratio)
 
-    def inputs(self, first_update: int, length: int) -> UpdateInputs:
-        """Return the inputs of the compiled loop for `length` steps from `first_update` on."""
-        updates = np.arange(first_update, first_update + length, dtype=np.int64)
-        epoch, offset = epoch_and_offset(self.batch_sizes.total_before(updates), self.examples_per_epoch)
-        rates = self.rate_table if self.scale_invariant else np.float32(self.learning_rates(updates))
-        sizes = self.batch_sizes.at(updates).astype(np.int32)
+    def inputs(self, first_step: int, length: int) -> UpdateInputs:
+        """Return the inputs of the compiled loop for `length` steps from `first_step` on."""
+        steps = np.arange(first_step, first_step + length, dtype=np.int64)
+        epoch, offset = epoch_and_offset(self.batch_sizes.total_before(steps), self.examples_per_epoch)
+        rates = self.rate_table if self.scale_invariant else np.float32(self.learning_rates(steps))
+        sizes = self.batch_sizes.at(steps).astype(np.int32)
         return UpdateInputs(epoch, offset, sizes, learning_rate=rates, b2=np.float32(self.b2s(sizes)))
 
     @functools.cached_property

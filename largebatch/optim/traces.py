@@ -45,7 +45,6 @@ class Trace:
 class AvailableDevices:
     """The number of available devices over time."""
 
-    path: str
     counted: str  # name of the column that counts the devices
     times: np.ndarray  # float64 [rows], ascending; the times from which the counts hold
     counts: np.ndarray  # int64 [rows]
@@ -86,7 +85,7 @@ def read_availability(path: str, field: str) -> AvailableDevices:
     Raises:
       BadSetting: names the file, the line and what is allowed.
     """
-    return _available_devices(_read_table(path, field), path)
+    return _available_devices(_read_table(path, field))
 
 
 def digest(path: str) -> str:
@@ -171,7 +170,7 @@ def _batch_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple[np.nda
     return starts, _column(table, sizes[0], 1, largest), starts[-1] + 1, text
 
 
-def _available_devices(table: _Table, path: str, other_kinds: str = "") -> AvailableDevices:
+def _available_devices(table: _Table, other_kinds: str = "") -> AvailableDevices:
     names = list(enumerate(table.names))
     times = [i for i, name in names if name.startswith(TIME_WORDS)]
     times += [i for i, name in names if not name or name.startswith(INDEX_WORDS)]
@@ -188,7 +187,7 @@ def _available_devices(table: _Table, path: str, other_kinds: str = "") -> Avail
     counted = table.header[counts[0]]
     if not available.any():
         raise BadSetting(f"{table.source} has no row with any {counted}")
-    return AvailableDevices(path, counted, when, available)
+    return AvailableDevices(counted, when, available)
 
 
 def _parse_time(cell: str) -> float:
@@ -201,7 +200,7 @@ def _parse_time(cell: str) -> float:
 
 def _availability_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple[np.ndarray, np.ndarray, int, str]:
     """Return what `_batch_rows` does, where rows count devices."""
-    devices = _available_devices(table, batch.trace, other_kinds="step and batchsize, or ")
+    devices = _available_devices(table, other_kinds="step and batchsize, or ")
     counted, counts, per_device = devices.counted, devices.counts, batch.per_device_batch_size
     if per_device is None:
         needed = "with batch.per_device_batch_size, the examples that each takes"

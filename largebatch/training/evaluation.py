@@ -1,7 +1,6 @@
 """Predictions and scores over ALL examples of a split, across all hosts."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -114,24 +113,12 @@ class SplitPredictions:
             begin, end = max(first_row - start, 0), min(end_row - start, self.rows_per_block)
             if begin < end:
                 shards = [shard.data for shard in block.addressable_shards]
-                pieces.append(np.concatenate([_fetch_rows(shard, begin, end) for shard in shards]))
+                pieces.append(np.concatenate([np.asarray(shard[:, begin:end]) for shard in shards]))
         here = np.concatenate(pieces, axis=1)
         all_rows = collectives.gather(here).reshape(-1, *here.shape[1:])  # [devices, rows, ...]
         in_order = all_rows.swapaxes(0, 1).reshape(-1, *self.shape[1:])
         skipped = first - first_row * self.num_devices
         return in_order[skipped : skipped + last - first]
-
-
-def _fetch_rows(shard: jax.Array, begin: int, end: int) -> np.ndarray:
-    """Return rows of one device [1, rows, ...], on the host; where they are a small part, copy only them."""
-    if 2 * (end - begin) > shard.shape[1]:
-        return np.asarray(shard)[:, begin:end]
-    return np.asarray(_slice_rows(shard, begin, end - begin))
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _slice_rows(shard, begin, size):
-    return lax.dynamic_slice_in_dim(shard, begin, size, axis=1)
 
 
 def predict_split(

@@ -198,7 +198,7 @@ def make_local_loop(local: LocalSGD, devices: list | None = None):
     """
 
     def local_loop(state, data, inputs, num_updates, sync):
-        device, first_update = lax.axis_index(AXIS), state.step
+        device, first_step = lax.axis_index(AXIS), state.step
 
         def body(index, carry):
             state, device_metrics, all_metrics = carry
@@ -220,8 +220,8 @@ def make_local_loop(local: LocalSGD, devices: list | None = None):
         # An all-reduce over hosts may add the elements of a vector in an order that depends on their place in it,
         # and a run that was resumed begins a call at another step. So that no restart changes that order, each
         # step's metrics are rolled to the place of its number, summed there, and rolled back.
-        in_place = jax.tree.map(lambda x: jnp.roll(x, first_update), device_metrics)
-        metrics = jax.tree.map(lambda x: jnp.roll(x, -first_update), local.step.reduce(in_place))
+        in_place = jax.tree.map(lambda x: jnp.roll(x, first_step), device_metrics)
+        metrics = jax.tree.map(lambda x: jnp.roll(x, -first_step), local.step.reduce(in_place))
         latest, metrics["nonfinite"] = _count_in_a_row(state.nonfinite, metrics["nonfinite"], all_metrics["local"])
         return state.replace(nonfinite=latest.astype(jnp.int32)), {**metrics, **all_metrics}
 

@@ -62,6 +62,19 @@ class Programs:
         put_in = self.allreduce_bytes * (num_updates - num_local) + self.sync_bytes * num_syncs
         return float(2 * (num_devices - 1) / num_devices * put_in / num_updates)
 
+    def _calls(self, state: TrainState, train, block: Block, inputs: UpdateInputs, sync: Sync) -> dict[str, tuple]:
+        """Return every program with its arguments, arrays or shapes, by name."""
+        count, calls = np.int32(0), {}
+        if self.inner_loop:
+            calls["update"] = self.inner_loop, (state, train, inputs, count)
+        if self.local_loop:
+            calls["local update"] = self.local_loop, (state, train, inputs, count, sync)
+            calls["average"] = self.average, (state,)
+        calls["validation"] = self.predict, (state.variables, block)
+        if self.predict_views:
+            calls["validation of copies"] = self.predict_views, (state.variables, block)
+        return calls
+
     def compile_here(self, state: TrainState, data: DeviceData, inputs: UpdateInputs, sync: Sync) -> None:
         """Compile all programs for this host's devices.
 
@@ -69,16 +82,9 @@ class Programs:
           state: state of all replicas.
           inputs: inputs of any steps.
         """
-        train, count, calls = data.train.arrays, np.int32(0), []
-        if self.inner_loop:
-            calls.append((self.inner_loop, (state, train, inputs, count)))
-        if self.local_loop:
-            calls.append((self.local_loop, (state, train, inputs, count, sync)))
-            calls.append((self.average, (state,)))
         block = next(data.validation.blocks(self.prediction_micro_batch_size))
-        for predict in filter(None, (self.predict_views, self.predict)):
-            calls.append((predict, (state.variables, block)))
-        replicas.compile_side_by_side(calls)
+        calls = self._calls(state, data.train.arrays, block, inputs, sync)
+        replicas.compile_side_by_side(list(calls.values()))
 
     def lower(
         self, shapes: tuple[TrainState, dict, Block], inputs: UpdateInputs, sync: Sync, num_devices: int
@@ -89,15 +95,6 @@ class Programs:
           shapes: one device's state, training data and block of the validation split.
           num_devices: number of devices that the programs were made for.
         """
-        states, data, block = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), shapes)
-        count, inputs, sync = jax.eval_shape(lambda: (np.int32(0), inputs, sync))
-        lowered = {}
-        if self.inner_loop:
-            lowered["update"] = self.inner_loop.lower(states, data, inputs, count)
-        if self.local_loop:
-            lowered["local update"] = self.local_loop.lower(states, data, inputs, count, sync)
-            lowered["average"] = self.average.lower(states)
-        lowered["validation"] = self.predict.lower(states.variables, block)
-        if self.predict_views:
-            lowered["validation of copies"] = self.predict_views.lower(states.variables, block)
-        return lowered
+        on_devices = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), shapes)
+        calls = self._calls(*on_devices, *jax.eval_shape(lambda: (inputs, sync)))
+        return {name: program.lower(*arguments) for name, (program, arguments) in calls.items()}

@@ -294,8 +294,8 @@ def make_inner_loop(step: TrainStep, devices: list | None = None):
 
         def body(carry):
             index, state, metrics = carry
-            state, of_update = step.train_step(state, data, device, inputs, index)
-            return index + 1, state, write_metrics(metrics, index, of_update)
+            state, of_step = step.train_step(state, data, device, inputs, index)
+            return index + 1, state, write_metrics(metrics, index, of_step)
 
         names = step.metric_names(step.zero_sums(state, data))
         metrics = dict.fromkeys(names, jnp.zeros(inputs.epoch.shape))
@@ -306,6 +306,6 @@ def make_inner_loop(step: TrainStep, devices: list | None = None):
     return pmap(inner_loop, (0, 0, None, None), out_axes=(0, None), donate_argnums=(0,), devices=devices)
 
 
-def write_metrics(metrics: dict, index, of_update: dict) -> dict:
+def write_metrics(metrics: dict, index, of_step: dict) -> dict:
     """Return `metrics` with the values of step number `index` written at that index."""
-    return jax.tree.map(lambda every, one: every.at[index].set(one), metrics, of_update)
+    return jax.tree.map(lambda every, one: every.at[index].set(one), metrics, of_step)

@@ -17,7 +17,7 @@ from largebatch.training.state import TrainState
 
 # A call runs as many steps as fit in about this long, so that progress is seen and signals are answered.
 SECONDS_PER_CALL = 2.0
-PROFILED_UPDATES = 3
+PROFILED_STEPS = 3
 
 
 class NonFinite(Exception):
@@ -71,7 +71,7 @@ class Trainer:
         self._read_counters()
         # float32 [inner_steps] by name: a value for each step of the running outer loop.
         self._metrics = {name: np.zeros(inner_steps, np.float32) for name in programs.metric_names}
-        self._calls, self._updates_of_next_call, self._signal = 0, 1, 0
+        self._calls, self._steps_of_next_call, self._signal = 0, 1, 0
 
     def _read_counters(self) -> None:
         """Read the counters of the state from the devices."""
@@ -146,7 +146,7 @@ class Trainer:
           NonFinite: see there; the steps before it are done.
         """
         first, begin = self.step, time.perf_counter()
-        end = first + min(num_steps, self._updates_of_next_call)
+        end = first + min(num_steps, self._steps_of_next_call)
         if first < self._first_local_step < end:  # no call runs both synchronous and local steps
             end = self._first_local_step
         # Up to the end of the run; with AdaScale at least these.
@@ -176,8 +176,8 @@ class Trainer:
         # As many of the next steps as see the examples of two seconds: from 1 to an outer loop.
         seen = np.cumsum(self.schedule.batch_sizes.at(np.arange(self.step, self.step + self.inner_steps)))
         fitting = max(1, int(np.searchsorted(seen, SECONDS_PER_CALL * examples / seconds, side="right")))
-        steps = PROFILED_UPDATES if self._profile_dir else fitting
-        self._signal, self._updates_of_next_call = preemption.agree(steps)
+        steps = PROFILED_STEPS if self._profile_dir else fitting
+        self._signal, self._steps_of_next_call = preemption.agree(steps)
         return examples, seconds
 
     def stop_if_asked(self) -> None:
@@ -196,8 +196,8 @@ class Trainer:
 
     def nonfinite_validation(self, loss: float) -> NonFinite:
         """Return the error for a validation loss that is not finite; its `update` is that of the next step."""
-        last_update = self.schedule.num_updates - 1
-        rate = self.schedule.learning_rate_at(min(int(self.schedule_step), last_update))
+        last_step = self.schedule.num_updates - 1
+        rate = self.schedule.learning_rate_at(min(int(self.schedule_step), last_step))
         what = f"the validation loss after update {self.step} is {loss}"
         return NonFinite(what, self.step, self._update(self.schedule.inputs(self.step, 1), 0, rate))
 

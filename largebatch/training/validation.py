@@ -114,8 +114,8 @@ def metrics_row(
         return metrics[name][is_known].mean() if is_known.any() else None
 
     noise, has_local_steps = replicas.first_replica(trainer.state.noise), bool(np.any(metrics.get("local", 0)))
-    last_update, num_steps = trainer.step - 1, len(metrics["loss"])
-    learning_rate = metrics["rate"][-1] if schedule.scale_invariant else schedule.learning_rate_at(last_update)
+    last_step, num_steps = trainer.step - 1, len(metrics["loss"])
+    learning_rate = metrics["rate"][-1] if schedule.scale_invariant else schedule.learning_rate_at(last_step)
     examples_seen = schedule.examples_before(trainer.step)
     examples_before = schedule.examples_before(trainer.step - num_steps)
     times = timings(clock, seconds_before, num_steps, examples_seen - examples_before)
@@ -125,7 +125,7 @@ def metrics_row(
         "outer": -(-trainer.step // trainer.inner_steps),
         "examples_seen": examples_seen,
         "epoch": examples_seen / schedule.examples_per_epoch,
-        "global_batch_size": schedule.batch_size_at(last_update),
+        "global_batch_size": schedule.batch_size_at(last_step),
         "learning_rate": learning_rate * trainer.learning_rate_scale,
         "train_loss": mean("loss"),
         **{f"train_{name}": mean(name) for name in programs.task.kind.metric_names},

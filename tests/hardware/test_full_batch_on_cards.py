@@ -1,17 +1,15 @@
-"""What an update of the full batch moves on NVIDIA cards, by its text compiled without one: make test-compilers."""
+"""What a step of the full batch moves on NVIDIA cards, by its text compiled without one: make test-compilers."""
 
 import re
 
 import jax
 import pytest
 from conftest import typed
-from jax import lax
 from machines import Case, target_or_skip
 
 import examine
 from largebatch.hardware.chips import options_for
 from largebatch.hardware.compiled import compile_and_look, parse
-from largebatch.nn import convolution
 from plan import choose_plan
 
 pytestmark = pytest.mark.compilers
@@ -23,27 +21,8 @@ def without_programs_of_other_tests():
     jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
-def full_batch_on():
-    """Look at a compiled update of eurosat_v3_32 in micro-batches of 5,400, by card and changed fields."""
-
-    def look(card: str, **fields):
-        target = target_or_skip(card)
-        given = {
-            "batch.micro_batch_size": 5400,
-            **{name.replace("__", "."): value for name, value in fields.items()},
-        }
-        config = typed(Case("eurosat_v3_32", tuple(given.items())).load()).replace(model={"dtype": "bfloat16"})
-        data, free = examine.dataset_info(config), target.chip.memory_bytes
-        plan = choose_plan(config, data, target.hardware, free_bytes=free)
-        lowered = examine.lower_plan(plan, free, target.devices)
-        return what_it_does(lowered["update"])
-
-    return look
-
-
 def what_it_does(lowered) -> dict:
-    """Return bytes of an update, and the convolutions and activations of its micro-batches."""
+    """Return bytes of a step, and the convolutions and activations of its micro-batches."""
     program = parse(lowered.compile(compiler_options=options_for("gpu")).as_text())
     (loop,) = [one for one in program.loops() if one.scope == "micro_batches"]
     inside = [one for one, _ in program.executions(lambda loop: 1, loop)]
@@ -61,30 +40,16 @@ def what_it_does(lowered) -> dict:
 
 
 @pytest.mark.parametrize("card", ["h100", "h200"])
-def test_a_full_batch_on_a_card_moves_activations_once_and_pads_none(card, full_batch_on):
-    found = full_batch_on(card)
+def test_a_full_batch_on_a_card_moves_activations_once_and_pads_none(card):
+    """A step of eurosat_v3_32 in micro-batches of 5,400."""
+    target = target_or_skip(card)
+    config = Case("eurosat_v3_32", (("batch.micro_batch_size", 5400),)).load()
+    config, free = typed(config).replace(model={"dtype": "bfloat16"}), target.chip.memory_bytes
+    plan = choose_plan(config, examine.dataset_info(config), target.hardware, free_bytes=free)
+    found = what_it_does(examine.lower_plan(plan, free, target.devices)["update"])
     assert found["bytes"] <= 240e9
     assert not found["copies"]
     blocks = (33, 33, 16)  # of 2x2 pixels: what the first convolution reads
     assert found["activations"] == {blocks, (32, 32, 32), (16, 16, 64), (8, 8, 128), (4, 4, 256)}
     assert len(found["inputs"]) == 11  # forward and kernel gradients of four layers, three inputs' gradients
     assert not [shape for shape in found["inputs"] if shape.split("]")[0].endswith(",3")]
-
-
-def test_a_first_layer_of_3_channels_would_be_found(full_batch_on):
-    found = full_batch_on("h200", model__conv="lax")
-    assert [shape for shape in found["inputs"] if shape.split("]")[0].endswith(",3")]
-    assert (33, 33, 16) not in found["activations"]
-
-
-def test_padding_on_one_side_would_be_found(full_batch_on, monkeypatch):
-    """With XLA's "SAME" activations would be written into arrays of odd sizes first, which takes more bytes."""
-
-    def conv_same(x, kernel, stride, padding):
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return lax.conv_general_dilated(x, kernel.astype(x.dtype), [stride] * 2, "SAME", dimension_numbers=numbers)
-
-    monkeypatch.setitem(convolution.CONVS, "lax_blocks", conv_same)
-    found = full_batch_on("h200")
-    assert found["bytes"] > 240e9
-    assert {(33, 33, 32), (17, 17, 64), (9, 9, 128)} < found["activations"]

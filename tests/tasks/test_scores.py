@@ -1,5 +1,7 @@
 """Scores of masks and depths over a whole split, against NumPy."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from largebatch.config.fields import TaskConfig
 from largebatch.predictions import tables
 from largebatch.tasks import planes, scores
+from largebatch.tasks.kinds import CLASSIFICATION, KINDS
 from largebatch.tasks.planes import PixelTargets
 from largebatch.tasks.task import make_task
 from largebatch.training.evaluation import from_halves, in_halves
@@ -63,27 +66,24 @@ def test_errors_of_depths_are_those_of_all_pixels():
     assert found["loss"] == pytest.approx(losses.mean(), rel=1e-6)
 
 
-def test_without_examples_there_are_no_scores(monkeypatch):
-    monkeypatch.setitem(globals(), "IS_KNOWN", np.zeros(7, bool))
-    for task, channels, truth in ((MASK, slice(4), TRUTH[..., :1]), (DEPTH, slice(4, 5), TRUTH[..., 1:])):
-        assert scores_of(task, OUTPUTS[..., channels], truth) is None
-    assert scores_of(TASK, OUTPUTS, TRUTH) is None
-
-
 def test_depths_that_are_all_zero_have_no_relative_error():
     found = scores_of(DEPTH, OUTPUTS[..., -1:], np.zeros_like(TRUTH[..., 1:])).values
     assert (found["depth_relative_error"], found["depth_near"]) == (None, None)
     assert found["depth_rmse"] > 0
 
 
-def test_the_tasks_alone_have_the_scores_of_both_together():
-    both = scores_of(TASK, OUTPUTS, TRUTH)
-    mask = scores_of(MASK, OUTPUTS[..., :-1], TRUTH[..., :1])
-    depth = scores_of(DEPTH, OUTPUTS[..., -1:], TRUTH[..., 1:])
+def test_the_tasks_alone_have_the_scores_of_both_together(monkeypatch):
+    def every_score():
+        mask = scores_of(MASK, OUTPUTS[..., :-1], TRUTH[..., :1])
+        return scores_of(TASK, OUTPUTS, TRUTH), mask, scores_of(DEPTH, OUTPUTS[..., -1:], TRUTH[..., 1:])
+
+    both, mask, depth = every_score()
     expected = mask.values | depth.values | {"loss": mask.loss + 2.0 * depth.loss}
     assert list(both.values.items()) == list(expected.items())  # in the order of their columns
     assert both.score == mask.score
     assert depth.score == depth.values["depth_rmse"]
+    monkeypatch.setitem(globals(), "IS_KNOWN", np.zeros(7, bool))
+    assert every_score() == (None, None, None)
 
 
 def test_what_is_kept_of_an_image_is_its_own_score():
@@ -145,7 +145,23 @@ def test_targets_are_read_back(targets, name):
     assert targets.kind.name == name
 
 
-@pytest.mark.parametrize("damaged", [None, 5, {"planes": 5}, {"classes": []}])
-def test_damaged_targets_are_refused(damaged):
-    with pytest.raises(ValueError, match="targets"):
-        PixelTargets.recorded_in({"targets": damaged})
+# ---- which of two is better -------------------------------------------------------------------------------
+
+
+def test_scores_go_the_way_of_their_task():
+    classes, depth = CLASSIFICATION, KINDS["depth"]
+    assert classes.is_better(0.6, 0.5)
+    assert not classes.is_better(0.5, 0.5)
+    assert depth.is_better(0.5, 0.6)
+    assert classes.best([None, 0.0, 0.3]) == 0.3
+    assert depth.best([0.3, None, 0.0]) == 0.0
+    assert depth.best([None]) is None
+    assert classes.reaches(0.9, 0.9)
+    assert not classes.reaches(0.89, 0.9)
+    assert depth.reaches(0.05, 0.06)
+    assert not depth.reaches(0.07, 0.06)
+    for kind in KINDS.values():
+        assert kind.is_better(0.0, None)
+        assert not kind.is_better(math.nan, 0.5)
+        assert kind.is_better(0.5, math.nan)
+        assert not kind.reaches(None, 0.0)

@@ -10,8 +10,7 @@ from conftest import run_script, typed
 import examine
 from build import Prepared, ProgramCache, prepare
 from largebatch import doctor
-from largebatch.data.streaming import load_inputs
-from largebatch.hosts import memory, replicas
+from largebatch.hosts import memory
 from largebatch.hosts.clock import Clock
 from largebatch.training.loss import make_loss_fn
 from largebatch.util import UserError
@@ -29,8 +28,10 @@ def quick(small_config, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_sound_config_is_sound(quick, tmp_path, monkeypatch):
+@pytest.mark.parametrize("storage", ["expanded", "streamed"])
+def test_a_sound_config_is_sound(quick, tmp_path, monkeypatch, storage):
     quick.augment.cache_dir = str(tmp_path)  # of no other test, whose cache would need no build
+    quick.augment.storage = storage
     shown = []
     monkeypatch.setattr(doctor, "show", lambda findings, *ending: shown.extend(findings))
     assert examine.run(quick, here=True, target_name=None) == 0
@@ -81,28 +82,13 @@ def test_a_faster_micro_batch_size_is_recommended(small_config):
 
 
 @pytest.mark.full
-def test_other_micro_batch_sizes_are_timed_with_the_step_of_the_run(small_config, monkeypatch):
-    """Half and twice of a size that is not the largest, with all that the run's step does."""
+def test_half_and_twice_of_a_size_are_timed(small_config, monkeypatch):
     monkeypatch.setattr(doctor, "BUDGET_SEC", np.inf)
-    small_config.batch.size, small_config.batch.micro_batch_size, small_config.train.ema_decay = 256, 8, 0.9
+    small_config.batch.size, small_config.batch.micro_batch_size = 256, 8
     run = prepared(small_config)
-    loops = examine.loops_by_size(run)
-    assert list(loops) == [8, 4, 16]
-    timings = doctor.time_micro_batches(run, loops, 0.0)
+    timings = doctor.time_micro_batches(run, examine.loops_by_size(run), 0.0)
     assert list(timings) == [8, 4, 16]
     assert all(0 < seconds < 1 for seconds in timings.values())
-
-    def averages_after_a_step(loop):
-        state, inputs = replicas.replicate(start), doctor._inputs(run.plan, 256, 0.1)
-        data = load_inputs(run.data.train, run.plan.sharding, start.seed, inputs).arrays
-        return jax.tree.leaves(replicas.first_replica(loop(state, data, inputs, np.int32(1))[0].ema))
-
-    start = replicas.first_replica(run.state)
-    own, half, twice = map(averages_after_a_step, loops.values())
-    assert any(np.any(ours != before) for ours, before in zip(own, jax.tree.leaves(start.ema), strict=True))
-    for ours, *others in zip(own, half, twice, strict=True):
-        for other in others:
-            np.testing.assert_allclose(other, ours, rtol=0, atol=1e-4)
 
 
 def test_sizes_that_are_another_training_are_not_tried(small_config):

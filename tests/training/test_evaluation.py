@@ -48,9 +48,9 @@ def predict(split, micro_batch_size=3):
     return predict_split(PREDICT[micro_batch_size], params, split, micro_batch_size, TASK)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
-@pytest.mark.parametrize("num_examples", [1, 19, 50])
-@pytest.mark.parametrize("micro_batch_size", [3, 64])
+@pytest.mark.parametrize(
+    ("num_devices", "num_examples", "micro_batch_size"), [(1, 19, 3), (2, 50, 64), (8, 1, 3), (8, 50, 3)]
+)
 def test_scores_are_numpys_over_all_examples_on_uneven_shards(
     num_devices, num_examples, micro_batch_size, monkeypatch
 ):
@@ -94,18 +94,16 @@ def test_a_logit_that_is_not_a_number_is_no_hit():
     assert np.isnan(sums["losses"])
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
-def test_a_split_read_in_blocks_gives_bitwise_what_one_that_stays_gives(num_devices, monkeypatch):
+def test_a_split_read_in_blocks_gives_bitwise_what_one_that_stays_gives(monkeypatch):
     images, labels = make_split(101)
-    streamed = shard(images, labels, num_devices, monkeypatch)
+    streamed = shard(images, labels, 8, monkeypatch)
     monkeypatch.setattr(sharded_split, "BLOCK_BYTES", 6 * CLASSES)  # two micro-batches
     blocks = list(streamed.blocks(3))
     assert len(blocks) == -(-streamed.rows // 6) > 1
-    assert {block.images.shape for block in blocks} == {(num_devices, 6, CLASSES)}
+    assert {block.images.shape for block in blocks} == {(8, 6, CLASSES)}
     one, other = predict(streamed), predict(streamed.placed())
     assert one.scores == other.scores
-    np.testing.assert_array_equal(one[:], other[:])
-    for first, last in ((0, 1), (7, 30), (41, 57), (90, 101)):
+    for first, last in ((0, 101), (0, 1), (7, 30), (41, 57), (90, 101)):
         expected = 0.5 * images[first:last]
         np.testing.assert_array_equal(one[first:last], expected)
         np.testing.assert_array_equal(other[first:last], expected)

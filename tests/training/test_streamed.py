@@ -1,36 +1,32 @@
 """Runs on streamed images are those on resident ones, bit by bit; and which storage a run takes by itself."""
 
+import contextlib
 import json
 import logging
-import os
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, run_script, typed
 from test_pod import pod_command, train_command
 from test_resume import assert_same_run, flip, rows_of
 
-import examine
 import train
 from build import ProgramCache
-from largebatch import doctor
 from largebatch.data import streaming
 from largebatch.data.cache import Cache, images_file
 from largebatch.hosts import memory, preemption
-from largebatch.optim import noise_scale
 from largebatch.runs.lifecycle import Diverged
 from largebatch.training import trainer
 from largebatch.training.views import STORAGES
 from largebatch.util import BadSetting, UserError
 from plan import needed_bytes
 
-# 681 examples, of 640 in an epoch. A buffer holds 8 of the 10 originals of a device, for one update of 64.
+# 681 examples, of 640 in an epoch. A buffer holds 8 of the 10 originals of a device, for one step of 64.
 TRACE = (64, 40, 1, *[64] * 9)
 
 
 @pytest.fixture
 def config(small_config, monkeypatch):
-    """Buffers as small as can be, and calls of up to four updates; batches that change and cross epochs."""
+    """Buffers as small as can be, and calls of up to four steps; batches that change and cross epochs."""
     monkeypatch.setattr(streaming, "BUFFER_BYTES", 0)
     small_config.batch.trace = TRACE
     small_config.train.inner_steps, small_config.train.outer_steps = 4, 3
@@ -46,8 +42,16 @@ def run(config, workdir, storage: str, **changed_fields) -> dict:
     return train.train_and_evaluate(config, str(workdir))
 
 
-def stop_every_third_call(monkeypatch) -> list:
-    """Calls are of one update, and every third ends with a signal; returns a list that grows by each call."""
+LOCAL = {"sync__mode": "local", "sync__every": 3, "sync__optimizer_state": "keep"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fields", [{}, LOCAL])
+def test_a_streamed_run_is_the_resident_one_through_stops(config, tmp_path, monkeypatch, fields):
+    """Calls are of one step, and every third ends with a signal."""
+    run(config, tmp_path / "resident", "on_device", **fields)
+    run(config, tmp_path / "streamed", "streamed", **fields)
+    assert_same_run(tmp_path / "streamed", tmp_path / "resident")
     agree, calls = preemption.agree, []
 
     def agree_to_stop(vote=0):
@@ -56,62 +60,25 @@ def stop_every_third_call(monkeypatch) -> list:
 
     monkeypatch.setattr(trainer, "SECONDS_PER_CALL", 0.0)
     monkeypatch.setattr(preemption, "agree", agree_to_stop)
-    return calls
-
-
-def run_until_done(*arguments, **changed_fields) -> dict:
-    """As `run`, started again after every stop."""
     for _ in range(20):
-        try:
-            return run(*arguments, **changed_fields)
-        except preemption.Stopped:
-            continue
-    raise AssertionError("never done")
-
-
-LOCAL = {"sync__mode": "local", "sync__every": 3, "sync__optimizer_state": "keep"}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fields", [{}, LOCAL])
-def test_a_streamed_run_is_the_resident_one_through_stops(config, tmp_path, monkeypatch, fields):
-    run(config, tmp_path / "resident", "on_device", **fields)
-    run(config, tmp_path / "streamed", "streamed", **fields)
-    assert_same_run(tmp_path / "streamed", tmp_path / "resident")
-    calls = stop_every_third_call(monkeypatch)
-    run_until_done(config, tmp_path / "cut", "streamed", **fields)
+        with contextlib.suppress(preemption.Stopped):
+            run(config, tmp_path / "cut", "streamed", **fields)
+            break
     assert len(calls) == 12
     assert_same_run(tmp_path / "cut", tmp_path / "resident")
 
 
 @pytest.mark.full
-def test_a_batch_that_grows_is_streamed(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(noise_scale, "noise_scale", lambda noise: 300 if int(noise.count) else None)
-    fields = {"batch__trace": None, "batch__auto": True, "batch__size": 16, "batch__max_size": 64}
-    run(config, tmp_path / "resident", "on_device", **fields)
-    assert [row["global_batch_size"] for row in rows_of(tmp_path / "resident")] == [16, 32, 64]
-    run(config, tmp_path / "streamed", "streamed", **fields)
-    assert_same_run(tmp_path / "streamed", tmp_path / "resident")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("devices", [1, 2])
-def test_streamed_on_other_numbers_of_devices(tmp_path, devices):
-    fields = {"train.inner_steps": 4, "batch.size": 50}
+@pytest.mark.parametrize(
+    ("hosts", "devices", "batch_size"),
+    [(1, 1, 50), (1, 2, 50), (2, 4, 40)],  # of 40 a chunk has two steps: buffers hold all 10 images of a device
+)
+def test_streamed_on_other_numbers_of_devices_and_hosts(tmp_path, hosts, devices, batch_size):
+    fields = {"train.inner_steps": 4, "batch.size": batch_size}
     for storage in ("on_device", "streamed"):
         command = train_command(tmp_path, storage, **fields | {"augment.storage": storage})
-        result = run_script(*command[1:], env={"JAX_NUM_CPU_DEVICES": str(devices)})
-        assert result.returncode == 0, result.stderr
-    assert_same_run(tmp_path / "streamed", tmp_path / "on_device")
-
-
-@pytest.mark.full
-def test_streamed_on_two_hosts(tmp_path):
-    """Buffers hold all 10 originals of a device, so that a chunk has two updates of 40."""
-    fields = {"train.inner_steps": 4, "batch.size": 40}
-    for storage in ("on_device", "streamed"):
-        command = train_command(tmp_path, storage, **fields | {"augment.storage": storage})
-        result = run_script(*pod_command(command, 2, 4))
+        arguments = pod_command(command, hosts, devices) if hosts > 1 else command[1:]
+        result = run_script(*arguments, env={"JAX_NUM_CPU_DEVICES": str(devices)})
         assert result.returncode == 0, result.stderr
     assert_same_run(tmp_path / "streamed", tmp_path / "on_device")
 
@@ -119,38 +86,25 @@ def test_streamed_on_two_hosts(tmp_path):
 # ---- damage ---------------------------------------------------------------------------------------------
 
 
-def damage_at_read(monkeypatch, number: int, kind: str) -> None:
-    """Just before training images are read the `number`-th time, the first of them is damaged on the disk."""
+@pytest.mark.full
+def test_a_damaged_image_is_never_trained_on_and_a_restart_resumes(config, tmp_path, monkeypatch):
+    """Each of 8 devices reads for every step; the first of them finds the damage when it reads for the sixth."""
+    fields = {"batch__trace": None, "batch__size": 64, "train__outer_steps": 2, "augment__cache_dir": str(tmp_path)}
+    whole = run(config, tmp_path / "whole", "streamed", **fields)
     fill, reads = Cache.fill, []
 
     def damage_and_read(cache, rows, out, num_threads=None):
         if len(rows) and rows.min() < cache.layout.counts["train"]:
             reads.append(rows)
-            if len(reads) == number:
-                path = Path(cache.folder / images_file(0))
+            if len(reads) == 5 * 8 + 1:
                 rows_behind = cache.layout.num_rows - 1 - int(rows.min())
-                end_of_row = path.stat().st_size - rows_behind * cache.layout.row_bytes
-                if kind == "flipped":
-                    flip(path, end_of_row - 1)
-                else:
-                    os.truncate(path, end_of_row - 1)
+                path = cache.folder / images_file(0)
+                flip(path, path.stat().st_size - rows_behind * cache.layout.row_bytes - 1)
         fill(cache, rows, out, num_threads)
 
-    monkeypatch.setattr(Cache, "fill", damage_and_read)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [("flipped", r"its row \d+ does not match its CRC-32"), ("cut", r"ends within its row \d+")],
-)
-def test_a_damaged_image_is_never_trained_on_and_a_restart_goes_on(config, tmp_path, monkeypatch, kind, words):
-    """Each of 8 devices reads for every update; the first of them finds the damage when it reads for the sixth."""
-    fields = {"batch__trace": None, "batch__size": 64, "train__outer_steps": 2, "augment__cache_dir": str(tmp_path)}
-    whole = run(config, tmp_path / "whole", "streamed", **fields)
     with monkeypatch.context() as patch:
-        damage_at_read(patch, 5 * 8 + 1, kind)
-        with pytest.raises(UserError, match=rf"{words}.*start again to build the cache anew"):
+        patch.setattr(Cache, "fill", damage_and_read)
+        with pytest.raises(UserError, match=r"its row \d+ does not match its CRC-32.*start again to build"):
             run(config, tmp_path / "cut", "streamed", **fields)
     assert [row["step"] for row in rows_of(tmp_path / "cut")] == [4]
     last_event = json.loads((tmp_path / "cut" / "events.jsonl").read_text().splitlines()[-1])
@@ -227,19 +181,6 @@ def test_a_stream_is_placed_again_for_batches_that_it_is_too_small_for(config):
     large = programs.load(typed(config))
     assert large.data is not small.data
     assert large.plan.buffer_rows == 10 > small.plan.buffer_rows
-
-
-# ---- other users ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_the_doctor_examines_a_streamed_config(config, monkeypatch):
-    monkeypatch.setattr(doctor, "BUDGET_SEC", 0.0)
-    config.batch.trace, config.batch.size, config.augment.storage = None, 40, "streamed"
-    shown = []
-    monkeypatch.setattr(doctor, "show", lambda findings, *ending: shown.extend(findings))
-    assert examine.run(config, here=True, target_name=None) == 0
-    assert {finding.status for finding in shown} == {"ok"}, shown
 
 
 @pytest.mark.full
