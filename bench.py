@@ -1,6 +1,6 @@
 """Throughput beside the hardware limit and the peers, and what it costs to start.
 
-    python bench.py step [--batch_size 512] [--repeats 7] [--nopeers] [--kernels] [--workers 4]
+    python bench.py step [--batch_size 512] [--repeats 7] [--nopeers] [--kernels]
     python bench.py card --minutes 10 --json card.json [--data DATA]
     python bench.py input --path EuroSAT.zip
     python bench.py stream --path EuroSAT.zip [--batch_size 512] [--repeats 7]
@@ -45,7 +45,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("repeats", 7, "step, stream, scaling: repeats.", lower_bound=1)
     flags.DEFINE_bool("peers", True, "step: time peers and our variants too.")
     flags.DEFINE_bool("kernels", False, "step: profile our step.")
-    flags.DEFINE_integer("workers", 1, "step: so many processes share the devices too.", lower_bound=1)
     flags.DEFINE_float("minutes", 10, "card: when it ends; step: when no more options are tried.", lower_bound=0)
     flags.DEFINE_enum("size", "card", ["card", "cpu", "tiny"], "card: how large its measurements are.")
     path_flag("path", None, "input, stream: EuroSAT.zip or its folder; results: a folder for runs and studies.")

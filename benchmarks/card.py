@@ -74,8 +74,6 @@ def measurements(size: str) -> Iterator[Measurement]:
     yield train("eurosat_fast", 30)
     yield from map(kernels, (largest, *others[:1]))
     yield Measurement("start", ("compile", f"--configs={'default' if tiny else 'eurosat_v3_32'}"), 60, 150)
-    shared = step(min(512, largest), "--nopeers", f"--workers={4 if size == 'card' else 2}")
-    yield Measurement("processes sharing devices", shared, 30, 90)
     yield train("eurosat_muon", 30)
     yield train("cifar10_speedrun", 30, data=CIFAR10)
     yield from (beside_peers(batch, 1.0) for batch in others[1:])

@@ -1,6 +1,5 @@
 """bench.py step: our training step beside peers, in one interleaved run, and as a share of the peak FLOP/s."""
 
-import concurrent.futures
 import contextlib
 import time
 
@@ -13,10 +12,10 @@ AUTO = "ours, as train.py has it"
 DTYPES = ("float32", "bfloat16")
 SIZES_TRIED = 6  # micro-batches of a contender
 MOST_OF_GRAPHS = 4096  # images of a batch in which launches are what limits PyTorch
-TOGETHER_SEC, MATMUL_SIZE = 3.0, 2048
+MATMUL_SIZE = 2048
 
 
-def bench_step(batch_size: int, repeats: int, minutes: float, *, peers: bool, kernels: bool, workers: int) -> dict:
+def bench_step(batch_size: int, repeats: int, minutes: float, *, peers: bool, kernels: bool) -> dict:
     """Time our step as train.py has it, its fastest variant, and each peer at its best.
 
     Args:
@@ -24,7 +23,6 @@ def bench_step(batch_size: int, repeats: int, minutes: float, *, peers: bool, ke
       minutes: after which no more options of variants and peers are tried.
       peers: time variants and peers too.
       kernels: profile our step.
-      workers: processes that share the devices; their images/s together stand beside those of one.
     """
     started, tried, result = time.monotonic(), {}, {"command": "step", "batch_size": batch_size}
     with contextlib.ExitStack() as stack:
@@ -46,7 +44,7 @@ def bench_step(batch_size: int, repeats: int, minutes: float, *, peers: bool, ke
             row = {"name": one.name, "options": one.options, "of_peak": of_peak, "ours_beside_it": ratio}
             result["rows"].append(row | figures)
         result |= auto.ask(ask="kernels") if kernels else {}
-    return result | ({"workers": together(batch_size, workers)} if workers > 1 else {})
+    return result
 
 
 def choices_of(batch_size: int, facts: dict) -> list[tuple[str, str, list[dict], float]]:
@@ -92,19 +90,6 @@ def describe(name: str, options: dict) -> str:
     return ", ".join([name, *(key if value is True else f"{key} {value}" for key, value in given.items())])
 
 
-def together(batch_size: int, workers: int) -> dict:
-    """Return images/s of several processes at once, each with our step on the same devices, beside those of one."""
-    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        children = [stack.enter_context(Child(OURS)) for _ in range(workers)]
-        steps = [child.build("ours", {"batch_size": batch_size}) for child in children]
-        for step in steps:
-            step.run(1)
-        count = max(1, int(TOGETHER_SEC / steps[0].run(1) / workers))
-        alone = batch_size / steps[0].run(count)
-        rates = [batch_size / seconds for seconds in pool.map(lambda step: step.run(count), steps)]
-    return {"processes": workers, "images_per_sec": sum(rates), "alone": alone, "each": rates}
-
-
 def blas_flops_per_sec() -> float:
     """Return the FLOP/s of NumPy's float32 matrix product, the peak of a machine that nobody states."""
     a, seconds = np.ones((MATMUL_SIZE, MATMUL_SIZE), np.float32), []
@@ -127,8 +112,6 @@ def print_step(result: dict) -> None:
         print(f"| {' | '.join(cells)} |")
     for kernel in result.get("kernels", ())[:10]:
         print(f"{kernel['ms']:9.3f} ms {kernel['launches']:6g} launches  {kernel['name'][:60]}  {kernel['hlo']}")
-    if workers := result.get("workers"):
-        print("{processes} processes: {images_per_sec:,.0f} images/s, one: {alone:,.0f}".format(**workers))
     for name, tried in result["tried"].items():
         if all("error" in one for one in tried):
             print(f"{name}: {tried[0]['error']}")
