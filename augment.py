@@ -274,7 +274,7 @@ def main(config: config_dict.ConfigDict) -> None:
     import model as models
 
     config = rules.check(config.to_dict(), models.MODELS)
-    cache = with_cache(config, _verified)
+    cache = with_cache(config, Cache.verify)
     train, test = cache.split("train"), cache.split("test")
     check_data(config, DatasetInfo.of(cache).image_shape, cache.targets, f"dataset {config.dataset.name!r}")
     num_views = VIEW_COUNTS[config.augment.views]
@@ -287,11 +287,6 @@ def main(config: config_dict.ConfigDict) -> None:
         print(f"preview {flags.FLAGS.preview}")
     if flags.FLAGS.export:
         print(f"export  {export(test, flags.FLAGS.export)} test images in {flags.FLAGS.export}")
-
-
-def _verified(cache: Cache) -> Cache:
-    cache.verify()
-    return cache
 
 
 if __name__ == "__main__":

@@ -244,19 +244,11 @@ def test_bad_masks_and_depths(message, with_maps):
 
 # ---- sets of other people ----------------------------------------------------------------------------
 
-WORDS = (
-    "which name splits, images or maps, not classes",
-    "train/CLASS/image.jpg",
-    "dataset.split_file",
-    "task.name segmentation | depth | mask_depth",
-    "masks/NAME.png",
-)
 FOLDERS = [
     ["Training", "VALIDATION", "testing"],
     ["train_1", "train-2", "test2"],
     ["train2017", "val2017", "test-dev2017", "unlabeled2017"],
     ["data/train", "data/dev", "data/holdout"],
-    ["images/train", "images/valid"],
     ["train"],
     ["image", "depth", "seg", "annotations"],
     ["train/images", "train/masks", "val/images", "val/masks"],
@@ -271,7 +263,8 @@ def test_folders_of_splits_or_of_maps_are_no_classes(folders, tmp_path):
     names = sorted({folder.rpartition("/")[2] for folder in folders})
     line = error_of(lambda: find_set(path=tmp_path))
     assert line.startswith(f"dataset.path: {tmp_path} has its images in {', '.join(map(repr, names))}, ")
-    assert all(word in line for word in WORDS), line
+    for words in ("which name splits, images or maps", "train/CLASS/image.jpg", "split_file", "task.name segment"):
+        assert words in line
 
 
 # ---- TFDS --------------------------------------------------------------------------------------------

@@ -205,10 +205,6 @@ def part_of_batch(sharding: DataSharding, batch: batching.DeviceBatch, index, gr
 # ---- shares of devices ------------------------------------------------------------------------------
 
 
-def shares_of(sharding: DataSharding, offset, batch_size) -> np.ndarray:
-    return np.asarray(batching.device_batch(sharding, np.arange(sharding.num_devices), 0, offset, batch_size).count)
-
-
 @pytest.mark.parametrize(("originals", "num_shards", "num_devices"), LAYOUTS)
 def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_shards, num_devices):
     sharding = DataSharding(originals, num_shards, num_devices, 8)
@@ -219,18 +215,6 @@ def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_shards, num
         shares = counts(batch_size)
         fewest, most = sharding.share_bounds(batch_size)
         assert (fewest, most) == (int(shares.min()), int(shares.max()))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("batch_size", [4096, 172_800])
-def test_devices_have_nearly_equal_shares_of_eurosat(batch_size):
-    assert batching.choose_num_shards(21_600) == 480
-    for num_devices in range(1, 33):
-        sharding = DataSharding(21_600, 480, num_devices, 8)
-        updates = np.arange(200, dtype=np.int64)[:, None]
-        _, offsets = epoch_and_offset(updates * batch_size, sharding.num_examples)
-        shares = shares_of(sharding, offsets, batch_size)
-        assert shares.max(axis=1).mean() <= 1.05 * batch_size / num_devices
 
 
 def test_the_number_of_shards_follows_from_the_originals_alone():
@@ -250,23 +234,3 @@ def test_the_number_of_shards_follows_from_the_originals_alone():
 def test_shards_devices_and_images_that_do_not_go_together_are_named(num_shards, originals, devices, message):
     with pytest.raises(BadSetting, match=message):
         choose_sharding(num_shards, originals, devices, VIEWS)
-
-
-def test_a_visit_has_one_key_on_any_number_of_devices_and_another_in_every_epoch():
-    keys_by_num_devices = {}
-    for num_devices in (1, 4):
-        sharding, keys = DataSharding(13, 4, num_devices, 8), {}
-        for epoch in (0, 1):
-            of_epoch = examples_of_updates(
-                sharding, sharding.num_examples, np.int32([epoch]), np.int32([0]), sharding.num_examples
-            )
-            for device in range(num_devices):
-                is_example = np.asarray(of_epoch.weights[0, device]) == 1
-                examples = np.asarray(of_epoch.examples[0, device])[is_example]
-                originals = sharding.originals_of(device, SEED)[examples // 8]
-                visit_keys = np.asarray(of_epoch.visit_keys[0, device])[is_example]
-                for original, view, key in zip(originals, examples % 8, visit_keys, strict=True):
-                    keys[epoch, original, view] = key
-        keys_by_num_devices[num_devices] = keys
-    assert keys_by_num_devices[1] == keys_by_num_devices[4]
-    assert len(set(keys_by_num_devices[1].values())) == 2 * 13 * 8

@@ -217,16 +217,6 @@ def test_a_build_that_is_killed_resumes_and_ends_with_the_same_bytes(tmp_path):
     assert [path.name for path in folder.parent.iterdir()] == ["x-0"]
 
 
-@pytest.mark.timeout(120)
-def test_two_processes_build_the_same_cache_at_once(tmp_path):
-    folder = tmp_path / "caches" / "x-0"
-    for child in [start_child(folder, tmp_path / f"log{number}", seconds=0.005) for number in range(2)]:
-        finished(child)
-    open_cache(folder).verify()
-    assert [path.name for path in folder.parent.iterdir()] == ["x-0"]
-    assert not list(folder.glob(".*"))
-
-
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.timeout(120)

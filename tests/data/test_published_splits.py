@@ -5,8 +5,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from conftest import ROOT, find_set, typed
-from ml_collections import config_dict
+from conftest import ROOT, find_set
 from test_sources import contents_of, png, write_prepared_tfds, write_zip
 
 from largebatch.data.sources.splits import assign_splits
@@ -104,40 +103,6 @@ def test_tfds_splits_of_other_names_or_without_labels_are_left_out_and_told(tmp_
     assert all(example_id.startswith("train/") for example_id in splits["test"])
     left_out = "TFDS set tiny: left out the splits test (5 images), extra (6 images); dataset.tfds_split reads them"
     assert left_out in caplog.text
-
-
-# ---- the cache --------------------------------------------------------------------------------------
-
-
-def cache_of(tmp_path, **dataset):
-    """Ids of each split in the cache of a config, and its folder."""
-    import augment
-    from configs import default
-
-    config = config_dict.ConfigDict(default.get_config())
-    config.augment.cache_dir = str(tmp_path / "cache")
-    config.dataset.update({"name": "pets", **dataset})
-    cache = augment.prepare_cache(typed(config))
-    ids = {split: cache.split(split).ids.tolist() for split in SPLITS}
-    return ids, str(cache.folder)
-
-
-def test_the_cache_follows_the_choice_and_the_content_of_the_split_file(tmp_path):
-    files = published_files({"train": 10, "test": 4})
-    write_files(tmp_path / "images", files)
-    where = {"path": str(tmp_path / "images")}
-    published, first = cache_of(tmp_path, **where)
-    assert published["test"] == sorted(name for name in files if name.startswith("test/"))
-    own, second = cache_of(tmp_path, splits="own", **where)
-    assert {split: len(ids) for split, ids in own.items()} == {"train": 24, "val": 2, "test": 2}
-    table, names, folders = tmp_path / "split.csv", sorted(files), {first, second}
-    for listed in (("train", "val", "test"), ("train", "test", "val")):
-        table.write_text("id,split\n" + "".join(f"{name},{listed[i % 3]}\n" for i, name in enumerate(names)))
-        found, folder = cache_of(tmp_path, split_file=str(table), **where)
-        assert found == {split: names[listed.index(split) :: 3] for split in SPLITS}
-        folders.add(folder)
-    assert len(folders) == 4
-    assert cache_of(tmp_path, **where) == (published, first)
 
 
 # ---- CIFAR-10 ---------------------------------------------------------------------------------------

@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 from conftest import decode_all, find_set, make_folder
 
-from largebatch.data.sources import scenes as scenes_module
 from largebatch.data.sources.scenes import (
     BACKGROUND_PATTERNS,
     OBJECT_PATTERNS,
     SCENES_VERSION,
     make_scene,
     patterns,
-    tiles,
 )
 from largebatch.tasks import planes
 
@@ -31,14 +29,6 @@ def mean_iou(predicted, mask) -> float:
 
 def rmse(depth, truth) -> float:
     return float(np.sqrt(np.mean((depth - truth) ** 2)))
-
-
-def test_nothing_of_an_object_lies_outside_its_box(scenes, monkeypatch):
-    monkeypatch.setattr(scenes_module, "_pixels_between", lambda begin, end, size: slice(0, size))
-    for number in range(30):
-        whole = make_scene(SIZE, (0, number), *TEXTURES)
-        np.testing.assert_array_equal(whole.image, scenes[number].image)
-        np.testing.assert_array_equal(whole.depth, scenes[number].depth)
 
 
 def test_objects_hide_the_background(scenes):
@@ -81,14 +71,6 @@ def test_constants_and_a_linear_model_of_patches_of_5_x_5_know_little(scenes):
     of_mask, truth = predicted(mask), mask[half:].ravel()
     assert max(mean_iou(of_mask > threshold, truth) for threshold in np.linspace(0.1, 0.9, 33)) < 0.65
     assert rmse(predicted(depth), depth[half:].ravel()) > 0.12
-
-
-def test_textures_cut_from_images():
-    images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
-    right, up = np.meshgrid(np.arange(0, 4, 0.25), np.arange(-2, 2, 0.25))
-    colours = tiles(images, metres=2.0)(right, up, np.random.default_rng(1))
-    assert any(np.array_equal(colours[:8, :8], image) for image in images)
-    np.testing.assert_array_equal(colours[8:, 8:], colours[:8, :8])
 
 
 def test_a_seed_gives_the_same_scene_in_later_versions():

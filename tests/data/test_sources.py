@@ -291,16 +291,6 @@ def test_the_stamp_changes_with_the_files(tmp_path, change):
     assert stamp(folder) == stamp(tmp_path / "link") != before
 
 
-def test_the_stamp_of_zips_and_of_nothing(tmp_path):
-    archive = write_zip(tmp_path / "set.zip", {"a/1.png": png()})
-    before = stamp(archive)
-    archive.write_bytes(archive.read_bytes() + b"0")
-    assert stamp(archive) != before
-    assert stamp(tmp_path / "nowhere") is None
-    assert stamp() is not None
-    assert stamp(tmp_path / "nowhere", archive) not in (None, stamp(archive))
-
-
 # ---- EuroSAT -----------------------------------------------------------------------------------------
 
 
@@ -358,25 +348,6 @@ def test_the_real_eurosat(eurosat_zip):
     assert dataset.ids[0] == "AnnualCrop/AnnualCrop_1.jpg"
     split = split_indices(dataset.ids, 0)
     assert len(set(split["train"]) | set(split["val"]) | set(split["test"])) == 27_000
-
-
-def test_places_are_what_is_read(tmp_path, monkeypatch):
-    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
-    (tmp_path / "data" / "pets").mkdir(parents=True)
-
-    def places(name="mine", **fields):
-        from largebatch.config.fields import DatasetConfig
-
-        found = find.places_of(DatasetConfig(name=name, **fields), str(tmp_path / "cache"))
-        return [str(path.relative_to(tmp_path)) for path in found]
-
-    assert places("synthetic") == places("scenes") == places(source="synthetic") == []
-    assert places(path=str(tmp_path / "x.zip")) == places("scenes", path=str(tmp_path / "x.zip")) == ["x.zip"]
-    assert places("pets", path=str(tmp_path / "data")) == ["data/pets"]
-    assert places("pets", path=str(tmp_path / "data"), source="folder") == ["data"]
-    assert places("pets") == ["tfds/pets"]
-    assert places("eurosat") == ["tfds/eurosat/rgb", "cache/EuroSAT.zip"]
-    assert places("eurosat", source="tfds") == ["tfds/eurosat/rgb"]
 
 
 def mean_colour_accuracy(train, val) -> float:

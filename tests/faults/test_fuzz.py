@@ -1,6 +1,5 @@
 """Malformed configs, caches, data and run folders from a seeded fuzzer: one clear line each, and no hang."""
 
-import ast
 import os
 import random
 import re
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from absl import flags
 from conftest import make_folder, run_script
 from figures import record
 from test_decode import gif_of_a_large_frame, png_of_a_header
@@ -21,10 +19,7 @@ from largebatch.config.dicts import RULES
 from largebatch.runs import checkpoints
 from largebatch.runs.folder import RunFolder
 
-VALUES = (
-    "-1", "0", "1.5", "-0.5", "nan", "inf", "-inf", "1e400", "''", "' '", "x", "None", "True", "[]", "[1, 2]", "{}",
-    "'full '", "2**3", "99999999999999999999", "é", "0x10", "1_000", "--", "/", "lamb adam", "", "  ", "\t",
-)  # fmt: skip
+VALUES = ("x", " ", "{", "[1, 2", "1e400x", "'full ", "é", "0x1g", "--", "/", "lamb adam", "\t")  # no Python values
 TIMEOUT_SEC = 120
 CASES = 75  # of a seed
 
@@ -51,22 +46,6 @@ class Case:
 # ---- configs ---------------------------------------------------------------------------------------
 
 
-def literal(text: str) -> object:
-    """What config_flags reads for a field of mixed type."""
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text
-
-
-# How the command line reads the value of a field, by the field's type.
-READ = {
-    int: flags.IntegerParser().parse,
-    float: flags.FloatParser().parse,
-    bool: flags.BooleanParser().parse,
-    str: str,
-    object: literal,
-}
 CONFIG_FILES = (
     "", "x = 1", "def get_config(): return 3", "def get_config(): raise ValueError('boo')", "raise SystemExit(0)",
     "import nothing_like_this", "def get_config(a, b): pass", "def get_config(:\n)",
@@ -74,21 +53,11 @@ CONFIG_FILES = (
 )  # fmt: skip
 
 
-def is_malformed(field: str, text: str) -> bool:
-    """Whether `field` cannot take the value that the command line reads `text` as."""
-    group, _, name = field.rpartition(".")
-    config = default.get_config()
-    try:
-        value = READ[(config[group] if group else config).get_type(name)](text)
-    except ValueError:
-        return True
-    return not RULES[field].allows(value)
-
-
 def config_case(folder: Path, rng: random.Random, _) -> Case:
     kind, field = rng.choice(("value", "value", "value", "name", "file")), rng.choice(sorted(RULES))
     if kind == "value":
-        text = rng.choice([text for text in VALUES if is_malformed(field, text)])
+        text = rng.choice(VALUES)
+        field = rng.choice([name for name in sorted(RULES) if not RULES[name].allows(text)])
         return Case(["train.py", f"--config.{field}={text}", f"--workdir={folder / 'run'}"], (field,))
     if kind == "name":
         position = rng.randrange(len(field))
