@@ -59,14 +59,9 @@ def examples_of(sharding, device: int, upcoming: Upcoming, update: int) -> np.nd
     return (originals * sharding.views + views)[is_own].astype(np.int32)
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "num_rows", "fewest_chunks"), [(1, None, 11), (2, None, 11), (8, None, 11), (1, 80, 4)]
-)
-def test_every_step_reads_the_images_that_resident_data_have(
-    small_config, on_devices, num_devices, num_rows, fewest_chunks
-):
-    """A buffer of all originals has no more than an epoch, either."""
-    cache, sharding, stream = on_devices(num_devices, num_rows)
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_every_step_reads_the_images_that_resident_data_have(small_config, on_devices, num_devices):
+    cache, sharding, stream = on_devices(num_devices)
     resident = place(cache, sharding, small_config.dataset.split_seed).train.arrays
     images, labels = np.asarray(resident["images"]), np.asarray(resident["labels"])
     step, num_chunks, wanted = 0, 0, [3, 1, 100, 2]
@@ -85,7 +80,7 @@ def test_every_step_reads_the_images_that_resident_data_have(
                 np.testing.assert_array_equal(in_buffer, images[device][originals])
                 np.testing.assert_array_equal(shard["labels"][device], labels[device])
         step += loaded.num_updates
-    assert num_chunks >= fewest_chunks
+    assert num_chunks > 10
 
 
 @pytest.mark.parametrize(("views", "changes"), [("all", {"shift": 2}), ("flip", {"crop_scale": 0.5}), ("none", {})])
@@ -174,6 +169,12 @@ def test_a_chunk_serves_whatever_lies_in_it_and_nothing_else(on_devices, monkeyp
     inputs = UpdateInputs(*(np.array([x], np.int32) for x in (2, 630, 30)), learning_rate=None, b2=None)
     assert load_inputs(stream, sharding, SEED, inputs).num_updates == 1
     assert (stream._chunk.begin, stream._chunk.end) == (2 * 640 + 630, 3 * 640 + 20)
+
+
+def test_no_chunk_is_longer_than_an_epoch(on_devices):
+    _, sharding, stream = on_devices(1)
+    stream._num_rows = 10**9
+    assert stream._end_of_chunk(upcoming_from(0, (640, 640, 640))) == sharding.num_examples
 
 
 def test_damage_is_told_to_all_hosts_before_the_images_are_used(small_config, on_devices, monkeypatch, tmp_path):
