@@ -90,8 +90,8 @@ SEED, VIEWS = 5, 8
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def examples_of_updates(sharding: DataSharding, share: int, epoch, offset, batch_size):
-    """What the compiled order gives for updates with such inputs: MicroBatchIndices [updates, devices, share]."""
+def examples_of_steps(sharding: DataSharding, share: int, epoch, offset, batch_size):
+    """What the compiled order gives for steps with such inputs: MicroBatchIndices [steps, devices, share]."""
 
     def on_device(device, epoch, offset):
         batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
@@ -102,11 +102,11 @@ def examples_of_updates(sharding: DataSharding, share: int, epoch, offset, batch
     return jax.vmap(on_all_devices, in_axes=(None, 0, 0))(devices, epoch, offset)
 
 
-def ids_of_updates(sharding: DataSharding, batch_size: int, num_updates: int) -> np.ndarray:
-    """The examples of every update [updates, batch_size], ascending, by place in the permutation of the shards."""
-    epoch, offset = epoch_and_offset(np.arange(num_updates) * batch_size, sharding.num_examples)
+def ids_of_steps(sharding: DataSharding, batch_size: int, num_steps: int) -> np.ndarray:
+    """The examples of every step [steps, batch_size], ascending, by place in the permutation of the shards."""
+    epoch, offset = epoch_and_offset(np.arange(num_steps) * batch_size, sharding.num_examples)
     share = sharding.share_bounds(batch_size)[1]
-    chosen = jax.tree.map(np.asarray, examples_of_updates(sharding, share, epoch, offset, batch_size))
+    chosen = jax.tree.map(np.asarray, examples_of_steps(sharding, share, epoch, offset, batch_size))
     place_of = np.argsort(np.random.default_rng(0).permutation(sharding.num_originals))
     ids = np.full(chosen.examples.shape, sharding.num_examples)  # beyond all ids, so that padding comes last
     for device in range(sharding.num_devices):
@@ -114,7 +114,7 @@ def ids_of_updates(sharding: DataSharding, batch_size: int, num_updates: int) ->
         original, view = np.divmod(chosen.examples[:, device], sharding.views)
         is_example = chosen.weights[:, device] == 1
         ids[:, device][is_example] = (rows[original] * sharding.views + view)[is_example]
-    ids = np.sort(ids.reshape(num_updates, -1))
+    ids = np.sort(ids.reshape(num_steps, -1))
     assert (ids[:, batch_size:] == sharding.num_examples).all()
     return ids[:, :batch_size]
 
@@ -126,22 +126,22 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize(("num_shards", "batch_size"), COMBINATIONS)
-def test_updates_have_the_examples_of_the_numpy_order_on_any_number_of_devices(num_shards, batch_size):
+def test_steps_have_the_examples_of_the_numpy_order_on_any_number_of_devices(num_shards, batch_size):
     originals, epochs = 601, 3
     expected = numpy_order.order(originals, num_shards, VIEWS, SEED, epochs)
     batch_size = originals * VIEWS if batch_size == "full" else batch_size
-    num_updates = len(expected) // batch_size
-    expected = np.sort(expected[: num_updates * batch_size].reshape(num_updates, batch_size))
+    num_steps = len(expected) // batch_size
+    expected = np.sort(expected[: num_steps * batch_size].reshape(num_steps, batch_size))
     for num_devices in (1, 2, 3, 5, 8, 32):
         sharding = DataSharding(originals, num_shards, num_devices, VIEWS)
-        np.testing.assert_array_equal(ids_of_updates(sharding, batch_size, num_updates), expected)
+        np.testing.assert_array_equal(ids_of_steps(sharding, batch_size, num_steps), expected)
 
 
 @pytest.mark.parametrize("views", [1, 2])
 def test_fewer_views_are_visited_once_an_epoch_in_the_numpy_order(views):
     order = numpy_order.order(61, 32, views, SEED, 2)
     assert (np.sort(order.reshape(2, -1)) == np.arange(61 * views)).all()
-    ids = ids_of_updates(DataSharding(61, 32, 3, views), 61, 2 * views)  # a pass each
+    ids = ids_of_steps(DataSharding(61, 32, 3, views), 61, 2 * views)  # a pass each
     np.testing.assert_array_equal(ids, np.sort(order.reshape(-1, 61)))
 
 
@@ -176,9 +176,9 @@ def test_groups_are_those_of_an_even_split_in_numpy(grouping):
 )
 def test_micro_batches_are_the_batch_in_parts_of_one_size(batch_size, grouping):
     sharding = DataSharding(13, 4, 3, VIEWS)
-    for update in range(0, 3 * sharding.num_examples // batch_size, 5):
-        epoch, offset = epoch_and_offset(update * batch_size, sharding.num_examples)
-        whole = examples_of_updates(sharding, batch_size, epoch[None], offset[None], batch_size)
+    for step in range(0, 3 * sharding.num_examples // batch_size, 5):
+        epoch, offset = epoch_and_offset(step * batch_size, sharding.num_examples)
+        whole = examples_of_steps(sharding, batch_size, epoch[None], offset[None], batch_size)
         for device in range(3):
             batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
             count = range(int(grouping.num_micro_batches(batch.count)))

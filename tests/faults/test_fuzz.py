@@ -5,13 +5,12 @@ import random
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import make_folder, run_script
 from figures import record
-from test_decode import gif_of_a_large_frame, png_of_a_header
+from test_decode import png_of_a_header
 from test_sources import png, write_zip
 
 from configs import default
@@ -47,7 +46,7 @@ class Case:
 
 
 CONFIG_FILES = (
-    "", "x = 1", "def get_config(): return 3", "def get_config(): raise ValueError('boo')", "raise SystemExit(0)",
+    "", "x = 1", "def get_config(): return 3", "def get_config(): raise ValueError('boo')",
     "import nothing_like_this", "def get_config(a, b): pass", "def get_config(:\n)",
     "from configs import default\ndef get_config():\n default.get_config().nope.x = 1",
 )  # fmt: skip
@@ -93,23 +92,14 @@ def misnamed(folder: Path, _) -> tuple[Path, str]:
     return root, "unsafe name"
 
 
-def packed(content: bytes) -> Callable:
-    """A zip of ten such pictures, as fewer are refused before any is read."""
-    files = {f"{name}/{number}.png": content for name in "ab" for number in range(5)}
-    return lambda folder, _: (write_zip(folder / "set.zip", files), "pixels; allowed: up to")
-
-
-DATA: list[Callable] = [
-    broken_image,
-    cut_zip,
-    misnamed,
-    packed(png_of_a_header(40_000, 40_000, 8)),
-    packed(gif_of_a_large_frame()),
-]
+def large(folder: Path, _) -> tuple[Path, str]:
+    """A zip of ten pictures of far too many pixels; fewer are refused before any is read."""
+    files = {f"{name}/{number}.png": png_of_a_header(40_000, 40_000, 8) for name in "ab" for number in range(5)}
+    return write_zip(folder / "set.zip", files), "pixels; allowed: up to"
 
 
 def data_case(folder: Path, rng: random.Random, _) -> Case:
-    path, word = rng.choice([broken_image, *DATA])(folder, rng)
+    path, word = rng.choice([broken_image, broken_image, cut_zip, misnamed, large])(folder, rng)
     fields = [f"--config.augment.cache_dir={folder / 'cache'}", "--config.dataset.name=mine"]
     return Case(["augment.py", *fields, f"--config.dataset.path={path}"], (word,), code=(1,))
 
@@ -148,7 +138,7 @@ def run_case(folder: Path, rng: random.Random, cache: Path) -> Case:
         RunFolder(run).begin(default.get_config().to_dict())
         (run / "summary.json").write_bytes(b"[" + junk(rng))
     elif kind == "rows":
-        (run / "metrics.jsonl").write_bytes(junk(rng))
+        (run / "metrics.jsonl").write_bytes(b"[" + junk(rng))
     else:
         (run / "config.json").write_bytes(junk(rng))
     if kind == "evaluate":
