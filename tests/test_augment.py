@@ -169,7 +169,7 @@ MANIFESTS = {"[]": b"[]", "version 1": seal({"cache_version": 1})}
     ("name", "damage"), [*itertools.product(FILES, DAMAGE), *(("manifest.json", kind) for kind in MANIFESTS)]
 )
 def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog, monkeypatch):
-    """By the command, which verifies every byte."""
+    """The command verifies every byte."""
     config, folder = fresh_cache
     monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(preview=None, export=None))
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}

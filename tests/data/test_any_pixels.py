@@ -30,7 +30,7 @@ def sets(eurosat_zip, tmp_path_factory) -> Path:
 
 
 def published(folder: Path, target: Path) -> Path:
-    """The same files in a folder for each split: of each class 6, 3 and 3 images."""
+    """Copy the files into a folder for each split: of each class 6, 3 and 3 images."""
     for number, file in enumerate(sorted(folder.rglob("*.*"))):
         copied = target / ("train", "val", "train", "test")[number % 4] / file.relative_to(folder)
         copied.parent.mkdir(parents=True, exist_ok=True)

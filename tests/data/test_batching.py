@@ -44,7 +44,7 @@ def test_shuffled_neither_overflows_nor_meets_for_long_lengths(length):
     + [pytest.param(n, 1_000_000, marks=pytest.mark.full) for n in (2, 3, 5, 6, 8, 45, 46, 334, 21_600)],
 )
 def test_shuffled_has_no_favourite_places_pairs_and_distances(length, count):
-    """Within one key, and from a key to the next of an epoch, a pass, a shard, an original and a seed."""
+    """Shuffles by one key, and by keys of consecutive epochs, passes, shards, images and seeds, are even."""
     for keys in evenness.KEYS:
         shares = evenness.shares_of_bound(length, keys, count)
         assert len(shares) >= 7
@@ -91,7 +91,7 @@ SEED, VIEWS = 5, 8
 
 @partial(jax.jit, static_argnums=(0, 1))
 def examples_of_steps(sharding: DataSharding, share: int, epoch, offset, batch_size):
-    """What the compiled order gives for steps with such inputs: MicroBatchIndices [steps, devices, share]."""
+    """Return the compiled order of steps with these inputs: MicroBatchIndices [steps, devices, share]."""
 
     def on_device(device, epoch, offset):
         batch = batching.device_batch(sharding, device, epoch, offset, batch_size)

@@ -55,7 +55,7 @@ def noise(num: int, dtype=np.uint8, shape=(8, 6, 3)) -> np.ndarray:
 
 
 def content_of(folder) -> dict:
-    """What a cache holds but for what is different in each build."""
+    """Return the files of a cache, without what differs from build to build."""
     content = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     manifest = json.loads(content.pop(MANIFEST))
     for name in ("build", "built", "manifest_sha256"):
@@ -184,7 +184,7 @@ def start_child(folder: Path, log: Path, num=120, size=8, rows=6, seconds=0.0, w
 
 
 def finished(child: subprocess.Popen) -> int:
-    """What it took of memory, in kB."""
+    """Wait for a child, and return the memory that it took, in kB."""
     printed, errors = child.communicate(timeout=120)
     assert child.returncode == 0, errors
     return int(printed)

@@ -30,7 +30,7 @@ def write_files(folder, files) -> None:
 
 
 def write_tfds(folder, name: str, files, class_names, split_names) -> None:
-    """The same files as a TFDS set, in another order; each row has a name without folders."""
+    """Write the files as a TFDS set, in another order; each row has a name without folders."""
     rows = {theirs: [] for theirs in split_names.values()}
     files = list(files.items())
     for number in np.random.default_rng(0).permutation(len(files)):
@@ -56,7 +56,7 @@ SPLITS = ("train", "val", "test")
 
 @pytest.mark.parametrize("counts", [{"train": 11, "validation": 2, "test": 3}, {"train": 20, "test": 3}])
 def test_zip_folder_and_tfds_give_the_same_published_splits(counts, tmp_path):
-    """What is not published is cut from train."""
+    """Splits that are not published are cut from train."""
     files = published_files(counts)
     write_files(tmp_path / "folder" / "outer", files)
     write_zip(tmp_path / "set.zip", {f"a/b/{name}": content for name, content in files.items()})
@@ -113,7 +113,7 @@ def test_tfds_splits_of_other_names_or_without_labels_are_left_out_and_told(tmp_
     [(3, [27, 3, 30]), pytest.param(None, [45_000, 5_000, 10_000], marks=pytest.mark.full)],
 )
 def test_cifar10_has_the_same_splits_from_everywhere(images_per_class, sizes, tmp_path):
-    """As a folder, a zip and a TFDS set."""
+    """A folder, a zip and a TFDS set hold the same files."""
     if not CIFAR10.exists():
         pytest.skip("needs CIFAR-10 at ../shared/data/CIFAR-10-jpeg.zip")
     with zipfile.ZipFile(CIFAR10) as archive:

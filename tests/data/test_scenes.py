@@ -40,7 +40,7 @@ def test_objects_hide_the_background(scenes):
 
 
 def test_depths_are_those_of_a_floor_and_a_wall(scenes):
-    """Of a pinhole camera: below the horizon one over the depth falls evenly with the row, above it all is wall."""
+    """A pinhole camera sees one over the depth fall evenly with the row below the horizon, and the wall above."""
     for scene in scenes:
         empty_columns = np.flatnonzero(~scene.mask.any(axis=0))
         for column in empty_columns[:3]:
@@ -74,7 +74,7 @@ def test_constants_and_a_linear_model_of_patches_of_5_x_5_know_little(scenes):
 
 
 def test_a_seed_gives_the_same_scene_in_later_versions():
-    """If it should not, `SCENES_VERSION` has to change with it."""
+    """A change of the scenes needs another `SCENES_VERSION`."""
     scene = make_scene(SIZE, (0, 0), *TEXTURES)
     assert SCENES_VERSION == 5
     assert scene.mask.sum() == 1092

@@ -134,7 +134,7 @@ def test_split_is_80_10_10_of_every_example_once():
 
 @pytest.mark.parametrize("kind", ["classes", "numbers", "texts"])
 def test_classes_numbers_and_texts_are_labels_of_a_tfds_set(kind, tmp_path, monkeypatch):
-    """Labels are listed without images, and a second picture of each row is never decoded."""
+    """No picture is decoded where labels are listed, and a second picture of each row never."""
     import tensorflow_datasets as tfds
 
     feature, labels = {

@@ -45,7 +45,7 @@ def upcoming_from(first: int, batch_sizes=BATCH_SIZES, seed: int = SEED) -> Upco
 
 
 def examples_of(sharding, device: int, upcoming: Upcoming, update: int) -> np.ndarray:
-    """What `device` visits in a step, by its own numbering; found without the code under test."""
+    """Return the visits of a device in a step, by its own numbering, without the code under test."""
     visits = order(sharding.num_originals, sharding.num_shards, sharding.views, SEED, epochs=4)
     examples = visits[upcoming.examples_before(update) : upcoming.examples_before(update + 1)]
     places, views = np.divmod(examples, sharding.views)
@@ -82,7 +82,7 @@ def test_every_step_reads_the_images_that_resident_data_have(small_config, on_de
 
 @pytest.mark.parametrize(("views", "changes"), [("all", {"shift": 2}), ("flip", {"crop_scale": 0.5}), ("none", {})])
 def test_a_stream_is_read_as_resident_data_are(small_config, on_devices, tmp_path, views, changes):
-    """Of 12 x 20 pixels with 13 channels of 16 bits, too."""
+    """Images have 3 channels of 8 bits, or 12 x 20 pixels with 13 channels of 16 bits."""
     shape, small_config.augment.views = (16, 16, 3), views
     if views != "all":
         shape, rng = (12, 20, 13), np.random.default_rng(0)
@@ -128,7 +128,7 @@ def test_a_buffer_has_what_one_step_needs_and_no_more_than_all(on_devices, monke
 
 
 def reads_of(cache, monkeypatch) -> list[np.ndarray]:
-    """Grows by the rows that are read from now on."""
+    """Return a list that grows by the rows that are read from now on."""
     reads, fill = [], type(cache).fill
 
     def fill_and_note(self, rows, out, num_threads=None):

@@ -108,7 +108,7 @@ def data_case(folder: Path, rng: random.Random, _) -> Case:
 
 
 def junk(rng: random.Random) -> bytes:
-    """What a manifest or a JSON file may turn out to be."""
+    """Content that is no manifest or JSON file of ours."""
     return rng.choice(
         (b"", b"{", b"null", b"[]", b"3", b'{"a": 1}', b"\xff\xfe", rng.randbytes(64), b'{"counts": {}}' * 2)
     )
