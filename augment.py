@@ -173,8 +173,8 @@ def prepare_cache(config: Config) -> Cache:
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them, or differs between them.
     """
-    request, cache = _find_cache(config)
-    if not _all_have(cache):
+    request, cache, all_have_it = _find_cache(config)
+    if not all_have_it:
         plan = _plan_on_hosts(config, request, missing=cache is None)
         build_together(plan)
         cache = collectives.agreed(lambda: _open_built(plan.folder), plan is not None) or cache
@@ -190,8 +190,8 @@ def plan_cache(config: Config) -> CachePlan | None:
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
-    request, cache = _find_cache(config)
-    return None if _all_have(cache) else _plan_on_hosts(config, request, missing=True)
+    request, _, all_have_it = _find_cache(config)
+    return None if all_have_it else _plan_on_hosts(config, request, missing=True)
 
 
 def with_cache(config: Config, use: Callable[[Cache], T]) -> T:
@@ -217,14 +217,11 @@ def with_cache(config: Config, use: Callable[[Cache], T]) -> T:
     return result
 
 
-def _find_cache(config: Config) -> tuple[CacheRequest, Cache | None]:
-    """Return what a config asks for, and the cache if this host has it."""
+def _find_cache(config: Config) -> tuple[CacheRequest, Cache | None, bool]:
+    """Return what a config asks for, the cache if this host has it, and whether all hosts have it."""
     request = collectives.agreed(lambda: CacheRequest.of(config))
-    return request, collectives.agreed(request.find)
-
-
-def _all_have(cache: Cache | None) -> bool:
-    return "none" not in collectives.gather_text("none" if cache is None else "there")
+    cache = collectives.agreed(request.find)
+    return request, cache, "none" not in collectives.gather_text("none" if cache is None else "there")
 
 
 def _plan_on_hosts(config: Config, request: CacheRequest, *, missing: bool) -> CachePlan | None:
@@ -274,7 +271,7 @@ def main(config: config_dict.ConfigDict) -> None:
     import model as models
 
     config = rules.check(config.to_dict(), models.MODELS)
-    cache = with_cache(config, _verified)
+    cache = with_cache(config, Cache.verify)
     train, test = cache.split("train"), cache.split("test")
     check_data(config, DatasetInfo.of(cache).image_shape, cache.targets, f"dataset {config.dataset.name!r}")
     num_views = VIEW_COUNTS[config.augment.views]
@@ -287,11 +284,6 @@ def main(config: config_dict.ConfigDict) -> None:
         print(f"preview {flags.FLAGS.preview}")
     if flags.FLAGS.export:
         print(f"export  {export(test, flags.FLAGS.export)} test images in {flags.FLAGS.export}")
-
-
-def _verified(cache: Cache) -> Cache:
-    cache.verify()
-    return cache
 
 
 if __name__ == "__main__":

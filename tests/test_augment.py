@@ -14,7 +14,7 @@ from conftest import assert_one_line_error, facts_of, make_folder, run_script, t
 from PIL import Image
 
 import augment
-from build import ProgramCache, programs_of
+from build import ProgramCache
 from largebatch.data.cache import CACHE_VERSION, DamagedCache, seal
 from largebatch.hardware.chips import Hardware
 from largebatch.hosts import memory
@@ -69,24 +69,6 @@ def test_an_epoch_is_all_views_of_all_originals(small_config, views, num_example
     small_config.batch.size = num_examples + 1
     with pytest.raises(BadSetting, match=f"from 1 to {num_examples}"):
         plan_run(typed(small_config), facts_of(80, (16, 16, 3)), Hardware.here(8))
-
-
-@pytest.mark.parametrize(
-    ("views", "over_views", "shift", "averages"),
-    [
-        ("flip", False, 0, []),
-        ("all", True, 0, [{"num_views": 8, "shift": 0}]),
-        ("flip", True, 1, [{"num_views": 2, "shift": 1}]),
-        ("flip", False, 2, [{"num_views": 1, "shift": 2}]),
-    ],
-)
-def test_a_run_averages_over_what_its_config_says(small_config, monkeypatch, views, over_views, shift, averages):
-    small_config.augment.views, small_config.augment.storage = views, "on_device"
-    small_config.eval.view_average, small_config.eval.shift_average = over_views, shift
-    asked = []
-    monkeypatch.setattr(augment, "average_over_copies", lambda *_, **options: asked.append(options))
-    programs_of(plan_run(typed(small_config), facts_of(80, (16, 16, 3)), Hardware.here(8), "expanded"))
-    assert asked == [{**average, "gives_maps": False} for average in averages]
 
 
 # ---- what does not go together -----------------------------------------------------------------------------
@@ -152,7 +134,10 @@ def test_what_shapes_the_cache_changes_its_folder(small_config, tmp_path, monkey
     folders.add(folder({}))
     monkeypatch.setattr("largebatch.data.sources.find.SCENES_VERSION", 0)
     folders.add(folder({"dataset.name": "scenes"}))
-    assert len(folders) == len(others) + 3
+    for content in ("id,split\na,train", "id,split\na,test"):
+        (tmp_path / "split.csv").write_text(content)
+        folders.add(folder({"dataset.split_file": str(tmp_path / "split.csv")}))
+    assert len(folders) == len(others) + 5
     other_fields = {"dataset.max_image_pixels": 10**6, "seed": 5, "augment.cache_dir": str(tmp_path)}
     assert folder(other_fields) == folder({})
 
@@ -184,7 +169,7 @@ MANIFESTS = {"[]": b"[]", "version 1": seal({"cache_version": 1})}
     ("name", "damage"), [*itertools.product(FILES, DAMAGE), *(("manifest.json", kind) for kind in MANIFESTS)]
 )
 def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog, monkeypatch):
-    """By the command, which verifies every byte."""
+    """The command verifies every byte."""
     config, folder = fresh_cache
     monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(preview=None, export=None))
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}

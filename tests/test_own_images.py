@@ -96,7 +96,7 @@ def test_a_run_does_not_resume_with_other_images(change, what, own, tmp_path):
 
 
 def test_a_run_is_evaluated_on_the_images_that_it_had(own, first, tmp_path, caplog):
-    """Where its cache is gone, other images are refused, or named if they have the same names."""
+    """Other images are refused if its cache is gone, or named if they have the same names."""
     images, run = tmp_path / "images", tmp_path / "run"
     score = json.loads((first / "run" / "summary.json").read_text())["best_score"]
     overrides = {"augment.cache_dir": str(first / "caches"), "dataset.path": own.dataset.path}

@@ -138,11 +138,12 @@ class Cache:
         digests = {"ids": sha256["ids"], "labels": sha256["labels"], "pixels": sha256["crc32"]}
         return kept | self.targets.record() | digests
 
-    def verify(self) -> None:
-        """Verify all images; raise DamagedCache if one differs."""
+    def verify(self) -> "Cache":
+        """Verify all images, and return the cache; raise DamagedCache if one differs."""
         rows = np.arange(self.layout.num_rows)
         for some in util.iterate_batches(len(rows), ROWS_AT_ONCE):
             self.fill(rows[some], np.empty((len(rows[some]), *self.layout.image_shape), self.layout.dtype))
+        return self
 
     def _read_array(self, name: str) -> np.ndarray:
         """Read ids, labels or CRCs, verified whole."""
@@ -156,7 +157,7 @@ class Cache:
         return np.load(io.BytesIO(content))
 
     def fill(self, rows: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
-        """Read and verify rows of all splits, and only these; see `dataset.Fill`."""
+        """Read and verify rows of all splits, and only these; see `Dataset.fill`."""
         row_bytes = self.layout.row_bytes
         content = memoryview(out).cast("B") if len(rows) else None  # a view of bytes costs less than one of NumPy
         crcs = self.array("crc32")[rows].tolist()

@@ -83,7 +83,8 @@ class CachePlan:
     @property
     def missing(self) -> list[int]:
         """Numbers of the images files that are not whole, as this host sees it."""
-        return [number for number in range(self.layout.num_files) if not self.images_path(number).exists()]
+        every = range(self.layout.num_files)
+        return [n for n in every if not (self.images_path(n).exists() and self.record_path(n).exists())]
 
     def images_path(self, number: int) -> Path:
         """Return the path of an images file in the build folder."""

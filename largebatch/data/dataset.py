@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -17,22 +16,6 @@ UNKNOWN = -1  # the label of an example whose class or dense targets are not kno
 Decode = Callable[[Sequence[int]], Iterable[np.ndarray]]
 
 
-class Fill(Protocol):
-    """Function that reads the pixels of examples."""
-
-    def __call__(self, examples: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
-        """Read examples into an array.
-
-        Args:
-          examples: int [n], indices into the data set.
-          out: contiguous [n, H, W, C] of the data set's dtype.
-          num_threads: threads that read; None takes one per core.
-        Raises:
-          UserError: an image is damaged or unlike the first.
-          DamagedCache: what is read from a cache is not what was written.
-        """
-
-
 @dataclass(frozen=True)
 class Dataset:
     """Examples on the host, all of one shape and dtype. Their pixels may be encoded in files, cached or in memory.
@@ -42,7 +25,9 @@ class Dataset:
       ids: names of the examples; "Class/file" where there are files.
       labels: int32 [N]; UNKNOWN where a target is not known.
       class_names: names by label.
-      fill: function that reads pixels.
+      fill: function (examples, out, num_threads=None) that reads the examples of these indices, int [n], into a
+        contiguous array [n, H, W, C], in one thread per core by default. It raises UserError for an image that is
+        damaged or unlike the first, DamagedCache where a cache does not hold what was written.
       first: function that returns an image [H, W, C], uint8 or uint16; all others have its shape and dtype.
       splits: one of SPLITS for each example where the set is published in splits; else None.
       targets: dense targets, which are the last channels of the images.
@@ -52,7 +37,7 @@ class Dataset:
     ids: Sequence[str]
     labels: np.ndarray
     class_names: list[str]
-    fill: Fill
+    fill: Callable[..., None]
     first: Callable[[], np.ndarray]
     splits: list[str] | None = None
     targets: PixelTargets = NO_TARGETS

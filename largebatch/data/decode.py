@@ -5,7 +5,6 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import imagecodecs
@@ -14,13 +13,12 @@ import tifffile
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from largebatch.config.fields import DatasetConfig
-from largebatch.data.dataset import Decode
 from largebatch.util import UserError
 
-MAX_IMAGE_PIXELS = 89_478_485  # Pillow's own limit
+MAX_IMAGE_PIXELS = 89_478_485  # Pillow's own limit, which is for the whole process; ours holds for one data set
+Image.MAX_IMAGE_PIXELS = None
 # Formats that Pillow decodes without other programs. Web data sets hold any of them under the name of a JPEG.
 FORMATS = ("JPEG", "PNG", "TIFF", "GIF", "BMP", "WEBP")
-TOO_LARGE = "{} pixels; allowed: up to {:,}, or a larger dataset.max_image_pixels"
 GREY_MODES = ("1", "L", "LA", "La")
 PNG_DEPTH = 24  # position of the number of bits per channel in a PNG
 JPEG_END = b"\xff\xd9"  # missing where a file was cut off, which imagecodecs does not tell
@@ -79,9 +77,6 @@ def decode(name: str, content: bytes, options: DecodeOptions) -> np.ndarray:
         return resized(pixels, options.size, options.resize)
     except _Refused as error:
         raise UserError(f"{name}: {error}") from error
-    except Image.DecompressionBombError as error:
-        text = TOO_LARGE.format(f"over {2 * Image.MAX_IMAGE_PIXELS:,}", options.max_pixels)
-        raise UserError(f"{name}: {text}") from error
     except UnidentifiedImageError as error:
         raise UserError(f"{name}: damaged image (no JPEG, PNG, TIFF, GIF, BMP or WebP)") from error
     except MemoryError as error:
@@ -91,19 +86,12 @@ def decode(name: str, content: bytes, options: DecodeOptions) -> np.ndarray:
         raise UserError(f"{name}: damaged image ({reason})") from error
 
 
-def decoder(names: Sequence[str], read: Callable[[str], bytes], options: DecodeOptions) -> Decode:
-    """Return the function that decodes the images in files of these names, which `read` returns."""
-    return lambda examples: (decode(names[example], read(names[example]), options) for example in examples)
-
-
 def _read_pixels(content: bytes, options: DecodeOptions) -> np.ndarray:
     """Decode a file to pixels [H, W, C] of its own size: 1 or 3 channels, or the bands of a TIFF."""
     if content[:4] in TIFF_SIGNATURES:
         pages = _band_pages(content)
         if pages:
             return _read_bands(pages, options)
-    if Image.MAX_IMAGE_PIXELS is not None:  # Pillow's own limit, of the whole process
-        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, options.max_pixels)
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         _check_size(image.width * image.height, options)
         depth = content[PNG_DEPTH] if image.format == "PNG" else 8
@@ -126,7 +114,8 @@ def _read_pixels(content: bytes, options: DecodeOptions) -> np.ndarray:
 
 def _check_size(num_pixels: int, options: DecodeOptions) -> None:
     if num_pixels > options.max_pixels:
-        raise _Refused(TOO_LARGE.format(f"{num_pixels:,}", options.max_pixels))
+        allowed = f"up to {options.max_pixels:,}, or a larger dataset.max_image_pixels"
+        raise _Refused(f"{num_pixels:,} pixels; allowed: {allowed}")
 
 
 # ---- TIFFs of any number of bands of 8 or 16 bits, by tifffile --------------------------------------------

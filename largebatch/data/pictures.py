@@ -135,20 +135,15 @@ def _maps_of(targets: PixelTargets, maps: np.ndarray) -> dict[str, np.ndarray]:
 # ---- colours ------------------------------------------------------------------------------------------
 
 
-def to_rgb8(pixels: np.ndarray, bands: tuple[int, int, int] | None = None) -> np.ndarray:
+def to_rgb8(pixels: np.ndarray) -> np.ndarray:
     """Convert pixels uint8 or uint16 [H, W, C] to uint8 [H, W, 3] for display.
 
     8-bit grey and RGB stay as they are. Others are stretched between PERCENTILES of the three bands together, so
-    that the colours keep their relation: measurements rarely fill the range of their integers.
-
-    Args:
-      bands: indices of red, green and blue. By default those of BANDS, else the first three; of one or two channels
-        the first, as grey.
+    that the colours keep their relation: measurements rarely fill the range of their integers. Red, green and blue
+    are those of BANDS, else the first three; of one or two channels the first, as grey.
     """
     channels = pixels.shape[-1]
-    if bands is None:
-        bands = BANDS.get(channels, (0, 1, 2) if channels >= 3 else (0, 0, 0))
-    chosen = pixels[..., list(bands)]
+    chosen = pixels[..., list(BANDS.get(channels, (0, 1, 2) if channels >= 3 else (0, 0, 0)))]
     if pixels.dtype == np.uint8 and channels in (1, 3):
         return chosen
     low, high = np.percentile(chosen, PERCENTILES)

@@ -59,7 +59,7 @@ class Upcoming:
         """Examples before the first step."""
         return self.examples_before(self.first)
 
-    def updates_until(self, position: int) -> int:
+    def steps_until(self, position: int) -> int:
         """Count the steps that are done when `position` examples have been seen."""
         return bisect.bisect_right(range(self.first + 1, self.end + 1), position, key=self.examples_before)
 
@@ -93,11 +93,11 @@ class _Chunk:
     end: int
     arrays: Future
 
-    def updates_in(self, upcoming: Upcoming) -> int:
+    def steps_in(self, upcoming: Upcoming) -> int:
         """Count the next steps that the chunk serves."""
         if upcoming.seed != self.seed or upcoming.begin < self.begin:
             return 0
-        return upcoming.updates_until(self.end)
+        return upcoming.steps_until(self.end)
 
 
 class Stream:
@@ -133,12 +133,12 @@ class Stream:
           UserError: on every host, if one of them read other bytes than were written; no step used them. The
             damaged cache is removed.
         """
-        if self._chunk is None or not self._chunk.updates_in(upcoming):
+        if self._chunk is None or not self._chunk.steps_in(upcoming):
             self._advance(upcoming)
-        num_updates = self._chunk.updates_in(upcoming)
+        num_updates = self._chunk.steps_in(upcoming)
         following = dataclasses.replace(upcoming, first=upcoming.first + num_updates)
         is_planned = following.first < following.end
-        if is_planned and (self._next is None or not self._next.updates_in(following)):
+        if is_planned and (self._next is None or not self._next.steps_in(following)):
             self._next = self._start_reading(following)
         return LoadedUpdates(self.arrays, min(wanted, num_updates))
 
@@ -146,7 +146,7 @@ class Stream:
         """Switch to the chunk that contains the next step; wait until it is there on all hosts."""
         chunk, self._chunk, self._next = self._next, None, None
         self.arrays = None  # its memory is needed
-        if chunk is None or not chunk.updates_in(upcoming):
+        if chunk is None or not chunk.steps_in(upcoming):
             chunk = self._start_reading(upcoming)
         arrays = error = None
         try:

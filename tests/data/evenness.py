@@ -1,4 +1,4 @@
-"""How evenly `batching.shuffled` deals: chi-square tests over many keys, which are those that training makes.
+"""Evenness of `batching.shuffled`: chi-square tests over many keys, which are those that training makes.
 
     python tests/data/evenness.py [--rounds 4 8 12 16 24 32] [--lengths 8 45] [--keys 1000000]
 
@@ -77,13 +77,13 @@ def _elements_at(places: tuple, length: int, make_key, rounds: int, numbers):
 
 
 def _counts_of_orders(orders: np.ndarray, length: int) -> np.ndarray:
-    """How often each of the length! orders came."""
+    """Count how often each of the length! orders came."""
     _, counts = np.unique(orders @ length ** np.arange(length), return_counts=True)
     return np.pad(counts, (0, math.factorial(length) - len(counts)))
 
 
 def _share_of_two(one: np.ndarray, other: np.ndarray, length: int, differ: bool) -> float:
-    """The test of two elements for each key, which can or cannot be the same one."""
+    """Test the two elements of each key, which can or cannot be the same one."""
     bins = length if length**2 <= MOST_CELLS else BINS
     bin_of = np.arange(length) * bins // length
     sizes = np.bincount(bin_of)
@@ -94,7 +94,7 @@ def _share_of_two(one: np.ndarray, other: np.ndarray, length: int, differ: bool)
 
 
 def _share(counts: np.ndarray, cases=1) -> float:
-    """Of counts in cells that hold so many cases, all as probable."""
+    """Return the chi-square of counts as a share of its bound; cells hold so many equally probable cases."""
     cases = np.broadcast_to(cases, counts.shape)
     expected = cases * (counts.sum() / cases.sum())
     return float(((counts - expected) ** 2 / expected).sum() / stats.chi2.isf(CHANCE, len(counts) - 1))

@@ -17,7 +17,7 @@ def mix(value):
 
 
 def key_of(*parts):
-    """The keys that these integers, or arrays of them, make."""
+    """Make keys of these integers, or of arrays of them."""
     key = np.uint64(0x9E3779B9)
     for part in parts:
         key = mix(key ^ mix(np.asarray(part, np.uint64) + 0x85EBCA6B & 0xFFFFFFFF))
@@ -25,7 +25,7 @@ def key_of(*parts):
 
 
 def permutations(lengths: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """For each key a pseudo-random order of range(length): int [keys, longest], of which `length` count.
+    """Return a pseudo-random order of range(length) for each key: int [keys, longest], of which `length` count.
 
     Swap-or-not: in a round two values swap, or not, if their sum is the round's number modulo the length.
     """
@@ -42,9 +42,9 @@ def permutations(lengths: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 @cache
 def epoch_order(num_originals: int, num_shards: int, views: int, seed: int, epoch: int) -> np.ndarray:
-    """The examples of an epoch in their order: int64 [num_originals * views], original * views + view.
+    """Return the examples of an epoch in their order: int64 [num_originals * views], original * views + view.
 
-    Originals are numbered by their place in the seeded permutation that deals them to shards.
+    Originals are numbered by their place in the seeded permutation that spreads them over shards.
     """
     shards, most = np.arange(num_shards), -(-num_originals // num_shards)
     sizes = np.array([len(range(shard, num_originals, num_shards)) for shard in shards])
@@ -64,5 +64,5 @@ def epoch_order(num_originals: int, num_shards: int, views: int, seed: int, epoc
 
 
 def order(num_originals: int, num_shards: int, views: int, seed: int, epochs: int) -> np.ndarray:
-    """The examples of so many epochs, one after the other."""
+    """Return the examples of so many epochs, one after the other."""
     return np.concatenate([epoch_order(num_originals, num_shards, views, seed, epoch) for epoch in range(epochs)])

@@ -1,4 +1,4 @@
-"""13 bands of 16 bits, grey images and rectangles: one set from zip, folder and split folders, and a run on it."""
+"""13 bands of 16 bits, grey images and rectangles: their pixels, and a run on them."""
 
 import base64
 import io
@@ -11,8 +11,6 @@ import pytest
 import tifffile
 from conftest import find_set
 from PIL import Image
-from test_published_splits import splits_of
-from test_sources import contents_of, zip_of
 from tile_sets import write_tiles
 
 SHAPES = {
@@ -32,7 +30,7 @@ def sets(eurosat_zip, tmp_path_factory) -> Path:
 
 
 def published(folder: Path, target: Path) -> Path:
-    """The same files in a folder for each split: of each class 6, 3 and 3 images."""
+    """Copy the files into a folder for each split: of each class 6, 3 and 3 images."""
     for number, file in enumerate(sorted(folder.rglob("*.*"))):
         copied = target / ("train", "val", "train", "test")[number % 4] / file.relative_to(folder)
         copied.parent.mkdir(parents=True, exist_ok=True)
@@ -41,22 +39,13 @@ def published(folder: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_zip_folder_and_split_folders_are_one_set(sets, tmp_path, kind):
-    folder, packed = (
-        find_set(path=path) for path in (sets / kind, zip_of(sets / kind, tmp_path / "set.zip", "a/"))
-    )
+def test_pixels_are_those_of_the_files(sets, kind):
+    folder = find_set(path=sets / kind)
     (first,) = folder.images(np.array([0]))
     assert (first.shape, first.dtype) == SHAPES[kind]
     file = sets / kind / folder.ids[0]
     stored = tifffile.imread(file) if kind == "bands" else np.asarray(Image.open(file))
     np.testing.assert_array_equal(first, stored.reshape(first.shape))
-    assert {split: len(ids) for split, ids in splits_of(folder).items()} == {"train": 30, "val": 3, "test": 3}
-    assert splits_of(packed) == splits_of(folder)
-    assert contents_of(packed) == contents_of(folder)
-    in_splits = find_set(path=published(sets / kind, tmp_path / "published"))
-    assert [in_splits.splits.count(split) for split in ("train", "val", "test")] == [18, 9, 9]
-    contents = {name.partition("/")[2]: content for name, content in contents_of(in_splits).items()}
-    assert contents == contents_of(folder)
 
 
 @pytest.mark.full

@@ -1,3 +1,5 @@
+"""The order of examples: beside NumPy's, even, and the same on any number of devices."""
+
 import itertools
 from functools import partial
 
@@ -12,15 +14,6 @@ from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping, choose_sharding
 from largebatch.optim.schedules import epoch_and_offset
 from largebatch.util import BadSetting
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 65, 1000])
-def test_shuffled_is_a_permutation_that_depends_on_the_key(length):
-    shuffle = jax.jit(lambda key: batching.shuffled(jnp.arange(length), length, key))
-    one, other = np.asarray(shuffle(jnp.uint32(1))), np.asarray(shuffle(jnp.uint32(2)))
-    assert sorted(one) == list(range(length))
-    assert sorted(other) == list(range(length))
-    assert length < 64 or (one != other).mean() > 0.9
 
 
 @pytest.mark.parametrize("length", [2**16 + 1, 2**24 - 3, 2**31 - 1])
@@ -51,7 +44,7 @@ def test_shuffled_neither_overflows_nor_meets_for_long_lengths(length):
     + [pytest.param(n, 1_000_000, marks=pytest.mark.full) for n in (2, 3, 5, 6, 8, 45, 46, 334, 21_600)],
 )
 def test_shuffled_has_no_favourite_places_pairs_and_distances(length, count):
-    """Within one key, and from a key to the next of an epoch, a pass, a shard, an original and a seed."""
+    """Shuffles by one key, and by keys of consecutive epochs, passes, shards, images and seeds, are even."""
     for keys in evenness.KEYS:
         shares = evenness.shares_of_bound(length, keys, count)
         assert len(shares) >= 7
@@ -97,8 +90,8 @@ SEED, VIEWS = 5, 8
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def examples_of_updates(sharding: DataSharding, share: int, epoch, offset, batch_size):
-    """What the compiled order gives for updates with such inputs: MicroBatchIndices [updates, devices, share]."""
+def examples_of_steps(sharding: DataSharding, share: int, epoch, offset, batch_size):
+    """Return the compiled order of steps with these inputs: MicroBatchIndices [steps, devices, share]."""
 
     def on_device(device, epoch, offset):
         batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
@@ -109,11 +102,11 @@ def examples_of_updates(sharding: DataSharding, share: int, epoch, offset, batch
     return jax.vmap(on_all_devices, in_axes=(None, 0, 0))(devices, epoch, offset)
 
 
-def ids_of_updates(sharding: DataSharding, batch_size: int, num_updates: int) -> np.ndarray:
-    """The examples of every update [updates, batch_size], ascending, by place in the permutation of the shards."""
-    epoch, offset = epoch_and_offset(np.arange(num_updates) * batch_size, sharding.num_examples)
+def ids_of_steps(sharding: DataSharding, batch_size: int, num_steps: int) -> np.ndarray:
+    """The examples of every step [steps, batch_size], ascending, by place in the permutation of the shards."""
+    epoch, offset = epoch_and_offset(np.arange(num_steps) * batch_size, sharding.num_examples)
     share = sharding.share_bounds(batch_size)[1]
-    chosen = jax.tree.map(np.asarray, examples_of_updates(sharding, share, epoch, offset, batch_size))
+    chosen = jax.tree.map(np.asarray, examples_of_steps(sharding, share, epoch, offset, batch_size))
     place_of = np.argsort(np.random.default_rng(0).permutation(sharding.num_originals))
     ids = np.full(chosen.examples.shape, sharding.num_examples)  # beyond all ids, so that padding comes last
     for device in range(sharding.num_devices):
@@ -121,7 +114,7 @@ def ids_of_updates(sharding: DataSharding, batch_size: int, num_updates: int) ->
         original, view = np.divmod(chosen.examples[:, device], sharding.views)
         is_example = chosen.weights[:, device] == 1
         ids[:, device][is_example] = (rows[original] * sharding.views + view)[is_example]
-    ids = np.sort(ids.reshape(num_updates, -1))
+    ids = np.sort(ids.reshape(num_steps, -1))
     assert (ids[:, batch_size:] == sharding.num_examples).all()
     return ids[:, :batch_size]
 
@@ -133,22 +126,22 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize(("num_shards", "batch_size"), COMBINATIONS)
-def test_updates_have_the_examples_of_the_numpy_order_on_any_number_of_devices(num_shards, batch_size):
+def test_steps_have_the_examples_of_the_numpy_order_on_any_number_of_devices(num_shards, batch_size):
     originals, epochs = 601, 3
     expected = numpy_order.order(originals, num_shards, VIEWS, SEED, epochs)
     batch_size = originals * VIEWS if batch_size == "full" else batch_size
-    num_updates = len(expected) // batch_size
-    expected = np.sort(expected[: num_updates * batch_size].reshape(num_updates, batch_size))
+    num_steps = len(expected) // batch_size
+    expected = np.sort(expected[: num_steps * batch_size].reshape(num_steps, batch_size))
     for num_devices in (1, 2, 3, 5, 8, 32):
         sharding = DataSharding(originals, num_shards, num_devices, VIEWS)
-        np.testing.assert_array_equal(ids_of_updates(sharding, batch_size, num_updates), expected)
+        np.testing.assert_array_equal(ids_of_steps(sharding, batch_size, num_steps), expected)
 
 
 @pytest.mark.parametrize("views", [1, 2])
 def test_fewer_views_are_visited_once_an_epoch_in_the_numpy_order(views):
     order = numpy_order.order(61, 32, views, SEED, 2)
     assert (np.sort(order.reshape(2, -1)) == np.arange(61 * views)).all()
-    ids = ids_of_updates(DataSharding(61, 32, 3, views), 61, 2 * views)  # a pass each
+    ids = ids_of_steps(DataSharding(61, 32, 3, views), 61, 2 * views)  # a pass each
     np.testing.assert_array_equal(ids, np.sort(order.reshape(-1, 61)))
 
 
@@ -183,9 +176,9 @@ def test_groups_are_those_of_an_even_split_in_numpy(grouping):
 )
 def test_micro_batches_are_the_batch_in_parts_of_one_size(batch_size, grouping):
     sharding = DataSharding(13, 4, 3, VIEWS)
-    for update in range(0, 3 * sharding.num_examples // batch_size, 5):
-        epoch, offset = epoch_and_offset(update * batch_size, sharding.num_examples)
-        whole = examples_of_updates(sharding, batch_size, epoch[None], offset[None], batch_size)
+    for step in range(0, 3 * sharding.num_examples // batch_size, 5):
+        epoch, offset = epoch_and_offset(step * batch_size, sharding.num_examples)
+        whole = examples_of_steps(sharding, batch_size, epoch[None], offset[None], batch_size)
         for device in range(3):
             batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
             count = range(int(grouping.num_micro_batches(batch.count)))
@@ -205,10 +198,6 @@ def part_of_batch(sharding: DataSharding, batch: batching.DeviceBatch, index, gr
 # ---- shares of devices ------------------------------------------------------------------------------
 
 
-def shares_of(sharding: DataSharding, offset, batch_size) -> np.ndarray:
-    return np.asarray(batching.device_batch(sharding, np.arange(sharding.num_devices), 0, offset, batch_size).count)
-
-
 @pytest.mark.parametrize(("originals", "num_shards", "num_devices"), LAYOUTS)
 def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_shards, num_devices):
     sharding = DataSharding(originals, num_shards, num_devices, 8)
@@ -219,18 +208,6 @@ def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_shards, num
         shares = counts(batch_size)
         fewest, most = sharding.share_bounds(batch_size)
         assert (fewest, most) == (int(shares.min()), int(shares.max()))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("batch_size", [4096, 172_800])
-def test_devices_have_nearly_equal_shares_of_eurosat(batch_size):
-    assert batching.choose_num_shards(21_600) == 480
-    for num_devices in range(1, 33):
-        sharding = DataSharding(21_600, 480, num_devices, 8)
-        updates = np.arange(200, dtype=np.int64)[:, None]
-        _, offsets = epoch_and_offset(updates * batch_size, sharding.num_examples)
-        shares = shares_of(sharding, offsets, batch_size)
-        assert shares.max(axis=1).mean() <= 1.05 * batch_size / num_devices
 
 
 def test_the_number_of_shards_follows_from_the_originals_alone():
@@ -250,23 +227,3 @@ def test_the_number_of_shards_follows_from_the_originals_alone():
 def test_shards_devices_and_images_that_do_not_go_together_are_named(num_shards, originals, devices, message):
     with pytest.raises(BadSetting, match=message):
         choose_sharding(num_shards, originals, devices, VIEWS)
-
-
-def test_a_visit_has_one_key_on_any_number_of_devices_and_another_in_every_epoch():
-    keys_by_num_devices = {}
-    for num_devices in (1, 4):
-        sharding, keys = DataSharding(13, 4, num_devices, 8), {}
-        for epoch in (0, 1):
-            of_epoch = examples_of_updates(
-                sharding, sharding.num_examples, np.int32([epoch]), np.int32([0]), sharding.num_examples
-            )
-            for device in range(num_devices):
-                is_example = np.asarray(of_epoch.weights[0, device]) == 1
-                examples = np.asarray(of_epoch.examples[0, device])[is_example]
-                originals = sharding.originals_of(device, SEED)[examples // 8]
-                visit_keys = np.asarray(of_epoch.visit_keys[0, device])[is_example]
-                for original, view, key in zip(originals, examples % 8, visit_keys, strict=True):
-                    keys[epoch, original, view] = key
-        keys_by_num_devices[num_devices] = keys
-    assert keys_by_num_devices[1] == keys_by_num_devices[4]
-    assert len(set(keys_by_num_devices[1].values())) == 2 * 13 * 8

@@ -55,7 +55,7 @@ def noise(num: int, dtype=np.uint8, shape=(8, 6, 3)) -> np.ndarray:
 
 
 def content_of(folder) -> dict:
-    """What a cache holds but for what is different in each build."""
+    """Return the files of a cache, without what differs from build to build."""
     content = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     manifest = json.loads(content.pop(MANIFEST))
     for name in ("build", "built", "manifest_sha256"):
@@ -184,7 +184,7 @@ def start_child(folder: Path, log: Path, num=120, size=8, rows=6, seconds=0.0, w
 
 
 def finished(child: subprocess.Popen) -> int:
-    """What it took of memory, in kB."""
+    """Wait for a child, and return the memory that it took, in kB."""
     printed, errors = child.communicate(timeout=120)
     assert child.returncode == 0, errors
     return int(printed)
@@ -215,16 +215,6 @@ def test_a_build_that_is_killed_resumes_and_ends_with_the_same_bytes(tmp_path):
     assert {int(line) for line in log.read_text().split()} & whole_before <= {0}
     assert content_of(folder) == content_of(tmp_path / "whole" / "x-0")
     assert [path.name for path in folder.parent.iterdir()] == ["x-0"]
-
-
-@pytest.mark.timeout(120)
-def test_two_processes_build_the_same_cache_at_once(tmp_path):
-    folder = tmp_path / "caches" / "x-0"
-    for child in [start_child(folder, tmp_path / f"log{number}", seconds=0.005) for number in range(2)]:
-        finished(child)
-    open_cache(folder).verify()
-    assert [path.name for path in folder.parent.iterdir()] == ["x-0"]
-    assert not list(folder.glob(".*"))
 
 
 @pytest.mark.full

@@ -136,13 +136,6 @@ def png_of_a_header(width: int, height: int, depth: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
-def gif_of_a_large_frame() -> bytes:
-    """16 x 16 pixels, whose first frame has 60,000 x 60,000 that Pillow would clear when it opens the file."""
-    screen = b"GIF89a" + struct.pack("<HHBBB", 16, 16, 0x80, 0, 0) + bytes(6)
-    control = b"!\xf9\x04\x08\x00\x00\x00\x00"
-    return screen + control + b"," + struct.pack("<HHHHB", 0, 0, 60_000, 60_000, 0) + b"\x02\x01\x00\x00;"
-
-
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "deep PNG", "GIF", "WEBP", "TIFF", "deep TIFF"])
 def test_the_limit_on_pixels_holds_before_they_are_decoded(kind, monkeypatch):
     deep = PIXELS.astype(np.uint16)
@@ -158,11 +151,9 @@ def test_the_limit_on_pixels_holds_before_they_are_decoded(kind, monkeypatch):
         monkeypatch.setattr(place, name, lambda *_, **__: pytest.fail("decoded"))
     allowed = "pixels; allowed: up to 713, or a larger dataset.max_image_pixels"
     assert refused(content, max_pixels=713) == f"714 {allowed}"
-
-
-@pytest.mark.parametrize("content", [png_of_a_header(40_000, 40_000, 16), gif_of_a_large_frame()])
-def test_far_too_many_pixels_are_refused_as_pillow_opens_the_file(content):
-    assert refused(content).startswith("over 178,956,970 pixels; allowed: up to 89,478,485")
+    assert refused(png_of_a_header(40_000, 40_000, 16)).startswith(
+        "1,600,000,000 pixels; allowed: up to 89,478,485"
+    )
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "GIF", "BMP", "WEBP"])

@@ -93,7 +93,7 @@ def test_a_mask_of_few_bits_holds_its_numbers(folder, bits):
 
 
 def write_grey_png(path, pixels, bits):
-    """As other programs write them: so many bits a pixel."""
+    """Write a PNG of so many bits a pixel, as other programs do."""
     packed = [np.packbits(np.unpackbits(row[:, None], axis=1)[:, -bits:].ravel()).tobytes() for row in pixels]
 
     def chunk(name, content):

@@ -5,8 +5,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from conftest import ROOT, find_set, typed
-from ml_collections import config_dict
+from conftest import ROOT, find_set
 from test_sources import contents_of, png, write_prepared_tfds, write_zip
 
 from largebatch.data.sources.splits import assign_splits
@@ -31,7 +30,7 @@ def write_files(folder, files) -> None:
 
 
 def write_tfds(folder, name: str, files, class_names, split_names) -> None:
-    """The same files as a TFDS set, in another order; each row has a name without folders."""
+    """Write the files as a TFDS set, in another order; each row has a name without folders."""
     rows = {theirs: [] for theirs in split_names.values()}
     files = list(files.items())
     for number in np.random.default_rng(0).permutation(len(files)):
@@ -57,7 +56,7 @@ SPLITS = ("train", "val", "test")
 
 @pytest.mark.parametrize("counts", [{"train": 11, "validation": 2, "test": 3}, {"train": 20, "test": 3}])
 def test_zip_folder_and_tfds_give_the_same_published_splits(counts, tmp_path):
-    """What is not published is cut from train."""
+    """Splits that are not published are cut from train."""
     files = published_files(counts)
     write_files(tmp_path / "folder" / "outer", files)
     write_zip(tmp_path / "set.zip", {f"a/b/{name}": content for name, content in files.items()})
@@ -106,40 +105,6 @@ def test_tfds_splits_of_other_names_or_without_labels_are_left_out_and_told(tmp_
     assert left_out in caplog.text
 
 
-# ---- the cache --------------------------------------------------------------------------------------
-
-
-def cache_of(tmp_path, **dataset):
-    """Ids of each split in the cache of a config, and its folder."""
-    import augment
-    from configs import default
-
-    config = config_dict.ConfigDict(default.get_config())
-    config.augment.cache_dir = str(tmp_path / "cache")
-    config.dataset.update({"name": "pets", **dataset})
-    cache = augment.prepare_cache(typed(config))
-    ids = {split: cache.split(split).ids.tolist() for split in SPLITS}
-    return ids, str(cache.folder)
-
-
-def test_the_cache_follows_the_choice_and_the_content_of_the_split_file(tmp_path):
-    files = published_files({"train": 10, "test": 4})
-    write_files(tmp_path / "images", files)
-    where = {"path": str(tmp_path / "images")}
-    published, first = cache_of(tmp_path, **where)
-    assert published["test"] == sorted(name for name in files if name.startswith("test/"))
-    own, second = cache_of(tmp_path, splits="own", **where)
-    assert {split: len(ids) for split, ids in own.items()} == {"train": 24, "val": 2, "test": 2}
-    table, names, folders = tmp_path / "split.csv", sorted(files), {first, second}
-    for listed in (("train", "val", "test"), ("train", "test", "val")):
-        table.write_text("id,split\n" + "".join(f"{name},{listed[i % 3]}\n" for i, name in enumerate(names)))
-        found, folder = cache_of(tmp_path, split_file=str(table), **where)
-        assert found == {split: names[listed.index(split) :: 3] for split in SPLITS}
-        folders.add(folder)
-    assert len(folders) == 4
-    assert cache_of(tmp_path, **where) == (published, first)
-
-
 # ---- CIFAR-10 ---------------------------------------------------------------------------------------
 
 
@@ -148,7 +113,7 @@ def test_the_cache_follows_the_choice_and_the_content_of_the_split_file(tmp_path
     [(3, [27, 3, 30]), pytest.param(None, [45_000, 5_000, 10_000], marks=pytest.mark.full)],
 )
 def test_cifar10_has_the_same_splits_from_everywhere(images_per_class, sizes, tmp_path):
-    """As a folder, a zip and a TFDS set."""
+    """A folder, a zip and a TFDS set hold the same files."""
     if not CIFAR10.exists():
         pytest.skip("needs CIFAR-10 at ../shared/data/CIFAR-10-jpeg.zip")
     with zipfile.ZipFile(CIFAR10) as archive:

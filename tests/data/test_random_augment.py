@@ -1,6 +1,7 @@
 """Random changes of training images: what they do to pixels, how they are distributed, and on how many devices."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -107,14 +108,6 @@ def test_images_are_those_of_numpy(options, dtype):
     assert (np.abs(found - images).max(axis=(1, 2, 3)) > 0).mean() > 0.8
 
 
-def test_what_is_off_is_not_there():
-    images, keys = jnp.asarray(images_of(4)), jnp.arange(4, dtype=jnp.uint32)
-    assert RandomAugment(fill=FILL).apply(images, keys) is images
-    read = make_read("expanded", SHAPE, 1, Classification(2), RandomAugment(fill=FILL))
-    shard = {"images": images.reshape(4, -1), "labels": jnp.arange(4)}
-    np.testing.assert_array_equal(read(shard, jnp.arange(4), keys)[0], images)
-
-
 # ---- what is random ---------------------------------------------------------------------------------------
 
 
@@ -177,18 +170,18 @@ READ = jax.jit(make_read("on_device", SHAPE, 2, Classification(2), ALL))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def visits_of_an_epoch(sharding: DataSharding, device) -> batching.MicroBatchIndices:
-    batch = batching.device_batch(sharding, device, 0, 0, sharding.num_examples)
+def visits_of_an_epoch(sharding: DataSharding, device, epoch) -> batching.MicroBatchIndices:
+    batch = batching.device_batch(sharding, device, epoch, 0, sharding.num_examples)
     return batching.micro_batch(sharding, batch, 0, Grouping(sharding.num_examples, sharding.num_examples), 3)
 
 
 @functools.cache
 def images_by_visit(num_devices: int) -> dict:
-    """{visit key: (original, image after all changes)} of an epoch of 20 originals in 2 views."""
+    """{visit key: (original, image after all changes)} of two epochs of 20 originals in 2 views."""
     sharding, originals, found = DataSharding(20, 8, num_devices, views=2), images_of(20).reshape(20, -1), {}
-    for device in range(num_devices):
+    for epoch, device in itertools.product((0, 1), range(num_devices)):
         rows = np.resize(sharding.originals_of(device, seed=0), 20)
-        chosen = jax.tree.map(np.asarray, visits_of_an_epoch(sharding, device))
+        chosen = jax.tree.map(np.asarray, visits_of_an_epoch(sharding, device, epoch))
         shard = {"images": originals[rows], "labels": rows}
         images, labels = map(np.asarray, READ(shard, chosen.examples, chosen.visit_keys))
         for place in np.flatnonzero(chosen.weights):
@@ -197,9 +190,9 @@ def images_by_visit(num_devices: int) -> dict:
 
 
 @pytest.mark.parametrize("num_devices", [2, 8])
-def test_a_visit_has_the_same_bits_on_any_number_of_devices(num_devices):
+def test_a_visit_has_the_same_bits_on_any_number_of_devices_and_others_in_every_epoch(num_devices):
     on_one_device = images_by_visit(1)
-    assert len(on_one_device) == len({image for _, image in on_one_device.values()}) == 40
+    assert len(on_one_device) == len({image for _, image in on_one_device.values()}) == 80
     assert images_by_visit(num_devices) == on_one_device
 
 

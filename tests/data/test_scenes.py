@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 from conftest import decode_all, find_set, make_folder
 
-from largebatch.data.sources import scenes as scenes_module
 from largebatch.data.sources.scenes import (
     BACKGROUND_PATTERNS,
     OBJECT_PATTERNS,
     SCENES_VERSION,
     make_scene,
     patterns,
-    tiles,
 )
 from largebatch.tasks import planes
 
@@ -33,14 +31,6 @@ def rmse(depth, truth) -> float:
     return float(np.sqrt(np.mean((depth - truth) ** 2)))
 
 
-def test_nothing_of_an_object_lies_outside_its_box(scenes, monkeypatch):
-    monkeypatch.setattr(scenes_module, "_pixels_between", lambda begin, end, size: slice(0, size))
-    for number in range(30):
-        whole = make_scene(SIZE, (0, number), *TEXTURES)
-        np.testing.assert_array_equal(whole.image, scenes[number].image)
-        np.testing.assert_array_equal(whole.depth, scenes[number].depth)
-
-
 def test_objects_hide_the_background(scenes):
     for scene in scenes:
         np.testing.assert_array_equal(scene.image[~scene.mask], scene.background[~scene.mask])
@@ -50,7 +40,7 @@ def test_objects_hide_the_background(scenes):
 
 
 def test_depths_are_those_of_a_floor_and_a_wall(scenes):
-    """Of a pinhole camera: below the horizon one over the depth falls evenly with the row, above it all is wall."""
+    """A pinhole camera sees one over the depth fall evenly with the row below the horizon, and the wall above."""
     for scene in scenes:
         empty_columns = np.flatnonzero(~scene.mask.any(axis=0))
         for column in empty_columns[:3]:
@@ -83,16 +73,8 @@ def test_constants_and_a_linear_model_of_patches_of_5_x_5_know_little(scenes):
     assert rmse(predicted(depth), depth[half:].ravel()) > 0.12
 
 
-def test_textures_cut_from_images():
-    images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
-    right, up = np.meshgrid(np.arange(0, 4, 0.25), np.arange(-2, 2, 0.25))
-    colours = tiles(images, metres=2.0)(right, up, np.random.default_rng(1))
-    assert any(np.array_equal(colours[:8, :8], image) for image in images)
-    np.testing.assert_array_equal(colours[8:, 8:], colours[:8, :8])
-
-
 def test_a_seed_gives_the_same_scene_in_later_versions():
-    """If it should not, `SCENES_VERSION` has to change with it."""
+    """A change of the scenes needs another `SCENES_VERSION`."""
     scene = make_scene(SIZE, (0, 0), *TEXTURES)
     assert SCENES_VERSION == 5
     assert scene.mask.sum() == 1092

@@ -1,4 +1,4 @@
-"""What a stream has on the devices: all that the updates at hand visit, whatever cuts the run."""
+"""What a stream has on the devices: all that the steps at hand visit, whatever cuts the run."""
 
 import jax
 import numpy as np
@@ -10,15 +10,12 @@ from numpy_order import order
 import augment
 from largebatch.data import streaming
 from largebatch.data.batching import choose_sharding
-from largebatch.data.cache import images_file
 from largebatch.data.placement import bytes_per_device, place
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.streaming import Stream, Upcoming, load_inputs
-from largebatch.hosts import collectives
 from largebatch.optim.schedules import UpdateInputs
 from largebatch.tasks.task import Classification
 from largebatch.training.views import make_read
-from largebatch.util import UserError
 
 SEED = 3
 BATCH_SIZES = (40, 7, 64, 64, 1, 50, 64, 33) * 6  # 1,938 examples: three epochs of 640
@@ -42,13 +39,13 @@ def on_devices(small_config, monkeypatch):
 
 
 def upcoming_from(first: int, batch_sizes=BATCH_SIZES, seed: int = SEED) -> Upcoming:
-    """The updates from `first` on."""
+    """The steps from `first` on."""
     before = np.cumsum([0, *batch_sizes])
     return Upcoming(seed, first, len(batch_sizes), lambda update: int(before[update]))
 
 
 def examples_of(sharding, device: int, upcoming: Upcoming, update: int) -> np.ndarray:
-    """What `device` visits in an update, by its own numbering; found without the code under test."""
+    """Return the visits of a device in a step, by its own numbering, without the code under test."""
     visits = order(sharding.num_originals, sharding.num_shards, sharding.views, SEED, epochs=4)
     examples = visits[upcoming.examples_before(update) : upcoming.examples_before(update + 1)]
     places, views = np.divmod(examples, sharding.views)
@@ -59,14 +56,9 @@ def examples_of(sharding, device: int, upcoming: Upcoming, update: int) -> np.nd
     return (originals * sharding.views + views)[is_own].astype(np.int32)
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "num_rows", "fewest_chunks"), [(1, None, 11), (2, None, 11), (8, None, 11), (1, 80, 4)]
-)
-def test_every_step_reads_the_images_that_resident_data_have(
-    small_config, on_devices, num_devices, num_rows, fewest_chunks
-):
-    """A buffer of all originals has no more than an epoch, either."""
-    cache, sharding, stream = on_devices(num_devices, num_rows)
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_every_step_reads_the_images_that_resident_data_have(small_config, on_devices, num_devices):
+    cache, sharding, stream = on_devices(num_devices)
     resident = place(cache, sharding, small_config.dataset.split_seed).train.arrays
     images, labels = np.asarray(resident["images"]), np.asarray(resident["labels"])
     step, num_chunks, wanted = 0, 0, [3, 1, 100, 2]
@@ -85,12 +77,12 @@ def test_every_step_reads_the_images_that_resident_data_have(
                 np.testing.assert_array_equal(in_buffer, images[device][originals])
                 np.testing.assert_array_equal(shard["labels"][device], labels[device])
         step += loaded.num_updates
-    assert num_chunks >= fewest_chunks
+    assert num_chunks > 10
 
 
 @pytest.mark.parametrize(("views", "changes"), [("all", {"shift": 2}), ("flip", {"crop_scale": 0.5}), ("none", {})])
 def test_a_stream_is_read_as_resident_data_are(small_config, on_devices, tmp_path, views, changes):
-    """Of 12 x 20 pixels with 13 channels of 16 bits, too."""
+    """Images have 3 channels of 8 bits, or 12 x 20 pixels with 13 channels of 16 bits."""
     shape, small_config.augment.views = (16, 16, 3), views
     if views != "all":
         shape, rng = (12, 20, 13), np.random.default_rng(0)
@@ -126,7 +118,7 @@ def test_what_the_devices_need_is_announced(on_devices):
     assert announced["their rows and labels"] == own["rows"] + next_["rows"] + own["labels"] == 3 * 4 * 40
 
 
-def test_a_buffer_has_what_one_update_needs_and_no_more_than_all(on_devices, monkeypatch):
+def test_a_buffer_has_what_one_step_needs_and_no_more_than_all(on_devices, monkeypatch):
     _, sharding, _ = on_devices(2)
     monkeypatch.setattr(streaming, "BUFFER_BYTES", 10_000)
     assert streaming.buffer_rows(sharding, 1_000, batch_size=16) == 10
@@ -136,7 +128,7 @@ def test_a_buffer_has_what_one_update_needs_and_no_more_than_all(on_devices, mon
 
 
 def reads_of(cache, monkeypatch) -> list[np.ndarray]:
-    """Grows by the rows that are read from now on."""
+    """Return a list that grows by the rows that are read from now on."""
     reads, fill = [], type(cache).fill
 
     def fill_and_note(self, rows, out, num_threads=None):
@@ -176,18 +168,7 @@ def test_a_chunk_serves_whatever_lies_in_it_and_nothing_else(on_devices, monkeyp
     assert (stream._chunk.begin, stream._chunk.end) == (2 * 640 + 630, 3 * 640 + 20)
 
 
-def test_damage_is_told_to_all_hosts_before_the_images_are_used(small_config, on_devices, monkeypatch, tmp_path):
-    small_config.augment.cache_dir = str(tmp_path)
-    cache, sharding, stream = on_devices(1)
-    row = sharding.originals_of(0, 0)[examples_of(sharding, 0, upcoming_from(0), 2)[0] // sharding.views]
-    path = cache.folder / images_file(0)
-    content = bytearray(path.read_bytes())
-    content[len(content) - (100 - row) * 16 * 16 * 3] ^= 1
-    path.write_bytes(content)
-    told = []
-    monkeypatch.setattr(collectives, "gather_text", lambda text: told.append(text) or [text])
-    assert stream.for_updates(upcoming_from(0), 10).num_updates == 2
-    with pytest.raises(UserError, match=rf"its row {row} does not match its CRC-32; no update was made with it"):
-        stream.for_updates(upcoming_from(2), 1)
-    assert f"its row {row} does not" in "".join(told)
-    assert not cache.folder.exists()
+def test_no_chunk_is_longer_than_an_epoch(on_devices):
+    _, sharding, stream = on_devices(1)
+    stream._num_rows = 10**9
+    assert stream._end_of_chunk(upcoming_from(0, (640, 640, 640))) == sharding.num_examples

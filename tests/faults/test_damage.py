@@ -63,7 +63,7 @@ def damage(path: Path, rng: random.Random) -> str:
 
 
 def trouble_of(read, *arguments) -> str:
-    """What is said of the damage; empty if nothing is."""
+    """Return the error that names the damage; empty if there is none."""
     try:
         read(*arguments)
     except (checkpoints.DamagedCheckpoint, DamagedCache, UserError) as trouble:
@@ -117,7 +117,7 @@ def read_cache(run: FinishedRun, read_training: Callable) -> None:
 
 
 def damage_caches(run: FinishedRun, count: int, rng: random.Random, read_training=place) -> None:
-    """The same for a data cache: its images files, its arrays and its manifest, in turn."""
+    """Damages a data cache, reads and mends it, `count` times: images files, arrays and manifest, in turn."""
     files = sorted(run.cache_folder.iterdir())
     images = [path for path in files if path.name.startswith("images-")]
     assert len(images) == 5

@@ -42,15 +42,18 @@ def find_dataset(fields: DatasetConfig, cache_dir: str, *, of_pixels: bool) -> D
     Raises:
       UserError: nothing is there, or it is not of the kind of `fields.source`.
     """
-    options = DecodeOptions.from_config(fields)
+    options, source = DecodeOptions.from_config(fields), _source_of(fields)
     name, path, num_examples, seed = fields.name, fields.path, fields.num_examples, fields.split_seed
-    if name in PATTERNS:
+    if source == "scenes":
         if fields.source not in ("auto", "synthetic"):
             raise UserError(f"dataset.source: {fields.source!r}; allowed: auto | synthetic with {name!r}")
         as_colours = DecodeOptions(channels=3, max_pixels=options.max_pixels)
         ground = class_folders(open_files(path, "dataset.path"), as_colours) if path else None
         return scenes_dataset(name, num_examples, seed, options, ground)
-    source = _guess_source(name, path) if fields.source == "auto" else fields.source
+    if source == "eurosat":
+        builder = prepared_builder(EUROSAT_TFDS_NAME, None)
+        # An unprepared or unreadable TFDS set is no reason not to download.
+        source = "tfds" if builder and file_format(builder) == FORMAT else "zip"
     if source == "synthetic":
         return synthetic_dataset(num_examples, seed, options)
     if source == "tfds":
@@ -67,18 +70,28 @@ def places_of(fields: DatasetConfig, cache_dir: str) -> list[epath.Path]:
 
     They need not exist. There are none where images are generated, and two where EuroSAT may be either of them.
     """
-    name, source, path = fields.name, fields.source, fields.path
-    given = [] if path is None else [epath.Path(expanded(path, "dataset.path"))]
-    if name in PATTERNS:
-        return given
-    if source == "synthetic" or (name == "synthetic" and path is None):
+    source, prepared = _source_of(fields), _prepared_folder(fields)
+    if source == "synthetic":
         return []
-    prepared = _prepared_folder(name, path)
-    if given and (source in ("zip", "folder") or (source == "auto" and not _is_folder(prepared))):
-        return given
-    if name == "eurosat" and not given and source != "tfds":
-        return [prepared, epath.Path(expanded(cache_dir, "augment.cache_dir")) / EUROSAT_ZIP]
-    return [prepared]
+    if source == "tfds":
+        return [prepared]
+    if fields.path is not None:
+        return [epath.Path(expanded(fields.path, "dataset.path"))]
+    downloaded = epath.Path(expanded(cache_dir, "augment.cache_dir")) / EUROSAT_ZIP
+    return [] if source == "scenes" else [prepared, downloaded]
+
+
+def _source_of(fields: DatasetConfig) -> str:
+    """Return the source of a data set: a value of dataset.source, "scenes", or "eurosat" for a set without path."""
+    if fields.name in PATTERNS:
+        return "scenes"
+    if fields.source != "auto":
+        return fields.source
+    if fields.path is None:
+        return fields.name if fields.name in ("eurosat", "synthetic") else "tfds"
+    if not _is_folder(epath.Path(expanded(fields.path, "dataset.path"))):
+        return "zip"
+    return "tfds" if _is_folder(_prepared_folder(fields)) else "folder"
 
 
 def version_of(name: str) -> dict[str, int]:
@@ -86,21 +99,9 @@ def version_of(name: str) -> dict[str, int]:
     return {"scenes_version": SCENES_VERSION} if name in PATTERNS else {}
 
 
-def _guess_source(name: str, path: str | None) -> str:
-    if name == "eurosat" and path is None:
-        # An unprepared or unreadable TFDS set is no reason not to download.
-        builder = prepared_builder(EUROSAT_TFDS_NAME, None)
-        return "tfds" if builder and file_format(builder) == FORMAT else "zip"
-    if path is None:
-        return "synthetic" if name == "synthetic" else "tfds"
-    if not _is_folder(epath.Path(expanded(path, "dataset.path"))):
-        return "zip"
-    return "tfds" if _is_folder(_prepared_folder(name, path)) else "folder"
-
-
-def _prepared_folder(name: str, path: str | None) -> epath.Path:
-    """Return the folder of a TFDS set of this name, whether it is there or not."""
-    return epath.Path(expanded(tfds_dir(path), "dataset.path")) / _tfds_name(name).split(":")[0]
+def _prepared_folder(fields: DatasetConfig) -> epath.Path:
+    """Return the folder of a TFDS set, whether it is there or not."""
+    return epath.Path(expanded(tfds_dir(fields.path), "dataset.path")) / _tfds_name(fields.name).split(":")[0]
 
 
 def _is_folder(path: epath.Path) -> bool:

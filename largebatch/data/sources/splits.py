@@ -1,10 +1,12 @@
 """Assignment of examples to splits: as published, by a file, or at random."""
 
 import csv
+import functools
 import hashlib
 import io
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from posixpath import basename, dirname, splitext
 from typing import NamedTuple
@@ -77,7 +79,7 @@ class SplitFile:
         Raises:
           BadSetting: names the file and the line; unknown ids, an id twice, or a split without images.
         """
-        pairs = list(zip(self.entries, _find(self.entries, example_ids), strict=True))
+        pairs = list(zip(self.entries, map(_finder(example_ids), self.entries), strict=True))
         if unknown := [entry for entry, row in pairs if row is None]:
             found = f"{len(unknown)}, first {', '.join(repr(entry.name) for entry in unknown[:3])}"
             allowed = f"those of the data set, as {example_ids[0]!r}"
@@ -161,29 +163,6 @@ def _entries(rows: list[tuple[str, list[str]]], split: str | None) -> list[Entry
     return entries
 
 
-def _find(entries: list[Entry], example_ids: list[str]) -> list[int | None]:
-    """Return the index of the example that each entry names; None where there is none.
-
-    Raises:
-      BadSetting: an entry names several.
-    """
-    rows: list[int | None] = [None] * len(entries)
-    for form_of_name, form_of_id in FORMS:
-        if None not in rows:
-            break
-        rows_of = defaultdict(list)
-        for row, example_id in enumerate(example_ids):
-            rows_of[form_of_id(example_id)].append(row)
-        for number in [number for number, row in enumerate(rows) if row is None]:
-            entry = entries[number]
-            found = rows_of.get(form_of_name(entry.name), [None])
-            if len(found) > 1:
-                names = f"{len(found)} images, as {example_ids[found[0]]!r} and {example_ids[found[1]]!r}"
-                raise BadSetting(f"{FIELD}: {entry.place}: {entry.name!r} names {names}; allowed: whole ids")
-            rows[number] = found[0]
-    return rows
-
-
 def _without_suffix(name: str) -> str:
     stem, suffix = splitext(name)
     return stem if suffix.lower() in IMAGE_SUFFIXES else name
@@ -196,6 +175,32 @@ FORMS = (
     (_without_suffix, _without_suffix),
     (_without_suffix, lambda name: _without_suffix(basename(name))),
 )
+
+
+def _finder(example_ids: list[str]) -> Callable[[Entry], int | None]:
+    """Return the function that finds the index of the example that an entry names; None where there is none.
+
+    It raises BadSetting for an entry that names several.
+    """
+
+    @functools.cache
+    def rows_by(form_of_id: Callable[[str], str]) -> dict[str, list[int]]:
+        rows = defaultdict(list)
+        for row, example_id in enumerate(example_ids):
+            rows[form_of_id(example_id)].append(row)
+        return rows
+
+    def find(entry: Entry) -> int | None:
+        for form_of_name, form_of_id in FORMS:
+            found = rows_by(form_of_id).get(form_of_name(entry.name), [])
+            if len(found) > 1:
+                names = f"{len(found)} images, as {example_ids[found[0]]!r} and {example_ids[found[1]]!r}"
+                raise BadSetting(f"{FIELD}: {entry.place}: {entry.name!r} names {names}; allowed: whole ids")
+            if found:
+                return found[0]
+        return None
+
+    return find
 
 
 # ---- splits of all examples --------------------------------------------------------------------------
