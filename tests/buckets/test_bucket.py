@@ -462,31 +462,13 @@ def test_google_cloud_storage(session_cache, home):
     ("workdir", "environment", "words"),
     [
         ("s3://bucket/run", {"AWS_EC2_METADATA_DISABLED": "true"}, ["Unable to locate credentials"]),
-        pytest.param(
-            "s3://bucket/run",
-            {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
-            ["127.0.0.1:9"],
-            marks=pytest.mark.full,  # s3fs tries for 10 s
-        ),
         ("nothing://bucket/run", {}, ["Protocol not known: nothing", "allowed: gs://... or s3://..."]),
     ],
-    ids=["no credentials", "no network", "unknown"],
+    ids=["no credentials", "unknown"],
 )
 def test_a_bucket_that_cannot_be_used_is_named_before_the_run(session_cache, home, workdir, environment, words):
     result = run_script("train.py", *arguments(session_cache, workdir), env=environment | home)
     assert_one_line_error(result, "train.py: error: --workdir: ", workdir, *words)
-    assert not list(Path(home["HOME"]).rglob("config.json"))
-
-
-@pytest.mark.full
-def test_a_bucket_that_is_not_there_is_named(session_cache, home):
-    with s3() as environment:
-        command = arguments(session_cache, "s3://none/run")
-        result = run_script("train.py", *command, env=environment | home)
-    assert result.returncode == 1
-    assert "Traceback" not in result.stderr
-    text = "train.py: error: --workdir: s3://none/run cannot be read or written (The specified bucket does"
-    assert text in result.stderr
     assert not list(Path(home["HOME"]).rglob("config.json"))
 
 

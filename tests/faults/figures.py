@@ -1,4 +1,4 @@
-"""Where the fault tests leave their figures: a line each in faults.jsonl, which `make faults` prints."""
+"""Figures of the fault tests: a line each in faults.jsonl, which `make faults` prints."""
 
 import json
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def record(test: str, figures: dict) -> None:
-    """Adds a line; a single write, since tests run side by side."""
+    """Add a line; a single write, since tests run side by side."""
     path = os.environ.get("FAULT_FIGURES")
     if path:
         with Path(path).open("a") as file:

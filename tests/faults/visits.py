@@ -37,7 +37,7 @@ def write_images(folder: Path) -> None:
 
 
 def number_and_view(images):
-    """Of uint8 images [M, SIZE * SIZE * 3] the number of each, and which of 8 views it is; int32 [M]."""
+    """Return the number of each of uint8 images [M, SIZE * SIZE * 3], and which of 8 views it is; int32 [M]."""
     images = images.reshape(-1, SIZE, SIZE, 3).astype(jnp.int32)
     number, view = 0, 0
     for index, (y, x) in enumerate(CORNERS):

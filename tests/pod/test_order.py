@@ -13,8 +13,7 @@ ORIGINALS, SHARDS, VIEWS, SEED, EPOCHS = 601, 480, 8, 5, 3
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("hosts", "devices"), [(2, 4), (4, 8)])
-@pytest.mark.parametrize("batch_size", [100, 512])
+@pytest.mark.parametrize(("hosts", "devices", "batch_size"), [(2, 4, 100), (4, 8, 512)])
 def test_updates_have_the_examples_of_the_numpy_order_on_any_pod(hosts, devices, batch_size, tmp_path):
     expected = numpy_order.order(ORIGINALS, SHARDS, VIEWS, SEED, EPOCHS)
     num_updates = len(expected) // batch_size
