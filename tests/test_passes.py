@@ -32,8 +32,8 @@ def test_an_outer_loop_is_a_pass_over_the_images(tmp_path, session_cache):
     # 80 training images: 3 updates of 24 are less than a pass, 4 are more.
     assert [(row["step"], row["outer"], row["examples_seen"]) for row in rows] == [(4, 1, 96), (8, 2, 192)]
     assert json.loads((tmp_path / "run" / "config.json").read_text())["train"]["inner_steps"] == "pass"
-    config.batch.size = 128
-    with pytest.raises(BadSetting, match=r"batch\.size: 128; allowed: an integer from 1 to 80"):
+    config.batch.size = 200
+    with pytest.raises(BadSetting, match=r"batch\.size: 200; allowed: an integer from 1 to 160"):
         train.train_and_evaluate(config, str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 

@@ -1,1 +1,1 @@
-"""What a network said of images, as files and tables."""
+"""Predictions of a network, as files of a run folder and as tables and pictures."""

@@ -80,7 +80,17 @@ def leaderboard(study: Study) -> list[Setting]:
     seed that runs, was stopped or pruned; the rest. Within a group come first the settings whose seeds all reached
     the target, ranked by the objective, and then the others, ranked by their score.
     """
-    settings = [_setting_of_runs(runs, study) for runs in _runs_by_setting(study)]
+    settings = []
+    for runs in _runs_by_setting(study):
+        counted = _runs_that_count(runs)
+        setting = Setting(
+            values=setting_of(runs[0], study.description.get("fields") or []),
+            runs=runs,
+            objective=estimate(run.value(study.objective) for run in counted),
+            score=estimate(run.best_score for run in counted),
+            statuses=dict(Counter(run.status for run in runs)),
+        )
+        settings.append(setting)
     return sorted(settings, key=lambda setting: _rank(setting, study))
 
 
@@ -95,31 +105,25 @@ def updates_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
 
 def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[list[str], list[list[str]]]:
     """Return the leaderboard as text for a terminal or CSV file: (header, rows), with steps to `accuracies`."""
-    fields, has_target = study.fields, study.objective not in SCORES
-    header = ["rank", *fields, study.objective, "low", "high", "std"]
-    if has_target:
-        header += ["reached", f"best_{study.kind.score_column}"]
-    for accuracy in accuracies:
-        header += [f"updates_to_{accuracy:g}", f"reached_{accuracy:g}"]
-    header += ["seeds", "status"]
-    objective_digits = 1 if has_target else 4
-    rows = []
+    has_target = study.objective not in SCORES
+    digits, rows = 1 if has_target else 4, []
     for rank, setting in enumerate(leaderboard(study), 1):
-        objective = setting.objective
-        row = [
-            str(rank),
-            *(_config_value(setting.values[field]) if field in setting.values else "" for field in fields),
-        ]
-        figures = (objective.mean, objective.low, objective.high, objective.std)
-        row += [_rounded(figure, objective_digits) for figure in figures]
+        objective, values = setting.objective, setting.values
+        row = {"rank": str(rank)}
+        row |= {field: _config_value(values[field]) if field in values else "" for field in study.fields}
+        row |= {study.objective: _rounded(objective.mean, digits)}
+        row |= {name: _rounded(getattr(objective, name), digits) for name in ("low", "high", "std")}
         if has_target:
-            row += [f"{objective.count}/{setting.score.count}", _rounded(setting.score.mean, 4)]
+            row["reached"] = f"{objective.count}/{setting.score.count}"
+            row[f"best_{study.kind.score_column}"] = _rounded(setting.score.mean, 4)
         for accuracy in accuracies:
-            updates, count = updates_to(setting, accuracy)
-            row += [_rounded(updates.mean, 1), f"{updates.count}/{count}"]
-        statuses = ", ".join(f"{count} {status}" for status, count in setting.statuses.items())
-        rows.append([*row, str(len(setting.runs)), statuses])
-    return header, rows
+            steps, count = updates_to(setting, accuracy)
+            row[f"updates_to_{accuracy:g}"] = _rounded(steps.mean, 1)
+            row[f"reached_{accuracy:g}"] = f"{steps.count}/{count}"
+        row["seeds"] = str(len(setting.runs))
+        row["status"] = ", ".join(f"{count} {status}" for status, count in setting.statuses.items())
+        rows.append(row)
+    return list(rows[0]) if rows else ["rank"], [list(row.values()) for row in rows]
 
 
 def _runs_by_setting(study: Study) -> list[list[Run]]:
@@ -130,17 +134,6 @@ def _runs_by_setting(study: Study) -> list[list[Run]]:
         values = json.dumps(setting_of(run, fields), sort_keys=True)
         runs_by_values.setdefault(values, []).append(run)
     return list(runs_by_values.values())
-
-
-def _setting_of_runs(runs: list[Run], study: Study) -> Setting:
-    counted = _runs_that_count(runs)
-    return Setting(
-        values=setting_of(runs[0], study.description.get("fields") or []),
-        runs=runs,
-        objective=estimate(run.value(study.objective) for run in counted),
-        score=estimate(run.best_score for run in counted),
-        statuses=dict(Counter(run.status for run in runs)),
-    )
 
 
 def _runs_that_count(runs: list[Run]) -> list[Run]:

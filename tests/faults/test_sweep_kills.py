@@ -35,14 +35,14 @@ def suggest(trial):
 class Killed:
     """One study's command, and the study that it makes when nobody disturbs it."""
 
-    def __init__(self, folder: Path, sampler: str, pruner: str, trials: int, seeds: int, storage=None, **fields):
+    def __init__(self, folder: Path, sampler: str, pruner: str, trials: int, storage=None, **fields):
         self.folder, self.trials, self.storage = folder, trials, storage
         rates = 'suggest_float("optimizer.learning_rate", 1e-3, 0.03, log=True)'
         if sampler == "grid":
             rates = 'suggest_categorical("optimizer.learning_rate", [0.003, 0.01, 0.03])'
         (folder / "space.py").write_text(SPACE.format(rates=rates))
         self.options = [f"--space={folder / 'space.py'}", f"--sampler={sampler}", f"--pruner={pruner}"]
-        self.options += [f"--trials={trials}", f"--seeds={seeds}", "--heartbeat_sec=1"]
+        self.options += [f"--trials={trials}", "--heartbeat_sec=1"]
         self.options += [f"--storage={storage}"] if storage else []
         fields |= {"augment.cache_dir": folder / "cache", "checkpoint.every_sec": 0}
         self.options += [f"--config.{name}={value}" for name, value in fields.items()]
@@ -143,11 +143,44 @@ def leaderboard(study: Path) -> list:
     return analysis.leaderboard_rows(reader.read(study))[1]
 
 
-def survive(
-    tmp_path, kills: int, sampler: str, pruner: str, trials: int, seeds: int, workers=1, storage=None, **fields
-) -> None:
-    """Kills studies until there were `kills`, and compares."""
-    killed = Killed(tmp_path, sampler, pruner, trials, seeds, storage, **fields)
+SMALL = {
+    "dataset.num_examples": 100,
+    "dataset.image_size": 16,
+    "train.inner_steps": 3,
+    "train.outer_steps": 3,
+    "batch.size": 100,
+}
+
+
+ON_EUROSAT = {
+    "dataset.name": "eurosat",
+    "dataset.path": EUROSAT,
+    "dataset.image_size": 32,
+    "train.inner_steps": 8,
+    "train.outer_steps": 3,
+    "batch.size": 512,
+}
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("kills", "sampler", "pruner", "workers", "database", "fields"),
+    [
+        (20, "grid", "none", 1, "SQLite", ON_EUROSAT),
+        (20, "random", "none", 1, "SQLite", ON_EUROSAT),
+        (10, "tpe", "none", 1, "SQLite", SMALL | {"train.outer_steps": 5}),
+        (10, "tpe", "median", 1, "SQLite", SMALL | {"train.outer_steps": 5}),
+        (10, "random", "hyperband", 1, "SQLite", SMALL | {"train.outer_steps": 5}),
+        (20, "grid", "none", 2, "SQLite", SMALL),
+        (20, "grid", "none", 2, "PostgreSQL", SMALL),
+    ],
+)
+def test_kills_of_a_sweep(tmp_path, request, kills, sampler, pruner, workers, database, fields):
+    if fields is ON_EUROSAT and not EUROSAT.exists():
+        pytest.skip(f"the real data set is not at {EUROSAT}")
+    storage = request.getfixturevalue("server").url if database == "PostgreSQL" else None
+    killed = Killed(tmp_path, sampler, pruner, 6, storage, **fields)
     rng, count, studies, begun_again = random.Random(0), 0, 0, 0
     while count < kills:
         study = tmp_path / f"cut_{studies}"
@@ -160,41 +193,6 @@ def survive(
             assert leaderboard(study) == leaderboard(tmp_path / "whole")
         studies += 1
         shutil.rmtree(study)
-    what = {"sampler": sampler, "pruner": pruner, "workers": workers}
-    what |= {"database": "PostgreSQL" if storage else "SQLite", "data": fields.get("dataset.name", "synthetic")}
-    what |= {"kills": count, "studies": studies, "trials of each": trials, "begun again": begun_again}
-    record("sweep kills", what)
-
-
-SMALL = {
-    "dataset.num_examples": 100,
-    "dataset.image_size": 16,
-    "train.inner_steps": 3,
-    "train.outer_steps": 3,
-    "batch.size": 100,
-}
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("sampler", ["grid", "random"])
-def test_kills_of_a_sweep_on_eurosat(tmp_path, sampler):
-    if not EUROSAT.exists():
-        pytest.skip(f"the real data set is not at {EUROSAT}")
-    fields = {"dataset.name": "eurosat", "dataset.path": EUROSAT, "dataset.image_size": 32, "batch.size": 512}
-    survive(tmp_path, 20, sampler, "none", 6, 1, **fields, **{"train.inner_steps": 8, "train.outer_steps": 3})
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("sampler", "pruner"), [("tpe", "none"), ("tpe", "median"), ("random", "hyperband")])
-def test_kills_of_a_sweep_that_looks_at_its_trials(tmp_path, sampler, pruner):
-    survive(tmp_path, 10, sampler, pruner, trials=6, seeds=1, **(SMALL | {"train.outer_steps": 5}))
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("database", ["SQLite", "PostgreSQL"])
-def test_kills_of_workers_and_their_parent(tmp_path, database, request):
-    storage = request.getfixturevalue("server").url if database == "PostgreSQL" else None
-    survive(tmp_path, 20, "grid", "none", 6, 1, workers=2, storage=storage, **SMALL)
+    what = {"sampler": sampler, "pruner": pruner, "workers": workers, "database": database}
+    what |= {"data": fields.get("dataset.name", "synthetic"), "kills": count, "studies": studies}
+    record("sweep kills", what | {"trials of each": killed.trials, "begun again": begun_again})
