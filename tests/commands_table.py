@@ -94,8 +94,8 @@ EVERYWHERE = (
     Row("python bench.py results *", skip="takes hours; tests/test_results.py looks at its jobs"),
     Row("python bench.py compile*", skip=MEASURES),
     Row("python bench.py card*", skip="takes ten minutes; tests/test_card.py measures a small one"),
-    Row("srun *", skip="tests/pod/test_engines.py starts runs by Slurm where it is there"),
-    Row("mpirun *", skip="tests/pod/test_engines.py starts runs by Open MPI where it is there"),
+    Row("srun *", skip="tests/launch/test_schedulers.py starts runs by Slurm where it is there"),
+    Row("mpirun *", skip="tests/launch/test_schedulers.py starts runs by Open MPI where it is there"),
 )
 
 # ---- pages ------------------------------------------------------------------------------------------
