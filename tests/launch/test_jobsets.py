@@ -1,6 +1,5 @@
 """The JobSet files against the schema that the Kubernetes projects publish, in which no field is unknown."""
 
-import copy
 import re
 
 import pytest
@@ -18,12 +17,6 @@ def read(path) -> dict:
     return yaml.safe_load(path.read_text())
 
 
-def check(job_set: dict) -> None:
-    """Raises unless every field is known and has a value of its type."""
-    taken = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(job_set)).to_dict()
-    assert taken == job_set  # what is not known is left out
-
-
 def parts_of(job_set: dict) -> tuple[dict, dict, dict]:
     """The specs of its Job and of its pods, and their container."""
     [replicated] = job_set["spec"]["replicatedJobs"]
@@ -35,28 +28,9 @@ def parts_of(job_set: dict) -> tuple[dict, dict, dict]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_file_is_a_job_set(path):
-    check(read(path))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda job_set: job_set["spec"]["failurePolicy"].update(maxRestart=3),
-        lambda job_set: job_set["spec"]["failurePolicy"].update(maxRestarts="3"),
-        lambda job_set: job_set["spec"]["failurePolicy"]["rules"][0].pop("action"),
-        lambda job_set: job_set["spec"].update(replicatedJob=[]),
-        lambda job_set: parts_of(job_set)[0].update(completionmode="Indexed"),
-        lambda job_set: parts_of(job_set)[1].update(terminationGracePeriod=3),
-        lambda job_set: parts_of(job_set)[2].update(workDir="/app"),
-        lambda job_set: parts_of(job_set)[2]["resources"].update(limit={}),
-    ],
-)
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_field_that_is_not_in_the_schema_is_found(path, damage):
-    job_set = read(path)
-    damage(job_set)
-    with pytest.raises((AssertionError, ValueError)):
-        check(job_set)
+    """Every field is known and has a value of its type."""
+    taken = JobsetV1alpha2JobSet.from_dict(read(path)).to_dict()
+    assert taken == read(path)  # what is not known is left out
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -1,38 +1,140 @@
 """Runs that Slurm and Open MPI stop and start again, with the bits of one that nobody stopped; on one machine."""
 
+import contextlib
+import getpass
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
-from conftest import ROOT
-from engines import (
-    ENVIRONMENT,
-    LIMIT_SEC,
-    SETTINGS,
-    fields_of,
-    hosts_of,
-    mpirun_on,
-    rows_of,
-    slurm_cluster,
-    starts_of,
-    train_command,
-    wait_until,
-)
+from conftest import ROOT, small_flags
+from test_pod import processes_with
 from test_resume import assert_same_run
+
+from largebatch.pod import free_port
 
 SBATCH_FILE = ROOT / "launch" / "slurm.sbatch"
 # The file as it is, on a cluster of one machine.
 ON_ONE_MACHINE = ["--ntasks-per-node=2", "--overcommit"]
+# A job that is queued again waits until the credentials of its last start have expired.
+SLURM_CONF = """\
+ClusterName=one
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+AuthType=auth/none
+AuthInfo=cred_expire=5
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+MpiDefault=none
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:8
+"""
+SETTINGS = {
+    "dataset.num_examples": 400,
+    "dataset.image_size": 8,
+    "model.name": "resnet8",
+    "batch.size": 64,
+    "train.inner_steps": 4,
+    "train.outer_steps": 20,
+    "checkpoint.every_sec": 0,
+    "log.tensorboard": False,
+}
+LIMIT_SEC = 300  # two busy cores took 133 s to start two hosts
+ENVIRONMENT = {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+@contextlib.contextmanager
+def slurm_cluster(folder):
+    """A Slurm cluster of this machine, whose commands work in this process and in those that it starts."""
+    daemons = [shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in ("slurmctld", "slurmd")]
+    if None in daemons or shutil.which("srun") is None:
+        pytest.skip("Slurm is not installed")
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    path = folder / "slurm.conf"
+    path.write_text(
+        SLURM_CONF.format(
+            host=socket.gethostname().split(".")[0],
+            controller_port=free_port(),
+            node_port=free_port(),
+            user=getpass.getuser(),
+            folder=folder,
+            cpus=os.cpu_count(),
+        )
+    )
+    environment = os.environ | {"SLURM_CONF": str(path)}
+    with (folder / "slurm.log").open("w") as log:
+        processes = [
+            subprocess.Popen([daemon, "-D"], env=environment, stdout=log, stderr=log) for daemon in daemons
+        ]
+    os.environ["SLURM_CONF"] = str(path)
+    try:
+        wait_until(lambda: subprocess.run(["srun", "true"], capture_output=True, timeout=30).returncode == 0)
+        yield
+    finally:
+        del os.environ["SLURM_CONF"]
+        for process in reversed(processes):
+            process.terminate()
+            process.wait(30)
+
+
+def mpirun_on(hosts: int) -> list[str]:
+    """Return the command that starts a program on so many hosts by Open MPI.
+
+    Processes that are bound to a core have fewer threads, and sums are rounded otherwise.
+    """
+    if shutil.which("mpirun") is None or "Open MPI" not in subprocess.getoutput("mpirun --version"):
+        pytest.skip("Open MPI is not installed")
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(hosts)]
+
+
+def train_command(workdir, cache_dir) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), f"--workdir={workdir}", *small_flags(cache_dir, **SETTINGS)]
+
+
+def wait_until(is_true) -> None:
+    deadline = time.monotonic() + LIMIT_SEC
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def rows_of(workdir) -> int:
+    path = workdir / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def hosts_of(workdir) -> list[int]:
+    """The processes of train.py, without those that started them."""
+    found = processes_with(f"--workdir={workdir}")
+    return [pid for pid, command in found.items() if command.startswith(sys.executable)]
+
+
+def starts_of(workdir) -> list[dict]:
+    """Return the lines of events.jsonl that tell of a start."""
+    events = [json.loads(line) for line in (workdir / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == "start"]
 
 
 def submit(folder, cache_dir, *options: str) -> str:
     """Submits the file for a run of two processes in `folder`; returns the number of the job."""
     environment = os.environ | ENVIRONMENT | {"PYTHON": sys.executable, "WORKDIR": str(folder / "run")}
     command = ["sbatch", "--parsable", *ON_ONE_MACHINE, f"--output={folder / 'job.log'}", *options]
-    command += [str(SBATCH_FILE), *fields_of(cache_dir)]
+    command += [str(SBATCH_FILE), *small_flags(cache_dir, **SETTINGS)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -53,37 +155,45 @@ def wait_for_rows(folder, job: str, count: int) -> None:
     assert SETTINGS["train.outer_steps"] > rows_of(folder / "run") >= count, log_of(folder)
 
 
-def folders(tmp_path):
-    for name in ("disturbed", "undisturbed"):
-        (tmp_path / name).mkdir()
-    return tmp_path / "disturbed", tmp_path / "undisturbed"
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, session_cache):
+    """The same run on two hosts that nobody stopped."""
+    workdir = tmp_path_factory.mktemp("undisturbed") / "run"
+    pod = [sys.executable, "-m", "largebatch.pod", "--hosts=2", "--devices=1", "--"]
+    command = [*pod, *train_command(workdir, session_cache)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return workdir
 
 
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_slurm_job_that_is_told_to_stop_is_queued_again_and_ends_with_the_same_bits(tmp_path, session_cache):
-    disturbed, undisturbed = folders(tmp_path)
-    with slurm_cluster(tmp_path):
-        job = submit(disturbed, session_cache)
-        wait_for_rows(disturbed, job, 2)
-        subprocess.run(["scancel", "--signal=TERM", job], check=True, timeout=30)
-        wait_until(lambda: state_of(job) == "COMPLETED" or state_of(job) == "FAILED")
-        log = log_of(disturbed)
-        assert state_of(job) == "COMPLETED", log
-        for line in ("start 1: 2 processes", "saved; the job is queued again", "start 2: 2 processes"):
-            assert line in log, log
-        other = submit(undisturbed, session_cache)
-        wait_until(lambda: state_of(other) in ("COMPLETED", "FAILED"))
-        assert state_of(other) == "COMPLETED", log_of(undisturbed)
-    starts = starts_of(disturbed / "run")
-    assert [(start["hosts"], start["devices"]) for start in starts] == [(2, 2), (2, 2)]
+def check_starts(workdir, hosts: list[int]) -> None:
+    """It was started on so many hosts of one device, and went on where it had been."""
+    starts = starts_of(workdir)
+    assert [(start["hosts"], start["devices"]) for start in starts] == [(count, count) for count in hosts]
     assert 0 < starts[1]["step"] < SETTINGS["train.outer_steps"] * SETTINGS["train.inner_steps"]
-    assert len(starts_of(undisturbed / "run")) == 1
-    assert_same_run(disturbed / "run", undisturbed / "run")
+    assert rows_of(workdir) == SETTINGS["train.outer_steps"]
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
+def test_a_slurm_job_that_is_told_to_stop_is_queued_again_and_ends_with_the_same_bits(
+    tmp_path, session_cache, undisturbed
+):
+    with slurm_cluster(tmp_path):
+        job = submit(tmp_path, session_cache)
+        wait_for_rows(tmp_path, job, 2)
+        subprocess.run(["scancel", "--signal=TERM", job], check=True, timeout=30)
+        wait_until(lambda: state_of(job) in ("COMPLETED", "FAILED"))
+        log = log_of(tmp_path)
+        assert state_of(job) == "COMPLETED", log
+    for line in ("start 1: 2 processes", "saved; the job is queued again", "start 2: 2 processes"):
+        assert line in log, log
+    check_starts(tmp_path / "run", [2, 2])
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_slurm_job_that_is_cancelled_is_not_queued_again(tmp_path, session_cache):
     with slurm_cluster(tmp_path):
         job = submit(tmp_path, session_cache)
@@ -94,47 +204,55 @@ def test_a_slurm_job_that_is_cancelled_is_not_queued_again(tmp_path, session_cac
         assert "queued again" not in log_of(tmp_path)
 
 
-@pytest.mark.full
-@pytest.mark.timeout(400)
-def test_a_script_of_a_slurm_job_without_srun_is_refused_at_once(tmp_path, session_cache):
-    train = " ".join(train_command(tmp_path / "run", session_cache))
-    with slurm_cluster(tmp_path):
-        command = ["sbatch", "--wait", "--ntasks=2", "--overcommit", f"--output={tmp_path / 'job.log'}"]
-        done = subprocess.run([*command, f"--wrap={train}"], env=os.environ | ENVIRONMENT, timeout=LIMIT_SEC)
-    assert done.returncode == 1
-    assert "of a Slurm job of 2 tasks" in log_of(tmp_path)
-    assert "srun python" in log_of(tmp_path)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.full
-@pytest.mark.timeout(400)
-def test_open_mpi_goes_on_with_the_same_bits(tmp_path, session_cache):
-    disturbed, undisturbed = folders(tmp_path)
-    environment = os.environ | ENVIRONMENT
-    train = [*mpirun_on(2), *train_command(disturbed / "run", session_cache)]
-    with (tmp_path / "first.log").open("w") as log:
-        first = subprocess.Popen(train, cwd=ROOT, env=environment, stdout=log, stderr=log)
+def kill_a_host(workdir, start: list[str], train: list[str], log_path) -> None:
+    """Start a run, and kill one of its hosts once it has two rows; the engine ends the others."""
+    with log_path.open("w") as log:
+        first = subprocess.Popen([*start, *train], cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=log, stderr=log)
     try:
-        wait_until(lambda: first.poll() is not None or rows_of(disturbed / "run") >= 2)
-        os.kill(hosts_of(disturbed / "run")[-1], signal.SIGTERM)  # mpirun itself would kill them after a second
-        assert first.wait(LIMIT_SEC) == 143, (tmp_path / "first.log").read_text()
+        wait_until(lambda: first.poll() is not None or rows_of(workdir) >= 2)
+        assert first.poll() is None, log_path.read_text()
+        os.kill(hosts_of(workdir)[-1], signal.SIGKILL)
+        assert first.wait(LIMIT_SEC) != 0
     finally:
         first.kill()
         first.wait()
-    assert 2 <= rows_of(disturbed / "run") < SETTINGS["train.outer_steps"]
-    again = [*mpirun_on(2), *train_command(undisturbed / "run", session_cache)]
-    for command in (train, again):
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SEC)
-        assert done.returncode == 0, done.stdout + done.stderr
-    starts = starts_of(disturbed / "run")
-    assert [start["hosts"] for start in starts] == [2, 2]
-    assert starts[1]["step"] > 0
-    assert_same_run(disturbed / "run", undisturbed / "run")
+    wait_until(lambda: not hosts_of(workdir))
+    assert rows_of(workdir) < SETTINGS["train.outer_steps"]
 
 
-@pytest.mark.parametrize(("code", "is_queued_again"), [(0, False), (1, False), (2, False), (143, True)])
-@pytest.mark.parametrize("workdir", [None, "/data/run"])
+def run_to_end(start: list[str], train: list[str]) -> None:
+    environment = os.environ | ENVIRONMENT
+    command = [*start, *train]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SEC)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_slurm_goes_on_with_the_hosts_that_are_left(tmp_path, session_cache):
+    workdir = tmp_path / "run"
+    train = train_command(workdir, session_cache)
+    srun = ["srun", "--overcommit", "--kill-on-bad-exit"]
+    with slurm_cluster(tmp_path):
+        kill_a_host(workdir, [*srun, "--ntasks=3"], train, tmp_path / "first.log")
+        run_to_end([*srun, "--ntasks=2"], train)
+    check_starts(workdir, [3, 2])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_open_mpi_goes_on_with_the_same_bits_after_a_host_was_killed(tmp_path, session_cache, undisturbed):
+    workdir = tmp_path / "run"
+    train = train_command(workdir, session_cache)
+    kill_a_host(workdir, mpirun_on(2), train, tmp_path / "first.log")
+    run_to_end(mpirun_on(2), train)
+    check_starts(workdir, [2, 2])
+    assert_same_run(workdir, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_queued_again", "workdir"), [(0, False, None), (2, False, "/data/run"), (143, True, None)]
+)
 def test_what_the_slurm_file_calls(tmp_path, code, is_queued_again, workdir):
     for name, end in (("srun", code), ("scontrol", 0)):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\nexit {end}\n')
