@@ -58,7 +58,7 @@ class Predictions:
         examples, classes = self.logits.shape
         size = max(LOGITS_PER_PART // classes, 1)
         for first in range(0, examples, size):
-            yield self.logits[first : first + size]
+            yield self.logits[first : min(first + size, examples)]
 
     def write(self, folder: Path, parts: Iterator[np.ndarray]) -> None:
         """Replace the predictions of a run folder; see `Outcome`. The CRCs of the zip guard them."""
