@@ -138,9 +138,9 @@ def run_case(folder: Path, rng: random.Random, cache: Path) -> Case:
         RunFolder(run).begin(default.get_config().to_dict())
         (run / "summary.json").write_bytes(b"[" + junk(rng))
     elif kind == "rows":
-        (run / "metrics.jsonl").write_bytes(b"[" + junk(rng))
+        (run / "metrics.jsonl").write_bytes(b"[" + junk(rng) + b"\n")
     else:
-        (run / "config.json").write_bytes(junk(rng))
+        (run / "config.json").write_bytes(b"[" + junk(rng))
     if kind == "evaluate":
         arguments, broken = ["evaluate.py", run], run / "checkpoints" / "00000003" / checkpoints.DESCRIPTION
         broken.parent.mkdir(parents=True)
