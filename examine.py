@@ -87,7 +87,7 @@ def config_to_examine(config: Config) -> Config:
 
 def print_batches(schedule: Schedule, sharding: DataSharding, grouping: Grouping) -> None:
     """Print the steps at which the batch size changes, at most MOST_ROWS evenly spread ones."""
-    stages, num_steps = schedule.batch_sizes.first(schedule.num_updates), schedule.num_updates
+    stages, num_steps = schedule.batch_sizes.first(schedule.num_steps), schedule.num_steps
     examples = schedule.examples_before(num_steps)
     print(
         f"{num_steps:,} steps, batch {format_range(stages.values)}, {examples:,} examples, "
@@ -181,7 +181,7 @@ def compile_for(config: Config, target: Target) -> Compiled:
     plan = choose_plan(config, dataset_info(config), target.hardware, free_bytes=free)
     lowered = lower_plan(plan, free, target.devices)
     share = plan.sharding.share_bounds(plan.schedule.max_batch_size)[1]
-    lengths = {"updates": 1.0, "micro_batches": plan.grouping.num_micro_batches(share)}
+    lengths = {"steps": 1.0, "micro_batches": plan.grouping.num_micro_batches(share)}
     programs = {}
     for name, program in lowered.items():
         with fits(f"on {target.name}, in the {name}"):

@@ -152,8 +152,8 @@ def plan_run(config: Config, data: DatasetInfo, hardware: Hardware, storage: str
     schedule = create_schedule(
         config.schedule, optimizer.learning_rate, num_steps, batch_sizes, sharding.num_examples, optimizer.b2
     )
-    if config.sync.start_step >= schedule.num_updates:  # growing batches leave fewer steps
-        raise BadSetting(f"sync.start_step: {config.sync.start_step}; allowed: up to {schedule.num_updates - 1}")
+    if config.sync.start_step >= schedule.num_steps:  # growing batches leave fewer steps
+        raise BadSetting(f"sync.start_step: {config.sync.start_step}; allowed: up to {schedule.num_steps - 1}")
     sizes = possible_batch_sizes(config.batch, schedule)
     task = make_task(config.task, data.num_classes, data.targets, config.train.label_smoothing)
     network = make_network(config, task, hardware.platform)
@@ -304,5 +304,5 @@ def _hint(plan: RunPlan, sizes: dict[str, int]) -> str:
         smaller = "'on_device' or 'streamed'" if plan.stored_views > 1 else "'streamed'"
         return f"augment.storage {smaller} needs less, and so does each of more devices"
     if sizes[BUFFERS] > 2 * streaming.BUFFER_BYTES:
-        return "a buffer holds all that a device needs for one update: a smaller batch.size, or more devices"
+        return "a buffer holds all that a device needs for one step: a smaller batch.size, or more devices"
     return "a smaller batch.micro_batch_size needs less"

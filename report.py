@@ -91,7 +91,7 @@ def read_groups(paths: list[str]) -> list[Group]:
 # ---- what is written ---------------------------------------------------------------------------------
 
 
-def csv_text(groups: list[Group], updates_to: Sequence[float]) -> str:
+def csv_text(groups: list[Group], steps_to: Sequence[float]) -> str:
     """Return what --csv writes: leaderboards of studies, or rows of runs; of several, a first column tells which.
 
     Raises:
@@ -100,17 +100,17 @@ def csv_text(groups: list[Group], updates_to: Sequence[float]) -> str:
     studies = [group for group in groups if group.study]
     if studies and len(studies) < len(groups):
         raise UserError("--csv: both runs and studies are given; allowed: one kind, for their columns differ")
-    table = leaderboards_table(studies, updates_to) if studies else rows_table(groups[0])
+    table = leaderboards_table(studies, steps_to) if studies else rows_table(groups[0])
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(table)
     return text.getvalue()
 
 
-def leaderboards_table(studies: list[Group], updates_to: Sequence[float]) -> list[list]:
+def leaderboards_table(studies: list[Group], steps_to: Sequence[float]) -> list[list]:
     """Return the leaderboards of studies below one header; of several, with a column "study"."""
     names, lines = [], []
     for group in studies:
-        header, rows = analysis.leaderboard_rows(group.study, updates_to)
+        header, rows = analysis.leaderboard_rows(group.study, steps_to)
         names += header
         lines += [(group.title, dict(zip(header, row, strict=True))) for row in rows]
     return make_table(names, lines, "study" if len(studies) > 1 else None)

@@ -88,7 +88,7 @@ def train_and_evaluate(
             progress.resume()
             restore_batch_sizes(plan, trainer, progress)
         report = report or Reporter(KINDS[config.task.name], enabled=collectives.is_primary())
-        report.start(plan.schedule.num_updates, trainer.schedule_step, headline(plan, data, trainer, clock))
+        report.start(plan.schedule.num_steps, trainer.schedule_step, headline(plan, data, trainer, clock))
         with recorded_end(progress), report:
             run_loop(plan, data, trainer, progress, report, clock)
             params = replicas.first_replica(trainer.mean_state().params)
@@ -128,7 +128,7 @@ def run_loop(
             is_last = trainer.done or progress.reached_target
             if is_best or is_last or row["outer"] % plan.config.checkpoint.every_outer == 0:
                 progress.save(after_validation=True)
-            last_outer = -(-trainer.schedule.num_updates // trainer.inner_steps)
+            last_outer = -(-trainer.schedule.num_steps // trainer.inner_steps)
             report.row(row, row["outer"] if is_last else last_outer)
         if not trainer.done:
             trainer.stop_if_asked()
@@ -153,11 +153,11 @@ def recover(plan: RunPlan, data: DeviceData, trainer: Trainer, progress: RunProg
     Raises:
       Diverged: the config does not say rollback, or the run was rolled back train.max_nonfinite times.
     """
-    seed, inputs = replicas.first_replica(trainer.state.seed), jax.tree.map(np.atleast_1d, bad.update)
+    seed, inputs = replicas.first_replica(trainer.state.seed), jax.tree.map(np.atleast_1d, bad.inputs)
     arrays = load_inputs(data.train, plan.sharding, seed, inputs).arrays
     normalise = make_normalise(plan.network, plan.image_shape, plan.data.mean, plan.data.std)
     step = trainer.programs.step
-    place = locate_nonfinite(plan.network, normalise, step, trainer.state, arrays, bad.update)
+    place = locate_nonfinite(plan.network, normalise, step, trainer.state, arrays, bad.inputs)
     reason = f"{bad}; {place}"
     if plan.config.train.on_nonfinite != "rollback":
         raise Diverged(f"diverged: {reason}") from bad
@@ -259,7 +259,7 @@ def headline(plan: RunPlan, data: DeviceData, trainer: Trainer, clock: Clock) ->
     """Return four lines that say what is about to run."""
     config, cache, counts = plan.config, data.cache, plan.data.layout.counts
     num_params = count_params(replicas.first_replica(trainer.state.params))
-    batch_sizes = plan.schedule.batch_sizes.first(plan.schedule.num_updates).values
+    batch_sizes = plan.schedule.batch_sizes.first(plan.schedule.num_steps).values
     largest_shares, changes = -(-batch_sizes // plan.num_devices), describe_batches(config.batch, config.sync)
     return (
         f"{num_params:,} parameters; {plan.num_devices} {jax.default_backend()} devices on "

@@ -26,7 +26,7 @@ EUROSAT, CIFAR10 = "EuroSAT.zip", "CIFAR-10-jpeg.zip"
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="  # in a CUDA graph a trace does not tell whose a kernel is
 BATCH_SIZES = {"card": (172_800, 512, 21_600), "cpu": (512, 4_096), "tiny": (16,)}
 TINY = (  # for tests: the rows are there, their figures are worth nothing
-    *("--config.dataset.image_size=8", "--config.batch.size=16", "--config.schedule.warmup_updates=1"),
+    *("--config.dataset.image_size=8", "--config.batch.size=16", "--config.schedule.warmup_steps=1"),
     *("--config.train.inner_steps=2", "--config.train.outer_steps=1"),
 )
 

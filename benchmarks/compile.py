@@ -15,7 +15,7 @@ from largebatch.util import UserError
 CONFIGS = "eurosat_muon,eurosat_v3_32"
 PARTS = ("data", "compile", "train", "evaluation")  # of a run's seconds
 IMAGES = ("--config.dataset.name=synthetic", "--config.dataset.num_examples=1000", "--config.dataset.image_size=64")
-ONE_STEP = ("--config.train.inner_steps=1", "--config.train.outer_steps=1", "--config.schedule.warmup_updates=None")
+ONE_STEP = ("--config.train.inner_steps=1", "--config.train.outer_steps=1", "--config.schedule.warmup_steps=None")
 
 
 def bench_compile(configs: str | None) -> dict:

@@ -85,8 +85,8 @@ class OurStep:
         while self._next < end:
             # One more is planned than is done here, so that a stream always has one to read and finds one read.
             upcoming = Upcoming(self.plan.config.seed, self._next, end + 1, schedule.examples_before)
-            loaded = self._data.for_updates(upcoming, end - self._next)
-            number, inputs = min(loaded.num_updates, length), schedule.inputs(self._next, length)
+            loaded = self._data.for_steps(upcoming, end - self._next)
+            number, inputs = min(loaded.num_steps, length), schedule.inputs(self._next, length)
             self._state, values = self._inner_loop(self._state, loaded.arrays, inputs, np.int32(number))
             jax.block_until_ready((self._state, values))
             self._next += number

@@ -34,7 +34,7 @@ def from_columns(columns: dict, rows: list[dict]) -> str:
 def setting_table(rows: list[dict], *, of_maps: bool) -> str:
     """Make a row for each setting of a study, best first."""
     columns = {field: lambda row, field=field: str(row["values"][field]) for field in rows[0]["values"]}
-    return from_columns(columns | UPDATES | (MAP_SCORES if of_maps else SCORES), rows)
+    return from_columns(columns | STEPS | (MAP_SCORES if of_maps else SCORES), rows)
 
 
 # ---- cells -------------------------------------------------------------------------------------------
@@ -64,16 +64,16 @@ def averaged(values: list[float | None]) -> str:
     return f"; averaged over copies {spread(values)}" if any(values) else ""
 
 
-def reached(updates: list[int | None]) -> str:
-    """Return mean updates to an accuracy, and how many seeds got there."""
-    known = [value for value in updates if value is not None]
+def reached(steps: list[int | None]) -> str:
+    """Return mean steps to an accuracy, and how many seeds got there."""
+    known = [value for value in steps if value is not None]
     if not known:
         return "not reached"
     deviation = f" ± {statistics.stdev(known):,.0f}" if len(known) > 1 else ""
-    return f"{statistics.mean(known):,.0f}{deviation} ({len(known)} of {len(updates)})"
+    return f"{statistics.mean(known):,.0f}{deviation} ({len(known)} of {len(steps)})"
 
 
-UPDATES = {"updates": lambda row: between(row["updates"])}
+STEPS = {"steps": lambda row: between(row["steps"])}
 TIMES = {
     "seconds of training": lambda row: f"{statistics.median(row['train_sec']):,.0f}",
     "date, commit": lambda row: f"{row['date']}, {row['commit'][:7]}",
@@ -82,9 +82,9 @@ RECIPES = {
     "config": lambda row: f"`{row['job']}.py`",
     "dtype": lambda row: row["dtype"],
     "images": lambda row: between(row["images"]),
-    **UPDATES,
+    **STEPS,
     "PFLOP": lambda row: f"{max(row['images']) * row['flops_per_image'] / 1e15:.3f}",
-    "validation accuracy at the last update": lambda row: (
+    "validation accuracy at the last step": lambda row: (
         each(row["val_score"]) + averaged(row["val_score_averaged"])
     ),
     "test accuracy": lambda row: spread(row["test_score"]) + averaged(row["test_score_averaged"]),
@@ -93,19 +93,19 @@ RECIPES = {
 MAPS = {
     "command": lambda row: f"`{row['command']}`",
     "dtype": lambda row: row["dtype"],
-    **UPDATES,
-    "mean IoU of validation at the last update": lambda row: each(row["val_score"]),
+    **STEPS,
+    "mean IoU of validation at the last step": lambda row: each(row["val_score"]),
     "depth RMSE": lambda row: each(row["val_depth_rmse"]),
     "mean IoU of the test split": lambda row: spread(row["test_score"]),
     **TIMES,
 }
 SCORES = {
     "best validation accuracy": lambda row: spread(row["best_val_score"]),
-    "at the last update": lambda row: spread(row["val_score"]),
-    "updates to 0.90": lambda row: reached(row["updates_to_0.9"]),
+    "at the last step": lambda row: spread(row["val_score"]),
+    "steps to 0.90": lambda row: reached(row["steps_to_0.9"]),
 }
 MAP_SCORES = {
-    "mean IoU at the last update": lambda row: spread(row["val_score"]),
+    "mean IoU at the last step": lambda row: spread(row["val_score"]),
     "depth RMSE": lambda row: spread(row["val_depth_rmse"]),
 }
 
@@ -120,37 +120,37 @@ def steps_tables(rows: list[dict]) -> str:
         best.setdefault((row["values"]["optimizer.name"], row["values"]["batch.size"]), row)
     cells, points = [], {}
     for (optimizer, size), row in sorted(best.items()):
-        updates, of_optimizer = row["updates_to_target"], points.setdefault(optimizer, [])
+        steps, of_optimizer = row["steps_to_target"], points.setdefault(optimizer, [])
         setting = [optimizer, f"{size:,}", f"{row['values']['optimizer.learning_rate']:g}"]
-        images = "" if None in updates else f"{statistics.mean(updates) * size:,.0f}"
-        cells.append([*setting, f"{row['planned_updates'] * size:,}", reached(updates), images])
-        of_optimizer += [] if None in updates else [(size, number) for number in updates]
-    header = ["optimizer", "batch", "rate", "images of a whole run", "updates to the target", "images to it"]
+        images = "" if None in steps else f"{statistics.mean(steps) * size:,.0f}"
+        cells.append([*setting, f"{row['planned_steps'] * size:,}", reached(steps), images])
+        of_optimizer += [] if None in steps else [(size, number) for number in steps]
+    header = ["optimizer", "batch", "rate", "images of a whole run", "steps to the target", "images to it"]
     fits = [[optimizer, *fit_cells(found)] for optimizer, found in points.items()]
-    fitted = ["optimizer", "critical batch size", "95% interval", "fewest updates", "fewest images"]
+    fitted = ["optimizer", "critical batch size", "95% interval", "fewest steps", "fewest images"]
     return f"{markdown_table(header, cells)}\n{markdown_table(fitted, fits)}"
 
 
 def _rank(row: dict) -> tuple:
-    """Order settings: first those whose seeds all got there, with more seeds, then with fewer updates.
+    """Order settings: first those whose seeds all got there, with more seeds, then with fewer steps.
 
     The best of the search have more seeds than the others, and a lucky seed of another says less than their mean.
     Of those that did not get there the most accurate comes first.
     """
-    updates = row["updates_to_target"]
-    if None in updates:
+    steps = row["steps_to_target"]
+    if None in steps:
         return 1, 0, -max((score for score in row["best_val_score"] if score is not None), default=0.0)
-    return 0, -len(updates), statistics.mean(updates)
+    return 0, -len(steps), statistics.mean(steps)
 
 
 def fit_cells(points: list[tuple[int, int]]) -> list[str]:
-    """Return the critical batch size fitted to batch sizes with the updates of a seed to the target."""
+    """Return the critical batch size fitted to batch sizes with the steps of a seed to the target."""
     fit = fit_steps(*zip(*points, strict=True)) if points else None
     if fit is None:
         return ["fewer than 3 batch sizes reached the target", "", "", ""]
     return [
         f"{fit.critical_batch_size:,.0f}",
         "" if fit.low is None else f"{fit.low:,.0f} to {fit.high:,.0f}",
-        "larger batches still save updates" if fit.min_steps is None else f"{fit.min_steps:,.0f}",
+        "larger batches still save steps" if fit.min_steps is None else f"{fit.min_steps:,.0f}",
         "smaller batches still save images" if fit.min_examples is None else f"{fit.min_examples:,.0f}",
     ]

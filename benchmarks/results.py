@@ -69,7 +69,7 @@ TO = "--pruner median --best_seeds 3 --config.train.target_accuracy"
 MIRRORED = "--config.dataset.name cifar10 --config.augment.views flip"
 FINE = "--seeds 3 --config.train.inner_steps 45 --config.train.outer_steps 15"
 LARGE = "--config.batch.size 1024 --config.train.inner_steps 10 --config.train.outer_steps 4"
-LARGE += " --config.schedule.warmup_updates 10 --best_seeds 3"
+LARGE += " --config.schedule.warmup_steps 10 --best_seeds 3"
 SCENES = {"config": "scenes_tiny", "data": ""}
 JOBS = [  # in the order in which they run
     Job("eurosat_fast", "recipes", seeds=3),
@@ -180,17 +180,17 @@ def _row(job: Job, runs: list[Run]) -> dict:
         "device": f"{first.summary.get('devices')} {first.summary.get('device_kind')}",
         "status": [run.status for run in runs],
         "seeds": len(runs),
-        "planned_updates": first.field("train.inner_steps") * first.field("train.outer_steps"),
+        "planned_steps": first.field("train.inner_steps") * first.field("train.outer_steps"),
         "batch_size": first.batch_size,
-        "updates": [row.get("step") for row in last],
+        "steps": [row.get("step") for row in last],
         "images": [row.get("examples_seen") for row in last],
         "flops_per_image": first.summary.get("flops_per_image"),
         "val_score": [row.get("val_score") for row in last],
         "val_score_averaged": [row.get("val_accuracy_views") for row in last],
         "best_val_score": [run.best_score for run in runs],
         "val_depth_rmse": [row.get("val_depth_rmse") for row in last],
-        "updates_to_0.9": [run.updates_to(0.9) for run in runs],
-        "updates_to_target": [run.value("steps_to_target") for run in runs],
+        "steps_to_0.9": [run.steps_to(0.9) for run in runs],
+        "steps_to_target": [run.value("steps_to_target") for run in runs],
         "train_sec": [run.summary.get("train_sec") for run in runs],
     }
 
@@ -248,5 +248,5 @@ def print_results(result: dict) -> None:
     """Print what is kept, a line for each row."""
     for row in result["rows"]:
         values = ", ".join(f"{field} {value}" for field, value in row.get("values", {}).items())
-        print(f"{row['table']:12} {row['job']} {values}: {spread(row['val_score'])} at the last update")
+        print(f"{row['table']:12} {row['job']} {values}: {spread(row['val_score'])} at the last step")
     print(f"rows in {ROWS.name}, tables in {PAGE.name}")

@@ -31,7 +31,7 @@ def get_config():
     c.optimizer.adamw_multiplier = 0.2
     c.optimizer.bias_multiplier = 8.0
     c.schedule.name = "linear"
-    c.schedule.warmup_updates = 50
+    c.schedule.warmup_steps = 50
     c.train.label_smoothing = 0.2
     c.train.inner_steps = 90  # a pass over 45,000 images
     c.train.outer_steps = 12

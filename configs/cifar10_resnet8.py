@@ -26,7 +26,7 @@ def get_config():
     c.optimizer.nesterov = True
     c.optimizer.weight_decay = 5e-4
     c.schedule.name = "linear"
-    c.schedule.warmup_updates = 44
+    c.schedule.warmup_steps = 44
     c.train.inner_steps = 88  # a pass over 45,000 images
     c.train.outer_steps = 10
     return c

@@ -21,7 +21,7 @@ def get_config():
     c.batch.ghost_size = None
     c.optimizer.learning_rate = 0.24
     c.optimizer.momentum = 0.6
-    c.schedule.warmup_updates = 1  # none
+    c.schedule.warmup_steps = 1  # none
     c.train.inner_steps = 200
     c.train.outer_steps = 1
     return c

@@ -14,7 +14,7 @@ def get_config():
     c.augment.shift = 4
     c.model.name = "resconvnet7"
     c.optimizer.weight_decay = 0.03  # keeps norms from growing, and so relative updates from shrinking
-    c.schedule.warmup_updates = 200
+    c.schedule.warmup_steps = 200
     c.train.label_smoothing = 0.1
     c.train.inner_steps = 675
     c.train.outer_steps = 23

@@ -20,7 +20,7 @@ def get_config():
     c.optimizer.learning_rate = 0.08
     c.optimizer.momentum = 0.8
     c.optimizer.bias_multiplier = 8.0
-    c.schedule.warmup_updates = 100
+    c.schedule.warmup_steps = 100
     c.train.label_smoothing = 0.1
     c.train.inner_steps = 101
     c.train.outer_steps = 5

@@ -20,7 +20,7 @@ def get_config():
     c.optimizer.b2 = 0.8
     c.optimizer.soap_every = 1
     c.optimizer.adamw_multiplier = 0.013
-    c.schedule.warmup_updates = 4
+    c.schedule.warmup_steps = 4
     c.train.inner_steps = 10
     c.train.outer_steps = 4
     return c

@@ -26,7 +26,7 @@ def get_config():
     c.optimizer.nesterov = True
     c.optimizer.adamw_multiplier = 0.2
     c.schedule.name = "linear"
-    c.schedule.warmup_updates = 67
+    c.schedule.warmup_steps = 67
     c.train.inner_steps = 135
     c.train.outer_steps = 5
     return c

@@ -42,7 +42,7 @@ def get_config():
     c.schedule.name = "step"
     c.schedule.scaling = "linear"
     c.schedule.reference_batch_size = 256
-    c.schedule.warmup_updates = round(5 * STEPS_PER_EPOCH)
+    c.schedule.warmup_steps = round(5 * STEPS_PER_EPOCH)
     c.schedule.decay_steps = tuple(round(epoch * STEPS_PER_EPOCH) for epoch in (30, 60, 80))
     c.train.inner_steps = 782  # 5 epochs
     c.train.outer_steps = 18

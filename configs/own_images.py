@@ -19,7 +19,7 @@ def get_config():
     c.dataset.image_size = 64
     c.augment.views = "flip"
     c.augment.shift = 4
-    c.schedule.warmup_updates = None
+    c.schedule.warmup_steps = None
     c.schedule.warmup_epochs = 0.5  # one pass; an epoch has both views of every image
     c.train.inner_steps = "pass"
     c.train.outer_steps = 20

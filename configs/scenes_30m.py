@@ -23,7 +23,7 @@ def get_config():
     c.optimizer.learning_rate = 0.01
     c.optimizer.adamw_multiplier = 1.0
     c.optimizer.nesterov = False
-    c.schedule.warmup_updates = 469
+    c.schedule.warmup_steps = 469
     c.train.inner_steps = 469  # 960,000 training scenes
     c.train.outer_steps = 15
     return c

@@ -27,7 +27,7 @@ def get_config():
     c.optimizer.nesterov = True
     c.optimizer.adamw_multiplier = 0.1
     c.schedule.name = "linear"
-    c.schedule.warmup_updates = 50
+    c.schedule.warmup_steps = 50
     c.train.inner_steps = 200
     c.train.outer_steps = 20
     return c

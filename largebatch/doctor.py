@@ -19,7 +19,7 @@ from largebatch.hardware.chips import Chip
 from largebatch.hardware.compiled import CompiledProgram
 from largebatch.hosts import collectives, memory, replicas
 from largebatch.optim.optimizers import WITH_BASES
-from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
+from largebatch.optim.schedules import StepInputs, epoch_and_offset
 from largebatch.runs.display import LONG_RUN_SEC
 from largebatch.terminal import Console, duration
 from largebatch.training.costs import flops_utilisation
@@ -116,7 +116,7 @@ def check_first_step(run: Any) -> Finding:
       run: a `build.Prepared` run.
     """
     plan, start = run.plan, replicas.first_replica(run.state)
-    rate = float(plan.schedule.learning_rates(np.arange(plan.schedule.num_updates)).max())
+    rate = float(plan.schedule.learning_rates(np.arange(plan.schedule.num_steps)).max())
     inputs = _inputs(plan, micro_batches=4, rate=rate)
     data, state = load_inputs(run.data.train, plan.sharding, start.seed, inputs).arrays, replicas.replicate(start)
     for _ in range(2 if plan.config.optimizer.name in WITH_BASES else 1):
@@ -140,13 +140,13 @@ def check_first_step(run: Any) -> Finding:
     return Finding(OK, "first step", text)
 
 
-def _inputs(plan: Any, micro_batches: int, rate: float = 0.0) -> UpdateInputs:
+def _inputs(plan: Any, micro_batches: int, rate: float = 0.0) -> StepInputs:
     """Make the inputs of as many steps as a call can do, of at most so many micro-batches a device."""
     batch_size = min(plan.schedule.max_batch_size, plan.micro_batch_size * plan.num_devices * micro_batches)
     length = plan.inputs_length
     epoch, offset = epoch_and_offset(np.arange(length, dtype=np.int64) * batch_size, plan.num_examples)
     sizes, rates = np.full(length, batch_size, np.int32), np.full(length, rate, np.float32)
-    return UpdateInputs(epoch, offset, sizes, rates, b2=np.float32(plan.schedule.b2s(sizes)))
+    return StepInputs(epoch, offset, sizes, rates, b2=np.float32(plan.schedule.b2s(sizes)))
 
 
 def time_micro_batches(run: Any, loops: Mapping[int, Callable], started: float) -> dict[int, float]:
@@ -180,7 +180,7 @@ def time_micro_batches(run: Any, loops: Mapping[int, Callable], started: float) 
             if not timings:
                 raise
     seconds = timings[plan.micro_batch_size]
-    num_steps = np.clip(TIMED_SEC / seconds, 1, min(plan.config.train.inner_steps, loaded.num_updates))
+    num_steps = np.clip(TIMED_SEC / seconds, 1, min(plan.config.train.inner_steps, loaded.num_steps))
     num_steps = int(collectives.from_primary(np.int32(num_steps)))
     rounds = [{size: seconds_of(size, num_steps) for size in timings} for _ in range(TIMED_REPEATS)]
     num_examples = num_steps * int(inputs.batch_size[0])
@@ -204,8 +204,8 @@ def estimate_time(run: Any, seconds_per_example: float) -> Finding:
         begin = time.perf_counter()
         validate(run.programs, run.data, run.state)
         validation = time.perf_counter() - begin
-    training = seconds_per_example * schedule.examples_before(schedule.num_updates)
-    step, total = training / schedule.num_updates, training + -(-schedule.num_updates // inner_steps) * validation
+    training = seconds_per_example * schedule.examples_before(schedule.num_steps)
+    step, total = training / schedule.num_steps, training + -(-schedule.num_steps // inner_steps) * validation
     about = "at least" if run.plan.config.batch.auto else "about"  # whose batches grow
     text = f"{about} {duration(total)}: {_time(step)} a step, {_time(validation)} a validation"
     if validation > inner_steps * step:
@@ -225,7 +225,7 @@ def check_programs(compiled: Any) -> list[Finding]:
         faults += [f"{name} waits for the host: {transfer}" for transfer in program.host_transfers]
         if program.uses_float64:
             faults.append(f"{name} computes in float64")
-        if name.endswith("update"):
+        if name.endswith("step"):
             findings += describe_step(compiled, name)
             if not program.aliased_outputs:
                 faults.append(f"{name} keeps two copies of the state")
@@ -252,7 +252,7 @@ def describe_step(compiled: Any, name: str) -> list[Finding]:
     """List the collectives of a step, and its cycles by the compiler; on GPUs, which have none, its kernels."""
     plan, chip, program = compiled.plan, compiled.target.chip, compiled.programs[name]
     sent = [f"{one.opcode} of {_megabytes(one.bytes)}, {one.times:g} times" for one in program.collectives]
-    advice = "one all-reduce a step is enough" if name == "update" and len(sent) > 1 else ""
+    advice = "one all-reduce a step is enough" if name == "step" and len(sent) > 1 else ""
     findings = [Finding(WARN if advice else OK, f"{name}: collectives", "; ".join(sent) or "none", advice)]
 
     batch_size, flops = plan.schedule.max_batch_size, compiled.flops_per_image

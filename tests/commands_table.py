@@ -1,4 +1,4 @@
-"""How each command of the pages runs in tests/test_commands.py: on few small images, for few updates.
+"""How each command of the pages runs in tests/test_commands.py: on few small images, for few steps.
 
 A row has a pattern, in which `*` stands for anything. The first row that matches a command says how it runs.
 """
@@ -60,7 +60,7 @@ FILL = {
 ZIP = "--config.dataset.path EuroSAT.zip"
 STEP = "--config.train.inner_steps 1 --config.train.outer_steps 1"
 STEPS = "--config.train.inner_steps 1 --config.train.outer_steps 3"
-WARMUP = "--config.schedule.warmup_updates 1"
+WARMUP = "--config.schedule.warmup_steps 1"
 SYNTHETIC = f"{STEP} --config.dataset.num_examples 60 --config.dataset.image_size 8"
 EUROSAT = f"{ZIP} {STEPS} --config.batch.size 64"
 AVERAGED = f"{EUROSAT} --config.train.ema_decay 0.9"
@@ -189,7 +189,7 @@ RATES = "optimizer.learning_rate"
 SPACES = {
     "all_optimizers": {"optimizer.name": ["lamb", "soap"], RATES: [0.003]},
     "tuned_optimizers": {"optimizer.name": ["lamb", "nadamw"]},
-    "ablation": {"schedule.warmup_updates": [1]},
+    "ablation": {"schedule.warmup_steps": [1]},
     "critical_batch": {"optimizer.name": ["sgd", "lamb"], "batch.size": [128], RATES: [0.1, 0.01]},
     "critical_batch_between": {"batch.size": [256], RATES: [0.1, 0.01]},
     "critical_batch_lamb": {"batch.size": [128], RATES: [0.01]},
@@ -205,7 +205,7 @@ SPACES = {
 }
 # Is added to each of these files: the grid becomes small, the runs short.
 SHORT_STUDY = """
-if "PARTS" in globals():  # of critical_batch.py: updates of its runs
+if "PARTS" in globals():  # of critical_batch.py: steps of its runs
     PARTS = [4, 3, 2]
 _suggest, _derive, _searched = suggest, globals().get("derive"), set()
 class Fewer:
@@ -222,7 +222,7 @@ def suggest(trial):
 def derive(config):
     if _derive:
         _derive(config)
-    short = {"train.inner_steps": 1, "train.outer_steps": 3, "schedule.warmup_updates": 1}
+    short = {"train.inner_steps": 1, "train.outer_steps": 3, "schedule.warmup_steps": 1}
     short |= {"schedule.decay_steps": (1, 2)[: len(config.schedule.decay_steps)]}
     short |= {"sync.start_step": min(config.sync.start_step, 1)}
     config.update_from_flattened_dict({field: v for field, v in short.items() if field not in _searched})

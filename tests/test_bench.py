@@ -1,4 +1,4 @@
-"""bench.py: contenders that take turns and are caught idle, peers that do our update, and every command, small."""
+"""bench.py: contenders that take turns and are caught idle, peers that do our step, and every command, small."""
 
 import math
 
@@ -105,7 +105,7 @@ def test_a_child_answers_and_its_failures_are_one_line(one_device):
 
 
 def share_of_equal(one, other):
-    """Adam's first updates are signs: a gradient near zero may take either."""
+    """Adam's first steps are signs: a gradient near zero may take either."""
     equal = [np.abs(a - b) < 1e-5 for a, b in zip(one, other, strict=True)]
     return sum(e.sum() for e in equal) / sum(e.size for e in equal)
 

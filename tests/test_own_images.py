@@ -72,7 +72,7 @@ def test_the_same_images_at_another_place_are_the_same_run(place, own, first, tm
     workdir = tmp_path / "run"
     (workdir / "summary.json").unlink()  # as if it was killed after its last checkpoint
     assert train.train_and_evaluate(own, str(workdir))["params_sha256"] == summary["params_sha256"]
-    assert "resuming at update 3; " in caplog.text
+    assert "resuming at step 3; " in caplog.text
     assert json.loads((workdir / "config.json").read_text())["dataset"]["path"] == own.dataset.path
 
 

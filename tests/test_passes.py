@@ -29,7 +29,7 @@ def test_an_outer_loop_is_a_pass_over_the_images(tmp_path, session_cache):
     config.augment.cache_dir = str(session_cache)
     train.train_and_evaluate(config, str(tmp_path / "run"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    # 80 training images: 3 updates of 24 are less than a pass, 4 are more.
+    # 80 training images: 3 steps of 24 are less than a pass, 4 are more.
     assert [(row["step"], row["outer"], row["examples_seen"]) for row in rows] == [(4, 1, 96), (8, 2, 192)]
     assert json.loads((tmp_path / "run" / "config.json").read_text())["train"]["inner_steps"] == "pass"
     config.batch.size = 200
@@ -39,15 +39,15 @@ def test_an_outer_loop_is_a_pass_over_the_images(tmp_path, session_cache):
 
 
 @pytest.mark.parametrize(
-    ("num_images", "batch_size", "updates"), [(100, 25, 4), (101, 25, 5), (30, 60, 1), (30, "full", 1)]
+    ("num_images", "batch_size", "steps"), [(100, 25, 4), (101, 25, 5), (30, 60, 1), (30, "full", 1)]
 )
-def test_updates_of_a_pass(num_images, batch_size, updates):
+def test_updates_of_a_pass(num_images, batch_size, steps):
     config = own_images.get_config()
     config.batch.size = batch_size
     config.model.dtype = "float32"
     plan = plan_run(typed(config), facts_of(num_images, (16, 16, 3)), Hardware("cpu", "cpu", 1))
-    assert plan.config.train.inner_steps == updates
-    assert plan.schedule.num_updates == 20 * updates
+    assert plan.config.train.inner_steps == steps
+    assert plan.schedule.num_steps == 20 * steps
     assert config.train.inner_steps == "pass"
 
 
@@ -71,9 +71,9 @@ def test_a_pass_has_no_length_where_the_batch_changes(field, value):
 def test_what_needs_the_number_of_updates_is_checked_once_it_is_known():
     config = own_images.get_config()
     config.model.dtype = "float32"
-    config.schedule.warmup_epochs, config.schedule.warmup_updates = None, 90
+    config.schedule.warmup_epochs, config.schedule.warmup_steps = None, 90
     typed(config)
     hardware = Hardware("cpu", "cpu", 1)
-    plan_run(typed(config), facts_of(1000, (16, 16, 3)), hardware)  # 160 updates
-    with pytest.raises(BadSetting, match=r"schedule\.warmup_updates: 90; allowed: fewer than the run's 80 updates"):
+    plan_run(typed(config), facts_of(1000, (16, 16, 3)), hardware)  # 160 steps
+    with pytest.raises(BadSetting, match=r"schedule\.warmup_steps: 90; allowed: fewer than the run's 80 steps"):
         plan_run(typed(config), facts_of(500, (16, 16, 3)), hardware)

@@ -54,7 +54,7 @@ def test_jobs_run_once_and_their_rows_replace_older_ones(page, tmp_path, monkeyp
     with pytest.raises(UserError, match="no place for a table: <!-- optimizers: begin -->"):
         results.bench_results(str(tmp_path / "runs"), ".", None)
     (recipe, *_) = json.loads(results.ROWS.read_text())
-    assert (recipe["seeds"], recipe["updates"], recipe["status"]) == (1, [2], ["done"])
+    assert (recipe["seeds"], recipe["steps"], recipe["status"]) == (1, [2], ["done"])
     assert all(0 <= accuracy <= 1 for accuracy in recipe["test_score"])
     text = page.read_text()
     assert "old" not in text
@@ -81,7 +81,7 @@ def test_what_cannot_be_run_is_refused(page, tmp_path):
 
 def rows_of_batches(optimizer: str, size: int, rate: float, steps: list[int | None]) -> dict:
     values = {"optimizer.name": optimizer, "batch.size": size, "optimizer.learning_rate": rate}
-    row = {"values": values, "planned_updates": 1000, "updates_to_target": steps}
+    row = {"values": values, "planned_steps": 1000, "steps_to_target": steps}
     return row | {"best_val_score": [0.8 - rate]}
 
 
@@ -119,4 +119,4 @@ def test_critical_batch_sizes_are_fitted_to_all_seeds_of_the_best_settings():
         {size: [count(size)] for size in (64, 256, 1024)} for count in (lambda _: 8, lambda b: 8192 // b)
     )
     assert last_row(flat) == "| muon | 0 |  | 8 | smaller batches still save images |"
-    assert last_row(straight) == "| muon | inf |  | larger batches still save updates | 8,192 |"
+    assert last_row(straight) == "| muon | inf |  | larger batches still save steps | 8,192 |"

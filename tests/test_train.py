@@ -22,7 +22,7 @@ from largebatch.training.trainer import Trainer
 
 ROW = """
     step outer examples_seen epoch global_batch_size learning_rate train_loss train_accuracy grad_norm
-    skipped_updates noise_scale bytes_sent val_score val_loss val_accuracy val_accuracy_top5 val_examples
+    skipped_steps noise_scale bytes_sent val_score val_loss val_accuracy val_accuracy_top5 val_examples
     images_per_sec step_time_ms train_sec eval_sec compile_sec wall_sec mfu device_memory_peak_bytes
 """
 SUMMARY = """
@@ -130,8 +130,8 @@ def test_the_target_stops_the_run_and_is_recorded(small_config, tmp_path):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        (1, "the validation loss after update 1 is"),  # of which the loss itself says nothing
-        (3, r"loss of update 2 is (nan|inf) \(learning rate 1e\+30\); first in the output of layer Conv_[1-3]$"),
+        (1, "the validation loss after step 1 is"),  # of which the loss itself says nothing
+        (3, r"loss of step 2 is (nan|inf) \(learning rate 1e\+30\); first in the output of layer Conv_[1-3]$"),
     ],
 )
 def test_a_loss_that_is_no_number_ends_the_run_as_diverged(small_config, tmp_path, steps, message):
@@ -269,7 +269,7 @@ def test_a_progress_bar_on_a_terminal(tmp_path, session_cache):
         pass  # what Linux answers when the other side has closed
     os.close(parent)
     assert process.wait() == 0, shown
-    for words in (b"3/3 updates", b"outer    1/1", b"best val accuracy"):
+    for words in (b"3/3 steps", b"outer    1/1", b"best val accuracy"):
         assert words in shown
 
 
@@ -288,7 +288,7 @@ def test_a_signal_saves_and_a_start_goes_on(tmp_path, session_cache):
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == code, stderr
         assert "Traceback" not in stderr
-        assert ("resuming at update" in stderr) == (reached > 0)
+        assert ("resuming at step" in stderr) == (reached > 0)
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
         rows = rows_of(tmp_path / "run")
         assert [row["outer"] for row in rows] == list(range(1, len(rows) + 1))

@@ -12,7 +12,7 @@ CHOICES = {
     "model.stem": ["conv", "whitened"],
     "model.zero_head": [False, True],
     "schedule.name": ["linear", "cosine", "constant"],
-    "schedule.warmup_updates": [67, 1],
+    "schedule.warmup_steps": [67, 1],
     "optimizer.nesterov": [True, False],
     "optimizer.bias_multiplier": [1.0, 8.0],
     "optimizer.weight_decay": [0.0, 0.05],
@@ -35,4 +35,4 @@ def derive(config):
     if config.batch.size != 128:  # as many images in fewer steps
         factor = config.batch.size // 128
         config.train.inner_steps = -(-config.train.inner_steps // factor)
-        config.schedule.warmup_updates = -(-config.schedule.warmup_updates // factor)
+        config.schedule.warmup_steps = -(-config.schedule.warmup_steps // factor)

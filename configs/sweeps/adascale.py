@@ -17,9 +17,9 @@ def suggest(trial):
 def derive(config):
     config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.1
     config.optimizer.nesterov = False
-    config.schedule.reference_batch_size, config.schedule.warmup_updates = SMALL, 340
+    config.schedule.reference_batch_size, config.schedule.warmup_steps = SMALL, 340
     config.train.inner_steps, config.train.outer_steps = 135, STEPS // 135
     if config.schedule.scaling == "linear":
-        config.schedule.warmup_updates, config.train.inner_steps, config.train.outer_steps = 21, 211, 1
+        config.schedule.warmup_steps, config.train.inner_steps, config.train.outer_steps = 21, 211, 1
     if config.schedule.scaling == "adascale":
         config.train.inner_steps, config.train.outer_steps = 75, STEPS // 75

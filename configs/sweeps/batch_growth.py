@@ -11,6 +11,6 @@ def suggest(trial):
 
 def derive(config):
     config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.1
-    config.schedule.name, config.schedule.warmup_updates = "step", 67
+    config.schedule.name, config.schedule.warmup_steps = "step", 67
     config.schedule.decay_steps, config.schedule.decay_factor = (1350, 2025), 0.2
     config.train.inner_steps, config.train.outer_steps = 135, 20

@@ -48,7 +48,7 @@ def derive(config):
     size = config.batch.size
     images = 1_000_000 if size >= LARGE else 400_000
     config.train.inner_steps = max(images // PARTS[0] // size, 1)
-    config.schedule.warmup_updates = max(config.train.inner_steps * config.train.outer_steps // 10, 1)
+    config.schedule.warmup_steps = max(config.train.inner_steps * config.train.outer_steps // 10, 1)
     if config.optimizer.name == "soap_muon":  # new bases about every 1,280 images
         config.optimizer.b2 = 0.95
         config.optimizer.soap_every = max(1280 // size, 1)

@@ -2,7 +2,7 @@ r"""LAMB, Adam and Muon on masks and depths at a batch of 1,024, each at rates o
 
     python sweep.py --config configs/scenes_tiny.py --space configs/sweeps/scenes_optimizers.py \
         --study runs/studies/scenes_optimizers --config.batch.size 1024 --config.train.inner_steps 10 \
-        --config.train.outer_steps 4 --config.schedule.warmup_updates 10 --best_seeds 3
+        --config.train.outer_steps 4 --config.schedule.warmup_steps 10 --best_seeds 3
 """
 
 RATES = {"lamb": [3e-3, 1e-2, 3e-2, 0.1], "adam": [1e-3, 3e-3, 1e-2, 3e-2], "muon": [3e-2, 0.1, 0.3]}

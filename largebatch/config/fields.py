@@ -158,7 +158,7 @@ class BatchConfig:
     per_device_batch_size: int | None = integer(None, 1)
     """Images per device and step: for the devices in a trace; or, in place of `size`, for those that are there at
     each start of the run."""
-    time_per_update: float = number(1.0, "(0, inf)")
+    time_per_step: float = number(1.0, "(0, inf)")
     """Time per step in a trace of devices, in the unit of its times; seconds where it has dates."""
     hold_last: bool = flag(False)
     """Keeps the last size of a trace until the end of the run."""
@@ -213,7 +213,7 @@ class ScheduleConfig:
     at the reference batch halve the weight of a gradient in the second moment."""
     reference_batch_size: int = integer(512, 1)
     """Batch size for which `learning_rate` and `b2` are right."""
-    warmup_updates: int | None = integer(None, 1)
+    warmup_steps: int | None = integer(None, 1)
     """Steps of linear warm-up; the last has the peak rate. Give one of the three warm-up fields, or none."""
     warmup_epochs: float | None = number(None, "(0, inf)")
     """The warm-up in epochs: an epoch is all views of all images."""
@@ -229,7 +229,7 @@ class ScheduleConfig:
     """Effect of a decay step. `batch`: the batch grows instead, and fewer steps see as many images. `seesaw`: the
     batch grows by as much, and the rate falls by the root of it; linear and cosine become steps. Where the batch
     grows, numbers of steps in a config count steps of the first batch size."""
-    decay_over: str = one_of("updates", "images")
+    decay_over: str = one_of("steps", "images")
     """Unit that `linear` and `cosine` count; it matters where the batch size changes."""
     noise_decay: float = number(0.98, "[0, 1)")
     """Decay per measurement of the averages behind the noise scale and AdaScale's gain."""

@@ -28,7 +28,7 @@ ALIASES = {
     **dict.fromkeys(("bs", "batch_size", "global_batch_size"), "batch.size"),
     **dict.fromkeys(("epochs", "num_epochs"), "train.outer_steps"),
     **dict.fromkeys(("steps", "num_steps", "iterations"), "train.inner_steps"),
-    **dict.fromkeys(("warmup", "warmup_steps"), "schedule.warmup_updates"),
+    **dict.fromkeys(("warmup", "warmup_steps"), "schedule.warmup_steps"),
     "arch": "model.name",
     "precision": "model.dtype",
     "data_dir": "dataset.path",
@@ -217,7 +217,7 @@ def _schedule(config: Config, models: Models) -> Iterator[str]:
     if len(given) > 1:
         yield f"{' and '.join(given)}: both given; allowed: one of them"
     if schedule.name == "step" and not schedule.decay_steps:
-        yield _bad(config, "schedule.decay_steps", "with schedule.name 'step', the updates at which to decay")
+        yield _bad(config, "schedule.decay_steps", "with schedule.name 'step', the steps at which to decay")
     if schedule.name != "step" and schedule.decay_steps:
         yield _bad(config, "schedule.decay_steps", f"() with schedule.name {schedule.name!r}")
     if any(later <= earlier for earlier, later in itertools.pairwise(schedule.decay_steps)):
@@ -235,7 +235,7 @@ def _schedule(config: Config, models: Models) -> Iterator[str]:
         yield _bad(config, "schedule.decay_over", "with name linear | cosine, decay_by rate and no adascale")
     found_in_training = batch.auto or (batch.trace is None and batch.per_device_batch_size is not None)
     if found_in_training and schedule.decay_over == "images":
-        yield _bad(config, "schedule.decay_over", "'updates' where training finds the batch sizes")
+        yield _bad(config, "schedule.decay_over", "'steps' where training finds the batch sizes")
 
 
 def _length(config: Config, models: Models) -> Iterator[str]:
@@ -263,13 +263,13 @@ def length_problems(config: Config) -> Iterator[str]:
     most = MOST_SCALE_INVARIANT_STEPS if schedule.scaling == "adascale" else traces.LARGEST
     if num_steps > most:
         yield f"train.inner_steps x train.outer_steps: {num_steps}; allowed: up to {most}"
-    warmup, decay = schedule.warmup_updates, schedule.decay_steps
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps
     if warmup is not None and warmup >= num_steps:
-        yield _bad(config, "schedule.warmup_updates", f"fewer than the run's {num_steps} updates")
+        yield _bad(config, "schedule.warmup_steps", f"fewer than the run's {num_steps} steps")
     if decay and not max(decay) < num_steps:
-        yield _bad(config, "schedule.decay_steps", f"within the run's {num_steps} updates")
+        yield _bad(config, "schedule.decay_steps", f"within the run's {num_steps} steps")
     elif decay and warmup is not None and warmup > decay[0]:
-        yield _bad(config, "schedule.warmup_updates", f"up to the first decay, at {decay[0]}")
+        yield _bad(config, "schedule.warmup_steps", f"up to the first decay, at {decay[0]}")
     if config.sync.mode == "post_local" and not 1 <= config.sync.start_step < num_steps:
         yield _bad(config, "sync.start_step", f"1 to {num_steps - 1} with 'post_local'")
     if batch.trace is None:
@@ -280,10 +280,10 @@ def length_problems(config: Config) -> Iterator[str]:
         yield str(problem)
         return
     if schedule.scaling == "adascale" and not batch.hold_last:
-        yield _bad(config, "batch.hold_last", "True with AdaScale, whose number of updates is not known")
+        yield _bad(config, "batch.hold_last", "True with AdaScale, whose number of steps is not known")
     elif trace.length < num_steps and not batch.hold_last:
         yield (
-            f"batch.trace: {trace.text}, ends with update {trace.length - 1:,}; allowed: up to the run's last, "
+            f"batch.trace: {trace.text}, ends with step {trace.length - 1:,}; allowed: up to the run's last, "
             f"{num_steps - 1:,}, or batch.hold_last"
         )
 

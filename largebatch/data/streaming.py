@@ -64,11 +64,11 @@ class Upcoming:
         return bisect.bisect_right(range(self.first + 1, self.end + 1), position, key=self.examples_before)
 
 
-class LoadedUpdates(NamedTuple):
+class LoadedSteps(NamedTuple):
     """The data for the next steps of one call, and the number of steps that they serve, at least one."""
 
     arrays: dict
-    num_updates: int
+    num_steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Resident:
     arrays: dict
     is_sound: ClassVar = True
 
-    def for_updates(self, upcoming: Upcoming, wanted: int) -> LoadedUpdates:
+    def for_steps(self, upcoming: Upcoming, wanted: int) -> LoadedSteps:
         """Return the data for the next steps, `wanted` at most."""
-        return LoadedUpdates(self.arrays, wanted)
+        return LoadedSteps(self.arrays, wanted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Stream:
         self._chunk: _Chunk | None = None
         self._next: _Chunk | None = None
 
-    def for_updates(self, upcoming: Upcoming, wanted: int) -> LoadedUpdates:
+    def for_steps(self, upcoming: Upcoming, wanted: int) -> LoadedSteps:
         """Return the data for the next steps: `wanted`, or as many as the buffer holds. Collective.
 
         The data of the steps after them are then being read.
@@ -135,12 +135,12 @@ class Stream:
         """
         if self._chunk is None or not self._chunk.steps_in(upcoming):
             self._advance(upcoming)
-        num_updates = self._chunk.steps_in(upcoming)
-        following = dataclasses.replace(upcoming, first=upcoming.first + num_updates)
+        num_steps = self._chunk.steps_in(upcoming)
+        following = dataclasses.replace(upcoming, first=upcoming.first + num_steps)
         is_planned = following.first < following.end
         if is_planned and (self._next is None or not self._next.steps_in(following)):
             self._next = self._start_reading(following)
-        return LoadedUpdates(self.arrays, min(wanted, num_updates))
+        return LoadedSteps(self.arrays, min(wanted, num_steps))
 
     def _advance(self, upcoming: Upcoming) -> None:
         """Switch to the chunk that contains the next step; wait until it is there on all hosts."""
@@ -158,7 +158,7 @@ class Stream:
             self.is_sound = False
             collectives.agreed(lambda: discard_cache(self._cache, error), error is not None)
             raise UserError(
-                f"augment.cache_dir: {damages[0]}; no update was made with it: "
+                f"augment.cache_dir: {damages[0]}; no step was made with it: "
                 "start again to build the cache anew and go on from the last checkpoint"
             ) from error
         self._chunk, self.arrays = chunk, arrays
@@ -224,18 +224,18 @@ class Stream:
         return jax.device_put(np.pad(labels, (0, padding))[None], self._devices[index])
 
 
-def load_inputs(data: Resident | Stream, sharding: DataSharding, seed, inputs) -> LoadedUpdates:
+def load_inputs(data: Resident | Stream, sharding: DataSharding, seed, inputs) -> LoadedSteps:
     """Return the data for as many of some consecutive steps as can be had at once.
 
     Args:
       seed: seed of the order of examples.
-      inputs: UpdateInputs of the steps, each [updates].
+      inputs: StepInputs of the steps, each [steps].
     """
     first = int(inputs.epoch[0]) * sharding.num_examples + int(inputs.offset[0])
     examples_before = first + np.append(0, np.cumsum(inputs.batch_size, dtype=np.int64))
-    num_updates = len(inputs.batch_size)
-    upcoming = Upcoming(int(seed), 0, num_updates, lambda update: int(examples_before[update]))
-    return data.for_updates(upcoming, num_updates)
+    num_steps = len(inputs.batch_size)
+    upcoming = Upcoming(int(seed), 0, num_steps, lambda step: int(examples_before[step]))
+    return data.for_steps(upcoming, num_steps)
 
 
 @functools.partial(jax.jit, static_argnames="sharding")

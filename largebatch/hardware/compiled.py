@@ -41,7 +41,7 @@ class Instruction(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """Innermost scope around a loop: "updates" for "jit(f)/updates/while"."""
+        """Innermost scope around a loop: "steps" for "jit(f)/steps/while"."""
         return self.attributes.get("op_name", "").removesuffix("/while").rpartition("/")[2]
 
     @property
@@ -232,7 +232,7 @@ def compile_and_look(lowered: jax.stages.Lowered, lengths: dict[str, float], pla
 
     Args:
       lengths: iterations of the loops whose length is known only when they run, by the name of their scope. A
-        scope "updates" makes a step the unit: instructions outside of it are left out.
+        scope "steps" makes a step the unit: instructions outside of it are left out.
       platform: platform whose options of the compiler are taken.
     """
     compiled = lowered.compile(compiler_options=options_for(platform))
@@ -240,7 +240,7 @@ def compile_and_look(lowered: jax.stages.Lowered, lengths: dict[str, float], pla
     every, loops = program.instructions(), program.loops()
     step = program.executions(
         lambda loop: lengths.get(loop.scope, program.trip_count(loop) or 1),
-        next((loop for loop in loops if loop.scope == "updates"), None),
+        next((loop for loop in loops if loop.scope == "steps"), None),
     )
     texts = [f"{one.opcode} {one.attributes.get('custom_call_target', '')} {one.source}" for one in every]
     cycles = sum(times * one.cycles for one, times in step)

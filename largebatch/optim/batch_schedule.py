@@ -136,7 +136,7 @@ def possible_batch_sizes(batch: BatchConfig, schedule) -> np.ndarray:
     if not batch.auto:
         sizes = schedule.batch_sizes
         # With AdaScale a run may have more steps than its schedule has scale-invariant ones.
-        return np.unique(sizes.values if schedule.scale_invariant else sizes.first(schedule.num_updates).values)
+        return np.unique(sizes.values if schedule.scale_invariant else sizes.first(schedule.num_steps).values)
     smallest = schedule.max_batch_size
     largest = resolve_batch_size(batch.max_size, schedule.examples_per_epoch, field="batch.max_size")
     if largest < smallest:

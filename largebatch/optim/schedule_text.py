@@ -9,13 +9,13 @@ from largebatch.optim.traces import read_trace
 
 def describe_schedule(schedule: Schedule) -> str:
     """Describe in one line how the learning rate goes, and the batch where the schedule grows it."""
-    sizes = schedule.rate_batch_sizes.first(schedule.num_updates).values
+    sizes = schedule.rate_batch_sizes.first(schedule.num_steps).values
     peaks = schedule.peak_rates(sizes)
-    unit = "scale-invariant steps" if schedule.scale_invariant else "updates"
+    unit = "scale-invariant steps" if schedule.scale_invariant else "steps"
     text = f"learning rate {format_range(peaks)}{_scaling(schedule, sizes, peaks)},"
-    if schedule.warmup_updates:
+    if schedule.warmup_steps:
         starts = np.minimum(schedule.warmup_starts.values[0], peaks)
-        text += f" reached from {format_range(starts)} in {schedule.warmup_updates:,} {unit}, then"
+        text += f" reached from {format_range(starts)} in {schedule.warmup_steps:,} {unit}, then"
     return f"{text} {_shape(schedule, peaks, unit)}{_b2(schedule)}"
 
 
@@ -29,8 +29,8 @@ def describe_batches(batch: BatchConfig, sync: SyncConfig) -> str:
     if batch.auto:
         text += f", growing with the noise scale up to {batch.max_size}"
     if sync.mode != "every_step":
-        first = f" from update {sync.start_step}" if sync.start_step else ""
-        text += f"; local steps{first}, averaged every {sync.every} updates"
+        first = f" from step {sync.start_step}" if sync.start_step else ""
+        text += f"; local steps{first}, averaged every {sync.every} steps"
     return text
 
 
@@ -47,13 +47,11 @@ def _scaling(schedule: Schedule, sizes: np.ndarray, peaks: np.ndarray) -> str:
 
 
 def _shape(schedule: Schedule, peaks: np.ndarray, unit: str) -> str:
-    options, length = schedule.options, f"{schedule.num_updates:,} {unit}"
+    options, length = schedule.options, f"{schedule.num_steps:,} {unit}"
     if options.decay_by != "rate":
         shape = "a decay" if options.name == "step" else f"a {options.name} decay by steps"
         stages = zip(schedule.batch_sizes.starts, schedule.batch_sizes.values, schedule.decay.values, strict=True)
-        batches = ", ".join(
-            f"{size:,} from update {first:,} at {peaks[0] * left:g}" for first, size, left in stages
-        )
+        batches = ", ".join(f"{size:,} from step {first:,} at {peaks[0] * left:g}" for first, size, left in stages)
         return f"{length} with a growing batch for {shape} of x {options.decay_factor:g}: batch {batches}"
     if options.name == "constant":
         return f"constant over {length}"
@@ -61,13 +59,13 @@ def _shape(schedule: Schedule, peaks: np.ndarray, unit: str) -> str:
         return f"{length}, x {options.decay_factor:g} at {', '.join(map(str, options.decay_steps))}"
     final_rate = format_range(peaks * options.final_fraction)
     over_images = " over images" if options.decay_over == "images" else ""
-    return f"{options.name}{over_images} to {final_rate} at {unit[:-1]} {schedule.num_updates:,}"
+    return f"{options.name}{over_images} to {final_rate} at {unit[:-1]} {schedule.num_steps:,}"
 
 
 def _b2(schedule: Schedule) -> str:
     if schedule.options.b2_scaling == "none":
         return ""
-    b2s = schedule.b2s(schedule.batch_sizes.first(schedule.num_updates).values)
+    b2s = schedule.b2s(schedule.batch_sizes.first(schedule.num_steps).values)
     half_life = schedule.options.reference_batch_size * np.log(0.5) / np.log(schedule.base_b2)
     return f"; b2 {format_range(b2s)}: half of the second moment is of the last {half_life:,.0f} images"
 

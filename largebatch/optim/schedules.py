@@ -28,13 +28,13 @@ SHAPES = {
     "linear": lambda done, end: 1 - (1 - end) * done,
     "cosine": lambda done, end: end + (1 - end) * (1 + np.cos(np.pi * done)) / 2,
 }
-WARMUPS = ("warmup_updates", "warmup_epochs", "warmup_examples")  # a config gives one, or none
+WARMUPS = ("warmup_steps", "warmup_epochs", "warmup_examples")  # a config gives one, or none
 MOST_ROUNDING = 0.1  # largest relative error of 1 - b2 in float32
 MOST_EXAMPLES = 2**62  # more examples than any run has; fits 64 bits
 
 
 @struct.dataclass
-class UpdateInputs:
+class StepInputs:
     """Inputs of the compiled loop for each step, as NumPy arrays [steps]; scalars for a single step."""
 
     epoch: np.ndarray  # int32, epoch in which the batch begins
@@ -58,17 +58,17 @@ def epoch_and_offset(examples_before: np.ndarray, examples_per_epoch: int) -> tu
 class Schedule:
     """The number of a run's steps, and their batch sizes and rates; made by `create_schedule`.
 
-    With AdaScale (`scale_invariant`) rates go by scale-invariant step, of which there are `num_updates`.
+    With AdaScale (`scale_invariant`) rates go by scale-invariant step, of which there are `num_steps`.
     """
 
     options: ScheduleConfig
     base_learning_rate: float  # at the reference batch size
     base_b2: float  # at the reference batch size
-    num_updates: int
+    num_steps: int
     examples_per_epoch: int
     batch_sizes: BatchSchedule
     decay: PiecewiseConstant | None  # factors on the peak rate, where it falls by decay steps
-    warmup_updates: int
+    warmup_steps: int
 
     @property
     def scale_invariant(self) -> bool:
@@ -78,7 +78,7 @@ class Schedule:
     @property
     def max_batch_size(self) -> int:
         """The largest batch size of the run."""
-        return int(self.batch_sizes.first(self.num_updates).values.max())
+        return int(self.batch_sizes.first(self.num_steps).values.max())
 
     def batch_size_at(self, step: int) -> int:
         """Return the batch size of one step."""
@@ -103,13 +103,13 @@ class Schedule:
     @functools.cached_property
     def warmup_starts(self) -> PiecewiseConstant:
         """The rate from which warm-up goes to the peak, in stages where training changes the batch within it."""
-        peaks = self.peak_rates(self.rate_batch_sizes.first(self.num_updates).values)
+        peaks = self.peak_rates(self.rate_batch_sizes.first(self.num_steps).values)
         changes = self.batch_sizes.starts[1:].tolist() if self.batch_sizes.found_in_training else []
         highest_known_peak = peaks[0] if self.batch_sizes.found_in_training else peaks.max()
         starts, rates = [0], [self.base_learning_rate if highest_known_peak > self.base_learning_rate else 0.0]
         for first, peak_before in zip(changes, peaks, strict=False):
-            if first < self.warmup_updates:
-                done = (first - starts[-1]) / (self.warmup_updates - starts[-1])
+            if first < self.warmup_steps:
+                done = (first - starts[-1]) / (self.warmup_steps - starts[-1])
                 rate_before = min(rates[-1], peak_before)
                 rates.append(rate_before + (peak_before - rate_before) * done)
                 starts.append(first)
@@ -122,16 +122,16 @@ class Schedule:
 
         start = np.minimum(self.warmup_starts.at(steps), peak)  # the peak is lower below the reference
         first = self.warmup_starts.start_of(steps)
-        warmup = start + (peak - start) * (steps + 1 - first) / np.maximum(self.warmup_updates - first, 1)
+        warmup = start + (peak - start) * (steps + 1 - first) / np.maximum(self.warmup_steps - first, 1)
 
         if self.decay is not None:
             after_warmup = peak * self.decay.at(steps)
         else:
-            done = (steps, self.warmup_updates, self.num_updates)
+            done = (steps, self.warmup_steps, self.num_steps)
             if self.options.decay_over == "images":
                 done = (self.batch_sizes.total_before(np.int64(count)) for count in done)
             after_warmup = peak * _shape_at(self.options, *done)
-        return np.where(steps < self.warmup_updates, warmup, after_warmup)
+        return np.where(steps < self.warmup_steps, warmup, after_warmup)
 
     def learning_rate_at(self, step: int) -> float:
         """Return the rate of one step (scale-invariant step with AdaScale)."""
@@ -142,13 +142,13 @@ class Schedule:
         ratio = batch_sizes / self.options.reference_batch_size
         return self.base_b2 ** B2_SCALING[self.options.b2_scaling](ratio)
 
-    def inputs(self, first_step: int, length: int) -> UpdateInputs:
+    def inputs(self, first_step: int, length: int) -> StepInputs:
         """Return the inputs of the compiled loop for `length` steps from `first_step` on."""
         steps = np.arange(first_step, first_step + length, dtype=np.int64)
         epoch, offset = epoch_and_offset(self.batch_sizes.total_before(steps), self.examples_per_epoch)
         rates = self.rate_table if self.scale_invariant else np.float32(self.learning_rates(steps))
         sizes = self.batch_sizes.at(steps).astype(np.int32)
-        return UpdateInputs(epoch, offset, sizes, learning_rate=rates, b2=np.float32(self.b2s(sizes)))
+        return StepInputs(epoch, offset, sizes, learning_rate=rates, b2=np.float32(self.b2s(sizes)))
 
     @functools.cached_property
     def rate_table(self) -> np.ndarray:
@@ -156,20 +156,20 @@ class Schedule:
 
         It is a power of two long, so that runs of other lengths share programs. Every call of the loop takes it.
         """
-        table = np.full(1 << self.num_updates.bit_length(), -1, np.float32)
-        table[: self.num_updates] = self.learning_rates(np.arange(self.num_updates))
+        table = np.full(1 << self.num_steps.bit_length(), -1, np.float32)
+        table[: self.num_steps] = self.learning_rates(np.arange(self.num_steps))
         return table
 
     def with_batch_sizes(self, batch_sizes: BatchSchedule) -> "Schedule":
         """Return the schedule of the same run after training has found other batch sizes."""
-        number, epoch = self.num_updates, self.examples_per_epoch
+        number, epoch = self.num_steps, self.examples_per_epoch
         return create_schedule(self.options, self.base_learning_rate, number, batch_sizes, epoch, self.base_b2)
 
 
 def create_schedule(
     options: ScheduleConfig,
     learning_rate: float,
-    num_updates: int,
+    num_steps: int,
     batch_sizes: BatchSchedule,
     examples_per_epoch: int,
     b2: float = 0.999,
@@ -191,7 +191,7 @@ def create_schedule(
     Args:
       options: options that passed the rules of a config.
       learning_rate: rate at the reference batch size.
-      num_updates: steps of the run if it keeps its first batch size; decay steps count in these, too.
+      num_steps: steps of the run if it keeps its first batch size; decay steps count in these, too.
       batch_sizes: one stage only, where the schedule grows the batch; those so far, where training finds them.
       examples_per_epoch: examples in an epoch, which no batch exceeds.
       b2: decay of the second moment, at the reference batch size.
@@ -199,28 +199,28 @@ def create_schedule(
       BadSetting: the warm-up is as long as training; float32 does not hold the b2 of a batch.
     """
     warmup = _count_warmup(options, batch_sizes, examples_per_epoch)
-    limit, end = num_updates - 1, "the last update"
+    limit, end = num_steps - 1, "the last step"
     if options.decay_steps:
         limit, end = options.decay_steps[0], "the first decay"
     if warmup > limit:
         field = next(field for field in WARMUPS if getattr(options, field) is not None)
         raise BadSetting(
-            f"schedule.{field}: {getattr(options, field)} is {warmup} updates; allowed: up to {limit}, before {end}"
+            f"schedule.{field}: {getattr(options, field)} is {warmup} steps; allowed: up to {limit}, before {end}"
         )
-    decay = _decay_stages(options, warmup, num_updates)
+    decay = _decay_stages(options, warmup, num_steps)
     if options.decay_by != "rate":
-        num_updates, batch_sizes, decay = grow_at_decays(
-            decay, options.decay_by, num_updates, int(batch_sizes.values[0]), examples_per_epoch
+        num_steps, batch_sizes, decay = grow_at_decays(
+            decay, options.decay_by, num_steps, int(batch_sizes.values[0]), examples_per_epoch
         )
-    schedule = Schedule(options, learning_rate, b2, num_updates, examples_per_epoch, batch_sizes, decay, warmup)
+    schedule = Schedule(options, learning_rate, b2, num_steps, examples_per_epoch, batch_sizes, decay, warmup)
     _refuse_b2_that_rounds(schedule)
     return schedule
 
 
 def _count_warmup(options: ScheduleConfig, batch_sizes: BatchSchedule, examples_per_epoch: int) -> int:
     """Return the number of steps of warm-up, which a config may give in examples or epochs."""
-    if options.warmup_updates is not None:
-        return options.warmup_updates
+    if options.warmup_steps is not None:
+        return options.warmup_steps
     examples = (options.warmup_epochs or 0) * examples_per_epoch or options.warmup_examples or 0
     counted_by = batch_sizes
     if options.scaling == "adascale":
@@ -248,7 +248,7 @@ def _shape_at(options: ScheduleConfig, done, first, end):
     return SHAPES[options.name](np.clip((done - first) / (end - first), 0, 1), options.final_fraction)
 
 
-def _decay_stages(options: ScheduleConfig, warmup: int, num_updates: int) -> PiecewiseConstant | None:
+def _decay_stages(options: ScheduleConfig, warmup: int, num_steps: int) -> PiecewiseConstant | None:
     """Return the factors on the peak rate by decay step; None where a shape gives the rate.
 
     Seesaw puts stages in place of a falling shape: the rate decays by decay_factor whenever the shape has fallen by
@@ -267,9 +267,9 @@ def _decay_stages(options: ScheduleConfig, warmup: int, num_updates: int) -> Pie
     while True:
         after = factors[-1] * factor
         start = bisect.bisect_left(
-            range(num_updates), -after, key=lambda step: -_shape_at(options, step, warmup, num_updates)
+            range(num_steps), -after, key=lambda step: -_shape_at(options, step, warmup, num_steps)
         )
-        if (start - starts[-1]) * factors[-1] < 1 or (num_updates - start) * after < 2:
+        if (start - starts[-1]) * factors[-1] < 1 or (num_steps - start) * after < 2:
             return PiecewiseConstant(np.array(starts, np.int64), np.array(factors))
         starts.append(start)
         factors.append(after)

@@ -54,7 +54,7 @@ def read_trace(batch: BatchConfig, largest: int = LARGEST) -> Trace:
     """Read the trace that a config names, of batches of at most `largest` examples.
 
     In a file of batch sizes a step of 0 after later ones restarts the count: its row is for the step after the row
-    before it. A step of an availability trace takes `batch.time_per_update`, in the unit of the time column, of the
+    before it. A step of an availability trace takes `batch.time_per_step`, in the unit of the time column, of the
     index where there are no times, or in seconds for timestamps; it belongs to the latest row at its start. Time
     without devices is left out.
 
@@ -145,7 +145,7 @@ def _check_late(table: _Table, starts: np.ndarray) -> None:
     """Raise BadSetting for a row whose first step no run comes to."""
     if (late := np.flatnonzero(~(starts <= LARGEST))).size:  # NaN, too
         place, start = table.rows[late[0]][0], float(starts[late[0]])
-        raise BadSetting(f"{place}: begins with update {start:.0f}; allowed: up to {LARGEST}")
+        raise BadSetting(f"{place}: begins with step {start:.0f}; allowed: up to {LARGEST}")
 
 
 def _batch_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple[np.ndarray, np.ndarray, int, str]:
@@ -166,7 +166,7 @@ def _batch_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple[np.nda
     text = f"{batch.trace}, {len(starts):,} rows"
     if restarts.any():
         line = table.rows[int(np.argmax(restarts))][0].rpartition("line ")[2]
-        text += f", steps begin again at 0 in line {line}: updates go on"
+        text += f", steps begin again at 0 in line {line}: steps go on"
     return starts, _column(table, sizes[0], 1, largest), starts[-1] + 1, text
 
 
@@ -213,7 +213,7 @@ def _availability_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple
     # A row's first step is the first that starts once the time with devices before the row is over.
     with np.errstate(over="ignore", invalid="ignore"):  # times at the ends of float64, which are refused
         elapsed = np.concatenate([[0.0], np.cumsum(np.diff(devices.times) * has_devices[:-1])])
-        starts = np.ceil(elapsed / batch.time_per_update - 1e-9)
+        starts = np.ceil(elapsed / batch.time_per_step - 1e-9)
     _check_late(table, starts)
     starts = starts.astype(np.int64)
     length = starts[has_devices][-1] + 1

@@ -16,7 +16,7 @@ import numpy as np
 
 from largebatch.reports.groups import COLOURS, Group, rounded
 
-AXES = {"step": "updates", "examples_seen": "images", "seconds": "seconds"}  # of training
+AXES = {"step": "steps", "examples_seen": "images", "seconds": "seconds"}  # of training
 AXIS = "{axis}"  # in a specification of curves: the unit that the reader chose
 MAX_POINTS = 400  # of a curve; more cannot be told apart on a page
 MAX_TICKS = 12

@@ -78,7 +78,7 @@ def make_page(reports: list[GroupReport], accuracies: Sequence[float]) -> str:
     """Return the whole document, which needs neither a server nor a network.
 
     Args:
-      accuracies: leaderboards show the updates to each of them.
+      accuracies: leaderboards show the steps to each of them.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True
@@ -189,7 +189,7 @@ def tiles(group: Group) -> Iterator[tuple[str, str]]:
         if scales:
             yield f"{statistics.median(scales):,.0f}", "examples: median noise scale at the target"
     elif len(group.runs) == 1 and (steps := group.runs[0].value("steps_to_target")) is not None:
-        yield f"{steps:,.0f}", f"updates to {plain(group.runs[0].target)} {score_words(group.runs[0])}"
+        yield f"{steps:,.0f}", f"steps to {plain(group.runs[0].target)} {score_words(group.runs[0])}"
     seconds = sum(sum(run_charts.run_seconds(run).values()) for run in group.runs)
     yield f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:,.1f} h", "of work in all"
     done = sum(run.status == "done" for run in group.runs)
@@ -222,7 +222,7 @@ def parts_of(report: GroupReport, accuracies: Sequence[float]) -> Iterator[Part]
         yield Part("leaderboard", "Leaderboard", table=tables.leaderboard(group, accuracies))
         if steps := tables.steps_table(group):
             chart = [drawn["steps_to_target"]] if "steps_to_target" in drawn else []
-            yield Part("target", "Updates to the target", chart, steps)
+            yield Part("target", "Steps to the target", chart, steps)
     if "learning_rate_study" in drawn:
         yield Part("rates", "Learning rates", [drawn["learning_rate_study"]])
     if "critical_batch" in drawn:

@@ -39,11 +39,11 @@ CURVES = {
     "grad_norm": Curve("Gradient norm", "L2 norm"),
     "noise_scale": Curve("Gradient noise scale", "examples", "log"),
     "replica_drift": Curve("Drift between replicas", "distance from their mean, relative"),
-    "bytes_sent": Curve("Sent by each device", "bytes per update", "zero"),
-    "gain": Curve("AdaScale's gain", "reference updates per update", "zero"),
-    "skipped_updates": Curve("Updates passed over", "updates", "linear"),
+    "bytes_sent": Curve("Sent by each device", "bytes per step", "zero"),
+    "gain": Curve("AdaScale's gain", "reference steps per step", "zero"),
+    "skipped_steps": Curve("Steps passed over", "steps", "linear"),
     "learning_rate": Curve("Learning rate", "learning rate"),
-    "global_batch_size": Curve("Batch size", "examples per update, mean"),
+    "global_batch_size": Curve("Batch size", "examples per step, mean"),
 }
 IOU = "val_iou_"  # and the name of a class
 MAX_CLASSES = 12  # that have curves of their own

@@ -16,7 +16,7 @@ from largebatch.studies.critical_batch import TOLERANCE, CriticalBatch, StepsCur
 OBJECTIVE_LABELS = {
     "best_val_accuracy": "best validation accuracy",
     "best_score": "best score",
-    "steps_to_target": "updates to the target",
+    "steps_to_target": "steps to the target",
     "examples_to_target": "images to the target",
     "sec_to_target": "training seconds to the target",
 }
@@ -124,7 +124,7 @@ def steps_chart(group: Group) -> Chart | None:
     if not drawn:
         return None
     first = drawn[0].points[0]
-    last, steps = drawn[0].points[-1].batch_size, first.updates.mean
+    last, steps = drawn[0].points[-1].batch_size, first.estimated_steps.mean
     perfect = [[first.batch_size, rounded(steps)], [last, rounded(steps * first.batch_size / last)]]
     marks = [Mark("dashed", "perfect scaling", None, perfect)]
     for place, fit in enumerate(drawn):
@@ -134,9 +134,9 @@ def steps_chart(group: Group) -> Chart | None:
             colour = group.legend.index(fit.optimizer) if fit.optimizer in group.legend else place
             marks += _marks_of_optimizer(fit, colour)
     sizes = {point.batch_size for fit in drawn for point in fit.points}
-    x, y = ("batch size", "log", few_ticks(sizes)), ("updates to the target", "log", None)
+    x, y = ("batch size", "log", few_ticks(sizes)), ("steps to the target", "log", None)
     note = "\n".join(map(fit_note, drawn))
-    return charts.xy("steps_to_target", "Updates to the target over batch size", note, marks, x=x, y=y)
+    return charts.xy("steps_to_target", "Steps to the target over batch size", note, marks, x=x, y=y)
 
 
 def _marks_of_one(fit: Fit) -> list[Mark]:
@@ -166,7 +166,7 @@ def _points(fit: Fit, colour: int, label: str | None, label_at_edge: str | None)
     for kind, name, at_edge in (("points", label, False), ("hollow", label_at_edge, True)):
         points, tips = [], []
         for point in (point for point in fit.points if bool(point.edges) == at_edge):
-            steps = point.updates
+            steps = point.estimated_steps
             points.append([point.batch_size, rounded(steps.mean), rounded(steps.low), rounded(steps.high)])
             tips.append("\n".join([values_label(point.values), f"{point.seeds} seeds", *map(str, point.edges)]))
         marks += [Mark(kind, name, colour, points, tips)] if points else []
@@ -203,14 +203,14 @@ def curve_note(points: list[BatchPoint], curve: StepsCurve | None) -> str:
     if math.isinf(curve.critical_batch_size):
         largest = points[-1].batch_size
         return (
-            f"No critical batch size up to {largest:,}: twice the batch still halves the updates, and no smaller "
+            f"No critical batch size up to {largest:,}: twice the batch still halves the steps, and no smaller "
             "batch saves images."
         )
     if curve.critical_batch_size == 0:
         first = points[0]
-        images = first.updates.mean * first.batch_size
+        images = first.estimated_steps.mean * first.batch_size
         return (
-            f"The critical batch size lies below {first.batch_size:,}: larger batches save no updates. The fewest "
+            f"The critical batch size lies below {first.batch_size:,}: larger batches save no steps. The fewest "
             f"images that were seen, {images:,.0f}, are those of the smallest batch."
         )
     interval = ""
@@ -220,8 +220,8 @@ def curve_note(points: list[BatchPoint], curve: StepsCurve | None) -> str:
     size = f"{curve.critical_batch_size:,.0f}{interval}"
     return (
         f"The critical batch size is {size}: there a run needs twice the fewest "
-        f"updates, {curve.min_steps:,.0f}, and twice the fewest images, {curve.min_examples:,.0f}. "
-        "Fitted: updates = fewest updates × (1 + critical batch size / batch)."
+        f"steps, {curve.min_steps:,.0f}, and twice the fewest images, {curve.min_examples:,.0f}. "
+        "Fitted: steps = fewest steps × (1 + critical batch size / batch)."
     )
 
 
@@ -275,7 +275,7 @@ def _finite(value: float | None) -> float | None:
 
 def _tip(critical: CriticalBatch) -> str:
     losses = "\n".join(f"batch {size:,}: loss {loss:.4f}" for size, loss in critical.losses.items())
-    return f"update {critical.step:,} of batch {critical.base:,}, {_seeds(critical.seeds)}\n{losses}"
+    return f"step {critical.step:,} of batch {critical.base:,}, {_seeds(critical.seeds)}\n{losses}"
 
 
 def _seeds(count: int) -> str:

@@ -93,7 +93,7 @@ def leaderboard(group: Group, accuracies: Sequence[float]) -> Table:
     columns = ["rank", *map(column_name, study.fields)]
     columns += [OBJECTIVE_LABELS[study.objective], "reached"] if to_target else []
     for accuracy in accuracies:
-        columns += [f"updates to {accuracy:g}", "reached"]
+        columns += [f"steps to {accuracy:g}", "reached"]
     columns += [f"best {score_words(study)}", "seeds", "status"]
     rows = []
     for rank, setting in enumerate(analysis.leaderboard(study), 1):
@@ -102,8 +102,8 @@ def leaderboard(group: Group, accuracies: Sequence[float]) -> Table:
             cells.append(estimate_cell(setting.objective, ",.1f" if study.objective == "sec_to_target" else ",.0f"))
             cells.append(Cell(f"{setting.objective.count} of {setting.score.count}"))
         for accuracy in accuracies:
-            updates, seeds = analysis.updates_to(setting, accuracy)
-            cells += [estimate_cell(updates, ",.0f"), Cell(f"{updates.count} of {seeds}")]
+            steps, seeds = analysis.steps_to(setting, accuracy)
+            cells += [estimate_cell(steps, ",.0f"), Cell(f"{steps.count} of {seeds}")]
         statuses = [(status, f"{count} {status}") for status, count in setting.statuses.items()]
         cells += [estimate_cell(setting.score, ".4f"), number_cell(len(setting.runs)), Cell(statuses=statuses)]
         rows.append(cells)
@@ -128,13 +128,13 @@ def steps_table(group: Group) -> Table | None:
     if not points and not notes:
         return None
     fields = [name for name in group.study.fields if name != BATCH]
-    columns = ["batch", *map(column_name, fields), "updates", "images", "seconds", "seeds"]
+    columns = ["batch", *map(column_name, fields), "steps", "images", "seconds", "seeds"]
     columns.append("best value at an edge of those tried?")
     rows = [
         [
             number_cell(point.batch_size),
             *(value_cell(point.values.get(name)) for name in fields),
-            estimate_cell(point.updates, ",.0f"),
+            estimate_cell(point.estimated_steps, ",.0f"),
             estimate_cell(point.examples, ",.0f"),
             estimate_cell(point.seconds, ",.1f"),
             number_cell(point.seeds),
@@ -153,8 +153,8 @@ def run_table(group: Group) -> Table:
     with_target = any(run.target is not None for run in group.runs)
     kinds = {score_words(run).removeprefix("validation ") for run in group.runs}
     score = kinds.pop() if len(kinds) == 1 else "score"
-    columns = ["run", "status", f"best {score}", f"final {score}", "updates", "images seen", "batch", "images / s"]
-    columns += ["updates to target", "seconds to target"] if with_target else []
+    columns = ["run", "status", f"best {score}", f"final {score}", "steps", "images seen", "batch", "images / s"]
+    columns += ["steps to target", "seconds to target"] if with_target else []
     columns.append("training s")
     rows = []
     for run, label, colour in zip(group.runs, group.labels, group.colours, strict=True):

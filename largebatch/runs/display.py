@@ -17,7 +17,7 @@ class Reporter:
         self._console = Console(enabled=enabled)
         self._bar = progress.Progress(
             progress.BarColumn(),
-            progress.TextColumn("{task.completed:.0f}/{task.total:.0f} updates"),
+            progress.TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
             progress.TextColumn("{task.fields[rate]}"),
             progress.TimeRemainingColumn(),
             console=self._console,
@@ -33,10 +33,10 @@ class Reporter:
     def __exit__(self, *_):
         self._bar.stop()
 
-    def start(self, total_updates: int, step: int, headline: str) -> None:
-        """Print the headline and start the bar, before the first step, number `step` of `total_updates`."""
+    def start(self, total_steps: int, step: int, headline: str) -> None:
+        """Print the headline and start the bar, before the first step, number `step` of `total_steps`."""
         self.line(headline)
-        self._bar.update(self._task, total=total_updates, completed=step)
+        self._bar.update(self._task, total=total_steps, completed=step)
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""
@@ -71,7 +71,7 @@ class Reporter:
             f"val loss {row['val_loss']:.4f}",
             f"val {self._kind.score_words} {row['val_score']:.4f}{self._others(row)}",
             f"{row['images_per_sec']:>10,.0f} images/s",
-            f"{row['step_time_ms']:,.1f} ms/update",
+            f"{row['step_time_ms']:,.1f} ms/step",
         ]
         if row["mfu"] is not None:
             texts.append(f"mfu {row['mfu']:.1%}")
@@ -88,9 +88,9 @@ class Reporter:
         words, steps_to_target = self._kind.score_words, summary["steps_to_target"]
         rows = {
             "status": summary["status"],
-            f"best val {words}": f"{summary['best_score']:.4f} at update {summary['best_step']}",
+            f"best val {words}": f"{summary['best_score']:.4f} at step {summary['best_step']}",
             f"final val {words}": f"{summary['final_score']:.4f}{self._others(summary['final_others'])}",
-            "updates": f"{summary['steps']:,}",
+            "steps": f"{summary['steps']:,}",
             "images seen": f"{summary['examples_seen']:,}",
             "images/s (median)": f"{summary['images_per_sec']:,.0f}",
             "seconds": "  ".join(f"{name} {sec:.1f}" for name, sec in summary["seconds"].items()),
@@ -98,7 +98,7 @@ class Reporter:
         }
         if steps_to_target is not None:
             images, seconds = summary["examples_to_target"], summary["sec_to_target"]
-            rows["target"] = f"after {steps_to_target:,} updates, {images:,} images, {seconds:.1f} s of training"
+            rows["target"] = f"after {steps_to_target:,} steps, {images:,} images, {seconds:.1f} s of training"
         elif summary["target_score"] is not None:
             rows["target"] = "not reached"
         print_table(["run folder", workdir], [list(row) for row in rows.items()])

@@ -152,5 +152,5 @@ def roll_back(progress, from_step: int, reason: str) -> None:
         "reason": reason,
     }
     progress.summary["rollbacks"] = [*rollbacks, rollback]
-    log.warning("%s; rolled back to update %d, learning rate x %g", reason, progress.validated_step, scale)
+    log.warning("%s; rolled back to step %d, learning rate x %g", reason, progress.validated_step, scale)
     progress.note_event("rollback", **rollback)

@@ -102,7 +102,7 @@ def initial_state(address: str, step: int | None, state, network_version: int):
     if step:
         if step not in (saved := steps_of(run)):
             allowed = ", ".join(f"{step:,}" for step in saved) or "none"
-            raise UserError(f"{run} has no checkpoint of update {step:,}; allowed as train.init_step: {allowed}")
+            raise UserError(f"{run} has no checkpoint of step {step:,}; allowed as train.init_step: {allowed}")
         loaded = checkpoints.read_arrays(checkpoints.path_of(run / CHECKPOINTS, step))
     else:
         loaded = best_checkpoint(run)

@@ -146,9 +146,9 @@ class RunProgress:
         else:
             end = f"the process before (pid {last['pid']} on {last['node']}) was killed, or a host died"
         if description is None:
-            log.info("starting again at update 0, for there is no sound checkpoint; %s", end)
+            log.info("starting again at step 0, for there is no sound checkpoint; %s", end)
             return
-        log.info("resuming at update %d; %s", self._trainer.step, end)
+        log.info("resuming at step %d; %s", self._trainer.step, end)
         then, now = environment_of(description["summary"]), environment_of(self.summary)
         changes = [f"{name} {now[name]}, was {then.get(name)}" for name in now if now[name] != then.get(name)]
         if changes:
@@ -177,9 +177,9 @@ class RunProgress:
                 self._run.write_outcome(outcome, parts)
 
         collectives.primary_takes(write, outcome.parts() if improved else iter(()))
-        if row["skipped_updates"]:
-            log.warning("outer loop %d: %d updates skipped, not finite", row["outer"], row["skipped_updates"])
-            self.note_event("skipped", step=row["step"], updates=row["skipped_updates"])
+        if row["skipped_steps"]:
+            log.warning("outer loop %d: %d steps skipped, not finite", row["outer"], row["skipped_steps"])
+            self.note_event("skipped", step=row["step"], steps=row["skipped_steps"])
         self.seconds_before = dict(self._clock.seconds)
         return improved
 

@@ -101,7 +101,7 @@ class Run:
         """Return the run's value of one of OBJECTIVES; None where a target was not reached."""
         return self.best_score if objective in SCORES else self.summary.get(objective)
 
-    def updates_to(self, score: float) -> int | None:
+    def steps_to(self, score: float) -> int | None:
         """Return the steps after which a validation first reached a score, None where none did."""
         return next((row["step"] for row in self.rows if self.kind.reaches(row.get("val_score"), score)), None)
 

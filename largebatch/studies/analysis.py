@@ -94,13 +94,13 @@ def leaderboard(study: Study) -> list[Setting]:
     return sorted(settings, key=lambda setting: _rank(setting, study))
 
 
-def updates_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
+def steps_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
     """Estimate the steps to a validation accuracy over the seeds that reached it; return also the number of seeds.
 
     Steps are known at validations only: each seed's number is too high by at most one interval between two.
     """
     runs = _runs_that_count(setting.runs)
-    return estimate(run.updates_to(accuracy) for run in runs), len(runs)
+    return estimate(run.steps_to(accuracy) for run in runs), len(runs)
 
 
 def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[list[str], list[list[str]]]:
@@ -117,8 +117,8 @@ def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[li
             row["reached"] = f"{objective.count}/{setting.score.count}"
             row[f"best_{study.kind.score_column}"] = _rounded(setting.score.mean, 4)
         for accuracy in accuracies:
-            steps, count = updates_to(setting, accuracy)
-            row[f"updates_to_{accuracy:g}"] = _rounded(steps.mean, 1)
+            steps, count = steps_to(setting, accuracy)
+            row[f"steps_to_{accuracy:g}"] = _rounded(steps.mean, 1)
             row[f"reached_{accuracy:g}"] = f"{steps.count}/{count}"
         row["seeds"] = str(len(setting.runs))
         row["status"] = ", ".join(f"{count} {status}" for status, count in setting.statuses.items())
@@ -190,14 +190,14 @@ class BatchPoint:
 
     Attributes:
       values: {dotted field: value} of the setting.
-      updates, examples, seconds: steps, examples and seconds to the target, estimated over the seeds.
+      estimated_steps, examples, seconds: steps, examples and seconds to the target, estimated over the seeds.
       seeds, steps: number of seeds, and the steps to the target of each.
       edges: a line for each field whose best value is on the edge of those tried: a better one may lie beyond.
     """
 
     batch_size: int
     values: dict
-    updates: Estimate
+    estimated_steps: Estimate
     examples: Estimate
     seconds: Estimate
     seeds: int
@@ -237,7 +237,7 @@ def _batch_point(study: Study, batch_size: int, runs: list[Run]) -> BatchPoint:
     return BatchPoint(
         batch_size=batch_size,
         values=values,
-        updates=estimate(steps),
+        estimated_steps=estimate(steps),
         examples=estimate(run.value("examples_to_target") for run in runs),
         seconds=estimate(run.value("sec_to_target") for run in runs),
         seeds=len(steps),

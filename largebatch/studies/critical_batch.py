@@ -195,8 +195,8 @@ class Branches:
         config.schedule.update(name="constant", scaling="linear" if is_linear else "sqrt")
         config.schedule.update(b2_scaling="none" if is_linear else "half_life")
         config.schedule.update(reference_batch_size=point["batch_size"], decay_steps=())
-        config.schedule.update(warmup_updates=None, warmup_epochs=None, warmup_examples=None)
-        config.schedule.update(decay_by="rate", decay_over="updates")
+        config.schedule.update(warmup_steps=None, warmup_epochs=None, warmup_examples=None)
+        config.schedule.update(decay_by="rate", decay_over="steps")
         config.checkpoint.keep = 2
 
 

@@ -20,9 +20,9 @@ from jax import lax
 from largebatch.config.fields import SyncConfig
 from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.nn.layers import STATISTICS
-from largebatch.optim.schedules import UpdateInputs
+from largebatch.optim.schedules import StepInputs
 from largebatch.training.state import LocalState, TrainState, count_params
-from largebatch.training.step import UPDATES, TrainStep, mean_gradient, write_metrics
+from largebatch.training.step import STEPS, TrainStep, mean_gradient, write_metrics
 
 
 @struct.dataclass
@@ -144,43 +144,43 @@ class LocalSGD:
             anchor=synced.params,
             velocity=optax.tree.where(examples > 0, velocity, state.local.velocity),
             examples=jnp.zeros(()),
-            updates=jnp.zeros((), jnp.int32),
+            steps=jnp.zeros((), jnp.int32),
             drift=jnp.sqrt(variance) / optax.tree.norm(synced.params),
         )
         return synced.replace(local=local)
 
-    def local_step(self, state: TrainState, data, device, update: UpdateInputs):
+    def local_step(self, state: TrainState, data, device, step_inputs: StepInputs):
         """Take one step of this device on its part of the batch.
 
         Returns:
           The state after it, and its metrics, weighted so that their sum over devices is the mean of the batch.
         """
         # At the first local step the anchor is set to the parameters that all devices still share.
-        anchor = lax.cond(state.local.updates > 0, lambda: state.local.anchor, lambda: state.params)
+        anchor = lax.cond(state.local.steps > 0, lambda: state.local.anchor, lambda: state.params)
         state = state.replace(local=state.local.replace(anchor=anchor))
-        batch = self.step.reader.device_batch(device, update)
+        batch = self.step.reader.device_batch(device, step_inputs)
         count = batch.count.astype(jnp.float32)
         sums = self.step.sum_gradients(state, data, batch)
         mean, grad_norm, is_finite = mean_gradient(sums, jnp.maximum(count, 1))
         is_applied = is_finite & (batch.count > 0)
         state = lax.cond(
             is_applied,
-            lambda state: self.step.apply_gradients(state, mean, update),
+            lambda state: self.step.apply_gradients(state, mean, step_inputs),
             lambda state: state,
             state,
         )
         examples = state.local.examples + jnp.where(is_applied, count, 0)
-        local = state.local.replace(examples=examples, updates=state.local.updates + 1)
+        local = state.local.replace(examples=examples, steps=state.local.steps + 1)
         metrics = {"loss": mean.loss, "grad_norm": grad_norm, **mean.others.metrics}
-        metrics = optax.tree.scale(count / update.batch_size, metrics) | {"nonfinite": 1.0 - is_finite}
+        metrics = optax.tree.scale(count / step_inputs.batch_size, metrics) | {"nonfinite": 1.0 - is_finite}
         return state.replace(step=state.step + 1, local=local), metrics
 
 
 def _count_in_a_row(before, bad, reached):
     """Count the consecutive bad steps up to the last step, and up to each step that was reached."""
 
-    def count(before, update):
-        bad, reached = update
+    def count(before, step_inputs):
+        bad, reached = step_inputs
         now = jnp.where(reached > 0, jnp.where(bad > 0, before + 1, 0), before)
         return now, now * reached
 
@@ -191,19 +191,19 @@ def make_local_loop(local: LocalSGD, devices: list | None = None):
     """Make the inner loop of local steps, pmapped over all devices, or over the `devices` to compile for.
 
     Returns:
-      (state, data, inputs, num_updates, sync: Sync) -> (state, metrics), as `step.make_inner_loop`. Every device
+      (state, data, inputs, num_steps, sync: Sync) -> (state, metrics), as `step.make_inner_loop`. Every device
       has a state of its own. Metrics are those of all devices: "grad_norm" is the mean norm of their gradients,
       "nonfinite" counts the latest consecutive steps that some device skipped, "local" is 1, and "drift" and
       "synced" are zero for steps without a synchronisation. Metrics cross devices once, at the end of a call.
     """
 
-    def local_loop(state, data, inputs, num_updates, sync):
+    def local_loop(state, data, inputs, num_steps, sync):
         device, first_step = lax.axis_index(AXIS), state.step
 
         def body(index, carry):
             state, device_metrics, all_metrics = carry
-            update = jax.tree.map(lambda x: x[index], inputs)
-            state, metrics = local.local_step(state, data, device, update)
+            step_inputs = jax.tree.map(lambda x: x[index], inputs)
+            state, metrics = local.local_step(state, data, device, step_inputs)
             is_due = (state.step - sync.start_step) % sync.every == 0
             state = lax.cond(is_due, lambda s: local.synchronize(s, sync), lambda s: s, state)
             drift = jnp.where(is_due, state.local.drift, 0)
@@ -214,9 +214,9 @@ def make_local_loop(local: LocalSGD, devices: list | None = None):
             dict.fromkeys(names, jnp.zeros(inputs.epoch.shape))
             for names in (local.step.metric_names(local.step.zero_sums(state, data)), ("drift", "synced", "local"))
         )
-        with jax.named_scope(UPDATES):
+        with jax.named_scope(STEPS):
             carry = state, device_metrics, all_metrics
-            state, device_metrics, all_metrics = lax.fori_loop(0, num_updates, body, carry)
+            state, device_metrics, all_metrics = lax.fori_loop(0, num_steps, body, carry)
         # An all-reduce over hosts may add the elements of a vector in an order that depends on their place in it,
         # and a run that was resumed begins a call at another step. So that no restart changes that order, each
         # step's metrics are rolled to the place of its number, summed there, and rolled back.

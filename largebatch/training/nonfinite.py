@@ -11,7 +11,7 @@ from jax import lax
 
 from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.nn.layers import STATISTICS
-from largebatch.optim.schedules import UpdateInputs
+from largebatch.optim.schedules import StepInputs
 from largebatch.runs import checkpoints
 from largebatch.training.loss import Batch
 from largebatch.training.state import TrainState
@@ -19,7 +19,7 @@ from largebatch.training.step import TrainStep
 
 
 def locate_nonfinite(
-    network: nn.Module, normalise: Callable, step: TrainStep, state: TrainState, data, update: UpdateInputs
+    network: nn.Module, normalise: Callable, step: TrainStep, state: TrainState, data, inputs: StepInputs
 ) -> str:
     """Describe where a step first has a non-finite value: in a layer's output, else in a gradient.
 
@@ -27,7 +27,7 @@ def locate_nonfinite(
       normalise: see loss.make_normalise.
       step: the training step that was taken.
       state: state before that step, and `data` of each device; with a leading local-device axis.
-      update: inputs of the step.
+      inputs: those of the step.
     """
 
     def layer_outputs(params, model_state, batch: Batch) -> OrderedDict:
@@ -45,7 +45,7 @@ def locate_nonfinite(
 
     reader = step.reader
 
-    def count_nonfinite(state, data, update):
+    def count_nonfinite(state, data, inputs):
         def counts_of(batch):
             grads, _ = jax.grad(step.loss_fn, has_aux=True)(state.params, state.model_state, batch)
             values = layer_outputs(state.params, state.model_state, batch), grads
@@ -53,10 +53,10 @@ def locate_nonfinite(
 
         shapes = jax.eval_shape(counts_of, reader.example_batch(data))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        batch = reader.device_batch(lax.axis_index(AXIS), update)
+        batch = reader.device_batch(lax.axis_index(AXIS), inputs)
         return lax.psum(reader.sum_over(counts_of, zeros, data, batch, state.seed), AXIS)
 
-    outputs, gradients = pmap(count_nonfinite, in_axes=(0, 0, None), out_axes=None)(state, data, update)
+    outputs, gradients = pmap(count_nonfinite, in_axes=(0, 0, None), out_axes=None)(state, data, inputs)
     for name, count in outputs.items():
         if count:
             return f"first in the output of layer {name}"

@@ -10,7 +10,7 @@ from flax import linen as nn
 from largebatch.data.placement import DeviceData
 from largebatch.data.sharded_split import Block
 from largebatch.hosts import replicas
-from largebatch.optim.schedules import UpdateInputs
+from largebatch.optim.schedules import StepInputs
 from largebatch.tasks.task import Task
 from largebatch.training.local_sgd import Sync
 from largebatch.training.state import TrainState
@@ -51,31 +51,31 @@ class Programs:
     allreduce_bytes: int
     sync_bytes: int
 
-    def bytes_sent_per_update(self, num_devices: int, metrics: dict[str, np.ndarray]) -> float:
+    def bytes_sent_per_step(self, num_devices: int, metrics: dict[str, np.ndarray]) -> float:
         """Return the bytes each device sends per step: by a ring, 2 (D - 1) / D of those it puts into all-reduces.
 
         Args:
           metrics: metrics of every step; "local" is 1 for local steps, "synced" where a synchronisation followed.
         """
-        num_updates = len(metrics["loss"])
+        num_steps = len(metrics["loss"])
         num_local, num_syncs = (np.sum(metrics.get(name, 0)) for name in ("local", "synced"))
-        put_in = self.allreduce_bytes * (num_updates - num_local) + self.sync_bytes * num_syncs
-        return float(2 * (num_devices - 1) / num_devices * put_in / num_updates)
+        put_in = self.allreduce_bytes * (num_steps - num_local) + self.sync_bytes * num_syncs
+        return float(2 * (num_devices - 1) / num_devices * put_in / num_steps)
 
-    def _calls(self, state: TrainState, train, block: Block, inputs: UpdateInputs, sync: Sync) -> dict[str, tuple]:
+    def _calls(self, state: TrainState, train, block: Block, inputs: StepInputs, sync: Sync) -> dict[str, tuple]:
         """Return every program with its arguments, arrays or shapes, by name."""
         count, calls = np.int32(0), {}
         if self.inner_loop:
-            calls["update"] = self.inner_loop, (state, train, inputs, count)
+            calls["step"] = self.inner_loop, (state, train, inputs, count)
         if self.local_loop:
-            calls["local update"] = self.local_loop, (state, train, inputs, count, sync)
+            calls["local step"] = self.local_loop, (state, train, inputs, count, sync)
             calls["average"] = self.average, (state,)
         calls["validation"] = self.predict, (state.variables, block)
         if self.predict_views:
             calls["validation of copies"] = self.predict_views, (state.variables, block)
         return calls
 
-    def compile_here(self, state: TrainState, data: DeviceData, inputs: UpdateInputs, sync: Sync) -> None:
+    def compile_here(self, state: TrainState, data: DeviceData, inputs: StepInputs, sync: Sync) -> None:
         """Compile all programs for this host's devices.
 
         Args:
@@ -87,7 +87,7 @@ class Programs:
         replicas.compile_side_by_side(list(calls.values()))
 
     def lower(
-        self, shapes: tuple[TrainState, dict, Block], inputs: UpdateInputs, sync: Sync, num_devices: int
+        self, shapes: tuple[TrainState, dict, Block], inputs: StepInputs, sync: Sync, num_devices: int
     ) -> dict[str, jax.stages.Lowered]:
         """Lower all programs for devices that need not be attached; return them by name.
 

@@ -19,7 +19,7 @@ class LocalState:
     anchor: Any  # like the parameters: their values then, the same on every device
     velocity: Any  # like the parameters: the outer momentum
     examples: jax.Array  # float32, examples that this device has trained on since
-    updates: jax.Array  # int32, steps of all devices since
+    steps: jax.Array  # int32, steps of all devices since
     drift: jax.Array  # float32, the distance of the replicas from their mean then, as a part of the mean's norm
 
 

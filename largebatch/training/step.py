@@ -23,12 +23,12 @@ from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.optim import noise_scale
 from largebatch.optim.averages import smooth
 from largebatch.optim.noise_scale import NoisePlan
-from largebatch.optim.schedules import UpdateInputs
+from largebatch.optim.schedules import StepInputs
 from largebatch.training.loss import Batch, BatchSums
 from largebatch.training.state import TrainState
 
 # Names of the loops in profiles and compiled programs.
-UPDATES, MICRO_BATCHES = "updates", "micro_batches"
+STEPS, MICRO_BATCHES = "steps", "micro_batches"
 
 
 def sum_over_devices(tree):
@@ -54,9 +54,11 @@ class MicroBatchReader:
     # (data of this device, first row, rows M) -> images, targets
     read_slice: Callable[[Any, jax.Array, int], tuple[jax.Array, jax.Array]] | None = None
 
-    def device_batch(self, device, update: UpdateInputs) -> DeviceBatch:
+    def device_batch(self, device, step_inputs: StepInputs) -> DeviceBatch:
         """Return the part of a step's batch that falls to `device`, which may be an array of indices."""
-        return batching.device_batch(self.sharding, device, update.epoch, update.offset, update.batch_size)
+        return batching.device_batch(
+            self.sharding, device, step_inputs.epoch, step_inputs.offset, step_inputs.batch_size
+        )
 
     def example_batch(self, data) -> Batch:
         """Return a micro-batch to trace by: example 0, again and again."""
@@ -185,10 +187,10 @@ class TrainStep:
 
         return reader.sum_over(sums_of, self.zero_sums(state, data), data, batch, state.seed)
 
-    def apply_gradients(self, state: TrainState, mean: Gradients, update: UpdateInputs, gain=1.0) -> TrainState:
+    def apply_gradients(self, state: TrainState, mean: Gradients, step_inputs: StepInputs, gain=1.0) -> TrainState:
         """Return the state after a step by the mean gradient of a batch; `gain` multiplies the learning rate."""
-        learning_rate = update.learning_rate * gain * state.learning_rate_scale
-        hyperparams = {**state.opt_state.hyperparams, "learning_rate": learning_rate, "b2": update.b2}
+        learning_rate = step_inputs.learning_rate * gain * state.learning_rate_scale
+        hyperparams = {**state.opt_state.hyperparams, "learning_rate": learning_rate, "b2": step_inputs.b2}
         opt_state = state.opt_state._replace(hyperparams=hyperparams)
         updates, opt_state = self.optimizer.update(mean.grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -204,28 +206,28 @@ class TrainStep:
             params=params, model_state=model_state, ema=ema, opt_state=opt_state, num_averaged=count + 1
         )
 
-    def train_step(self, state: TrainState, data, device, inputs: UpdateInputs, index):
+    def train_step(self, state: TrainState, data, device, inputs: StepInputs, index):
         """Take one synchronous step; return the state after it, and its metrics by name.
 
         Args:
           device: index of this device, over all hosts.
           inputs: inputs of the steps of a call, of which this is number `index`.
         """
-        update = jax.tree.map(lambda x: x[index], inputs)
+        step_inputs = jax.tree.map(lambda x: x[index], inputs)
         if self.adascale_reference:
-            update = update.replace(learning_rate=scale_invariant_rate(inputs, state))
-        sums = self.reduce(self.sum_gradients(state, data, self.reader.device_batch(device, update)))
-        mean, grad_norm, is_finite = mean_gradient(sums, update.batch_size)
+            step_inputs = step_inputs.replace(learning_rate=scale_invariant_rate(inputs, state))
+        sums = self.reduce(self.sum_gradients(state, data, self.reader.device_batch(device, step_inputs)))
+        mean, grad_norm, is_finite = mean_gradient(sums, step_inputs.batch_size)
         noise, gain = state.noise, jnp.float32(1)
         if self.noise is not None:
-            variance, signal, valid = self._measure_noise(sums.group_terms, grad_norm, update)
+            variance, signal, valid = self._measure_noise(sums.group_terms, grad_norm, step_inputs)
             # By the step's number, so that a resumed run measures at the same steps.
             valid &= state.step % self.noise.every == 0
             noise = noise_scale.add(noise, variance, signal, valid, self.noise.decay)
         if self.adascale_reference:
-            gain = noise_scale.gain(noise, update.batch_size, self.adascale_reference)
+            gain = noise_scale.gain(noise, step_inputs.batch_size, self.adascale_reference)
 
-        updated = self.apply_gradients(state, mean, update, gain)
+        updated = self.apply_gradients(state, mean, step_inputs, gain)
         updated = updated.replace(noise=noise, scale_invariant_steps=state.scale_invariant_steps + gain)
         # With a condition a GPU would wait for its host to choose a branch, and copy the state into it.
         state = optax.tree.where(is_finite, updated, state)
@@ -234,7 +236,7 @@ class TrainStep:
         metrics = {"loss": mean.loss, "grad_norm": grad_norm, **mean.others.metrics}
         metrics["nonfinite"] = nonfinite.astype(jnp.float32)
         if self.adascale_reference:
-            metrics["gain"], metrics["rate"] = gain, update.learning_rate * gain
+            metrics["gain"], metrics["rate"] = gain, step_inputs.learning_rate * gain
         return state, metrics
 
     def metric_names(self, sums: Gradients) -> list[str]:
@@ -252,16 +254,16 @@ class TrainStep:
         """Return the number of micro-batches of `count` examples of a device in a step that measures, by size."""
         return [reader.grouping.num_micro_batches(count) for reader in self._measuring_readers()]
 
-    def _measure_noise(self, group_terms, grad_norm, update: UpdateInputs) -> tuple:
+    def _measure_noise(self, group_terms, grad_norm, step_inputs: StepInputs) -> tuple:
         """Measure the gradient's noise by how all devices' micro-batches differ; see `noise_scale.measure`."""
         sharding = self.reader.sharding
-        by_size = self._num_groups(self.reader.device_batch(jnp.arange(sharding.num_devices), update).count)
+        by_size = self._num_groups(self.reader.device_batch(jnp.arange(sharding.num_devices), step_inputs).count)
         num_groups = jnp.sum(jnp.choose(self.noise.choice(by_size), by_size, mode="clip"))
-        drawn = noise_scale.sampling(update.offset, update.batch_size, sharding.num_originals)
-        return noise_scale.measure(group_terms, num_groups, grad_norm, update.batch_size, drawn)
+        drawn = noise_scale.sampling(step_inputs.offset, step_inputs.batch_size, sharding.num_originals)
+        return noise_scale.measure(group_terms, num_groups, grad_norm, step_inputs.batch_size, drawn)
 
 
-def scale_invariant_rate(inputs: UpdateInputs, state: TrainState) -> jax.Array:
+def scale_invariant_rate(inputs: StepInputs, state: TrainState) -> jax.Array:
     """Return AdaScale's learning rate: that of the scale-invariant step in which a step starts."""
     last = inputs.learning_rate.shape[0] - 1
     return inputs.learning_rate[jnp.minimum(jnp.floor(state.scale_invariant_steps), last).astype(jnp.int32)]
@@ -273,21 +275,21 @@ def make_inner_loop(step: TrainStep, devices: list | None = None):
     Args:
       devices: devices to compile for, which need not be attached; None for this host's.
     Returns:
-      A function (state, data, inputs, num_updates) -> (state, metrics).
+      A function (state, data, inputs, num_steps) -> (state, metrics).
       state: TrainState with a leading axis of this host's devices; donated.
       data: as `MicroBatchReader.read` takes it, with the same leading axis.
-      inputs: UpdateInputs of the next steps, each [inputs_length], the same on every device.
-      num_updates: number of steps to take.
+      inputs: StepInputs of the next steps, each [inputs_length], the same on every device.
+      num_steps: number of steps to take.
       metrics: float32 [inputs_length] by name, zero for steps that were not reached: "loss", "grad_norm",
         "nonfinite" (the state's counter after the step) and those of `loss_fn`; with AdaScale "gain" and "rate".
     """
 
-    def inner_loop(state, data, inputs, num_updates):
+    def inner_loop(state, data, inputs, num_steps):
         device = lax.axis_index(AXIS)
 
         def goes_on(carry):
             index, state, _ = carry
-            more = (index < num_updates) & (state.nonfinite <= step.max_nonfinite)
+            more = (index < num_steps) & (state.nonfinite <= step.max_nonfinite)
             if step.adascale_reference:  # the table of rates is below 0 beyond the end of the run
                 more &= scale_invariant_rate(inputs, state) >= 0
             return more
@@ -299,7 +301,7 @@ def make_inner_loop(step: TrainStep, devices: list | None = None):
 
         names = step.metric_names(step.zero_sums(state, data))
         metrics = dict.fromkeys(names, jnp.zeros(inputs.epoch.shape))
-        with jax.named_scope(UPDATES):
+        with jax.named_scope(STEPS):
             _, state, metrics = lax.while_loop(goes_on, body, (jnp.int32(0), state, metrics))
         return state, metrics
 

@@ -10,7 +10,7 @@ from largebatch.data.streaming import Resident, Stream, Upcoming
 from largebatch.hosts import preemption, replicas
 from largebatch.hosts.clock import Clock
 from largebatch.hosts.collectives import is_primary
-from largebatch.optim.schedules import Schedule, UpdateInputs
+from largebatch.optim.schedules import Schedule, StepInputs
 from largebatch.training.local_sgd import Sync
 from largebatch.training.programs import Programs
 from largebatch.training.state import TrainState
@@ -23,10 +23,10 @@ PROFILED_STEPS = 3
 class NonFinite(Exception):
     """Raised after more than `max_nonfinite` consecutive non-finite losses or gradients, or a validation loss."""
 
-    def __init__(self, what: str, step: int, update: UpdateInputs):
-        super().__init__(f"{what} (learning rate {update.learning_rate:g})")
+    def __init__(self, what: str, step: int, inputs: StepInputs):
+        super().__init__(f"{what} (learning rate {inputs.learning_rate:g})")
         self.step = int(step)  # number of the step, which was not applied
-        self.update = update  # inputs of the step
+        self.inputs = inputs  # inputs of the step
 
 
 class Trainer:
@@ -84,23 +84,23 @@ class Trainer:
     def next_validation(self) -> int:
         """The step at which the running outer loop ends; AdaScale may end it before."""
         end = (self.step // self.inner_steps + 1) * self.inner_steps
-        return end if self.schedule.scale_invariant else min(end, self.schedule.num_updates)
+        return end if self.schedule.scale_invariant else min(end, self.schedule.num_steps)
 
     @property
     def schedule_step(self) -> float:
-        """Steps done of the schedule's `num_updates`; with AdaScale, scale-invariant steps."""
+        """Steps done of the schedule's `num_steps`; with AdaScale, scale-invariant steps."""
         return self._scale_invariant_steps if self.schedule.scale_invariant else self.step
 
     @property
     def examples_left(self) -> int:
         """Training examples from here to the last step, by the schedule as it is now."""
         schedule = self.schedule
-        return schedule.examples_before(schedule.num_updates) - schedule.examples_before(int(self.schedule_step))
+        return schedule.examples_before(schedule.num_steps) - schedule.examples_before(int(self.schedule_step))
 
     @property
     def done(self) -> bool:
         """True after the run's last step."""
-        return self.schedule_step >= self.schedule.num_updates
+        return self.schedule_step >= self.schedule.num_steps
 
     @property
     def at_validation(self) -> bool:
@@ -120,7 +120,7 @@ class Trainer:
 
         Where devices may take local steps it has every replica beside their mean, which is what others read.
         """
-        snapshot = {"state": replicas.first_replica(self.mean_state()), "updates": self._metrics}
+        snapshot = {"state": replicas.first_replica(self.mean_state()), "steps": self._metrics}
         if self.programs.local_loop:
             snapshot["replicas"] = replicas.all_replicas(self.state)
         return snapshot
@@ -132,7 +132,7 @@ class Trainer:
             self.state = replicas.spread(snapshot["replicas"], on)
         else:
             self.state = replicas.replicate(snapshot["state"], on)
-        self._metrics = {name: np.array(values) for name, values in snapshot["updates"].items()}
+        self._metrics = {name: np.array(values) for name, values in snapshot["steps"].items()}
         self._read_counters()
 
     def run(self, num_steps: int) -> tuple[int, float]:
@@ -150,12 +150,12 @@ class Trainer:
         if first < self._first_local_step < end:  # no call runs both synchronous and local steps
             end = self._first_local_step
         # Up to the end of the run; with AdaScale at least these.
-        upcoming = Upcoming(self._seed, first, max(self.schedule.num_updates, end), self.schedule.examples_before)
+        upcoming = Upcoming(self._seed, first, max(self.schedule.num_steps, end), self.schedule.examples_before)
         inputs = self.schedule.inputs(first, self._inputs_length)
         with self._maybe_profile(), self._clock.measure("train"):
-            loaded = self._data.for_updates(upcoming, end - first)
-            num_updates = loaded.num_updates  # fewer where the data at hand serve fewer
-            arguments = self.state, loaded.arrays, inputs, np.int32(num_updates)
+            loaded = self._data.for_steps(upcoming, end - first)
+            num_steps = loaded.num_steps  # fewer where the data at hand serve fewer
+            arguments = self.state, loaded.arrays, inputs, np.int32(num_steps)
             if first < self._first_local_step:
                 self.state, metrics = self.programs.inner_loop(*arguments)
             else:
@@ -163,12 +163,12 @@ class Trainer:
             del loaded, arguments  # else their memory could not be used for the data that follow
             jax.block_until_ready((self.state, metrics))
         if self.schedule.scale_invariant:  # the schedule may have ended before
-            num_updates = int(replicas.first_replica(self.state.step)) - first
+            num_steps = int(replicas.first_replica(self.state.step)) - first
         metrics = {name: np.asarray(values) for name, values in metrics.items()}
-        self._refuse_nonfinite(inputs, metrics, num_updates)
-        place = slice(first % self.inner_steps, first % self.inner_steps + num_updates)
+        self._refuse_nonfinite(inputs, metrics, num_steps)
+        place = slice(first % self.inner_steps, first % self.inner_steps + num_steps)
         for name, values in self._metrics.items():
-            values[place] = metrics[name][:num_updates] if name in metrics else 0
+            values[place] = metrics[name][:num_steps] if name in metrics else 0
         self._read_counters()
         self._calls += 1
         seconds = time.perf_counter() - begin
@@ -185,26 +185,26 @@ class Trainer:
         if self._signal:
             raise preemption.Stopped(self._signal)
 
-    def _refuse_nonfinite(self, inputs: UpdateInputs, metrics: dict[str, np.ndarray], num_updates: int) -> None:
-        too_many = np.flatnonzero(metrics["nonfinite"][:num_updates] > self._max_nonfinite)
+    def _refuse_nonfinite(self, inputs: StepInputs, metrics: dict[str, np.ndarray], num_steps: int) -> None:
+        too_many = np.flatnonzero(metrics["nonfinite"][:num_steps] > self._max_nonfinite)
         if len(too_many):
             index, step = too_many[0], self.step + too_many[0] + 1
             name = "grad_norm" if np.isfinite(metrics["loss"][index]) else "loss"
             rates = metrics["rate"] if self.schedule.scale_invariant else inputs.learning_rate
-            what = f"{name} of update {step} is {metrics[name][index]}"
-            raise NonFinite(what, step, self._update(inputs, index, rates[index]))
+            what = f"{name} of step {step} is {metrics[name][index]}"
+            raise NonFinite(what, step, self._inputs_of(inputs, index, rates[index]))
 
     def nonfinite_validation(self, loss: float) -> NonFinite:
-        """Return the error for a validation loss that is not finite; its `update` is that of the next step."""
-        last_step = self.schedule.num_updates - 1
+        """Return the error for a validation loss that is not finite; its `step` is that of the next step."""
+        last_step = self.schedule.num_steps - 1
         rate = self.schedule.learning_rate_at(min(int(self.schedule_step), last_step))
-        what = f"the validation loss after update {self.step} is {loss}"
-        return NonFinite(what, self.step, self._update(self.schedule.inputs(self.step, 1), 0, rate))
+        what = f"the validation loss after step {self.step} is {loss}"
+        return NonFinite(what, self.step, self._inputs_of(self.schedule.inputs(self.step, 1), 0, rate))
 
-    def _update(self, inputs: UpdateInputs, index: int, rate: float) -> UpdateInputs:
+    def _inputs_of(self, inputs: StepInputs, index: int, rate: float) -> StepInputs:
         """Return the inputs of one step, with the learning rate that it took."""
         place = inputs.epoch[index], inputs.offset[index], inputs.batch_size[index]
-        return UpdateInputs(*place, learning_rate=rate * self.learning_rate_scale, b2=inputs.b2[index])
+        return StepInputs(*place, learning_rate=rate * self.learning_rate_scale, b2=inputs.b2[index])
 
     def _maybe_profile(self):
         """Return a context in which host 0 traces the call after the first; all hosts run as many steps in it."""

@@ -130,9 +130,9 @@ def metrics_row(
         "train_loss": mean("loss"),
         **{f"train_{name}": mean(name) for name in programs.task.kind.metric_names},
         "grad_norm": metrics["grad_norm"][-1],
-        "skipped_updates": int((~is_applied).sum()),
+        "skipped_steps": int((~is_applied).sum()),
         "noise_scale": None if has_local_steps else noise_scale.noise_scale(noise),  # local steps measure none
-        "bytes_sent": programs.bytes_sent_per_update(hardware.num_devices, metrics),
+        "bytes_sent": programs.bytes_sent_per_step(hardware.num_devices, metrics),
         "val_score": validation.scores.score,
         **validation.scores.row_fields(),
         **validation.other_scores,

@@ -412,7 +412,7 @@ def test_a_process_that_is_killed_again_and_again_while_it_copies(tmp_path, sess
             shutil.rmtree(home["HOME"])  # the machine is gone
         last = run_script("train.py", *command, env=environment)
         assert last.returncode == 0, last.stderr
-        assert "resuming at update" in last.stderr
+        assert "resuming at step" in last.stderr
         (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*")
         assert_same_run(copy, whole)
         shutil.rmtree(home["HOME"])
@@ -438,7 +438,7 @@ def test_a_pod_that_is_stopped_goes_on_on_other_machines(session_cache, home):
         shutil.rmtree(home["HOME"])
         last = run_script(*command, env=environment)
         assert last.returncode == 0, last.stderr
-        assert "resuming at update" in last.stderr
+        assert "resuming at step" in last.stderr
         (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*")
         rows = [json.loads(line)["step"] for line in (copy / "metrics.jsonl").read_text().splitlines()]
         assert rows == [2, 4, 6, 8, 10, 12]

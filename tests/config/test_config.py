@@ -212,9 +212,9 @@ def test_fields_of_mixed_type_take_both():
 
 def test_what_a_config_file_sets_may_be_taken_away():
     fast = ["--config", "configs/eurosat_muon.py"]
-    assert parse(*fast, field="schedule.warmup_updates") == "67"
-    assert parse(*fast, "--config.schedule.warmup_updates", "None", field="schedule.warmup_updates") == "None"
-    others = ["--config.schedule.warmup_updates=None", "--config.schedule.warmup_epochs=0.1"]
+    assert parse(*fast, field="schedule.warmup_steps") == "67"
+    assert parse(*fast, "--config.schedule.warmup_steps", "None", field="schedule.warmup_steps") == "None"
+    others = ["--config.schedule.warmup_steps=None", "--config.schedule.warmup_epochs=0.1"]
     assert parse(*fast, *others, field="schedule.warmup_epochs") == "0.1"
 
 
@@ -248,7 +248,7 @@ def test_compiled_programs_are_kept_where_the_user_says_first(tmp_path):
     ("given", "meant"),
     [
         *(("optimizer.lr", "optimizer.learning_rate"), ("train.epochs", "train.outer_steps")),  # by aliases
-        *(("bs", "batch.size"), ("optimizer.warmup_steps", "schedule.warmup_updates")),
+        *(("bs", "batch.size"), ("optimizer.warmup_steps", "schedule.warmup_steps")),
         *(("train.learning_rate", "optimizer.learning_rate"), ("optimiser.b2", "optimizer.b2")),
         *(("optimizer.weigth_decay", "optimizer.weight_decay"), ("optimizer.eps", None), ("model.qqq", None)),
     ],

@@ -27,9 +27,9 @@ def setup():
 
 def test_rates_are_those_of_the_paper(setup):
     schedule = setup[0].schedule
-    rates = schedule.learning_rates(np.arange(schedule.num_updates))
-    epochs = np.arange(schedule.num_updates) * 8192 / 1_281_167
-    assert schedule.num_updates * 8192 == pytest.approx(90 * 1_281_167, rel=1e-3)
+    rates = schedule.learning_rates(np.arange(schedule.num_steps))
+    epochs = np.arange(schedule.num_steps) * 8192 / 1_281_167
+    assert schedule.num_steps * 8192 == pytest.approx(90 * 1_281_167, rel=1e-3)
     assert rates[0] == pytest.approx(0.1, rel=0.05)  # from there, over 5 epochs: section 2.2
     np.testing.assert_allclose(rates[(epochs > 5.1) & (epochs < 29.9)], 0.1 * 8192 / 256)
     for begin, end, factor in ((30.1, 59.9, 0.1), (60.1, 79.9, 0.01), (80.1, 90, 0.001)):

@@ -13,7 +13,7 @@ from largebatch.data.batching import choose_sharding
 from largebatch.data.placement import bytes_per_device, place
 from largebatch.data.random_augment import RandomAugment
 from largebatch.data.streaming import Stream, Upcoming, load_inputs
-from largebatch.optim.schedules import UpdateInputs
+from largebatch.optim.schedules import StepInputs
 from largebatch.tasks.task import Classification
 from largebatch.training.views import make_read
 
@@ -41,13 +41,13 @@ def on_devices(small_config, monkeypatch):
 def upcoming_from(first: int, batch_sizes=BATCH_SIZES, seed: int = SEED) -> Upcoming:
     """The steps from `first` on."""
     before = np.cumsum([0, *batch_sizes])
-    return Upcoming(seed, first, len(batch_sizes), lambda update: int(before[update]))
+    return Upcoming(seed, first, len(batch_sizes), lambda step: int(before[step]))
 
 
-def examples_of(sharding, device: int, upcoming: Upcoming, update: int) -> np.ndarray:
+def examples_of(sharding, device: int, upcoming: Upcoming, step: int) -> np.ndarray:
     """Return the visits of a device in a step, by its own numbering, without the code under test."""
     visits = order(sharding.num_originals, sharding.num_shards, sharding.views, SEED, epochs=4)
-    examples = visits[upcoming.examples_before(update) : upcoming.examples_before(update + 1)]
+    examples = visits[upcoming.examples_before(step) : upcoming.examples_before(step + 1)]
     places, views = np.divmod(examples, sharding.views)
     rounds, shards = np.divmod(places, sharding.num_shards)
     is_own = shards % sharding.num_devices == device
@@ -65,18 +65,18 @@ def test_every_step_reads_the_images_that_resident_data_have(small_config, on_de
     while step < len(BATCH_SIZES):
         upcoming = upcoming_from(step)
         before = stream.arrays
-        loaded = stream.for_updates(upcoming, wanted[step % 4])
+        loaded = stream.for_steps(upcoming, wanted[step % 4])
         num_chunks += loaded.arrays is not before
-        assert 1 <= loaded.num_updates <= wanted[step % 4]
+        assert 1 <= loaded.num_steps <= wanted[step % 4]
         shard = jax.tree.map(np.asarray, loaded.arrays)
-        for update in range(step, step + loaded.num_updates):
+        for following in range(step, step + loaded.num_steps):
             for device in range(num_devices):
-                examples = examples_of(sharding, device, upcoming, update)
+                examples = examples_of(sharding, device, upcoming, following)
                 originals = examples // sharding.views
                 in_buffer = shard["images"][device][shard["rows"][device][originals]]
                 np.testing.assert_array_equal(in_buffer, images[device][originals])
                 np.testing.assert_array_equal(shard["labels"][device], labels[device])
-        step += loaded.num_updates
+        step += loaded.num_steps
     assert num_chunks > 10
 
 
@@ -96,7 +96,7 @@ def test_a_stream_is_read_as_resident_data_are(small_config, on_devices, tmp_pat
         small_config.dataset.image_size = None
     cache, sharding, stream = on_devices(1)
     resident = place(cache, sharding, small_config.dataset.split_seed).train.arrays
-    stream.for_updates(upcoming_from(0, (40,)), 1)
+    stream.for_steps(upcoming_from(0, (40,)), 1)
     examples = examples_of(sharding, 0, upcoming_from(0, (40,)), 0)
     results = []
     for storage, arrays in (("streamed", stream.arrays), ("on_device", resident)):
@@ -110,7 +110,7 @@ def test_a_stream_is_read_as_resident_data_are(small_config, on_devices, tmp_pat
 
 def test_what_the_devices_need_is_announced(on_devices):
     cache, sharding, stream = on_devices(2, num_rows=37)
-    stream.for_updates(upcoming_from(0), 1)
+    stream.for_steps(upcoming_from(0), 1)
     following = stream._next.arrays.result()
     own, next_ = (jax.tree.map(lambda x: x.nbytes // 2, arrays) for arrays in (stream.arrays, following))
     announced = bytes_per_device(cache.layout, sharding, 1, buffer_rows=37)
@@ -143,28 +143,28 @@ def test_the_next_chunk_is_read_ahead_once_and_every_original_of_it_once(on_devi
     cache, _, stream = on_devices(1)
     reads = reads_of(cache, monkeypatch)
     sizes = (64,) * 6
-    for update in range(6):
-        stream.for_updates(upcoming_from(update, sizes), 1)
+    for step in range(6):
+        stream.for_steps(upcoming_from(step, sizes), 1)
         if stream._next:
             stream._next.arrays.result()
-        assert len(reads) == min(update + 2, 6)
+        assert len(reads) == min(step + 2, 6)
     assert all(len(set(rows)) == len(rows) for rows in reads)
     assert len(reads[1]) < 64  # where a pass ends, originals come twice
 
 
 def test_a_chunk_serves_whatever_lies_in_it_and_nothing_else(on_devices, monkeypatch):
     cache, sharding, stream = on_devices(1, num_rows=80)
-    stream.for_updates(upcoming_from(0, (10,) * 20), 20)
+    stream.for_steps(upcoming_from(0, (10,) * 20), 20)
     stream._next.arrays.result()
     reads = reads_of(cache, monkeypatch)
-    assert stream.for_updates(upcoming_from(2, (10,) * 20), 20).num_updates == 6
-    assert stream.for_updates(upcoming_from(1, (20,) * 4), 20).num_updates == 3  # the batch has grown
+    assert stream.for_steps(upcoming_from(2, (10,) * 20), 20).num_steps == 6
+    assert stream.for_steps(upcoming_from(1, (20,) * 4), 20).num_steps == 3  # the batch has grown
     assert not reads
     chunk = stream._chunk
-    stream.for_updates(upcoming_from(0, (10,) * 20, seed=4), 1)
+    stream.for_steps(upcoming_from(0, (10,) * 20, seed=4), 1)
     assert stream._chunk is not chunk
-    inputs = UpdateInputs(*(np.array([x], np.int32) for x in (2, 630, 30)), learning_rate=None, b2=None)
-    assert load_inputs(stream, sharding, SEED, inputs).num_updates == 1
+    inputs = StepInputs(*(np.array([x], np.int32) for x in (2, 630, 30)), learning_rate=None, b2=None)
+    assert load_inputs(stream, sharding, SEED, inputs).num_steps == 1
     assert (stream._chunk.begin, stream._chunk.end) == (2 * 640 + 630, 3 * 640 + 20)
 
 

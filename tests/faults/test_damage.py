@@ -102,10 +102,10 @@ def damage_checkpoints(run: FinishedRun, count: int, rng: random.Random) -> dict
 def stream_a_pass(cache: Cache, sharding: DataSharding, seed: int) -> None:
     """Reads every training image, four at a time on each device, as a streamed run does."""
     data = place(cache, sharding, seed, buffer_rows=4)
-    batch_size, num_updates = 24, -(-sharding.num_originals // 24)
-    upcoming = Upcoming(0, 0, num_updates, lambda update: update * batch_size)
-    for first in range(num_updates):
-        data.train.for_updates(dataclasses.replace(upcoming, first=first), 1)
+    batch_size, num_steps = 24, -(-sharding.num_originals // 24)
+    upcoming = Upcoming(0, 0, num_steps, lambda step: step * batch_size)
+    for first in range(num_steps):
+        data.train.for_steps(dataclasses.replace(upcoming, first=first), 1)
 
 
 def read_cache(run: FinishedRun, read_training: Callable) -> None:

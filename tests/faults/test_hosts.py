@@ -57,11 +57,11 @@ def test_the_hosts_left_end_within_30_s_and_a_start_goes_on(victim, tmp_path):
     saved = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit())
     arguments = pod_command(train_command(tmp_path, "run", **{"train.outer_steps": 100_000}), NUM_HOSTS, DEVICES)
     again = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    told = next((line for line in again.stderr if "resuming at update" in line), "")
+    told = next((line for line in again.stderr if "resuming at step" in line), "")
     again.terminate()
     _, rest = again.communicate(timeout=120)
     assert again.returncode == 143, rest
-    assert f"resuming at update {saved}" in told
+    assert f"resuming at step {saved}" in told
     # JAX aborts a host that lost another, or raises first.
     assert "was killed, or a host died" in told or "the process before failed (a collective" in told
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

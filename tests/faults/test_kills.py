@@ -49,7 +49,7 @@ ADASCALE = {  # on a trace that changes within outer loops and between
     "optimizer.name": "sgd",
 }
 GROWING = {"batch.size": 100, "batch.auto": True, "batch.max_size": 800, "optimizer.name": "sgd"}
-LOCAL = {  # averages after updates 8, 12, 16, ...: in the middle of outer loops and between
+LOCAL = {  # averages after steps 8, 12, 16, ...: in the middle of outer loops and between
     "batch.size": 500,
     "sync.mode": "post_local",
     "sync.start_step": 4,

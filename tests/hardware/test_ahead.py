@@ -44,7 +44,7 @@ def test_all_programs_of_a_run_are_lowered(small_config):
     small_config.sync.every = small_config.sync.start_step = 2
     plan = ProgramCache().load(typed(small_config)).plan
     lowered = examine.lower_plan(plan, memory.available_bytes(), jax.devices())
-    assert list(lowered) == ["update", "local update", "average", "validation", "validation of copies"]
+    assert list(lowered) == ["step", "local step", "average", "validation", "validation of copies"]
 
 
 def sizes_in_a_run(name, splits):

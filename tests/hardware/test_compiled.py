@@ -27,8 +27,8 @@ def test_loops_are_counted_by_their_turns(program):
         return sum(times * instruction.cycles for instruction, times in executions)
 
     assert cycles(program.executions(turns)) == 1000 + 5 * 100 + 3 * 7 + 7
-    update = next(loop for loop in program.loops() if loop.scope == "updates")
-    assert cycles(program.executions(turns, update)) == 5 * 100 + 3 * 7 + 7
+    step = next(loop for loop in program.loops() if loop.scope == "steps")
+    assert cycles(program.executions(turns, step)) == 5 * 100 + 3 * 7 + 7
 
 
 def test_instructions_sources_collectives_and_donations_are_found(program):
@@ -46,7 +46,7 @@ def test_instructions_sources_collectives_and_donations_are_found(program):
 @pytest.mark.parametrize(
     ("op_name", "operation"),
     [
-        ("jit(f)/updates/while/body/micro_batches/while/body/jvp(Net)/Conv_1/conv", "Conv_1/conv"),
+        ("jit(f)/steps/while/body/micro_batches/while/body/jvp(Net)/Conv_1/conv", "Conv_1/conv"),
         ("jit(f)/while/body/transpose(jvp(Net))/Conv_1/conv", "Conv_1/conv, backward"),
         ("", ""),
     ],
@@ -119,11 +119,11 @@ def test_what_is_wrong_is_found():
         return x
 
     def loops(x):
-        with jax.named_scope("updates"):
+        with jax.named_scope("steps"):
             return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
 
     assert look(prints).host_transfers
-    assert [name.partition(" ")[0] for name in look(loops).unknown_loops] == ["updates"]
+    assert [name.partition(" ")[0] for name in look(loops).unknown_loops] == ["steps"]
     with jax.enable_x64(True):
         assert look(lambda x: (x.astype(jnp.float64) * 3.3).astype(jnp.float32)).uses_float64
 

@@ -58,25 +58,25 @@ def test_a_config_compiles_and_fits(case, target_name, session_cache):
     target, config = target_or_skip(target_name), case.load()
     config.augment.cache_dir = str(session_cache)
     compiled = examine.compile_for(typed(config), target)
-    update = compiled.programs["update"]
+    step = compiled.programs["step"]
     if target.hardware.num_devices > 1:
-        assert [one.opcode.removesuffix("-start") for one in update.collectives] == ["all-reduce"]
-        assert update.collectives[0].times == 1
+        assert [one.opcode.removesuffix("-start") for one in step.collectives] == ["all-reduce"]
+        assert step.collectives[0].times == 1
     else:
-        assert not update.collectives
+        assert not step.collectives
     # Where a batch is the whole set, or one micro-batch on a card, the number of micro-batches is known.
     micro_batches = compiled.plan.micro_batches
     is_known = micro_batches.by_slices or micro_batches.single
-    unknown = ["updates"] if is_known else ["updates", "micro_batches"]
-    assert [loop.partition(" ")[0] for loop in update.unknown_loops] == unknown
-    assert update.aliased_outputs == len(jax.tree.leaves(state_shapes(compiled.plan)))
+    unknown = ["steps"] if is_known else ["steps", "micro_batches"]
+    assert [loop.partition(" ")[0] for loop in step.unknown_loops] == unknown
+    assert step.aliased_outputs == len(jax.tree.leaves(state_shapes(compiled.plan)))
     for name, program in compiled.programs.items():
         assert not program.host_transfers, name
         assert not program.uses_float64, name
         assert sum(program.memory.values()) < target.chip.memory_bytes, name
     images = ("training images", "validation images", "parameters and optimizer")
     estimate = sum(size for part, size in compiled.needed.items() if part not in images)
-    assert update.memory["temporaries"] < ESTIMATE_ERROR * estimate + SMALL * target.chip.memory_bytes
+    assert step.memory["temporaries"] < ESTIMATE_ERROR * estimate + SMALL * target.chip.memory_bytes
 
 
 @pytest.mark.compilers
@@ -120,7 +120,7 @@ def started_by_host(tmp_path):
         config = Case("cifar10_resnet8", (("batch.size", 1024), ("batch.micro_batch_size", 64))).load()
         data, free = examine.dataset_info(typed(config)), target.chip.memory_bytes
         plan = choose_plan(typed(config), data, target.hardware, free_bytes=free)
-        lowered = examine.lower_plan(plan, free, target.devices)["update"]
+        lowered = examine.lower_plan(plan, free, target.devices)["step"]
         lowered.compile(compiler_options=options | {"xla_dump_to": str(tmp_path)})
         (text,) = [path.read_text() for path in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")]
         of_call = re.findall(r"^\d+: (k\w+)", text, re.MULTILINE)
@@ -161,7 +161,7 @@ def small_case():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "make_step", lambda plan: dataclasses.replace(make_step(plan), **changes))
             lowered = examine.lower_plan(plan, free, target.devices)
-        return compile_and_look(lowered["update"], {"updates": 1, "micro_batches": 2}, "tpu")
+        return compile_and_look(lowered["step"], {"steps": 1, "micro_batches": 2}, "tpu")
 
     return look
 
@@ -171,7 +171,7 @@ def test_a_sound_update(small_case):
     found = small_case()
     assert len(found.collectives) == 1
     assert (found.host_transfers, found.uses_float64) == ([], False)
-    assert [loop.partition(" ")[0] for loop in found.unknown_loops] == ["updates"]
+    assert [loop.partition(" ")[0] for loop in found.unknown_loops] == ["steps"]
     assert found.cycles > 0
     assert found.costs[0].source.startswith("largebatch/nn/convolution.py:")
 

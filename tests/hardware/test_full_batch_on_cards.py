@@ -32,7 +32,7 @@ def what_it_does(lowered) -> dict:
     images = [one for one in inside if re.search(r"\[5400,\d+,\d+,\d+\]", one.shape)]
     sizes = [re.search(r"\[5400,(\d+),(\d+),(\d+)\]", one.shape) for one in images]
     return {
-        "bytes": compile_and_look(lowered, {"updates": 1, "micro_batches": 32}, "gpu").moved_bytes,
+        "bytes": compile_and_look(lowered, {"steps": 1, "micro_batches": 32}, "gpu").moved_bytes,
         "inputs": [program.named[one.operands[0]].shape for one in convolutions],
         "activations": {tuple(map(int, size.groups())) for size in sizes},
         "copies": [one.name for one in images if one.opcode in ("copy", "transpose", "pad")],
@@ -46,7 +46,7 @@ def test_a_full_batch_on_a_card_moves_activations_once_and_pads_none(card):
     config = Case("eurosat_v3_32", (("batch.micro_batch_size", 5400),)).load()
     config, free = typed(config).replace(model={"dtype": "bfloat16"}), target.chip.memory_bytes
     plan = choose_plan(config, examine.dataset_info(config), target.hardware, free_bytes=free)
-    found = what_it_does(examine.lower_plan(plan, free, target.devices)["update"])
+    found = what_it_does(examine.lower_plan(plan, free, target.devices)["step"])
     assert found["bytes"] <= 240e9
     assert not found["copies"]
     blocks = (33, 33, 16)  # of 2x2 pixels: what the first convolution reads

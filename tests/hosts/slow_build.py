@@ -41,14 +41,14 @@ def hold(build_files):
 
 
 def small_config():
-    """A run of two updates."""
+    """A run of two steps."""
     config = default.get_config()
     config.augment.cache_dir = str(FOLDER / "cache")
     config.dataset.num_examples, config.dataset.image_size = 100, 16
     config.batch.micro_batch_size = 16
     config.optimizer.name, config.optimizer.learning_rate = "sgd", 0.1
     config.train.inner_steps, config.train.outer_steps = 2, 1
-    trainer.SECONDS_PER_CALL = 0.0  # a call for each update
+    trainer.SECONDS_PER_CALL = 0.0  # a call for each step
     return config
 
 

@@ -15,14 +15,14 @@ BATCH_NORM = {"model.norm": "batch"}
 ADASCALE = {"schedule.scaling": "adascale", "optimizer.name": "sgd"}
 CASES = [
     # Schedules, of 100 steps.
-    ({"schedule.warmup_updates": 2, "schedule.warmup_epochs": 1.0}, "schedule.warmup_updates and .*: both given"),
-    ({"schedule.warmup_updates": 100}, "warmup_updates: 100; allowed: fewer than the run's 100 updates"),
-    ({"schedule.warmup_epochs": 10.0}, r"schedule.warmup_epochs: 10.0 is \d+ updates; allowed: up to 99"),
-    ({"schedule.warmup_examples": 10**30}, "allowed: up to 99, before the last update"),
-    (STEPS | {"schedule.warmup_updates": 31}, "allowed: up to the first decay, at 30"),
-    (STEPS | {"schedule.warmup_epochs": 4.0}, r"is 40 updates; allowed: up to 30, before the first decay"),
+    ({"schedule.warmup_steps": 2, "schedule.warmup_epochs": 1.0}, "schedule.warmup_steps and .*: both given"),
+    ({"schedule.warmup_steps": 100}, "warmup_steps: 100; allowed: fewer than the run's 100 steps"),
+    ({"schedule.warmup_epochs": 10.0}, r"schedule.warmup_epochs: 10.0 is \d+ steps; allowed: up to 99"),
+    ({"schedule.warmup_examples": 10**30}, "allowed: up to 99, before the last step"),
+    (STEPS | {"schedule.warmup_steps": 31}, "allowed: up to the first decay, at 30"),
+    (STEPS | {"schedule.warmup_epochs": 4.0}, r"is 40 steps; allowed: up to 30, before the first decay"),
     (STEPS | {"schedule.decay_steps": (60, 30)}, r"schedule.decay_steps: \(60, 30\); allowed: ascending"),
-    (STEPS | {"schedule.decay_steps": (30, 100)}, "allowed: within the run's 100 updates"),
+    (STEPS | {"schedule.decay_steps": (30, 100)}, "allowed: within the run's 100 steps"),
     ({"schedule.name": "step"}, r"schedule.decay_steps: \(\); allowed: with schedule.name 'step'"),
     (STEPS | {"schedule.name": "linear"}, r"decay_steps: \(30,\); allowed: \(\) with .*'linear'"),
     (
@@ -34,7 +34,7 @@ CASES = [
     # Batches that change.
     ({"batch.trace": (4, 0, 4)}, "batch.trace: 0 at place 1; allowed: an integer from 1 to"),
     ({"batch.trace": ()}, r"batch.trace: \(\); allowed: at least one batch size"),
-    ({"batch.trace": (4, 4)}, "batch.trace: 2 given, ends with update 1; allowed: up to the run's last, 99, or"),
+    ({"batch.trace": (4, 4)}, "batch.trace: 2 given, ends with step 1; allowed: up to the run's last, 99, or"),
     ({"batch.trace": "nowhere.csv"}, "batch.trace: nowhere.csv cannot be read"),
     ({"batch.trace": 4}, "batch.trace: 4; allowed: a tuple of integers >= 1, the path of a CSV file, or None"),
     (HELD | {"batch.auto": True}, "batch.trace and batch.auto: both given"),
@@ -50,7 +50,7 @@ CASES = [
     ),
     (
         {"batch.auto": True, "schedule.name": "linear", "schedule.decay_over": "images"},
-        "decay_over: 'images'; allowed: 'updates' where training finds",
+        "decay_over: 'images'; allowed: 'steps' where training finds",
     ),
     # Groups that batch normalisation or the gradient's noise would take, on 8 devices.
     (

@@ -12,48 +12,46 @@ from largebatch.util import BadSetting
 EPOCH = 172_800
 
 
-def create(num_updates=100, batch_size=512, epoch_size=EPOCH, **fields):
+def create(num_steps=100, batch_size=512, epoch_size=EPOCH, **fields):
     """The schedule of a base rate of 0.1 and one batch size."""
-    return create_schedule(
-        ScheduleConfig(**fields), 0.1, num_updates, BatchSchedule.constant(batch_size), epoch_size
-    )
+    return create_schedule(ScheduleConfig(**fields), 0.1, num_steps, BatchSchedule.constant(batch_size), epoch_size)
 
 
-def rates(schedule, *updates):
-    return schedule.learning_rates(np.array(updates)).tolist()
+def rates(schedule, *steps):
+    return schedule.learning_rates(np.array(steps)).tolist()
 
 
 # ---- rates ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("fields", "updates", "expected"),
+    ("fields", "steps", "expected"),
     [
         ({}, (0, 50, 99), [0.1, 0.1, 0.1]),
         # Warm-up ends at the peak and wastes no step.
-        ({"warmup_updates": 10}, (0, 4, 9, 10, 99), [0.01, 0.05, 0.1, 0.1, 0.1]),
+        ({"warmup_steps": 10}, (0, 4, 9, 10, 99), [0.01, 0.05, 0.1, 0.1, 0.1]),
         # 90 steps after the warm-up: the first has the peak, the last a 90th of it.
-        ({"name": "linear", "warmup_updates": 10}, (9, 10, 55, 99), [0.1, 0.1, 0.05, 0.1 / 90]),
+        ({"name": "linear", "warmup_steps": 10}, (9, 10, 55, 99), [0.1, 0.1, 0.05, 0.1 / 90]),
         ({"name": "linear", "final_fraction": 0.2}, (0, 50), [0.1, 0.1 * (1 - 0.8 * 0.5)]),
         (
-            {"name": "cosine", "warmup_updates": 20},
+            {"name": "cosine", "warmup_steps": 20},
             (19, 20, 40, 60, 80, 99),
             [0.1, 0.1, *(0.05 * (1 + np.cos(np.pi * p)) for p in (0.25, 0.5, 0.75, 79 / 80))],
         ),
         ({"name": "cosine", "final_fraction": 0.1}, (50,), [0.01 + 0.09 / 2]),
         (
-            {"name": "step", "decay_steps": (30, 60), "decay_factor": 0.5, "warmup_updates": 5},
+            {"name": "step", "decay_steps": (30, 60), "decay_factor": 0.5, "warmup_steps": 5},
             (0, 4, 29, 30, 59, 60, 99),
             [0.02, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025],
         ),
         # 51,200 examples are 100 steps of 512; half an epoch of 25,600 is 25.
-        ({"num_updates": 400, "warmup_examples": 51_200}, (0, 99), [0.001, 0.1]),
+        ({"num_steps": 400, "warmup_examples": 51_200}, (0, 99), [0.001, 0.1]),
         ({"epoch_size": 25_599, "warmup_epochs": 0.5}, (0, 23, 24), [0.1 / 25, 0.1 * 24 / 25, 0.1]),
     ],
 )
-def test_rates(fields, updates, expected):
+def test_rates(fields, steps, expected):
     schedule = create(**fields)
-    np.testing.assert_allclose(rates(schedule, *updates), expected)
+    np.testing.assert_allclose(rates(schedule, *steps), expected)
     assert schedule.batch_sizes.at(np.arange(100)).tolist() == [512] * 100
 
 
@@ -61,14 +59,14 @@ def test_rates(fields, updates, expected):
 def test_a_decay_over_images_goes_by_what_a_trace_has_seen(name):
     sizes = np.array([128] * 60 + [1024] * 40)
     trace = BatchSchedule(np.array([0, 60]), np.array([128, 1024]))
-    options = ScheduleConfig(name=name, decay_over="images", warmup_updates=10, final_fraction=0.2)
+    options = ScheduleConfig(name=name, decay_over="images", warmup_steps=10, final_fraction=0.2)
     schedule = create_schedule(options, 0.1, 100, trace, 4096)
     seen = np.cumsum(sizes) - sizes
     done = (seen - seen[10]) / (sizes.sum() - seen[10])
     left = {"linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}[name]
     by_update = schedule.learning_rates(np.arange(100))
     np.testing.assert_allclose(by_update[10:], 0.1 * (0.2 + 0.8 * left)[10:], rtol=1e-12)
-    assert f"{name} over images to 0.02 at update 100" in describe_schedule(schedule)
+    assert f"{name} over images to 0.02 at step 100" in describe_schedule(schedule)
 
 
 # ---- scaling with the batch size --------------------------------------------------------------------
@@ -77,7 +75,7 @@ def test_a_decay_over_images_goes_by_what_a_trace_has_seen(name):
 def test_goyals_rule_for_8192_images():
     """Section 2: 0.1 at 256 becomes 3.2 at 8,192, and the warm-up of 5 epochs starts from 0.1."""
     schedule = create(
-        num_updates=14_000,
+        num_steps=14_000,
         batch_size=8192,
         epoch_size=1_281_167,
         scaling="linear",
@@ -89,7 +87,7 @@ def test_goyals_rule_for_8192_images():
         rates(schedule, 0, warmup // 2 - 1, warmup - 1, warmup, 13_999),
         [0.1 + 3.1 / 782, 0.1 + 3.1 / 2, 3.2, 3.2, 3.2],
     )
-    expected = "learning rate 3.2 = 0.1 x 32 (linear: batch 8,192 / reference 256), reached from 0.1 in 782 updates"
+    expected = "learning rate 3.2 = 0.1 x 32 (linear: batch 8,192 / reference 256), reached from 0.1 in 782 steps"
     assert expected in describe_schedule(schedule)
 
 
@@ -98,25 +96,25 @@ def test_goyals_rule_for_8192_images():
     [("none", 2048, 1), ("linear", 2048, 4), ("sqrt", 2048, 2), ("linear", 128, 0.25), ("sqrt", 128, 0.5)],
 )
 def test_scaling_rules(scaling, batch_size, factor):
-    schedule = create(scaling=scaling, batch_size=batch_size, warmup_updates=4)
+    schedule = create(scaling=scaling, batch_size=batch_size, warmup_steps=4)
     np.testing.assert_allclose(rates(schedule, 50), [0.1 * factor])
     start = 0.1 if factor > 1 else 0.0
     np.testing.assert_allclose(rates(schedule, 0), [start + (0.1 * factor - start) / 4])
 
 
 def test_a_warm_up_has_no_jump_where_a_changing_batch_crosses_the_reference():
-    options = ScheduleConfig(scaling="linear", reference_batch_size=512, warmup_updates=50)
+    options = ScheduleConfig(scaling="linear", reference_batch_size=512, warmup_steps=50)
     trace = BatchSchedule(np.arange(100), np.resize([512, 513, 256, 1024], 100))
     schedule = create_schedule(options, 0.1, 100, trace, 4096)
     by_update = schedule.learning_rates(np.arange(100))
     # Peaks are 0.1 and about that, 0.05 and 0.2. All start from 0.1, but for what has a lower peak.
     np.testing.assert_allclose(by_update[:4], [0.1, 0.1 + 0.1 / 512 * 2 / 50, 0.05, 0.1 + 0.1 * 4 / 50], rtol=1e-12)
     np.testing.assert_allclose(by_update[48:52], [0.1, 0.1 * 513 / 512, 0.05, 0.2], rtol=1e-12)
-    assert "reached from 0.05 to 0.1 in 50 updates" in describe_schedule(schedule)
+    assert "reached from 0.05 to 0.1 in 50 steps" in describe_schedule(schedule)
 
 
 @pytest.mark.parametrize("scaling", ["linear", "sqrt"])
-@pytest.mark.parametrize("warmup", [{"warmup_updates": 100}, {"warmup_examples": 12_800}])
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 100}, {"warmup_examples": 12_800}])
 @pytest.mark.parametrize("first_size", [128, 512])
 def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, warmup, first_size):
     """The base rate is 0.1 at 128; the batch doubles with steps 20 and 50, and once more after the warm-up.
@@ -124,7 +122,7 @@ def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, 
     An epoch has 128,000 examples, so all three warm-ups are 100 steps of 128; of 512 the last two are 25.
     """
     options = ScheduleConfig(scaling=scaling, reference_batch_size=128, **warmup)
-    length = 100 if first_size == 128 or "warmup_updates" in warmup else 25
+    length = 100 if first_size == 128 or "warmup_steps" in warmup else 25
     sizes = first_size * np.array([1, 2, 4, 8])
     starts = np.array([0, length // 5, length // 2, 2 * length])
     base = 0.1 if first_size > 128 else 0.0  # Goyal et al.: from the unscaled rate, where the rule raises it
@@ -152,13 +150,13 @@ def test_growth_visits_as_many_examples_as_decay_in_fewer_updates():
     """Smith et al. 2018: the batch times 5 wherever the rate would have been cut to a fifth."""
     fields = {"name": "step", "decay_steps": (50, 75), "decay_factor": 0.2}
     decay, growth = create(**fields), create(decay_by="batch", **fields)
-    assert (decay.num_updates, growth.num_updates) == (100, 50 + 5 + 1)
-    updates = np.arange(growth.num_updates)
-    assert growth.batch_sizes.at(updates).tolist() == [512] * 50 + [2560] * 5 + [12_800]
-    np.testing.assert_allclose(growth.learning_rates(updates), [0.1] * 56)
+    assert (decay.num_steps, growth.num_steps) == (100, 50 + 5 + 1)
+    steps = np.arange(growth.num_steps)
+    assert growth.batch_sizes.at(steps).tolist() == [512] * 50 + [2560] * 5 + [12_800]
+    np.testing.assert_allclose(growth.learning_rates(steps), [0.1] * 56)
     assert decay.examples_before(75) == growth.examples_before(55) == 75 * 512
     assert growth.max_batch_size == 12_800
-    stages = "batch 512 from update 0 at 0.1, 2,560 from update 50 at 0.1, 12,800 from update 55 at 0.1"
+    stages = "batch 512 from step 0 at 0.1, 2,560 from step 50 at 0.1, 12,800 from step 55 at 0.1"
     assert stages in describe_schedule(growth)
 
 
@@ -166,16 +164,16 @@ def test_growth_beyond_the_data_set_cuts_the_rate_by_the_rest():
     fields = {"name": "step", "decay_steps": (50, 75), "decay_factor": 0.2, "decay_by": "batch"}
     schedule = create(batch_size=512, epoch_size=5120, **fields)
     assert schedule.batch_sizes.values.tolist() == [512, 2560, 5120]  # in place of 12,800
-    at_starts_and_end = rates(schedule, 0, 50, 55, schedule.num_updates - 1)
+    at_starts_and_end = rates(schedule, 0, 50, 55, schedule.num_steps - 1)
     np.testing.assert_allclose(at_starts_and_end, [0.1, 0.1, 0.1 * 5120 / 12_800, 0.1 * 5120 / 12_800])
-    assert schedule.num_updates == 50 + 5 + 3  # 25 x 512 examples by 5,120, rounded up
+    assert schedule.num_steps == 50 + 5 + 3  # 25 x 512 examples by 5,120, rounded up
 
 
 @pytest.mark.parametrize(("name", "factor"), [("linear", 0.5), ("cosine", 0.9)])
 def test_seesaw_follows_its_paper(name, factor):
     """Meterez et al. 2025, algorithm 1: where the rate would have fallen by c, it falls by the root of c, and the
     batch grows by 1 / c."""
-    fields = {"num_updates": 400, "name": name, "warmup_updates": 40}
+    fields = {"num_steps": 400, "name": name, "warmup_steps": 40}
     baseline = create(**fields).learning_rates(np.arange(400)) / 0.1
     schedule = create(decay_by="seesaw", decay_factor=factor, **fields)
     num_stages, seen, expected = len(schedule.batch_sizes.values), 0, []
@@ -187,14 +185,14 @@ def test_seesaw_follows_its_paper(name, factor):
         rate = 0.1 * factor ** (falls / 2) * min((len(expected) + 1) / 40, 1)
         expected.append((round(512 / factor**falls), rate))
         seen += expected[-1][0]
-    updates = np.arange(schedule.num_updates)
+    steps = np.arange(schedule.num_steps)
     sizes, by_hand = np.array(expected).T
-    np.testing.assert_array_equal(schedule.batch_sizes.at(updates), sizes)
-    np.testing.assert_allclose(schedule.learning_rates(updates), by_hand, rtol=2e-3)  # sizes are whole numbers
-    assert seen == schedule.examples_before(schedule.num_updates)
+    np.testing.assert_array_equal(schedule.batch_sizes.at(steps), sizes)
+    np.testing.assert_allclose(schedule.learning_rates(steps), by_hand, rtol=2e-3)  # sizes are whole numbers
+    assert seen == schedule.examples_before(schedule.num_steps)
     assert 400 * 512 <= seen < 400 * 512 + sizes[-1]
     assert num_stages > 3
-    text = f"with a growing batch for a {name} decay by steps of x {factor}: batch 512 from update 0 at 0.1, "
+    text = f"with a growing batch for a {name} decay by steps of x {factor}: batch 512 from step 0 at 0.1, "
     assert text in describe_schedule(schedule)
 
 
@@ -221,8 +219,8 @@ def test_a_b2_that_float32_rounds_is_refused():
 def test_a_stage_without_an_update_is_left_out():
     schedule = create(name="step", decay_steps=(50, 51, 52), decay_factor=0.1, decay_by="batch")
     assert (np.diff(schedule.batch_sizes.starts) > 0).all()
-    assert schedule.batch_sizes.starts[-1] < schedule.num_updates
-    assert f"from update {schedule.num_updates:,}" not in describe_schedule(schedule)
+    assert schedule.batch_sizes.starts[-1] < schedule.num_steps
+    assert f"from step {schedule.num_steps:,}" not in describe_schedule(schedule)
 
 
 def test_stages_against_plain_sums():
@@ -247,7 +245,7 @@ def test_epoch_and_offset_do_not_overflow():
 
 def test_a_call_in_the_middle_of_a_run_gets_its_own_rates_sizes_and_places():
     fields = {"name": "step", "decay_steps": (50, 75), "decay_factor": 0.2, "decay_by": "batch"}
-    schedule = create(epoch_size=4800, warmup_updates=20, **fields)
+    schedule = create(epoch_size=4800, warmup_steps=20, **fields)
     inputs = schedule.inputs(48, 8)
     assert inputs.batch_size.tolist() == [512, 512, 2560, 2560, 2560, 2560, 2560, 4800]
     np.testing.assert_allclose(inputs.learning_rate, [0.1] * 7 + [0.1 * 4800 / 12_800], rtol=1e-6)

@@ -22,11 +22,9 @@ def write(tmp_path):
     return write
 
 
-def read(path, per_device_batch_size=None, time_per_update=1.0, largest=LARGEST):
+def read(path, per_device_batch_size=None, time_per_step=1.0, largest=LARGEST):
     """The trace in a file."""
-    batch = BatchConfig(
-        trace=path, per_device_batch_size=per_device_batch_size, time_per_update=float(time_per_update)
-    )
+    batch = BatchConfig(trace=path, per_device_batch_size=per_device_batch_size, time_per_step=float(time_per_step))
     return read_trace(batch, largest)
 
 
@@ -55,7 +53,7 @@ def test_batch_traces(write, text, sizes):
 
 def test_a_trace_says_where_its_steps_begin_again(write):
     path = write("step,batchsize\n0,8\n5,9\n0,10\n2,11\n")
-    assert read(path).text == f"{path}, 4 rows, steps begin again at 0 in line 4: updates go on"
+    assert read(path).text == f"{path}, 4 rows, steps begin again at 0 in line 4: steps go on"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_a_trace_says_where_its_steps_begin_again(write):
         ("step,batchsize\n1,4\n", "line 2: the first step is 1; allowed: 0"),
         ("step,batchsize\n0,4,7\n", "line 2: 3 values; allowed: 2"),
         ("step,batchsize\n0,4\n4294967296,5\n", "line 3: step '4294967296'; allowed: an integer from 0 to 2147"),
-        ("step,batchsize\n0,4\n2147483647,5\n0,6\n", "line 4: begins with update 2147483648; allowed: up to 2147"),
+        ("step,batchsize\n0,4\n2147483647,5\n0,6\n", "line 4: begins with step 2147483648; allowed: up to 2147"),
         ('step,batchsize\n0,"4\n', "is no CSV file"),
         ("time,GPUs\n0,4\n", "counts GPUs; allowed: with batch.per_device_batch_size"),
     ],
@@ -94,7 +92,7 @@ STAMPS = "timestamp,available GPUs\n2021-05-01 00:00:00,1\n2021-05-01 00:02:00,3
 
 
 @pytest.mark.parametrize(
-    ("text", "per_device", "time_per_update", "sizes"),
+    ("text", "per_device", "time_per_step", "sizes"),
     [
         ("index,GPUs\n0,4\n1,4\n2,8\n", 32, 1, [128, 128, 256]),
         # A step belongs to the latest row at its start; rows shorter than a step leave no trace. Steps
@@ -110,8 +108,8 @@ STAMPS = "timestamp,available GPUs\n2021-05-01 00:00:00,1\n2021-05-01 00:02:00,3
         ("Time (s),available_workers\n0,3\n", 2, 1, [6]),
     ],
 )
-def test_availability_traces(write, text, per_device, time_per_update, sizes):
-    assert sizes_of(read(write(text), per_device, time_per_update)) == sizes
+def test_availability_traces(write, text, per_device, time_per_step, sizes):
+    assert sizes_of(read(write(text), per_device, time_per_step)) == sizes
 
 
 @pytest.mark.parametrize(
@@ -123,8 +121,8 @@ def test_availability_traces(write, text, per_device, time_per_update, sizes):
         ("time,GPUs\n0,1\nnan,1\n", "line 3: time 'nan'; allowed: a finite number"),
         ("time,GPUs\n5,1\n4,1\n", "line 3: time 4 after 5; allowed: ascending rows"),
         ("time,GPUs\n0,1\n1,26\n", "line 3: GPUs 26 x 4 is a batch of 104; allowed: up to 100"),
-        ("time,GPUs\n0,4\n1e10,8\n", "line 3: begins with update 10000000000; allowed: up to 2147483647"),
-        ("time,GPUs\n-1e308,0\n1e308,4\n1.1e308,4\n", "line 3: begins with update nan; allowed: up to 2147483647"),
+        ("time,GPUs\n0,4\n1e10,8\n", "line 3: begins with step 10000000000; allowed: up to 2147483647"),
+        ("time,GPUs\n-1e308,0\n1e308,4\n1.1e308,4\n", "line 3: begins with step nan; allowed: up to 2147483647"),
         (SEED_TRACE, "per_device_batch_size: 4; allowed: None with"),  # it has no devices
     ],
 )
@@ -148,7 +146,7 @@ def test_a_run_shows_its_batches(write, session_cache, tmp_path):
         "--config.train.inner_steps=30", "--config.train.outer_steps=1",
     ]  # fmt: skip
     refused = run_script("train.py", *flags, env=on_devices(8))
-    assert_one_line_error(refused, "ends with update 5; allowed: up to the run's last, 29, or batch.hold_last")
+    assert_one_line_error(refused, "ends with step 5; allowed: up to the run's last, 29, or batch.hold_last")
     result = run_script("train.py", *flags, "--config.batch.hold_last", env=on_devices(8))
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]

@@ -82,7 +82,7 @@ def test_4x8_hosts_give_the_parameters_of_one_device(tmp_path):
     assert [(s["hosts"], s["devices"]) for s in summaries.values()] == [(4, 32), (1, 1)]
     np.testing.assert_array_equal(predictions["pod"]["ids"], predictions["one"]["ids"])
     # Both take the full batch, summed in another order: 640 float32 terms agree to about 1e-6, and three
-    # plain SGD updates do not amplify that (LAMB would: it divides by near-zero second moments).
+    # plain SGD steps do not amplify that (LAMB would: it divides by near-zero second moments).
     np.testing.assert_allclose(predictions["pod"]["logits"], predictions["one"]["logits"], atol=2e-5)
     names = "train_loss", "grad_norm", "val_loss"
     for pod, one in zip(rows_of(tmp_path / "pod"), rows_of(tmp_path / "one"), strict=True):
@@ -136,7 +136,7 @@ def test_one_host_signalled_saves_and_stops_all_and_a_start_goes_on_bitwise(tmp_
     assert stopped["step"] < 16
     again = run_script(*arguments)
     assert again.returncode == 0, again.stderr
-    assert f"resuming at update {stopped['step']}; the process before interrupted" in again.stderr
+    assert f"resuming at step {stopped['step']}; the process before interrupted" in again.stderr
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 

@@ -86,7 +86,7 @@ def masks_and_depths(folder, cache, trained):
     config.dataset.num_examples, config.dataset.image_size = 100, 16
     config.model.name, config.model.dtype = "resunet_pages", "float32"
     config.batch.size, config.batch.ghost_size = 40, 16
-    config.schedule.warmup_updates, config.train.inner_steps, config.train.outer_steps = 1, 2, 2
+    config.schedule.warmup_steps, config.train.inner_steps, config.train.outer_steps = 1, 2, 2
     try:
         train.train_and_evaluate(config, str(folder / "run"))
     finally:
@@ -106,8 +106,8 @@ def branches(folder, cache, trained):
     knees(folder, cache, trained)
     return Case(
         [folder / "branches", folder / "written", folder / "of-one"],
-        {"Critical batch over the run, by branches", "Updates to the target over batch size", *CURVES, SPENT},
-        {"Leaderboard", "Updates to the target", "Runs", "Differences between configs"},
+        {"Critical batch over the run, by branches", "Steps to the target over batch size", *CURVES, SPENT},
+        {"Leaderboard", "Steps to the target", "Runs", "Differences between configs"},
     )
 
 
@@ -140,8 +140,8 @@ def knees(folder, cache, trained):
         fields = ["optimizer.name", "batch.size"]
         groups = {"groups": fields} if len(optimizers) > 1 else {}
         studies.append(write_study(folder / name, trials, "steps_to_target", fields, **groups))
-    panels = {"Updates to the target over batch size", "Gradient noise scale", *CURVES, SPENT}
-    return Case(studies, panels, {"Leaderboard", "Updates to the target", "Runs"})
+    panels = {"Steps to the target over batch size", "Gradient noise scale", *CURVES, SPENT}
+    return Case(studies, panels, {"Leaderboard", "Steps to the target", "Runs"})
 
 
 def write_events(run: Path, events) -> Path:

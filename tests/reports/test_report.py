@@ -39,7 +39,7 @@ def test_page_of_a_study(study, tmp_path):
     ids = chart_ids(page)
     assert ids[:2] == ["learning_rate_study", "val_accuracy"]
     assert {"val_loss", "train_loss", "train_accuracy", "images_per_sec", "grad_norm", "time"} <= set(ids)
-    assert not {"noise_scale", "skipped_updates", "learning_rate", "global_batch_size", "epoch", "wall_sec"} & set(
+    assert not {"noise_scale", "skipped_steps", "learning_rate", "global_batch_size", "epoch", "wall_sec"} & set(
         ids
     )
     assert sorted(re.findall(r'data-chart="(?:curve-)?(\w+)"', page)) == sorted(ids)
@@ -60,7 +60,7 @@ def test_few_settings_of_one_optimizer_have_a_colour_each(tmp_path):
 
 
 def test_curves_of_changing_batches_and_local_steps():
-    """The batch is the mean between two rows, since it may change at any update."""
+    """The batch is the mean between two rows, since it may change at any step."""
     places = [(4, 400), (8, 1600), (10, 1800)]
     fields = {"global_batch_size": 100, "noise_scale": 300.0, "gain": 2.0, "replica_drift": 0.01}
     rows = [{"step": s, "examples_seen": e, "bytes_sent": 9.0 + s} | fields for s, e in places]
@@ -93,7 +93,7 @@ def test_damaged_and_unfinished_runs_are_named(study, tmp_path):
     (trials / "0004" / "predictions.npz").write_bytes(b"PK\x03\x04 no")
     shutil.rmtree(trials / "0005")
     (trials / "0005").mkdir()
-    (trials / "0007" / "events.jsonl").write_text('{"event": "diverged", "reason": "loss is nan at update 20"}\n')
+    (trials / "0007" / "events.jsonl").write_text('{"event": "diverged", "reason": "loss is nan at step 20"}\n')
     page = make(study, out=tmp_path / "page.html")
     body = page[page.index("<body>") :]
     box = text_of(body[: body.index("<nav>")])
@@ -103,7 +103,7 @@ def test_damaged_and_unfinished_runs_are_named(study, tmp_path):
         ("0003", "config.json: missing"),
         ("0004", "predictions.npz: damaged"),
         ("0005", "config.json: missing"),
-        ("0007", "diverged: loss is nan at update 20"),
+        ("0007", "diverged: loss is nan at step 20"),
         ("0012", "summary.json: missing: the run goes on, or was killed"),
         ("0020", "trial.json: the trial failed: no space left on device"),
     ]:
@@ -195,7 +195,7 @@ def test_only_fields_that_differ_are_listed(tmp_path):
 
 
 def test_columns_that_are_not_standard_are_drawn(tmp_path):
-    path = write_run(tmp_path / "run", noise_scale=900.0, ema_val_accuracy=0.5, nothing=None, skipped_updates=3)
+    path = write_run(tmp_path / "run", noise_scale=900.0, ema_val_accuracy=0.5, nothing=None, skipped_steps=3)
     ids = chart_ids(make(path, out=tmp_path / "page.html"))
-    assert {"noise_scale", "ema_val_accuracy", "skipped_updates"} <= set(ids)
+    assert {"noise_scale", "ema_val_accuracy", "skipped_steps"} <= set(ids)
     assert "nothing" not in ids

@@ -84,7 +84,7 @@ def test_headers_sort_legends_hide_and_the_axis_changes(browser, study, tmp_path
     browser.execute_script("document.querySelector('.controls .legend button').click()")
     wait(browser, f"{PATHS} < {before}")
     label = f"[...document.querySelectorAll('{ACCURACY} .role-axis-label text')].map(t => t.textContent)"
-    assert "60" in browser.execute_script(f"return {label}")  # updates
+    assert "60" in browser.execute_script(f"return {label}")  # steps
     browser.execute_script("document.querySelector('.axis button[data-value=seconds]').click()")
     wait(browser, f"!{label}.includes('60')")
     pressed = "document.querySelector('.axis [aria-pressed=true]').textContent"

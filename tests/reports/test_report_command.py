@@ -60,12 +60,12 @@ def test_updates_to_accuracies_stand_in_the_leaderboard(study, tmp_path):
     assert list(csv.reader((tmp_path / "board.csv").read_text().splitlines())) == [header, *rows]
     table = page[page.index('id="group-0-table"') :].split("</table>")[0]
     names = [words(head) for head in re.findall(r"<th.*?</th>", table)]
-    assert [names.index(f"updates to {accuracy}") for accuracy in ("0.5", "0.85")] == [3, 5]
+    assert [names.index(f"steps to {accuracy}") for accuracy in ("0.5", "0.85")] == [3, 5]
     best = re.findall(r"<td.*?</td>", re.findall(r"<tr>(.*?)</tr>", table)[1])
-    updates, count = analysis.updates_to(analysis.leaderboard(reader.read(study))[0], 0.5)
+    steps, count = analysis.steps_to(analysis.leaderboard(reader.read(study))[0], 0.5)
     assert count == 2
-    assert words(best[3]).startswith(f"{updates.mean:,.0f}")
-    assert words(best[4]) == f"{updates.count} of {count}"
+    assert words(best[3]).startswith(f"{steps.mean:,.0f}")
+    assert words(best[4]) == f"{steps.count} of {count}"
 
 
 def test_png_of_every_panel(study, tmp_path):

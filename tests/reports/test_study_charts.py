@@ -67,8 +67,8 @@ def test_optimizers_that_were_tuned_apart_have_a_curve_each(tmp_path):
     trials = []
     for optimizer, knee in (("lamb", 400), ("sgd", 100)):
         for batch in (64, 256, 1024):
-            updates = round(1000 * (1 + knee / batch) / 10)
-            accuracies = (*[0.1] * (updates - 1), 0.9)
+            steps = round(1000 * (1 + knee / batch) / 10)
+            accuracies = (*[0.1] * (steps - 1), 0.9)
             trials.append({"optimizer": optimizer, "batch": batch, "target": 0.8, "accuracies": accuracies})
     trials.append({"optimizer": "sgd", "batch": 4096, "target": 0.8, "accuracies": (0.1, 0.2)})
     fields = ["optimizer.name", "batch.size"]
@@ -97,9 +97,9 @@ def test_optimizers_that_were_tuned_apart_have_a_curve_each(tmp_path):
     [
         (
             (4, 4, 4),
-            "larger batches save no updates. The fewest images that were seen, 2,560, are those of the smallest",
+            "larger batches save no steps. The fewest images that were seen, 2,560, are those of the smallest",
         ),
-        ((16, 4, 1), "twice the batch still halves the updates, and no smaller batch saves images"),
+        ((16, 4, 1), "twice the batch still halves the steps, and no smaller batch saves images"),
     ],
 )
 def test_curves_without_a_critical_batch_size_are_told_in_words(tmp_path, counts, words):

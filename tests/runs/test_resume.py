@@ -144,7 +144,7 @@ ALL_STATE = {  # whatever has a state, and a batch that grows, so that the last 
     "schedule.decay_steps": (4, 8),
     "schedule.decay_factor": 0.6,
     "schedule.decay_by": "batch",
-    "schedule.warmup_updates": 3,
+    "schedule.warmup_steps": 3,
     "eval.view_average": True,
     "augment.crop_scale": 0.5,
     "augment.shift": 2,
@@ -227,7 +227,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(config, cut, w
     with caplog.at_level("INFO", "largebatch"):
         train.train_and_evaluate(config, str(cut))
     assert f"damaged checkpoint: {newest}/arrays" in caplog.text
-    assert "resuming at update 4; the process before interrupted" in caplog.text
+    assert "resuming at step 4; the process before interrupted" in caplog.text
     assert (newest.parent / "00000006.damaged").is_dir()
     assert_same_run(cut, whole)
 
@@ -279,7 +279,7 @@ def test_a_batch_that_follows_the_devices_and_its_rate(config, tmp_path, train_u
             "batch.per_device_batch_size": 20,
             "schedule.scaling": "linear",
             "schedule.reference_batch_size": 80,
-            "schedule.warmup_updates": 8,
+            "schedule.warmup_steps": 8,
         }
     )
     train.train_and_evaluate(config, str(tmp_path / "whole"))
@@ -403,7 +403,7 @@ def test_a_branch_starts_with_all_that_its_run_had_learned(config, tmp_path):
     for part in ("params.", "ema.", "model_state.", *moments):
         assert any(part in name for name in before), part
     config.train.init_step = 5
-    missing = "trunk has no checkpoint of update 5; allowed as train.init_step: 2, 4, 6"
+    missing = "trunk has no checkpoint of step 5; allowed as train.init_step: 2, 4, 6"
     with pytest.raises(UserError, match=f"train.init_from: .*{missing}"):
         train.train_and_evaluate(config, str(tmp_path / "other"))
     config.train.init_step, config.optimizer.name = 4, "sgd"
@@ -456,7 +456,7 @@ TOGETHER_AND_LOCAL = pytest.mark.parametrize(
 @pytest.mark.parametrize("norm", ["none", "group"])  # layers within layers
 def test_stop_names_step_layer_and_rate(poisoned, tmp_path, norm):
     poisoned.model.norm = norm
-    message = r"loss of update \d is nan \(learning rate 0.01\); first in the gradient of head\.(bias|kernel)$"
+    message = r"loss of step \d is nan \(learning rate 0.01\); first in the gradient of head\.(bias|kernel)$"
     with pytest.raises(Diverged, match=message):
         train.train_and_evaluate(poisoned, str(tmp_path))
     assert summary_of(tmp_path)["status"] == "diverged"
@@ -469,7 +469,7 @@ def test_skip_passes_over_bad_steps_and_resumes_bitwise(poisoned, tmp_path, trai
     poisoned.train.on_nonfinite = "skip"
     train.train_and_evaluate(poisoned, str(tmp_path / "whole"))
     rows = rows_of(tmp_path / "whole")
-    assert [row["skipped_updates"] for row in rows] == [1, 1, 1]
+    assert [row["skipped_steps"] for row in rows] == [1, 1, 1]
     assert np.isfinite([row["train_loss"] for row in rows]).all()
     train_until(poisoned, tmp_path / "cut", 6)
     train.train_and_evaluate(poisoned, str(tmp_path / "cut"))
@@ -479,12 +479,12 @@ def test_skip_passes_over_bad_steps_and_resumes_bitwise(poisoned, tmp_path, trai
 @pytest.mark.full
 def test_skip_gives_up_after_so_many_in_a_row(poisoned, tmp_path):
     poisoned.train.on_nonfinite, poisoned.train.max_nonfinite, poisoned.batch.size = "skip", 2, "full"
-    with pytest.raises(Diverged, match="loss of update 3 is nan"):
+    with pytest.raises(Diverged, match="loss of step 3 is nan"):
         train.train_and_evaluate(poisoned, str(tmp_path / "few"))
     poisoned.train.max_nonfinite, poisoned.train.outer_steps = 5, 1
     train.train_and_evaluate(poisoned, str(tmp_path / "many"))
     (row,) = rows_of(tmp_path / "many")
-    assert (row["skipped_updates"], row["train_loss"]) == (4, None)
+    assert (row["skipped_steps"], row["train_loss"]) == (4, None)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def write_run(
     rows = [
         {"step": 10 * k, "outer": k, "examples_seen": 10 * k * batch, "epoch": k / 2, "global_batch_size": batch}
         | {"learning_rate": rate, "train_loss": 2.0 / k, "train_accuracy": accuracy, "grad_norm": 0.5 / k}
-        | {"skipped_updates": 0, "noise_scale": None, "val_loss": 2.2 / k}
+        | {"skipped_steps": 0, "noise_scale": None, "val_loss": 2.2 / k}
         | {"val_score": accuracy, "val_accuracy": accuracy}
         | {"val_examples": 96, "images_per_sec": 1000.0 + k, "step_time_ms": 1.5, "train_sec": 2.0}
         | {"eval_sec": 0.1, "compile_sec": 3.0 if k == 1 else 0.0, "wall_sec": 5.0 + 2 * k}
@@ -245,11 +245,11 @@ def test_steps_to_any_accuracy(tmp_path):
     ]
     study = reader.read(write_study(tmp_path / "study", trials))
     _, best = analysis.leaderboard(study)  # a diverged seed ranks behind
-    updates, seeds = analysis.updates_to(best, 0.8)
-    assert (updates.mean, updates.count, seeds) == (15.0, 2, 2)
-    assert updates.std == pytest.approx(np.std([20, 10], ddof=1))
+    steps, seeds = analysis.steps_to(best, 0.8)
+    assert (steps.mean, steps.count, seeds) == (15.0, 2, 2)
+    assert steps.std == pytest.approx(np.std([20, 10], ddof=1))
     rows = table_of(study, (0.8, 0.9))
-    names = ("updates_to_0.8", "reached_0.8", "updates_to_0.9", "reached_0.9")
+    names = ("steps_to_0.8", "reached_0.8", "steps_to_0.9", "reached_0.9")
     assert [rows["0.01"][name] for name in names] == ["15.0", "2/2", "40.0", "1/2"]
     assert [rows["0.02"][name] for name in names] == ["", "0/1", "", "0/1"]
 
@@ -285,7 +285,7 @@ def test_steps_to_target_takes_the_best_setting_whose_seeds_all_reached_it(tmp_p
     assert small.values["optimizer.name"] == "lamb"  # sgd was faster once, but missed it with the other seed
     assert small.edges == []
     assert (large.batch_size, large.seeds, large.steps) == (1024, 2, [20, 30])
-    assert (large.updates.mean, large.examples.mean, large.seconds.mean) == (25, 25 * 1024, 5.0)
+    assert (large.estimated_steps.mean, large.examples.mean, large.seconds.mean) == (25, 25 * 1024, 5.0)
     assert large.edges == ["optimizer.learning_rate 0.02 is the highest of 2 tried"]
     assert analysis.unreached_batch_sizes(study) == [4096]
     other = {"optimizer.learning_rate": 0.02, "optimizer.name": "adam"}

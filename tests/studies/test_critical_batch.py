@@ -29,7 +29,7 @@ def write_branches(path, losses: dict[int, list[list[float | None]]], noise_scal
     """Write and read a study of branches.
 
     Args:
-      losses: their last training losses [seeds][sizes], by the update that they begin from; inf where one
+      losses: their last training losses [seeds][sizes], by the step that they begin from; inf where one
         diverged, NaN where its row has none, None where it has not ended.
     """
     of_all = {"batch_size": 128, "learning_rate": 0.1, "noise_scale": noise_scale}
@@ -208,7 +208,7 @@ def test_branches_of_a_real_run_give_a_trace(small_config, tmp_path):
     config.batch.size, config.checkpoint.keep, config.optimizer.name = 32, 10, "adam"
     config.schedule.b2_scaling, config.schedule.reference_batch_size, config.optimizer.b2 = "half_life", 64, 0.98
     trunk = tmp_path / "trunk"
-    train.train_and_evaluate(config, str(trunk))  # 2 validations of 3 updates
+    train.train_and_evaluate(config, str(trunk))  # 2 validations of 3 steps
     study = tmp_path / "study"
     command = ["sweep.py", "--branch", trunk, "--study", study, "--branch_images", 256]
     for arguments, message in {

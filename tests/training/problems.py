@@ -15,7 +15,7 @@ from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.hosts import replicas
 from largebatch.optim.optimizers import create_optimizer
-from largebatch.optim.schedules import UpdateInputs, epoch_and_offset
+from largebatch.optim.schedules import StepInputs, epoch_and_offset
 from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 
@@ -48,7 +48,7 @@ class Problem:
         )
         return replicas.replicate(state, replicas.local_devices_of(self.data))
 
-    def run(self, inputs: UpdateInputs, num_steps: int, state: TrainState | None = None):
+    def run(self, inputs: StepInputs, num_steps: int, state: TrainState | None = None):
         """Take steps on all devices together."""
         return self.loop(state or self.first_state(), self.data, inputs, np.int32(num_steps))
 
@@ -63,14 +63,14 @@ class Problem:
         text = self.loop.lower(*arguments).compile().as_text()
         return COLLECTIVE.findall(text)
 
-    def examples(self, device: int, inputs: UpdateInputs, index: int) -> np.ndarray:
+    def examples(self, device: int, inputs: StepInputs, index: int) -> np.ndarray:
         """The indices of the examples that a device takes in step number `index`."""
         of_step = (np.int32(x[index]) for x in (inputs.epoch, inputs.offset, inputs.batch_size))
         chosen = _whole_device_batch(self.sharding, device, *of_step)
         examples, views = np.asarray(chosen.examples)[np.asarray(chosen.weights) == 1], self.sharding.views
         return self.sharding.originals_of(device, seed=0)[examples // views] * views + examples % views
 
-    def all_examples(self, inputs: UpdateInputs, index: int) -> np.ndarray:
+    def all_examples(self, inputs: StepInputs, index: int) -> np.ndarray:
         """The indices of the examples that all devices take in step number `index`."""
         return np.concatenate([self.examples(device, inputs, index) for device in range(self.sharding.num_devices)])
 
@@ -81,17 +81,17 @@ def _whole_device_batch(sharding, device, epoch, offset, batch_size) -> batching
     return batching.micro_batch(sharding, batch, 0, Grouping(sharding.num_examples, sharding.num_examples), 0)
 
 
-def inputs_of(sizes, num_examples: int, rates, before: int = 0, length: int = 0) -> UpdateInputs:
+def inputs_of(sizes, num_examples: int, rates, before: int = 0, length: int = 0) -> StepInputs:
     """The inputs of steps with these batch sizes after `before` examples, padded to `length` steps.
 
     Args:
-      rates: a rate for all steps, or what UpdateInputs has.
+      rates: a rate for all steps, or what StepInputs has.
     """
     sizes = np.pad(np.int32(sizes), (0, max(length - len(sizes), 0)), constant_values=1)
     epoch, offset = epoch_and_offset(before + np.cumsum([0, *sizes[:-1]], dtype=np.int64), num_examples)
     rates = np.full(len(sizes), rates, np.float32) if np.ndim(rates) == 0 else np.float32(rates)
     rates = np.pad(rates, (0, max(len(sizes) - len(rates), 0)))
-    return UpdateInputs(epoch, offset, sizes, rates, b2=np.full(len(sizes), 0.999, np.float32))
+    return StepInputs(epoch, offset, sizes, rates, b2=np.full(len(sizes), 0.999, np.float32))
 
 
 def place(sharding: DataSharding, arrays_of: Callable[[np.ndarray], dict]):

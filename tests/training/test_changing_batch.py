@@ -98,7 +98,7 @@ def test_a_batch_grows_with_the_noise_scale_within_its_limits(small_config, tmp_
     assert rows[-1]["examples_seen"] == 3 * (80 + 80 + 160 + 160 + 320 + 500 + 500)
     assert [row["noise_scale"] for row in rows][1:4] == [500, 150, 1e9]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("outer")]
-    assert lines[0].endswith("ms/update")
+    assert lines[0].endswith("ms/step")
     assert lines[1].endswith("  noise scale 500")
 
 
@@ -179,7 +179,7 @@ def test_another_number_of_replicas_starts_from_their_mean(small_config, tmp_pat
     given = [f"--config.{name}={value}" for name, value in flatten(config.to_dict()).items() if value is not None]
     result = run_script("train.py", *given, f"--workdir={tmp_path}")  # on two devices
     assert result.returncode == 0, result.stderr
-    assert "resuming at update 2" in result.stderr
+    assert "resuming at step 2" in result.stderr
     assert "devices 2, was 8: the examples come in the same order" in result.stderr
     assert [row["step"] for row in rows_of(tmp_path)] == [4, 8]
 

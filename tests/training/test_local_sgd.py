@@ -17,7 +17,7 @@ from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.optim import schedules
 from largebatch.optim.batch_schedule import BatchSchedule
 from largebatch.optim.optimizers import Hyperparams
-from largebatch.optim.schedules import UpdateInputs
+from largebatch.optim.schedules import StepInputs
 from largebatch.runs.progress import replicas_from_mean
 from largebatch.training.local_sgd import LocalSGD, Sync, make_local_loop
 from largebatch.training.loss import BatchSums
@@ -40,7 +40,7 @@ def make_problem(num_devices, name="sgd", momentum=MOMENTUM, loss_fn=loss_fn, **
     return problems.problem_of_vectors(rows, loss_fn, params, num_devices, optimizer, **options)
 
 
-def inputs_of(sizes, first=0) -> UpdateInputs:
+def inputs_of(sizes, first=0) -> StepInputs:
     """The inputs of MAX_STEPS steps from `first` on, of a run whose batches have these sizes again and again."""
     every = problems.inputs_of(np.resize(sizes, first + MAX_STEPS), EXAMPLES, RATE)
     return jax.tree.map(lambda x: x[first:], every)

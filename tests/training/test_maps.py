@@ -52,7 +52,7 @@ def run_config(cache_dir):
     config.dataset.num_examples, config.dataset.image_size = 100, 16
     config.model.name, config.model.dtype = SMALL, "float32"
     config.batch.size, config.batch.ghost_size = 40, 16
-    config.schedule.warmup_updates = 1
+    config.schedule.warmup_steps = 1
     config.train.inner_steps, config.train.outer_steps = 2, OUTER_STEPS
     config.eval.view_average, config.train.ema_decay = True, 0.5
     return config
@@ -235,7 +235,7 @@ def config_of(task, folders, cache_dir):
     config.augment.cache_dir, config.task.name, config.task.depth_weight = str(cache_dir), task, 1.0
     config.model.name, config.model.dtype = SMALL, "float32"
     config.batch.size, config.batch.ghost_size = 16, 16
-    config.schedule.warmup_updates, config.train.inner_steps, config.train.outer_steps = 1, 4, 4
+    config.schedule.warmup_steps, config.train.inner_steps, config.train.outer_steps = 1, 4, 4
     return config
 
 

@@ -132,7 +132,7 @@ def test_damage_on_one_host_stops_both_in_one_line(tmp_path):
     result = run_script(*pod_command(["sh", "-c", again], 2, 2), env={"PYTHONPATH": str(ROOT)})
     told = [(host / "err").read_text() for host in hosts]
     assert result.returncode == 1, told
-    assert all("its row 79 does not match its CRC-32; no update was made with it" in text for text in told), told
+    assert all("its row 79 does not match its CRC-32; no step was made with it" in text for text in told), told
     assert "Traceback" not in "".join(told)
     assert not (tmp_path / "again" / "metrics.jsonl").exists()
     assert [len(list(host.glob("cache/synthetic-*"))) for host in hosts] == [1, 0]
