@@ -101,14 +101,23 @@ def evaluate(
         raise UserError("hosts disagree about the options; allowed: the same on each")
 
     run = load_run(run_folder, overrides)
-    num_views = views_to_average(run) if views else 1
+    num_views = augment.VIEW_COUNTS[run.config.augment.views] if views else 1
+    if views and num_views == 1:
+        raise UserError(f"--views: {run.path} has augment.views 'none'; allowed: with more than one view")
     examples = shard_images(images, run) if images else shard_own_split(run, split, overrides)
     result = predict(run, examples, num_views=num_views, shift=shift, ema=ema, whole=bool(out))
     heading = f"{run_folder} at step {run.step}, {images or f'{split} split'}"
     heading += f", mean over {num_views} views" if views else ""
     heading += f", mean over shifts of {shift} px" if shift else ""
     heading += ", moving average of the parameters" if ema or (run.exported and run.description["ema"]) else ""
-    dataset, targets, scores = examples.dataset, run.targets, result.scores
+    print_and_write(examples.dataset, run.targets, result, heading, out)
+    return result.scores.score if result.scores else None
+
+
+def print_and_write(
+    dataset: Dataset, targets: PixelTargets, result: SplitPredictions, heading: str, out: str | None
+) -> None:
+    """Print scores and write predictions on host 0, to which all hosts bring them part by part. Collective."""
     if targets.planes:
         parts = tables.map_parts(result)
     else:
@@ -118,17 +127,15 @@ def evaluate(
 
     def show(parts):
         if targets.planes:
-            tables.print_map_results(len(dataset.ids), targets, scores, heading)
+            tables.print_map_results(len(dataset.ids), targets, result.scores, heading)
         else:
-            tables.print_results(dataset, classes, scores, heading)
+            tables.print_results(dataset, classes, result.scores, heading)
         if out and targets.planes:
             tables.write_maps(out, dataset, targets, parts)
         elif out:
             tables.write_csv(out, dataset, parts)
 
-    # All hosts bring the predictions to host 0 part by part; they are never kept whole.
     collectives.primary_takes(show, parts if out else iter(()))
-    return scores.score if scores else None
 
 
 def own_cache_dir(overrides: dict[str, str | int]) -> str:
@@ -320,14 +327,6 @@ def shard_images(path: str, run: TrainedRun) -> ShardedSplit:
 
 
 # ---- the predictions ---------------------------------------------------------------------------------
-
-
-def views_to_average(run: TrainedRun) -> int:
-    """Return the number of views of the run; raise UserError where it is 1."""
-    num_views = augment.VIEW_COUNTS[run.config.augment.views]
-    if num_views == 1:
-        raise UserError(f"--views: {run.path} has augment.views 'none'; allowed: with more than one view")
-    return num_views
 
 
 def predict(

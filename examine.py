@@ -21,7 +21,7 @@ from largebatch.config import rules
 from largebatch.config.fields import Config
 from largebatch.data.batching import DataSharding, Grouping
 from largebatch.data.cache import DatasetInfo
-from largebatch.data.cache_build import CachePlan, estimate_build
+from largebatch.data.cache_build import CachePlan
 from largebatch.data.placement import train_shapes
 from largebatch.data.sharded_split import block_shapes
 from largebatch.data.sources.find import SIZES, published_info
@@ -108,7 +108,7 @@ def examine_here(config: Config) -> None:
     """Print what a cache build takes and whether the images fit; then build the cache and try steps."""
     planned = augment.plan_cache(config)
     if planned is not None:
-        doctor.show([doctor.check_build(collectives.agreed(lambda: estimate_build(planned)))])
+        doctor.show([collectives.agreed(lambda: doctor.check_build(planned))])
     plan = choose_plan(config, dataset_here(config, planned))
     doctor.show([doctor.check_memory(plan.storage, needed_bytes(plan))])
     started = time.perf_counter()

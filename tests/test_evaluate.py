@@ -1,6 +1,7 @@
 """evaluate.py: the scores and logits of a run on its splits and on any images, by views, shifts and averages."""
 
 import csv
+import dataclasses
 import itertools
 import json
 import shutil
@@ -97,15 +98,16 @@ def test_views_shifts_and_moving_average_give_the_accuracies_of_the_run(
     assert heading in capsys.readouterr().out
 
 
-def test_an_average_that_there_is_not_is_refused(run):
+def test_an_average_that_there_is_not_is_refused(run, monkeypatch):
     with pytest.raises(UserError, match=r"^--shift: 16; allowed: below 16, the size of an image$"):
         evaluate.evaluate(run, shift=16)
     with pytest.raises(UserError, match=r"--ema: .* keeps no moving average; train with --config.train.ema_decay"):
         evaluate.evaluate(run, ema=True)
-    config = default.get_config()
-    config.augment.views = "none"
-    with pytest.raises(UserError, match=r"^--views: runs/a has augment\.views 'none'; allowed: with more than one"):
-        evaluate.views_to_average(evaluate.TrainedRun(Path("runs/a"), config, {}, 0, {}))
+    loaded = evaluate.load_run(run)
+    one_view = dataclasses.replace(loaded, config=loaded.config.replace(augment={"views": "none"}))
+    monkeypatch.setattr(evaluate, "load_run", lambda *_: one_view)
+    with pytest.raises(UserError, match=r"^--views: .* has augment\.views 'none'; allowed: with more"):
+        evaluate.evaluate(run, views=True)
 
 
 def cache_of(run) -> Path:

@@ -48,8 +48,6 @@ log = logging.getLogger("largebatch")
 # Bytes that one thread decodes before they are written. From 4 MiB on, NumPy asks for huge pages, which are faster.
 BLOCK_BYTES = 2**23
 SECONDS_BETWEEN_REPORTS = 10.0
-SAMPLED_IMAGES, SAMPLE_SEC = 4096, 4.0  # the sample of an estimate ends at either
-SAMPLED_AT_ONCE = 256
 OTHER_BYTES = 4 + 4 + 4 * 24  # of an image's CRC, label and id, beside its pixels
 SHOWN_PAIRS = 3
 
@@ -74,6 +72,11 @@ class CachePlan:
     def examples(self) -> np.ndarray:
         """Index into the data set's examples of each row."""
         return np.concatenate([self.splits[split] for split in SPLITS])
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the cache on disk, nearly."""
+        return self.layout.num_rows * (self.layout.row_bytes + OTHER_BYTES)
 
     @property
     def build_folder(self) -> Path:
@@ -382,40 +385,3 @@ def _warn_of_equal_images(cache: Cache) -> None:
     shown += ["..."] * (len(across or pairs) > SHOWN_PAIRS)
     text = "dataset: images with the same pixels as another one: %d, in another split: %d (%s)"
     log.warning(text, len(pairs), len(across), ", ".join(shown))
-
-
-# ---- an estimate ------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class BuildEstimate:
-    """Predicted size and build time of a cache."""
-
-    plan: CachePlan
-    disk_bytes: int  # size of the cache
-    free_disk_bytes: int
-    images_per_sec: float  # images that all cores of this host decode per second
-    sampled: int  # images that were decoded for the estimate
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that one host takes to build the cache."""
-        return self.plan.layout.num_rows / self.images_per_sec
-
-
-def estimate_build(plan: CachePlan, seed: int = 0) -> BuildEstimate:
-    """Estimate a build: decode some images on all cores, for a few seconds at most, and write nothing.
-
-    Raises:
-      UserError: an image is damaged or unlike the first.
-    """
-    num_rows, begin = plan.layout.num_rows, time.perf_counter()
-    sample = np.random.default_rng(seed).permutation(plan.examples)[:SAMPLED_IMAGES]
-    for some in util.iterate_batches(len(sample), SAMPLED_AT_ONCE):
-        plan.dataset.images(sample[some])
-        if time.perf_counter() - begin > SAMPLE_SEC:
-            break
-    rate = some.stop / (time.perf_counter() - begin)
-    disk_bytes = num_rows * (plan.layout.row_bytes + OTHER_BYTES)
-    parent = next(folder for folder in plan.folder.parents if folder.exists())
-    return BuildEstimate(plan, disk_bytes, shutil.disk_usage(parent).free, rate, some.stop)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from largebatch.data.cache_build import (
     build_files,
     channel_statistics,
     channel_sums,
-    estimate_build,
     finish_cache,
 )
 from largebatch.data.dataset import SPLITS, dataset_of_files
@@ -303,16 +303,16 @@ def test_a_cache_that_another_process_built_again_stays(tmp_path):
 # ---- an estimate ---------------------------------------------------------------------------------------
 
 
-def test_an_estimate_has_the_size_of_the_cache_and_the_doctor_compares_it_with_the_disk(tmp_path):
+def test_the_doctor_compares_the_size_of_a_build_with_the_disk(tmp_path, monkeypatch):
     plan = plan_of(noise(80, shape=(32, 48, 3)), tmp_path / "caches")
-    estimate = estimate_build(plan)
+    finding = check_build(plan)
     assert not plan.folder.parent.exists()  # nothing was written
-    assert estimate.sampled == 80
+    assert finding.status == "ok"
+    text = r"80 images of 32x48x3 uint8: 0\.00 GB on disk, about .* to build, at .* \(80 were decoded for this\)"
+    assert re.match(text, finding.text)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=plan.disk_bytes - 1))
+    assert check_build(plan).status == "fail"
+    monkeypatch.undo()
     build_cache(plan)
     on_disk = sum(path.stat().st_size for path in plan.folder.iterdir())
-    assert on_disk == pytest.approx(estimate.disk_bytes, rel=0.25)
-    for free, status in ((10**9, "ok"), (1_000, "fail")):
-        finding = check_build(cache_build.BuildEstimate(plan, 400_000, free, images_per_sec=2.0, sampled=10))
-        assert finding.status == status
-        text = "80 images of 32x48x3 uint8: 0.00 GB on disk, about 40 s to build, at 2 images/s"
-        assert finding.text.startswith(text)
+    assert on_disk == pytest.approx(plan.disk_bytes, rel=0.25)
