@@ -97,13 +97,13 @@ def masks_and_depths(folder, cache, trained):
 
 
 def branches(folder, cache, trained):
-    """Branches of a real run; written ones, whose interval has no end; and beside them the knee of a study."""
+    """Branches of a real run; written ones, whose interval has no end; and beside them a swept study."""
     command = ["sweep.py", "--branch", trained, "--study", folder / "branches", "--branch_images", 256]
     done = run_script(*command, "--branch_steps", 6)
     assert done.returncode == 0, done.stderr
     steep = [[1.0, 1.0, 1.0, 1.3], [1.0, 1.0, 1.0, 1.0]]
     write_branches(folder / "written", {100: steep, 200: [[0.5] * 4] * 2})
-    knees(folder, cache, trained)
+    steps_to_a_target(folder, cache, trained)
     return Case(
         [folder / "branches", folder / "written", folder / "of-one"],
         {"Critical batch over the run, by branches", "Steps to the target over batch size", *CURVES, SPENT},
@@ -125,7 +125,7 @@ def seeds(folder, cache, trained):
     return Case([write_study(folder / "seeds", trials)], {*CURVES, SPENT}, {"Leaderboard", "Runs"})
 
 
-def knees(folder, cache, trained):
+def steps_to_a_target(folder, cache, trained):
     """A study of one optimizer, and one of two that were tuned apart; nowhere did the largest batch get there."""
     studies = []
     for name, optimizers in (("of-one", ["lamb"]), ("of-two", ["lamb", "sgd"])):
@@ -175,7 +175,7 @@ CASES = [
     a_grid,
     seeds,
     branches,
-    knees,
+    steps_to_a_target,
     a_pod_with_lost_hosts,
     a_pod_that_never_validated,
     odd_names,

@@ -65,9 +65,9 @@ def test_steps_picture_and_critical_batch_size(tmp_path):
 
 def test_optimizers_that_were_tuned_apart_have_a_curve_each(tmp_path):
     trials = []
-    for optimizer, knee in (("lamb", 400), ("sgd", 100)):
+    for optimizer, critical in (("lamb", 400), ("sgd", 100)):
         for batch in (64, 256, 1024):
-            steps = round(1000 * (1 + knee / batch) / 10)
+            steps = round(1000 * (1 + critical / batch) / 10)
             accuracies = (*[0.1] * (steps - 1), 0.9)
             trials.append({"optimizer": optimizer, "batch": batch, "target": 0.8, "accuracies": accuracies})
     trials.append({"optimizer": "sgd", "batch": 4096, "target": 0.8, "accuracies": (0.1, 0.2)})
