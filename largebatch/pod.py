@@ -149,7 +149,7 @@ def read_availability(given: argparse.Namespace) -> tuple[np.ndarray, np.ndarray
     if counts.max() > given.hosts:
         row = int(np.argmax(counts > given.hosts))
         found = f"{devices.counted} {devices.counts[row]} at {devices.times[row]:.12g} is {counts[row]} hosts"
-        raise UserError(f"--availability: {devices.path}: {found}; allowed: up to {given.hosts} (--hosts)")
+        raise UserError(f"--availability: {given.availability}: {found}; allowed: up to {given.hosts} (--hosts)")
     return (devices.times - devices.times[0]) * given.trace_seconds_per_unit, counts
 
 

@@ -28,7 +28,7 @@ ALIASES = {
     **dict.fromkeys(("bs", "batch_size", "global_batch_size"), "batch.size"),
     **dict.fromkeys(("epochs", "num_epochs"), "train.outer_steps"),
     **dict.fromkeys(("steps", "num_steps", "iterations"), "train.inner_steps"),
-    **dict.fromkeys(("warmup", "warmup_steps"), "schedule.warmup_steps"),
+    "warmup": "schedule.warmup_steps",
     "arch": "model.name",
     "precision": "model.dtype",
     "data_dir": "dataset.path",
