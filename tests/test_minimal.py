@@ -172,6 +172,21 @@ def test_the_gradient_of_the_full_batch_is_train_pys(train_py, minimal_run, num_
     assert distance(expected, gradient) < 2e-6
 
 
+def test_an_epoch_of_mini_batches_visits_each_example_once():
+    """5 steps of 40, shares of 5 in micro-batches of 3 and 2; at zero each loss has the gradient -1/2."""
+
+    def apply(variables, images):
+        return jnp.stack([variables["params"][images[:, 0]], jnp.zeros(len(images))], axis=1)
+
+    devices, optimizer, params = jax.devices()[:8], optax.sgd(8.0), np.zeros((8, 200), np.float32)
+    state = minimal.place((params, optimizer.init(params)), devices)
+    shard = minimal.shard(np.arange(200, dtype=np.uint8).reshape(-1, 1, 1, 1), np.zeros(200, np.int32), devices)
+    loop = minimal.make_inner_loop(SimpleNamespace(apply=apply), optimizer, devices, 40, 3, 5)
+    moved, _, (_, counts) = loop(*state, shard, np.int32(0), KEY)
+    assert counts[0].tolist() == [40] * 5
+    np.testing.assert_allclose(np.asarray(moved)[0], 8 * 0.5 / 40, rtol=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", RATES)
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_parameters_after_20_steps_are_train_pys(train_py, minimal_run, optimizer, num_devices):

@@ -10,6 +10,7 @@ from jax import lax
 from largebatch.hardware import chips
 from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS
+from largebatch.util import UserError
 
 KNOWN = {"xla_cpu_enable_fast_math": "True"}  # to this platform's compiler
 
@@ -119,3 +120,17 @@ def test_a_users_flag_goes_first(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=true --{name}=")
     assert name not in chips.options_for("gpu")
     assert chips.options_for("cpu") == chips.options_for("tpu") == {}
+
+
+def test_one_of_several_hosts_does_not_go_on_with_another_program(that_fails, monkeypatch):
+    loop, given = that_fails("INTERNAL: no\nmore"), arguments()
+    monkeypatch.setattr(replicas.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(replicas.PmappedFunction, "_run", lambda self, program, arguments: program(*arguments))
+    with pytest.raises(UserError, match=r"fails here \(INTERNAL: no\); set XLA_FLAGS=.* on all hosts$"):
+        loop(*given)
+
+
+def test_a_program_that_does_not_fit_is_not_compiled_again(that_fails, caplog):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"^RESOURCE_EXHAUSTED"):
+        that_fails("RESOURCE_EXHAUSTED: out of memory")(*arguments())
+    assert not caplog.records

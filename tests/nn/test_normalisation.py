@@ -1,5 +1,7 @@
 """Batch normalisation by ghost batches, the whitened stem, moving averages and averages over views."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,9 +132,8 @@ def test_measuring_the_noise_cuts_no_ghost_batch(images_and_labels):
 
 
 def test_one_all_reduce_with_batch_norm(images_and_labels):
-    assert make_problem(batch_norm_problem(*images_and_labels), 8, micro_batch_size=48).collectives() == [
-        "all-reduce"
-    ]
+    problem = make_problem(batch_norm_problem(*images_and_labels), 8, micro_batch_size=48)
+    assert problem.collectives() == [("all-reduce", 1)]
 
 
 def test_moving_averages_hold_every_step_and_the_stem_stays_as_it_is(images_and_labels):
@@ -220,3 +221,13 @@ def test_gelu_has_the_value_and_gradient_of_the_formula_and_keeps_its_input_alon
         _, backward = jax.vjp(layers.gelu, jnp.zeros((4, 8), dtype))
         kept = [leaf for leaf in jax.tree.leaves(backward) if leaf.shape]
         assert [(leaf.shape, leaf.dtype) for leaf in kept] == [((4, 8), dtype)]
+
+
+@pytest.mark.parametrize("norm", sorted(layers.NORMS))
+def test_gelu_is_in_the_dtype_of_the_convolution(norm):
+    images = jnp.zeros((2, 16, 16, 3))
+    for conv, dtype in (("dot", "f32"), ("lax", "bf16")):
+        network = models.create_model("resconvnet", 10, "bfloat16", conv, norm=norm)
+        variables = jax.eval_shape(network.init, jax.random.key(0), images)
+        text = str(jax.make_jaxpr(network.apply)(variables, images))
+        assert re.findall(r":(\w+)\[[\d,]+\] = tanh", text) == [dtype] * 6

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT, run_script
 from problems import Problem
 
+from largebatch.data.batching import Grouping
 from largebatch.hosts import collectives, replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim import noise_scale
@@ -133,7 +134,7 @@ def test_where_there_is_no_estimate():
 
 def test_measuring_adds_no_collective_and_changes_no_step():
     problems, inputs = (make_problem(8), make_problem(8, noise=plan_of(0.9))), inputs_of([64, 50], 0.1)
-    assert [problem.collectives() for problem in problems] == [["all-reduce"]] * 2
+    assert [problem.collectives() for problem in problems] == [[("all-reduce", 1)]] * 2
     states = [problem.run(inputs, 2)[0] for problem in problems]
     assert_equal(*(state.params for state in states))
     assert [int(noise_of(state).count) for state in states] == [0, 2]
@@ -244,3 +245,9 @@ if __name__ == "__main__":
     (noise,) = measured(jax.device_count(), np.resize([64, 200, 37, 300], STEPS))
     if collectives.is_primary():
         print(json.dumps({"noise_scale": noise_scale.noise_scale(noise), "devices": jax.device_count()}))
+
+
+def test_devices_choose_by_what_they_have():
+    plan, counts = plan_of(0.9, 1, (8, 2, 1), 8), jnp.array([9, 8, 17, 15, 64, 57, 56, 0])
+    groups = [Grouping(size, size).num_micro_batches(counts) for size in plan.sizes]
+    assert plan.choice(groups).tolist() == [2, 2, 1, 1, 0, 0, 1, 2]

@@ -69,6 +69,15 @@ def test_a_decay_over_images_goes_by_what_a_trace_has_seen(name):
     assert f"{name} over images to 0.02 at step 100" in describe_schedule(schedule)
 
 
+def test_a_batch_that_shrinks_within_the_warm_up_goes_on_from_the_lower_rate():
+    options = ScheduleConfig(scaling="linear", reference_batch_size=128, warmup_steps=100)
+    sizes = BatchSchedule(np.array([0, 80, 90]), np.array([1024, 128, 1024]), "noise")
+    found = create_schedule(options, 0.1, 200, sizes, 128_000).learning_rates(np.arange(101))
+    np.testing.assert_allclose(found[:80], 0.1 + 0.7 * np.arange(1, 81) / 100)
+    np.testing.assert_allclose(found[80:90], 0.1)
+    np.testing.assert_allclose(found[90:], [*(0.1 + 0.7 * np.arange(1, 11) / 10), 0.8])
+
+
 # ---- scaling with the batch size --------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ from conftest import ROOT
 
 # Each host adds a line "START INDEX/COUNT" to the file and then does what the plan says of this start: ends with an
 # exit code, "kill" (the last host dies, the others hang on), "wait" (until SIGTERM, which ends it with 143), "save"
-# (which takes 2 s after SIGTERM, and is lost at a second one: 99), or "full" (SIGTERM finds a full disk: 1).
+# (which takes 2 s after SIGTERM, and is lost at a second one: 99), "full" (SIGTERM finds a full disk: 1), or
+# "early" (it does not handle SIGTERM yet).
 HOST = """
 import os, signal, sys, time
 path, *plan = sys.argv[1:]
@@ -28,9 +29,11 @@ with open(path, "a") as file:
 time.sleep(0.3)
 starts = list(dict.fromkeys(line.split()[0] for line in open(path)))
 action = plan[min(starts.index(start), len(plan) - 1)]
+if action == "early":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 if action == "kill" and host == count - 1:
     os.kill(os.getpid(), signal.SIGKILL)
-if action in ("kill", "wait", "save", "full"):
+if action in ("kill", "wait", "save", "full", "early"):
     time.sleep(60)
 sys.exit(int(action))
 """
@@ -100,6 +103,12 @@ def test_a_signal_stops_the_pod(start_pod, tmp_path, trace):
     started.send_signal(signal.SIGTERM)
     end_of(started, 143)
     assert hosts_of_starts(tmp_path) == [1 if trace else 3]
+
+
+def test_hosts_told_to_stop_before_they_answer_signals_have_not_failed(start_pod, tmp_path):
+    told = end_of(start_pod("early 0", ONE_TWO), 0)
+    assert hosts_of_starts(tmp_path) == [1, 2]
+    assert "SIGTERM" not in told
 
 
 def test_a_signal_while_hosts_save_for_others_does_not_stop_the_save(start_pod, tmp_path):

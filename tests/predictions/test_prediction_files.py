@@ -51,7 +51,8 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing is cleaned up."""
 
 
-def test_a_kill_or_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["numpy.lib.format.write_array", "os.fsync", "os.replace"])
+def test_a_kill_or_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, call):
     old, new = make(11, seed=1), make(9, seed=2)
     write(tmp_path, old)
 
@@ -63,7 +64,7 @@ def test_a_kill_or_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.unlink", lambda *_, **__: None)
-        patch.setattr("os.fsync", stop(Killed()))
+        patch.setattr(call, stop(Killed()))
         with pytest.raises(Killed):
             write(tmp_path, new)
     with RunFolder(tmp_path) as run:

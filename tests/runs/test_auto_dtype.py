@@ -114,12 +114,13 @@ found = [config.model.dtype, plain["model"]["dtype"], said]
 
 
 @pytest.mark.full
-def test_hosts_of_two_kinds_compute_in_the_dtype_of_host_0(tmp_path):
+@pytest.mark.parametrize("first", OTHER)
+def test_hosts_of_two_kinds_compute_in_the_dtype_of_host_0(tmp_path, first):
     (tmp_path / "settle.py").write_text(SETTLE)
     pod = ["-m", "largebatch.pod", "--hosts", 2, "--devices", 1, "--"]
-    script = [sys.executable, "-c", SCRIPT_ON, "float32,bfloat16", tmp_path / "settle.py", tmp_path]
+    script = [sys.executable, "-c", SCRIPT_ON, f"{first},{OTHER[first]}", tmp_path / "settle.py", tmp_path]
     done = run_script(*pod, *script)
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / host).read_text()) for host in "01"]
-    line = "model.dtype: auto is float32 in this run; here it would be bfloat16"
-    assert found == [["float32", "float32", []], ["float32", "float32", [line]]]
+    line = f"model.dtype: auto is {first} in this run; here it would be {OTHER[first]}"
+    assert found == [[first, first, []], [first, first, [line]]]

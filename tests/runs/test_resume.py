@@ -1,6 +1,7 @@
 """A run that is stopped anywhere ends with the numbers of one that was not."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import signal
@@ -161,9 +162,9 @@ ADASCALE = {  # on a trace, so that gains differ; ends when its scale-invariant 
     "batch.trace": (60, 200, 7, 90, 150),
     "batch.hold_last": True,
 }
-LOCAL_STEPS = {  # from step 3 on, averages after steps 6, 9 and 12
+LOCAL_STEPS = {  # from step 3 on, averages after steps 7 and 11
     "sync.mode": "post_local",
-    "sync.every": 3,
+    "sync.every": 4,
     "sync.start_step": 3,
     "sync.outer_learning_rate": 0.7,
     "sync.outer_momentum": 0.9,
@@ -187,8 +188,8 @@ LOCAL_STEPS = {  # from step 3 on, averages after steps 6, 9 and 12
 def test_a_run_stopped_again_and_again_is_bitwise_the_same(config, tmp_path, train_until, fields, steps):
     config.update_from_flattened_dict(fields)
     whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
-    stops = 0
-    while not (summary := train_until(config, tmp_path / "cut", 3)):
+    stops, calls = 0, itertools.cycle((4, 2))  # right after a validation, and within an outer loop
+    while not (summary := train_until(config, tmp_path / "cut", next(calls))):
         assert summary_of(tmp_path / "cut")["status"] == "interrupted"
         stops += 1
     assert stops >= 2
@@ -270,6 +271,18 @@ def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
 
 
 # ---- on other machines ---------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_run_on_other_devices_ends_as_one_that_stayed_but_for_rounding(config, cut, whole):
+    flat = dicts.flatten(config.to_dict()).items()
+    flags = [f"--config.{name}={value}" for name, value in flat if value is not None]
+    result = run_script("train.py", *flags, f"--workdir={cut}")  # on 2 devices from step 6 on
+    assert result.returncode == 0, result.stderr
+    assert "devices 2, was 8" in result.stderr
+    for moved, stayed in zip(rows_of(cut), rows_of(whole), strict=True):
+        for name in ("train_loss", "grad_norm", "val_loss"):
+            assert moved[name] == pytest.approx(stayed[name], rel=1e-3), name
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from largebatch.config.fields import OptimizerConfig
 from largebatch.data import batching
 from largebatch.data.batching import DataSharding, Grouping
+from largebatch.hardware.compiled import compile_and_look
 from largebatch.hosts import replicas
 from largebatch.optim.optimizers import create_optimizer
 from largebatch.optim.schedules import StepInputs, epoch_and_offset
@@ -20,7 +20,6 @@ from largebatch.training.state import TrainState, create_train_state
 from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loop
 
 PLAIN_SGD = OptimizerConfig(name="sgd", momentum=0.0)
-COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +56,11 @@ class Problem:
         inputs = inputs_of(sizes, self.sharding.num_examples, rates, before, length)
         return self.run(inputs, len(sizes), state)
 
-    def collectives(self) -> list[str]:
-        """The collectives of the compiled program."""
+    def collectives(self) -> list[tuple[str, float]]:
+        """The collectives of the compiled program, each with how often it runs in a step of two micro-batches."""
         arguments = self.first_state(), self.data, inputs_of([64], self.sharding.num_examples, 1.0), np.int32(1)
-        text = self.loop.lower(*arguments).compile().as_text()
-        return COLLECTIVE.findall(text)
+        found = compile_and_look(self.loop.lower(*arguments), {"steps": 1, "micro_batches": 2}, "cpu").collectives
+        return [(one.opcode.removesuffix("-start"), one.times) for one in found]
 
     def examples(self, device: int, inputs: StepInputs, index: int) -> np.ndarray:
         """The indices of the examples that a device takes in step number `index`."""

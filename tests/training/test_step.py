@@ -205,7 +205,7 @@ def test_results_do_not_depend_on_how_the_loop_is_cut(images):
 
 @pytest.mark.parametrize("name", ["images", pytest.param("maps", marks=pytest.mark.full)])
 def test_one_all_reduce_and_no_other_collective(name, request):
-    assert make_problem(request.getfixturevalue(name), 8).collectives() == ["all-reduce"]
+    assert make_problem(request.getfixturevalue(name), 8).collectives() == [("all-reduce", 1)]
 
 
 def test_bfloat16_keeps_float32_parameters(images):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import facts_of, make_small_config, typed
 
+import build
 from build import ProgramCache, prepare
 from largebatch.hardware.chips import Hardware
 from largebatch.hardware.compiled import parse
@@ -103,11 +104,14 @@ def drawn(session_cache):
 
 
 @pytest.mark.parametrize("micro_batch_size", [13, 10_000], ids=["the last slice begins earlier", "whole share"])
-def test_gradients_of_slices_are_those_of_drawn_examples(config, drawn, plan_with, micro_batch_size):
+def test_gradients_of_slices_are_those_of_drawn_examples(config, drawn, plan_with, micro_batch_size, monkeypatch):
+    made, make = [], build.make_read_slice
+    monkeypatch.setattr(build, "make_read_slice", lambda *arguments: made.append(arguments) or make(*arguments))
     config.batch.micro_batch_size = micro_batch_size
     config.batch.virtual_shards = 11  # 8 devices hold them unequally
     plan_with(by_slices=True)
     gradient, loss, _ = one_step(config)
+    assert made
     expected, expected_loss, _ = drawn
     assert_same_gradient(gradient, expected)
     assert loss == pytest.approx(expected_loss, rel=2e-6)
