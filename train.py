@@ -60,11 +60,11 @@ def train_and_evaluate(
     Args:
       profile: write a jax.profiler trace of a few steps to the run folder.
       shared: data and compiled programs, where several runs of this process share them.
-      report: is told of the run's progress; may end it by raising ending.Pruned from `row`.
+      report: is told of the run's progress; may end it by raising lifecycle.Pruned from `row`.
     Raises:
       UserError: bad input. Where it is found before the first step, no run is written.
       Diverged: a loss is not finite; the summary says so.
-      ending.Pruned: `report` ended the run.
+      lifecycle.Pruned: `report` ended the run.
       preemption.Stopped: a signal came; all is saved, and the same call resumes from there.
     """
     clock = Clock()

@@ -34,7 +34,7 @@ COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 FAIL_RATIO, HIGH_RATIO, LOW_RATIO = 1.0, 0.1, 1e-6
 BUDGET_SEC = 40.0  # time after which no further micro-batch size is tried
 SAMPLED_IMAGES, SAMPLE_SEC = 4096, 4.0  # the sample of decoded images ends at either
-SAMPLED_AT_ONCE = 256
+SAMPLED_AT_ONCE = 2**27  # bytes
 BETTER = 1.1  # speed-up from which another micro-batch size is recommended
 TIMED_SEC, TIMED_REPEATS = 0.5, 3
 LARGEST = 6  # number of operations that are listed
@@ -81,7 +81,7 @@ def check_build(plan: CachePlan) -> Finding:
     """
     layout, begin = plan.layout, time.perf_counter()
     sample = np.random.default_rng(0).permutation(plan.examples)[:SAMPLED_IMAGES]
-    for some in util.iterate_batches(len(sample), SAMPLED_AT_ONCE):
+    for some in util.iterate_batches(len(sample), max(1, SAMPLED_AT_ONCE // layout.row_bytes)):
         plan.dataset.images(sample[some])
         if time.perf_counter() - begin > SAMPLE_SEC:
             break

@@ -1,1 +1,1 @@
-"""What bench.py times beside ours: minimal.py, a flax-style loop, PyTorch."""
+"""What bench.py times beside ours: minimal.py and PyTorch."""

@@ -311,7 +311,7 @@ def finish_cache(plan: CachePlan) -> None:
 def _write_arrays(plan: CachePlan) -> dict:
     """Write ids, labels and CRCs of all rows; return the manifest."""
     dataset, layout, sha256 = plan.dataset, plan.layout, {}
-    records = [json.loads(plan.record_path(number).read_bytes()) for number in range(layout.num_files)]
+    records = [_read_record(plan.record_path(number)) for number in range(layout.num_files)]
     arrays = {
         "ids": np.array(dataset.ids)[plan.examples],
         "labels": dataset.labels[plan.examples],
@@ -341,6 +341,19 @@ def _write_arrays(plan: CachePlan) -> dict:
         "sha256": sha256,
         **dataset.targets.record(),
     }
+
+
+def _read_record(path: Path) -> dict:
+    """Read a part record; remove a damaged one, so that the next start decodes its images again.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        path.unlink()
+        raise UserError(f"augment.cache_dir: {path} was damaged and is removed; start again to go on") from error
 
 
 def _refuse_one_class(plan: CachePlan, sums: list[int], num_pixels: int) -> None:

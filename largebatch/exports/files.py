@@ -24,7 +24,7 @@ from largebatch.util import UserError
 ARRAYS, PROGRAM, PYTORCH = "model.safetensors", "model.stablehlo", "pytorch_model.py"
 DESCRIPTION, CARD, SUMS = "model.json", "README.md", "SHA256SUMS"
 NAMES = (CARD, DESCRIPTION, ARRAYS, PROGRAM, PYTORCH)
-FORMAT = 2
+FORMAT = 3
 
 
 def is_export(folder: Path) -> bool:

@@ -19,11 +19,6 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def barrier() -> None:
-    """Wait until every host has called it."""
-    gather_text("")
-
-
 def from_primary(value):
     """Broadcast the primary host's pytree of numbers or arrays to every host, bit by bit.
 

@@ -166,7 +166,7 @@ def _batch_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple[np.nda
     text = f"{batch.trace}, {len(starts):,} rows"
     if restarts.any():
         line = table.rows[int(np.argmax(restarts))][0].rpartition("line ")[2]
-        text += f", steps begin again at 0 in line {line}: they count on"
+        text += f", steps begin again at 0 in line {line}: counted on from there"
     return starts, _column(table, sizes[0], 1, largest), starts[-1] + 1, text
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import altair as alt
 import numpy as np
+import vl_convert
 
 from largebatch.reports.groups import COLOURS, Group, rounded
 
@@ -37,7 +38,7 @@ class Chart:
       kind: "curves" (over one of the AXES), "xy" or "bars".
       spec: Vega-Lite specification, without configuration.
       rows: its data. Of curves one row for each run, whose y is a list; `x` is added from the run's axes.
-      legend: (label, colour, style) of the series that the reader can hide.
+      legend: series that the reader can hide, each with its number, label, colour and style.
     """
 
     id: str
@@ -46,7 +47,7 @@ class Chart:
     kind: str
     spec: dict
     rows: list[dict]
-    legend: list[tuple[str, str, str]] = field(default_factory=list)
+    legend: list[dict] = field(default_factory=list)
 
 
 def colour(index: int | None) -> str:
@@ -246,7 +247,11 @@ def xy(
     shown = [
         make(base.transform_filter(f"datum.mark === '{mark}'")) for mark, make in layers.items() if mark in drawn
     ]
-    legend = [(m.label, colour(m.colour), m.kind) for m in marks if m.label and m.kind != "rule"]
+    legend = [
+        {"series": index, "label": mark.label, "colour": colour(mark.colour), "style": mark.kind}
+        for index, mark in enumerate(marks)
+        if mark.label and mark.kind != "rule"
+    ]
     return Chart(name, title, note, "xy", _spec(alt.layer(*shown), 340), rows, legend)
 
 
@@ -299,7 +304,10 @@ def bars(
             tooltip="tip:N",
         )
     )
-    legend = [(section, colour(index), "points") for index, section in enumerate(sections)]
+    legend = [
+        {"series": index, "label": section, "colour": colour(index), "style": "points"}
+        for index, section in enumerate(sections)
+    ]
     return Chart(name, title, note, "bars", _spec(chart, BAR_HEIGHT * len(values)), rows, legend)
 
 
@@ -312,8 +320,6 @@ def png_of(chart: Chart, axes: list[dict[str, list]], runs: list[dict]) -> bytes
     Args:
       axes, runs: where the rows of each run lie, and its colour and label; see `page.runs_of`.
     """
-    import vl_convert
-
     rows = chart.rows
     if chart.kind == "curves":
         rows = [runs[row["run"]] | row | {"x": axes[row["run"]]["step"]} for row in rows]

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -18,9 +19,11 @@ from largebatch.predictions import cases as case_files
 from largebatch.predictions import files as prediction_files
 from largebatch.predictions.cases import Cases
 from largebatch.reports.groups import Group, best_runs
-from largebatch.runs.reader import Run
+from largebatch.runs.reader import Run, lies_in
 from largebatch.tasks import planes
-from largebatch.util import UserError, expanded
+from largebatch.util import UserError, expanded, printable
+
+log = logging.getLogger("largebatch")
 
 NUMBERED = re.compile(r"(.+?)_\d+\.\w+")  # AnnualCrop_12.jpg
 MAX_SIDE = 96  # pixels of the picture of a mistake, on its longer side
@@ -160,11 +163,13 @@ def read_pictures(run: Run, example_ids: Iterable[str]) -> tuple[dict[str, str],
         return {}, None
     if "synthetic" in (run.field("dataset.name"), run.field("dataset.source")):
         return {}, "synthetic images have no files"
-    path, cache_dir = run.field("dataset.path"), run.field("augment.cache_dir")
+    field, path, cache_dir = "dataset.path", run.field("dataset.path"), run.field("augment.cache_dir")
     if path is None and run.field("dataset.name") == "eurosat" and isinstance(cache_dir, str):
-        path = f"{cache_dir}/EuroSAT.zip"  # where train.py keeps its download
+        field, path = "augment.cache_dir", f"{cache_dir}/EuroSAT.zip"  # where train.py keeps its download
     if not isinstance(path, str):
         return {}, "the run names no dataset.path"
+    if not lies_in(path, run.path):
+        log.warning("%s", printable(f"reads {field} {path}, which {run.path} names"))
     try:
         names = _image_files(Path(expanded(path)))
     except (OSError, ValueError, UserError):  # "~nobody", a NUL, a damaged zip

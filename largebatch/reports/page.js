@@ -102,10 +102,8 @@ const redraws = data.groups.map((group, index) => {
   for (const [id, chart] of Object.entries(group.charts)) {
     if (chart.kind === "curves") continue;
     const redraw = () => draw(section, group, id, `${key}${id}-`);
-    const series = [...new Set(chart.rows.filter((row) => row.label).map((row) => row.series))];
-    const entries = series.map((one) => [one, chart.rows.find((row) => row.series === one)]).filter(([, row]) => row.mark !== "rule");
     const box = section.querySelector(`[data-legend="${CSS.escape(id)}"]`);
-    if (box) legend(box, entries.map(([one, row]) => [`${key}${id}-${one}`, row.label, row.colour, row.mark || "points"]), redraw);
+    if (box) legend(box, chart.legend.map((one) => [`${key}${id}-${one.series}`, one.label, one.colour, one.style]), redraw);
     redraw();
   }
   const runs = section.querySelector(".legend.runs");

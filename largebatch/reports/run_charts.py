@@ -14,7 +14,7 @@ from largebatch.runs.reader import COUNTED_SECTIONS, ENDED, Run, event_time, num
 
 @dataclass(frozen=True)
 class Curve:
-    """Style of a column of metrics.jsonl; scale "linear", "log", "zero" (linear from 0), or None: as fits."""
+    """Style of a column of metrics.jsonl; scale is linear, log, zero (linear from 0), or None, by the values."""
 
     title: str
     unit: str

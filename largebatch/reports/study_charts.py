@@ -168,7 +168,7 @@ def _points(fit: Fit, colour: int, label: str | None, label_at_edge: str | None)
         for point in (point for point in fit.points if bool(point.edges) == at_edge):
             steps = point.estimated_steps
             points.append([point.batch_size, rounded(steps.mean), rounded(steps.low), rounded(steps.high)])
-            tips.append("\n".join([values_label(point.values), f"{point.seeds} seeds", *map(str, point.edges)]))
+            tips.append("\n".join([values_label(point.values), f"{point.seeds} seeds", *point.edges]))
         marks += [Mark(kind, name, colour, points, tips)] if points else []
     return marks
 

@@ -43,7 +43,7 @@ class Table:
     """A table whose columns the reader can sort by.
 
     Attributes:
-      id: end of the element's id; a reader's sorting is kept under it.
+      id: end of the element's id.
       runs: numbers of the runs that its rows are of, which light up in the charts.
       notes: paragraphs below it.
     """
@@ -138,7 +138,7 @@ def steps_table(group: Group) -> Table | None:
             estimate_cell(point.examples, ",.0f"),
             estimate_cell(point.seconds, ",.1f"),
             number_cell(point.seeds),
-            Cell("; ".join(map(str, point.edges)) or "no", css="text"),
+            Cell("; ".join(point.edges) or "no", css="text"),
         ]
         for point in points
     ]
@@ -210,7 +210,7 @@ def whole_config(origin: Origin) -> Table:
     """Return all fields and the environment of a run."""
     values = [*sorted(origin.config.items()), *origin.environment.items()]
     return Table(
-        "config", ["field", "value"], [[Cell(name), Cell(plain(value), css="text")] for name, value in values]
+        "all-fields", ["field", "value"], [[Cell(name), Cell(plain(value), css="text")] for name, value in values]
     )
 
 

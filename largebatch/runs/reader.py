@@ -17,7 +17,7 @@ from largebatch.tasks.kinds import TaskKind, kind_of
 from largebatch.terminal import duration
 from largebatch.util import UserError, expanded
 
-FORMAT_VERSION = 1  # of run folders; raise it when this code cannot read what the code before wrote
+FORMAT_VERSION = 2  # of run folders; raise it when this code cannot read what the code before wrote
 ENDED = ("done", "diverged", "interrupted", "failed", "pruned")  # how a process's part of a run ends
 SCORES = ("best_val_accuracy", "best_score")  # the first is the name for classification
 OBJECTIVES = (*SCORES, "steps_to_target", "examples_to_target", "sec_to_target")

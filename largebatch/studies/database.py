@@ -97,7 +97,7 @@ def _lock_from_the_start(engine: sqlalchemy.engine.Engine) -> None:
 def waits_for_database(function):
     """Make a function wait until the database can be reached, with messages and increasing waits.
 
-    The function may then raise `preemption.Stopped` on this host alone: a signal came during a wait.
+    The function may then raise `preemption.Stopped`: a signal came to this host during a wait.
     """
 
     @functools.wraps(function)

@@ -20,6 +20,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from largebatch.config.dicts import difference
+from largebatch.hosts import preemption
 from largebatch.runs.folder import RunFolder
 from largebatch.studies.database import DATABASE_ERRORS, MISSED_HEARTBEATS, open_storage, waits_for_database
 from largebatch.studies.space import Setting, recorded, suggest, tpe_sampler
@@ -265,7 +266,8 @@ class TrialQueue:
         finally:
             ended.set()
             heart.join(LAST_HEARTBEAT_SEC)
-            self.put_back(trial)
+            with contextlib.suppress(preemption.Stopped):  # while the database is away; hosts stop together
+                self.put_back(trial)
 
     @waits_for_database
     def put_back(self, trial: Trial) -> None:
@@ -289,9 +291,9 @@ class TrialQueue:
         return False
 
     def _is_worse_than_its_group(self, trial: Trial) -> bool:
-        """Return True if a trial's best score is below its group's median at its last validation.
+        """Return True if a trial's best score is worse than its group's median at its last validation.
 
-        The median is of the ended trials. Optuna's pruner does the same over all trials, by the objective.
+        The median is over the ended trials. Optuna's pruner takes that of all trials, of every group.
         """
         group = self._study.group_of(trial.setting)
         ended = [

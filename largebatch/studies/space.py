@@ -174,6 +174,8 @@ class _GridTrial:
         return self.suggest_categorical(name, [float(f"{low + index * step:.10g}") for index in range(count)])
 
     def suggest_int(self, name: str, low: int, high: int, *, step=1, log=False) -> int:
+        if log:
+            raise UserError(f"--sampler grid: {name} is logarithmic; allowed: suggest_categorical, or without log")
         return self.suggest_categorical(name, range(low, high + 1, step))
 
     def next_branch(self) -> list[int] | None:

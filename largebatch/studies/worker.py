@@ -25,6 +25,11 @@ MAX_FAILURES = 3  # maximum consecutive failures: then the cause is not the tria
 POLL_SEC = 2.0
 
 
+# Around calls that wait for the database: a signal that reached host 0 in a wait stops all hosts where they next
+# agree on signals, not host 0 alone.
+STOPS_WITH_THE_OTHERS = contextlib.suppress(preemption.Stopped)
+
+
 class Worker:
     """Worker that trains trials until none is left; host 0 has the queue, and all hosts train its trials.
 
@@ -46,8 +51,7 @@ class Worker:
 
         Raises:
           UserError: several trials in a row failed.
-          preemption.Stopped: a signal came; the running trial is saved and put back. If it came while host 0 waited
-            for the database, host 0 alone stops, and the others find it gone.
+          preemption.Stopped: a signal came; the running trial is saved and put back.
         """
         while trial := self._next_trial():
             try:
@@ -67,7 +71,9 @@ class Worker:
         """
         has_waited = False
         while True:
-            claimed = self._queue.claim() if self._queue and self._queue.fill().waiting else None
+            claimed = None
+            with STOPS_WITH_THE_OTHERS:
+                claimed = self._queue.claim() if self._queue and self._queue.fill().waiting else None
             signal, _ = preemption.agree()
             if signal:
                 if claimed:
@@ -99,7 +105,8 @@ class Worker:
         folder = RunFolder(self._study.folder_of(trial.setting, trial.seed))
         status, summary, error = self._result_of(trial, folder)
         if self._queue:
-            self._queue.end(trial, status, self._value_of(status, summary), error)
+            with STOPS_WITH_THE_OTHERS:
+                self._queue.end(trial, status, self._value_of(status, summary), error)
         self._display.end(folder.path.name, status, summary.get("best_score"), error)
         self._num_failures = self._num_failures + 1 if error else 0
         if self._num_failures >= MAX_FAILURES:
@@ -169,6 +176,7 @@ class TrialReporter(Reporter):
         Collective: only host 0 talks to the database, and the other hosts wait for its answer.
         """
         should_prune = False
-        for row in rows if self._queue else ():
-            should_prune = self._queue.report(self._trial, row["val_score"], row["outer"])
+        with STOPS_WITH_THE_OTHERS:
+            for row in rows if self._queue else ():
+                should_prune = self._queue.report(self._trial, row["val_score"], row["outer"])
         return collectives.json_from_primary(bool(should_prune))

@@ -195,7 +195,7 @@ class Trainer:
             raise NonFinite(what, step, self._inputs_of(inputs, index, rates[index]))
 
     def nonfinite_validation(self, loss: float) -> NonFinite:
-        """Return the error for a validation loss that is not finite; its `step` is that of the next step."""
+        """Return the error for a validation loss that is not finite; its `inputs` are those of the next step."""
         last_step = self.schedule.num_steps - 1
         rate = self.schedule.learning_rate_at(min(int(self.schedule_step), last_step))
         what = f"the validation loss after step {self.step} is {loss}"

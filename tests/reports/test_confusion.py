@@ -134,9 +134,13 @@ def run_with_mistakes(folder, path: str):
     return run
 
 
-def test_a_name_does_not_steer_the_terminal(tmp_path, capsys):
+def test_a_place_outside_of_the_run_is_said_and_a_name_does_not_steer_the_terminal(tmp_path, capsys, caplog):
     run = run_with_mistakes(tmp_path / "run", path="/x\x1b]0;title\x07\nreport.py: all is well")
     make(run, out=tmp_path / "page.html")
+    line = rf"reads dataset.path /x\x1b]0;title\x07\nreport.py: all is well, which {run} names"
+    assert caplog.messages == [line]
+    make(run_with_mistakes(tmp_path / "inside", path=str(tmp_path / "inside" / "data")), out=tmp_path / "page.html")
+    assert len(caplog.messages) == 1  # of what lies in the run's own folder nothing is said
     (tmp_path / "neither").mkdir()
     (tmp_path / "neither" / "a\x1b[2J").touch()
     assert report.main([str(tmp_path / "neither")]) == 1

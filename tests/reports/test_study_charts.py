@@ -26,7 +26,7 @@ def rows_of(chart: dict, **fields) -> list[dict]:
 
 def test_rates_picture_marks_what_diverged(study):
     chart = dataclasses.asdict(study_charts.rate_chart(groups.group_study(reader.read(study))))
-    assert [label for label, _, _ in chart["legend"]] == ["adam", "lamb", "sgd"]
+    assert [entry["label"] for entry in chart["legend"]] == ["adam", "lamb", "sgd"]
     means = {row["x"]: row["y"] for row in rows_of(chart, label="adam", mark="line")}
     assert means == {rate: pytest.approx(curve(k)[-1]) for k, rate in enumerate((0.001, 0.01, 0.1, 1.0))}
     crosses = {(row["x"], row["colour"]) for row in rows_of(chart, mark="cross")}
@@ -81,7 +81,7 @@ def test_optimizers_that_were_tuned_apart_have_a_curve_each(tmp_path):
     assert sgd.curve.critical_batch_size == pytest.approx(100, rel=0.05)
     for fit in (lamb, sgd):
         sizes.append(f"{fit.curve.critical_batch_size:,.0f}")
-    assert [label for label, _, _ in chart["legend"]] == [
+    assert [entry["label"] for entry in chart["legend"]] == [
         "perfect scaling",
         f"lamb, critical batch {sizes[0]}",
         f"sgd, critical batch {sizes[1]}",

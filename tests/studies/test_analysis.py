@@ -117,8 +117,8 @@ def test_a_whole_run_is_read_without_problems(tmp_path):
         ("summary.json", lambda text: text[:40], "unreadable", ("summary.json", "damaged")),
         ("summary.json", lambda text: None, "running", ("summary.json", "missing", "goes on, or was killed")),
         ("config.json", lambda text: "\ufffe{", "done", ("config.json", "damaged")),
-        ("run.json", lambda text: '{"format_version": 0}', "unreadable", ("format_version 0; allowed: 1",)),
-        ("run.json", lambda text: None, "unreadable", ("format_version missing; allowed: 1",)),
+        ("run.json", lambda text: '{"format_version": 0}', "unreadable", ("format_version 0; allowed: 2",)),
+        ("run.json", lambda text: None, "unreadable", ("format_version missing; allowed: 2",)),
     ],
 )
 def test_damage_is_named_and_the_rest_is_read(tmp_path, name, damage, status, words):

@@ -85,7 +85,7 @@ def image_names(files: FileSet) -> list[str]:
 def walk(root: str, on_error: Callable[[OSError], None] | None = None) -> Iterator[str]:
     """Yield the names of all files and folders below `root`; names of folders end in "/".
 
-    Links are followed.
+    Links are followed, but for those to a folder that they lie in.
 
     Args:
       on_error: called with the error of a folder that cannot be read, which is passed over.
@@ -93,9 +93,16 @@ def walk(root: str, on_error: Callable[[OSError], None] | None = None) -> Iterat
     for folder, folders, files in os.walk(root, onerror=on_error, followlinks=True):
         prefix = folder[len(root) :].strip("/")
         prefix += "/" * bool(prefix)
-        folders[:] = [name for name in folders if not is_hidden(name)]
+        within = Path(os.path.realpath(folder))
+        folders[:] = [name for name in folders if not is_hidden(name) and not _leads_back(folder, name, within)]
         yield from (f"{prefix}{name}/" for name in folders)
         yield from (prefix + name for name in files if not is_hidden(name))
+
+
+def _leads_back(folder: str, name: str, within: Path) -> bool:
+    """Return True if an entry of `folder`, which is really `within`, is a link to a folder around it."""
+    path = Path(folder, name)
+    return path.is_symlink() and within.is_relative_to(os.path.realpath(path))
 
 
 def _open_folder(root: str, where: str) -> FileSet:

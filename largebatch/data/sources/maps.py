@@ -119,8 +119,10 @@ def parse_map_names(names: list[str], where: str, *, may_lack_maps: bool = False
     if are_around:
         ids = [f"{split}/{inner}" for split, inner in zip(splits, ids, strict=True)]
     names_of = {kind: [of_kind[key] for key in keys] for kind, of_kind in found.items() if of_kind}
-    classes_file = next((name for name in names if basename(name) == CLASSES_FILE), None)
-    return ParsedMaps(ids, names_of, splits, classes_file)
+    classes_files = [name for name in names if basename(name) == CLASSES_FILE]
+    if len(classes_files) > 1:
+        raise UserError(f"{where} has {len(classes_files)} files {CLASSES_FILE}; allowed: one")
+    return ParsedMaps(ids, names_of, splits, classes_files[0] if classes_files else None)
 
 
 def _refuse_missing(images: dict[tuple, str], of_kind: dict[tuple, str], kind: str, where: str) -> None:
