@@ -155,6 +155,27 @@ def test_a_signal_puts_the_claimed_trial_back(config, tmp_path, monkeypatch):
     assert TrialQueue(study).fill() == Counts(3, 0, 0)
 
 
+@pytest.mark.parametrize("call", ["fill", "report", "end", "put_back"])
+def test_a_signal_while_the_database_is_away_stops_all_hosts_together(config, tmp_path, monkeypatch, call):
+    study = make_study(config, tmp_path, space_of({"optimizer.name": ["lamb", "adam"]}), pruner="median")
+    agree, agreed = preemption.agree, []
+
+    def away(*_):
+        monkeypatch.setattr(preemption, "_first_signal", 15)
+        raise preemption.Stopped(15)
+
+    def note(vote=0):
+        found = agree(vote)
+        agreed.append(found[0])
+        return found
+
+    monkeypatch.setattr(TrialQueue, call, away)
+    monkeypatch.setattr(preemption, "agree", note)
+    with pytest.raises(preemption.Stopped):
+        train_study(study)
+    assert agreed[-1] == 15  # a host alone would have left without asking the others
+
+
 @pytest.mark.full
 def test_pruned_trials_of_tpe_end_early_and_are_kept(config, tmp_path, monkeypatch):
     config.train.outer_steps = 4

@@ -300,6 +300,17 @@ def test_a_cache_that_another_process_built_again_stays(tmp_path):
     discard_cache(mine, damage)  # which is gone
 
 
+def test_a_damaged_part_record_is_named_and_its_images_are_decoded_again(tmp_path):
+    plan = plan_of(noise(80), tmp_path / "caches")
+    build_files(plan)
+    record = plan.record_path(0)
+    record.write_bytes(b"")  # as a power failure may leave it
+    with pytest.raises(UserError, match=rf"^augment\.cache_dir: {record} was damaged and is removed; start again"):
+        finish_cache(plan)
+    build_cache(plan)
+    open_cache(plan.folder)
+
+
 # ---- an estimate ---------------------------------------------------------------------------------------
 
 

@@ -212,6 +212,7 @@ def test_links_suffixes_and_sizes_of_images(tmp_path):
     (linked / "a").symlink_to(real / "a")
     for path in (real / "b").iterdir():
         (linked / "b" / path.name).symlink_to(path)
+    (linked / "b" / "back").symlink_to(linked)  # is passed over
     contents = contents_of(find_set(path=real))
     assert contents == contents_of(find_set(path=linked))
     assert len(contents) == 14

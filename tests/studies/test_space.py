@@ -55,6 +55,7 @@ def test_a_bad_space_file_is_named_in_one_line(tmp_path, text, message):
         ('suggest_categorical("log.tensorboard", [True])', "log.tensorboard: cannot be searched"),
         ('suggest_categorical("model.dtype", ["auto"])', "model.dtype: 'auto' cannot be searched"),
         ('suggest_float("optimizer.learning_rate", 0.1, 1.0)', "optimizer.learning_rate is a range; allowed"),
+        ('suggest_int("train.inner_steps", 1, 8, log=True)', "train.inner_steps is logarithmic; allowed"),
         ('suggest_int("train.inner_steps", 1, 99999)', "over 10,000 settings; allowed: fewer"),
         ('suggest_categorical("schedule.decay_steps", [(0,), (1, 2)])', "(0,); allowed: a tuple of integers >= 1"),
     ],
