@@ -218,7 +218,8 @@ MAPS = {
     "classes.txt names 1 class(es); allowed: 2 to 255": write("classes.txt", b"road\n"),
     "classes.txt names 'road' twice": write("classes.txt", b"road\nroad\n"),
     "has 2 files classes.txt; allowed: one": lambda root: [
-        write(name, b"sky\nroad\ntree\n")(root) for name in ("classes.txt", "images/classes.txt")
+        (root / "other").mkdir(),
+        *(write(name, b"sky\nroad\ntree\n")(root) for name in ("classes.txt", "other/classes.txt")),
     ],
     "masks/notes.npy is no image; allowed in masks/: images alone": write("masks/notes.npy", b"1"),
     "has neither masks/ nor depths/": lambda root: [shutil.rmtree(root / name) for name in ("masks", "depths")],
