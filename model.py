@@ -282,42 +282,29 @@ class Architecture:
     of_pixels: bool = False  # whether outputs are dense, for tasks of pixels
 
 
-_NORM = frozenset({"norm"})
-_RESNET_OPTIONS = frozenset({"norm", "zero_head"})
-_AIRBENCH_OPTIONS = _RESNET_OPTIONS | {"stem"}
-_CONVNET_OPTIONS = _AIRBENCH_OPTIONS | {"side_heads"}
+OPTIONS = {"norm", "zero_head", "stem", "side_heads"}
+
+
+def _architecture(module: type[nn.Module], **fields) -> Architecture:
+    """Return the architecture of a module with some fields filled in; it takes those of OPTIONS that it has."""
+    options = OPTIONS & {field.name for field in dataclasses.fields(module)}
+    return Architecture(functools.partial(module, **fields), frozenset(options), issubclass(module, ResUNet))
+
+
 MODELS = {
-    "convnet": Architecture(ConvNet, _CONVNET_OPTIONS),
-    "resconvnet": Architecture(
-        functools.partial(ConvNet, features=(32, 64, 96, 128), blocks=(0, 0, 1, 1), hidden=None), _CONVNET_OPTIONS
+    "convnet": _architecture(ConvNet),
+    "resconvnet": _architecture(ConvNet, features=(32, 64, 96, 128), blocks=(0, 0, 1, 1), hidden=None),
+    "resconvnet7": _architecture(ConvNet, features=(32, 64, 96, 112), blocks=(0, 1, 1, 1), hidden=None),
+    "resconvnet_wide": _architecture(ConvNet, features=(48, 96, 128, 160), blocks=(0, 0, 1, 1), hidden=None),
+    "airbench": _architecture(AirbenchNet),
+    "airbench_small": _architecture(AirbenchNet, features=(32, 128, 128)),
+    "resnet8": _architecture(ResNet, stage_sizes=(1, 1, 1), width=16, block=BasicBlock, imagenet_stem=False),
+    "resnet50": _architecture(
+        ResNet, stage_sizes=(3, 4, 6, 3), width=64, block=BottleneckBlock, imagenet_stem=True
     ),
-    "resconvnet7": Architecture(
-        functools.partial(ConvNet, features=(32, 64, 96, 112), blocks=(0, 1, 1, 1), hidden=None), _CONVNET_OPTIONS
-    ),
-    "resconvnet_wide": Architecture(
-        functools.partial(ConvNet, features=(48, 96, 128, 160), blocks=(0, 0, 1, 1), hidden=None), _CONVNET_OPTIONS
-    ),
-    "airbench": Architecture(AirbenchNet, _AIRBENCH_OPTIONS),
-    "airbench_small": Architecture(functools.partial(AirbenchNet, features=(32, 128, 128)), _AIRBENCH_OPTIONS),
-    "resnet8": Architecture(
-        functools.partial(ResNet, stage_sizes=(1, 1, 1), width=16, block=BasicBlock, imagenet_stem=False),
-        _RESNET_OPTIONS,
-    ),
-    "resnet50": Architecture(
-        functools.partial(ResNet, stage_sizes=(3, 4, 6, 3), width=64, block=BottleneckBlock, imagenet_stem=True),
-        _RESNET_OPTIONS,
-    ),
-    "resunet": Architecture(
-        functools.partial(ResUNet, features=(80, 160, 320, 640), blocks=(2, 2, 2, 3)), _NORM, of_pixels=True
-    ),
-    "resunet_tiny": Architecture(
-        functools.partial(ResUNet, features=(48, 64, 80), blocks=(1, 1, 1), patch=4), _NORM, of_pixels=True
-    ),
-    "unet_tiny": Architecture(
-        functools.partial(ResUNet, features=(40, 56, 72), blocks=(1, 1, 1), patch=4, merge="concatenate"),
-        _NORM,
-        of_pixels=True,
-    ),
+    "resunet": _architecture(ResUNet, features=(80, 160, 320, 640), blocks=(2, 2, 2, 3)),
+    "resunet_tiny": _architecture(ResUNet, features=(48, 64, 80), blocks=(1, 1, 1), patch=4),
+    "unet_tiny": _architecture(ResUNet, features=(40, 56, 72), blocks=(1, 1, 1), patch=4, merge="concatenate"),
 }
 
 

@@ -20,7 +20,7 @@ from largebatch.reports.page import GroupReport
 from largebatch.runs import reader
 from largebatch.runs.load import load
 from largebatch.studies import analysis
-from largebatch.util import UserError, address_argument, path_argument, printable, replacing
+from largebatch.util import UserError, address_argument, path_argument, printable, replacing, writing
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -157,11 +157,8 @@ def write(path: Path, content: bytes, option: str) -> None:
     Raises:
       UserError: it cannot be written.
     """
-    try:
-        with replacing(path) as temporary:
-            temporary.write_bytes(content)
-    except OSError as error:
-        raise UserError(f"{option}: cannot write {path} ({error.strerror or error})") from error
+    with writing(path, option), replacing(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def write_report(arguments: argparse.Namespace) -> str:
@@ -172,10 +169,8 @@ def write_report(arguments: argparse.Namespace) -> str:
     table = csv_text(found, arguments.updates_to) if arguments.csv else None
     pictures = draw_pngs(reports) if arguments.png else {}
     if arguments.png:
-        try:
+        with writing(arguments.png, "--png"):
             arguments.png.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--png: cannot make the folder {arguments.png} ({error.strerror})") from error
     write(arguments.out, html, "--out")
     if arguments.csv:
         write(arguments.csv, table.encode(), "--csv")

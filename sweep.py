@@ -30,7 +30,7 @@ from largebatch.config import rules
 from largebatch.hardware.chips import AUTO
 from largebatch.hosts import collectives, preemption
 from largebatch.runs import reader
-from largebatch.runs.folder import RunFolder, writing
+from largebatch.runs.folder import RunFolder
 from largebatch.runs.load import load
 from largebatch.studies import analysis, critical_batch
 from largebatch.studies.critical_batch import Branches
@@ -40,7 +40,7 @@ from largebatch.studies.space import SAMPLERS, Space, read_space
 from largebatch.studies.study import SPACE_FILE, Study, StudyOptions, define_study, refuse_another
 from largebatch.studies.worker import Worker
 from largebatch.studies.workers import run_workers
-from largebatch.util import UserError, replacing
+from largebatch.util import UserError, replacing, writing
 
 FLAGS = flags.FLAGS
 log = logging.getLogger("largebatch")

@@ -107,6 +107,15 @@ def replacing(path):
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def writing(path, field: str = "--workdir"):
+    """Turn errors of the disk into a UserError of one line that names the field or flag, and the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{field}: cannot write {path} ({error.strerror or error})") from error
+
+
 def write_through(path, content) -> None:
     """Write bytes to a file that is on disk when this returns."""
     with path.open("wb") as file:

@@ -9,7 +9,7 @@ from PIL import Image
 from largebatch.data.dataset import Dataset
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets, split_planes
-from largebatch.util import UserError, iterate_batches, path_within
+from largebatch.util import UserError, iterate_batches, path_within, writing
 
 GAP = 2  # pixels between the pictures of a preview
 AT_ONCE = 256  # images in memory at a time
@@ -99,7 +99,7 @@ def export(dataset: Dataset, folder: str) -> int:
         allowed = ", ".join(map(str, PICTURES))
         raise UserError(f"--export: images of {name} have {channels} channels; allowed: {allowed}")
     root = Path(folder)
-    try:
+    with writing(folder, "--export"):
         for some in iterate_batches(len(dataset.ids), AT_ONCE):
             images, maps = split_planes(dataset.images(np.arange(some.start, some.stop)), targets.planes)
             for example_id, image, of_image in zip(dataset.ids[some], images, maps, strict=True):
@@ -109,8 +109,6 @@ def export(dataset: Dataset, folder: str) -> int:
                     Image.fromarray(pixels).save(path)
         if targets.classes:
             (root / "classes.txt").write_text("\n".join(targets.classes) + "\n")
-    except OSError as error:
-        raise UserError(f"--export: cannot write {folder} ({error.strerror or error})") from error
     return len(dataset.ids)
 
 

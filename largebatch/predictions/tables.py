@@ -1,6 +1,5 @@
 """Predictions for people: scores by class, and a line of a CSV file, or pictures, for each image."""
 
-import contextlib
 import csv
 import math
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from largebatch.data.dataset import Dataset
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets
 from largebatch.terminal import Console, four_digits
-from largebatch.util import UserError, path_within, printable, replacing
+from largebatch.util import path_within, printable, replacing, writing
 
 COLUMNS = ("images", "recall", "precision", "most often taken for")
 WHITE = 255  # of a mask of two classes, so that people see it
@@ -103,21 +102,13 @@ def write_csv(path: str, dataset: Dataset, parts: Iterable[np.ndarray]) -> None:
       UserError: the file cannot be written.
     """
     names, examples = dataset.class_names, zip(dataset.ids, dataset.labels, strict=True)
-    with _named_errors(path), replacing(Path(path)) as temporary, temporary.open("w", newline="") as file:
+    with writing(path, "--out"), replacing(Path(path)) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["id", "label", "prediction", *(f"p({name})" for name in names)])
         for part in parts:
             for row, (example_id, label) in zip(softmax(part.astype(np.float64), axis=1), examples, strict=False):
                 known = names[label] if label >= 0 else ""
                 writer.writerow([example_id, known, names[row.argmax()], *(f"{p:.6f}" for p in row)])
-
-
-@contextlib.contextmanager
-def _named_errors(path: str):
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--out: cannot write {path} ({error.strerror or error})") from error
 
 
 # ---- maps --------------------------------------------------------------------------------------------
@@ -169,7 +160,7 @@ def write_maps(folder: str, dataset: Dataset, targets: PixelTargets, parts: Iter
     """
     names = [name for name, has in (("mean_iou", targets.classes), ("depth_rmse", targets.has_depth)) if has]
     first = 0
-    with _named_errors(folder):
+    with writing(folder, "--out"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         with replacing(Path(folder) / SCORES_FILE) as temporary, temporary.open("w", newline="") as file:
             writer = csv.writer(file)

@@ -221,11 +221,9 @@ def read_newest(folder: Path) -> LoadedCheckpoint | None:
 def _set_aside(path: Path, damage: DamagedCheckpoint) -> None:
     aside = path.with_suffix(".damaged")
     log.warning("%s; set aside as %s", damage, aside.name)
-    try:
+    with util.writing(aside):
         util.remove(aside)
         path.rename(aside)
-    except OSError as error:
-        raise UserError(f"--workdir: cannot write {aside} ({error.strerror})") from error
 
 
 def read_description(path: Path) -> dict:

@@ -18,7 +18,7 @@ from largebatch import util
 from largebatch.buckets import bucket
 from largebatch.predictions.files import Outcome
 from largebatch.runs import reader
-from largebatch.util import UserError, expanded
+from largebatch.util import UserError, expanded, writing
 
 log = logging.getLogger("largebatch")
 
@@ -36,15 +36,6 @@ def jsonable(value):
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-@contextlib.contextmanager
-def writing(path):
-    """Turn the errors of a failing disk into a UserError of one line that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"--workdir: cannot write {path} ({error.strerror or error})") from error
 
 
 class InUse(UserError):

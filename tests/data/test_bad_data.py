@@ -345,7 +345,7 @@ SPLITS = {
     "dataset: the published splits have no training images": {"published": ["val"] * 20},
     "dataset: no training image is left for class newt; add images": {"class_names": ["cat", "newt"]},
     "dataset: two images have the id '3.png'; allowed: each id once": {"example_ids": [*CATS[:-1], CATS[3]]},
-    "dataset: 9 images; allowed: at least 10, for an 80/10/10 split": {"example_ids": CATS[:9]},
+    "dataset: 9 training images; allowed: at least 10, to cut val and test from": {"example_ids": CATS[:9]},
 }
 
 

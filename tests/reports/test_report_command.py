@@ -85,7 +85,7 @@ def test_png_of_every_panel(study, tmp_path):
         (["{run}", "--out", "no/such/page.html"], ["--out: cannot write no/such/page.html"], 1),
         (["{run}", "--out", "{run}"], ["--out: cannot write"], 1),
         (["{run}", "--csv", "no/such.csv"], ["--csv: cannot write no/such.csv"], 1),
-        (["{run}", "--png", "{run}/config.json"], ["--png: cannot make the folder"], 1),
+        (["{run}", "--png", "{run}/config.json"], ["--png: cannot write"], 1),
         (["{run}", "{study}", "--csv", "x.csv"], ["--csv: both runs and studies"], 1),
         (["{run}", "--updates_to", "90"], ["--updates_to", "90; allowed: numbers above 0 and up to 1"], 2),
         (["{run}", "--updates_to", "x"], ["--updates_to", "x"], 2),

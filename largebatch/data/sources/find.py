@@ -20,7 +20,6 @@ from largebatch.data.sources.scenes import PATTERNS, SCENES_VERSION, scenes_data
 from largebatch.data.sources.splits import (
     NO_PUBLISHED_SPLITS,
     complete_sizes,
-    own_sizes,
     read_split_file,
     split_named,
 )
@@ -224,9 +223,9 @@ def _published_counts(fields: DatasetConfig, published: dict[str, int]) -> dict[
             allowed = f"{' and '.join(published)}, joined by +, or give dataset.path"
             found = f"{fields.tfds_split!r} of {fields.name!r} without images"
             raise BadSetting(f"dataset.tfds_split: {found}; allowed: {allowed}")
-        return own_sizes(sum(published[part] for part in parts))
+        return complete_sizes({"train": sum(published[part] for part in parts)})
     if fields.splits != "own" and len(published) > 1:
         return complete_sizes(published)
     if fields.splits == "published":
         raise BadSetting(NO_PUBLISHED_SPLITS)
-    return own_sizes(sum(published.values()))
+    return complete_sizes({"train": sum(published.values())})

@@ -254,23 +254,12 @@ def split_indices(example_ids: list[str], seed: int) -> dict[str, np.ndarray]:
     Returns:
       For each of SPLITS the indices into `example_ids`.
     Raises:
-      UserError: see `own_sizes`.
+      UserError: see `complete_sizes`.
     """
-    sizes = own_sizes(len(example_ids))
+    sizes = complete_sizes({"train": len(example_ids)})
     order = _shuffled(example_ids, np.arange(len(example_ids)), seed)
     train, val, test = np.split(order, np.cumsum([sizes["train"], sizes["val"]]))
     return {"train": train, "val": val, "test": test}
-
-
-def own_sizes(count: int) -> dict[str, int]:
-    """Return the number of examples of each of SPLITS in our own split of `count`.
-
-    Raises:
-      UserError: fewer than 10 examples, which would leave a part empty.
-    """
-    if count < 10:
-        raise UserError(f"dataset: {count} images; allowed: at least 10, for an 80/10/10 split")
-    return {"train": count - 2 * (count // 10), "val": count // 10, "test": count // 10}
 
 
 def _complete(example_ids: list[str], published: list[str], seed: int) -> dict[str, np.ndarray]:
