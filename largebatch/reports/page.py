@@ -17,6 +17,7 @@ from largebatch.reports import charts, examples, run_charts, study_charts, table
 from largebatch.reports.charts import Chart
 from largebatch.reports.examples import Confusion, MapExamples
 from largebatch.reports.groups import Group, plain, score_words
+from largebatch.reports.study_charts import Fit
 from largebatch.reports.tables import Table
 from largebatch.runs.reader import Run, number
 from largebatch.studies import analysis, critical_batch
@@ -32,6 +33,7 @@ class GroupReport:
     """All that is shown of a group; charts have an id of their own within it."""
 
     group: Group
+    fits: list[Fit]
     study_charts: list[Chart]
     curves: list[Chart]
     time_charts: list[Chart]
@@ -46,21 +48,24 @@ class GroupReport:
 
 def report_groups(groups: list[Group]) -> list[GroupReport]:
     """Read predictions and prepare charts; what is damaged is added to the problems of its run."""
-    swept = {}
-    for group in groups:
-        for fit in study_charts.fits(group.study) if group.study else ():
-            if fit.is_resolved:
-                swept[f"{group.title} {fit.optimizer}".strip()] = fit.curve.critical_batch_size
+    fits = [study_charts.fits(group.study) if group.study else [] for group in groups]
+    swept = {
+        f"{group.title} {fit.optimizer}".strip(): fit.curve.critical_batch_size
+        for group, of_group in zip(groups, fits, strict=True)
+        for fit in of_group
+        if fit.is_resolved
+    }
     reports = []
-    for group in groups:
+    for group, of_group in zip(groups, fits, strict=True):
         of_study = []
         if group.study:
-            of_study = [study_charts.steps_chart(group), study_charts.rate_chart(group)]
+            of_study = [study_charts.steps_chart(group, of_group), study_charts.rate_chart(group)]
             of_study.append(study_charts.branch_chart(group.study, swept))
         times = [run_charts.time_chart(group), run_charts.devices_chart(group)]
         reports.append(
             GroupReport(
                 group,
+                of_group,
                 [chart for chart in of_study if chart],
                 list(run_charts.curve_charts(group)),
                 [chart for chart in times if chart],
@@ -171,8 +176,9 @@ def why_stopped(run: Run) -> str:
     return reason if reason.startswith(run.status) else f"{run.status}: {reason}"
 
 
-def tiles(group: Group) -> Iterator[tuple[str, str]]:
+def tiles(report: GroupReport) -> Iterator[tuple[str, str]]:
     """Yield the few figures that matter most, and what they are of."""
+    group = report.group
     best = min(group.runs, key=lambda run: run.kind.rank(run.best_score), default=None)
     if best and best.best_score is not None:
         yield f"{best.best_score:.4f}", f"best {score_words(best)}: {group.labels[group.runs.index(best)]}"
@@ -181,7 +187,7 @@ def tiles(group: Group) -> Iterator[tuple[str, str]]:
         of_several = ", median of the runs" if len(rates) > 1 else ""
         yield f"{statistics.median(rates):,.0f}", f"training images / s{of_several}"
     if group.study:
-        for fit in study_charts.fits(group.study):
+        for fit in report.fits:
             if fit.is_resolved:
                 whose = f" of {fit.optimizer}" if fit.optimizer else ""
                 yield f"{fit.curve.critical_batch_size:,.0f}", f"examples: critical batch size{whose}"

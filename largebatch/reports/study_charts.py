@@ -118,9 +118,9 @@ def fits(study: Study) -> list[Fit]:
     return found
 
 
-def steps_chart(group: Group) -> Chart | None:
+def steps_chart(group: Group, found: list[Fit]) -> Chart | None:
     """Return steps to the target over batch size, where at least two batch sizes reached it."""
-    drawn = [fit for fit in fits(group.study) if len(fit.points) > 1]
+    drawn = [fit for fit in found if len(fit.points) > 1]
     if not drawn:
         return None
     first = drawn[0].points[0]
