@@ -238,7 +238,7 @@ def test_a_description_of_another_format_is_named(make_model, tmp_path):
     contents = {name: (make_model("float32") / name).read_bytes() for name in files.NAMES}
     about = json.loads(contents[files.DESCRIPTION]) | {"format": 1}
     files.write(tmp_path / "changed", contents | {files.DESCRIPTION: json.dumps(about).encode()})
-    with pytest.raises(UserError, match=r"model\.json: format 1; allowed: 2$"):
+    with pytest.raises(UserError, match=r"model\.json: format 1; allowed: 3$"):
         evaluate.load_run(tmp_path / "changed")
 
 
