@@ -7,6 +7,8 @@ DATA ?= .
 QUICKLY := --xla_backend_optimization_level=0
 # Beside the other environment: where a compiler is installed, JAX looks for its devices at every start.
 COMPILERS := $(VENV)/compilers
+# uv installs in a tenth of pip's time, where it is there and reaches the packages.
+install = (command -v uv > /dev/null && uv pip install --quiet --python $(1) $(2)) || $(1) -m pip install --quiet --disable-pip-version-check $(2)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 # make hands what stands behind it to every program, and launch/slurm.sbatch would take that PYTHON.
@@ -59,15 +61,15 @@ faults: $(VENV)/.dev  ## the long part of the fault harness, hours on 2 cores; f
 $(VENV)/.run: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else "Python 3.11, 3.12 or 3.13 is needed, this is " + sys.version.split()[0] + "; give another by PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(call install,$(BIN)/python,-r requirements.txt)
 	touch $@
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(call install,$(BIN)/python,-r requirements-dev.txt)
 	touch $@
 
 $(COMPILERS)/.done: requirements-tpu.txt requirements-cuda.txt $(VENV)/.run
 	$(PYTHON) -m venv $(COMPILERS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > $$($(COMPILERS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/project.pth
-	$(COMPILERS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-tpu.txt -r requirements-cuda.txt
+	$(call install,$(COMPILERS)/bin/python,-r requirements-tpu.txt -r requirements-cuda.txt)
 	touch $@
