@@ -14,10 +14,13 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 # make hands what stands behind it to every program, and launch/slurm.sbatch would take that PYTHON.
 unexport PYTHON VENV ARGS DATA
 
-.PHONY: train compilers test test-full test-commands test-compilers test-tpu test-gpu test-postgres lint bench faults results
+.PHONY: train help compilers test test-full test-commands test-compilers test-tpu test-gpu test-postgres lint bench faults results
 
 train: $(VENV)/.run  ## train on synthetic images; ARGS="--config configs/eurosat.py ..." for anything else
 	$(BIN)/python train.py $(ARGS)
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' Makefile
 
 compilers: $(COMPILERS)/.done  ## for --compile_for: .venv/compilers/bin/python train.py --config ... --compile_for h200
 
@@ -61,15 +64,18 @@ faults: $(VENV)/.dev  ## the long part of the fault harness, hours on 2 cores; f
 $(VENV)/.run: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else "Python 3.11, 3.12 or 3.13 is needed, this is " + sys.version.split()[0] + "; give another by PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(call install,$(BIN)/python,-r requirements.txt)
+	@echo "installing requirements.txt in $(VENV): a minute or more"
+	@$(call install,$(BIN)/python,-r requirements.txt)
 	touch $@
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
-	$(call install,$(BIN)/python,-r requirements-dev.txt)
+	@echo "installing requirements-dev.txt in $(VENV): a minute or more"
+	@$(call install,$(BIN)/python,-r requirements-dev.txt)
 	touch $@
 
 $(COMPILERS)/.done: requirements-tpu.txt requirements-cuda.txt $(VENV)/.run
 	$(PYTHON) -m venv $(COMPILERS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > $$($(COMPILERS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/project.pth
-	$(call install,$(COMPILERS)/bin/python,-r requirements-tpu.txt -r requirements-cuda.txt)
+	@echo "installing the compilers of TPUs and GPUs in $(COMPILERS): some minutes"
+	@$(call install,$(COMPILERS)/bin/python,-r requirements-tpu.txt -r requirements-cuda.txt)
 	touch $@
