@@ -24,6 +24,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -51,7 +52,13 @@ SECONDS_BETWEEN_REPORTS = 10.0
 OTHER_BYTES = 4 + 4 + 4 * 24  # of an image's CRC, label and id, beside its pixels
 SHOWN_PAIRS = 3
 
-Block = tuple[np.ndarray, list[int], list[int]]  # pixels [rows, H, W, C], CRC-32 of each row, `channel_sums`
+
+class Block(NamedTuple):
+    """Consecutive decoded rows."""
+
+    pixels: np.ndarray  # [rows, H, W, C]
+    crcs: list[int]  # CRC-32 of each row
+    sums: list[int]  # `channel_sums` of the training images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +66,19 @@ class CachePlan:
     """Content and folder of a cache that is to be built."""
 
     folder: Path  # of the finished cache
-    dataset: Dataset
-    splits: dict[str, np.ndarray]  # indices into the data set's examples, by split
+    dataset: Dataset  # the examples of all rows
+    layout: RowLayout
 
-    @functools.cached_property
-    def layout(self) -> RowLayout:
-        """Layout of the rows."""
-        counts = {split: len(self.splits[split]) for split in SPLITS}
-        return RowLayout.of(counts, self.dataset.image_shape, self.dataset.dtype)
+    @classmethod
+    def of(cls, folder: Path, dataset: Dataset, splits: dict[str, np.ndarray]) -> "CachePlan":
+        """Plan the cache of a data set.
 
-    @functools.cached_property
-    def examples(self) -> np.ndarray:
-        """Index into the data set's examples of each row."""
-        return np.concatenate([self.splits[split] for split in SPLITS])
+        Args:
+          splits: indices into the data set's examples, for each of SPLITS; examples may be left out.
+        """
+        dataset = dataset.take(np.concatenate([splits[split] for split in SPLITS]))
+        counts = {split: len(splits[split]) for split in SPLITS}
+        return cls(folder, dataset, RowLayout.of(counts, dataset.image_shape, dataset.dtype))
 
     @property
     def disk_bytes(self) -> int:
@@ -120,11 +127,9 @@ def _all_see_one_folder(plan: CachePlan | None) -> bool:
     mark = plan and plan.folder.parent / f".{plan.folder.name}.{token}.tmp"  # which `util.remove_stale_in` removes
 
     def leave_mark() -> None:
-        try:
+        with util.writing(mark, "augment.cache_dir"):
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
-        except OSError as error:
-            raise _cannot_write(plan, error) from error
 
     collectives.agreed(leave_mark, is_marked)
     seen = collectives.gather_text(str(plan is not None and mark.exists()))
@@ -172,9 +177,9 @@ def decode_block(plan: CachePlan, rows: range) -> Block:
       UserError: an image is damaged, or not like the first one.
     """
     pixels = np.empty((len(rows), *plan.layout.image_shape), plan.layout.dtype)
-    plan.dataset.fill(plan.examples[rows.start : rows.stop], pixels, num_threads=1)
+    plan.dataset.fill(np.arange(rows.start, rows.stop), pixels, num_threads=1)
     num_train = max(plan.layout.counts["train"] - rows.start, 0)
-    return pixels, [zlib.crc32(image) for image in pixels], channel_sums(pixels[:num_train])
+    return Block(pixels, [zlib.crc32(image) for image in pixels], channel_sums(pixels[:num_train]))
 
 
 def channel_sums(pixels: np.ndarray) -> list[int]:
@@ -226,11 +231,11 @@ def _write_file(plan: CachePlan, number: int, blocks: Iterator[Block], report: C
     all_crcs, all_sums = [], []
     with util.replacing(plan.images_path(number)) as temporary:
         with temporary.open("wb") as file:
-            for pixels, crcs, sums in blocks:
-                file.write(pixels.data)
-                all_crcs += crcs
-                all_sums.append(sums)
-                report(len(crcs))
+            for block in blocks:
+                file.write(block.pixels.data)
+                all_crcs += block.crcs
+                all_sums.append(block.sums)
+                report(len(block.crcs))
         record = {"crcs": all_crcs, "sums": _add(all_sums)}
         _write_whole(plan.record_path(number), json.dumps(record).encode())
 
@@ -313,8 +318,8 @@ def _write_arrays(plan: CachePlan) -> dict:
     dataset, layout, sha256 = plan.dataset, plan.layout, {}
     records = [_read_record(plan.record_path(number)) for number in range(layout.num_files)]
     arrays = {
-        "ids": np.array(dataset.ids)[plan.examples],
-        "labels": dataset.labels[plan.examples],
+        "ids": dataset.ids,
+        "labels": dataset.labels,
         "crc32": np.array([crc for record in records for crc in record["crcs"]], np.uint32),
     }
     for name, array in arrays.items():
@@ -325,7 +330,8 @@ def _write_arrays(plan: CachePlan) -> dict:
     height, width, _ = layout.image_shape
     sums, num_pixels = _add([record["sums"] for record in records]), layout.counts["train"] * height * width
     _refuse_one_class(plan, sums, num_pixels)
-    mean, std = channel_statistics(sums, num_pixels)
+    mean, mean_square = np.array(sums, object).reshape(2, -1) / num_pixels
+    variance = np.maximum(mean_square - mean**2, 1.0).astype(float)
     return {
         "cache_version": CACHE_VERSION,
         "build": uuid.uuid4().hex,  # so that no two builds have the same manifest; see `cache.discard_cache`
@@ -336,8 +342,8 @@ def _write_arrays(plan: CachePlan) -> dict:
         "image_shape": list(layout.image_shape),
         "image_dtype": layout.dtype.name,
         "rows_per_file": layout.rows_per_file,
-        "mean": mean,
-        "std": std,
+        "mean": mean.tolist(),
+        "std": np.sqrt(variance).tolist(),
         "sha256": sha256,
         **dataset.targets.record(),
     }
@@ -369,14 +375,6 @@ def _refuse_one_class(plan: CachePlan, sums: list[int], num_pixels: int) -> None
     )
 
 
-def channel_statistics(sums: list[int], num_pixels: int) -> tuple[list, list]:
-    """Return mean and standard deviation by channel, at least 1, from `channel_sums` over `num_pixels` pixels."""
-    channels = len(sums) // 2
-    mean = [total / num_pixels for total in sums[:channels]]
-    variance = [squares / num_pixels - m**2 for squares, m in zip(sums[channels:], mean, strict=True)]
-    return mean, [float(np.sqrt(max(v, 1.0))) for v in variance]
-
-
 def _warn_of_equal_images(cache: Cache) -> None:
     """Warn of images with the same pixels; a pair in two splits makes the validation too optimistic.
 
@@ -392,7 +390,7 @@ def _warn_of_equal_images(cache: Cache) -> None:
             pairs.append((before, row))
     if not pairs:
         return
-    split_of, ids = np.repeat(SPLITS, [layout.counts[split] for split in SPLITS]), cache.array("ids")
+    split_of, ids = np.repeat(SPLITS, list(layout.counts.values())), cache.array("ids")
     across = [pair for pair in pairs if split_of[pair[0]] != split_of[pair[1]]]
     shown = [f"{ids[one]} = {ids[other]}" for one, other in (across or pairs)[:SHOWN_PAIRS]]
     shown += ["..."] * (len(across or pairs) > SHOWN_PAIRS)

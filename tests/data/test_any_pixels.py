@@ -49,8 +49,8 @@ def test_pixels_are_those_of_the_files(sets, kind):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", SHAPES)
-def test_a_set_of_any_pixels_is_trained_evaluated_and_reported(sets, tmp_path, monkeypatch, kind):
+def test_a_set_of_any_pixels_is_trained_evaluated_and_reported(sets, tmp_path, monkeypatch):
+    """13 bands of 16 bits, resized to rectangles."""
     import evaluate
     import report
     import train
@@ -58,24 +58,21 @@ def test_a_set_of_any_pixels_is_trained_evaluated_and_reported(sets, tmp_path, m
 
     monkeypatch.setenv("HOME", str(tmp_path))
     config = default.get_config()
-    config.dataset.name, config.dataset.path = "mine", str(published(sets / kind, tmp_path / "set"))
-    config.dataset.image_size = (12, 16) if kind == "rectangles" else 16
-    config.augment.views = "flip" if kind == "rectangles" else "all"
+    config.dataset.name, config.dataset.path = "mine", str(published(sets / "bands", tmp_path / "set"))
+    config.dataset.image_size, config.augment.views = (12, 16), "flip"
     config.augment.cache_dir = str(tmp_path / "cache")
     config.batch.update({"size": 16, "micro_batch_size": 2})
     config.train.update({"inner_steps": 2, "outer_steps": 1})
     run = tmp_path / "run"
     summary = train.train_and_evaluate(config, str(run))
     assert evaluate.evaluate(run) == summary["best_val_accuracy"]
-    assert evaluate.evaluate(run, images=str(sets / kind), out=str(tmp_path / "all.csv")) is not None
+    assert evaluate.evaluate(run, images=str(sets / "bands"), out=str(tmp_path / "all.csv")) is not None
     assert len((tmp_path / "all.csv").read_text().splitlines()) == 1 + 36
     assert report.main([str(run), "--out", str(tmp_path / "page.html")]) == 0
     encoded = re.findall(r'src="data:image/png;base64,([^"]+)"', (tmp_path / "page.html").read_text())
     pictures = [np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for text in encoded]
     assert pictures  # two steps leave mistakes
     for picture in pictures:
-        assert picture.shape == (*SHAPES[kind][0][:2], 3)
+        assert picture.shape == (64, 64, 3)
         assert 10 < picture.mean() < 245  # neither black nor white: a dark sea has 40
-        assert len(np.unique(picture)) > 20
-    if kind == "bands":
-        assert min(picture.std() for picture in pictures) > 40  # stretched: in 16 bits they are nearly black
+        assert picture.std() > 40  # stretched: in 16 bits they are nearly black

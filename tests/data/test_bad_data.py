@@ -134,8 +134,10 @@ FILES = {
     "b/3.png: damaged image (": write("b/3.png", png()[:60]),
     "b/4.png cannot be read (No such file or directory)": link("b/4.png"),
     ": c is a link to nowhere": link("c"),
-    "b/3.png has 12x9 pixels of 3 channels of 8 bits, a/0.png has 12x10 pixels of 3": put("b/3.png", IMAGES[0][1:]),
-    "b/3.png has 12x10 pixels of 1 channels of 8 bits, a/0.png": put("b/3.png", IMAGES[0][..., 0]),
+    "b/3.png has 12x9 pixels of 3 channels of 8 bits, the first image 12x10 pixels of 3": put(
+        "b/3.png", IMAGES[0][1:]
+    ),
+    "b/3.png has 12x10 pixels of 1 channels of 8 bits, the first": put("b/3.png", IMAGES[0][..., 0]),
     "b/3.png has 12x10 pixels of 3 channels of 16 bits": write("b/3.png", imagecodecs.png_encode(DEEP)),
 }
 
@@ -263,17 +265,14 @@ def test_folders_of_splits_or_of_maps_are_no_classes(folders, tmp_path):
 # ---- TFDS --------------------------------------------------------------------------------------------
 
 
-def tfds_set(root, label=None, image=None, splits=("train",)):
-    """A TFDS set whose labels or images may be something else."""
+def tfds_set(root, label=1, splits=("train",)):
+    """Write a TFDS set whose labels may be something else."""
     import tensorflow_datasets as tfds
 
-    features = {}
-    if label == "vector":
-        features["label"] = tfds.features.Tensor(shape=(3,), dtype=np.float32)
-    if image == "tensor":
-        features["image"] = tfds.features.Tensor(shape=(8, 8, 3), dtype=np.uint8)
-    value = np.zeros(3, np.float32) if label == "vector" else 1 if label is None else label
-    rows = [(np.zeros((8, 8, 3), np.uint8) if image else png(seed=i), value, f"{i}.png") for i in range(4)]
+    is_vector = label == "vector"
+    features = {"label": tfds.features.Tensor(shape=(3,), dtype=np.float32)} if is_vector else {}
+    label = np.zeros(3, np.float32) if is_vector else label
+    rows = [(png(seed=i), label, f"{i}.png") for i in range(4)]
     return write_prepared_tfds(root, "tiny", dict.fromkeys(splits, rows), ["a", "b"], **features)
 
 
@@ -290,8 +289,7 @@ def described_by(before: str, after: str):
 UNLABELLED = "'train' of TFDS set 'tiny' has rows without label; allowed: splits that have labels"
 OTHER_SPLITS = "None, and TFDS set 'tiny' has the splits test, extra; allowed"
 TFDS = {
-    "has label as Tensor; allowed: ClassLabel, whole numbers, Text": lambda root: tfds_set(root, label="vector"),
-    "has image as Tensor; allowed: Image": lambda root: tfds_set(root, image="tensor"),
+    "image (Image), label (Tensor); allowed: sets with image (Image)": lambda root: tfds_set(root, label="vector"),
     "is prepared as tfrecord, not array_record; to prepare it: pip": described_by("array_record", "tfrecord"),
     "dataset.name: TFDS cannot open 'tiny' (": described_by("{", ""),
     OTHER_SPLITS: lambda root: tfds_set(root, splits=("test", "extra")),

@@ -17,11 +17,8 @@ from largebatch.training.views import expansion, make_read
 
 
 @pytest.mark.parametrize("storage", ["expanded", "on_device"])
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
-    small_config, storage, num_devices, monkeypatch
-):
-    small_config.augment.storage = storage
+def test_placed_examples_are_the_views_of_all_originals_with_their_labels(small_config, storage, monkeypatch):
+    small_config.augment.storage, num_devices = storage, 3
     devices = jax.local_devices()[:num_devices]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)

@@ -1,17 +1,15 @@
 """Sets that are published in splits keep them, whether they come from a zip, a folder or TFDS."""
 
 import itertools
-import zipfile
 
 import numpy as np
 import pytest
-from conftest import ROOT, find_set
+from conftest import find_set
 from test_sources import contents_of, png, write_prepared_tfds, write_zip
 
 from largebatch.data.sources.splits import assign_splits
 from largebatch.util import UserError
 
-CIFAR10 = ROOT.parent / "shared" / "data" / "CIFAR-10-jpeg.zip"
 CLASS_NAMES = ["cat", "dog"]
 
 
@@ -45,10 +43,6 @@ def splits_of(source, **options) -> dict[str, list[str]]:
     options = {"published": source.splits, **options}
     splits = assign_splits(source.ids, source.labels, source.class_names, **options)
     return {split: [source.ids[row] for row in rows] for split, rows in splits.items()}
-
-
-def labels_by_id(source) -> dict[str, str]:
-    return {name: source.class_names[label] for name, label in zip(source.ids, source.labels, strict=True)}
 
 
 SPLITS = ("train", "val", "test")
@@ -103,30 +97,3 @@ def test_tfds_splits_of_other_names_or_without_labels_are_left_out_and_told(tmp_
     assert all(example_id.startswith("train/") for example_id in splits["test"])
     left_out = "TFDS set tiny: left out the splits test (5 images), extra (6 images); dataset.tfds_split reads them"
     assert left_out in caplog.text
-
-
-# ---- CIFAR-10 ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("images_per_class", "sizes"),
-    [(3, [27, 3, 30]), pytest.param(None, [45_000, 5_000, 10_000], marks=pytest.mark.full)],
-)
-def test_cifar10_has_the_same_splits_from_everywhere(images_per_class, sizes, tmp_path):
-    """A folder, a zip and a TFDS set hold the same files."""
-    if not CIFAR10.exists():
-        pytest.skip("needs CIFAR-10 at ../shared/data/CIFAR-10-jpeg.zip")
-    with zipfile.ZipFile(CIFAR10) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".jpg")]
-        files = {name: archive.read(name) for name in names if int(name[-8:-4]) < (images_per_class or 10**4)}
-    class_names = sorted({name.split("/")[1] for name in files})
-    write_files(tmp_path / "folder", files)
-    write_zip(tmp_path / "cifar10.zip", files)
-    write_tfds(tmp_path / "tfds", "cifar10", files, class_names, {"train": "train", "test": "test"})
-    found = [find_set("cifar10", tmp_path / name) for name in ("folder", "cifar10.zip", "tfds")]
-    expected = splits_of(found[0])
-    assert [len(expected[split]) for split in SPLITS] == sizes
-    assert all(name.startswith("test/") == (split == "test") for split, ids in expected.items() for name in ids)
-    for source in found[1:]:
-        assert splits_of(source) == expected
-        assert labels_by_id(source) == labels_by_id(found[0])

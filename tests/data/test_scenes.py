@@ -13,7 +13,7 @@ from largebatch.data.sources.scenes import (
 )
 from largebatch.tasks import planes
 
-SIZE, NUM_SCENES = 48, 120
+SIZE, NUM_SCENES = 48, 60
 TEXTURES = patterns(BACKGROUND_PATTERNS), patterns(OBJECT_PATTERNS)
 
 

@@ -21,6 +21,7 @@ PERIODS = 0.6, 1.0  # metres, of patterns; a wider range would hide their distan
 FEWEST_OBJECTS, MOST_OBJECTS = 3, 8
 SHAPES = ("arch", "box", "ellipse", "triangle")
 BACKGROUND_PATTERNS, OBJECT_PATTERNS = ("stripes", "waves"), ("checks", "dots")
+TILE_METRES = 2.0  # of an image that textures floor and wall
 NOISE = 6.0  # standard deviation, of 255
 
 # (metres to the right, metres up or away, both [S, S]; a generator of numbers) -> colours [S, S, 3], 0 to 255
@@ -115,13 +116,13 @@ def patterns(kinds: tuple[str, ...]) -> Texture:
     return texture
 
 
-def tiles(images: np.ndarray, metres: float = 2.0) -> Texture:
-    """Create a texture of images [N, H, W, 3], each repeated every `metres`."""
+def tiles(image: np.ndarray) -> Texture:
+    """Create a texture of an image [H, W, 3] that is repeated every TILE_METRES."""
 
     def texture(right, up, rng):
-        image = images[rng.integers(len(images))]
         height, width = image.shape[:2]
-        rows, columns = np.floor(up / metres * height).astype(int), np.floor(right / metres * width).astype(int)
+        rows = np.floor(up / TILE_METRES * height).astype(int)
+        columns = np.floor(right / TILE_METRES * width).astype(int)
         return image[rows % height, columns % width].astype(float)
 
     return texture
@@ -195,8 +196,6 @@ def _ground_textures(ground: Dataset, seed: int) -> Callable[[str, int], Texture
 
     def ground_of(split: str, number: int) -> Texture:
         of_split = images_of[split]
-        image = np.empty((1, *ground.image_shape), ground.dtype)
-        ground.fill(of_split[[number % len(of_split)]], image, num_threads=1)
-        return tiles(to_rgb8(image[0])[None])
+        return tiles(to_rgb8(ground.read_one(of_split[number % len(of_split)])))
 
     return ground_of

@@ -155,15 +155,13 @@ def _readable_builder(name: str, data_dir: str | None):
     builder, of_set = prepared_builder(name, data_dir), f"dataset.name: TFDS set {name!r}"
     if builder is None:
         raise UserError(f"{of_set} is not prepared in {where}; {prepare}")
-    info = builder.info
     if file_format(builder) != FORMAT:
         raise UserError(f"{of_set} is prepared as {file_format(builder)}, not {FORMAT}; {prepare}")
-    if not {"image", "label"} <= info.features.keys():
-        raise UserError(f"{of_set} has features {', '.join(info.features)}; allowed: sets with image and label")
-    image, label = info.features["image"], info.features["label"]
-    if not isinstance(image, tfds.features.Image):
-        raise UserError(f"{of_set} has image as {type(image).__name__}; allowed: Image")
-    is_number = label.shape == () and np.issubdtype(label.np_dtype, np.integer)
-    if not is_number and not isinstance(label, tfds.features.Text):
-        raise UserError(f"{of_set} has label as {type(label).__name__}; allowed: ClassLabel, whole numbers, Text")
+    features = builder.info.features
+    image, label = features.get("image"), features.get("label")
+    is_number = label is not None and label.shape == () and np.issubdtype(label.np_dtype, np.integer)
+    if not isinstance(image, tfds.features.Image) or not (is_number or isinstance(label, tfds.features.Text)):
+        found = ", ".join(f"{feature} ({type(kind).__name__})" for feature, kind in features.items())
+        allowed = "image (Image) and label (ClassLabel, whole numbers or Text)"
+        raise UserError(f"{of_set} has the features {found}; allowed: sets with {allowed}")
     return builder
