@@ -189,15 +189,6 @@ def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog,
     assert again == sound
 
 
-def test_training_finds_a_damaged_training_image_and_builds_the_cache_again(fresh_cache, caplog):
-    config, folder = fresh_cache
-    content = bytearray((folder / "images-00000.raw").read_bytes())
-    content[500] ^= 1
-    (folder / "images-00000.raw").write_bytes(content)
-    ProgramCache().load(typed(config))
-    assert "images-00000.raw: its row 0 does not match its CRC-32; building it again" in caplog.text
-
-
 def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
     config, folder = fresh_cache
     caches = []

@@ -195,22 +195,23 @@ def channel_sums(pixels: np.ndarray) -> list[int]:
     return np.stack([sums, square_sums]).reshape(2, -1, channels).sum(axis=1, dtype=np.uint64).ravel().tolist()
 
 
-def _add(sums: list[list[int]]) -> list[int]:
-    """Add lists of sums, in Python's integers, which do not overflow."""
-    return [sum(numbers) for numbers in zip(*sums, strict=True)]
-
-
 def _write_files(plan: CachePlan, numbers: list[int]) -> None:
-    """Decode on all cores, a few blocks ahead of the one that is written."""
+    """Decode on all cores, a few blocks ahead of the one that is written; log the progress now and then."""
     num_workers, size = os.cpu_count() or 1, max(1, BLOCK_BYTES // plan.layout.row_bytes)
     rows_of = {number: plan.layout.rows_of_file(number) for number in numbers}
-    report = _progress(sum(map(len, rows_of.values())))
+    done, total, begin = 0, sum(map(len, rows_of.values())), time.monotonic()
+    reported = begin
     with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
         blocks = (rows[begin : begin + size] for rows in rows_of.values() for begin in range(0, len(rows), size))
         decoded = _in_order(pool, functools.partial(decode_block, plan), blocks, ahead=2 * num_workers)
         try:
             for number, rows in rows_of.items():
-                _write_file(plan, number, itertools.islice(decoded, -(-len(rows) // size)), report)
+                _write_file(plan, number, itertools.islice(decoded, -(-len(rows) // size)))
+                done, now = done + len(rows), time.monotonic()
+                if done == total or now - reported > SECONDS_BETWEEN_REPORTS:
+                    reported, rate = now, done / max(now - begin, 1e-9)
+                    left = f", {(total - done) / rate:,.0f} s left" if done < total else ""
+                    log.info("decoded %s", f"{done:,} of {total:,} images, {rate:,.0f} a second{left}")
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -226,7 +227,7 @@ def _in_order(pool, work: Callable, items: Iterator, ahead: int) -> Iterator:
         yield waiting.popleft().result()
 
 
-def _write_file(plan: CachePlan, number: int, blocks: Iterator[Block], report: Callable[[int], None]) -> None:
+def _write_file(plan: CachePlan, number: int, blocks: Iterator[Block]) -> None:
     """Write an images file and its part record; it gets its name last."""
     all_crcs, all_sums = [], []
     with util.replacing(plan.images_path(number)) as temporary:
@@ -235,8 +236,7 @@ def _write_file(plan: CachePlan, number: int, blocks: Iterator[Block], report: C
                 file.write(block.pixels.data)
                 all_crcs += block.crcs
                 all_sums.append(block.sums)
-                report(len(block.crcs))
-        record = {"crcs": all_crcs, "sums": _add(all_sums)}
+        record = {"crcs": all_crcs, "sums": np.sum(np.array(all_sums, object), axis=0).tolist()}
         _write_whole(plan.record_path(number), json.dumps(record).encode())
 
 
@@ -244,23 +244,6 @@ def _write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically: it appears whole or not at all."""
     with util.replacing(path) as temporary:
         temporary.write_bytes(content)
-
-
-def _progress(num_rows: int) -> Callable[[int], None]:
-    """Return a function that counts rows as written and logs progress, rate and remaining time now and then."""
-    done, begin = 0, time.monotonic()
-    reported = begin
-
-    def report(count: int) -> None:
-        nonlocal done, reported
-        done, now = done + count, time.monotonic()
-        if done < num_rows and now - reported < SECONDS_BETWEEN_REPORTS:
-            return
-        reported, rate = now, done / max(now - begin, 1e-9)
-        left = f", {(num_rows - done) / rate:,.0f} s left" if done < num_rows else ""
-        log.info("decoded %s", f"{done:,} of {num_rows:,} images, {rate:,.0f} a second{left}")
-
-    return report
 
 
 def _refuse_small_disk(plan: CachePlan, missing: list[int]) -> None:
@@ -328,9 +311,10 @@ def _write_arrays(plan: CachePlan) -> dict:
         _write_whole(plan.build_folder / f"{name}.npy", buffer.getvalue())
         sha256[name] = hashlib.sha256(buffer.getvalue()).hexdigest()
     height, width, _ = layout.image_shape
-    sums, num_pixels = _add([record["sums"] for record in records]), layout.counts["train"] * height * width
+    sums = np.sum(np.array([record["sums"] for record in records], object), axis=0)  # Python's integers are exact
+    num_pixels = layout.counts["train"] * height * width
     _refuse_one_class(plan, sums, num_pixels)
-    mean, mean_square = np.array(sums, object).reshape(2, -1) / num_pixels
+    mean, mean_square = sums.reshape(2, -1) / num_pixels
     variance = np.maximum(mean_square - mean**2, 1.0).astype(float)
     return {
         "cache_version": CACHE_VERSION,
@@ -362,7 +346,7 @@ def _read_record(path: Path) -> dict:
         raise UserError(f"augment.cache_dir: {path} was damaged and is removed; start again to go on") from error
 
 
-def _refuse_one_class(plan: CachePlan, sums: list[int], num_pixels: int) -> None:
+def _refuse_one_class(plan: CachePlan, sums: np.ndarray, num_pixels: int) -> None:
     """Raise UserError if all pixels of the training masks are of one class: then nothing can be learned."""
     targets, channels = plan.dataset.targets, plan.layout.image_shape[-1]
     mask = channels - targets.planes

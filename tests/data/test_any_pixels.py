@@ -1,4 +1,4 @@
-"""13 bands of 16 bits, grey images and rectangles: their pixels, and a run on them."""
+"""A run on rectangles of 13 bands of 16 bits."""
 
 import base64
 import io
@@ -8,25 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tifffile
-from conftest import find_set
 from PIL import Image
 from tile_sets import write_tiles
-
-SHAPES = {
-    "bands": ((64, 64, 13), np.uint16),
-    "grey": ((64, 64, 1), np.uint8),
-    "rectangles": ((48, 64, 3), np.uint8),
-}
-
-
-@pytest.fixture(scope="module")
-def sets(eurosat_zip, tmp_path_factory) -> Path:
-    """A folder of each of the kinds in class folders."""
-    root = tmp_path_factory.mktemp("sets")
-    for kind in SHAPES:
-        write_tiles(kind, root / kind, 12, ("AnnualCrop", "Residential", "SeaLake"))
-    return root
 
 
 def published(folder: Path, target: Path) -> Path:
@@ -38,18 +21,9 @@ def published(folder: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_pixels_are_those_of_the_files(sets, kind):
-    folder = find_set(path=sets / kind)
-    (first,) = folder.images(np.array([0]))
-    assert (first.shape, first.dtype) == SHAPES[kind]
-    file = sets / kind / folder.ids[0]
-    stored = tifffile.imread(file) if kind == "bands" else np.asarray(Image.open(file))
-    np.testing.assert_array_equal(first, stored.reshape(first.shape))
-
-
 @pytest.mark.full
-def test_a_set_of_any_pixels_is_trained_evaluated_and_reported(sets, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("eurosat_zip")
+def test_a_set_of_any_pixels_is_trained_evaluated_and_reported(tmp_path, monkeypatch):
     """13 bands of 16 bits, resized to rectangles."""
     import evaluate
     import report
@@ -57,8 +31,10 @@ def test_a_set_of_any_pixels_is_trained_evaluated_and_reported(sets, tmp_path, m
     from configs import default
 
     monkeypatch.setenv("HOME", str(tmp_path))
+    tiles = tmp_path / "tiles"
+    write_tiles("bands", tiles, 12, ("AnnualCrop", "Residential", "SeaLake"))
     config = default.get_config()
-    config.dataset.name, config.dataset.path = "mine", str(published(sets / "bands", tmp_path / "set"))
+    config.dataset.name, config.dataset.path = "mine", str(published(tiles, tmp_path / "set"))
     config.dataset.image_size, config.augment.views = (12, 16), "flip"
     config.augment.cache_dir = str(tmp_path / "cache")
     config.batch.update({"size": 16, "micro_batch_size": 2})
@@ -66,7 +42,7 @@ def test_a_set_of_any_pixels_is_trained_evaluated_and_reported(sets, tmp_path, m
     run = tmp_path / "run"
     summary = train.train_and_evaluate(config, str(run))
     assert evaluate.evaluate(run) == summary["best_val_accuracy"]
-    assert evaluate.evaluate(run, images=str(sets / "bands"), out=str(tmp_path / "all.csv")) is not None
+    assert evaluate.evaluate(run, images=str(tiles), out=str(tmp_path / "all.csv")) is not None
     assert len((tmp_path / "all.csv").read_text().splitlines()) == 1 + 36
     assert report.main([str(run), "--out", str(tmp_path / "page.html")]) == 0
     encoded = re.findall(r'src="data:image/png;base64,([^"]+)"', (tmp_path / "page.html").read_text())

@@ -107,7 +107,7 @@ def compiled_order(share: int, sharding_fields, epoch, offset, batch_size):
 
 def order_of_steps(sharding: DataSharding, batch_size: int, steps: np.ndarray) -> batching.MicroBatchIndices:
     """Return the order of steps of one batch size, [steps, devices, batch size or more]."""
-    share = next(size for size in (8, 512, 601 * VIEWS) if batch_size <= size)
+    share = 512 if batch_size <= 512 else 601 * VIEWS
     at_once, parts = EXAMPLES_AT_ONCE // share, []
     for begin in range(0, len(steps), at_once):
         epoch, offset = epoch_and_offset(np.resize(steps[begin:], at_once) * batch_size, sharding.num_examples)
@@ -132,7 +132,7 @@ def ids_of_steps(sharding: DataSharding, batch_size: int, num_steps: int) -> np.
 
 
 QUICK = [(601, 480, 512, VIEWS), (151, 60, 100, 2), (61, 32, 61, 1), (5, 8, 7, VIEWS)]
-FULL = itertools.product([601], [480, 60], [7, 100, 601 * VIEWS], [VIEWS])
+FULL = [*itertools.product([601], [480, 60], [100, 601 * VIEWS], [VIEWS]), (61, 64, 7, VIEWS)]
 
 
 @pytest.mark.parametrize(

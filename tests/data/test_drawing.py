@@ -1,4 +1,4 @@
-"""What it costs to find an image, where images are read by what was found."""
+"""The cost of finding an image in the compiled program."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Sets that are published in splits keep them, whether they come from a zip, a folder or TFDS."""
+"""The splits of published sets, from a zip, a folder and TFDS."""
 
 import itertools
 

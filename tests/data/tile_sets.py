@@ -58,7 +58,7 @@ def encoded(kind: str, rgb: np.ndarray) -> tuple[str, bytes]:
 
 
 def write_tiles(kind: str, folder: Path, images_per_class: int, class_names: tuple[str, ...] = ()) -> None:
-    """Writes the first images of every class, or of these classes, to folder/CLASS/."""
+    """Write the first images of every class, or of these classes, to folder/CLASS/."""
     with zipfile.ZipFile(ZIP) as archive:
         written = Counter()
         for name in sorted(name for name in archive.namelist() if name.endswith(".jpg")):

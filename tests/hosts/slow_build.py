@@ -57,7 +57,7 @@ def run() -> None:
 
 
 def fill_disk(*_):
-    """In place of a method of Checkpoints."""
+    """Raise the error of a full disk, in place of a method of Checkpoints."""
     raise UserError("--workdir: no space left")
 
 

@@ -1,4 +1,4 @@
-"""What each host of a pod does in tests/pod/test_build_together.py, as a script: it builds caches.
+"""Script of each host in tests/pod/test_build_together.py, which builds caches.
 
     python -m largebatch.pod --hosts 2 --devices 1 -- python tests/pod/shared_build.py FOLDER
 

@@ -33,7 +33,6 @@ class Scene:
     """Picture of S x S pixels with its dense targets."""
 
     image: np.ndarray  # uint8 [S, S, 3]
-    background: np.ndarray  # uint8 [S, S, 3]: the picture without objects
     mask: np.ndarray  # bool [S, S]: True where an object is
     depth: np.ndarray  # float64 [S, S], above 0, up to 1
 
@@ -53,8 +52,7 @@ def make_scene(size: int, seed: tuple[int, ...], background: Texture, objects: T
     depth = np.minimum(floor, wall)
     on_floor = background(rays_right * depth, depth, rng)
     on_wall = background(rays_right * wall, rays_up * wall, rng)
-    empty = np.where((depth < wall)[..., None], on_floor, on_wall)
-    image, mask = empty.copy(), np.zeros((size, size), bool)
+    image, mask = np.where((depth < wall)[..., None], on_floor, on_wall), np.zeros((size, size), bool)
     nearest = focal * CAMERA_HEIGHT / (size - horizon)  # metres to the floor at the lowest row
     for _ in range(rng.integers(FEWEST_OBJECTS, MOST_OBJECTS + 1)):
         distance = rng.uniform(nearest, 0.95 * wall)
@@ -70,9 +68,8 @@ def make_scene(size: int, seed: tuple[int, ...], background: Texture, objects: T
         image[box] = np.where(is_seen[..., None], objects(right, up, rng), image[box])
         depth[box] = np.where(is_seen, distance, depth[box])
         mask[box] |= is_seen
-    noise = NOISE * rng.standard_normal((size, size, 3), np.float32)
-    with_and_without = (np.clip(np.rint(one + noise), 0, 255).astype(np.uint8) for one in (image, empty))
-    return Scene(*with_and_without, mask, depth / FARTHEST)
+    image += NOISE * rng.standard_normal((size, size, 3), np.float32)
+    return Scene(np.clip(np.rint(image), 0, 255).astype(np.uint8), mask, depth / FARTHEST)
 
 
 def _pixels_between(begin: float, end: float, size: int) -> slice:
