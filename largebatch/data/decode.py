@@ -79,8 +79,6 @@ def decode(name: str, content: bytes, options: DecodeOptions) -> np.ndarray:
         raise UserError(f"{name}: {error}") from error
     except UnidentifiedImageError as error:
         raise UserError(f"{name}: damaged image (no JPEG, PNG, TIFF, GIF, BMP or WebP)") from error
-    except MemoryError as error:
-        raise UserError(f"{name}: does not fit into memory") from error
     except Exception as error:  # the libraries raise a dozen kinds on damaged input
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{name}: damaged image ({reason})") from error

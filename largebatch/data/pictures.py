@@ -63,11 +63,9 @@ def draw_preview(dataset: Dataset, views_of: Callable[[np.ndarray], np.ndarray],
 
 def _examples_to_show(dataset: Dataset) -> np.ndarray:
     """Choose the first image of each of some classes; some images where there is one class only."""
-    num_classes = len(dataset.class_names)
-    if num_classes == 1:
-        return np.unique(np.linspace(0, len(dataset.ids), SHOWN_IMAGES, endpoint=False).astype(int))
-    classes = np.unique(np.linspace(0, num_classes, SHOWN_IMAGES, endpoint=False).astype(int))
-    return np.array([np.flatnonzero(dataset.labels == label)[0] for label in classes])
+    first_of_classes = np.unique(dataset.labels, return_index=True)[1]
+    examples = first_of_classes if len(first_of_classes) > 1 else np.arange(len(dataset.ids))
+    return examples[np.unique(np.linspace(0, len(examples), SHOWN_IMAGES, endpoint=False).astype(int))]
 
 
 def _drawn_views(targets: PixelTargets, views: np.ndarray) -> list[list[np.ndarray]]:

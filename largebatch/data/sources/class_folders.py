@@ -37,15 +37,11 @@ def class_folders(files: FileSet, options: DecodeOptions) -> Dataset:
     it is a folder around all classes like any other.
 
     Raises:
-      UserError: it is not clear what is a class or a split, one of them has no images, a name is there twice, or
-        the first image is damaged.
+      UserError: it is not clear what is a class or a split, or one of them has no images.
     """
     where = files.where
     names = [name for name in files.names if is_image(name, where)]
     others = [name for name in files.names if not is_image(name, where)]
-    repeated, count = Counter(names).most_common(1)[0] if names else ("", 0)
-    if count > 1:
-        raise UserError(f"{where} holds {repeated!r} twice")
     if ignored := sum(not name.endswith("/") for name in others):
         log.info("%s: ignored %d files that are not %s", where, ignored, "/".join(IMAGE_SUFFIXES))
     folders = sorted(set(map(dirname, names)))
@@ -79,7 +75,7 @@ def find_images(path: str, class_names: list[str], options: DecodeOptions) -> Da
     The label is UNKNOWN where the folder is none of `class_names`.
 
     Raises:
-      UserError: there are no images, or the first one is damaged.
+      UserError: there are no images.
     """
     files = open_files(path, "--images")
     names, label_of = image_names(files), {name: label for label, name in enumerate(class_names)}

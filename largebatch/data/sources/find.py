@@ -34,7 +34,7 @@ EUROSAT_TFDS_NAME = "eurosat/rgb"
 
 
 def find_dataset(fields: DatasetConfig, cache_dir: str, *, of_pixels: bool) -> Dataset:
-    """Find and list a data set. Only its first image is decoded; synthetic images are made.
+    """Find and list a data set. No image is decoded yet; synthetic images are made.
 
     EuroSAT needs no path: a prepared TFDS set is used if there is one, else the zip is downloaded to `cache_dir`.
 

@@ -25,7 +25,7 @@ def maps(files: FileSet, options: DecodeOptions) -> Dataset:
     """Return the data set of images with dense targets.
 
     Raises:
-      UserError: files that do not belong together, see `parse_map_names`; bad class names; a bad first image.
+      UserError: files that do not belong together, see `parse_map_names`; bad class names.
     """
     parsed = parse_map_names(files.names, files.where)
     return _dataset(files, parsed, _targets_of(files, parsed), options)
