@@ -78,10 +78,10 @@ class RowLayout:
         """Number of images files."""
         return -(-self.num_rows // self.rows_per_file)
 
-    def rows_of_split(self, split: str) -> slice:
+    def rows_of_split(self, split: str) -> np.ndarray:
         """Return the rows of a split among all rows."""
         first = sum(self.counts[before] for before in SPLITS[: SPLITS.index(split)])
-        return slice(first, first + self.counts[split])
+        return np.arange(first, first + self.counts[split])
 
     def rows_of_file(self, number: int) -> range:
         """Return the rows that lie in images file `number`."""
@@ -117,20 +117,17 @@ class Cache:
         Raises:
           DamagedCache: ids, labels or CRCs differ from what was written.
         """
-        rows, blank = self.layout.rows_of_split(split), np.empty(self.layout.image_shape, self.layout.dtype)
-
-        def fill(examples: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
-            self.fill(rows.start + examples, out, num_threads)
-
-        return Dataset(
+        blank = np.empty(self.layout.image_shape, self.layout.dtype)
+        dataset = Dataset(
             description=f"{split} split of {self.manifest['source']}",
-            ids=self.array("ids")[rows],
-            labels=self.array("labels")[rows],
+            ids=self.array("ids"),
+            labels=self.array("labels"),
             class_names=self.manifest["class_names"],
-            fill=fill,
+            fill=self.fill,
             read_one=lambda _: blank,
             targets=self.targets,
         )
+        return dataset.take(self.layout.rows_of_split(split))
 
     def identity(self) -> dict:
         """Return what a network trained on this cache needs elsewhere, and digests that tell data sets apart."""
