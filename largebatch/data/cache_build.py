@@ -127,7 +127,7 @@ def _all_see_one_folder(plan: CachePlan | None) -> bool:
     mark = plan and plan.folder.parent / f".{plan.folder.name}.{token}.tmp"  # which `util.remove_stale_in` removes
 
     def leave_mark() -> None:
-        with util.writing(mark, "augment.cache_dir"):
+        with util.writing(plan.folder, "augment.cache_dir"):
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
 
@@ -199,8 +199,8 @@ def _write_files(plan: CachePlan, numbers: list[int]) -> None:
     """Decode on all cores, a few blocks ahead of the one that is written; log the progress now and then."""
     num_workers, size = os.cpu_count() or 1, max(1, BLOCK_BYTES // plan.layout.row_bytes)
     rows_of = {number: plan.layout.rows_of_file(number) for number in numbers}
-    done, total, begin = 0, sum(map(len, rows_of.values())), time.monotonic()
-    reported = begin
+    done, total, started = 0, sum(map(len, rows_of.values())), time.monotonic()
+    reported = started
     with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
         blocks = (rows[begin : begin + size] for rows in rows_of.values() for begin in range(0, len(rows), size))
         decoded = _in_order(pool, functools.partial(decode_block, plan), blocks, ahead=2 * num_workers)
@@ -209,7 +209,7 @@ def _write_files(plan: CachePlan, numbers: list[int]) -> None:
                 _write_file(plan, number, itertools.islice(decoded, -(-len(rows) // size)))
                 done, now = done + len(rows), time.monotonic()
                 if done == total or now - reported > SECONDS_BETWEEN_REPORTS:
-                    reported, rate = now, done / max(now - begin, 1e-9)
+                    reported, rate = now, done / max(now - started, 1e-9)
                     left = f", {(total - done) / rate:,.0f} s left" if done < total else ""
                     log.info("decoded %s", f"{done:,} of {total:,} images, {rate:,.0f} a second{left}")
         finally:

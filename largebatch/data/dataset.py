@@ -100,6 +100,7 @@ def dataset_of_files(
     targets: PixelTargets = NO_TARGETS,
 ) -> Dataset:
     """Return the data set of encoded images."""
+    first_id = None  # of the image that told the shape of all
 
     def fill(examples: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
         def fill_range(begin: int, end: int) -> None:
@@ -111,14 +112,17 @@ def dataset_of_files(
                         for one in (image, place)
                     )
                     raise UserError(
-                        f"dataset: {ids[example]} has {found}, the first image {wanted}; allowed: the same in all, "
-                        "dataset.image_size to resize, or dataset.channels 1 or 3 to convert grey and colour"
+                        f"dataset: {ids[example]} has {found}, {first_id} has {wanted}; allowed: the same in all "
+                        "images, dataset.image_size to resize, or dataset.channels 1 or 3 to convert grey and "
+                        "colour"
                     )
                 place[...] = image
 
         run_ranges(fill_range, len(examples), num_threads)
 
     def read_one(example: int) -> np.ndarray:
+        nonlocal first_id
+        first_id = ids[example]
         (image,) = decode([int(example)])
         return image
 

@@ -89,8 +89,8 @@ FILES = {
     "b/3.png: damaged image (": write("b/3.png", png()[:60]),
     "b/4.png cannot be read (No such file or directory)": link("b/4.png"),
     ": c is a link to nowhere": link("c"),
-    "b/3.png has 12x9 pixels of 3 channels of 8 bits, the first image 12x10 pixels": put("b/3.png", IMAGES[0][1:]),
-    "b/3.png has 12x10 pixels of 1 channels of 8 bits, the first": put("b/3.png", IMAGES[0][..., 0]),
+    "b/3.png has 12x9 pixels of 3 channels of 8 bits, a/0.png has 12x10 pixels": put("b/3.png", IMAGES[0][1:]),
+    "b/3.png has 12x10 pixels of 1 channels of 8 bits, a/0.png": put("b/3.png", IMAGES[0][..., 0]),
     "b/3.png has 12x10 pixels of 3 channels of 16 bits": write("b/3.png", imagecodecs.png_encode(DEEP)),
 }
 FIELDS = {

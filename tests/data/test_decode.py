@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import struct
+import zlib
 
 import imagecodecs
 import numpy as np
@@ -109,6 +111,13 @@ def test_crop_takes_the_central_part_and_pad_adds_black_bars_evenly(shape, size,
 # ---- files that are too large or damaged ---------------------------------------------------------------
 
 
+def png_of_a_header(width: int, height: int, depth: int) -> bytes:
+    """Return a PNG of so many pixels, none of which are there."""
+    chunks = (b"IHDR", struct.pack(">LLBBBBB", width, height, depth, 2, 0, 0, 0)), (b"IDAT", b"")
+    packed = [struct.pack(">L", len(c)) + kind + c + struct.pack(">L", zlib.crc32(kind + c)) for kind, c in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "deep PNG", "GIF", "WEBP", "TIFF", "deep TIFF"])
 def test_the_limit_on_pixels_holds_before_they_are_decoded(kind, monkeypatch):
     deep = PIXELS.astype(np.uint16)
@@ -124,6 +133,7 @@ def test_the_limit_on_pixels_holds_before_they_are_decoded(kind, monkeypatch):
         monkeypatch.setattr(place, name, lambda *_, **__: pytest.fail("decoded"))
     allowed = "pixels; allowed: up to 713, or a larger dataset.max_image_pixels"
     assert refused(content, max_pixels=713) == f"714 {allowed}"
+    assert refused(png_of_a_header(40_000, 40_000, 16)).startswith("1,600,000,000 pixels; allowed: up to 89,478")
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "GIF", "BMP", "WEBP"])

@@ -126,5 +126,5 @@ def test_images_that_do_not_go_with_a_run_are_named(folder):
     with pytest.raises(UserError, match="has images of 3 channels; allowed: 6, as the run"):
         find(folder, channels=6)
     save(folder / "images/a/3.png", IMAGES[3][..., 0])
-    with pytest.raises(UserError, match=r"a/3 has 12x10 pixels of 4 channels .*, the first image .* of 6"):
+    with pytest.raises(UserError, match=r"a/3 has 12x10 pixels of 4 channels .*, a/0 has .* of 6"):
         decode_all(find(folder))

@@ -33,8 +33,8 @@ def save(path, pixels):
     Image.fromarray(pixels).save(path)
 
 
-def write_zip(path, entries, method=zipfile.ZIP_STORED):
-    with zipfile.ZipFile(path, "w", method) as archive:
+def write_zip(path, entries):
+    with zipfile.ZipFile(path, "w") as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
     return path
@@ -46,7 +46,7 @@ def zip_of(folder, path, prefix=""):
 
 
 def write_prepared_tfds(data_dir, name, rows, class_names=None, **other_features):
-    """A prepared array_record set, written without TensorFlow.
+    """Write a prepared array_record set without TensorFlow.
 
     Args:
       rows: (encoded image, label, file name) of the split train, or a dict of such rows by split.
@@ -86,7 +86,7 @@ def write_prepared_tfds(data_dir, name, rows, class_names=None, **other_features
 
 
 def contents_of(dataset) -> dict[str, tuple[str, bytes]]:
-    """The class and the pixels of every example, by its id."""
+    """Return the class and the pixels of every example, by its id."""
     images = decode_all(dataset)
     return {
         name: (dataset.class_names[label], image.tobytes())
@@ -157,7 +157,7 @@ def test_classes_numbers_and_texts_are_labels_of_a_tfds_set(kind, tmp_path, monk
 
 
 def set_of(tmp_path, *names):
-    """The data set of images of these names; those that end in "/" are folders."""
+    """Return the data set of images of these names; those that end in "/" are folders."""
     files = {name: b"" if name.endswith(("/", ".txt")) else png() for name in names}
     return find_set(path=write_zip(tmp_path / "set.zip", files))
 

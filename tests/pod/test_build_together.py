@@ -38,7 +38,7 @@ def test_two_hosts_share_the_work_where_they_share_a_folder_and_wait_for_each_ot
 def test_hosts_with_folders_of_their_own_each_build_a_whole_cache_and_train_alike(tmp_path):
     def train(name: str) -> list[int]:
         """Train in `tmp_path / name`; return how many images each host decoded, by tests/pod/train_at_home.py."""
-        fields = {"augment.cache_dir": "~/cache", "model.stem": "whitened", "model.norm": "batch"}
+        fields = {"augment.cache_dir": "~/cache", "model.stem": "whitened"}
         _, script, *flags = train_command(tmp_path, name, **fields | {"train.outer_steps": 1})
         at_home = [sys.executable, str(ROOT / "tests" / "pod" / "train_at_home.py"), f"{tmp_path}/home-{{host}}"]
         result = run_script(*pod_command([*at_home, script, *flags], 2, 1), env={"PYTHONPATH": str(ROOT)})
