@@ -1,6 +1,7 @@
 """The splits of published sets, from a zip, a folder and TFDS."""
 
 import itertools
+import zipfile
 
 import numpy as np
 import pytest
@@ -14,32 +15,25 @@ CLASS_NAMES = ["cat", "dog"]
 
 
 def published_files(counts: dict[str, int]) -> dict[str, bytes]:
-    """Images by their names, as "train/cat/0001.png": so many in each class of each split."""
+    """Return images by their names, as "train/cat/0001.png": so many in each class of each split."""
     names = [
         f"{split}/{label}/{i:04d}.png" for split in counts for label in CLASS_NAMES for i in range(counts[split])
     ]
     return {name: png(seed=number) for number, name in enumerate(names)}
 
 
-def write_files(folder, files) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-
-
-def write_tfds(folder, name: str, files, class_names, split_names) -> None:
+def write_tfds(folder, files) -> None:
     """Write the files as a TFDS set, in another order; each row has a name without folders."""
-    rows = {theirs: [] for theirs in split_names.values()}
-    files = list(files.items())
+    rows, files = {}, list(files.items())
     for number in np.random.default_rng(0).permutation(len(files)):
         path, content = files[number]
-        split, label, file = path.split("/")[-3:]
-        rows[split_names[split]].append((content, class_names.index(label), file))
-    write_prepared_tfds(folder, name, rows, class_names)
+        split, label, file = path.split("/")
+        rows.setdefault(split, []).append((content, CLASS_NAMES.index(label), file))
+    write_prepared_tfds(folder, "pets", rows, CLASS_NAMES)
 
 
 def splits_of(source, **options) -> dict[str, list[str]]:
-    """The ids of each split, in its order."""
+    """Return the ids of each split, in its order."""
     options = {"published": source.splits, **options}
     splits = assign_splits(source.ids, source.labels, source.class_names, **options)
     return {split: [source.ids[row] for row in rows] for split, rows in splits.items()}
@@ -52,9 +46,9 @@ SPLITS = ("train", "val", "test")
 def test_zip_folder_and_tfds_give_the_same_published_splits(counts, tmp_path):
     """Splits that are not published are cut from train."""
     files = published_files(counts)
-    write_files(tmp_path / "folder" / "outer", files)
     write_zip(tmp_path / "set.zip", {f"a/b/{name}": content for name, content in files.items()})
-    write_tfds(tmp_path / "tfds", "pets", files, CLASS_NAMES, {name: name for name in reversed(counts)})
+    zipfile.ZipFile(tmp_path / "set.zip").extractall(tmp_path / "folder")
+    write_tfds(tmp_path / "tfds", files)
     found = [find_set("pets", tmp_path / name) for name in ("folder", "set.zip", "tfds")]
     ours = {name.replace("validation/", "val/"): content for name, content in files.items()}
     expected = {split: sorted(name for name in ours if name.startswith(split)) for split in SPLITS}
@@ -73,14 +67,14 @@ def test_zip_folder_and_tfds_give_the_same_published_splits(counts, tmp_path):
 
 def test_a_tfds_split_that_is_named_or_alone_is_split_by_us(tmp_path):
     files = published_files({"train": 10, "test": 4})
-    write_tfds(tmp_path, "pets", files, CLASS_NAMES, {"train": "train", "test": "test"})
+    write_tfds(tmp_path, files)
     source = find_set("pets", tmp_path, tfds_split="train")
     assert source.splits is None
     assert sorted(source.ids) == sorted(name.removeprefix("train/") for name in files if name.startswith("train"))
     assert {split: len(ids) for split, ids in splits_of(source).items()} == {"train": 16, "val": 2, "test": 2}
     with pytest.raises(UserError, match=r"two images have the id '.*'; allowed: each id once"):
         splits_of(find_set("pets", tmp_path, tfds_split="train+test"))
-    write_tfds(tmp_path / "alone", "pets", published_files({"test": 6}), CLASS_NAMES, {"test": "test"})
+    write_tfds(tmp_path / "alone", published_files({"test": 6}))
     source = find_set("pets", tmp_path / "alone")
     assert (source.splits, source.ids[0].count("/")) == (None, 1)
 
