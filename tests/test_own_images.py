@@ -109,12 +109,3 @@ def test_a_run_is_evaluated_on_the_images_that_it_had(own, first, tmp_path, capl
     shutil.rmtree(own.augment.cache_dir)
     with pytest.raises(UserError, match="are not those of the run"):
         evaluate.evaluate(run, overrides=overrides)
-
-
-def test_a_set_without_classes_is_refused_and_nothing_is_written(own, tmp_path):
-    for name, other in (("a", "train"), ("b", "test_1")):
-        (tmp_path / "images" / name).rename(tmp_path / "images" / other)
-    with pytest.raises(UserError, match=r"^dataset\.path: .* its images in 'test_1', 'train', which name splits"):
-        train.train_and_evaluate(own, str(tmp_path / "new"))
-    assert not (tmp_path / "new").exists()
-    assert not (tmp_path / "caches").exists()

@@ -85,13 +85,12 @@ def test_share_bounds_hold_at_every_place_of_an_epoch(originals, num_shards, num
 SEED, VIEWS = 5, 8
 
 
-MOST_DEVICES = 32
-EXAMPLES_AT_ONCE = 2**13
+MOST_DEVICES, GROUPING = 32, Grouping(64, 32)
 
 
 @partial(jax.jit, static_argnums=0)
-def compiled_order(share: int, sharding_fields, epoch, offset, batch_size):
-    """Return MicroBatchIndices [steps, MOST_DEVICES, share] of steps with these inputs.
+def compiled_order(num_parts: int, sharding_fields, epoch, offset, batch_size):
+    """Return MicroBatchIndices [steps, MOST_DEVICES, examples of all micro-batches] of steps with these inputs.
 
     The fields of the sharding are traced, so that one program serves all of them.
     """
@@ -99,26 +98,22 @@ def compiled_order(share: int, sharding_fields, epoch, offset, batch_size):
 
     def on_device(device, epoch, offset):
         batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
-        return batching.micro_batch(sharding, batch, 0, Grouping(share, share), SEED)
+        part = partial(batching.micro_batch, sharding, batch, grouping=GROUPING, seed=SEED)
+        return jax.tree.map(jnp.ravel, jax.vmap(part)(jnp.arange(num_parts)))
 
     on_all_devices = jax.vmap(on_device, in_axes=(0, None, None))
     return jax.vmap(on_all_devices, in_axes=(None, 0, 0))(jnp.arange(MOST_DEVICES), epoch, offset)
 
 
-def order_of_steps(sharding: DataSharding, batch_size: int, steps: np.ndarray) -> batching.MicroBatchIndices:
-    """Return the order of steps of one batch size, [steps, devices, batch size or more]."""
-    share = 512 if batch_size <= 512 else 601 * VIEWS
-    at_once, parts = EXAMPLES_AT_ONCE // share, []
-    for begin in range(0, len(steps), at_once):
-        epoch, offset = epoch_and_offset(np.resize(steps[begin:], at_once) * batch_size, sharding.num_examples)
-        parts.append(compiled_order(share, dataclasses.astuple(sharding), epoch, offset, batch_size))
-    together = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-    return jax.tree.map(lambda array: array[: len(steps), : sharding.num_devices], together)
-
-
 def ids_of_steps(sharding: DataSharding, batch_size: int, num_steps: int) -> np.ndarray:
     """Return the examples of every step [steps, batch_size], ascending, by place in the shards' permutation."""
-    chosen = order_of_steps(sharding, batch_size, np.arange(num_steps))
+    num_parts = GROUPING.num_micro_batches(512 if batch_size <= 512 else 601 * VIEWS)
+    at_once, parts = 128 // num_parts, []  # steps
+    for begin in range(0, num_steps, at_once):
+        steps = np.resize(np.arange(begin, num_steps), at_once)
+        epoch, offset = epoch_and_offset(steps * batch_size, sharding.num_examples)
+        parts.append(compiled_order(num_parts, dataclasses.astuple(sharding), epoch, offset, batch_size))
+    chosen = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:num_steps], *parts)
     place_of = np.argsort(np.random.default_rng(0).permutation(sharding.num_originals))
     ids = np.full(chosen.examples.shape, sharding.num_examples)  # beyond all ids, so that padding comes last
     for device in range(sharding.num_devices):
@@ -176,26 +171,6 @@ def test_groups_are_those_of_an_even_split_in_numpy(grouping):
         assert len(found) < len(expected) + grouping.groups_at_once
         for group, wanted in zip(found, expected, strict=False):
             np.testing.assert_array_equal(group, wanted)
-
-
-def test_micro_batches_are_the_batch_in_parts_of_one_size():
-    sharding, batch_size, grouping = DataSharding(13, 4, 3, VIEWS), 104, Grouping(12, 4)
-    steps = np.arange(3 * sharding.num_examples // batch_size)
-    whole = order_of_steps(sharding, batch_size, steps)
-
-    @jax.jit
-    def part_of_batch(device, epoch, offset, index):
-        batch = batching.device_batch(sharding, device, epoch, offset, batch_size)
-        part = batching.micro_batch(sharding, batch, index, grouping, SEED)
-        return part, batch.count, grouping.num_micro_batches(batch.count)
-
-    for step, device in itertools.product(steps, range(3)):
-        place = device, *epoch_and_offset(step * batch_size, sharding.num_examples)
-        _, count, num_parts = part_of_batch(*place, 0)
-        parts = [part_of_batch(*place, index)[0] for index in range(int(num_parts))]
-        for name in ("examples", "visit_keys"):
-            together = [np.asarray(getattr(part, name))[np.asarray(part.weights) == 1] for part in parts]
-            np.testing.assert_array_equal(np.concatenate(together), getattr(whole, name)[step, device, :count])
 
 
 # ---- shares of devices ------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from conftest import decode_all, find_set, make_folder
 from etils import epath
 from PIL import Image
 
-from largebatch.data.decode import DecodeOptions
-from largebatch.data.sources import class_folders, find
+from largebatch.data.sources import find
 from largebatch.data.sources.files import open_files, stamp_of
 from largebatch.data.sources.splits import split_indices
 from largebatch.util import UserError
@@ -240,19 +239,6 @@ def test_a_zip_in_a_bucket_is_read(tmp_path, monkeypatch):
     files = open_files("gs://bucket/set.zip", "dataset.path")
     expected = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.png")}
     assert {name: files.read(name) for name in files.names} == expected
-
-
-def test_images_of_any_layout_are_found_with_the_labels_that_are_known(tmp_path, monkeypatch):
-    folder = make_folder(tmp_path / "images", {"a": 2, "c": 1})
-    save(folder / "0.png", np.zeros((16, 16, 3), np.uint8))
-    packed, decoded, read = zip_of(folder, tmp_path / "images.zip"), [], class_folders.decode
-    monkeypatch.setattr(class_folders, "decode", lambda name, *rest: decoded.append(name) or read(name, *rest))
-    for path in (folder, packed):
-        found = class_folders.find_images(str(path), ["a", "b"], DecodeOptions())
-        assert found.ids == ["0.png", "a/a_0.png", "a/a_1.png", "c/c_0.png"]
-        assert found.labels.tolist() == [-1, 0, 0, -1]
-        assert found.images(np.array([0])).max() == 0
-    assert set(decoded) == {"0.png"}  # what is asked for
 
 
 # ---- changes -----------------------------------------------------------------------------------------

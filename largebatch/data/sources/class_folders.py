@@ -104,19 +104,16 @@ def _refuse_names_of_no_classes(class_names: list[str], where: str) -> None:
 
     Where one folder has another name, all of them are classes.
     """
-    if not all(map(_is_no_class, class_names)):
-        return
+    for name in map(str.lower, class_names):
+        rest = NO_CLASS.sub("", name)
+        if rest == name or any(map(str.isalpha, rest)):
+            return
     shown = ", ".join(map(repr, class_names[:SHOWN_NAMES])) + ", ..." * (len(class_names) > SHOWN_NAMES)
     raise UserError(
         f"{where} has its images in {shown}, which name splits, images or maps, not classes; allowed: "
         "CLASS/image.jpg (dataset.split_file may tell the splits), train/CLASS/image.jpg, or task.name "
         "segmentation | depth | mask_depth with images/NAME.jpg beside masks/NAME.png, depths/NAME.png or both"
     )
-
-
-def _is_no_class(name: str) -> bool:
-    rest = NO_CLASS.sub("", name.lower())
-    return rest != name.lower() and not any(map(str.isalpha, rest))
 
 
 def _refuse_empty_folders(others: list[str], classes: list[str], where: str) -> None:
