@@ -32,17 +32,18 @@ from largebatch.data.cache import (
     Cache,
     DamagedCache,
     DatasetInfo,
+    digest_of,
     discard_cache,
-    folder_name,
-    latest_folder,
+    manifests,
     open_cache,
     open_sound_cache,
 )
 from largebatch.data.cache_build import CachePlan, build_together
 from largebatch.data.pictures import draw_preview, export
 from largebatch.data.random_augment import RandomAugment
+from largebatch.data.sources import scenes
 from largebatch.data.sources.files import stamp_of
-from largebatch.data.sources.find import find_dataset, places_of, version_of
+from largebatch.data.sources.find import find_dataset, places_of
 from largebatch.data.sources.splits import SplitFile, assign_splits, read_split_file
 from largebatch.hosts import collectives
 from largebatch.tasks.kinds import KINDS
@@ -89,8 +90,11 @@ def average_over_copies(
     weights = [0.5, 0.25, 0.25] if shift else [1.0]
 
     def averaged(variables, images):
-        moved = [images, *_moved_both_ways(images, shift)] if shift else [images]
-        views = [apply_view(copy, view) for copy in moved for view in range(num_views)]
+        copies, (height, width) = [images], images.shape[1:3]
+        if shift:
+            padded = jnp.pad(images, ((0, 0), (shift, shift), (shift, shift), (0, 0)), mode="reflect")
+            copies += [padded[:, 2 * shift :, 2 * shift :], padded[:, :height, :width]]
+        views = [apply_view(copy, view) for copy in copies for view in range(num_views)]
         # The copies go through a loop, so that the network is compiled once.
         logits = jax.lax.map(lambda copy: logits_fn(variables, copy), jnp.stack(views))
         if gives_maps:
@@ -101,13 +105,6 @@ def average_over_copies(
     return averaged
 
 
-def _moved_both_ways(images: jax.Array, pixels: int) -> list[jax.Array]:
-    """Move images [M, H, W, C] up and left, and down and right; edges are reflected."""
-    height, width = images.shape[1:3]
-    padded = jnp.pad(images, ((0, 0), (pixels, pixels), (pixels, pixels), (0, 0)), mode="reflect")
-    return [padded[:, 2 * pixels :, 2 * pixels :], padded[:, :height, :width]]
-
-
 # ---- the cache ----------------------------------------------------------------------------------------
 
 
@@ -115,8 +112,7 @@ class CacheRequest(NamedTuple):
     """The cache that a config asks for."""
 
     cache_dir: Path
-    name: str  # name of the data set
-    settings: dict  # plain JSON, all that shapes the cache except the source's files
+    prefix: str  # of the names of its folder, whatever the source's files are
     places: list[epath.Path]  # folders and files that the data are read from
     split_file: SplitFile | None
 
@@ -127,7 +123,7 @@ class CacheRequest(NamedTuple):
         Raises:
           BadSetting: a path or the split file cannot be read.
         """
-        fields = config.dataset
+        fields, cache_dir = config.dataset, config.augment.cache_dir
         split_file = None if fields.split_file is None else read_split_file(fields.split_file)
         values = dataclasses.asdict(fields).items()
         settings = {name: value for name, value in values if RULES[f"dataset.{name}"].identity}
@@ -135,20 +131,23 @@ class CacheRequest(NamedTuple):
             path = settings[name]
             if path is not None and "://" not in path:
                 settings[name] = str(Path(expanded(path, f"dataset.{name}")).absolute())
-        settings |= version_of(fields.name) | {
+        settings |= {
             "split_file_digest": split_file and split_file.digest,
             "tfds_data_dir": os.environ.get("TFDS_DATA_DIR"),
             "of_pixels": KINDS[config.task.name].of_pixels,
         }
-        if "://" in config.augment.cache_dir:
+        if fields.name in scenes.PATTERNS:
+            settings["scenes_version"] = scenes.SCENES_VERSION
+        if "://" in cache_dir:
             allowed = "a folder of this machine, or of a file system that all hosts mount"
-            raise BadSetting(f"augment.cache_dir: {config.augment.cache_dir}; allowed: {allowed}")
-        cache_dir = Path(expanded(config.augment.cache_dir, "augment.cache_dir"))
-        return cls(cache_dir, fields.name, settings, places_of(fields, config.augment.cache_dir), split_file)
+            raise BadSetting(f"augment.cache_dir: {cache_dir}; allowed: {allowed}")
+        readable = "".join(c if c.isalnum() else "_" for c in fields.name)
+        prefix = f"{readable}-{digest_of(settings)[:12]}"
+        return cls(Path(expanded(cache_dir, "augment.cache_dir")), prefix, places_of(fields, cache_dir), split_file)
 
     def folder(self, stamp: str | None) -> Path:
-        """Return the folder of the cache of files with this stamp."""
-        return self.cache_dir / folder_name(self.name, self.settings, stamp)
+        """Return the folder of the cache of files with this stamp, see `sources.files.stamp_of`."""
+        return self.cache_dir / f"{self.prefix}-{(stamp or 'unknown')[:12]}"
 
     def find(self) -> Cache | None:
         """Return the sound cache of the files as they are; where they cannot be read, the latest one."""
@@ -164,7 +163,8 @@ class CacheRequest(NamedTuple):
 
     def latest(self) -> Path | None:
         """Return the folder of the cache that was built last, whatever the files were."""
-        return latest_folder(self.cache_dir, self.folder("*").name)
+        built = {folder: manifest["built"] for folder, manifest in manifests(self.cache_dir, f"{self.prefix}-*")}
+        return max(built, key=built.get, default=None)
 
 
 def prepare_cache(config: Config) -> Cache:
@@ -173,8 +173,8 @@ def prepare_cache(config: Config) -> Cache:
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them, or differs between them.
     """
-    request, cache, all_have_it = _find_cache(config)
-    if not all_have_it:
+    request, cache = _find_cache(config)
+    if not _on_all_hosts(cache):
         plan = _plan_on_hosts(config, request, missing=cache is None)
         build_together(plan)
         cache = collectives.agreed(lambda: _open_built(plan.folder), plan is not None) or cache
@@ -190,8 +190,8 @@ def plan_cache(config: Config) -> CachePlan | None:
     Raises:
       UserError: on every host, if the data set is bad or missing on any of them.
     """
-    request, _, all_have_it = _find_cache(config)
-    return None if all_have_it else _plan_on_hosts(config, request, missing=True)
+    request, cache = _find_cache(config)
+    return None if _on_all_hosts(cache) else _plan_on_hosts(config, request, missing=True)
 
 
 def with_cache(config: Config, use: Callable[[Cache], T]) -> T:
@@ -217,11 +217,15 @@ def with_cache(config: Config, use: Callable[[Cache], T]) -> T:
     return result
 
 
-def _find_cache(config: Config) -> tuple[CacheRequest, Cache | None, bool]:
-    """Return what a config asks for, the cache if this host has it, and whether all hosts have it."""
+def _find_cache(config: Config) -> tuple[CacheRequest, Cache | None]:
+    """Return what a config asks for, and the cache if this host has it. Collective."""
     request = collectives.agreed(lambda: CacheRequest.of(config))
-    cache = collectives.agreed(request.find)
-    return request, cache, "none" not in collectives.gather_text("none" if cache is None else "there")
+    return request, collectives.agreed(request.find)
+
+
+def _on_all_hosts(cache: Cache | None) -> bool:
+    """Return True if no host lacks the cache. Collective."""
+    return "none" not in collectives.gather_text("none" if cache is None else "there")
 
 
 def _plan_on_hosts(config: Config, request: CacheRequest, *, missing: bool) -> CachePlan | None:
@@ -245,15 +249,15 @@ def _plan(config: Config, request: CacheRequest) -> CachePlan:
         seed=config.dataset.split_seed,
         split_file=request.split_file,
     )
-    height, width, channels = dataset.image_shape
-    channels -= dataset.targets.planes
-    check_data(config, (height, width, channels), dataset.targets, dataset.description)
     before = request.latest()
     if before not in (None, request.folder(stamp)):
         log.warning("dataset: %s changed since %s was made", dataset.description, before)
     if config.dataset.path is None:  # it may have been downloaded just now
         stamp = stamp_of(request.places)
-    return CachePlan(request.folder(stamp), dataset, splits)
+    plan = CachePlan.of(request.folder(stamp), dataset, splits)
+    *size, channels = plan.layout.image_shape
+    check_data(config, (*size, channels - dataset.targets.planes), dataset.targets, dataset.description)
+    return plan
 
 
 def _open_built(folder: Path) -> Cache:

@@ -80,7 +80,7 @@ def check_build(plan: CachePlan) -> Finding:
       UserError: an image is damaged or unlike the first.
     """
     layout, begin = plan.layout, time.perf_counter()
-    sample = np.random.default_rng(0).permutation(plan.examples)[:SAMPLED_IMAGES]
+    sample = np.random.default_rng(0).permutation(layout.num_rows)[:SAMPLED_IMAGES]
     for some in util.iterate_batches(len(sample), max(1, SAMPLED_AT_ONCE // layout.row_bytes)):
         plan.dataset.images(sample[some])
         if time.perf_counter() - begin > SAMPLE_SEC:

@@ -143,7 +143,7 @@ def find_set(name: str = "mine", path=None, *, of_pixels: bool = False, cache_di
 
     fields = DatasetConfig(name=name, path=path and str(path), **fields)
     dataset = find_dataset(fields, str(cache_dir), of_pixels=of_pixels)
-    dataset.first()  # refused here if it is bad
+    assert dataset.image_shape  # refused here if the first image is bad
     return dataset
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
-from conftest import assert_one_line_error, facts_of, make_folder, run_script, typed
+from conftest import facts_of, make_folder, typed
 from PIL import Image
 
 import augment
@@ -61,16 +61,6 @@ def test_views_that_there_are_not_cost_nothing(num_views, flips, transposes):
     assert (program.count(" rev["), program.count(" transpose[")) == (flips, transposes)
 
 
-@pytest.mark.parametrize(("views", "num_examples"), [("all", 640), ("flip", 160), ("none", 80)])
-def test_an_epoch_is_all_views_of_all_originals(small_config, views, num_examples):
-    small_config.augment.views, small_config.batch.size = views, "full"
-    plan = plan_run(typed(small_config), facts_of(80, (16, 16, 3)), Hardware.here(8))
-    assert plan.num_examples == plan.schedule.batch_size_at(0) == num_examples
-    small_config.batch.size = num_examples + 1
-    with pytest.raises(BadSetting, match=f"from 1 to {num_examples}"):
-        plan_run(typed(small_config), facts_of(80, (16, 16, 3)), Hardware.here(8))
-
-
 # ---- what does not go together -----------------------------------------------------------------------------
 
 
@@ -114,7 +104,7 @@ def test_what_shapes_the_cache_changes_its_folder(small_config, tmp_path, monkey
     def folder(fields: dict) -> str:
         config = small_config.copy_and_resolve_references()
         config.update_from_flattened_dict({"dataset.image_size": 16} | fields)  # which resize needs
-        return augment.CacheRequest.of(typed(config)).folder("0" * 64).name
+        return augment.CacheRequest.of(typed(config)).prefix
 
     others = (
         {"dataset.name": "scenes"},
@@ -132,7 +122,7 @@ def test_what_shapes_the_cache_changes_its_folder(small_config, tmp_path, monkey
     folders = {folder({}), *map(folder, others)}
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     folders.add(folder({}))
-    monkeypatch.setattr("largebatch.data.sources.find.SCENES_VERSION", 0)
+    monkeypatch.setattr("largebatch.data.sources.scenes.SCENES_VERSION", 0)
     folders.add(folder({"dataset.name": "scenes"}))
     for content in ("id,split\na,train", "id,split\na,test"):
         (tmp_path / "split.csv").write_text(content)
@@ -189,15 +179,6 @@ def test_a_damaged_cache_is_named_and_rebuilt(fresh_cache, name, damage, caplog,
     assert again == sound
 
 
-def test_training_finds_a_damaged_training_image_and_builds_the_cache_again(fresh_cache, caplog):
-    config, folder = fresh_cache
-    content = bytearray((folder / "images-00000.raw").read_bytes())
-    content[500] ^= 1
-    (folder / "images-00000.raw").write_bytes(content)
-    ProgramCache().load(typed(config))
-    assert "images-00000.raw: its row 0 does not match its CRC-32; building it again" in caplog.text
-
-
 def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
     config, folder = fresh_cache
     caches = []
@@ -212,22 +193,36 @@ def test_a_cache_that_is_damaged_again_is_an_error(fresh_cache, caplog):
     assert caplog.text.count("is bad 1; building it again") == 1
 
 
+def test_a_split_file_may_leave_out_a_damaged_first_image(small_config, tmp_path):
+    folder = make_folder(tmp_path / "set", {"a": 4, "b": 4})
+    (folder / "a" / "a_0.png").write_bytes(b"no image")
+    rows = [
+        f"{name}/{name}_{number},{('train', 'train', 'val', 'test')[number]}"
+        for name in "ab"
+        for number in range(4)
+    ]
+    (tmp_path / "split.csv").write_text("\n".join(["id,split", *rows[1:]]))
+    small_config.dataset.update({"name": "mine", "path": str(folder), "split_file": str(tmp_path / "split.csv")})
+    small_config.dataset.image_size, small_config.augment.cache_dir = None, str(tmp_path / "caches")
+    cache = augment.prepare_cache(typed(small_config))
+    assert cache.split("train").ids.tolist() == ["a/a_1.png", "b/b_0.png", "b/b_1.png"]
+
+
 # ---- the command -------------------------------------------------------------------------------------------
 
 
-def test_the_command_builds_the_cache_and_draws_the_views(tmp_path):
-    preview = tmp_path / "views.png"
-    arguments = ["augment.py", "--config.augment.cache_dir", tmp_path / "c", "--config.dataset.num_examples", "50"]
-    result = run_script(*arguments, "--preview", preview)
-    assert result.returncode == 0, result.stderr
-    assert "40 train, 5 val, 5 test; training set 320 views" in result.stdout
+def test_the_command_builds_the_cache_and_draws_the_views(small_config, tmp_path, monkeypatch, capsys):
+    preview, small_config.augment.cache_dir = tmp_path / "views.png", str(tmp_path / "caches")
+    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(preview=str(preview), export=None))
+    augment.main(small_config)
+    assert "80 train, 10 val, 10 test; training set 640 views" in capsys.readouterr().out
     sheet = np.asarray(Image.open(preview))
-    tile = sheet[:64, :64][::2, ::2]
-    next_tile = sheet[:64, 68 : 68 + 64][::2, ::2]
+    tile, next_tile = (sheet[:32, left : left + 32][::2, ::2] for left in (0, 36))
     np.testing.assert_array_equal(next_tile, tile[:, ::-1])
 
 
-def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_cache_folder_that_cannot_be_written_is_named(small_config, tmp_path):
     (tmp_path / "file").write_text("")
-    result = run_script("augment.py", "--config.augment.cache_dir", tmp_path / "file" / "cache")
-    assert_one_line_error(result, "augment.cache_dir: cannot write")
+    small_config.augment.cache_dir = str(tmp_path / "file" / "cache")
+    with pytest.raises(UserError, match=r"^augment\.cache_dir: cannot write"):
+        augment.prepare_cache(typed(small_config))

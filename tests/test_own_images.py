@@ -6,8 +6,8 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import assert_one_line_error, make_small_config, run_script
-from test_changed_files import make_images, move_image
+from conftest import make_small_config
+from test_changed_files import make_images
 from test_sources import png, save, zip_of
 
 import evaluate
@@ -19,7 +19,7 @@ from largebatch.util import UserError
 
 
 def configure(config, path, cache_dir):
-    """Sets a config of own images; a run of it takes seconds."""
+    """Return a config of own images; a run of it takes seconds."""
     config.dataset.name, config.dataset.path = "mine", str(path)
     config.augment.cache_dir, config.augment.views = str(cache_dir), "flip"
     config.train.outer_steps = 1
@@ -58,11 +58,9 @@ def test_a_run_names_its_classes_with_their_images(first):
         assert describe_targets(dataset) == line
 
 
-@pytest.mark.parametrize("place", ["link", "zip"])
-def test_the_same_images_at_another_place_are_the_same_run(place, own, first, tmp_path, caplog):
+def test_the_same_images_at_another_place_are_the_same_run(own, first, tmp_path, caplog):
     workdir, before = first / "run", first / "images"
-    (tmp_path / "link").symlink_to(before)
-    own.dataset.path = str(tmp_path / "link" if place == "link" else zip_of(before, tmp_path / "other.zip"))
+    own.dataset.path = str(zip_of(before, tmp_path / "other.zip"))
     summary = json.loads((workdir / "summary.json").read_text())
     caplog.set_level("INFO", "largebatch")
     assert train.train_and_evaluate(own, str(workdir)) == summary
@@ -76,21 +74,16 @@ def test_the_same_images_at_another_place_are_the_same_run(place, own, first, tm
     assert json.loads((workdir / "config.json").read_text())["dataset"]["path"] == own.dataset.path
 
 
-def replace_image(path) -> None:
-    (path / "a" / "a_3.png").write_bytes(png((16, 16), seed=99))
-
-
-@pytest.mark.parametrize(
-    ("change", "what"), [pytest.param(move_image, "ids", marks=pytest.mark.full), (replace_image, "pixels")]
-)
-def test_a_run_does_not_resume_with_other_images(change, what, own, tmp_path):
+def test_a_run_does_not_resume_with_other_images(own, first, tmp_path):
     """The run stays as it is."""
-    workdir = tmp_path / "run"
+    workdir, (ids,) = tmp_path / "run", (first / "caches").glob("*/ids.npy")
     (workdir / "summary.json").unlink()
-    change(tmp_path / "images")
+    test_image = np.load(ids)[-1]  # training images would change the program, which takes time to compile
+    (tmp_path / "images" / test_image).write_bytes(png((16, 16), seed=99))
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-    changed = rf"^dataset: its {what} changed since the checkpoint was saved in {workdir}"
-    with pytest.raises(UserError, match=changed):
+    with pytest.raises(
+        UserError, match=rf"^dataset: its pixels changed since the checkpoint was saved in {workdir}"
+    ):
         train.train_and_evaluate(own, str(workdir))
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
@@ -114,15 +107,3 @@ def test_a_run_is_evaluated_on_the_images_that_it_had(own, first, tmp_path, capl
     shutil.rmtree(own.augment.cache_dir)
     with pytest.raises(UserError, match="are not those of the run"):
         evaluate.evaluate(run, overrides=overrides)
-
-
-def test_a_set_without_classes_is_refused_and_nothing_is_written(own, tmp_path):
-    for name, other in (("a", "train"), ("b", "test_1")):
-        (tmp_path / "images" / name).rename(tmp_path / "images" / other)
-    fields = {"name": "mine", "path": own.dataset.path}
-    flags = [f"--config.dataset.{name}={value}" for name, value in fields.items()]
-    flags.append(f"--config.augment.cache_dir={own.augment.cache_dir}")
-    result = run_script("train.py", "--workdir", tmp_path / "new", *flags)
-    assert_one_line_error(result, "dataset.path: ", "its images in 'test_1', 'train', which name splits")
-    assert not (tmp_path / "new").exists()
-    assert not (tmp_path / "caches").exists()

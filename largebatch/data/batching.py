@@ -46,12 +46,6 @@ MOST_SHARDS_PER_ORIGINAL = 4  # with more, most shards would be empty
 SHUFFLE_ROUNDS = 24
 
 
-def choose_num_shards(num_originals: int) -> int:
-    """Choose the number of virtual shards of a training set, where the config does not give it."""
-    fitting = [count for count in SHARD_COUNTS if count * MIN_ORIGINALS_PER_SHARD <= num_originals]
-    return max(fitting, default=SHARD_COUNTS[0])
-
-
 @dataclasses.dataclass(frozen=True)
 class DataSharding:
     """The sharding of `num_originals * views` examples over virtual shards, and of these over devices.
@@ -126,7 +120,8 @@ def choose_sharding(virtual_shards: int | None, num_originals: int, num_devices:
     Raises:
       BadSetting: there are fewer shards than devices, or far more than originals.
     """
-    num_shards = virtual_shards or choose_num_shards(num_originals)
+    fitting = [count for count in SHARD_COUNTS if count * MIN_ORIGINALS_PER_SHARD <= num_originals]
+    num_shards = virtual_shards or max(fitting, default=SHARD_COUNTS[0])
     most = max(MOST_SHARDS_PER_ORIGINAL * num_originals, SHARD_COUNTS[0])
     found = f"{num_originals} training images on {num_devices} devices"
     if num_devices > most:

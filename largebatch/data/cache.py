@@ -18,6 +18,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import weakref
 import zlib
@@ -58,14 +59,14 @@ class RowLayout:
     @classmethod
     def of(cls, counts: dict[str, int], image_shape: tuple[int, int, int], dtype: np.dtype) -> "RowLayout":
         """Choose the layout for a number of rows of each split."""
-        row_bytes = int(np.prod(image_shape)) * dtype.itemsize
+        row_bytes = math.prod(image_shape) * dtype.itemsize
         rows_per_file = max(-(-MIN_FILE_BYTES // row_bytes), -(-sum(counts.values()) // MOST_FILES))
         return cls(counts, rows_per_file, tuple(image_shape), dtype)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one image."""
-        return int(np.prod(self.image_shape)) * self.dtype.itemsize
+        return math.prod(self.image_shape) * self.dtype.itemsize
 
     @property
     def num_rows(self) -> int:
@@ -77,10 +78,10 @@ class RowLayout:
         """Number of images files."""
         return -(-self.num_rows // self.rows_per_file)
 
-    def rows_of_split(self, split: str) -> slice:
+    def rows_of_split(self, split: str) -> np.ndarray:
         """Return the rows of a split among all rows."""
         first = sum(self.counts[before] for before in SPLITS[: SPLITS.index(split)])
-        return slice(first, first + self.counts[split])
+        return np.arange(first, first + self.counts[split])
 
     def rows_of_file(self, number: int) -> range:
         """Return the rows that lie in images file `number`."""
@@ -116,20 +117,17 @@ class Cache:
         Raises:
           DamagedCache: ids, labels or CRCs differ from what was written.
         """
-        rows, blank = self.layout.rows_of_split(split), np.empty(self.layout.image_shape, self.layout.dtype)
-
-        def fill(examples: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
-            self.fill(rows.start + examples, out, num_threads)
-
-        return Dataset(
+        blank = np.empty(self.layout.image_shape, self.layout.dtype)
+        dataset = Dataset(
             description=f"{split} split of {self.manifest['source']}",
-            ids=self.array("ids")[rows],
-            labels=self.array("labels")[rows],
+            ids=self.array("ids"),
+            labels=self.array("labels"),
             class_names=self.manifest["class_names"],
-            fill=fill,
-            first=lambda: blank,
+            fill=self.fill,
+            read_one=lambda _: blank,
             targets=self.targets,
         )
+        return dataset.take(self.layout.rows_of_split(split))
 
     def identity(self) -> dict:
         """Return what a network trained on this cache needs elsewhere, and digests that tell data sets apart."""
@@ -200,10 +198,11 @@ class Cache:
 
 def seal(fields: dict) -> bytes:
     """Return the content of a manifest file, with a SHA-256 of its fields."""
-    return json.dumps(fields | {"manifest_sha256": _digest(fields)}, indent=1).encode()
+    return json.dumps(fields | {"manifest_sha256": digest_of(fields)}, indent=1).encode()
 
 
-def _digest(fields: dict) -> str:
+def digest_of(fields: dict) -> str:
+    """Return the SHA-256 of plain JSON."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -216,7 +215,7 @@ def read_manifest(folder: Path) -> dict:
     path = folder / MANIFEST
     try:
         fields = json.loads(path.read_bytes())
-        is_sound = fields.pop("manifest_sha256") == _digest(fields)
+        is_sound = fields.pop("manifest_sha256") == digest_of(fields)
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise DamagedCache(f"{path} cannot be read ({error!r})") from error
     if not is_sound:
@@ -266,45 +265,27 @@ def _discard(folder: Path, damage: DamagedCache) -> None:
     trash = util.beside(folder)
     try:
         folder.rename(trash)  # atomically: hosts that share the file system do this at the same time
-        log.warning("damaged cache: %s; building it again", damage)
-        util.remove(trash)
     except FileNotFoundError:
         return  # another process was first
     except OSError as error:
         raise UserError(f"augment.cache_dir: cannot remove {folder} ({error.strerror or error})") from error
+    log.warning("damaged cache: %s; building it again", damage)
+    util.remove(trash)
 
 
 # ---- lookup -------------------------------------------------------------------------------------------
 
 
-def folder_name(name: str, settings: dict, stamp: str | None) -> str:
-    """Return the name of the folder of a cache.
-
-    Args:
-      name: name of the data set.
-      settings: plain JSON, all that shapes the cache except the source's files.
-      stamp: stamp of the source's files, see `sources.files.stamp_of`; "*" makes a pattern of any.
-    """
-    readable = "".join(c if c.isalnum() else "_" for c in name)
-    return f"{readable}-{_digest(settings)[:12]}-{(stamp or 'unknown')[:12]}"
-
-
-def _manifests(cache_dir: Path, pattern: str) -> Iterator[tuple[Path, dict]]:
+def manifests(cache_dir: Path, pattern: str) -> Iterator[tuple[Path, dict]]:
     """Yield the folders of a pattern that are caches, with their manifests; change nothing."""
     for path in sorted(cache_dir.glob(f"{pattern}/{MANIFEST}")):
         with contextlib.suppress(DamagedCache):  # whoever uses it will report it
             yield path.parent, read_manifest(path.parent)
 
 
-def latest_folder(cache_dir: Path, pattern: str) -> Path | None:
-    """Return the folder of the cache that was built last, among those of a pattern."""
-    built = {folder: manifest["built"] for folder, manifest in _manifests(cache_dir, pattern)}
-    return max(built, key=built.get, default=None)
-
-
 def find_recorded(cache_dir: str, recorded: dict) -> Cache | None:
     """Return the first sound cache in a folder of the data that a run recorded, see `Cache.identity`."""
-    for folder, manifest in _manifests(Path(expanded(cache_dir)), "[!.]*"):
+    for folder, manifest in manifests(Path(expanded(cache_dir)), "[!.]*"):
         identity = Cache(folder, manifest).identity()
         if all(recorded.get(name) == identity[name] for name in ("ids", "labels", "pixels")):
             with contextlib.suppress(DamagedCache):

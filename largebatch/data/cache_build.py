@@ -24,6 +24,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -51,7 +52,13 @@ SECONDS_BETWEEN_REPORTS = 10.0
 OTHER_BYTES = 4 + 4 + 4 * 24  # of an image's CRC, label and id, beside its pixels
 SHOWN_PAIRS = 3
 
-Block = tuple[np.ndarray, list[int], list[int]]  # pixels [rows, H, W, C], CRC-32 of each row, `channel_sums`
+
+class Block(NamedTuple):
+    """Consecutive decoded rows."""
+
+    pixels: np.ndarray  # [rows, H, W, C]
+    crcs: list[int]  # CRC-32 of each row
+    sums: list[int]  # `channel_sums` of the training images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +66,19 @@ class CachePlan:
     """Content and folder of a cache that is to be built."""
 
     folder: Path  # of the finished cache
-    dataset: Dataset
-    splits: dict[str, np.ndarray]  # indices into the data set's examples, by split
+    dataset: Dataset  # the examples of all rows
+    layout: RowLayout
 
-    @functools.cached_property
-    def layout(self) -> RowLayout:
-        """Layout of the rows."""
-        counts = {split: len(self.splits[split]) for split in SPLITS}
-        return RowLayout.of(counts, self.dataset.image_shape, self.dataset.dtype)
+    @classmethod
+    def of(cls, folder: Path, dataset: Dataset, splits: dict[str, np.ndarray]) -> "CachePlan":
+        """Plan the cache of a data set.
 
-    @functools.cached_property
-    def examples(self) -> np.ndarray:
-        """Index into the data set's examples of each row."""
-        return np.concatenate([self.splits[split] for split in SPLITS])
+        Args:
+          splits: indices into the data set's examples, for each of SPLITS; examples may be left out.
+        """
+        dataset = dataset.take(np.concatenate([splits[split] for split in SPLITS]))
+        counts = {split: len(splits[split]) for split in SPLITS}
+        return cls(folder, dataset, RowLayout.of(counts, dataset.image_shape, dataset.dtype))
 
     @property
     def disk_bytes(self) -> int:
@@ -120,11 +127,9 @@ def _all_see_one_folder(plan: CachePlan | None) -> bool:
     mark = plan and plan.folder.parent / f".{plan.folder.name}.{token}.tmp"  # which `util.remove_stale_in` removes
 
     def leave_mark() -> None:
-        try:
+        with util.writing(plan.folder, "augment.cache_dir"):
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
-        except OSError as error:
-            raise _cannot_write(plan, error) from error
 
     collectives.agreed(leave_mark, is_marked)
     seen = collectives.gather_text(str(plan is not None and mark.exists()))
@@ -172,9 +177,9 @@ def decode_block(plan: CachePlan, rows: range) -> Block:
       UserError: an image is damaged, or not like the first one.
     """
     pixels = np.empty((len(rows), *plan.layout.image_shape), plan.layout.dtype)
-    plan.dataset.fill(plan.examples[rows.start : rows.stop], pixels, num_threads=1)
+    plan.dataset.fill(np.arange(rows.start, rows.stop), pixels, num_threads=1)
     num_train = max(plan.layout.counts["train"] - rows.start, 0)
-    return pixels, [zlib.crc32(image) for image in pixels], channel_sums(pixels[:num_train])
+    return Block(pixels, [zlib.crc32(image) for image in pixels], channel_sums(pixels[:num_train]))
 
 
 def channel_sums(pixels: np.ndarray) -> list[int]:
@@ -190,22 +195,23 @@ def channel_sums(pixels: np.ndarray) -> list[int]:
     return np.stack([sums, square_sums]).reshape(2, -1, channels).sum(axis=1, dtype=np.uint64).ravel().tolist()
 
 
-def _add(sums: list[list[int]]) -> list[int]:
-    """Add lists of sums, in Python's integers, which do not overflow."""
-    return [sum(numbers) for numbers in zip(*sums, strict=True)]
-
-
 def _write_files(plan: CachePlan, numbers: list[int]) -> None:
-    """Decode on all cores, a few blocks ahead of the one that is written."""
+    """Decode on all cores, a few blocks ahead of the one that is written; log the progress now and then."""
     num_workers, size = os.cpu_count() or 1, max(1, BLOCK_BYTES // plan.layout.row_bytes)
     rows_of = {number: plan.layout.rows_of_file(number) for number in numbers}
-    report = _progress(sum(map(len, rows_of.values())))
+    done, total, started = 0, sum(map(len, rows_of.values())), time.monotonic()
+    reported = started
     with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
         blocks = (rows[begin : begin + size] for rows in rows_of.values() for begin in range(0, len(rows), size))
         decoded = _in_order(pool, functools.partial(decode_block, plan), blocks, ahead=2 * num_workers)
         try:
             for number, rows in rows_of.items():
-                _write_file(plan, number, itertools.islice(decoded, -(-len(rows) // size)), report)
+                _write_file(plan, number, itertools.islice(decoded, -(-len(rows) // size)))
+                done, now = done + len(rows), time.monotonic()
+                if done == total or now - reported > SECONDS_BETWEEN_REPORTS:
+                    reported, rate = now, done / max(now - started, 1e-9)
+                    left = f", {(total - done) / rate:,.0f} s left" if done < total else ""
+                    log.info("decoded %s", f"{done:,} of {total:,} images, {rate:,.0f} a second{left}")
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -221,17 +227,16 @@ def _in_order(pool, work: Callable, items: Iterator, ahead: int) -> Iterator:
         yield waiting.popleft().result()
 
 
-def _write_file(plan: CachePlan, number: int, blocks: Iterator[Block], report: Callable[[int], None]) -> None:
+def _write_file(plan: CachePlan, number: int, blocks: Iterator[Block]) -> None:
     """Write an images file and its part record; it gets its name last."""
     all_crcs, all_sums = [], []
     with util.replacing(plan.images_path(number)) as temporary:
         with temporary.open("wb") as file:
-            for pixels, crcs, sums in blocks:
-                file.write(pixels.data)
-                all_crcs += crcs
-                all_sums.append(sums)
-                report(len(crcs))
-        record = {"crcs": all_crcs, "sums": _add(all_sums)}
+            for block in blocks:
+                file.write(block.pixels.data)
+                all_crcs += block.crcs
+                all_sums.append(block.sums)
+        record = {"crcs": all_crcs, "sums": np.sum(np.array(all_sums, object), axis=0).tolist()}
         _write_whole(plan.record_path(number), json.dumps(record).encode())
 
 
@@ -239,23 +244,6 @@ def _write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically: it appears whole or not at all."""
     with util.replacing(path) as temporary:
         temporary.write_bytes(content)
-
-
-def _progress(num_rows: int) -> Callable[[int], None]:
-    """Return a function that counts rows as written and logs progress, rate and remaining time now and then."""
-    done, begin = 0, time.monotonic()
-    reported = begin
-
-    def report(count: int) -> None:
-        nonlocal done, reported
-        done, now = done + count, time.monotonic()
-        if done < num_rows and now - reported < SECONDS_BETWEEN_REPORTS:
-            return
-        reported, rate = now, done / max(now - begin, 1e-9)
-        left = f", {(num_rows - done) / rate:,.0f} s left" if done < num_rows else ""
-        log.info("decoded %s", f"{done:,} of {num_rows:,} images, {rate:,.0f} a second{left}")
-
-    return report
 
 
 def _refuse_small_disk(plan: CachePlan, missing: list[int]) -> None:
@@ -313,8 +301,8 @@ def _write_arrays(plan: CachePlan) -> dict:
     dataset, layout, sha256 = plan.dataset, plan.layout, {}
     records = [_read_record(plan.record_path(number)) for number in range(layout.num_files)]
     arrays = {
-        "ids": np.array(dataset.ids)[plan.examples],
-        "labels": dataset.labels[plan.examples],
+        "ids": dataset.ids,
+        "labels": dataset.labels,
         "crc32": np.array([crc for record in records for crc in record["crcs"]], np.uint32),
     }
     for name, array in arrays.items():
@@ -323,9 +311,11 @@ def _write_arrays(plan: CachePlan) -> dict:
         _write_whole(plan.build_folder / f"{name}.npy", buffer.getvalue())
         sha256[name] = hashlib.sha256(buffer.getvalue()).hexdigest()
     height, width, _ = layout.image_shape
-    sums, num_pixels = _add([record["sums"] for record in records]), layout.counts["train"] * height * width
+    sums = np.sum(np.array([record["sums"] for record in records], object), axis=0)  # Python's integers are exact
+    num_pixels = layout.counts["train"] * height * width
     _refuse_one_class(plan, sums, num_pixels)
-    mean, std = channel_statistics(sums, num_pixels)
+    mean, mean_square = sums.reshape(2, -1) / num_pixels
+    variance = np.maximum(mean_square - mean**2, 1.0).astype(float)
     return {
         "cache_version": CACHE_VERSION,
         "build": uuid.uuid4().hex,  # so that no two builds have the same manifest; see `cache.discard_cache`
@@ -336,8 +326,8 @@ def _write_arrays(plan: CachePlan) -> dict:
         "image_shape": list(layout.image_shape),
         "image_dtype": layout.dtype.name,
         "rows_per_file": layout.rows_per_file,
-        "mean": mean,
-        "std": std,
+        "mean": mean.tolist(),
+        "std": np.sqrt(variance).tolist(),
         "sha256": sha256,
         **dataset.targets.record(),
     }
@@ -356,7 +346,7 @@ def _read_record(path: Path) -> dict:
         raise UserError(f"augment.cache_dir: {path} was damaged and is removed; start again to go on") from error
 
 
-def _refuse_one_class(plan: CachePlan, sums: list[int], num_pixels: int) -> None:
+def _refuse_one_class(plan: CachePlan, sums: np.ndarray, num_pixels: int) -> None:
     """Raise UserError if all pixels of the training masks are of one class: then nothing can be learned."""
     targets, channels = plan.dataset.targets, plan.layout.image_shape[-1]
     mask = channels - targets.planes
@@ -367,14 +357,6 @@ def _refuse_one_class(plan: CachePlan, sums: list[int], num_pixels: int) -> None
         f"dataset: all pixels of the training masks of {plan.dataset.description} are of class "
         f"{targets.classes[sums[mask] // num_pixels]!r}; allowed: two classes or more"
     )
-
-
-def channel_statistics(sums: list[int], num_pixels: int) -> tuple[list, list]:
-    """Return mean and standard deviation by channel, at least 1, from `channel_sums` over `num_pixels` pixels."""
-    channels = len(sums) // 2
-    mean = [total / num_pixels for total in sums[:channels]]
-    variance = [squares / num_pixels - m**2 for squares, m in zip(sums[channels:], mean, strict=True)]
-    return mean, [float(np.sqrt(max(v, 1.0))) for v in variance]
 
 
 def _warn_of_equal_images(cache: Cache) -> None:
@@ -392,7 +374,7 @@ def _warn_of_equal_images(cache: Cache) -> None:
             pairs.append((before, row))
     if not pairs:
         return
-    split_of, ids = np.repeat(SPLITS, [layout.counts[split] for split in SPLITS]), cache.array("ids")
+    split_of, ids = np.repeat(SPLITS, list(layout.counts.values())), cache.array("ids")
     across = [pair for pair in pairs if split_of[pair[0]] != split_of[pair[1]]]
     shown = [f"{ids[one]} = {ids[other]}" for one, other in (across or pairs)[:SHOWN_PAIRS]]
     shown += ["..."] * (len(across or pairs) > SHOWN_PAIRS)

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from largebatch.data.dataset import Dataset
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets, split_planes
 from largebatch.util import UserError, iterate_batches, path_within, writing
 
+SHOWN_IMAGES = 4  # in a preview, at most
 GAP = 2  # pixels between the pictures of a preview
 AT_ONCE = 256  # images in memory at a time
 # Channels of the PNG files of an image, by the number of its channels, with those of its background.
@@ -33,9 +34,7 @@ CLASS_COLOURS = np.uint8(
 SHADES = np.float32([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]])
 
 
-def draw_preview(
-    dataset: Dataset, views_of: Callable[[np.ndarray], np.ndarray], path: str, num_images: int = 4, scale: int = 2
-) -> None:
+def draw_preview(dataset: Dataset, views_of: Callable[[np.ndarray], np.ndarray], path: str) -> None:
     """Draw a picture: a row for each image, of classes spread over all, and a column for each view.
 
     Below an image are its mask and its depth, where it has them.
@@ -47,7 +46,7 @@ def draw_preview(
     """
     height, width, _ = dataset.image_shape
     rows = []
-    for example in dataset.images(_examples_to_show(dataset, num_images)):
+    for example in dataset.images(_examples_to_show(dataset)):
         (views,) = views_of(example[None])
         rows += zip(*_drawn_views(dataset.targets, views), strict=True)
     sheet = np.full((len(rows) * (height + GAP) - GAP, len(rows[0]) * (width + GAP) - GAP, 3), 255, np.uint8)
@@ -57,18 +56,16 @@ def draw_preview(
             sheet[y : y + height, x : x + width] = picture
     picture = Image.fromarray(sheet)
     try:
-        picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST).save(path)
+        ImageOps.scale(picture, 2, Image.Resampling.NEAREST).save(path)
     except (OSError, ValueError) as error:
         raise UserError(f"--preview: cannot write {path} ({getattr(error, 'strerror', None) or error})") from error
 
 
-def _examples_to_show(dataset: Dataset, count: int) -> np.ndarray:
+def _examples_to_show(dataset: Dataset) -> np.ndarray:
     """Choose the first image of each of some classes; some images where there is one class only."""
-    num_classes = len(dataset.class_names)
-    if num_classes == 1:
-        return np.unique(np.linspace(0, len(dataset.ids), count, endpoint=False).astype(int))
-    classes = np.unique(np.linspace(0, num_classes, count, endpoint=False).astype(int))
-    return np.array([np.flatnonzero(dataset.labels == label)[0] for label in classes])
+    first_of_classes = np.unique(dataset.labels, return_index=True)[1]
+    examples = first_of_classes if len(first_of_classes) > 1 else np.arange(len(dataset.ids))
+    return examples[np.unique(np.linspace(0, len(examples), SHOWN_IMAGES, endpoint=False).astype(int))]
 
 
 def _drawn_views(targets: PixelTargets, views: np.ndarray) -> list[list[np.ndarray]]:

@@ -59,10 +59,6 @@ class Upcoming:
         """Examples before the first step."""
         return self.examples_before(self.first)
 
-    def steps_until(self, position: int) -> int:
-        """Count the steps that are done when `position` examples have been seen."""
-        return bisect.bisect_right(range(self.first + 1, self.end + 1), position, key=self.examples_before)
-
 
 class LoadedSteps(NamedTuple):
     """The data for the next steps of one call, and the number of steps that they serve, at least one."""
@@ -97,7 +93,8 @@ class _Chunk:
         """Count the next steps that the chunk serves."""
         if upcoming.seed != self.seed or upcoming.begin < self.begin:
             return 0
-        return upcoming.steps_until(self.end)
+        steps = range(upcoming.first + 1, upcoming.end + 1)
+        return bisect.bisect_right(steps, self.end, key=upcoming.examples_before)
 
 
 class Stream:

@@ -48,7 +48,7 @@ def shares_of_bound(length: int, keys: str, count: int, rounds: int = batching.S
     """
     middle, last = length // 2, length - 1
     places = range(length) if length <= FEW else sorted({0, 1, middle - 1, middle, last - 1, last})
-    orders = np.asarray(_elements_at(tuple(places), length, KEYS[keys], rounds, jnp.arange(count)))
+    orders = np.asarray(_elements_at(tuple(places), length, rounds, KEYS[keys](jnp.arange(count))))
     element = dict(zip(places, orders.T, strict=True))
     # (place, place, keys from the one to the other): of one key, or of a key and the next.
     pairs = [(one, other, 0) for one, other in {(0, 1), (0, last), (middle - 1, middle), (last - 1, last)}]
@@ -66,12 +66,12 @@ def shares_of_bound(length: int, keys: str, count: int, rounds: int = batching.S
     return shares
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _elements_at(places: tuple, length: int, make_key, rounds: int, numbers):
-    """int32 [keys, places]."""
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _elements_at(places: tuple, length: int, rounds: int, keys):
+    """Return the elements at some places of the orders of keys: int32 [keys, places]."""
     usual, batching.SHUFFLE_ROUNDS = batching.SHUFFLE_ROUNDS, rounds
     try:
-        return batching.shuffled(jnp.array(places), length, make_key(numbers)[:, None])
+        return batching.shuffled(jnp.array(places), length, keys[:, None])
     finally:
         batching.SHUFFLE_ROUNDS = usual
 

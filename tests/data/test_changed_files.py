@@ -9,7 +9,6 @@ from conftest import make_folder, typed
 from test_sources import png, save, write_prepared_tfds, zip_of
 
 import augment
-from largebatch.util import UserError
 
 
 def make_images(root: Path) -> Path:
@@ -85,7 +84,7 @@ def test_files_that_changed_are_decoded_again_and_of_files_that_are_gone_the_cac
         config.task.name, config.model.name = "segmentation", "unet_tiny"
 
     def prepared():
-        """The cache, and what is said of it."""
+        """Return the cache, and the warnings about it."""
         caplog.clear()
         cache = augment.prepare_cache(typed(config))
         return cache, [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -107,10 +106,3 @@ def test_files_that_changed_are_decoded_again_and_of_files_that_are_gone_the_cac
     assert latest.manifest["built"] == max(cache.manifest["built"] for cache in (before, after))
     assert line.startswith(f"dataset: {path}")
     assert line.endswith(f" cannot be read; takes the cache {latest.folder} of {latest.manifest['built']}")
-
-
-def test_files_that_are_gone_before_there_is_a_cache_are_named(small_config, tmp_path):
-    small_config.dataset.name, small_config.dataset.path = "mine", str(tmp_path / "images")
-    small_config.augment.cache_dir = str(tmp_path / "caches")
-    with pytest.raises(UserError, match=r"dataset.path: .*images does not exist"):
-        augment.prepare_cache(typed(small_config))

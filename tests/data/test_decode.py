@@ -1,4 +1,4 @@
-"""How image files become arrays; expected values from Pillow, tifffile and NumPy."""
+"""Decoding of image files; expected values come from Pillow, tifffile and NumPy."""
 
 import io
 import itertools
@@ -29,7 +29,7 @@ def read(content: bytes, **options) -> np.ndarray:
 
 
 def refused(content: bytes, **options) -> str:
-    """The one line that says why."""
+    """Return the one line that says why a file is refused."""
     with pytest.raises(UserError) as error:
         read(content, **options)
     assert len(str(error.value).splitlines()) == 1
@@ -39,32 +39,18 @@ def refused(content: bytes, **options) -> str:
 
 # ---- channels and sizes ------------------------------------------------------------------------------
 
-CHANNELS = {  # of a file of this kind and Pillow's mode; web data sets hold any kind under the name of a JPEG
-    ("PNG", "1"): 1,
-    ("PNG", "L"): 1,
-    ("PNG", "LA"): 1,
-    ("PNG", "P"): 3,
-    ("PNG", "RGB"): 3,
-    ("PNG", "RGBA"): 3,
-    ("JPEG", "L"): 1,
-    ("JPEG", "RGB"): 3,
-    ("JPEG", "CMYK"): 3,
-    ("TIFF", "L"): 1,
-    ("TIFF", "P"): 3,
-    ("TIFF", "RGB"): 3,
-    ("TIFF", "CMYK"): 3,
-    ("TIFF", "YCbCr"): 3,
-    ("TIFF", "RGBA"): 4,
-    ("GIF", "P"): 3,
-    ("BMP", "RGB"): 3,
-    ("WEBP", "RGB"): 3,
+CHANNELS = {  # files of these kinds and Pillow's modes; web data sets hold any kind under the name of a JPEG
+    1: ["PNG 1", "PNG L", "PNG LA", "JPEG L", "TIFF L"],
+    3: ["PNG P", "PNG RGB", "PNG RGBA", "JPEG RGB", "JPEG CMYK", "TIFF P", "TIFF RGB", "TIFF CMYK", "TIFF YCbCr"],
+    4: ["TIFF RGBA"],
 }
+CHANNELS[3] += ["GIF P", "BMP RGB", "WEBP RGB"]
 
 
-@pytest.mark.parametrize(("kind", "mode"), CHANNELS)
-def test_channels_are_those_of_the_file_or_what_is_asked_for(kind, mode):
+@pytest.mark.parametrize(("own", "file"), [(own, file) for own, files in CHANNELS.items() for file in files])
+def test_channels_are_those_of_the_file_or_what_is_asked_for(own, file):
+    kind, mode = file.split()
     content = saved(Image.fromarray(PIXELS).convert(mode), kind)
-    own = CHANNELS[kind, mode]
     with Image.open(io.BytesIO(content)) as opened:
         rgb, grey, first = opened.convert("RGB"), opened.convert("L"), opened.copy()
     found = read(content)
@@ -89,16 +75,12 @@ def test_a_png_of_16_bits_keeps_them_without_alpha(channels):
         np.testing.assert_allclose(read(content, channels=1)[..., 0], luminance, atol=3)
 
 
-@pytest.mark.parametrize("size", [(8, 8), (13, 40), (21, 9)])
-def test_eight_bits_are_stretched_as_by_pillow(size):
+@pytest.mark.parametrize("size", [(8, 8), (30, 50)])
+def test_every_band_is_stretched_as_by_pillow(size):
     expected = Image.fromarray(PIXELS).resize(size[::-1], Image.Resampling.BILINEAR)
     np.testing.assert_array_equal(read(saved(Image.fromarray(PIXELS)), size=size), np.asarray(expected))
-    more = np.concatenate([PIXELS, PIXELS], axis=-1)  # band by band
+    more = np.concatenate([PIXELS, PIXELS], axis=-1)
     np.testing.assert_array_equal(resized(more, size, "stretch")[..., 3:], np.asarray(expected))
-
-
-@pytest.mark.parametrize("size", [(7, 9), (30, 50)])
-def test_every_band_of_16_bits_is_stretched_as_by_pillow_in_float32(size):
     pixels = RNG.integers(0, 65_535, (20, 17, 13), np.uint16, endpoint=True)
     found = resized(pixels, size, "stretch")
     for band in range(13):
@@ -130,7 +112,7 @@ def test_crop_takes_the_central_part_and_pad_adds_black_bars_evenly(shape, size,
 
 
 def png_of_a_header(width: int, height: int, depth: int) -> bytes:
-    """A PNG of so many pixels, none of which are there."""
+    """Return a PNG of so many pixels, none of which are there."""
     chunks = (b"IHDR", struct.pack(">LLBBBBB", width, height, depth, 2, 0, 0, 0)), (b"IDAT", b"")
     packed = [struct.pack(">L", len(c)) + kind + c + struct.pack(">L", zlib.crc32(kind + c)) for kind, c in chunks]
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
@@ -151,9 +133,7 @@ def test_the_limit_on_pixels_holds_before_they_are_decoded(kind, monkeypatch):
         monkeypatch.setattr(place, name, lambda *_, **__: pytest.fail("decoded"))
     allowed = "pixels; allowed: up to 713, or a larger dataset.max_image_pixels"
     assert refused(content, max_pixels=713) == f"714 {allowed}"
-    assert refused(png_of_a_header(40_000, 40_000, 16)).startswith(
-        "1,600,000,000 pixels; allowed: up to 89,478,485"
-    )
+    assert refused(png_of_a_header(40_000, 40_000, 16)).startswith("1,600,000,000 pixels; allowed: up to 89,478")
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "GIF", "BMP", "WEBP"])
@@ -264,14 +244,6 @@ def test_grey_overviews_and_colours_of_a_tiff():
     assert refused(write_bands(pixels, "interleaved", {}), channels=3).startswith("4 channels; allowed")
 
 
-def packed_by(code: int) -> bytes:
-    """A TIFF that says it is packed by this method."""
-    content = bytearray(write_bands(random_pixels(5, np.uint16), "interleaved", {}))
-    (start,) = struct.unpack_from("<L", content, 4)
-    struct.pack_into("<L", content, content.index(struct.pack("<HH", 259, 3), start) + 8, code)
-    return bytes(content)
-
-
 def two_pages() -> bytes:
     buffer = io.BytesIO()
     with tifffile.TiffWriter(buffer) as writer:
@@ -282,14 +254,11 @@ def two_pages() -> bytes:
 
 BANDS = write_bands(random_pixels(13, np.uint16), "interleaved", {})
 REFUSED = {
-    "compressed by JPEGXL; allowed: none, LZW, deflate": packed_by(50002),
-    "compressed by method 12345; allowed: none, LZW, deflate": packed_by(12345),
     "pixels are 12 bits of sample format 1; allowed: uint8 and uint16": packed(
         np.zeros((8, 8), np.uint16), bitspersample=12, photometric="minisblack"
     ),
     "2 pages (8x8 pixels of 3 x uint8, 9x9 pixels of 3 x uint8); allowed: one, or pages of one band": two_pages(),
     "damaged image (failed to read": BANDS[:-100],
-    "damaged image (": BANDS[:40],
     **{
         f"pixels are {dtype}; allowed: uint8 and uint16": packed(np.zeros((8, 8), dtype), photometric="minisblack")
         for dtype in ("float32", "int16", "uint32", "complex64")

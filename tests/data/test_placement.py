@@ -1,4 +1,4 @@
-"""What lies on the devices: every training image once, with its views and its label."""
+"""The data on the devices: every training image once, with its views and its label."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,13 @@ from largebatch.data import placement
 from largebatch.data.batching import choose_sharding
 from largebatch.data.placement import bytes_per_device, place
 from largebatch.data.sources.splits import split_indices
-from largebatch.hosts import memory
 from largebatch.tasks.task import Classification
 from largebatch.training.views import expansion, make_read
 
 
 @pytest.mark.parametrize("storage", ["expanded", "on_device"])
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
-    small_config, storage, num_devices, monkeypatch
-):
-    small_config.augment.storage = storage
+def test_placed_examples_are_the_views_of_all_originals_with_their_labels(small_config, storage, monkeypatch):
+    small_config.augment.storage, num_devices = storage, 3
     devices = jax.local_devices()[:num_devices]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     monkeypatch.setattr(jax, "local_device_count", lambda: num_devices)
@@ -47,22 +43,6 @@ def test_placed_examples_are_the_views_of_all_originals_with_their_labels(
     assert len(data.validation.dataset.labels) == 10
     of_images = bytes_per_device(cache.layout, sharding, 8 if storage == "expanded" else 1)
     assert data.train.arrays["images"].nbytes == num_devices * of_images["training images"]
-
-
-@pytest.mark.parametrize("storage", ["on_device", "expanded"])
-def test_the_cpu_device_takes_the_array_that_the_file_was_read_into(small_config, monkeypatch, storage):
-    made, make = [], memory.aligned_empty
-
-    def remember(*arguments):
-        made.append(make(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(memory, "aligned_empty", remember)
-    cache = augment.prepare_cache(typed(small_config))
-    sharding = choose_sharding(None, cache.layout.counts["train"], jax.device_count(), 8)
-    data = place(cache, sharding, small_config.dataset.split_seed, expansion(storage, 8))
-    shards = [shard.data.unsafe_buffer_pointer() for shard in data.train.arrays["images"].addressable_shards]
-    assert set(shards) <= {array.ctypes.data for array in made}  # no second copy
 
 
 @pytest.mark.parametrize("take", [placement.take_rows, placement._take_in_turn], ids=["chosen", "in turn"])

@@ -1,6 +1,5 @@
 """Random changes of training images: what they do to pixels, how they are distributed, and on how many devices."""
 
-import functools
 import itertools
 
 import jax
@@ -69,7 +68,7 @@ def cut_out(image, key, side, fill):
 
 
 def applied(options: RandomAugment, image: np.ndarray, key: int) -> np.ndarray:
-    """float64 [H, W, C], what `options` make of an image."""
+    """Return what `options` make of an image, float64 [H, W, C]."""
     largest, image = np.iinfo(image.dtype).max, image.astype(float)
     if options.crop_scale < 1:
         image = cropped(image, key, options.crop_scale)
@@ -85,17 +84,16 @@ def applied(options: RandomAugment, image: np.ndarray, key: int) -> np.ndarray:
     return image
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "dtype"),
     [
-        pytest.param(RandomAugment(crop_scale=0.2), id="crop"),
-        pytest.param(RandomAugment(shift=3), id="shift"),
-        pytest.param(RandomAugment(brightness=0.7), id="brightness"),
-        pytest.param(RandomAugment(contrast=0.9), id="contrast"),
-        pytest.param(RandomAugment(cutout=3, fill=FILL), id="cutout"),
-        pytest.param(RandomAugment(cutout=4, fill=FILL), id="even cutout"),
-        pytest.param(ALL, id="all"),
+        pytest.param(RandomAugment(crop_scale=0.2), np.uint8, id="crop"),
+        pytest.param(RandomAugment(shift=3), np.uint16, id="shift"),
+        pytest.param(RandomAugment(brightness=0.7), np.uint16, id="brightness"),
+        pytest.param(RandomAugment(contrast=0.9), np.uint8, id="contrast"),
+        pytest.param(RandomAugment(cutout=4, fill=FILL), np.uint8, id="even cutout"),
+        pytest.param(ALL, np.uint8, id="all"),
+        pytest.param(ALL, np.uint16, id="all of 16 bits"),
     ],
 )
 def test_images_are_those_of_numpy(options, dtype):
@@ -120,9 +118,8 @@ def assert_uniform(values, low, high):
     assert distance < 0.015 * np.sqrt(len(MANY_KEYS) / len(values))
 
 
-@pytest.mark.parametrize("width", [40, 60])
-def test_crops_are_uniform_in_area_ratio_and_place_and_within_the_image(width):
-    height = 40
+def test_crops_are_uniform_in_area_ratio_and_place_and_within_the_image():
+    height, width = 40, 60
     crops = jax.tree.map(np.asarray, random_augment.draw_crops(MANY_KEYS, height, width, 0.2))
     assert min(crops.top.min(), crops.left.min()) >= 0
     assert (crops.top + crops.height).max() <= height * (1 + 1e-6)
@@ -169,19 +166,19 @@ def test_every_shift_and_every_centre_of_a_cutout_is_as_frequent():
 READ = jax.jit(make_read("on_device", SHAPE, 2, Classification(2), ALL))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def visits_of_an_epoch(sharding: DataSharding, device, epoch) -> batching.MicroBatchIndices:
-    batch = batching.device_batch(sharding, device, epoch, 0, sharding.num_examples)
-    return batching.micro_batch(sharding, batch, 0, Grouping(sharding.num_examples, sharding.num_examples), 3)
+@jax.jit
+def visits_of_an_epoch(num_devices, device, epoch) -> batching.MicroBatchIndices:
+    sharding = DataSharding(20, 8, num_devices, views=2)
+    batch = batching.device_batch(sharding, device, epoch, 0, 40)
+    return batching.micro_batch(sharding, batch, 0, Grouping(40, 40), 3)
 
 
-@functools.cache
 def images_by_visit(num_devices: int) -> dict:
-    """{visit key: (original, image after all changes)} of two epochs of 20 originals in 2 views."""
+    """Return {visit key: (original, image after all changes)} of two epochs of 20 originals in 2 views."""
     sharding, originals, found = DataSharding(20, 8, num_devices, views=2), images_of(20).reshape(20, -1), {}
     for epoch, device in itertools.product((0, 1), range(num_devices)):
         rows = np.resize(sharding.originals_of(device, seed=0), 20)
-        chosen = jax.tree.map(np.asarray, visits_of_an_epoch(sharding, device, epoch))
+        chosen = jax.tree.map(np.asarray, visits_of_an_epoch(num_devices, device, epoch))
         shard = {"images": originals[rows], "labels": rows}
         images, labels = map(np.asarray, READ(shard, chosen.examples, chosen.visit_keys))
         for place in np.flatnonzero(chosen.weights):
@@ -189,11 +186,10 @@ def images_by_visit(num_devices: int) -> dict:
     return found
 
 
-@pytest.mark.parametrize("num_devices", [2, 8])
-def test_a_visit_has_the_same_bits_on_any_number_of_devices_and_others_in_every_epoch(num_devices):
+def test_a_visit_has_the_same_bits_on_any_number_of_devices_and_others_in_every_epoch():
     on_one_device = images_by_visit(1)
     assert len(on_one_device) == len({image for _, image in on_one_device.values()}) == 80
-    assert images_by_visit(num_devices) == on_one_device
+    assert images_by_visit(2) == images_by_visit(8) == on_one_device
 
 
 # ---- dense targets ----------------------------------------------------------------------------------------
@@ -201,7 +197,7 @@ def test_a_visit_has_the_same_bits_on_any_number_of_devices_and_others_in_every_
 KEYS, SIZE = np.arange(5, dtype=np.uint32) * 77 + 3, 12
 
 
-@pytest.mark.parametrize(("storage", "num_views"), [("expanded", 8), ("on_device", 8), ("on_device", 1)])
+@pytest.mark.parametrize(("storage", "num_views"), [("expanded", 8), ("on_device", 8)])
 def test_views_and_shifts_move_an_image_and_its_targets_alike(storage, num_views):
     images = images_of(6, shape=(SIZE, SIZE, 1))
     stored = np.concatenate([images, images], axis=-1)  # each pixel is to be predicted as itself
@@ -226,12 +222,3 @@ def test_a_crop_takes_the_target_of_the_nearest_pixel_and_colours_and_cutouts_le
         rows = np.floor(top + (np.arange(SIZE) + 0.5) * height / SIZE).astype(int)
         columns = np.floor(left + (np.arange(SIZE) + 0.5) * width / SIZE).astype(int)
         np.testing.assert_array_equal(cropped[example], targets[example][rows][:, columns])
-
-
-def test_a_crop_keeps_a_large_object_in_its_place():
-    """The bilinear image and the nearest mask of a square agree but at its border."""
-    image = np.zeros((5, 48, 48, 1), np.uint8)
-    image[:, 14:34, 14:34] = 255
-    change = RandomAugment(crop_scale=0.5)
-    looked_at, mask = change.apply(jnp.asarray(image), KEYS), change.move(jnp.asarray(image), KEYS)
-    assert np.mean((looked_at > 127.5) != (mask > 127)) < 0.01

@@ -12,8 +12,7 @@ from conftest import decode_all, find_set, make_folder
 from etils import epath
 from PIL import Image
 
-from largebatch.data.decode import DecodeOptions
-from largebatch.data.sources import class_folders, find
+from largebatch.data.sources import find
 from largebatch.data.sources.files import open_files, stamp_of
 from largebatch.data.sources.splits import split_indices
 from largebatch.util import UserError
@@ -33,8 +32,8 @@ def save(path, pixels):
     Image.fromarray(pixels).save(path)
 
 
-def write_zip(path, entries, method=zipfile.ZIP_STORED):
-    with zipfile.ZipFile(path, "w", method) as archive:
+def write_zip(path, entries):
+    with zipfile.ZipFile(path, "w") as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
     return path
@@ -46,7 +45,7 @@ def zip_of(folder, path, prefix=""):
 
 
 def write_prepared_tfds(data_dir, name, rows, class_names=None, **other_features):
-    """A prepared array_record set, written without TensorFlow.
+    """Write a prepared array_record set without TensorFlow.
 
     Args:
       rows: (encoded image, label, file name) of the split train, or a dict of such rows by split.
@@ -86,7 +85,7 @@ def write_prepared_tfds(data_dir, name, rows, class_names=None, **other_features
 
 
 def contents_of(dataset) -> dict[str, tuple[str, bytes]]:
-    """The class and the pixels of every example, by its id."""
+    """Return the class and the pixels of every example, by its id."""
     images = decode_all(dataset)
     return {
         name: (dataset.class_names[label], image.tobytes())
@@ -123,13 +122,12 @@ def split_ids(ids, seed=0) -> dict[str, list[str]]:
 
 
 def test_split_is_80_10_10_of_every_example_once():
-    ids = [f"{i:05d}" for i in range(27_000)]
+    ids = np.array([f"{i:05d}" for i in range(27_000)])
     split = split_indices(ids, 0)
     assert {name: len(rows) for name, rows in split.items()} == {"train": 21_600, "val": 2_700, "test": 2_700}
     assert sorted(np.concatenate(list(split.values()))) == list(range(27_000))
-    shuffled = np.random.default_rng(0).permutation(27_000)
-    again = split_indices([ids[i] for i in shuffled], 0)
-    assert [ids[shuffled[i]] for i in again["val"]] == [ids[i] for i in split["val"]]
+    shuffled = np.random.default_rng(0).permutation(ids)
+    assert shuffled[split_indices(shuffled, 0)["val"]].tolist() == ids[split["val"]].tolist()
 
 
 @pytest.mark.parametrize("kind", ["classes", "numbers", "texts"])
@@ -158,12 +156,12 @@ def test_classes_numbers_and_texts_are_labels_of_a_tfds_set(kind, tmp_path, monk
 
 
 def set_of(tmp_path, *names):
-    """The data set of images of these names; those that end in "/" are folders."""
+    """Return the data set of images of these names; those that end in "/" are folders."""
     files = {name: b"" if name.endswith(("/", ".txt")) else png() for name in names}
     return find_set(path=write_zip(tmp_path / "set.zip", files))
 
 
-@pytest.mark.parametrize("val", ["val", "Validation", "valid", "DEV"])
+@pytest.mark.parametrize("val", ["Validation", "DEV"])
 def test_split_folders_are_splits_below_any_common_folders(val, tmp_path):
     names = [f"data/set/{split}/{label}/1.png" for split in ("Train", val, "test") for label in ("cat", "dog")]
     found = set_of(tmp_path, *names)
@@ -177,9 +175,7 @@ def test_split_folders_are_splits_below_any_common_folders(val, tmp_path):
     [
         ["train/a", "train/b"],  # a train folder alone publishes no split
         ["bus", "train", "test"],
-        ["with_mask", "without_mask"],
         ["valid", "invalid"],
-        ["0", "1"],
         ["20", "images"],
         ["train/test", "train/exam", "test/test", "test/exam"],
         ["train/a", "train/b", "val/a", "test/a", "test/b"],  # one of three splits lacks a class
@@ -245,33 +241,11 @@ def test_a_zip_in_a_bucket_is_read(tmp_path, monkeypatch):
     assert {name: files.read(name) for name in files.names} == expected
 
 
-def test_images_of_any_layout_are_found_with_the_labels_that_are_known(tmp_path, monkeypatch):
-    folder = make_folder(tmp_path / "images", {"a": 2, "c": 1})
-    save(folder / "0.png", np.zeros((16, 16, 3), np.uint8))
-    packed, decoded, read = zip_of(folder, tmp_path / "images.zip"), [], class_folders.decode
-    monkeypatch.setattr(class_folders, "decode", lambda name, *rest: decoded.append(name) or read(name, *rest))
-    for path in (folder, packed):
-        found = class_folders.find_images(str(path), ["a", "b"], DecodeOptions())
-        assert found.ids == ["0.png", "a/a_0.png", "a/a_1.png", "c/c_0.png"]
-        assert found.labels.tolist() == [-1, 0, 0, -1]
-        assert found.images(np.array([0])).max() == 0
-    assert set(decoded) == {"0.png"}  # what is asked for
-
-
 # ---- changes -----------------------------------------------------------------------------------------
 
 
-def stamp(*paths) -> str | None:
-    return stamp_of([epath.Path(path) for path in paths])
-
-
-CHANGES = [
-    lambda root: save(root / "a" / "new.png", np.zeros((16, 16, 3), np.uint8)),
-    lambda root: (root / "c").mkdir(),
-    lambda root: (root / "a" / "a_3.png").unlink(),
-    lambda root: os.utime(root / "a" / "a_2.png", ns=(1, 1)),
-    lambda root: (root / "a").rename(root / "d"),
-]
+def stamp(path) -> str | None:
+    return stamp_of([epath.Path(path)])
 
 
 def test_the_stamp_changes_with_the_files_but_not_with_those_of_systems(tmp_path):
@@ -282,10 +256,17 @@ def test_the_stamp_changes_with_the_files_but_not_with_those_of_systems(tmp_path
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"1")
     assert stamp(folder) == stamp(tmp_path / "link") == before
-    for change in CHANGES:
-        before = stamp(folder)
-        change(folder)
-        assert stamp(folder) == stamp(tmp_path / "link") != before
+    stamps = {before}
+    for change in (
+        lambda: save(folder / "a" / "new.png", np.zeros((16, 16, 3), np.uint8)),
+        (folder / "c").mkdir,
+        (folder / "a" / "a_3.png").unlink,
+        lambda: os.utime(folder / "a" / "a_2.png", ns=(1, 1)),
+        lambda: (folder / "a").rename(folder / "d"),
+    ):
+        change()
+        stamps.add(stamp(tmp_path / "link"))
+    assert len(stamps) == 6
     assert stamp(tmp_path / "nowhere") is None
 
 
@@ -322,33 +303,17 @@ def test_eurosat_without_a_path_uses_a_prepared_tfds_set_that_is_readable(tmp_pa
 
 def test_the_real_eurosat(eurosat_zip):
     dataset = find_set("eurosat", eurosat_zip)
-    assert decode_all(dataset).shape == (27_000, 64, 64, 3)
+    assert dataset.images(np.array([0, 26_999])).shape == (2, 64, 64, 3)
     assert dataset.class_names[0] == "AnnualCrop"
     assert np.bincount(dataset.labels).tolist() == [3000, 3000, 3000, 2500, 2500, 2000, 2500, 3000, 2500, 3000]
     assert dataset.ids[0] == "AnnualCrop/AnnualCrop_1.jpg"
-    split = split_indices(dataset.ids, 0)
-    assert len(set(split["train"]) | set(split["val"]) | set(split["test"])) == 27_000
-
-
-def mean_colour_accuracy(train, val) -> float:
-    """A softmax regression on each image's mean and deviation of colour, trained to convergence in NumPy."""
-    (x, y), (test_x, test_y) = ((d[0].mean((1, 2)), d[1]) for d in (train, val))
-    mean, deviation = x.mean(0), x.std(0)
-    x, test_x = ((np.c_[(v - mean) / deviation, np.ones(len(v))]) for v in (x, test_x))
-    x, test_x = (np.concatenate([v, v[:, :3] ** 2], axis=1) for v in (x, test_x))
-    weights, targets = np.zeros((x.shape[1], y.max() + 1)), np.eye(y.max() + 1)[y]
-    for _ in range(2000):
-        scores = np.exp(x @ weights)
-        weights += 0.2 * x.T @ (targets - scores / scores.sum(1, keepdims=True)) / len(x)
-    return float(((test_x @ weights).argmax(1) == test_y).mean())
 
 
 def test_mean_colour_does_not_tell_the_synthetic_classes():
+    """Means and deviations of colour differ less between classes than within them."""
     dataset = find_set("synthetic", num_examples=960)
-    images, labels, split = decode_all(dataset), dataset.labels, split_indices(dataset.ids, 0)
-    parts = [(images[rows].astype(np.float64), labels[rows]) for rows in split.values()]
-    assert mean_colour_accuracy(parts[0], parts[1]) < 0.6
-    assert np.bincount(labels).min() == 192
-    tinted = images.astype(np.float64) + 30 * labels[:, None, None, None]
-    parts = [(tinted[rows], labels[rows]) for rows in split.values()]
-    assert mean_colour_accuracy(parts[0], parts[1]) > 0.6  # the classifier does find colour where it tells
+    images = decode_all(dataset).astype(float)
+    of_images = np.concatenate([images.mean((1, 2)), images.std((1, 2))], axis=1)
+    of_classes = np.stack([of_images[dataset.labels == label].mean(0) for label in range(5)])
+    assert np.bincount(dataset.labels).tolist() == [192] * 5
+    assert (of_classes.std(0) < 0.5 * of_images.std(0)).all()

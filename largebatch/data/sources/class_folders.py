@@ -37,15 +37,11 @@ def class_folders(files: FileSet, options: DecodeOptions) -> Dataset:
     it is a folder around all classes like any other.
 
     Raises:
-      UserError: it is not clear what is a class or a split, one of them has no images, a name is there twice, or
-        the first image is damaged.
+      UserError: it is not clear what is a class or a split, or one of them has no images.
     """
     where = files.where
     names = [name for name in files.names if is_image(name, where)]
     others = [name for name in files.names if not is_image(name, where)]
-    repeated, count = Counter(names).most_common(1)[0] if names else ("", 0)
-    if count > 1:
-        raise UserError(f"{where} holds {repeated!r} twice")
     if ignored := sum(not name.endswith("/") for name in others):
         log.info("%s: ignored %d files that are not %s", where, ignored, "/".join(IMAGE_SUFFIXES))
     folders = sorted(set(map(dirname, names)))
@@ -79,7 +75,7 @@ def find_images(path: str, class_names: list[str], options: DecodeOptions) -> Da
     The label is UNKNOWN where the folder is none of `class_names`.
 
     Raises:
-      UserError: there are no images, or the first one is damaged.
+      UserError: there are no images.
     """
     files = open_files(path, "--images")
     names, label_of = image_names(files), {name: label for label, name in enumerate(class_names)}
@@ -108,19 +104,16 @@ def _refuse_names_of_no_classes(class_names: list[str], where: str) -> None:
 
     Where one folder has another name, all of them are classes.
     """
-    if not all(map(_is_no_class, class_names)):
-        return
+    for name in map(str.lower, class_names):
+        rest = NO_CLASS.sub("", name)
+        if rest == name or any(map(str.isalpha, rest)):
+            return
     shown = ", ".join(map(repr, class_names[:SHOWN_NAMES])) + ", ..." * (len(class_names) > SHOWN_NAMES)
     raise UserError(
         f"{where} has its images in {shown}, which name splits, images or maps, not classes; allowed: "
         "CLASS/image.jpg (dataset.split_file may tell the splits), train/CLASS/image.jpg, or task.name "
         "segmentation | depth | mask_depth with images/NAME.jpg beside masks/NAME.png, depths/NAME.png or both"
     )
-
-
-def _is_no_class(name: str) -> bool:
-    rest = NO_CLASS.sub("", name.lower())
-    return rest != name.lower() and not any(map(str.isalpha, rest))
 
 
 def _refuse_empty_folders(others: list[str], classes: list[str], where: str) -> None:

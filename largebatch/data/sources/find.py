@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import http.client
+import logging
 import re
 import urllib.request
 
@@ -16,7 +17,7 @@ from largebatch.data.decode import DecodeOptions
 from largebatch.data.sources.class_folders import class_folders
 from largebatch.data.sources.files import open_files
 from largebatch.data.sources.maps import maps
-from largebatch.data.sources.scenes import PATTERNS, SCENES_VERSION, scenes_dataset
+from largebatch.data.sources.scenes import PATTERNS, scenes_dataset
 from largebatch.data.sources.splits import (
     NO_PUBLISHED_SPLITS,
     complete_sizes,
@@ -25,13 +26,15 @@ from largebatch.data.sources.splits import (
 )
 from largebatch.data.sources.synthetic import synthetic_dataset
 from largebatch.data.sources.tfds_source import FORMAT, file_format, prepared_builder, tfds_dataset, tfds_dir
-from largebatch.util import BadSetting, UserError, expanded, remove_stale, replacing
+from largebatch.util import BadSetting, UserError, expanded, remove_stale, replacing, writing
+
+log = logging.getLogger("largebatch")
 
 EUROSAT_TFDS_NAME = "eurosat/rgb"
 
 
 def find_dataset(fields: DatasetConfig, cache_dir: str, *, of_pixels: bool) -> Dataset:
-    """Find and list a data set. Only its first image is decoded; synthetic images are made.
+    """Find and list a data set. No image is decoded yet; synthetic images are made.
 
     EuroSAT needs no path: a prepared TFDS set is used if there is one, else the zip is downloaded to `cache_dir`.
 
@@ -93,11 +96,6 @@ def _source_of(fields: DatasetConfig) -> str:
     return "tfds" if _is_folder(_prepared_folder(fields)) else "folder"
 
 
-def version_of(name: str) -> dict[str, int]:
-    """Return the versions of the code that makes a set, which invalidate its caches: {} for images in files."""
-    return {"scenes_version": SCENES_VERSION} if name in PATTERNS else {}
-
-
 def _prepared_folder(fields: DatasetConfig) -> epath.Path:
     """Return the folder of a TFDS set, whether it is there or not."""
     return epath.Path(expanded(tfds_dir(fields.path), "dataset.path")) / _tfds_name(fields.name).split(":")[0]
@@ -140,42 +138,26 @@ def download_eurosat(cache_dir: epath.Path) -> epath.Path:
     target, problems = cache_dir / EUROSAT_ZIP, []
     if target.exists():
         return target
-    try:
+    with writing(target, "augment.cache_dir"):
         cache_dir.mkdir(parents=True, exist_ok=True)
         remove_stale(target)
         with replacing(target) as part:
             part.touch()
             for url, sha256 in EUROSAT_MIRRORS.items():
+                log.info("downloading %s", url)
                 try:
-                    found = _download(url, part)
+                    with urllib.request.urlopen(url, timeout=30) as response:
+                        content = response.read()
                 except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
                     problems.append(f"{url} cannot be fetched ({getattr(error, 'reason', error)})")
                     continue
+                found = hashlib.sha256(content).hexdigest()
                 if found == sha256:
-                    break
+                    part.write_bytes(content)
+                    return target
                 problems.append(f"{url} has SHA-256 {found}, expected {sha256}")
-            else:
-                what = f"not given, and EuroSAT could not be downloaded: {'; '.join(problems)}"
-                raise UserError(f"dataset.path: {what}. Give the path of EuroSAT.zip or of its unpacked folder")
-    except OSError as error:
-        raise UserError(f"augment.cache_dir: cannot write {target} ({error.strerror or error})") from error
-    return target
-
-
-def _download(url: str, target: epath.Path) -> str:
-    """Download with a progress bar; return the SHA-256 of the received bytes."""
-    from rich import progress
-
-    digest = hashlib.sha256()
-    with (
-        urllib.request.urlopen(url, timeout=30) as response,
-        progress.wrap_file(response, int(response.headers.get("Content-Length", 0)), description=url) as received,
-        target.open("wb") as file,
-    ):
-        while block := received.read(1 << 20):
-            file.write(block)
-            digest.update(block)
-    return digest.hexdigest()
+            what = f"not given, and EuroSAT could not be downloaded: {'; '.join(problems)}"
+            raise UserError(f"dataset.path: {what}. Give the path of EuroSAT.zip or of its unpacked folder")
 
 
 # ---- published sizes ---------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def maps(files: FileSet, options: DecodeOptions) -> Dataset:
     """Return the data set of images with dense targets.
 
     Raises:
-      UserError: files that do not belong together, see `parse_map_names`; bad class names; a bad first image.
+      UserError: files that do not belong together, see `parse_map_names`; bad class names.
     """
     parsed = parse_map_names(files.names, files.where)
     return _dataset(files, parsed, _targets_of(files, parsed), options)
@@ -203,11 +203,9 @@ def _checked_mask(name: str, mask: np.ndarray, num_classes: int, object_in: dict
     """
     values = np.unique(mask).tolist()
     allowed = f"0 to {num_classes - 1}" if num_classes > 2 else "0 and 1, or 0 and 255"
-    if values[-1] == LARGEST_MASK_VALUE and (num_classes > 2 or 1 in values):
-        shown = ", ".join(map(str, values[:-1][:SHOWN_VALUES])) + ", ..." * (len(values) > SHOWN_VALUES + 1)
-        raise UserError(f"{name} has the values {shown} and {values[-1]}; allowed: {allowed}{NO_VOID}")
-    if strange := [value for value in values if value >= num_classes and value != LARGEST_MASK_VALUE]:
-        raise UserError(f"{name} has the value {strange[-1]}; allowed: {allowed}")
+    if values[-1] >= num_classes and not (num_classes == 2 and {0, 255}.issuperset(values)):
+        shown = ", ".join(map(str, values[:SHOWN_VALUES])) + ", ..." * (len(values) > SHOWN_VALUES)
+        raise UserError(f"{name} has the values {shown}; allowed: {allowed}{NO_VOID}")
     if num_classes > 2:
         return mask
     if values[-1] > 0:

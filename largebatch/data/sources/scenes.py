@@ -21,6 +21,7 @@ PERIODS = 0.6, 1.0  # metres, of patterns; a wider range would hide their distan
 FEWEST_OBJECTS, MOST_OBJECTS = 3, 8
 SHAPES = ("arch", "box", "ellipse", "triangle")
 BACKGROUND_PATTERNS, OBJECT_PATTERNS = ("stripes", "waves"), ("checks", "dots")
+TILE_METRES = 2.0  # of an image that textures floor and wall
 NOISE = 6.0  # standard deviation, of 255
 
 # (metres to the right, metres up or away, both [S, S]; a generator of numbers) -> colours [S, S, 3], 0 to 255
@@ -32,7 +33,6 @@ class Scene:
     """Picture of S x S pixels with its dense targets."""
 
     image: np.ndarray  # uint8 [S, S, 3]
-    background: np.ndarray  # uint8 [S, S, 3]: the picture without objects
     mask: np.ndarray  # bool [S, S]: True where an object is
     depth: np.ndarray  # float64 [S, S], above 0, up to 1
 
@@ -52,8 +52,7 @@ def make_scene(size: int, seed: tuple[int, ...], background: Texture, objects: T
     depth = np.minimum(floor, wall)
     on_floor = background(rays_right * depth, depth, rng)
     on_wall = background(rays_right * wall, rays_up * wall, rng)
-    empty = np.where((depth < wall)[..., None], on_floor, on_wall)
-    image, mask = empty.copy(), np.zeros((size, size), bool)
+    image, mask = np.where((depth < wall)[..., None], on_floor, on_wall), np.zeros((size, size), bool)
     nearest = focal * CAMERA_HEIGHT / (size - horizon)  # metres to the floor at the lowest row
     for _ in range(rng.integers(FEWEST_OBJECTS, MOST_OBJECTS + 1)):
         distance = rng.uniform(nearest, 0.95 * wall)
@@ -69,9 +68,8 @@ def make_scene(size: int, seed: tuple[int, ...], background: Texture, objects: T
         image[box] = np.where(is_seen[..., None], objects(right, up, rng), image[box])
         depth[box] = np.where(is_seen, distance, depth[box])
         mask[box] |= is_seen
-    noise = NOISE * rng.standard_normal((size, size, 3), np.float32)
-    with_and_without = (np.clip(np.rint(one + noise), 0, 255).astype(np.uint8) for one in (image, empty))
-    return Scene(*with_and_without, mask, depth / FARTHEST)
+    image += NOISE * rng.standard_normal((size, size, 3), np.float32)
+    return Scene(np.clip(np.rint(image), 0, 255).astype(np.uint8), mask, depth / FARTHEST)
 
 
 def _pixels_between(begin: float, end: float, size: int) -> slice:
@@ -115,13 +113,13 @@ def patterns(kinds: tuple[str, ...]) -> Texture:
     return texture
 
 
-def tiles(images: np.ndarray, metres: float = 2.0) -> Texture:
-    """Create a texture of images [N, H, W, 3], each repeated every `metres`."""
+def tiles(image: np.ndarray) -> Texture:
+    """Create a texture of an image [H, W, 3] that is repeated every TILE_METRES."""
 
     def texture(right, up, rng):
-        image = images[rng.integers(len(images))]
         height, width = image.shape[:2]
-        rows, columns = np.floor(up / metres * height).astype(int), np.floor(right / metres * width).astype(int)
+        rows = np.floor(up / TILE_METRES * height).astype(int)
+        columns = np.floor(right / TILE_METRES * width).astype(int)
         return image[rows % height, columns % width].astype(float)
 
     return texture
@@ -195,8 +193,6 @@ def _ground_textures(ground: Dataset, seed: int) -> Callable[[str, int], Texture
 
     def ground_of(split: str, number: int) -> Texture:
         of_split = images_of[split]
-        image = np.empty((1, *ground.image_shape), ground.dtype)
-        ground.fill(of_split[[number % len(of_split)]], image, num_threads=1)
-        return tiles(to_rgb8(image[0])[None])
+        return tiles(to_rgb8(ground.read_one(of_split[number % len(of_split)])))
 
     return ground_of

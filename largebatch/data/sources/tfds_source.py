@@ -55,11 +55,11 @@ def tfds_dataset(name: str, data_dir: str | None, split: str | None, options: De
     builder = _readable_builder(name, data_dir)
     published = _published_splits(builder) if split is None else {}
     split = split or "+".join(published)
-    rows = _Rows(builder, split)
+    rows = _open_split(builder, split)
     features = [feature for feature in ("label", "filename") if feature in builder.info.features]
     labels, files = [], []
     for part in iterate_batches(len(rows), ROWS_AT_ONCE):
-        for number, row in enumerate(rows.read(range(part.start, part.stop), features), part.start):
+        for number, row in enumerate(_read(builder, rows, range(part.start, part.stop), features), part.start):
             labels.append(_plain(row["label"]))
             files.append(str(_plain(row.get("filename", f"{number:09d}"))))
     if any(isinstance(label, int) and label < 0 for label in labels):
@@ -77,39 +77,34 @@ def tfds_dataset(name: str, data_dir: str | None, split: str | None, options: De
         ids = [f"{ours}/{example_id}" for ours, example_id in zip(splits, ids, strict=True)]
 
     def decode_examples(examples: Sequence[int]) -> list[np.ndarray]:
-        read = zip(examples, rows.read(examples, ["image"]), strict=True)
+        read = zip(examples, _read(builder, rows, examples, ["image"]), strict=True)
         return [decode(ids[example], row["image"], options) for example, row in read]
 
     description = f"TFDS {builder.info.full_name} [{split}]"
     return dataset_of_files(description, ids, labels, list(class_names), decode_examples, splits=splits)
 
 
-class _Rows:
-    """Rows of a TFDS split, of which only the features that are asked for are decoded; images stay encoded."""
+def _open_split(builder, split: str):
+    """Return the encoded rows of a TFDS split."""
+    import tensorflow_datasets as tfds
 
-    def __init__(self, builder, split: str):
-        import tensorflow_datasets as tfds
+    try:
+        return builder.as_data_source(split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
+    except ValueError as error:
+        raise UserError(f"dataset.tfds_split: {split!r}: {' '.join(str(error).split())}") from error
 
-        self._tfds, self._info = tfds, builder.info
-        try:
-            self._records = builder.as_data_source(
-                split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
-            )
-        except ValueError as error:
-            raise UserError(f"dataset.tfds_split: {split!r}: {' '.join(str(error).split())}") from error
 
-    def __len__(self) -> int:
-        return len(self._records)
+def _read(builder, rows, indices, features: list[str]) -> list[dict]:
+    """Decode some features of some rows; images stay encoded."""
+    import tensorflow_datasets as tfds
 
-    def read(self, indices, features: list[str]) -> list[dict]:
-        """Return these features of these rows."""
-        chosen = self._tfds.features.FeaturesDict({name: self._info.features[name] for name in features})
-        decoders = {"image": self._tfds.decode.SkipDecoding()} if "image" in features else None
-        try:
-            records = self._records.__getitems__(list(indices))
-        except RuntimeError as error:
-            raise UserError(f"dataset.path: TFDS set {self._info.name!r} is damaged ({error})") from error
-        return [chosen.deserialize_example_np(record, decoders=decoders) for record in records]
+    chosen = tfds.features.FeaturesDict({name: builder.info.features[name] for name in features})
+    decoders = {"image": tfds.decode.SkipDecoding()} if "image" in features else None
+    try:
+        records = rows.__getitems__(list(indices))
+    except RuntimeError as error:
+        raise UserError(f"dataset.path: TFDS set {builder.info.name!r} is damaged ({error})") from error
+    return [chosen.deserialize_example_np(record, decoders=decoders) for record in records]
 
 
 def _plain(value) -> int | str:
@@ -133,7 +128,7 @@ def _published_splits(builder) -> dict[str, str]:
         allowed = "those to read, as 'train+test', where there is no train or two for one of train, val, test"
         raise UserError(f"dataset.tfds_split: {found}; allowed: {allowed}")
     for theirs in [theirs for theirs, ours in published.items() if ours != "train"]:
-        (first,) = _Rows(builder, theirs).read([0], ["label"])
+        (first,) = _read(builder, _open_split(builder, theirs), [0], ["label"])
         if _plain(first["label"]) == -1:  # as in the test split of ImageNet, whose labels are not published
             del published[theirs]
     left_out = [f"{theirs} ({size} images)" for theirs, size in sizes.items() if theirs not in published]
@@ -155,15 +150,13 @@ def _readable_builder(name: str, data_dir: str | None):
     builder, of_set = prepared_builder(name, data_dir), f"dataset.name: TFDS set {name!r}"
     if builder is None:
         raise UserError(f"{of_set} is not prepared in {where}; {prepare}")
-    info = builder.info
     if file_format(builder) != FORMAT:
         raise UserError(f"{of_set} is prepared as {file_format(builder)}, not {FORMAT}; {prepare}")
-    if not {"image", "label"} <= info.features.keys():
-        raise UserError(f"{of_set} has features {', '.join(info.features)}; allowed: sets with image and label")
-    image, label = info.features["image"], info.features["label"]
-    if not isinstance(image, tfds.features.Image):
-        raise UserError(f"{of_set} has image as {type(image).__name__}; allowed: Image")
-    is_number = label.shape == () and np.issubdtype(label.np_dtype, np.integer)
-    if not is_number and not isinstance(label, tfds.features.Text):
-        raise UserError(f"{of_set} has label as {type(label).__name__}; allowed: ClassLabel, whole numbers, Text")
+    features = dict(builder.info.features.items())
+    image, label = features.get("image"), features.get("label")
+    is_number = label is not None and label.shape == () and np.issubdtype(label.np_dtype, np.integer)
+    if not isinstance(image, tfds.features.Image) or not (is_number or isinstance(label, tfds.features.Text)):
+        found = ", ".join(f"{feature} ({type(kind).__name__})" for feature, kind in features.items())
+        allowed = "image (Image) and label (ClassLabel, whole numbers or Text)"
+        raise UserError(f"{of_set} has the features {found}; allowed: sets with {allowed}")
     return builder
