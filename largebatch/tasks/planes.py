@@ -32,17 +32,10 @@ class PixelTargets:
 
     @classmethod
     def recorded_in(cls, data: Mapping) -> "PixelTargets":
-        """Read the targets from the description of a data set; see `record`.
-
-        Raises:
-          ValueError: the description is damaged.
-        """
+        """Read the targets from the description of a data set; see `record`."""
         if "targets" not in data:
             return NO_TARGETS
-        try:
-            return cls(tuple(map(str, data["targets"]["classes"])), bool(data["targets"]["has_depth"]))
-        except (KeyError, TypeError):
-            raise ValueError(f"targets: {data['targets']}; allowed: classes and has_depth") from None
+        return cls(tuple(data["targets"]["classes"]), data["targets"]["has_depth"])
 
     def record(self) -> dict:
         """Return the targets as plain JSON, for the description of a data set."""
