@@ -36,8 +36,7 @@ from largebatch.tasks.kinds import KINDS
 from largebatch.training.costs import training_costs
 from largebatch.training.local_sgd import Sync
 from largebatch.training.loss import make_normalise
-from largebatch.training.programs import Programs
-from largebatch.training.state import TrainState, count_params, params_sha256
+from largebatch.training.state import count_params, params_sha256
 from largebatch.training.trainer import NonFinite, Trainer, locate_nonfinite
 from largebatch.training.validation import metrics_row, outcome_of, validate
 from largebatch.util import UserError
@@ -77,8 +76,18 @@ def train_and_evaluate(
     with run:
         with collectives.named_collective_errors():
             plan, data, programs, state = prepare(config, clock, shared or ProgramCache())
-            trainer = make_trainer(
-                plan, data, programs, state, clock, str(run.path / "profile") if profile else None
+            trainer = Trainer(
+                state,
+                programs,
+                data.train,
+                plan.schedule,
+                clock,
+                inner_steps=plan.config.train.inner_steps,
+                max_nonfinite=plan.max_nonfinite,
+                inputs_length=plan.inputs_length,
+                first_local_step=plan.first_local_step,
+                sync=Sync.from_config(plan.config.sync),
+                profile_dir=str(run.path / "profile") if profile else None,
             )
             del state  # donated at the first step
             about_data, summary = describe_run(plan, data, trainer, plain_config)
@@ -149,32 +158,7 @@ def recover(plan: RunPlan, data: DeviceData, trainer: Trainer, progress: RunProg
     restore_batch_sizes(plan, trainer, progress)
 
 
-# ---- what a run is made of --------------------------------------------------------------------------
-
-
-def make_trainer(
-    plan: RunPlan, data: DeviceData, programs: Programs, state: TrainState, clock: Clock, profile_dir: str | None
-) -> Trainer:
-    """Make the trainer of a run.
-
-    Args:
-      state: before the first step; its buffers are donated to the first call.
-      profile_dir: where a profile of a few steps is written. All hosts profile if host 0 does.
-    """
-    profiles = bool(collectives.from_primary(np.int32(bool(profile_dir))))
-    return Trainer(
-        state,
-        programs,
-        data.train,
-        plan.schedule,
-        clock,
-        inner_steps=plan.config.train.inner_steps,
-        max_nonfinite=plan.max_nonfinite,
-        inputs_length=plan.inputs_length,
-        first_local_step=plan.first_local_step,
-        sync=Sync.from_config(plan.config.sync),
-        profile_dir=(profile_dir or "profile") if profiles else None,
-    )
+# ---- batches that change ------------------------------------------------------------------------------
 
 
 def grow_batch(plan: RunPlan, trainer: Trainer) -> None:

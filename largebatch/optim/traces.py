@@ -157,9 +157,7 @@ def _batch_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple[np.nda
     starts = counted + np.cumsum(np.append(0, counted[:-1] + 1) * restarts)
     _check_ascending(table, starts, steps[0])
     text = f"{batch.trace}, {len(starts):,} rows"
-    if restarts.any():
-        line = table.rows[int(np.argmax(restarts))][0].rpartition("line ")[2]
-        text += f", steps begin again at 0 in line {line}: counted on from there"
+    text += ", where steps begin again at 0 they are counted on" if restarts.any() else ""
     return starts, _column(table, sizes[0], 1, largest), starts[-1] + 1, text
 
 

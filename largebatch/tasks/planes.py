@@ -91,12 +91,6 @@ def split_planes(images: np.ndarray, num_planes: int) -> tuple[np.ndarray, np.nd
     return images[..., :channels], images[..., channels:]
 
 
-def two_bytes(depths: np.ndarray) -> list[np.ndarray]:
-    """Split depths from 0 to 1 into their high and low bytes, uint8."""
-    values = (depths * LARGEST_DEPTH + 0.5).astype(np.int32)
-    return [(values >> 8).astype(np.uint8), (values & 255).astype(np.uint8)]
-
-
 def classes_of(planes: np.ndarray) -> np.ndarray:
     """Return the classes int32 [M, H, W] of planes [M, H, W, P] with a mask."""
     return planes[..., 0].astype(np.int32)

@@ -51,9 +51,9 @@ def test_batch_traces(write, text, sizes):
     assert sizes_of(read(write(text))) == sizes
 
 
-def test_a_trace_says_where_its_steps_begin_again(write):
+def test_a_trace_says_that_its_steps_begin_again(write):
     path = write("step,batchsize\n0,8\n5,9\n0,10\n2,11\n")
-    assert read(path).text == f"{path}, 4 rows, steps begin again at 0 in line 4: counted on from there"
+    assert read(path).text == f"{path}, 4 rows, where steps begin again at 0 they are counted on"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Batches that change and local steps, against replays in NumPy of the same examples."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ def loss_fn(params, model_state, batch):
     return jnp.sum(batch.weights * error**2 / 2), BatchSums({"calls": jnp.float32(1)}, {})
 
 
+@functools.cache  # so that tests share what is compiled
 def make_problem(num_devices, name="sgd", momentum=MOMENTUM, loss_fn=loss_fn, **options) -> Problem:
     rows = np.concatenate([POINTS, TARGETS[:, None]], axis=1)
     params, optimizer = {"w": jnp.zeros(DIMENSIONS), "b": jnp.zeros(())}, OptimizerConfig(name, momentum=momentum)
@@ -113,13 +115,21 @@ def test_a_trace_is_the_replay_of_its_examples_with_one_compilation():
 # ---- local steps --------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def programs_of(step, policy):
+    """The loop of local steps, and the average of replicas."""
+    local = LocalSGD(step, policy)
+    return make_local_loop(local), pmap(local.average)
+
+
 def run_local(problem, sizes, sync: Sync, policy="average", num_steps=MAX_STEPS, state=None, first=0):
-    loop = make_local_loop(LocalSGD(problem.step, policy))
+    loop, _ = programs_of(problem.step, policy)
     return loop(state or problem.first_state(), problem.data, inputs_of(sizes, first), np.int32(num_steps), sync)
 
 
 def averaged(problem, state):
-    return pmap(LocalSGD(problem.step, "average").average)(state)
+    _, average = programs_of(problem.step, "average")
+    return average(state)
 
 
 def sync_of(every, rate=1.0, momentum=0.0) -> Sync:
