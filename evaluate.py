@@ -16,9 +16,9 @@ On several hosts run it on each: host 0 prints and writes, all read the images; 
 import contextlib
 import dataclasses
 import hashlib
-import json
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -96,10 +96,6 @@ def evaluate(
     # Never in the folder that the run names: compiled programs are code.
     cli.use_compilation_cache(own_cache_dir(overrides))
     start_jax(num_hosts=1 if alone else None)
-    options = json.dumps([split, images, views, shift, ema, overrides])
-    if len(set(collectives.gather_text(options))) > 1:
-        raise UserError("hosts disagree about the options; allowed: the same on each")
-
     run = load_run(run_folder, overrides)
     num_views = augment.VIEW_COUNTS[run.config.augment.views] if views else 1
     if views and num_views == 1:
@@ -120,20 +116,21 @@ def print_and_write(
     """Print scores and write predictions on host 0, to which all hosts bring them part by part. Collective."""
     if targets.planes:
         parts = tables.map_parts(result)
+        print_scores = partial(tables.print_map_results, len(dataset.ids), targets)
+        write = partial(tables.write_maps, out, dataset, targets)
     else:
         predictions = Predictions(dataset.labels, result, dataset.ids)
         classes = np.concatenate([part.argmax(axis=1) for part in predictions.parts()])
         parts = predictions.parts()
+        print_scores, write = (
+            partial(tables.print_results, dataset, classes),
+            partial(tables.write_csv, out, dataset),
+        )
 
     def show(parts):
-        if targets.planes:
-            tables.print_map_results(len(dataset.ids), targets, result.scores, heading)
-        else:
-            tables.print_results(dataset, classes, result.scores, heading)
-        if out and targets.planes:
-            tables.write_maps(out, dataset, targets, parts)
-        elif out:
-            tables.write_csv(out, dataset, parts)
+        print_scores(result.scores, heading)
+        if out:
+            write(parts)
 
     collectives.primary_takes(show, parts if out else iter(()))
 
@@ -249,19 +246,18 @@ def shard_own_split(run: TrainedRun, split: str, overrides: dict[str, str | int]
     Raises:
       UserError: the digest of the example ids differs, so the split does.
     """
-    cache_dir = own_cache_dir(overrides)
-    examples = shard_recorded(cache_dir, split, run.data)
-    if examples is None and run.config.augment.cache_dir != cache_dir:
-        name_foreign(run.path, "augment.cache_dir", run.config.augment.cache_dir)
-        examples = shard_recorded(run.config.augment.cache_dir, split, run.data)
-    if examples is not None:
-        return examples
+    own = own_cache_dir(overrides)
+    for cache_dir in dict.fromkeys([own, run.config.augment.cache_dir]):
+        if cache_dir != own:
+            name_foreign(run.path, "augment.cache_dir", cache_dir)
+        if (examples := shard_recorded(cache_dir, split, run.data)) is not None:
+            return examples
 
-    config = run.config.replace(augment={"cache_dir": cache_dir})
-    for field in ("dataset.path", "dataset.split_file"):
-        path = getattr(config.dataset, field.removeprefix("dataset."))
-        if path and field not in overrides:
-            name_foreign(run.path, field, path)
+    config = run.config.replace(augment={"cache_dir": own})
+    for name in ("path", "split_file"):
+        path = getattr(config.dataset, name)
+        if path and f"dataset.{name}" not in overrides:
+            name_foreign(run.path, f"dataset.{name}", path)
 
     def shard(cache: Cache) -> ShardedSplit:
         identity, source = cache.identity(), cache.manifest["source"]
@@ -305,19 +301,18 @@ def shard_images(path: str, run: TrainedRun) -> ShardedSplit:
     Raises:
       UserError: a host cannot read them or finds other names, or their dtype is not the run's; on every host.
     """
-    height, width, channels = run.image_shape
-    options = DecodeOptions.from_config(run.config.dataset)
-    dtype = run.data["image_dtype"]
+    *size, channels = run.image_shape
+    options = dataclasses.replace(DecodeOptions.from_config(run.config.dataset), size=tuple(size))
 
     def find() -> Dataset:
         if run.targets.planes:
-            dataset = find_maps(path, run.targets, channels, dataclasses.replace(options, size=(height, width)))
+            dataset = find_maps(path, run.targets, channels, options)
         else:
-            of_run = dataclasses.replace(options, size=(height, width), channels=channels)
+            of_run = dataclasses.replace(options, channels=channels)
             dataset = find_images(path, run.data["class_names"], of_run)
-        if dataset.dtype != dtype:
-            found = f"{dataset.ids[0]} is of {dataset.dtype}"
-            raise UserError(f"--images: {found}; allowed: {dtype}, as the images of {run.path}")
+        if dataset.dtype != run.data["image_dtype"]:
+            allowed = f"{run.data['image_dtype']}, as the images of {run.path}"
+            raise UserError(f"--images: {dataset.ids[0]} is of {dataset.dtype}; allowed: {allowed}")
         return dataset
 
     dataset = collectives.agreed(find)

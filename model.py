@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import flax.linen as nn
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 

@@ -36,11 +36,9 @@ from largebatch.tasks.kinds import KINDS
 from largebatch.training.costs import training_costs
 from largebatch.training.local_sgd import Sync
 from largebatch.training.loss import make_normalise
-from largebatch.training.nonfinite import locate_nonfinite
-from largebatch.training.programs import Programs
-from largebatch.training.state import TrainState, count_params, params_sha256
-from largebatch.training.trainer import NonFinite, Trainer
-from largebatch.training.validation import Validation, metrics_row, outcome_of, validate
+from largebatch.training.state import count_params, params_sha256
+from largebatch.training.trainer import NonFinite, Trainer, locate_nonfinite
+from largebatch.training.validation import metrics_row, outcome_of, validate
 from largebatch.util import UserError
 from plan import RunPlan
 
@@ -78,8 +76,18 @@ def train_and_evaluate(
     with run:
         with collectives.named_collective_errors():
             plan, data, programs, state = prepare(config, clock, shared or ProgramCache())
-            trainer = make_trainer(
-                plan, data, programs, state, clock, str(run.path / "profile") if profile else None
+            trainer = Trainer(
+                state,
+                programs,
+                data.train,
+                plan.schedule,
+                clock,
+                inner_steps=plan.config.train.inner_steps,
+                max_nonfinite=plan.max_nonfinite,
+                inputs_length=plan.inputs_length,
+                first_local_step=plan.first_local_step,
+                sync=Sync.from_config(plan.config.sync),
+                profile_dir=str(run.path / "profile") if profile else None,
             )
             del state  # donated at the first step
             about_data, summary = describe_run(plan, data, trainer, plain_config)
@@ -100,12 +108,7 @@ def train_and_evaluate(
 def run_loop(
     plan: RunPlan, data: DeviceData, trainer: Trainer, progress: RunProgress, report: Reporter, clock: Clock
 ) -> None:
-    """Train, validate and save until the last step or the target.
-
-    Raises:
-      Diverged: a loss or gradient is not finite; see `recover`.
-      preemption.Stopped: a signal came.
-    """
+    """Train, validate and save until the last step or the target; raises what `train_and_evaluate` does."""
     flops_per_image = training_costs(plan.network, plan.image_shape).flops
     while not trainer.done and not progress.reached_target:
         if plan.config.batch.auto and trainer.at_validation:
@@ -118,7 +121,10 @@ def run_loop(
                 if not trainer.at_validation:
                     progress.save_if_due()
                     trainer.stop_if_asked()
-            validation = validate_finite(data, trainer, clock)
+            with clock.measure("evaluation"):
+                validation = validate(trainer.programs, data, trainer.mean_state())
+            if not np.isfinite(validation.scores.loss):
+                raise trainer.nonfinite_validation(validation.scores.loss)
         except NonFinite as bad:
             recover(plan, data, trainer, progress, bad)
         else:
@@ -132,19 +138,6 @@ def run_loop(
             report.row(row, row["outer"] if is_last else last_outer)
         if not trainer.done:
             trainer.stop_if_asked()
-
-
-def validate_finite(data: DeviceData, trainer: Trainer, clock: Clock) -> Validation:
-    """Validate the parameters as they are now.
-
-    Raises:
-      NonFinite: the validation loss is not finite.
-    """
-    with clock.measure("evaluation"):
-        validation = validate(trainer.programs, data, trainer.mean_state())
-    if not np.isfinite(validation.scores.loss):
-        raise trainer.nonfinite_validation(validation.scores.loss)
-    return validation
 
 
 def recover(plan: RunPlan, data: DeviceData, trainer: Trainer, progress: RunProgress, bad: NonFinite) -> None:
@@ -165,32 +158,7 @@ def recover(plan: RunPlan, data: DeviceData, trainer: Trainer, progress: RunProg
     restore_batch_sizes(plan, trainer, progress)
 
 
-# ---- what a run is made of --------------------------------------------------------------------------
-
-
-def make_trainer(
-    plan: RunPlan, data: DeviceData, programs: Programs, state: TrainState, clock: Clock, profile_dir: str | None
-) -> Trainer:
-    """Make the trainer of a run.
-
-    Args:
-      state: before the first step; its buffers are donated to the first call.
-      profile_dir: where a profile of a few steps is written. All hosts profile if host 0 does.
-    """
-    profiles = bool(collectives.from_primary(np.int32(bool(profile_dir))))
-    return Trainer(
-        state,
-        programs,
-        data.train,
-        plan.schedule,
-        clock,
-        inner_steps=plan.config.train.inner_steps,
-        max_nonfinite=plan.max_nonfinite,
-        inputs_length=plan.inputs_length,
-        first_local_step=plan.first_local_step,
-        sync=Sync.from_config(plan.config.sync),
-        profile_dir=(profile_dir or "profile") if profiles else None,
-    )
+# ---- batches that change ------------------------------------------------------------------------------
 
 
 def grow_batch(plan: RunPlan, trainer: Trainer) -> None:

@@ -67,35 +67,27 @@ def test_validation_gives_the_accuracy_and_logits_of_the_run(run, tmp_path, caps
         assert [row["label"] for row in rows] == [names[i] for i in stored["labels"]]
 
 
-AVERAGED = {"model.norm": "batch", "model.stem": "whitened", "train.ema_decay": 0.5, "eval.shift_average": 2}
-CHANGED = {"augment.views": "flip", "augment.crop_scale": 0.5, "augment.brightness": 0.2, "eval.shift_average": 1}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("fields", "heading"),
-    [
-        (AVERAGED, "mean over 8 views, mean over shifts of 2 px, moving average of the parameters"),
-        (CHANGED, "mean over 2 views, mean over shifts of 1 px"),
-    ],
-)
-def test_views_shifts_and_moving_average_give_the_accuracies_of_the_run(
-    small_config, tmp_path, capsys, fields, heading
-):
-    config = small_config
-    config.update_from_flattened_dict(fields)
-    config.eval.view_average, config.train.inner_steps = True, 1
-    train.train_and_evaluate(config, str(tmp_path / "run"))
+def test_views_shifts_and_moving_average_give_the_accuracies_of_the_run(small_config, tmp_path, capsys):
+    """Images are changed at random in training alone."""
+    fields = {"model.norm": "batch", "model.stem": "whitened", "train.ema_decay": 0.5, "augment.crop_scale": 0.5}
+    small_config.update_from_flattened_dict(fields)
+    small_config.eval.view_average, small_config.eval.shift_average = True, 2
+    small_config.train.inner_steps = 1
+    train.train_and_evaluate(small_config, str(tmp_path / "run"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in rows] == [1, 2]  # of full batches
     row = max(rows, key=lambda row: row["val_accuracy"])  # of several the first, as the best checkpoint
-    averages = (False, True) if config.train.ema_decay else (False,)
-    for ema, views in itertools.product(averages, (False, True)):
+    logits = {}
+    for ema, views in itertools.product((False, True), (False, True)):
         name = ("_ema" if ema else "") + ("_views" if views else "")
-        shift = config.eval.shift_average if views else 0
-        accuracy = evaluate.evaluate(tmp_path / "run", views=views, shift=shift, ema=ema)
-        assert accuracy == row[f"val_accuracy{name}"]
+        out = tmp_path / f"{name}.csv"
+        options = {"views": views, "shift": 2 if views else 0, "ema": ema}
+        assert evaluate.evaluate(tmp_path / "run", out=str(out), **options) == row[f"val_accuracy{name}"]
+        logits[name] = np.loadtxt(out, str, delimiter=",")[1:, -5:].astype(float)
+    heading = "mean over 8 views, mean over shifts of 2 px, moving average of the parameters"
     assert heading in capsys.readouterr().out
+    for one, other in itertools.combinations(logits.values(), 2):  # accuracies of so few images may be equal
+        assert np.abs(one - other).max() > 1e-4
 
 
 def test_an_average_that_there_is_not_is_refused(run, monkeypatch):
@@ -144,7 +136,8 @@ def test_a_damaged_cache_of_the_run_is_left_as_it_is_and_one_of_the_users_built_
 
 
 def test_what_is_read_elsewhere_is_named_and_programs_are_the_users_own(run, home):
-    result = run_script("evaluate.py", run, env={"JAX_COMPILATION_CACHE_DIR": ""})
+    limit = ("--config.dataset.max_image_pixels", 10**6)
+    result = run_script("evaluate.py", run, *limit, env={"JAX_COMPILATION_CACHE_DIR": ""})
     assert result.returncode == 0, result.stderr
     assert result.stderr.splitlines() == [f"reads augment.cache_dir {cache_of(run)}, which {run} names"]
     assert any((home / ".cache" / "largebatch" / "xla").iterdir())
@@ -157,21 +150,12 @@ def test_what_the_command_line_gives_takes_the_place_of_what_the_run_names(run, 
     accuracy = evaluate.evaluate(run, overrides=overrides)
     assert len(list(mine.glob("trees-*/manifest.json"))) == 1
     shutil.rmtree(moved)
-    again = run_script("evaluate.py", run, "--config.augment.cache_dir", mine)  # which holds all there is to read
-    assert (again.returncode, again.stderr, caplog.text) == (0, "", "")
-    assert f"accuracy {accuracy:.4f}" in again.stdout
+    again = {"augment.cache_dir": str(mine)}  # which holds all there is to read
+    assert evaluate.evaluate(run, overrides=again) == accuracy
+    assert caplog.text == ""
     assert not home.exists()
     with pytest.raises(UserError, match=f"dataset.path: {moved} does not exist"):
         evaluate.evaluate(run, overrides=overrides | {"augment.cache_dir": str(tmp_path / "empty")})
-
-
-def test_what_lies_in_the_run_folder_needs_no_word(run, tmp_path, caplog):
-    evaluate.name_foreign(run, "augment.cache_dir", str(run / "cache"))
-    (run / "link").symlink_to(tmp_path)
-    assert caplog.messages == []
-    evaluate.name_foreign(run, "augment.cache_dir", str(run / "link"))
-    assert caplog.messages == [f"reads augment.cache_dir {run / 'link'}, which {run} names"]
-    (run / "link").unlink()
 
 
 def test_every_class_that_has_images_counts_alike_in_macro_f1():

@@ -32,17 +32,10 @@ class PixelTargets:
 
     @classmethod
     def recorded_in(cls, data: Mapping) -> "PixelTargets":
-        """Read the targets from the description of a data set; see `record`.
-
-        Raises:
-          ValueError: the description is damaged.
-        """
+        """Read the targets from the description of a data set; see `record`."""
         if "targets" not in data:
             return NO_TARGETS
-        try:
-            return cls(tuple(map(str, data["targets"]["classes"])), bool(data["targets"]["has_depth"]))
-        except (KeyError, TypeError):
-            raise ValueError(f"targets: {data['targets']}; allowed: classes and has_depth") from None
+        return cls(tuple(data["targets"]["classes"]), data["targets"]["has_depth"])
 
     def record(self) -> dict:
         """Return the targets as plain JSON, for the description of a data set."""
@@ -96,12 +89,6 @@ def split_planes(images: np.ndarray, num_planes: int) -> tuple[np.ndarray, np.nd
     """Split stored images [M, H, W, C + planes] into images [M, H, W, C] and their dense targets."""
     channels = images.shape[-1] - num_planes
     return images[..., :channels], images[..., channels:]
-
-
-def two_bytes(depths: np.ndarray) -> list[np.ndarray]:
-    """Split depths from 0 to 1 into their high and low bytes, uint8."""
-    values = (depths * LARGEST_DEPTH + 0.5).astype(np.int32)
-    return [(values >> 8).astype(np.uint8), (values & 255).astype(np.uint8)]
 
 
 def classes_of(planes: np.ndarray) -> np.ndarray:

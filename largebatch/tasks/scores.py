@@ -94,17 +94,12 @@ def mask_scores(sums: dict[str, np.ndarray], class_names: tuple[str, ...]) -> di
     return {"mean_iou": sum(known) / len(known), **iou}
 
 
-def clipped(depths: jax.Array) -> jax.Array:
-    """Cut predicted depths off at 0 and 1."""
-    return jnp.clip(depths, 0.0, 1.0)
-
-
 def depth_sums(depths: jax.Array, truth: jax.Array, is_known: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
     """Return sums over the pixels of the known images, and each image's root mean square error.
 
     Relative errors and "near", the pixels within NEAR, are of those with a true depth above 0.
     """
-    depths = clipped(depths)
+    depths = jnp.clip(depths, 0.0, 1.0)
     errors, known = jnp.abs(depths - truth), jnp.broadcast_to(is_known[:, None, None], truth.shape)
     has_depth = known & (truth > 0)
     sums = {
@@ -133,6 +128,6 @@ def depth_scores(sums: dict[str, np.ndarray]) -> dict[str, float | None]:
 # By the part of a dense task: (predicted, true) -> metric of training of each image, float32 [M]
 METRICS = {
     "mask": lambda logits, classes: (predicted_classes(logits) == classes).mean(PIXELS),
-    "depth": lambda depths, truth: jnp.abs(clipped(depths) - truth).mean(PIXELS),
+    "depth": lambda depths, truth: jnp.abs(jnp.clip(depths, 0.0, 1.0) - truth).mean(PIXELS),
 }
 SUMS = {"mask": mask_sums, "depth": depth_sums}

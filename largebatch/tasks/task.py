@@ -160,7 +160,8 @@ class Dense:
         if self.kind.has_mask:
             parts.append(jnp.argmax(outputs[..., : len(self.classes)], axis=-1).astype(jnp.uint8))
         if self.kind.has_depth:
-            parts += planes.two_bytes(scores.clipped(outputs[..., -1]))
+            depths = (jnp.clip(outputs[..., -1], 0.0, 1.0) * planes.LARGEST_DEPTH + 0.5).astype(jnp.int32)
+            parts += [(depths >> 8).astype(jnp.uint8), (depths & 255).astype(jnp.uint8)]
         return jnp.stack(parts, axis=-1)
 
 

@@ -67,20 +67,16 @@ def in_halves(sums):
 
     The pixels of all devices may be more than an int32 holds; the sums of halves are not.
     """
-    return jax.tree.map(
-        lambda sum_: jnp.stack([sum_ >> 16, sum_ & 0xFFFF], axis=-1) if _is_whole(sum_) else sum_, sums
-    )
+    return _map_integers(lambda sum_: jnp.stack([sum_ >> 16, sum_ & 0xFFFF], axis=-1), sums)
 
 
 def from_halves(sums):
     """Join the NumPy arrays that `in_halves` split to whole numbers int64."""
-    return jax.tree.map(
-        lambda sum_: (sum_[..., 0].astype(np.int64) << 16) + sum_[..., 1] if _is_whole(sum_) else sum_, sums
-    )
+    return _map_integers(lambda sum_: (sum_[..., 0].astype(np.int64) << 16) + sum_[..., 1], sums)
 
 
-def _is_whole(array) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.integer)
+def _map_integers(function: Callable, tree):
+    return jax.tree.map(lambda x: function(x) if jnp.issubdtype(x.dtype, jnp.integer) else x, tree)
 
 
 @dataclasses.dataclass(frozen=True)

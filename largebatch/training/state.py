@@ -45,11 +45,6 @@ class TrainState:
         """The variables that the network is applied to."""
         return {"params": self.params, **self.model_state}
 
-    @property
-    def ema_variables(self) -> dict:
-        """The moving averages of the variables over steps."""
-        return {"params": self.ema["params"], **self.ema["model_state"]}
-
 
 def create_train_state(
     params,

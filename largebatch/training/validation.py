@@ -56,7 +56,7 @@ def validate(programs: Programs, data: DeviceData, state: TrainState) -> Validat
 
     others, averages = {}, {"": state.variables}
     if state.ema is not None:
-        averages["_ema"] = state.ema_variables
+        averages["_ema"] = {"params": state.ema["params"], **state.ema["model_state"]}
     for average, variables in averages.items():
         for copies, program in (("", programs.predict), ("_views", programs.predict_views)):
             if program and average + copies:

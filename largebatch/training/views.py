@@ -49,14 +49,10 @@ def expand(images: np.ndarray, num_views: int) -> np.ndarray:
         if view & flips_rows:
             views[:, view] = views[:, view ^ flips_rows, ::-1]
         else:
-            _copy_pixels(apply_view(images, view), views[:, view])
+            # By channels: NumPy is slow where the innermost loop is as short as a pixel.
+            for channel in range(images.shape[-1]):
+                views[:, view, ..., channel] = apply_view(images, view)[..., channel]
     return views
-
-
-def _copy_pixels(images: np.ndarray, out: np.ndarray) -> None:
-    """Copy images [n, H, W, C] by channels: NumPy is slow where the innermost loop is as short as a pixel."""
-    for channel in range(images.shape[-1]):
-        out[..., channel] = images[..., channel]
 
 
 def expansion(storage: str, num_views: int) -> Callable[[np.ndarray], np.ndarray] | None:

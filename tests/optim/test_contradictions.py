@@ -33,6 +33,7 @@ CASES = [
     ({"schedule.decay_by": "seesaw"}, "decay_by: 'seesaw'; allowed: 'rate' with schedule.name 'constant'"),
     # Batches that change.
     ({"batch.trace": (4, 0, 4)}, "batch.trace: 0 at place 1; allowed: an integer from 1 to"),
+    (HELD | {"batch.trace": (4, 641)}, "batch.trace: 641 at place 1; allowed: an integer from 1 to 640"),
     ({"batch.trace": ()}, r"batch.trace: \(\); allowed: at least one batch size"),
     ({"batch.trace": (4, 4)}, "batch.trace: 2 given, ends with step 1; allowed: up to the run's last, 99, or"),
     ({"batch.trace": "nowhere.csv"}, "batch.trace: nowhere.csv cannot be read"),

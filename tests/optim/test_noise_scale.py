@@ -47,7 +47,7 @@ def make_problem(num_devices, *, points=None, **options) -> Problem:
 
 
 def inputs_of(sizes, rates):
-    return problems.inputs_of(sizes, EXAMPLES, rates)
+    return problems.inputs_of(sizes, EXAMPLES, rates, length=64)
 
 
 def noise_of(state) -> Noise:
@@ -55,11 +55,10 @@ def noise_of(state) -> Noise:
 
 
 def measured(num_devices, sizes, seeds=(0,), micro_batch_size=16, **options) -> list[Noise]:
-    """The noise after steps of these sizes, which draw other examples with each seed."""
+    """The noise after up to 2,000 steps of these sizes, which draw other examples with each seed."""
     plan = plan_of(0.9999, sizes=(micro_batch_size,))
     problem = make_problem(num_devices, micro_batch_size=micro_batch_size, noise=plan, **options)
-    inputs = problems.inputs_of(sizes, problem.sharding.num_examples, 0.0)
-    states = (problem.run(inputs, len(sizes), problem.first_state(seed))[0] for seed in seeds)
+    states = (problem.run_sizes(sizes, 0.0, state=problem.first_state(seed), length=2000)[0] for seed in seeds)
     return [noise_of(state) for state in states]
 
 
@@ -71,7 +70,7 @@ def assert_equal(one, other):
 # ---- the noise scale ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.full), 8])
 def test_noise_scale_is_the_analytic_value(num_devices):
     """Within 10 %; batches that devices share unevenly, and that change."""
     _, expected = linear_problem()
@@ -80,7 +79,7 @@ def test_noise_scale_is_the_analytic_value(num_devices):
     assert noise_scale.noise_scale(noise) == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize(("part", "views"), [(0.9, 1), (0.5, 8)])
+@pytest.mark.parametrize(("part", "views"), [pytest.param(0.9, 1, marks=pytest.mark.full), (0.5, 8)])
 def test_noise_scale_near_the_size_of_the_set(part, views):
     """Within 10 % where it is a large part of the images: batches are drawn without replacement.
 
@@ -98,14 +97,14 @@ def test_noise_scale_near_the_size_of_the_set(part, views):
 
 @pytest.mark.full
 def test_noise_scale_on_a_pod():
-    """4 hosts x 8 devices."""
+    """2 hosts x 4 devices."""
     command = [sys.executable, ROOT / "tests" / "optim" / "test_noise_scale.py"]
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'training'}"}
-    result = run_script("-m", "largebatch.pod", "--hosts", 4, "--devices", 8, "--", *command, env=paths)
+    result = run_script("-m", "largebatch.pod", "--hosts", 2, "--devices", 4, "--", *command, env=paths)
     assert result.returncode == 0, result.stderr
     line = next(line for line in result.stdout.splitlines() if "noise_scale" in line)
     found = json.loads(line[line.index("{") :])
-    assert found["devices"] == 32
+    assert found["devices"] == 8
     assert found["noise_scale"] == pytest.approx(linear_problem()[1], rel=0.1)
 
 
@@ -133,23 +132,22 @@ def test_where_there_is_no_estimate():
 
 
 def test_measuring_adds_no_collective_and_changes_no_step():
-    problems, inputs = (make_problem(8), make_problem(8, noise=plan_of(0.9))), inputs_of([64, 50], 0.1)
-    assert [problem.collectives() for problem in problems] == [[("all-reduce", 1)]] * 2
-    states = [problem.run(inputs, 2)[0] for problem in problems]
+    problems = make_problem(8), make_problem(8, noise=plan_of(0.9))
+    assert problems[1].collectives() == [("all-reduce", 1)]
+    states = [problem.run_sizes([64, 50], 0.1)[0] for problem in problems]
     assert_equal(*(state.params for state in states))
     assert [int(noise_of(state).count) for state in states] == [0, 2]
 
 
-@pytest.mark.parametrize(("num_devices", "size"), [(1, 40), (8, 5)])
-def test_estimates_are_those_of_numpy_for_the_groups(num_devices, size):
-    """A device has 333, or 42 or 41 examples, and takes the largest size that gives it 8 groups."""
+def test_estimates_are_those_of_numpy_for_the_groups():
+    """A device has 42 or 41 examples, and takes the largest size that gives it 8 groups."""
     points, _ = linear_problem()
-    problem = make_problem(num_devices, micro_batch_size=100, noise=plan_of(0.9, 3, (40, 5, 1), 8))
-    inputs, groups = inputs_of([BATCH] * 4, 0.0), []
+    problem = make_problem(8, micro_batch_size=100, noise=plan_of(0.9, 1, (40, 5), 8))
+    inputs, groups = inputs_of([BATCH], 0.0), []
     noise = noise_of(problem.run(inputs, 1)[0])
-    for device in range(num_devices):
+    for device in range(8):
         examples = points[problem.examples(device, inputs, 0)].astype(np.float64)
-        groups += np.array_split(examples, -(-len(examples) // size))
+        groups += np.array_split(examples, -(-len(examples) // 5))
     mean = sum(group.sum(0) for group in groups) / BATCH
     passes, correction = noise_scale.sampling(int(inputs.offset[0]), BATCH, problem.sharding.num_originals)
     terms = sum(np.square(group.sum(0)).sum() / len(group) for group in groups)
@@ -159,12 +157,10 @@ def test_estimates_are_those_of_numpy_for_the_groups(num_devices, size):
 
 
 def test_the_noise_is_measured_when_it_is_due_and_a_resumed_run_is_the_same():
-    """At steps 0, 10, 20 and 30 of 35, however calls are cut; parameters are those without a measurement."""
-    plain = make_problem(2, micro_batch_size=64)
+    """At steps 0, 10, 20 and 30 of 35, however calls are cut."""
     measuring = make_problem(2, micro_batch_size=64, noise=plan_of(0.9, 10, (4,), 8))
     inputs = inputs_of(np.resize([256, 96, 100], 35), 0.1)
-    expected, whole = plain.run(inputs, 35)[0], measuring.run(inputs, 35)[0]
-    np.testing.assert_allclose(np.asarray(whole.params["w"]), np.asarray(expected.params["w"]), rtol=1e-5)
+    whole, _ = measuring.run(inputs, 35)
     state, counts, done = None, [], 0
     for steps in (1, 9, 1, 2, 12, 10):
         state, _ = measuring.run(jax.tree.map(lambda x: np.roll(x, -done), inputs), steps, state)  # noqa: B023
@@ -210,13 +206,13 @@ def test_adascale_at_scale_one_is_plain_sgd():
     """Bitwise: every gain is 1, every step one of the schedule."""
     rates, sizes = np.float32([0.1, 0.2, 0.3, 0.4]), [64] * 8
     plain, scaled = make_problem(8), make_problem(8, adascale_reference=64, noise=plan_of(0.98))
-    one, _ = plain.run(inputs_of(sizes, np.pad(rates, (0, 4))), 4)
-    other, metrics = scaled.run(inputs_of(sizes, np.pad(rates, (0, 4), constant_values=-1)), 8)
+    one, _ = plain.run_sizes(sizes[:4], rates)
+    other, metrics = scaled.run_sizes(sizes, np.pad(rates, (0, 16), constant_values=-1))
     assert_equal(one.params, other.params)
     state = replicas.first_replica(other)
     assert int(state.step) == 4  # and the run has come to its end
     assert float(state.scale_invariant_steps) == 4.0
-    assert np.asarray(metrics["gain"]).tolist() == [1] * 4 + [0] * 4
+    assert np.asarray(metrics["gain"]).tolist() == [1] * 4 + [0] * 16
 
 
 def test_adascale_stretches_the_schedule_by_its_gain():
@@ -240,14 +236,14 @@ def test_adascale_stretches_the_schedule_by_its_gain():
     assert_equal(whole, state)
 
 
+def test_devices_choose_by_what_they_have():
+    plan, counts = plan_of(0.9, 1, (8, 2, 1), 8), jnp.array([9, 8, 17, 15, 64, 57, 56, 0])
+    groups = [Grouping(size, size).num_micro_batches(counts) for size in plan.sizes]
+    assert plan.choice(groups).tolist() == [2, 2, 1, 1, 0, 0, 1, 2]
+
+
 if __name__ == "__main__":
     start_jax()
     (noise,) = measured(jax.device_count(), np.resize([64, 200, 37, 300], STEPS))
     if collectives.is_primary():
         print(json.dumps({"noise_scale": noise_scale.noise_scale(noise), "devices": jax.device_count()}))
-
-
-def test_devices_choose_by_what_they_have():
-    plan, counts = plan_of(0.9, 1, (8, 2, 1), 8), jnp.array([9, 8, 17, 15, 64, 57, 56, 0])
-    groups = [Grouping(size, size).num_micro_batches(counts) for size in plan.sizes]
-    assert plan.choice(groups).tolist() == [2, 2, 1, 1, 0, 0, 1, 2]

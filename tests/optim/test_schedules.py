@@ -7,7 +7,6 @@ from largebatch.config.fields import ScheduleConfig
 from largebatch.optim.batch_schedule import BatchSchedule
 from largebatch.optim.schedule_text import describe_schedule
 from largebatch.optim.schedules import create_schedule, epoch_and_offset
-from largebatch.util import BadSetting
 
 EPOCH = 172_800
 
@@ -81,25 +80,6 @@ def test_a_batch_that_shrinks_within_the_warm_up_goes_on_from_the_lower_rate():
 # ---- scaling with the batch size --------------------------------------------------------------------
 
 
-def test_goyals_rule_for_8192_images():
-    """Section 2: 0.1 at 256 becomes 3.2 at 8,192, and the warm-up of 5 epochs starts from 0.1."""
-    schedule = create(
-        num_steps=14_000,
-        batch_size=8192,
-        epoch_size=1_281_167,
-        scaling="linear",
-        reference_batch_size=256,
-        warmup_epochs=5,
-    )
-    warmup = 782  # 5 x 1,281,167 / 8,192 = 781.96
-    np.testing.assert_allclose(
-        rates(schedule, 0, warmup // 2 - 1, warmup - 1, warmup, 13_999),
-        [0.1 + 3.1 / 782, 0.1 + 3.1 / 2, 3.2, 3.2, 3.2],
-    )
-    expected = "learning rate 3.2 = 0.1 x 32 (linear: batch 8,192 / reference 256), reached from 0.1 in 782 steps"
-    assert expected in describe_schedule(schedule)
-
-
 @pytest.mark.parametrize(
     ("scaling", "batch_size", "factor"),
     [("none", 2048, 1), ("linear", 2048, 4), ("sqrt", 2048, 2), ("linear", 128, 0.25), ("sqrt", 128, 0.5)],
@@ -122,9 +102,14 @@ def test_a_warm_up_has_no_jump_where_a_changing_batch_crosses_the_reference():
     assert "reached from 0.05 to 0.1 in 50 steps" in describe_schedule(schedule)
 
 
-@pytest.mark.parametrize("scaling", ["linear", "sqrt"])
-@pytest.mark.parametrize("warmup", [{"warmup_steps": 100}, {"warmup_examples": 12_800}])
-@pytest.mark.parametrize("first_size", [128, 512])
+@pytest.mark.parametrize(
+    ("scaling", "warmup", "first_size"),
+    [
+        ("linear", {"warmup_steps": 100}, 128),
+        ("sqrt", {"warmup_examples": 12_800}, 128),
+        ("linear", {"warmup_examples": 12_800}, 512),
+    ],
+)
 def test_a_batch_that_grows_within_the_warm_up_changes_no_rate_at_once(scaling, warmup, first_size):
     """The base rate is 0.1 at 128; the batch doubles with steps 20 and 50, and once more after the warm-up.
 
@@ -214,15 +199,6 @@ def test_b2_keeps_its_half_life_in_examples(size, b2):
     assert b2 ** (examples / size) == pytest.approx(0.5)
     half = f"b2 {b2:g}: half of the second moment is of the last {examples:,.0f} images"
     assert half in describe_schedule(schedule)
-
-
-def test_a_b2_that_float32_rounds_is_refused():
-    options = ScheduleConfig(b2_scaling="half_life", reference_batch_size=4096)
-    with pytest.raises(
-        BadSetting, match=r"schedule.b2_scaling: 'half_life' makes b2 0.9999999756 at batch 1, which"
-    ):
-        create_schedule(options, 0.1, 100, BatchSchedule(np.array([0, 5]), np.array([64, 1])), EPOCH, b2=0.9999)
-    create_schedule(options, 0.1, 100, BatchSchedule.constant(64), EPOCH, b2=0.9999)
 
 
 def test_a_stage_without_an_update_is_left_out():

@@ -57,8 +57,9 @@ class Problem:
         return self.run(inputs, len(sizes), state)
 
     def collectives(self) -> list[tuple[str, float]]:
-        """The collectives of the compiled program, each with how often it runs in a step of two micro-batches."""
-        arguments = self.first_state(), self.data, inputs_of([64], self.sharding.num_examples, 1.0), np.int32(1)
+        """The collectives of `run_sizes`, each with how often it runs in a step of two micro-batches."""
+        inputs = inputs_of([64], self.sharding.num_examples, 1.0, length=20)
+        arguments = self.first_state(), self.data, inputs, np.int32(1)
         found = compile_and_look(self.loop.lower(*arguments), {"steps": 1, "micro_batches": 2}, "cpu").collectives
         return [(one.opcode.removesuffix("-start"), one.times) for one in found]
 

@@ -5,14 +5,13 @@ import json
 
 import pytest
 from conftest import run_script
-from test_resume import rows_of, summary_of
+from test_resume import rows_of
 
 import evaluate
 import train
-from largebatch.config.dicts import flatten
 from largebatch.hosts import preemption
 from largebatch.optim import noise_scale
-from largebatch.util import BadSetting, UserError
+from largebatch.util import UserError
 
 
 def run(config, workdir, **fields):
@@ -51,14 +50,6 @@ def test_a_trace_that_changed_is_refused(small_config, tmp_path, monkeypatch):
     path.write_text("step,batchsize\n0,64\n5,129\n")
     with pytest.raises(UserError, match=r"batch.trace: its file changed since the checkpoint was saved"):
         run(small_config, tmp_path / "run", batch__trace=str(path))
-
-
-def test_a_batch_larger_than_the_set_is_refused_with_its_line(small_config, tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("step,batchsize\n0,64\n5,641\n")
-    with pytest.raises(BadSetting, match=rf"batch.trace: {path}, line 3: batchsize '641'; allowed: .* 1 to 640"):
-        run(small_config, tmp_path / "run", batch__trace=str(path))
-    assert not (tmp_path / "run" / "config.json").exists()
 
 
 # ---- AdaScale and batches that follow the noise -------------------------------------------------------------
@@ -143,16 +134,9 @@ def test_post_local_is_bitwise_synchronous_until_it_starts(small_config, tmp_pat
     assert local[0].get("replica_drift") is None
     assert local[1]["replica_drift"] > 0
     assert summary["steps"] == 6
-
-
-@pytest.mark.full
-def test_bytes_sent_fall_by_the_interval(small_config, tmp_path):
-    together, _ = run(small_config, tmp_path / "together", train__inner_steps=4)
-    local, _ = run(small_config, tmp_path / "local", **LOCAL | {"sync__every": 4})
-    for one, other in zip(together, local, strict=True):
-        assert one["bytes_sent"] / other["bytes_sent"] == pytest.approx(4, rel=1e-4)
-    params = summary_of(tmp_path / "together")["params"]
-    assert together[0]["bytes_sent"] == pytest.approx(2 * 7 / 8 * 4 * params, rel=1e-4)  # a ring of 8 devices
+    # By a ring of 8 devices; of the three local steps one is followed by a synchronisation.
+    assert together[1]["bytes_sent"] == pytest.approx(2 * 7 / 8 * 4 * summary["params"], rel=1e-4)
+    assert together[1]["bytes_sent"] / local[1]["bytes_sent"] == pytest.approx(3, rel=1e-4)
 
 
 @pytest.mark.full
@@ -174,10 +158,7 @@ def test_another_number_of_replicas_starts_from_their_mean(small_config, tmp_pat
     monkeypatch.setattr(preemption, "agree", lambda vote=0: (next(agreed), vote))
     with pytest.raises(preemption.Stopped):
         run(small_config, tmp_path, **LOCAL)
-    config = small_config.copy_and_resolve_references()
-    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in LOCAL.items()})
-    given = [f"--config.{name}={value}" for name, value in flatten(config.to_dict()).items() if value is not None]
-    result = run_script("train.py", *given, f"--workdir={tmp_path}")  # on two devices
+    result = run_script("train.py", f"--workdir={tmp_path}")  # by its own config, on two devices
     assert result.returncode == 0, result.stderr
     assert "resuming at step 2" in result.stderr
     assert "devices 2, was 8: the examples come in the same order" in result.stderr

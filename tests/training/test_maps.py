@@ -188,7 +188,21 @@ def test_local_steps_on_a_trace_from_a_stream(tmp_path, session_cache):
 
 
 def test_the_report_shows_the_cases_and_names_damaged_ones(run, tmp_path):
-    assert "Worst and best maps" in text_of(make(run, out=tmp_path / "page.html"))
+    """Of each the image, mask, predicted mask and its errors, and three pictures of the depth."""
+    page, found = make(run, out=tmp_path / "page.html"), cases.read(run)
+    section = page[page.index("Worst and best maps") :]
+    assert all(name in section for name in found.classes)
+    encoded = re.findall(r'src="data:image/png;base64,([^"]*)"', section)
+    drawn = [np.asarray(Image.open(io.BytesIO(base64.b64decode(content)))) for content in encoded]
+    assert len(drawn) == 7 * len(found.ids)
+    truth, predicted = (planes.classes_of(maps) for maps in (found.truth, found.predicted))
+    for number in range(len(found.ids)):
+        image, mask, guess, wrong, *_ = drawn[7 * number :]
+        np.testing.assert_array_equal(image, found.images[number])
+        np.testing.assert_array_equal(mask, class_colours(truth[number]))
+        np.testing.assert_array_equal(guess, class_colours(predicted[number]))
+        is_marked = (wrong == [230, 60, 60]).all(axis=-1)
+        np.testing.assert_array_equal(is_marked, truth[number] != predicted[number])
     shutil.copytree(run, tmp_path / "damaged")
     (tmp_path / "damaged" / cases.FILE).write_bytes((run / cases.FILE).read_bytes()[:-2000])
     damaged = text_of(make(tmp_path / "damaged", out=tmp_path / "page.html"))
@@ -206,70 +220,29 @@ def test_a_turned_image_is_predicted_as_the_turned_prediction():
         np.testing.assert_array_equal(turned, images)
 
 
-# ---- folders of masks alone and of depths alone --------------------------------------------------------
-
-CLASSES = ("near", "middle", "far")
+# ---- depths alone --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Images that grow brighter to one side, with that side's depth; and the same cut into three classes."""
-    root, rng = tmp_path_factory.mktemp("sets"), np.random.default_rng(0)
-    for name in ("segmentation/images", "segmentation/masks", "depth/images", "depth/depths"):
-        (root / name).mkdir(parents=True)
+def depths_config(tmp_path_factory, session_cache):
+    """Images that grow brighter to one side, with that side's depth."""
+    root, rng = tmp_path_factory.mktemp("depths"), np.random.default_rng(0)
     for number in range(60):
         depth = np.clip(np.linspace(0, 1, 16)[None] * rng.uniform(0.5, 1.5, (16, 1)), 0, 1)
         image = np.clip(255 * depth[..., None] + rng.normal(0, 20, (16, 16, 3)), 0, 255).astype(np.uint8)
-        for task in ("segmentation", "depth"):
-            Image.fromarray(image).save(root / task / "images" / f"{number}.png")
-        mask = np.digitize(depth, (1 / 3, 2 / 3)).astype(np.uint8)
-        Image.fromarray(mask).save(root / "segmentation" / "masks" / f"{number}.png")
-        Image.fromarray((65_535 * depth).astype(np.uint16)).save(root / "depth" / "depths" / f"{number}.png")
-    (root / "segmentation" / "classes.txt").write_text("\n".join(CLASSES))
-    return root
-
-
-def config_of(task, folders, cache_dir):
-    config = scenes_tiny.get_config()
-    config.dataset.name, config.dataset.path, config.dataset.image_size = "mine", str(folders / task), None
-    config.augment.cache_dir, config.task.name, config.task.depth_weight = str(cache_dir), task, 1.0
-    config.model.name, config.model.dtype = SMALL, "float32"
-    config.batch.size, config.batch.ghost_size = 16, 16
-    config.schedule.warmup_steps, config.train.inner_steps, config.train.outer_steps = 1, 4, 4
+        save(root / "images" / f"{number}.png", image)
+        save(root / "depths" / f"{number}.png", (65_535 * depth).astype(np.uint16))
+    config = run_config(session_cache)
+    config.dataset.name, config.dataset.path, config.dataset.image_size = "mine", str(root), None
+    config.task.name, config.task.depth_weight = "depth", 1.0
+    config.batch.size, config.train.inner_steps, config.train.outer_steps = 16, 4, 4
+    config.eval.view_average, config.train.ema_decay = False, None
     return config
 
 
 @pytest.mark.full
-def test_masks_alone_and_the_images_truths_predictions_and_errors_of_its_report(folders, session_cache, tmp_path):
-    config, run = config_of("segmentation", folders, session_cache), tmp_path / "run"
-    summary, rows = train.train_and_evaluate(config, str(run)), rows_of(run)
-    for row in rows:
-        assert {f"val_iou_{name}" for name in CLASSES} < row.keys()
-        assert "val_depth_rmse" not in row
-    assert summary["score"] == "val_mean_iou"
-    assert summary["best_score"] == max(row["val_mean_iou"] for row in rows)
-    assert rows[-1]["train_pixel_accuracy"] > rows[0]["train_pixel_accuracy"]
-    assert evaluate.evaluate(run) == summary["best_score"]
-    page, found = make(run, out=tmp_path / "page.html"), cases.read(run)
-    assert found.classes.tolist() == list(CLASSES)
-    section = page[page.index("Worst and best maps") :]
-    assert all(name in section for name in CLASSES)
-    encoded = re.findall(r'src="data:image/png;base64,([^"]*)"', section)
-    drawn = [np.asarray(Image.open(io.BytesIO(base64.b64decode(content)))) for content in encoded]
-    assert len(drawn) == 4 * len(found.ids)
-    truth, predicted = (planes.classes_of(maps) for maps in (found.truth, found.predicted))
-    for number in range(len(found.ids)):
-        image, mask, guess, wrong = drawn[4 * number : 4 * number + 4]
-        np.testing.assert_array_equal(image, found.images[number])
-        np.testing.assert_array_equal(mask, class_colours(truth[number]))
-        np.testing.assert_array_equal(guess, class_colours(predicted[number]))
-        is_marked = (wrong == [230, 60, 60]).all(axis=-1)
-        np.testing.assert_array_equal(is_marked, truth[number] != predicted[number])
-
-
-@pytest.mark.full
-def test_depths_alone_whose_best_score_is_the_lowest(folders, session_cache, tmp_path):
-    config = config_of("depth", folders, session_cache)
+def test_depths_alone_whose_best_score_is_the_lowest(depths_config, tmp_path):
+    config = depths_config.copy_and_resolve_references()
     summary = train.train_and_evaluate(config, str(tmp_path / "run"))
     scores = [row["val_score"] for row in rows_of(tmp_path / "run")]
     assert summary["score"] == "val_depth_rmse"
@@ -288,8 +261,8 @@ def test_depths_alone_whose_best_score_is_the_lowest(folders, session_cache, tmp
 
 
 @pytest.mark.full
-def test_a_study_of_depths_ranks_the_lowest_first(folders, session_cache, tmp_path):
-    config = config_of("depth", folders, session_cache)
+def test_a_study_of_depths_ranks_the_lowest_first(depths_config, tmp_path):
+    config = depths_config.copy_and_resolve_references()
     config.train.outer_steps = 1
     space = space_of({"optimizer.learning_rate": [1e-6, 0.05]})
     study = make_study(config, tmp_path / "study", space, best_seeds=2)
