@@ -6,6 +6,7 @@ the next run of the process; `prepare` puts it all together for a run.
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ from largebatch.training.step import MicroBatchReader, TrainStep, make_inner_loo
 from largebatch.training.views import expansion, make_read, make_read_slice
 from largebatch.util import UserError
 from plan import RunPlan, choose_plan, data_fields, make_init, plan_run, state_shapes
+
+log = logging.getLogger("largebatch")
 
 # A set of programs takes some 800 memory maps on a CPU; at Linux' limit of 65,530 a process dies.
 MAX_PROGRAMS = 30
@@ -174,6 +177,7 @@ class ProgramCache:
             if len(self._programs) == MAX_PROGRAMS:
                 self._programs.clear()
                 jax.clear_caches()
+            log.info("compiling")  # may take minutes
             programs = programs_of(plan)
             state = replicas.replicate(programs.init(np.uint32(0), Hyperparams(), self.whitening_kernel(plan)))
             inputs, sync = plan.schedule.inputs(0, plan.inputs_length), Sync.from_config(plan.config.sync)

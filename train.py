@@ -4,6 +4,8 @@ python train.py                                                     synthetic im
 python train.py --config configs/eurosat.py --workdir runs/eurosat  the real job
 python train.py --config configs/eurosat.py --config.optimizer.name sgd --config.batch.size 1024
 python train.py --workdir runs/eurosat                              the rest of that run, by its own config
+
+`run_loop` is the outer loop. `Trainer.run` calls the compiled inner loop, whose step is in training/step.py.
 """
 
 import logging
@@ -92,11 +94,12 @@ def train_and_evaluate(
             del state  # donated at the first step
             about_data, summary = describe_run(plan, data, trainer, plain_config)
             progress = RunProgress(run, trainer, clock, plain_config, about_data, summary)
-            preemption.training_begins()
-            progress.resume()
+            preemption.training_begins()  # from here on a first signal saves before it ends the process
+            preparation = f"data {clock.seconds['data']:.1f} s, compiling {clock.seconds['compile']:.1f} s"
+            progress.resume()  # adds the seconds of the processes before to the clock
             restore_batch_sizes(plan, trainer, progress)
         report = report or Reporter(KINDS[config.task.name], enabled=collectives.is_primary())
-        report.start(plan.schedule.num_steps, trainer.schedule_step, headline(plan, data, trainer, clock))
+        report.start(plan.schedule.num_steps, trainer.schedule_step, headline(plan, data, trainer, preparation))
         with recorded_end(progress), report:
             run_loop(plan, data, trainer, progress, report, clock)
             params = replicas.first_replica(trainer.mean_state().params)
@@ -115,6 +118,7 @@ def run_loop(
             grow_batch(plan, trainer)
         try:
             end = trainer.next_validation
+            # A call takes about 2 s at most, so that signals and saves are not kept waiting.
             while trainer.step < end and not trainer.done:
                 examples, seconds = trainer.run(end - trainer.step)
                 report.at(trainer.schedule_step, examples, seconds, trainer.examples_left)
@@ -223,8 +227,8 @@ def describe_run(plan: RunPlan, data: DeviceData, trainer: Trainer, plain_config
     return about_data, summary
 
 
-def headline(plan: RunPlan, data: DeviceData, trainer: Trainer, clock: Clock) -> str:
-    """Return four lines that say what is about to run."""
+def headline(plan: RunPlan, data: DeviceData, trainer: Trainer, preparation: str) -> str:
+    """Return the lines that say what is about to run, and how long its `preparation` took."""
     config, cache, counts = plan.config, data.cache, plan.data.layout.counts
     num_params = count_params(replicas.first_replica(trainer.state.params))
     batch_sizes = plan.schedule.batch_sizes.first(plan.schedule.num_steps).values
@@ -236,8 +240,7 @@ def headline(plan: RunPlan, data: DeviceData, trainer: Trainer, clock: Clock) ->
         f"{counts['val']:,} validation images, decoded {cache.manifest['built'][:10]}\n"
         f"{describe_targets(cache.split('train'))}\n"
         f"batch {format_range(batch_sizes)} = {format_range(largest_shares)} a device "
-        f"in micro-batches of up to {plan.micro_batch_size}{changes}; "
-        f"data {clock.seconds['data']:.1f} s, compiling {clock.seconds['compile']:.1f} s\n"
+        f"in micro-batches of up to {plan.micro_batch_size}{changes}; {preparation}\n"
         f"{config.optimizer.name}, {describe_schedule(plan.schedule)}"
     )
 

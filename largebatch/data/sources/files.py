@@ -1,6 +1,7 @@
 """Files of a data set in a folder or a zip, read by their names, and a digest that tells when they change."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -38,7 +39,7 @@ class FileSet:
 
 
 def open_files(path: str, field: str, kind: str = "auto") -> FileSet:
-    """Open the files of a folder or zip.
+    """Open the files of a folder or zip, or a single image.
 
     Args:
       path: a local path, or a URL of a zip in a bucket.
@@ -52,8 +53,12 @@ def open_files(path: str, field: str, kind: str = "auto") -> FileSet:
         raise UserError(f"{field}: {path} does not exist")
     if kind == "folder" and not root.is_dir():
         raise UserError(f"{field}: {path} is not a folder; dataset.source 'folder' needs one")
-    is_zip = kind == "zip" or not root.is_dir()
-    return _open_zip(root, f"{field}: {path}") if is_zip else _open_folder(os.fspath(root), f"{field}: {path}")
+    where = f"{field}: {path}"
+    if kind != "zip" and root.is_dir():
+        return _open_folder(os.fspath(root), where)
+    if kind == "auto" and is_image(root.name, field):
+        return FileSet(os.fspath(root), where, [root.name], functools.partial(_read, os.fspath(root.parent), where))
+    return _open_zip(root, where)
 
 
 def is_hidden(name: str) -> bool:
@@ -105,21 +110,22 @@ def _leads_back(folder: str, name: str, within: Path) -> bool:
     return path.is_symlink() and within.is_relative_to(os.path.realpath(path))
 
 
-def _open_folder(root: str, where: str) -> FileSet:
-    def refuse(error: OSError, path: str | None = None) -> None:
-        raise UserError(f"{where}: {path or error.filename} cannot be read ({error.strerror})") from error
+def _read(folder: str, where: str, name: str) -> bytes:
+    try:
+        return Path(folder, name).read_bytes()
+    except OSError as error:
+        raise UserError(f"{where}: {name} cannot be read ({error.strerror})") from error
 
-    def read(name: str) -> bytes:
-        try:
-            return Path(root, name).read_bytes()
-        except OSError as error:
-            refuse(error, name)
+
+def _open_folder(root: str, where: str) -> FileSet:
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{where}: {error.filename} cannot be read ({error.strerror})") from error
 
     names = sorted(walk(root, refuse), key=lambda name: name.split("/"))
     for name in names:  # a link to a folder of images that is gone would otherwise count as a file of another kind
         if not name.lower().endswith((*IMAGE_SUFFIXES, "/")) and not Path(root, name).exists():
             raise UserError(f"{where}: {name} is a link to nowhere")
-    return FileSet(root, where, names, read)
+    return FileSet(root, where, names, functools.partial(_read, root, where))
 
 
 def _open_zip(path: epath.Path, where: str) -> FileSet:
