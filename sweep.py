@@ -34,8 +34,7 @@ from largebatch.runs.folder import RunFolder
 from largebatch.runs.load import load
 from largebatch.studies import analysis, critical_batch
 from largebatch.studies.critical_batch import Branches
-from largebatch.studies.display import SweepDisplay
-from largebatch.studies.queue import PRUNERS, Counts, TrialQueue
+from largebatch.studies.queue import PRUNERS, TrialQueue
 from largebatch.studies.space import SAMPLERS, Space, read_space
 from largebatch.studies.study import SPACE_FILE, Study, StudyOptions, define_study, refuse_another
 from largebatch.studies.worker import Worker
@@ -175,12 +174,9 @@ def main(config: config_dict.ConfigDict) -> int:
     preemption.answer_signals()
     preemption.training_begins()  # what a trial has done goes back to the queue, however little it is
     queue = open_queue(study) if collectives.is_primary() else None
-    counts = (lambda: queue.counts) if queue else Counts
-    display = SweepDisplay(study.path.name, study.kind, counts, enabled=collectives.is_primary())
-    worker = Worker(study, queue, display, train=train.train_and_evaluate, cache=ProgramCache())
     try:
-        with display, collectives.named_collective_errors():
-            worker.run()
+        with collectives.named_collective_errors():
+            Worker(study, queue, train=train.train_and_evaluate, cache=ProgramCache()).run()
     except preemption.Stopped as stopped:
         log.info("%s; start again with --study %s to go on", stopped, study.path)
         return stopped.exit_code

@@ -11,7 +11,7 @@ import jax
 import optuna
 import pytest
 from conftest import ROOT, assert_one_line_error, on_devices, run_script
-from made_studies import make_study, space_of, train_study
+from made_studies import databases_in_memory, make_study, space_of, train_study
 
 import build
 import train
@@ -38,7 +38,8 @@ def suggest(trial):
 def config(small_config):
     small_config.train.outer_steps = 2
     small_config.batch.size = 128  # 16 a device, as in other tests, which so share their programs
-    return small_config
+    with databases_in_memory():
+        yield small_config
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     monkeypatch.setattr(build, "MAX_PROGRAMS", 1)
     config.optimizer.name, cache = "sgd", ProgramCache()
     study = make_study(config, tmp_path, space_of({RATE: [0.01, 1e38], "batch.size": [128, 10_000]}))
-    runs = train_study(study, cache, enabled=True)
+    runs = train_study(study, cache)
     shown = capsys.readouterr().out
     assert "4 of 4 trials ended" in shown
     assert shown.count("  failed  ") == 2
@@ -105,12 +106,22 @@ def test_a_diverged_or_failing_trial_is_listed_and_the_others_go_on(config, tmp_
     assert len(cache._programs) == 1  # programs are let go before there are too many
 
 
-def test_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp_path, monkeypatch):
-    def programs(self, plan):
+def train_at_once(config, folder, shared, report):
+    """Stands for `train_and_evaluate`: one of two validations, then what the hosts agree on."""
+    with RunFolder(folder) as run:
+        run.lock()
+        report.start(6, 0, "")
+        report.row({"val_score": 0.5, "outer": 1}, 2)
+        if number := preemption.agree()[0]:
+            raise preemption.Stopped(number)
+        run.write_json("summary.json", {"status": "done", "best_score": 0.5, "best_val_accuracy": 0.5})
+
+
+def test_trials_whose_programs_do_not_fit_fail_each_by_itself(config, tmp_path):
+    def train(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(ProgramCache, "programs", programs)
-    runs = train_study(make_study(config, tmp_path, space_of({RATE: [0.01, 0.02]})))
+    runs = train_study(make_study(config, tmp_path, space_of({RATE: [0.01, 0.02]})), train=train)
     assert [run.trial_error for run in runs] == ["RESOURCE_EXHAUSTED: out of memory"] * 2
 
 
@@ -127,24 +138,31 @@ def test_a_trial_that_another_process_trains_comes_again(config, tmp_path, monke
     other.lock()
     monkeypatch.setattr("largebatch.studies.worker.time.sleep", lambda seconds: other.close())
     with caplog.at_level("INFO", "largebatch"):
-        (run,) = train_study(study)
+        (run,) = train_study(study, train=train_at_once)
     assert "it comes again later" in caplog.text
     assert run.status == "done"
 
 
 @pytest.mark.full
-def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_loses_nothing(config, tmp_path, monkeypatch):
+def test_an_error_that_is_not_the_settings_own_ends_the_sweep_and_its_trial_is_resumed(
+    config, tmp_path, monkeypatch
+):
     study, record = make_study(config, tmp_path, space_of({"optimizer.name": ["lamb", "sgd"]})), RunProgress.record
 
-    def find_the_disk_full(*_):
-        raise UserError("disk full")
+    def find_the_disk_full(progress, row, *arguments, **options):
+        if row["outer"] == 2:
+            raise UserError("disk full")
+        return record(progress, row, *arguments, **options)
 
     monkeypatch.setattr(RunProgress, "record", find_the_disk_full)
     with pytest.raises(UserError, match="disk full"):
         train_study(study)
     assert TrialQueue(study).fill() == Counts(2, 0, 0)
     monkeypatch.setattr(RunProgress, "record", record)
-    assert [run.status for run in train_study(study)] == ["done", "done"]
+    runs = train_study(study)
+    assert [run.status for run in runs] == ["done", "done"]
+    starts = [[event["step"] for event in run.events if event["event"] == "start"] for run in runs]
+    assert starts == [[0, 3], [0]]
 
 
 def test_a_signal_puts_the_claimed_trial_back(config, tmp_path, monkeypatch):
@@ -169,11 +187,13 @@ def test_a_signal_while_the_database_is_away_stops_all_hosts_together(config, tm
         agreed.append(found[0])
         return found
 
-    monkeypatch.setattr(TrialQueue, call, away)
-    monkeypatch.setattr(preemption, "agree", note)
-    with pytest.raises(preemption.Stopped):
-        train_study(study)
+    with monkeypatch.context() as patch:
+        patch.setattr(TrialQueue, call, away)
+        patch.setattr(preemption, "agree", note)
+        with pytest.raises(preemption.Stopped):
+            train_study(study, train=train_at_once)
     assert agreed[-1] == 15  # a host alone would have left without asking the others
+    assert TrialQueue(study).fill().running == (call == "put_back")  # else it is put back
 
 
 @pytest.mark.full
@@ -295,25 +315,15 @@ def test_a_signal_stops_all_workers_and_a_killed_one_is_named(command):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "changed", "words"),
+    ("arguments", "space", "words"),
     [
-        ([], {"space": None}, ["--study: no study in", "give --space"]),
-        (["--trials=9"], {}, ["--trials: 9 settings; allowed: up to 4"]),
-        (["--config.dataset.name=mine", "--config.dataset.path=/no"], {}, ["dataset.path: /no"]),
+        ([], None, ["--study: no study in", "give --space"]),
+        (["--config.dataset.name=mine", "--config.dataset.path=/no"], "space.py", ["dataset.path: /no"]),
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(command, arguments, changed, words):
-    assert_one_line_error(command(*arguments, study="x", **changed), *words)
+def test_bad_input_is_one_line_and_writes_nothing(command, arguments, space, words):
+    assert_one_line_error(command(*arguments, study="x", space=space), *words)
     assert not (command.folder / "x").exists()
-
-
-@pytest.mark.full
-def test_two_processes_share_a_study(command):
-    both = [command.start(study="both") for _ in range(2)]
-    shown = [process.communicate(timeout=240) for process in both]
-    assert [process.returncode for process in both] == [0, 0], shown
-    assert sum(out.count("  done  ") for out, _ in shown) == 4, shown
-    assert all("rank" in out for out, _ in shown)
 
 
 @pytest.mark.full

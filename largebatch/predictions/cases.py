@@ -76,11 +76,6 @@ class CasesToWrite:
             util.write_through(temporary, buffer.getvalue())
 
 
-def exist(folder: Path) -> bool:
-    """Return True if a run folder holds cases."""
-    return (folder / FILE).exists()
-
-
 def read(folder: Path) -> Cases:
     """Read the cases of a run folder.
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import jinja2
 import vl_convert
 
+from largebatch.predictions import cases as case_files
+from largebatch.predictions import files as prediction_files
 from largebatch.reports import charts, examples, run_charts, study_charts, tables
 from largebatch.reports.charts import Chart
 from largebatch.reports.examples import Confusion, MapExamples
@@ -69,8 +71,8 @@ def report_groups(groups: list[Group]) -> list[GroupReport]:
                 [chart for chart in of_study if chart],
                 list(run_charts.curve_charts(group)),
                 [chart for chart in times if chart],
-                examples.read_confusions(group),
-                examples.read_maps(group),
+                examples.read_examples(group, prediction_files.FILE, examples.read_confusion),
+                examples.read_examples(group, case_files.FILE, examples.read_maps),
             )
         )
     return reports
@@ -127,13 +129,7 @@ def data_of(reports: list[GroupReport]) -> dict:
                 "axes": charts.axes_of(report.group),
                 "legend": [plain(value) for value in report.group.legend],
                 "charts": {
-                    chart.id: {
-                        "kind": chart.kind,
-                        "title": chart.title,
-                        "spec": chart.spec,
-                        "rows": chart.rows,
-                        "legend": chart.legend,
-                    }
+                    chart.id: {name: getattr(chart, name) for name in ("kind", "spec", "rows", "legend")}
                     for chart in report.charts
                 },
             }

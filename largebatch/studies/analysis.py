@@ -106,24 +106,25 @@ def steps_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
 def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[list[str], list[list[str]]]:
     """Return the leaderboard as text for a terminal or CSV file: (header, rows), with steps to `accuracies`."""
     has_target = study.objective not in SCORES
-    digits, rows = 1 if has_target else 4, []
+    header = ["rank", *study.fields, study.objective, "low", "high", "std"]
+    header += ["reached", f"best_{study.kind.score_column}"] if has_target else []
+    for accuracy in accuracies:
+        header += [f"steps_to_{accuracy:g}", f"reached_{accuracy:g}"]
+    header += ["seeds", "status"]
+    rows = []
     for rank, setting in enumerate(leaderboard(study), 1):
         objective, values = setting.objective, setting.values
-        row = {"rank": str(rank)}
-        row |= {field: _config_value(values[field]) if field in values else "" for field in study.fields}
-        row |= {study.objective: _rounded(objective.mean, digits)}
-        row |= {name: _rounded(getattr(objective, name), digits) for name in ("low", "high", "std")}
+        row = [str(rank), *(_config_value(values[field]) if field in values else "" for field in study.fields)]
+        figures = (objective.mean, objective.low, objective.high, objective.std)
+        row += [_rounded(figure, 1 if has_target else 4) for figure in figures]
         if has_target:
-            row["reached"] = f"{objective.count}/{setting.score.count}"
-            row[f"best_{study.kind.score_column}"] = _rounded(setting.score.mean, 4)
+            row += [f"{objective.count}/{setting.score.count}", _rounded(setting.score.mean, 4)]
         for accuracy in accuracies:
             steps, count = steps_to(setting, accuracy)
-            row[f"steps_to_{accuracy:g}"] = _rounded(steps.mean, 1)
-            row[f"reached_{accuracy:g}"] = f"{steps.count}/{count}"
-        row["seeds"] = str(len(setting.runs))
-        row["status"] = ", ".join(f"{count} {status}" for status, count in setting.statuses.items())
-        rows.append(row)
-    return list(rows[0]) if rows else ["rank"], [list(row.values()) for row in rows]
+            row += [_rounded(steps.mean, 1), f"{steps.count}/{count}"]
+        statuses = ", ".join(f"{count} {status}" for status, count in setting.statuses.items())
+        rows.append([*row, str(len(setting.runs)), statuses])
+    return header, rows
 
 
 def _runs_by_setting(study: Study) -> list[list[Run]]:
