@@ -20,7 +20,6 @@ from largebatch.hosts import preemption
 from largebatch.runs import reader
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.progress import RunProgress
-from largebatch.studies import analysis
 from largebatch.studies.queue import PRUNERS, Counts, TrialQueue
 from largebatch.studies.space import Space
 from largebatch.studies.workers import environments
@@ -215,17 +214,6 @@ def test_pruned_trials_of_tpe_end_early_and_are_kept(config, tmp_path, monkeypat
     assert (bad.summary["steps"], good.summary["steps"]) == (6, 12)
     rows = optuna.load_study(study_name=None, storage=study.storage).get_trials()
     assert [row.state.name for row in rows] == ["COMPLETE", "PRUNED"]
-
-
-@pytest.mark.full
-def test_tuples_and_none_in_a_space_are_trained_and_shown(config, tmp_path):
-    config.schedule.name, config.schedule.decay_steps, config.train.outer_steps = "step", (1,), 1
-    space = space_of({"schedule.decay_steps": [(1,), (1, 2)], "optimizer.clip_norm": [None, 1.0]})
-    for trials in (1, 3):  # goes on from what the database gives back
-        runs = train_study(make_study(config, tmp_path, space, trials=trials))
-    assert [run.field("schedule.decay_steps") for run in runs] == [[1], [1], [1, 2]]
-    _, rows = analysis.leaderboard_rows(reader.read_study(tmp_path))
-    assert sorted(row[1:3] for row in rows) == [["[1, 2]", "None"], ["[1]", "1"], ["[1]", "None"]]
 
 
 def test_workers_share_the_accelerators_of_a_machine():

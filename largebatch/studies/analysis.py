@@ -192,7 +192,7 @@ class BatchPoint:
     Attributes:
       values: {dotted field: value} of the setting.
       estimated_steps, examples, seconds: steps, examples and seconds to the target, estimated over the seeds.
-      seeds, steps: number of seeds, and the steps to the target of each.
+      steps: steps to the target of each seed.
       edges: a line for each field whose best value is on the edge of those tried: a better one may lie beyond.
     """
 
@@ -201,7 +201,6 @@ class BatchPoint:
     estimated_steps: Estimate
     examples: Estimate
     seconds: Estimate
-    seeds: int
     steps: list[int]
     edges: list[str]
 
@@ -212,8 +211,8 @@ def steps_to_target(study: Study) -> list[BatchPoint]:
     If some settings have more seeds, it is one of them. They were chosen as the best by their first seed, and a
     single lucky seed of another is weaker evidence than their mean.
     Seeds that still run or were interrupted do not count yet; diverged, failed and pruned ones did not reach it.
-    Batch sizes without such a setting are left out: see `unreached_batch_sizes`. Tuning at each batch size
-    by itself follows Shallue et al. 2019, "Measuring the Effects of Data Parallelism on Neural Network Training".
+    Batch sizes without such a setting are left out. Tuning at each batch size by itself follows Shallue et al.
+    2019, "Measuring the Effects of Data Parallelism on Neural Network Training".
     """
     best: dict[int, list[Run]] = {}  # runs of the best setting of each batch size
     for runs in _runs_by_setting(study):
@@ -224,34 +223,25 @@ def steps_to_target(study: Study) -> list[BatchPoint]:
                 continue
             if batch_size not in best or _cost(at_size) < _cost(best[batch_size]):
                 best[batch_size] = at_size
-    return [_batch_point(study, batch_size, best[batch_size]) for batch_size in sorted(best)]
+    points = []
+    for batch_size, runs in sorted(best.items()):
+        steps, values = [run.value("steps_to_target") for run in runs], setting_of(runs[0], study.fields)
+        point = BatchPoint(
+            batch_size=batch_size,
+            values=values,
+            estimated_steps=estimate(steps),
+            examples=estimate(run.value("examples_to_target") for run in runs),
+            seconds=estimate(run.value("sec_to_target") for run in runs),
+            steps=steps,
+            edges=edge_flags(study, values, batch_size),
+        )
+        points.append(point)
+    return points
 
 
 def _cost(runs: list[Run]) -> tuple[int, float]:
     """Return a sort key of settings, best first: more seeds, then fewer steps to the target."""
     return -len(runs), estimate(run.value("steps_to_target") for run in runs).mean
-
-
-def _batch_point(study: Study, batch_size: int, runs: list[Run]) -> BatchPoint:
-    steps = [run.value("steps_to_target") for run in runs]
-    values = setting_of(runs[0], study.fields)
-    return BatchPoint(
-        batch_size=batch_size,
-        values=values,
-        estimated_steps=estimate(steps),
-        examples=estimate(run.value("examples_to_target") for run in runs),
-        seconds=estimate(run.value("sec_to_target") for run in runs),
-        seeds=len(steps),
-        steps=steps,
-        edges=edge_flags(study, values, batch_size),
-    )
-
-
-def unreached_batch_sizes(study: Study) -> list[int]:
-    """Return the batch sizes that ran with a target that no setting reached with all of its seeds."""
-    reached = {point.batch_size for point in steps_to_target(study)}
-    with_target = {run.batch_size for run in study.runs if run.target is not None}
-    return sorted(with_target - reached - {None})
 
 
 def noise_scales(study: Study) -> list[float]:

@@ -1,6 +1,5 @@
 """The page of report.py as a reader meets it, in headless Chromium: each panel of each kind of page is drawn."""
 
-import json
 import re
 import shutil
 import time
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 from report_pages import (
     EVIL,
-    curve,
     data_of,
     make,
     small_study,
@@ -159,7 +157,7 @@ def test_an_evil_file_runs_no_script(browser, tmp_path):
     assert browser.execute_script("return document.querySelectorAll('img').length") == 0
 
 
-# ---- every kind of page ------------------------------------------------------------------------------------
+# ---- every panel -------------------------------------------------------------------------------------------
 
 CURVES = {
     "Validation accuracy",
@@ -169,99 +167,67 @@ CURVES = {
     "Throughput",
     "Gradient norm",
 }
-SPENT = "Where the time went"
 STEPS = "Steps to the target over batch size"
+RATES = "Best validation accuracy over learning rate, by optimizer"
+BRANCHES = "Critical batch over the run, by branches"
+ICE = "Intersection over union of Sea/Lake 'ice' \"old\""
 # What a reader sees in each picture; axes, grid and labels are no marks.
 MARKS = ", ".join(f".mark-{kind}.role-mark > *" for kind in ("line", "rule", "symbol", "rect"))
 
 
-def a_real_run(folder, config):
-    """Also the differences to one that diverged."""
-    train.train_and_evaluate(config, str(folder / "run"))
-    diverged = write_run(folder / "diverged", (0.1,), status="diverged")
-    return [folder / "run", diverged], {*CURVES, SPENT}, {"Runs", "Differences between configs"}
+def target_study(path: Path, **further) -> Path:
+    """A study in which the largest batch misses the target."""
+    trials = [
+        {"optimizer": optimizer, "batch": batch, "seed": seed, "accuracies": (*[0.1] * (count + seed), 0.9)}
+        for optimizer in ("lamb", "sgd")
+        for batch, count in ((64, 17), (256, 8), (1024, 4))
+        for seed in range(2)
+    ]
+    trials.append({"optimizer": "lamb", "batch": 4096, "accuracies": (0.1,)})
+    trials = [trial | {"target": 0.8, "noise_scale": 400.0} for trial in trials]
+    return write_study(path, trials, "steps_to_target", ["optimizer.name", "batch.size"], **further)
 
 
-def branches_and_sweeps(folder, config):
-    """Branches whose interval has no end, beside the sweeps that are drawn into their chart."""
+def all_kinds(folder: Path, config) -> dict[Path, set[str]]:
+    """Studies, and runs that are one more group, each with titles of its panels."""
     steep = [[1.0, 1.0, 1.0, 1.3], [1.0, 1.0, 1.0, 1.0]]
-    write_branches(folder / "written", {100: steep, 200: [[0.5] * 4] * 2})
-    studies = [folder / "written"]
-    for name, optimizers in (("of-one", ["lamb"]), ("of-two", ["lamb", "sgd"])):
-        trials = []
-        for optimizer in optimizers:
-            for batch, count in ((64, 17), (256, 8), (1024, 4)):
-                for seed in range(2):
-                    accuracies = (*[0.1] * (count + seed), 0.9)
-                    trials.append({"optimizer": optimizer, "batch": batch, "seed": seed, "accuracies": accuracies})
-        trials.append({"optimizer": "lamb", "batch": 4096, "accuracies": (0.1,)})
-        trials = [trial | {"target": 0.8, "noise_scale": 400.0} for trial in trials]
-        fields = ["optimizer.name", "batch.size"]
-        groups = {"groups": fields} if len(optimizers) > 1 else {}
-        studies.append(write_study(folder / name, trials, "steps_to_target", fields, **groups))
-    panels = {"Critical batch over the run, by branches", STEPS, "Gradient noise scale", *CURVES, SPENT}
-    return studies, panels, {"Leaderboard", "Steps to the target", "Runs"}
+    write_branches(folder / "branches", {100: steep, 200: [[0.5] * 4] * 2})  # its interval has no end
+    train.train_and_evaluate(config, str(folder / "real"))
+    write_run(folder / "diverged", (0.1,), status="diverged")
+    # Columns of classes of one's own, and one that is called as a panel is.
+    write_run(folder / "odd", **{"val_iou_Sea/Lake 'ice' \"old\"": 0.5, "val_iou_]": 0.4, "time": 1.0})
+    # It lost hosts before its first validation, and was killed.
+    write_lines(write_run(folder / "killed", (), status="running") / "events.jsonl", EVENTS[:-1])
+    return {
+        folder / "branches": {BRANCHES},
+        target_study(folder / "of-one"): {STEPS, "Gradient noise scale"},
+        target_study(folder / "of-two", groups=["optimizer.name", "batch.size"]): {STEPS},
+        small_study(folder / "grid"): {RATES},
+        folder / "real": {"Where the time went"},
+        folder / "diverged": CURVES,
+        folder / "odd": {ICE},
+        folder / "killed": {"Devices"},
+    }
 
 
-def a_grid_and_seeds(folder, config):
-    trials = [{"rate": 0.01, "seed": seed, "accuracies": curve(seed)} for seed in range(4)]
-    trials[3] |= {"status": "pruned", "accuracies": (0.1,)}
-    rates = "Best validation accuracy over learning rate, by optimizer"
-    studies = [small_study(folder / "grid"), write_study(folder / "seeds", trials)]
-    return studies, {rates, *CURVES, SPENT}, {"Leaderboard", "Runs"}
-
-
-def a_pod_with_lost_hosts(folder, config):
-    """Two runs: one is done; the other lost hosts before its first validation, and was killed."""
-    done, killed = write_run(folder / "done"), write_run(folder / "killed", (), status="running")
-    write_lines(done / "events.jsonl", EVENTS)
-    write_lines(killed / "events.jsonl", EVENTS[:-1])
-    return [done, killed], {"Devices", *CURVES, SPENT}, {"Runs"}
-
-
-def a_pod_that_never_validated(folder, config):
-    run = write_run(folder / "run", (), status="running")
-    write_lines(run / "events.jsonl", EVENTS[:-1])
-    return [run], {"Devices"}, {"Runs"}
-
-
-def odd_names(folder, config):
-    """A run with columns of classes of one's own, and with one that is called as a panel is."""
-    fields = {"val_iou_Sea/Lake 'ice' \"old\"": 0.5, "val_iou_]": 0.4, "time": 1.0}
-    title = "Intersection over union of Sea/Lake 'ice' \"old\""
-    return [write_run(folder / "run", **fields)], {title, *CURVES, SPENT}, {"Runs"}
-
-
-KINDS = [
-    a_real_run,
-    a_grid_and_seeds,
-    branches_and_sweeps,
-    a_pod_with_lost_hosts,
-    a_pod_that_never_validated,
-    odd_names,
-]
-
-
-@pytest.mark.parametrize("make_folders", KINDS, ids=lambda make_folders: make_folders.__name__)
-def test_every_panel_is_drawn(browser, make_folders, tmp_path, small_config):
-    folders, panels, tables = make_folders(tmp_path, small_config)
-    page = tmp_path / "page.html"
-    data = data_of(make(*folders, out=page, is_opened=True))
+def test_every_panel_of_every_kind_is_drawn(browser, tmp_path, small_config):
+    kinds, page = all_kinds(tmp_path, small_config), tmp_path / "page.html"
+    data = data_of(make(*kinds, out=page, is_opened=True))
     look(browser, page)  # which fails on any line in the console
     shown = browser.execute_script(
-        "return [...document.querySelectorAll('figure.card .plot')].map(plot => [plot.closest('section').id,"
-        " plot.dataset.chart, plot.closest('figure').querySelector('h3').textContent,"
-        " plot.querySelectorAll(arguments[0]).length,"
-        " plot.querySelector('svg').getBoundingClientRect().height,"
-        " plot.querySelector('svg').getBoundingClientRect().width,"
-        " plot.querySelectorAll('.mark-line.role-mark > path').length])",
+        "return [...document.querySelectorAll('figure.card .plot')].map(plot => {"
+        " const box = plot.querySelector('svg').getBoundingClientRect();"
+        " const title = plot.closest('figure').querySelector('h3').textContent;"
+        " return [plot.closest('section').id, plot.dataset.chart, title,"
+        " plot.querySelectorAll(arguments[0]).length, box.height, box.width,"
+        " plot.querySelectorAll('.mark-line.role-mark > path').length]; })",
         MARKS,
     )
     assert len(shown) == sum(len(group["charts"]) for group in data)
-    assert {title for _, _, title, *_ in shown} >= panels
+    assert {title for _, _, title, *_ in shown} >= set.union(*kinds.values())
     for section, chart_id, title, marks, height, width, lines in shown:
         assert marks > 0, (section, title)
-        assert height > (12 if title == SPENT else 100), (section, title)
+        assert height > (12 if chart_id == "time" else 100), (section, title)
         assert width > 100, (section, title)
         chart = data[int(section.removeprefix("group-"))]["charts"][chart_id]
         if chart["kind"] == "curves":  # a line for each run that has values
@@ -272,20 +238,27 @@ def test_every_panel_is_drawn(browser, make_folders, tmp_path, small_config):
         " for (; e && e.tagName != 'H2'; e = e.nextElementSibling) rows += e.querySelectorAll('tbody tr').length;"
         " return rows; }).map(h => h.textContent)"
     )
-    assert set(found) >= tables
+    assert set(found) >= {"Leaderboard", "Steps to the target", "Runs", "Differences between configs"}
 
 
-def test_the_page_tells_of_an_error_in_one_picture_and_draws_the_others(browser, tmp_path):
+def test_an_error_in_one_picture_is_told_and_the_others_are_drawn(browser, tmp_path):
     page = tmp_path / "page.html"
     html = make(write_run(tmp_path / "run"), out=page, is_opened=True)
-    content = re.search(r'id="data">(.*?)</script>', html, re.S).group(1)
-    data = json.loads(content)
-    data["groups"][0]["charts"]["curve-val_loss"]["spec"] = {"mark": 3}
-    page.write_text(html.replace(content, json.dumps(data)))
+    count = len(data_of(html)[0]["charts"])
+    start = '"curve-val_loss":{"kind":"curves","spec":'
+    assert start in html
+    page.write_text(html.replace(start, f'{start}{{"mark":3}},"was":'))
     browser.get(page.as_uri())
-    charts = data_of(html)[0]["charts"]
-    wait(browser, f"document.querySelectorAll('.plot svg').length == {len(charts) - 1}")
+    wait(browser, f"document.querySelectorAll('.plot svg').length == {count - 1}")
     wait(
         browser, "document.querySelector('[data-chart=curve-val_loss]').textContent.includes('could not be drawn')"
     )
     assert [line["level"] for line in browser.get_log("browser")] == ["SEVERE"]
+
+
+def test_a_run_that_never_validated_has_a_page_without_curves(browser, tmp_path):
+    run = write_run(tmp_path / "run", (), status="running")
+    write_lines(run / "events.jsonl", EVENTS[:-1])
+    make(run, out=tmp_path / "page.html", is_opened=True)
+    look(browser, tmp_path / "page.html")
+    assert browser.execute_script("return document.querySelectorAll('.plot').length") == 1
