@@ -182,7 +182,10 @@ def test_only_fields_that_differ_are_listed(tmp_path):
 
 def test_the_command_needs_no_jax_and_draws_every_panel(tmp_path):
     # With a column of one's own that is called as another chart is.
-    trials = [{"rate": rate, "accuracies": curve(k), "time": 1.0} for k, rate in enumerate((0.01, 0.1))]
+    columns = dict.fromkeys(("val_loss", "train_loss", "train_accuracy", "images_per_sec", "grad_norm")) | {
+        "time": 1.0
+    }
+    trials = [{"rate": rate, "accuracies": curve(k)} | columns for k, rate in enumerate((0.01, 0.1))]
     study = write_study(tmp_path / "study", trials)
     code = (
         "import sys, report\n"
@@ -200,8 +203,8 @@ def test_the_command_needs_no_jax_and_draws_every_panel(tmp_path):
     assert list(csv.reader((tmp_path / "board.csv").read_text().splitlines())) == [header, *rows]
     pictures = {path.stem: path for path in (tmp_path / "png").iterdir()}
     (group,) = data_of((tmp_path / "page.html").read_text())
-    assert len(pictures) == len(group["charts"])
-    assert {"learning_rate_study", "val_accuracy", "time", "curve-time"} <= pictures.keys()
+    assert len(group["charts"]) == 4
+    assert pictures.keys() == {"learning_rate_study", "val_accuracy", "time", "curve-time"}
     for path in pictures.values():
         with Image.open(path) as image:
             assert image.width >= 1000
