@@ -147,14 +147,10 @@ def write_report(arguments: argparse.Namespace) -> str:
     for option, path, content in files:
         with writing(path, option), replacing(path) as temporary:
             temporary.write_bytes(content)
-    return f"{arguments.out}: {len(html) / 1e3:,.0f} kB; {counts_of(found)}"
-
-
-def counts_of(groups: list[Group]) -> str:
-    """Return how many runs there are, and how many of each status."""
-    statuses = [run.status for group in groups for run in group.runs]
+    statuses = [run.status for group in found for run in group.runs]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
-    return f"{len(statuses)} run{'s' * (len(statuses) != 1)}{': ' * bool(counts)}{counts}"
+    runs = f"{len(statuses)} run{'s' * (len(statuses) != 1)}{': ' * bool(counts)}{counts}"
+    return f"{arguments.out}: {len(html) / 1e3:,.0f} kB; {runs}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,11 +20,7 @@ LOGITS_PER_PART = 10_000_000  # that hosts gather, and hold, at a time
 
 
 class Outcome(Protocol):
-    """File that a validation leaves in the folder of its run, where it is the best so far.
-
-    Attributes:
-      name: name of the file.
-    """
+    """File that a validation leaves in the folder of its run, where it is the best so far."""
 
     name: str
 
@@ -32,11 +28,7 @@ class Outcome(Protocol):
         """Yield what is gathered from all hosts, piece by piece. Collective."""
 
     def write(self, folder: Path, parts: Iterator[np.ndarray]) -> None:
-        """Replace what an earlier best has left, on the host that writes.
-
-        Raises:
-          OSError: the disk is full; what was there is still there.
-        """
+        """Replace the file that an earlier best has left, which stays where this raises OSError."""
 
 
 def in_parts(values: Any, numbers_per_part: int) -> Iterator[np.ndarray]:

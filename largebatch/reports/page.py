@@ -21,7 +21,7 @@ from largebatch.reports.examples import Confusion, MapExamples
 from largebatch.reports.groups import Group, plain, score_words
 from largebatch.reports.study_charts import Fit
 from largebatch.reports.tables import Table
-from largebatch.runs.reader import Run, number
+from largebatch.runs.reader import number
 
 FOLDER = Path(__file__).parent
 STOPPED = ("diverged", "interrupted", "failed")  # a pruned run ended as its study wants
@@ -186,16 +186,9 @@ def problems_of(group: Group) -> Iterator[tuple[str, str]]:
         yield from ((str(group.study.path), text) for text in group.study.problems)
     for run in group.runs:
         if run.status in STOPPED and not run.trial_error:
-            yield str(run.path), why_stopped(run)
+            reason = str((run.events[-1].get("reason") if run.events else None) or "")
+            yield str(run.path), reason if reason.startswith(run.status) else f"{run.status}: {reason}".rstrip(": ")
         yield from ((str(run.path), text) for text in run.problems)
-
-
-def why_stopped(run: Run) -> str:
-    """Return the status of a run that stopped, and the reason in its last event if there is one."""
-    reason = str((run.events[-1].get("reason") if run.events else None) or "")
-    if not reason:
-        return run.status
-    return reason if reason.startswith(run.status) else f"{run.status}: {reason}"
 
 
 def tiles(report: GroupReport) -> Iterator[tuple[str, str]]:

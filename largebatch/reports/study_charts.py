@@ -128,7 +128,7 @@ def steps_chart(group: Group, found: list[Fit]) -> Chart | None:
     if not drawn:
         return None
     first = drawn[0].points[0]
-    last, steps = drawn[0].points[-1].batch_size, first.estimated_steps.mean
+    last, steps = drawn[0].points[-1].batch_size, first.estimate().mean
     perfect = [[first.batch_size, rounded(steps)], [last, rounded(steps * first.batch_size / last)]]
     marks = [Mark("dashed", "perfect scaling", None, perfect)]
     for place, fit in enumerate(drawn):
@@ -173,7 +173,7 @@ def _points(fit: Fit, colour: int, label: str | None, label_at_edge: str | None)
     for kind, name, at_edge in (("points", label, False), ("hollow", label_at_edge, True)):
         points, tips = [], []
         for point in (point for point in fit.points if bool(point.edges) == at_edge):
-            steps = point.estimated_steps
+            steps = point.estimate()
             points.append([point.batch_size, rounded(steps.mean), rounded(steps.low), rounded(steps.high)])
             tips.append("\n".join([values_label(point.values), f"{len(point.steps)} seeds", *point.edges]))
         marks += [Mark(kind, name, colour, points, tips)] if points else []
@@ -214,7 +214,7 @@ def curve_note(points: list[BatchPoint], curve: StepsCurve | None) -> str:
         size = points[0].batch_size
         return (
             f"The critical batch size lies below {size:,}: larger batches save no steps. The fewest images that "
-            f"were seen, {points[0].estimated_steps.mean * size:,.0f}, are those of the smallest batch."
+            f"were seen, {points[0].estimate().mean * size:,.0f}, are those of the smallest batch."
         )
     size = f"{curve.critical_batch_size:,.0f}"
     if curve.low is not None:

@@ -137,10 +137,10 @@ def steps_table(group: Group, fits: list[Fit]) -> Table | None:
         [
             number_cell(point.batch_size),
             *(value_cell(point.values.get(name)) for name in fields),
-            estimate_cell(point.estimated_steps, ",.0f"),
-            estimate_cell(point.examples, ",.0f"),
-            estimate_cell(point.seconds, ",.1f"),
-            number_cell(len(point.steps)),
+            estimate_cell(point.estimate(), ",.0f"),
+            estimate_cell(point.estimate("examples_to_target"), ",.0f"),
+            estimate_cell(point.estimate("sec_to_target"), ",.1f"),
+            number_cell(len(point.runs)),
             Cell("; ".join(point.edges) or "no", css="text"),
         ]
         for point in points

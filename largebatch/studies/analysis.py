@@ -187,22 +187,27 @@ def tuned_apart(study: Study) -> dict[str, Study]:
 
 @dataclass(frozen=True)
 class BatchPoint:
-    """Best-tuned setting at one batch size, with the steps of its seeds to the target.
+    """Best-tuned setting at one batch size.
 
     Attributes:
       values: {dotted field: value} of the setting.
-      estimated_steps, examples, seconds: steps, examples and seconds to the target, estimated over the seeds.
-      steps: steps to the target of each seed.
+      runs: its runs, which all reached the target.
       edges: a line for each field whose best value is on the edge of those tried: a better one may lie beyond.
     """
 
     batch_size: int
     values: dict
-    estimated_steps: Estimate
-    examples: Estimate
-    seconds: Estimate
-    steps: list[int]
+    runs: list[Run]
     edges: list[str]
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps to the target of each run."""
+        return [run.value("steps_to_target") for run in self.runs]
+
+    def estimate(self, objective: str = "steps_to_target") -> Estimate:
+        """Estimate the steps, examples or seconds to the target over the runs."""
+        return estimate(run.value(objective) for run in self.runs)
 
 
 def steps_to_target(study: Study) -> list[BatchPoint]:
@@ -225,17 +230,8 @@ def steps_to_target(study: Study) -> list[BatchPoint]:
                 best[batch_size] = at_size
     points = []
     for batch_size, runs in sorted(best.items()):
-        steps, values = [run.value("steps_to_target") for run in runs], setting_of(runs[0], study.fields)
-        point = BatchPoint(
-            batch_size=batch_size,
-            values=values,
-            estimated_steps=estimate(steps),
-            examples=estimate(run.value("examples_to_target") for run in runs),
-            seconds=estimate(run.value("sec_to_target") for run in runs),
-            steps=steps,
-            edges=edge_flags(study, values, batch_size),
-        )
-        points.append(point)
+        values = setting_of(runs[0], study.fields)
+        points.append(BatchPoint(batch_size, values, runs, edge_flags(study, values, batch_size)))
     return points
 
 

@@ -198,7 +198,8 @@ def test_steps_to_target_takes_the_best_setting_whose_seeds_all_reached_it(tmp_p
     assert small.values["optimizer.name"] == "lamb"  # sgd was faster once, but missed it with the other seed
     assert small.edges == []
     assert (large.batch_size, large.steps) == (1024, [20, 30])
-    assert (large.estimated_steps.mean, large.examples.mean, large.seconds.mean) == (25, 25 * 1024, 5.0)
+    means = [large.estimate(f"{name}_to_target").mean for name in ("steps", "examples", "sec")]
+    assert means == [25, 25 * 1024, 5.0]
     assert large.edges == ["optimizer.learning_rate 0.02 is the highest of 2 tried"]
     (fit,) = fits(study)
     assert fit.unreached == [4096]
