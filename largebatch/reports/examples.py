@@ -213,8 +213,7 @@ def _file_of(root: Path, example_id: str) -> Path | None:
     """Return the file of an example. Only folders above those of classes are listed, since a set may be large."""
     path = PurePosixPath(example_id)
     split, inner = ("", path) if len(path.parts) < 3 else (path.parts[0], path.relative_to(path.parts[0]))
-    is_outside = path.is_absolute() or ".." in path.parts or len(inner.parts) > 2
-    if is_outside or path.suffix.lower() not in IMAGE_SUFFIXES:
+    if path.is_absolute() or ".." in path.parts or path.suffix.lower() not in IMAGE_SUFFIXES:
         return None
     for around in (root, *(child for child in root.iterdir() if child.is_dir())):
         folders = [around]
