@@ -64,7 +64,7 @@ def test_trials_of_one_shape_share_one_compilation_and_are_the_runs_that_train_w
     assert len(compilations) > 2  # at least the inner loop, the predictions and the initial state
     compilations.clear()
     others = {
-        RATE: [0.02, 0.03],
+        RATE: [0.02],
         "optimizer.momentum": [0.5],
         "batch.size": [200, 640],
         "train.inner_steps": [4],  # 3 before; both are done by a program for 4
@@ -75,17 +75,13 @@ def test_trials_of_one_shape_share_one_compilation_and_are_the_runs_that_train_w
 
     runs = train_study(make_study(config, tmp_path / "s", space_of(others, derive=derive), seeds=2), cache)
     assert compilations == []
-    assert [(run.field(RATE), run.batch_size, run.field("seed"), run.summary["steps"]) for run in runs] == [
-        (rate, size, seed, steps)
-        for rate in (0.02, 0.03)
-        for size, steps in ((200, 4), (640, 8))
-        for seed in (0, 1)
-    ]
-    assert len({run.summary["params_sha256"] for run in runs}) == 8
-    config.update_from_flattened_dict({RATE: 0.03, "optimizer.momentum": 0.5, "batch.size": 200, "seed": 1})
+    found = [(run.batch_size, run.field("seed"), run.summary["steps"]) for run in runs]
+    assert found == [(200, 0, 4), (200, 1, 4), (640, 0, 8), (640, 1, 8)]
+    assert len({run.summary["params_sha256"] for run in runs}) == 4
+    config.update_from_flattened_dict({RATE: 0.02, "optimizer.momentum": 0.5, "batch.size": 200, "seed": 1})
     config.train.inner_steps, config.train.outer_steps = 4, 1
     alone = train.train_and_evaluate(config, str(tmp_path / "alone"))
-    assert runs[5].summary["params_sha256"] == alone["params_sha256"]
+    assert runs[1].summary["params_sha256"] == alone["params_sha256"]
 
 
 @pytest.mark.full
