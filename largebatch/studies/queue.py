@@ -8,6 +8,7 @@ done.
 """
 
 import contextlib
+import datetime
 import math
 import os
 import threading
@@ -21,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from largebatch.config.dicts import difference
 from largebatch.hosts import preemption
 from largebatch.runs.folder import RunFolder
-from largebatch.studies.database import DATABASE_ERRORS, open_storage, waits_for_database
+from largebatch.studies.database import DATABASE_ERRORS, MISSED_HEARTBEATS, open_storage, waits_for_database
 from largebatch.studies.space import Setting, recorded, suggest, tpe_sampler
 from largebatch.studies.study import Study, identity
 from largebatch.util import UserError
@@ -184,6 +185,7 @@ class TrialQueue:
     def fill(self) -> Counts:
         """Enqueue every run that has no live row: at first all runs, later those of dead processes."""
         optuna.storages.fail_stale_trials(self._database)
+        self._end_unclaimed()
         rows = self._rows()
         wanted = self._wanted(rows)
         for key, trial in wanted.items():
@@ -202,10 +204,19 @@ class TrialQueue:
             attrs["setting"] = trial.setting
         params = {field: recorded(value) for field, value in (trial.setting or {}).items()}
         distributions = {field: self._distributions[field] for field in params}
-        row = create_trial(state=TrialState.WAITING, params=params, distributions=distributions, user_attrs=attrs)
-        row_id = self._storage.create_new_trial(self._database._study_id, row)
-        # Optuna overlooks rows without a heartbeat, and a process may die between taking a row and its first.
-        self._storage.record_heartbeat(row_id)
+        self._database.add_trial(
+            create_trial(state=TrialState.WAITING, params=params, distributions=distributions, user_attrs=attrs)
+        )
+
+    def _end_unclaimed(self) -> None:
+        """End rows whose process died between taking them and its first heartbeat, which Optuna overlooks.
+
+        Their start is by the clock of another machine. One that is ended too early costs no more than a new row.
+        """
+        latest = datetime.datetime.now() - datetime.timedelta(seconds=MISSED_HEARTBEATS * self._heartbeat_sec)
+        for row in self._database.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if "process" not in row.user_attrs and row.datetime_start < latest:
+                self._end(row._trial_id, TrialState.FAIL)
 
     # ---- one trial ----------------------------------------------------------------------------------
 

@@ -1,10 +1,12 @@
 """The queue of a study's trials: every run once, whatever dies, and the best settings first among equals."""
 
+import datetime
 import threading
 import time
 
 import optuna
 import pytest
+import sqlalchemy
 from made_studies import databases_in_memory, make_study, space_of
 from optuna.trial import TrialState
 
@@ -86,37 +88,48 @@ def test_processes_that_fill_the_queue_at_once_run_no_trial_twice(make_queue):
 
 def test_the_run_of_a_dead_process_comes_again_and_that_of_a_living_one_does_not(make_queue):
     space = Space(lambda trial: trial.suggest_float(RATE, 1e-4, 1, log=True), space_of({}).rules)
-    options = {"space": space, "sampler": "tpe", "trials": 3, "heartbeat_sec": 1}
+    options = {"space": space, "sampler": "tpe", "trials": 2, "heartbeat_sec": 1}
     dead, other = make_queue(**options), make_queue(**options)
     dead.fill()
     lost, kept = dead.claim(), other.claim()  # the heart of the first does not beat
-    unclaimed = dead._database.ask()  # nor that of a process which died right after
     folder = RunFolder(other._study.folder_of(kept.setting, 0))
     with other.beating(kept):
-        assert other.fill() == Counts(0, 3, 0)
+        assert other.fill() == Counts(0, 2, 0)
         assert other.claim() is None
-        deadline = time.monotonic() + 30
-        while other.fill() != Counts(2, 1, 0):
+        deadline = time.monotonic() + 20
+        while other.fill() != Counts(1, 1, 0):
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        again, third = other.claim(), other.claim()
-        for trial in (again, third):
-            other.end(trial, "done", 0.7, None)
+        again = other.claim()
         assert (again.index, again.seed, again.setting) == (lost.index, lost.seed, lost.setting)
-        assert third.index == 2
         folder.lock()
     for _ in range(2):  # the row has ended, and no other is made while a process trains in the folder
-        assert other.fill() == Counts(1, 0, 2)
+        assert other.fill() == Counts(1, 1, 0)
         assert other.claim() is None
     folder.close()
-    # They were not dead, only slow.
-    assert not dead.report(lost, 0.5, 1)
+    assert not dead.report(lost, 0.5, 1)  # it was not dead, only slow
     dead.end(lost, "diverged", 0.5, None)
-    with TAKEN_FOR_DEAD:
-        assert dead._claim(unclaimed) is None
-    assert other.fill() == Counts(1, 0, 2)
+    other.end(again, "done", 0.7, None)
+    assert other.fill() == Counts(1, 0, 1)
     assert other.claim().setting == kept.setting
-    assert [row.value for row in other._database.get_trials(states=(TrialState.COMPLETE,))] == [0.7, 0.7]
+    assert [row.value for row in other._database.get_trials(states=(TrialState.COMPLETE,))] == [0.7]
+
+
+@pytest.mark.parametrize(("hours", "is_dead"), [(-1, True), (1, False)])
+def test_a_process_killed_before_its_first_heartbeat(make_queue, hours, is_dead):
+    """The start of a row is by the clock of its machine."""
+    queue = make_queue(trials=1)
+    queue.fill()
+    row = queue._database.ask()
+    start = datetime.datetime.now() + datetime.timedelta(hours=hours)
+    with queue._storage.engine.begin() as connection:
+        change = "UPDATE trials SET datetime_start = :start WHERE trial_id = :trial"
+        connection.execute(sqlalchemy.text(change), {"start": str(start), "trial": row._trial_id})
+    assert queue.fill() == (Counts(1, 0, 0) if is_dead else Counts(0, 1, 0))
+    if is_dead:  # and it was alive: its claim finds the row ended, and the run has another one
+        with TAKEN_FOR_DEAD:
+            assert queue._claim(row) is None
+        assert queue.claim().index == 0
 
 
 def test_what_ended_is_not_run_again_however_it_ended(make_queue):
