@@ -100,42 +100,23 @@ def csv_text(groups: list[Group], steps_to: Sequence[float]) -> str:
     studies = [group for group in groups if group.study]
     if studies and len(studies) < len(groups):
         raise UserError("--csv: both runs and studies are given; allowed: one kind, for their columns differ")
-    table = leaderboards_table(studies, steps_to) if studies else rows_table(groups[0])
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(table)
-    return text.getvalue()
-
-
-def leaderboards_table(studies: list[Group], steps_to: Sequence[float]) -> list[list]:
-    """Return the leaderboards of studies below one header; of several, with a column "study"."""
-    names, lines = [], []
+    columns, lines, source, sources = [], [], "study", [group.title for group in groups]
     for group in studies:
         header, rows = analysis.leaderboard_rows(group.study, steps_to)
-        names += header
-        lines += [(group.title, dict(zip(header, row, strict=True))) for row in rows]
-    return make_table(names, lines, "study" if len(studies) > 1 else None)
-
-
-def rows_table(group: Group) -> list[list]:
-    """Return the rows of runs below one header; of several, with a column "run"."""
-    lines = [(label, row) for run, label in zip(group.runs, group.labels, strict=True) for row in run.rows]
-    names = [name for _, row in lines for name in row]
-    return make_table(names, lines, "run" if len(group.runs) > 1 else None)
-
-
-def make_table(names: list[str], lines: list[tuple[str, dict]], source_column: str | None) -> list[list]:
-    """Return a header and the lines below; each name is one column, whichever lines have it.
-
-    Args:
-      lines: the study or run of each line, and its values by column.
-      source_column: column that tells the study or run; None for none.
-    """
-    columns = list(dict.fromkeys(names))
-    table = [[source_column, *columns] if source_column else columns]
-    for source, found in lines:
-        values = [found.get(column) for column in columns]
-        table.append([source, *values] if source_column else values)
-    return table
+        columns += header
+        lines += [dict(zip(header, row, strict=True)) | {source: group.title} for row in rows]
+    if not studies:
+        source, sources = "run", groups[0].labels
+        lines = [
+            row | {source: label} for run, label in zip(groups[0].runs, sources, strict=True) for row in run.rows
+        ]
+        columns = [name for run in groups[0].runs for row in run.rows for name in row]
+    columns = dict.fromkeys([source, *columns] if len(sources) > 1 else columns)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
 
 
 def draw_pngs(reports: list[GroupReport]) -> dict[str, bytes]:
@@ -151,39 +132,25 @@ def draw_pngs(reports: list[GroupReport]) -> dict[str, bytes]:
     return pictures
 
 
-def write(path: Path, content: bytes, option: str) -> None:
-    """Write a whole file or none.
-
-    Raises:
-      UserError: it cannot be written.
-    """
-    with writing(path, option), replacing(path) as temporary:
-        temporary.write_bytes(content)
-
-
 def write_report(arguments: argparse.Namespace) -> str:
     """Read and draw everything, then write it; return a line that says what."""
     found = read_groups(arguments.paths)
-    reports = page.report_groups(found)
-    html = page.make_page(reports, arguments.updates_to).encode()
-    table = csv_text(found, arguments.updates_to) if arguments.csv else None
-    pictures = draw_pngs(reports) if arguments.png else {}
+    reports = page.report_groups(found, arguments.updates_to)
+    html = page.make_page(reports).encode()
+    files = [("--out", arguments.out, html)]
+    if arguments.csv:
+        files.append(("--csv", arguments.csv, csv_text(found, arguments.updates_to).encode()))
     if arguments.png:
+        files += [("--png", arguments.png / name, content) for name, content in draw_pngs(reports).items()]
         with writing(arguments.png, "--png"):
             arguments.png.mkdir(parents=True, exist_ok=True)
-    write(arguments.out, html, "--out")
-    if arguments.csv:
-        write(arguments.csv, table.encode(), "--csv")
-    for name, content in pictures.items():
-        write(arguments.png / name, content, "--png")
-    return f"{arguments.out}: {len(html) / 1e3:,.0f} kB; {counts_of(found)}"
-
-
-def counts_of(groups: list[Group]) -> str:
-    """Return how many runs there are, and how many of each status."""
-    statuses = [run.status for group in groups for run in group.runs]
+    for option, path, content in files:
+        with writing(path, option), replacing(path) as temporary:
+            temporary.write_bytes(content)
+    statuses = [run.status for group in found for run in group.runs]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
-    return f"{len(statuses)} run{'s' * (len(statuses) != 1)}{': ' * bool(counts)}{counts}"
+    runs = f"{len(statuses)} run{'s' * (len(statuses) != 1)}{': ' * bool(counts)}{counts}"
+    return f"{arguments.out}: {len(html) / 1e3:,.0f} kB; {runs}"
 
 
 def main(arguments: list[str] | None = None) -> int:

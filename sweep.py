@@ -34,8 +34,7 @@ from largebatch.runs.folder import RunFolder
 from largebatch.runs.load import load
 from largebatch.studies import analysis, critical_batch
 from largebatch.studies.critical_batch import Branches
-from largebatch.studies.display import SweepDisplay
-from largebatch.studies.queue import PRUNERS, Counts, TrialQueue
+from largebatch.studies.queue import PRUNERS, TrialQueue
 from largebatch.studies.space import SAMPLERS, Space, read_space
 from largebatch.studies.study import SPACE_FILE, Study, StudyOptions, define_study, refuse_another
 from largebatch.studies.worker import Worker
@@ -94,7 +93,11 @@ def read_study(config: config_dict.ConfigDict, recorded: dict, *, dtype_is_auto:
       UserError: a flag, the space or a setting of it is not allowed; or the folder holds another study.
     """
     path = Path(FLAGS.study)
-    options = read_options(recorded)
+    given = {}
+    for field in dataclasses.fields(StudyOptions):
+        flag = FLAGS[field.name]
+        given[field.name] = flag.value if flag.present else recorded.get(field.name, flag.value)
+    options = StudyOptions(**given)
     description: dict = {"dtype_is_auto": dtype_is_auto}
     if FLAGS.branch or recorded.get("branches"):
         for name, allowed in BRANCH_OPTIONS.items():
@@ -108,23 +111,14 @@ def read_study(config: config_dict.ConfigDict, recorded: dict, *, dtype_is_auto:
         space = Space(branches.suggest, rules.rules(models.MODELS), branches.derive)
     else:
         copy = path / SPACE_FILE
-        given = Path(FLAGS.space) if FLAGS.space else copy
-        if recorded and given.is_file() and copy.is_file() and given.read_bytes() != copy.read_bytes():
-            raise UserError(f"--space: {given} is not {copy}, of which the study is; allowed: the same, or none")
-        space = read_space(given, rules.rules(models.MODELS))
+        file = Path(FLAGS.space) if FLAGS.space else copy
+        if recorded and file.is_file() and copy.is_file() and file.read_bytes() != copy.read_bytes():
+            raise UserError(f"--space: {file} is not {copy}, of which the study is; allowed: the same, or none")
+        space = read_space(file, rules.rules(models.MODELS))
     study = define_study(path, config, options, space, models.MODELS, **description)
     if recorded:
         refuse_another(path, study.description, recorded)
     return study
-
-
-def read_options(recorded: dict) -> StudyOptions:
-    """Return the options by the flags; one that is not given is as the study.json `recorded` has it."""
-    options = {}
-    for field in dataclasses.fields(StudyOptions):
-        flag = FLAGS[field.name]
-        options[field.name] = flag.value if flag.present else recorded.get(field.name, flag.value)
-    return StudyOptions(**options)
 
 
 def open_queue(study: Study) -> TrialQueue:
@@ -175,12 +169,9 @@ def main(config: config_dict.ConfigDict) -> int:
     preemption.answer_signals()
     preemption.training_begins()  # what a trial has done goes back to the queue, however little it is
     queue = open_queue(study) if collectives.is_primary() else None
-    counts = (lambda: queue.counts) if queue else Counts
-    display = SweepDisplay(study.path.name, study.kind, counts, enabled=collectives.is_primary())
-    worker = Worker(study, queue, display, train=train.train_and_evaluate, cache=ProgramCache())
     try:
-        with display, collectives.named_collective_errors():
-            worker.run()
+        with collectives.named_collective_errors():
+            Worker(study, queue, train=train.train_and_evaluate, cache=ProgramCache()).run()
     except preemption.Stopped as stopped:
         log.info("%s; start again with --study %s to go on", stopped, study.path)
         return stopped.exit_code
@@ -197,8 +188,6 @@ def print_results(path: Path) -> None:
     if not study.description.get("branches"):
         terminal.print_table(*analysis.leaderboard_rows(study))
         return
-    for run in critical_batch.left_out(study):
-        log.warning("%s: %s", run.path, critical_batch.LEFT_OUT)
     found = critical_batch.critical_batches(study)
     if not found:
         log.warning("%s: no point whose own batch and another have ended: no critical batch", path)

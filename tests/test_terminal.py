@@ -1,5 +1,7 @@
 """Names that others chose are shown as they stand: no markup, no emoji, nothing that steers the terminal."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,8 @@ from largebatch.doctor import OK, Finding, show
 from largebatch.predictions import tables
 from largebatch.runs.display import Reporter
 from largebatch.runs.summary import empty_summary
-from largebatch.studies.display import SweepDisplay
 from largebatch.studies.queue import Counts
+from largebatch.studies.worker import Worker
 from largebatch.tasks.kinds import CLASSIFICATION
 from largebatch.tasks.scores import Scores
 
@@ -52,14 +54,12 @@ def test_a_long_run_says_once_how_long_it_takes(calls, said, capsys):
     assert capsys.readouterr().out.strip() == said
 
 
-def test_a_study_shows_its_name_trials_and_errors(capsys):
-    display = SweepDisplay(NAME, CLASSIFICATION, lambda: Counts(0, 0, 1), enabled=True)
-    with display:
-        display.start(f"t{NAME}", 1, 0)
-        display.end(f"t{NAME}", "failed", None, error=NAME)
-    display._console.print(display._bars.get_renderable())  # as on a terminal
+def test_a_study_shows_its_trials_and_errors(capsys):
+    queue = SimpleNamespace(counts=Counts(0, 0, 1))
+    worker = Worker(SimpleNamespace(), queue, train=None, cache=None)
+    worker._show_end(f"t{NAME}", "failed", NAME, 1.0)
     shown = capsys.readouterr().out
-    for text in (SHOWN, f"trial t{SHOWN}", f"failed  {SHOWN}", "1 of 1 trials ended"):
+    for text in (f"trial t{SHOWN}", f"failed  {SHOWN}", "1 of 1 trials ended"):
         assert text in shown
     assert "\x1b" not in shown
 

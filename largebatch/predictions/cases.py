@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from largebatch import util
-from largebatch.predictions.files import DamagedPredictions as DamagedCases
-from largebatch.predictions.files import read_arrays
+from largebatch.predictions.files import DamagedPredictions, read_arrays
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets
 
@@ -76,19 +75,14 @@ class CasesToWrite:
             util.write_through(temporary, buffer.getvalue())
 
 
-def exist(folder: Path) -> bool:
-    """Return True if a run folder holds cases."""
-    return (folder / FILE).exists()
-
-
 def read(folder: Path) -> Cases:
     """Read the cases of a run folder.
 
     Raises:
-      DamagedCases: the file cannot be used.
+      DamagedPredictions: the file cannot be used.
     """
     cases = Cases(**read_arrays(folder / FILE, tuple(field.name for field in dataclasses.fields(Cases))))
     shapes = {array.shape[:1] for array in (cases.scores, cases.images, cases.truth, cases.predicted)}
     if shapes != {cases.ids.shape} or not cases.targets.planes:
-        raise DamagedCases(f"{FILE}: damaged: its arrays do not go together")
+        raise DamagedPredictions(f"{FILE}: damaged: its arrays do not go together")
     return cases

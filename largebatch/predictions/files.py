@@ -3,6 +3,7 @@
 Only NumPy is imported here: reports are made without JAX.
 """
 
+import math
 import os
 import zipfile
 from collections.abc import Iterator
@@ -19,11 +20,7 @@ LOGITS_PER_PART = 10_000_000  # that hosts gather, and hold, at a time
 
 
 class Outcome(Protocol):
-    """File that a validation leaves in the folder of its run, where it is the best so far.
-
-    Attributes:
-      name: name of the file.
-    """
+    """File that a validation leaves in the folder of its run, where it is the best so far."""
 
     name: str
 
@@ -31,11 +28,19 @@ class Outcome(Protocol):
         """Yield what is gathered from all hosts, piece by piece. Collective."""
 
     def write(self, folder: Path, parts: Iterator[np.ndarray]) -> None:
-        """Replace what an earlier best has left, on the host that writes.
+        """Replace the file that an earlier best has left, which stays where this raises OSError."""
 
-        Raises:
-          OSError: the disk is full; what was there is still there.
-        """
+
+def in_parts(values: Any, numbers_per_part: int) -> Iterator[np.ndarray]:
+    """Yield the values of a few examples at a time. Collective.
+
+    Args:
+      values: an array [examples, ...]; or what has its `shape` and gives such arrays by slices of examples.
+    """
+    count, *shape = values.shape
+    size = max(numbers_per_part // math.prod(shape), 1)
+    for first in range(0, count, size):
+        yield values[first : min(first + size, count)]
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,7 @@ class Predictions:
 
     def parts(self) -> Iterator[np.ndarray]:
         """Yield the logits of a few examples at a time. Collective."""
-        examples, classes = self.logits.shape
-        size = max(LOGITS_PER_PART // classes, 1)
-        for first in range(0, examples, size):
-            yield self.logits[first : min(first + size, examples)]
+        return in_parts(self.logits, LOGITS_PER_PART)
 
     def write(self, folder: Path, parts: Iterator[np.ndarray]) -> None:
         """Replace the predictions of a run folder; see `Outcome`. The CRCs of the zip guard them."""
@@ -78,11 +80,6 @@ class Predictions:
 
 class DamagedPredictions(Exception):
     """Raised for predictions that cannot be read, or do not go together; the text names the file and says why."""
-
-
-def exist(folder: Path) -> bool:
-    """Return True if a run folder holds predictions."""
-    return (folder / FILE).exists()
 
 
 def read(folder: Path) -> Predictions:
@@ -113,3 +110,9 @@ def read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DamagedPredictions(f"{path.name}: damaged: {reason}") from error
+
+
+def confusions(truth: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
+    """Count classes int [...] that were predicted: int [classes, classes], rows true, columns predicted."""
+    cells = np.asarray(truth, np.int64) * num_classes + predicted
+    return np.bincount(cells.ravel(), minlength=num_classes**2).reshape(num_classes, num_classes)

@@ -1,7 +1,6 @@
 """Predictions for people: scores by class, and a line of a CSV file, or pictures, for each image."""
 
 import csv
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from rich import box, table
 from scipy.special import softmax
 
 from largebatch.data.dataset import Dataset
+from largebatch.predictions.files import confusions, in_parts
 from largebatch.tasks import planes
 from largebatch.tasks.planes import PixelTargets
 from largebatch.terminal import Console, four_digits
@@ -22,12 +22,6 @@ WHITE = 255  # of a mask of two classes, so that people see it
 BYTES_PER_PART = 2**26
 SCORES_FILE = "scores.csv"
 IOU = "iou_"  # what the score of a class begins with
-
-
-def confusions(truth: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
-    """Count classes int [...] that were predicted: int [classes, classes], rows true, columns predicted."""
-    cells = np.asarray(truth, np.int64) * num_classes + predicted
-    return np.bincount(cells.ravel(), minlength=num_classes**2).reshape(num_classes, num_classes)
 
 
 # ---- classes -----------------------------------------------------------------------------------------
@@ -115,15 +109,8 @@ def write_csv(path: str, dataset: Dataset, parts: Iterable[np.ndarray]) -> None:
 
 
 def map_parts(predicted: Any) -> Iterator[np.ndarray]:
-    """Yield uint8 planes [n, H, W, P] of consecutive images. Collective.
-
-    Args:
-      predicted: planes [N, H, W, P]; or what has its `shape` and gives such arrays by slices of examples.
-    """
-    count, *shape = predicted.shape
-    at_once = max(BYTES_PER_PART // math.prod(shape), 1)
-    for first in range(0, count, at_once):
-        yield predicted[first : first + at_once]
+    """Yield uint8 planes [n, H, W, P] of consecutive images. Collective; see `files.in_parts`."""
+    return in_parts(predicted, BYTES_PER_PART)
 
 
 def print_map_results(num_images: int, targets: PixelTargets, scores, heading: str) -> None:

@@ -5,11 +5,12 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+from PIL import Image
 
 from largebatch.data.decode import DecodeOptions, decode
 from largebatch.data.pictures import class_colours, picture_of, shaded, to_rgb8
@@ -18,14 +19,16 @@ from largebatch.data.sources.splits import split_named
 from largebatch.predictions import cases as case_files
 from largebatch.predictions import files as prediction_files
 from largebatch.predictions.cases import Cases
-from largebatch.reports.groups import Group, best_runs
+from largebatch.reports.groups import Group
 from largebatch.runs.reader import Run, lies_in
+from largebatch.studies import analysis
 from largebatch.tasks import planes
 from largebatch.util import UserError, expanded, printable
 
 log = logging.getLogger("largebatch")
 
 NUMBERED = re.compile(r"(.+?)_\d+\.\w+")  # AnnualCrop_12.jpg
+MAX_WITH_EXAMPLES = 4  # runs outside a study; their pictures are the largest part of a page
 MAX_SIDE = 96  # pixels of the picture of a mistake, on its longer side
 MAX_DECODED = 1 << 24  # pixels of an image
 MAX_MAP_SIDE = 192  # pixels of a map; larger ones are thinned
@@ -33,26 +36,49 @@ WRONG = np.uint8([230, 60, 60])
 PAIRS, PICTURES = 5, 4  # worst confusions, and pictures of each
 
 
+def best_runs(group: Group, file: str) -> list[Run]:
+    """Return the best run of a study, or the best few of single runs, of those that have a file of examples."""
+
+    def rank(run: Run) -> float:
+        return run.kind.rank(run.best_score)
+
+    runs = [run for run in group.runs if (run.path / file).exists()]
+    if group.study:
+        for setting in analysis.leaderboard(group.study):
+            of_setting = [run for run in setting.runs if run in runs]
+            if of_setting:
+                return [min(of_setting, key=rank)]
+    return sorted(runs, key=rank)[:MAX_WITH_EXAMPLES]
+
+
+def read_examples(group: Group, file: str, read: Callable) -> list:
+    """Return what `read` finds in the best runs that have a file; damage is added to the problems of its run."""
+    found = []
+    for run in best_runs(group, file):
+        try:
+            found.append(read(run, group.labels[group.runs.index(run)]))
+        except prediction_files.DamagedPredictions as damage:
+            run.problems.append(str(damage))
+    return found
+
+
 # ---- confusion -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Example:
-    """Mistake with its id, the probability of the wrong class, and its picture as a data: URI, or None."""
-
-    example_id: str
-    probability: float
-    picture: str | None = None
-
-
-@dataclass(frozen=True)
 class Mistake:
-    """Examples of class `true` that were taken for `predicted`, the surest first; `count` are all of them."""
+    """Examples of class `true` that were taken for `predicted`.
 
-    true: int
-    predicted: int
+    Attributes:
+      count: number of all of them.
+      examples: the surest, each with its id, the probability of the wrong class, and its picture as a data: URI, or
+        None.
+    """
+
+    true: str
+    predicted: str
     count: int
-    examples: list[Example]
+    examples: list[tuple[str, float, str | None]]
 
 
 @dataclass(frozen=True)
@@ -76,9 +102,7 @@ class Confusion:
     def recall(self) -> list[float]:
         """Share of each class that was found, NaN for a class without examples."""
         counts = self.matrix.sum(1)
-        return np.divide(
-            self.matrix.diagonal(), counts, out=np.full(len(counts), np.nan), where=counts > 0
-        ).tolist()
+        return np.where(counts, self.matrix.diagonal() / np.maximum(counts, 1), np.nan).tolist()
 
     @property
     def accuracy(self) -> float:
@@ -91,17 +115,6 @@ class Confusion:
         return float(share if true == predicted else math.sqrt(share))
 
 
-def read_confusions(group: Group) -> list[Confusion]:
-    """Read the confusions to show; damaged predictions are added to the problems of their run."""
-    confusions = []
-    for run in best_runs(group, prediction_files.exist):
-        try:
-            confusions.append(read_confusion(run, group.labels[group.runs.index(run)]))
-        except prediction_files.DamagedPredictions as damage:
-            run.problems.append(str(damage))
-    return confusions
-
-
 def read_confusion(run: Run, label: str = "") -> Confusion:
     """Read the confusions of a run that has predictions.
 
@@ -112,25 +125,20 @@ def read_confusion(run: Run, label: str = "") -> Confusion:
     labels, logits = found.labels, found.logits
     classes, num_classes = logits.argmax(1), logits.shape[1]
     probabilities = 1 / np.exp(logits - logits.max(1, keepdims=True)).sum(1)  # of the predicted class
-    matrix = np.zeros((num_classes, num_classes), np.int64)
-    np.add.at(matrix, (labels, classes), 1)
+    matrix = prediction_files.confusions(labels, classes, num_classes)
     wrong = matrix - np.diag(matrix.diagonal())
-    worst = []
+    rows_of: dict[tuple[int, int], list[int]] = {}  # the surest examples of the worst confusions
     for cell in np.argsort(-wrong, axis=None, kind="stable")[:PAIRS]:
         true, predicted = divmod(int(cell), num_classes)
         if wrong[true, predicted]:
             rows = np.flatnonzero((labels == true) & (classes == predicted))
-            surest = rows[np.argsort(-probabilities[rows], kind="stable")[:PICTURES]]
-            examples = [Example(str(found.ids[row]), float(probabilities[row])) for row in surest]
-            worst.append(Mistake(true, predicted, int(wrong[true, predicted]), examples))
-    pictures, missing = read_pictures(
-        run, [example.example_id for mistake in worst for example in mistake.examples]
-    )
-    worst = [
-        replace(mistake, examples=[replace(e, picture=pictures.get(e.example_id)) for e in mistake.examples])
-        for mistake in worst
-    ]
-    return Confusion(label, class_names(labels, found.ids, num_classes), matrix, worst, missing)
+            rows_of[true, predicted] = rows[np.argsort(-probabilities[rows], kind="stable")[:PICTURES]].tolist()
+    pictures, missing = read_pictures(run, [str(found.ids[row]) for rows in rows_of.values() for row in rows])
+    names, worst = class_names(labels, found.ids, num_classes), []
+    for (true, predicted), rows in rows_of.items():
+        shown = [(str(found.ids[row]), float(probabilities[row]), pictures.get(found.ids[row])) for row in rows]
+        worst.append(Mistake(names[true], names[predicted], int(wrong[true, predicted]), shown))
+    return Confusion(label, names, matrix, worst, missing)
 
 
 def class_names(labels: np.ndarray, ids: np.ndarray, num_classes: int) -> list[str]:
@@ -171,54 +179,63 @@ def read_pictures(run: Run, example_ids: Iterable[str]) -> tuple[dict[str, str],
     if not lies_in(path, run.path):
         log.warning("%s", printable(f"reads {field} {path}, which {run.path} names"))
     try:
-        names = _image_files(Path(expanded(path)))
-    except (OSError, ValueError, UserError):  # "~nobody", a NUL, a damaged zip
-        names = None
-    if names is None:
+        readers = _readers(Path(expanded(path)), example_ids)
+        found = {name: picture for name, read in readers if (picture := _picture(name, read))}
+    except (OSError, ValueError, UserError):  # "~nobody", a NUL, a damaged zip, or nothing at all
         return {}, f"dataset.path {path} does not exist here, or cannot be read"
-    found = {name: picture for name in example_ids if (picture := _picture(name, names.get(name)))}
     return found, None if found else f"no example was found in {path}"
 
 
-def _image_files(path: Path) -> dict[str, Callable[[], bytes]] | None:
-    """Return functions that read the image files of a folder or zip, by example id; None where there is neither.
+def _readers(path: Path, example_ids: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Yield the ids of examples that lie in a folder or zip, each with a function that reads its file.
 
-    An id is the last two parts of a name, or three with the folder of a split.
+    An id is CLASS/FILE or SPLIT/CLASS/FILE. The set may lie in a folder of the folder or zip.
     """
     if path.is_dir():
-        files = (file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
-        reads = {file.relative_to(path).as_posix(): file.read_bytes for file in files}
-    elif path.exists():
-        archive = open_files(str(path), "dataset.path", "zip")
-        reads = {name: lambda name=name: archive.read(name) for name in archive.names}
-    else:
-        return None
+        for example_id in example_ids:
+            if file := _file_of(path, example_id):
+                yield example_id, file.read_bytes
+        return
+    archive = open_files(str(path), "dataset.path", "zip")
     by_id = {}
-    for name, read in reads.items():
+    for name in archive.names:
         *folders, file = name.split("/")
         class_and_file = "/".join([*folders[-1:], file])
-        by_id[class_and_file] = read
+        by_id[class_and_file] = name
         if len(folders) > 1 and (split := split_named(folders[-2])):
-            by_id[f"{split}/{class_and_file}"] = read
-    return by_id
+            by_id[f"{split}/{class_and_file}"] = name
+    for example_id in example_ids:
+        if example_id in by_id:
+            yield example_id, lambda name=by_id[example_id]: archive.read(name)
 
 
-def _picture(name: str, read: Callable[[], bytes] | None) -> str | None:
-    """Return a small PNG as a data: URI; None where there is no file, or it is no image, damaged or too large."""
-    from PIL import Image
-
-    try:
-        options = DecodeOptions(max_pixels=MAX_DECODED)
-        image = Image.fromarray(to_rgb8(decode(name, read(), options))) if read else None
-    except (OSError, UserError):  # a page without this picture is still a page
+def _file_of(root: Path, example_id: str) -> Path | None:
+    """Return the file of an example. Only folders above those of classes are listed, since a set may be large."""
+    path = PurePosixPath(example_id)
+    split, inner = ("", path) if len(path.parts) < 3 else (path.parts[0], path.relative_to(path.parts[0]))
+    if path.is_absolute() or ".." in path.parts or path.suffix.lower() not in IMAGE_SUFFIXES:
         return None
-    if image is None:
+    for around in (root, *(child for child in root.iterdir() if child.is_dir())):
+        folders = [around]
+        if split:
+            folders = [child for child in around.iterdir() if split_named(child.name) == split]
+        for folder in folders:
+            if (folder / inner).is_file():
+                return folder / inner
+    return None
+
+
+def _picture(name: str, read: Callable[[], bytes]) -> str | None:
+    """Return a small PNG as a data: URI; None where the file is no image, damaged or too large."""
+    try:
+        image = Image.fromarray(to_rgb8(decode(name, read(), DecodeOptions(max_pixels=MAX_DECODED))))
+    except (OSError, UserError):  # a page without this picture is still a page
         return None
     image.thumbnail((MAX_SIDE, MAX_SIDE))
     return _uri(image)
 
 
-def _uri(image) -> str:
+def _uri(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -237,24 +254,18 @@ class MapExamples:
     rows: list[tuple[str, list[str], list[str]]]
 
 
-def read_maps(group: Group) -> list[MapExamples]:
-    """Read the maps to show; a damaged file is added to the problems of its run."""
-    found = []
-    for run in best_runs(group, case_files.exist):
-        try:
-            found.append(_map_examples(case_files.read(run.path), group.labels[group.runs.index(run)]))
-        except case_files.DamagedCases as damage:
-            run.problems.append(str(damage))
-    return found
+def read_maps(run: Run, label: str) -> MapExamples:
+    """Read the maps to show of a run that has some.
 
-
-def _map_examples(cases: Cases, label: str) -> MapExamples:
+    Raises:
+      prediction_files.DamagedPredictions: they cannot be used.
+    """
+    cases = case_files.read(run.path)
     rows = []
     for number, example_id in enumerate(cases.ids):
-        pictures = _pictures_of(cases, number)
         names, scores = cases.columns.tolist(), cases.scores[number].tolist()
         shown = [f"{name.replace('_', ' ')} {score:.3f}" for name, score in zip(names, scores, strict=True)]
-        rows.append((str(example_id), shown, [_map_uri(pixels) for _, pixels in pictures]))
+        rows.append((str(example_id), shown, [_map_uri(pixels) for _, pixels in _pictures_of(cases, number)]))
     columns = [name for name, _ in _pictures_of(cases, 0)]
     colours = class_colours(np.arange(len(cases.classes))[None])[0].tolist()
     classes = [
@@ -282,7 +293,5 @@ def _pictures_of(cases: Cases, number: int) -> list[tuple[str, np.ndarray]]:
 
 
 def _map_uri(pixels: np.ndarray) -> str:
-    from PIL import Image
-
     step = -(-max(pixels.shape[:2]) // MAX_MAP_SIDE)
     return _uri(Image.fromarray(np.ascontiguousarray(pixels[::step, ::step])))

@@ -1,8 +1,6 @@
 """Groups of runs that a report shows together, and the words and colours that tell their runs apart."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from largebatch.runs import reader
 from largebatch.runs.reader import BATCH, Run, Study, number
@@ -13,7 +11,6 @@ RATE = "optimizer.learning_rate"
 PREFIXES = {RATE: "lr ", BATCH: "batch ", analysis.OPTIMIZER: ""}
 COLOURS = 8  # --c0 to --c7 of style.css
 MAX_RUNS_BY_NAME = 6  # runs that are told apart by a colour each
-MAX_WITH_EXAMPLES = 4  # runs outside a study; their pictures are the largest part of a page
 
 
 @dataclass(frozen=True)
@@ -83,21 +80,6 @@ def _values_by_colour(study: Study | None, runs: list[Run], labels: list[str]) -
 
 def _optimizer_of(run: Run) -> str | None:
     return run.field(analysis.OPTIMIZER) or reader.setting_of(run, ()).get(analysis.OPTIMIZER)
-
-
-def best_runs(group: Group, has_examples: Callable[[Path], bool]) -> list[Run]:
-    """Return the best run of a study, or the best few of single runs, of those whose folders have examples."""
-    runs = [run for run in group.runs if has_examples(run.path)]
-    if group.study:
-        for setting in analysis.leaderboard(group.study):
-            of_setting = [run for run in setting.runs if run in runs]
-            if of_setting:
-                return [min(of_setting, key=_rank)]
-    return sorted(runs, key=_rank)[:MAX_WITH_EXAMPLES]
-
-
-def _rank(run: Run) -> float:
-    return run.kind.rank(run.best_score)
 
 
 # ---- words ---------------------------------------------------------------------------------------------------

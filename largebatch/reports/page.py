@@ -13,14 +13,15 @@ from pathlib import Path
 import jinja2
 import vl_convert
 
+from largebatch.predictions import cases as case_files
+from largebatch.predictions import files as prediction_files
 from largebatch.reports import charts, examples, run_charts, study_charts, tables
 from largebatch.reports.charts import Chart
 from largebatch.reports.examples import Confusion, MapExamples
 from largebatch.reports.groups import Group, plain, score_words
 from largebatch.reports.study_charts import Fit
 from largebatch.reports.tables import Table
-from largebatch.runs.reader import Run, number
-from largebatch.studies import analysis, critical_batch
+from largebatch.runs.reader import number
 
 FOLDER = Path(__file__).parent
 STOPPED = ("diverged", "interrupted", "failed")  # a pruned run ended as its study wants
@@ -29,25 +30,40 @@ MAX_MATRIX = 50  # classes of a confusion matrix; of more there is a table of re
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a group's section: its anchor and heading, and what is below, in the order of the fields."""
+
+    anchor: str
+    heading: str
+    charts: Sequence[Chart] = ()
+    table: Table | None = None
+    text: str = ""
+    curves: Sequence[Chart] = ()
+    folded: Table | None = None
+    confusions: Sequence[Confusion] = ()
+    maps: Sequence[MapExamples] = ()
+
+
+@dataclass(frozen=True)
 class GroupReport:
-    """All that is shown of a group; charts have an id of their own within it."""
+    """All that is shown of a group, in its order on the page; charts have an id of their own within it."""
 
     group: Group
     fits: list[Fit]
-    study_charts: list[Chart]
-    curves: list[Chart]
-    time_charts: list[Chart]
-    confusions: list[Confusion]
-    maps: list[MapExamples]
+    parts: list[Part]
 
     @property
     def charts(self) -> list[Chart]:
         """All charts."""
-        return [*self.study_charts, *self.curves, *self.time_charts]
+        return [chart for part in self.parts for chart in (*part.charts, *part.curves)]
 
 
-def report_groups(groups: list[Group]) -> list[GroupReport]:
-    """Read predictions and prepare charts; what is damaged is added to the problems of its run."""
+def report_groups(groups: list[Group], accuracies: Sequence[float]) -> list[GroupReport]:
+    """Read predictions and prepare charts and tables; what is damaged is added to the problems of its run.
+
+    Args:
+      accuracies: leaderboards show the steps to each of them.
+    """
     fits = [study_charts.fits(group.study) if group.study else [] for group in groups]
     swept = {
         f"{group.title} {fit.optimizer}".strip(): fit.curve.critical_batch_size
@@ -55,36 +71,52 @@ def report_groups(groups: list[Group]) -> list[GroupReport]:
         for fit in of_group
         if fit.is_resolved
     }
-    reports = []
-    for group, of_group in zip(groups, fits, strict=True):
-        of_study = []
-        if group.study:
-            of_study = [study_charts.steps_chart(group, of_group), study_charts.rate_chart(group)]
-            of_study.append(study_charts.branch_chart(group.study, swept))
-        times = [run_charts.time_chart(group), run_charts.devices_chart(group)]
-        reports.append(
-            GroupReport(
-                group,
-                of_group,
-                [chart for chart in of_study if chart],
-                list(run_charts.curve_charts(group)),
-                [chart for chart in times if chart],
-                examples.read_confusions(group),
-                examples.read_maps(group),
-            )
-        )
-    return reports
+    return [
+        GroupReport(group, of_group, list(parts_of(group, of_group, swept, accuracies)))
+        for group, of_group in zip(groups, fits, strict=True)
+    ]
+
+
+def parts_of(group: Group, fits: list[Fit], swept: dict[str, float], accuracies: Sequence[float]) -> Iterator[Part]:
+    """Yield the parts that have something to show.
+
+    Args:
+      swept: critical batch sizes that the sweeps of all groups found, by title.
+    """
+    if group.study:
+        yield Part("leaderboard", "Leaderboard", table=tables.leaderboard(group, accuracies))
+        if steps := tables.steps_table(group, fits):
+            chart = study_charts.steps_chart(group, fits)
+            yield Part("target", "Steps to the target", [chart] if chart else [], steps)
+        if chart := study_charts.rate_chart(group):
+            yield Part("rates", "Learning rates", [chart])
+        if chart := study_charts.branch_chart(group.study, swept):
+            yield Part("branches", "Critical batch", [chart])
+    if curves := list(run_charts.curve_charts(group)):
+        yield Part("curves", "Curves", curves=curves)
+    yield Part("runs", "Runs", table=tables.run_table(group))
+    times = [run_charts.time_chart(group), run_charts.devices_chart(group)]
+    if any(times):
+        yield Part("time", "Time", [chart for chart in times if chart])
+    if confusions := examples.read_examples(group, prediction_files.FILE, examples.read_confusion):
+        yield Part("confusions", "Confusions", confusions=confusions)
+    if maps := examples.read_examples(group, case_files.FILE, examples.read_maps):
+        yield Part("maps", "Worst and best maps", maps=maps)
+    origins = tables.origins(group)
+    if len(origins) == 1:
+        yield Part("config", "Config", folded=tables.whole_config(origins[0]))
+    elif differing := tables.differences(origins):
+        yield Part("config", "Differences between configs", table=differing)
+    else:
+        text = "The runs do not differ." if origins else "No run has a config."
+        yield Part("config", "Differences between configs", text=text)
 
 
 # ---- the page ------------------------------------------------------------------------------------------------
 
 
-def make_page(reports: list[GroupReport], accuracies: Sequence[float]) -> str:
-    """Return the whole document, which needs neither a server nor a network.
-
-    Args:
-      accuracies: leaderboards show the steps to each of them.
-    """
+def make_page(reports: list[GroupReport]) -> str:
+    """Return the whole document, which needs neither a server nor a network."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER), undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True
     )
@@ -102,10 +134,7 @@ def make_page(reports: list[GroupReport], accuracies: Sequence[float]) -> str:
         has_pruned=any(run.status == "pruned" for report in reports for run in report.group.runs),
         max_points=charts.MAX_POINTS,
         max_matrix=MAX_MATRIX,
-        groups=[
-            {"report": report, "key": f"group-{index}", "parts": list(parts_of(report, accuracies))}
-            for index, report in enumerate(reports)
-        ],
+        reports=reports,
         tiles=tiles,
     )
 
@@ -127,13 +156,7 @@ def data_of(reports: list[GroupReport]) -> dict:
                 "axes": charts.axes_of(report.group),
                 "legend": [plain(value) for value in report.group.legend],
                 "charts": {
-                    chart.id: {
-                        "kind": chart.kind,
-                        "title": chart.title,
-                        "spec": chart.spec,
-                        "rows": chart.rows,
-                        "legend": chart.legend,
-                    }
+                    chart.id: {name: getattr(chart, name) for name in ("kind", "spec", "rows", "legend")}
                     for chart in report.charts
                 },
             }
@@ -161,19 +184,11 @@ def problems_of(group: Group) -> Iterator[tuple[str, str]]:
     """Yield everything damaged, unfinished or failed: the path of the run or study, and what is wrong."""
     if group.study:
         yield from ((str(group.study.path), text) for text in group.study.problems)
-        yield from ((str(run.path), critical_batch.LEFT_OUT) for run in critical_batch.left_out(group.study))
     for run in group.runs:
         if run.status in STOPPED and not run.trial_error:
-            yield str(run.path), why_stopped(run)
+            reason = str((run.events[-1].get("reason") if run.events else None) or "")
+            yield str(run.path), reason if reason.startswith(run.status) else f"{run.status}: {reason}".rstrip(": ")
         yield from ((str(run.path), text) for text in run.problems)
-
-
-def why_stopped(run: Run) -> str:
-    """Return the status of a run that stopped, and the reason in its last event if there is one."""
-    reason = str((run.events[-1].get("reason") if run.events else None) or "")
-    if not reason:
-        return run.status
-    return reason if reason.startswith(run.status) else f"{run.status}: {reason}"
 
 
 def tiles(report: GroupReport) -> Iterator[tuple[str, str]]:
@@ -186,67 +201,16 @@ def tiles(report: GroupReport) -> Iterator[tuple[str, str]]:
     if rates:
         of_several = ", median of the runs" if len(rates) > 1 else ""
         yield f"{statistics.median(rates):,.0f}", f"training images / s{of_several}"
-    if group.study:
-        for fit in report.fits:
-            if fit.is_resolved:
-                whose = f" of {fit.optimizer}" if fit.optimizer else ""
-                yield f"{fit.curve.critical_batch_size:,.0f}", f"examples: critical batch size{whose}"
-        scales = analysis.noise_scales(group.study)
-        if scales:
-            yield f"{statistics.median(scales):,.0f}", "examples: median noise scale at the target"
-    elif len(group.runs) == 1 and (steps := group.runs[0].value("steps_to_target")) is not None:
+    for fit in report.fits:
+        if fit.is_resolved:
+            whose = f" of {fit.optimizer}" if fit.optimizer else ""
+            yield f"{fit.curve.critical_batch_size:,.0f}", f"examples: critical batch size{whose}"
+    if scales := [scale for fit in report.fits for scale in fit.noise_scales]:
+        yield f"{statistics.median(scales):,.0f}", "examples: median noise scale at the target"
+    if not group.study and len(group.runs) == 1 and (steps := group.runs[0].value("steps_to_target")) is not None:
         yield f"{steps:,.0f}", f"steps to {plain(group.runs[0].target)} {score_words(group.runs[0])}"
     seconds = sum(sum(run_charts.run_seconds(run).values()) for run in group.runs)
     yield f"{seconds:,.0f} s" if seconds < 7200 else f"{seconds / 3600:,.1f} h", "of work in all"
     done = sum(run.status == "done" for run in group.runs)
     pruned = sum(run.status == "pruned" for run in group.runs)
     yield f"{done} of {len(group.runs)}", f"runs done, {pruned} pruned" if pruned else "runs done"
-
-
-# ---- the parts of a group --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a group's section: its anchor and heading, and what is below, in the order of the fields."""
-
-    anchor: str
-    heading: str
-    charts: Sequence[Chart] = ()
-    table: Table | None = None
-    text: str = ""
-    curves: Sequence[Chart] = ()
-    folded: Table | None = None
-    confusions: Sequence[Confusion] = ()
-    maps: Sequence[MapExamples] = ()
-
-
-def parts_of(report: GroupReport, accuracies: Sequence[float]) -> Iterator[Part]:
-    """Yield the parts that have something to show, in their order on the page."""
-    group, drawn = report.group, {chart.id: chart for chart in report.study_charts}
-    if group.study:
-        yield Part("leaderboard", "Leaderboard", table=tables.leaderboard(group, accuracies))
-        if steps := tables.steps_table(group):
-            chart = [drawn["steps_to_target"]] if "steps_to_target" in drawn else []
-            yield Part("target", "Steps to the target", chart, steps)
-    if "learning_rate_study" in drawn:
-        yield Part("rates", "Learning rates", [drawn["learning_rate_study"]])
-    if "critical_batch" in drawn:
-        yield Part("branches", "Critical batch", [drawn["critical_batch"]])
-    if report.curves:
-        yield Part("curves", "Curves", curves=report.curves)
-    yield Part("runs", "Runs", table=tables.run_table(group))
-    if report.time_charts:
-        yield Part("time", "Time", report.time_charts)
-    if report.confusions:
-        yield Part("confusions", "Confusions", confusions=report.confusions)
-    if report.maps:
-        yield Part("maps", "Worst and best maps", maps=report.maps)
-    origins = tables.origins(group)
-    if len(origins) == 1:
-        yield Part("config", "Config", folded=tables.whole_config(origins[0]))
-    elif differing := tables.differences(origins):
-        yield Part("config", "Differences between configs", table=differing)
-    else:
-        text = "The runs do not differ." if origins else "No run has a config."
-        yield Part("config", "Differences between configs", text=text)

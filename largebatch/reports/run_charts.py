@@ -133,16 +133,7 @@ def run_seconds(run: Run) -> dict[str, float]:
 
 # ---- devices -----------------------------------------------------------------------------------------------
 
-MAX_LIVES = 8
-
-
-@dataclass(frozen=True)
-class Stay:
-    """A process's part of a run: how many devices it had, from when to when, in seconds since the run began."""
-
-    begin: float
-    end: float
-    devices: float
+MAX_LIVES = 8  # runs of a chart
 
 
 @dataclass(frozen=True)
@@ -150,17 +141,13 @@ class Life:
     """A run from its first start to its last event.
 
     Attributes:
+      stays: (begin, end, devices) of each of its processes, in seconds since the run began.
       counted_sec: wall time in which steps and validations were done that were not lost.
     """
 
-    stays: list[Stay]
+    stays: list[tuple[float, float, int]]
     wall_sec: float
     counted_sec: float
-
-    @property
-    def goodput(self) -> float:
-        """Share of the wall time that counted."""
-        return self.counted_sec / self.wall_sec if self.wall_sec else 1.0
 
 
 def life_of(run: Run) -> Life | None:
@@ -172,39 +159,40 @@ def life_of(run: Run) -> Life | None:
     if not starts:
         return None
     begins = [process_begin(start) for start in starts]
+
+    def seconds(time: datetime.datetime) -> float:
+        return max((time - begins[0]).total_seconds(), 0.0)
+
     last = event_time(run.events[-1])
     ends = [event_time(event) for event in run.events if event["event"] in ENDED]
     stays = []
     for start, begin, latest in zip(starts, begins, [*begins[1:], last], strict=True):
         end = next((end for end in ends if begin <= end <= latest), latest)
-        stays.append(Stay(_seconds(begin, begins[0]), _seconds(end, begins[0]), start["devices"]))
+        stays.append((seconds(begin), seconds(end), start["devices"]))
     if "seconds" in run.summary:
         counted, until = sum(run.summary["seconds"].get(section, 0.0) for section in COUNTED_SECTIONS), last
     else:  # it still runs, or was killed: what counted is known up to its last start
         counted, until = starts[-1]["counted_sec"], begins[-1]
-    return Life(stays, _seconds(until, begins[0]), counted)
-
-
-def _seconds(time: datetime.datetime, origin: datetime.datetime) -> float:
-    return max((time - origin).total_seconds(), 0.0)
+    return Life(stays, seconds(until), counted)
 
 
 def devices_chart(group: Group) -> Chart | None:
     """Return the devices of each run over time, where one of them started more than once."""
-    lives = [(label, life) for run, label in zip(group.runs, group.labels, strict=True) if (life := life_of(run))]
-    lives = [(label, life) for label, life in lives if len(life.stays) > 1]
+    lives = [(label, life_of(run)) for run, label in zip(group.runs, group.labels, strict=True)]
+    lives = [(label, life) for label, life in lives if life and len(life.stays) > 1]
     if not lives or len(lives) > MAX_LIVES:
         return None
     marks, notes = [], []
     for index, (label, life) in enumerate(lives):
         points = []
-        for stay in life.stays:
-            ends = [(stay.begin, 0), (stay.begin, stay.devices), (stay.end, stay.devices), (stay.end, 0)]
-            points += [[rounded(time), devices] for time, devices in ends]
+        for begin, end, devices in life.stays:
+            corners = [(begin, 0), (begin, devices), (end, devices), (end, 0)]
+            points += [[rounded(time), count] for time, count in corners]
         marks.append(Mark("line", label, index, points))
-        share = f"{life.goodput:.1%} of {life.wall_sec:,.0f} s brought the run on (goodput)"
+        goodput = life.counted_sec / life.wall_sec if life.wall_sec else 1.0
+        share = f"{goodput:.1%} of {life.wall_sec:,.0f} s brought the run on (goodput)"
         notes.append(f"{label}: {len(life.stays)} starts, {share}.")
-    counts = {stay.devices for _, life in lives for stay in life.stays}
+    counts = {devices for _, life in lives for *_, devices in life.stays}
     note = " ".join([*notes, "A process that was killed is drawn until the next begins."])
     x, y = ("seconds since the first start", "linear", None), ("devices", "linear", few_ticks({0, *counts}))
     return charts.xy("devices", "Devices", note, marks, x=x, y=y, domain=[0, 1.1 * max(counts)])

@@ -94,12 +94,14 @@ class Fit:
     Attributes:
       optimizer: whose; "" where optimizers were not tuned apart.
       noise_scales: see `analysis.noise_scales`.
+      unreached: batch sizes that ran with a target that no setting reached with all of its seeds.
     """
 
     optimizer: str
     points: list[BatchPoint]
     curve: StepsCurve | None
     noise_scales: list[float]
+    unreached: list[int]
 
     @property
     def is_resolved(self) -> bool:
@@ -114,7 +116,9 @@ def fits(study: Study) -> list[Fit]:
         points = analysis.steps_to_target(part)
         batch_sizes = [point.batch_size for point in points for _ in point.steps]
         curve = fit_steps(batch_sizes, [steps for point in points for steps in point.steps])
-        found.append(Fit(name, points, curve, analysis.noise_scales(part)))
+        with_target = {run.batch_size for run in part.runs if run.target is not None}
+        unreached = sorted(with_target - {None, *batch_sizes})
+        found.append(Fit(name, points, curve, analysis.noise_scales(part), unreached))
     return found
 
 
@@ -124,12 +128,12 @@ def steps_chart(group: Group, found: list[Fit]) -> Chart | None:
     if not drawn:
         return None
     first = drawn[0].points[0]
-    last, steps = drawn[0].points[-1].batch_size, first.estimated_steps.mean
+    last, steps = drawn[0].points[-1].batch_size, first.estimate().mean
     perfect = [[first.batch_size, rounded(steps)], [last, rounded(steps * first.batch_size / last)]]
     marks = [Mark("dashed", "perfect scaling", None, perfect)]
     for place, fit in enumerate(drawn):
         if not fit.optimizer:
-            marks = [*_interval(fit), *marks, *_marks_of_one(fit)]
+            marks += _marks_of_one(fit)
         else:
             colour = group.legend.index(fit.optimizer) if fit.optimizer in group.legend else place
             marks += _marks_of_optimizer(fit, colour)
@@ -142,6 +146,9 @@ def steps_chart(group: Group, found: list[Fit]) -> Chart | None:
 def _marks_of_one(fit: Fit) -> list[Mark]:
     """Return the marks of the only curve, with its critical batch size and the noise scale."""
     marks = [_curve(fit, "fit", 1)] if fit.curve else []
+    low, high = (fit.curve.low, fit.curve.high) if fit.curve else (None, None)
+    if low and math.isfinite(high):
+        marks.insert(0, Mark("band", None, 1, [[rounded(low), None], [rounded(high), None]]))
     if fit.is_resolved:
         size = fit.curve.critical_batch_size
         marks.append(Mark("rule", f"critical batch {size:,.0f}", 1, [[rounded(size), None]]))
@@ -166,19 +173,11 @@ def _points(fit: Fit, colour: int, label: str | None, label_at_edge: str | None)
     for kind, name, at_edge in (("points", label, False), ("hollow", label_at_edge, True)):
         points, tips = [], []
         for point in (point for point in fit.points if bool(point.edges) == at_edge):
-            steps = point.estimated_steps
+            steps = point.estimate()
             points.append([point.batch_size, rounded(steps.mean), rounded(steps.low), rounded(steps.high)])
-            tips.append("\n".join([values_label(point.values), f"{point.seeds} seeds", *point.edges]))
+            tips.append("\n".join([values_label(point.values), f"{len(point.steps)} seeds", *point.edges]))
         marks += [Mark(kind, name, colour, points, tips)] if points else []
     return marks
-
-
-def _interval(fit: Fit) -> list[Mark]:
-    """Return the band of the critical batch size's interval, where both ends are known."""
-    low, high = (fit.curve.low, fit.curve.high) if fit.curve else (None, None)
-    if low is None or low <= 0 or not math.isfinite(high):
-        return []
-    return [Mark("band", None, 1, [[rounded(low), None], [rounded(high), None]])]
 
 
 def _curve(fit: Fit, label: str, colour: int) -> Mark:
@@ -190,10 +189,16 @@ def _curve(fit: Fit, label: str, colour: int) -> Mark:
 
 def fit_note(fit: Fit) -> str:
     """Return what a curve and the noise scales say, in words."""
-    text = curve_note(fit.points, fit.curve)
+    text, scales = curve_note(fit.points, fit.curve), fit.noise_scales
     if fit.optimizer:
         text = f"{value_label(analysis.OPTIMIZER, fit.optimizer)}: {text[0].lower()}{text[1:]}"
-    return f"{text} {noise_note(fit.noise_scales)}" if fit.noise_scales else text
+    if not scales:
+        return text
+    return (
+        f"{text} The gradient's noise scale at the target was {np.median(scales):,.0f} (median of {len(scales)} "
+        f"runs, {min(scales):,.0f} to {max(scales):,.0f}). Larger batches may pay far beyond it: with LAMB, Muon "
+        "and SOAP-Muon measured critical batches were about 2 to 20 times as large."
+    )
 
 
 def curve_note(points: list[BatchPoint], curve: StepsCurve | None) -> str:
@@ -201,36 +206,24 @@ def curve_note(points: list[BatchPoint], curve: StepsCurve | None) -> str:
     if curve is None:
         return "A critical batch size needs at least 3 batch sizes that reached the target."
     if math.isinf(curve.critical_batch_size):
-        largest = points[-1].batch_size
         return (
-            f"No critical batch size up to {largest:,}: twice the batch still halves the steps, and no smaller "
-            "batch saves images."
+            f"No critical batch size up to {points[-1].batch_size:,}: twice the batch still halves the steps, and "
+            "no smaller batch saves images."
         )
     if curve.critical_batch_size == 0:
-        first = points[0]
-        images = first.estimated_steps.mean * first.batch_size
+        size = points[0].batch_size
         return (
-            f"The critical batch size lies below {first.batch_size:,}: larger batches save no steps. The fewest "
-            f"images that were seen, {images:,.0f}, are those of the smallest batch."
+            f"The critical batch size lies below {size:,}: larger batches save no steps. The fewest images that "
+            f"were seen, {points[0].estimate().mean * size:,.0f}, are those of the smallest batch."
         )
-    interval = ""
+    size = f"{curve.critical_batch_size:,.0f}"
     if curve.low is not None:
         high = f"{curve.high:,.0f}" if math.isfinite(curve.high) else "beyond what was measured"
-        interval = f" (95 % interval {curve.low:,.0f} to {high})"
-    size = f"{curve.critical_batch_size:,.0f}{interval}"
+        size += f" (95 % interval {curve.low:,.0f} to {high})"
     return (
         f"The critical batch size is {size}: there a run needs twice the fewest "
         f"steps, {curve.min_steps:,.0f}, and twice the fewest images, {curve.min_examples:,.0f}. "
         "Fitted: steps = fewest steps × (1 + critical batch size / batch)."
-    )
-
-
-def noise_note(scales: list[float]) -> str:
-    """Return what the measured noise scales say, in words."""
-    return (
-        f"The gradient's noise scale at the target was {np.median(scales):,.0f} (median of {len(scales)} runs, "
-        f"{min(scales):,.0f} to {max(scales):,.0f}). Larger batches may pay far beyond it: with LAMB, Muon and "
-        "SOAP-Muon measured critical batches were about 2 to 20 times as large."
     )
 
 
@@ -275,21 +268,19 @@ def _finite(value: float | None) -> float | None:
 
 def _tip(critical: CriticalBatch) -> str:
     losses = "\n".join(f"batch {size:,}: loss {loss:.4f}" for size, loss in critical.losses.items())
-    return f"step {critical.step:,} of batch {critical.base:,}, {_seeds(critical.seeds)}\n{losses}"
+    return f"step {critical.step:,} of batch {critical.base:,}, {_seeds({critical.seeds})}\n{losses}"
 
 
-def _seeds(count: int) -> str:
-    return "1 seed" if count == 1 else f"{count} seeds"
+def _seeds(counts: set[int]) -> str:
+    fewest, most = min(counts), max(counts)
+    return "1 seed" if most == 1 else f"{most} seeds" if fewest == most else f"{fewest} to {most} seeds"
 
 
 def _branch_note(found: list[CriticalBatch]) -> str:
     text = (
         "From each point, branches of several batch sizes trained on. The critical batch is the largest whose "
-        f"training loss over the last quarter of its images is at most {TOLERANCE:.0%} above that of the run's own."
+        f"training loss over the last quarter of its images is at most {TOLERANCE:.0%} above that of the run's "
+        f"own. Sizes are compared on {_seeds({critical.seeds for critical in found})} that ended at all of them."
     )
-    fewest, most = (count(critical.seeds for critical in found) for count in (min, max))
-    counts = _seeds(most) if fewest == most else f"{fewest} to {most} seeds"
-    text += f" Sizes are compared on {counts} that ended at all of them."
-    if any(critical.low is not None for critical in found):
-        text += " Bars are 95 % intervals over seeds."
-    return text
+    has_intervals = any(critical.low is not None for critical in found)
+    return f"{text} Bars are 95 % intervals over seeds." if has_intervals else text

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from largebatch.config.dicts import flatten
 from largebatch.reports import charts
 from largebatch.reports.groups import Group, plain, score_words
 from largebatch.reports.run_charts import run_seconds
-from largebatch.reports.study_charts import OBJECTIVE_LABELS
+from largebatch.reports.study_charts import OBJECTIVE_LABELS, Fit
 from largebatch.runs import reader
 from largebatch.runs.reader import BATCH, SCORES, Run, number
 from largebatch.studies import analysis
@@ -113,18 +114,20 @@ def leaderboard(group: Group, accuracies: Sequence[float]) -> Table:
     return Table("table", columns, rows, notes=[note])
 
 
-def steps_table(group: Group) -> Table | None:
+def steps_table(group: Group, fits: list[Fit]) -> Table | None:
     """Return steps, examples and seconds to the target at each batch size, with edge flags.
 
     Where optimizers were tuned apart, each has its rows.
     """
-    parts = analysis.tuned_apart(group.study)
-    points = [point for part in parts.values() for point in analysis.steps_to_target(part)]
     notes = []
-    for name, part in parts.items():
-        if sizes := analysis.unreached_batch_sizes(part):
-            batches, whose = ", ".join(f"{size:,}" for size in sizes), f" of {name}" if name else ""
+    for fit in fits:
+        if fit.unreached:
+            batches, whose = (
+                ", ".join(f"{size:,}" for size in fit.unreached),
+                f" of {fit.optimizer}" * bool(fit.optimizer),
+            )
             notes.append(f"No setting{whose} took all of its seeds to the target at batch {batches}.")
+    points = [point for fit in fits for point in fit.points]
     if not points and not notes:
         return None
     fields = [name for name in group.study.fields if name != BATCH]
@@ -134,10 +137,10 @@ def steps_table(group: Group) -> Table | None:
         [
             number_cell(point.batch_size),
             *(value_cell(point.values.get(name)) for name in fields),
-            estimate_cell(point.estimated_steps, ",.0f"),
-            estimate_cell(point.examples, ",.0f"),
-            estimate_cell(point.seconds, ",.1f"),
-            number_cell(point.seeds),
+            estimate_cell(point.estimate(), ",.0f"),
+            estimate_cell(point.estimate("examples_to_target"), ",.0f"),
+            estimate_cell(point.estimate("sec_to_target"), ",.1f"),
+            number_cell(len(point.runs)),
             Cell("; ".join(point.edges) or "no", css="text"),
         ]
         for point in points
@@ -180,8 +183,7 @@ def run_table(group: Group) -> Table:
 # ---- configs -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """Origin of a run: its config by dotted field, and where and by what code it was made."""
 
     label: str

@@ -106,24 +106,25 @@ def steps_to(setting: Setting, accuracy: float) -> tuple[Estimate, int]:
 def leaderboard_rows(study: Study, accuracies: Sequence[float] = ()) -> tuple[list[str], list[list[str]]]:
     """Return the leaderboard as text for a terminal or CSV file: (header, rows), with steps to `accuracies`."""
     has_target = study.objective not in SCORES
-    digits, rows = 1 if has_target else 4, []
+    header = ["rank", *study.fields, study.objective, "low", "high", "std"]
+    header += ["reached", f"best_{study.kind.score_column}"] if has_target else []
+    for accuracy in accuracies:
+        header += [f"steps_to_{accuracy:g}", f"reached_{accuracy:g}"]
+    header += ["seeds", "status"]
+    rows = []
     for rank, setting in enumerate(leaderboard(study), 1):
         objective, values = setting.objective, setting.values
-        row = {"rank": str(rank)}
-        row |= {field: _config_value(values[field]) if field in values else "" for field in study.fields}
-        row |= {study.objective: _rounded(objective.mean, digits)}
-        row |= {name: _rounded(getattr(objective, name), digits) for name in ("low", "high", "std")}
+        row = [str(rank), *(_config_value(values[field]) if field in values else "" for field in study.fields)]
+        figures = (objective.mean, objective.low, objective.high, objective.std)
+        row += [_rounded(figure, 1 if has_target else 4) for figure in figures]
         if has_target:
-            row["reached"] = f"{objective.count}/{setting.score.count}"
-            row[f"best_{study.kind.score_column}"] = _rounded(setting.score.mean, 4)
+            row += [f"{objective.count}/{setting.score.count}", _rounded(setting.score.mean, 4)]
         for accuracy in accuracies:
             steps, count = steps_to(setting, accuracy)
-            row[f"steps_to_{accuracy:g}"] = _rounded(steps.mean, 1)
-            row[f"reached_{accuracy:g}"] = f"{steps.count}/{count}"
-        row["seeds"] = str(len(setting.runs))
-        row["status"] = ", ".join(f"{count} {status}" for status, count in setting.statuses.items())
-        rows.append(row)
-    return list(rows[0]) if rows else ["rank"], [list(row.values()) for row in rows]
+            row += [_rounded(steps.mean, 1), f"{steps.count}/{count}"]
+        statuses = ", ".join(f"{count} {status}" for status, count in setting.statuses.items())
+        rows.append([*row, str(len(setting.runs)), statuses])
+    return header, rows
 
 
 def _runs_by_setting(study: Study) -> list[list[Run]]:
@@ -186,23 +187,27 @@ def tuned_apart(study: Study) -> dict[str, Study]:
 
 @dataclass(frozen=True)
 class BatchPoint:
-    """Best-tuned setting at one batch size, with the steps of its seeds to the target.
+    """Best-tuned setting at one batch size.
 
     Attributes:
       values: {dotted field: value} of the setting.
-      estimated_steps, examples, seconds: steps, examples and seconds to the target, estimated over the seeds.
-      seeds, steps: number of seeds, and the steps to the target of each.
+      runs: its runs, which all reached the target.
       edges: a line for each field whose best value is on the edge of those tried: a better one may lie beyond.
     """
 
     batch_size: int
     values: dict
-    estimated_steps: Estimate
-    examples: Estimate
-    seconds: Estimate
-    seeds: int
-    steps: list[int]
+    runs: list[Run]
     edges: list[str]
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps to the target of each run."""
+        return [run.value("steps_to_target") for run in self.runs]
+
+    def estimate(self, objective: str = "steps_to_target") -> Estimate:
+        """Estimate the steps, examples or seconds to the target over the runs."""
+        return estimate(run.value(objective) for run in self.runs)
 
 
 def steps_to_target(study: Study) -> list[BatchPoint]:
@@ -211,8 +216,8 @@ def steps_to_target(study: Study) -> list[BatchPoint]:
     If some settings have more seeds, it is one of them. They were chosen as the best by their first seed, and a
     single lucky seed of another is weaker evidence than their mean.
     Seeds that still run or were interrupted do not count yet; diverged, failed and pruned ones did not reach it.
-    Batch sizes without such a setting are left out: see `unreached_batch_sizes`. Tuning at each batch size
-    by itself follows Shallue et al. 2019, "Measuring the Effects of Data Parallelism on Neural Network Training".
+    Batch sizes without such a setting are left out. Tuning at each batch size by itself follows Shallue et al.
+    2019, "Measuring the Effects of Data Parallelism on Neural Network Training".
     """
     best: dict[int, list[Run]] = {}  # runs of the best setting of each batch size
     for runs in _runs_by_setting(study):
@@ -223,34 +228,16 @@ def steps_to_target(study: Study) -> list[BatchPoint]:
                 continue
             if batch_size not in best or _cost(at_size) < _cost(best[batch_size]):
                 best[batch_size] = at_size
-    return [_batch_point(study, batch_size, best[batch_size]) for batch_size in sorted(best)]
+    points = []
+    for batch_size, runs in sorted(best.items()):
+        values = setting_of(runs[0], study.fields)
+        points.append(BatchPoint(batch_size, values, runs, edge_flags(study, values, batch_size)))
+    return points
 
 
 def _cost(runs: list[Run]) -> tuple[int, float]:
     """Return a sort key of settings, best first: more seeds, then fewer steps to the target."""
     return -len(runs), estimate(run.value("steps_to_target") for run in runs).mean
-
-
-def _batch_point(study: Study, batch_size: int, runs: list[Run]) -> BatchPoint:
-    steps = [run.value("steps_to_target") for run in runs]
-    values = setting_of(runs[0], study.fields)
-    return BatchPoint(
-        batch_size=batch_size,
-        values=values,
-        estimated_steps=estimate(steps),
-        examples=estimate(run.value("examples_to_target") for run in runs),
-        seconds=estimate(run.value("sec_to_target") for run in runs),
-        seeds=len(steps),
-        steps=steps,
-        edges=edge_flags(study, values, batch_size),
-    )
-
-
-def unreached_batch_sizes(study: Study) -> list[int]:
-    """Return the batch sizes that ran with a target that no setting reached with all of its seeds."""
-    reached = {point.batch_size for point in steps_to_target(study)}
-    with_target = {run.batch_size for run in study.runs if run.target is not None}
-    return sorted(with_target - reached - {None})
 
 
 def noise_scales(study: Study) -> list[float]:

@@ -31,7 +31,6 @@ NEARLY_ZERO = 0.01  # of the run's highest rate: at this rate or less every batc
 # fitted critical batch size, and so are those of SOAP-Muon, which was not used for the choice (LOG.md).
 TOLERANCE = 0.15
 RESAMPLES = 1000
-LEFT_OUT = "no training loss in its last row: left out of the critical batch"
 log = logging.getLogger("largebatch")
 
 
@@ -306,12 +305,6 @@ def critical_batches(study: Study) -> list[CriticalBatch]:
         )
         found.append(critical)
     return found
-
-
-def left_out(study: Study) -> list[Run]:
-    """Return the branches that are done but have no training loss, the problem that LEFT_OUT describes."""
-    is_branched = bool(study.description.get("branches"))
-    return [run for run in study.runs if is_branched and run.status == "done" and _last_loss(run) is None]
 
 
 def _last_loss(run: Run) -> float | None:

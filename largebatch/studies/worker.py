@@ -14,9 +14,9 @@ from largebatch.runs.display import Reporter
 from largebatch.runs.folder import InUse, RunFolder
 from largebatch.runs.lifecycle import Diverged, Pruned
 from largebatch.runs.reader import read_run
-from largebatch.studies.display import SweepDisplay
 from largebatch.studies.queue import Trial, TrialQueue
 from largebatch.studies.study import Study
+from largebatch.terminal import Console, duration, four_digits
 from largebatch.util import BadSetting, UserError
 
 log = logging.getLogger("largebatch")
@@ -39,11 +39,9 @@ class Worker:
       cache: programs and data that trials share, passed on to `train`.
     """
 
-    def __init__(
-        self, study: Study, queue: TrialQueue | None, display: SweepDisplay, *, train: Callable, cache: object
-    ):
-        self._study, self._queue, self._display = study, queue, display
-        self._train, self._cache = train, cache
+    def __init__(self, study: Study, queue: TrialQueue | None, *, train: Callable, cache: object):
+        self._study, self._queue, self._train, self._cache = study, queue, train, cache
+        self._console = Console(enabled=queue is not None)
         self._num_failures = 0  # in a row
 
     def run(self) -> None:
@@ -103,19 +101,26 @@ class Worker:
           preemption.Stopped: a signal came.
         """
         folder = RunFolder(self._study.folder_of(trial.setting, trial.seed))
+        begin = time.monotonic()
         status, summary, error = self._result_of(trial, folder)
         if self._queue:
             with STOPS_WITH_THE_OTHERS:
                 self._queue.end(trial, status, self._value_of(status, summary), error)
-        self._display.end(folder.path.name, status, summary.get("best_score"), error)
+            result = error or f"best val {self._study.kind.score_words} {four_digits(summary.get('best_score'))}"
+            self._show_end(folder.path.name, status, result, time.monotonic() - begin)
         self._num_failures = self._num_failures + 1 if error else 0
         if self._num_failures >= MAX_FAILURES:
             raise UserError(f"{self._num_failures} trials in a row failed, the last one: {error}")
 
+    def _show_end(self, name: str, status: str, result: str, seconds: float) -> None:
+        counts = self._queue.counts  # of before this trial ended
+        ended = f"{min(counts.ended + 1, counts.total)} of {counts.total} trials ended"
+        self._console.print(f"trial {name}  {status}  {result}  {duration(seconds)}; {ended}", soft_wrap=True)
+
     def _result_of(self, trial: Trial, folder: RunFolder) -> tuple[str, dict, str | None]:
         """Train a trial; return its status, its summary on host 0, and in one line why it failed, if it did."""
         record = {"index": trial.index, "seed": trial.seed, "setting": trial.setting, "error": None}
-        reporter = TrialReporter(self._study, trial, self._queue, self._display)
+        reporter = TrialReporter(self._study, trial, self._queue)
         try:
             config = collectives.agreed(lambda: self._study.config_of(trial.setting, trial.seed))
             collectives.agreed(lambda: folder.write_json("trial.json", record), collectives.is_primary())
@@ -142,33 +147,31 @@ class Worker:
 
 
 class TrialReporter(Reporter):
-    """Reporter of a trial's progress to the display and the queue; it prunes the trial."""
+    """Reporter of a trial: a line at its start, and a bar; validations go to the queue, which prunes the trial."""
 
-    def __init__(self, study: Study, trial: Trial, queue: TrialQueue | None, display: SweepDisplay):
-        super().__init__(study.kind, enabled=False)
-        self._study, self._trial, self._queue, self._display = study, trial, queue, display
+    def __init__(self, study: Study, trial: Trial, queue: TrialQueue | None):
+        super().__init__(study.kind, enabled=queue is not None)
+        self._study, self._trial, self._queue = study, trial, queue
         self._folder = study.folder_of(trial.setting, trial.seed)
         self._prunes = study.options.pruner != "none"
 
     def start(self, total_steps: int, step: int, headline: str) -> None:
-        """Show the trial; report the validations of an earlier process to the pruner."""
-        self._display.start(self._folder.name, total_steps, step)
+        """Show that the trial begins; report the validations of an earlier process to the pruner."""
+        super().start(total_steps, step, f"trial {self._folder.name}  started at step {step} of {total_steps}")
         if self._prunes:
             self._report_to_queue(read_run(self._folder).rows if self._queue else [])
 
-    def at(self, step: int, images: int, seconds: float, images_left: int) -> None:
-        """Move the trial's bar to `step`."""
-        self._display.at(step, images / seconds)
-
     def row(self, row: dict, outer_steps: int) -> None:
-        """Show a validation and query the pruner, except after the last, which ends the run anyway.
+        """Query the pruner about a validation, except the last, which ends the run anyway.
 
         Raises:
           Pruned: the pruner ends the trial; on all hosts.
         """
-        self._display.row(row["val_score"])
         if self._prunes and self._report_to_queue([row]) and row["outer"] < outer_steps:
             raise Pruned(f"pruned after outer loop {row['outer']} ({self._study.options.pruner})")
+
+    def results(self, summary: dict, workdir: str) -> None:
+        """Show nothing: the worker has a line for each trial."""
 
     def _report_to_queue(self, rows: list[dict]) -> bool:
         """Report validations to the queue; return True if the pruner would end the trial after the last.

@@ -66,45 +66,24 @@ class Killed:
     def _log(self) -> str:
         return (self.folder / "log").read_text()[-3000:]
 
-    def kill_until_done(self, study: Path, kills: int, rng: random.Random) -> int:
-        """Starts and kills `kills` times, then lets it end; how often a kill came before the study's end."""
-        count = 0
-        while count < kills:
-            by_change = rng.random() < 0.5
-            number = 1 + int(self.changes / 3 * rng.random()) if by_change else 10**9
-            process = self._start(study, number)
-            deadline = time.monotonic() + (LIMIT_SEC if by_change else self.seconds * rng.random())
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
-            assert code in (0, -9), f"ended with {code}\n{self._log()}"
-            if code == 0:
-                break
-            count += 1
-        if code:
-            assert self._start(study).wait(1800) == 0, self._log()
-        return count
-
-    def kill_workers_until_done(self, study: Path, kills: int, rng: random.Random) -> int:
-        """Starts two workers and kills one of them or their parent, again and again; how often it did."""
+    def kill_until_done(self, study: Path, kills: int, workers: int, rng: random.Random) -> int:
+        """Kills a process up to `kills` times, and starts again until the study ends; how often it did."""
         count, code = 0, None
         while code != 0:
-            parent = self._start(study, workers=2)
-            while parent.poll() is None:
-                deadline = time.monotonic() + 2 * self.seconds * rng.random()
-                while parent.poll() is None and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                family = [parent.pid, *children_of(parent.pid)]
-                if parent.poll() is None and count < kills and len(family) > 1:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(rng.choice(family), signal.SIGKILL)
-                        count += 1
-                if parent.poll() is not None:
-                    wait_for_exit(family[1:])  # they save, and put their trials back
-            code = parent.wait()
+            by_change = workers == 1 and rng.random() < 0.5 and count < kills
+            number = 1 + int(self.changes / 3 * rng.random()) if by_change else 10**9
+            process = self._start(study, number, workers)
+            deadline = time.monotonic() + (LIMIT_SEC if by_change else workers * self.seconds * rng.random())
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            family = [process.pid, *children_of(process.pid)]
+            if process.poll() is None and count < kills and len(family) >= workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rng.choice(family), signal.SIGKILL)
+            code = process.wait()
+            wait_for_exit(family[1:])  # workers whose parent was killed save, and put their trials back
             assert code in (0, -9, 137, 143), f"ended with {code}\n{self._log()}"
+            count += code != 0
         return count
 
     def states(self, study: Path) -> dict[str, int]:
@@ -137,10 +116,6 @@ def wait_for_exit(pids: list[int]) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def leaderboard(study: Path) -> list:
-    return analysis.leaderboard_rows(reader.read(study))[1]
 
 
 SMALL = {
@@ -184,13 +159,13 @@ def test_kills_of_a_sweep(tmp_path, request, kills, sampler, pruner, workers, da
     rng, count, studies, begun_again = random.Random(0), 0, 0, 0
     while count < kills:
         study = tmp_path / f"cut_{studies}"
-        kill = killed.kill_until_done if workers == 1 else killed.kill_workers_until_done
-        count += kill(study, kills - count, rng)
+        count += killed.kill_until_done(study, kills - count, workers, rng)
         begun_again += killed.states(study).get("FAIL", 0)
         if sampler != "tpe" and pruner == "none":
             for folder in (study / "trials").iterdir():
                 assert_same_run(folder, tmp_path / "whole" / "trials" / folder.name)
-            assert leaderboard(study) == leaderboard(tmp_path / "whole")
+            cut, whole = (analysis.leaderboard_rows(reader.read(path)) for path in (study, tmp_path / "whole"))
+            assert cut == whole
         studies += 1
         shutil.rmtree(study)
     what = {"sampler": sampler, "pruner": pruner, "workers": workers, "database": database}

@@ -41,7 +41,6 @@ def test_what_is_read_is_what_was_written(tmp_path, num_examples):
     predictions = make(num_examples)
     sizes = [len(part) for part in predictions.parts()]
     assert sizes == [4] * (num_examples // 4) + [num_examples % 4] * (num_examples % 4 > 0)
-    assert not prediction_files.exist(tmp_path)
     write(tmp_path, make(7, seed=1))
     write(tmp_path, predictions)
     assert_holds(tmp_path, predictions)

@@ -1,47 +1,74 @@
-"""The page of report.py: what it shows of studies and runs."""
+"""The page of report.py, and its command: what they show of studies and runs in any state."""
 
+import csv
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from report_pages import EVIL, chart_ids, data_of, make, small_study, text_of, write_predictions
-from test_analysis import write_run, write_study
+from conftest import ROOT
+from PIL import Image
+from report_pages import (
+    EVIL,
+    chart_ids,
+    curve,
+    data_of,
+    make,
+    small_study,
+    text_of,
+    write_predictions,
+    write_run,
+    write_study,
+)
 
+import report
 import train
-from largebatch.reports import charts, examples, groups, run_charts
+from largebatch.reports import examples, groups, tables
+from largebatch.reports import page as report_page
 from largebatch.runs import reader
 from largebatch.studies import analysis
 
 
-@pytest.fixture
-def study(tmp_path) -> Path:
-    return small_study(tmp_path / "optimizers")
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    """A study that no test changes."""
+    return small_study(tmp_path_factory.mktemp("studies") / "optimizers")
+
+
+def words(cell: str) -> str:
+    return re.sub("<.*?>", "", cell)
+
+
+def table_of(page: str, name: str) -> str:
+    return page[page.index(f'id="group-0-{name}"') :].split("</table>")[0]
+
+
+# ---- the page --------------------------------------------------------------------------------------------
 
 
 def test_page_of_a_study(study, tmp_path):
     page = make(study, out=tmp_path / "page.html")
     text = text_of(page)
     assert text.index("Leaderboard") < text.index("Curves") < text.index("Runs", text.index("Curves"))
-    rows = re.findall(r"<tr>(.*?)</tr>", page[page.index('id="group-0-table"') :].split("</table>")[0])[1:]
+    rows = re.findall(r"<tr>(.*?)</tr>", table_of(page, "table"))[1:]
     settings = analysis.leaderboard(reader.read(study))
     assert len(rows) == len(settings) == 12
     for row, setting in zip(rows, settings, strict=True):
         assert f">{setting.values['optimizer.name']}<" in row
         assert f'data-v="{setting.values["optimizer.learning_rate"]}"' in row
         assert f"{setting.score.mean:.4f}" in row
-    for words in ("1 diverged", "1 running", "1 failed", "20 of 24", "21 of 24"):
-        assert (words in text) == (words != "20 of 24"), words
+    for status in ("1 diverged", "1 running", "1 failed", "21 of 24"):
+        assert status in text
     ids = chart_ids(page)
     assert ids[:2] == ["learning_rate_study", "val_accuracy"]
     assert {"val_loss", "train_loss", "train_accuracy", "images_per_sec", "grad_norm", "time"} <= set(ids)
-    assert not {"noise_scale", "skipped_steps", "learning_rate", "global_batch_size", "epoch", "wall_sec"} & set(
-        ids
-    )
+    assert not {"noise_scale", "skipped_steps", "learning_rate", "epoch", "wall_sec"} & set(ids)
     assert sorted(re.findall(r'data-chart="(?:curve-)?(\w+)"', page)) == sorted(ids)
     (shown,) = data_of(page)
     assert shown["axes"][3] == {
@@ -50,41 +77,15 @@ def test_page_of_a_study(study, tmp_path):
         "seconds": [2.0 * k for k in range(1, 7)],  # cumulated: a row holds its own outer loop's
     }
     assert len({run["colour"] for run in shown["runs"]}) == 3
-
-
-def test_few_settings_of_one_optimizer_have_a_colour_each(tmp_path):
-    trials = [{"optimizer": "sgd", "rate": rate, "seed": seed} for rate in (0.1, 0.2) for seed in (0, 1)]
-    shown = data_of(make(write_study(tmp_path / "study", trials), out=tmp_path / "page.html"))[0]
-    assert shown["legend"] == ["sgd · lr 0.1", "sgd · lr 0.2"]
-    assert [run["colour"] for run in shown["runs"]] == ["var(--c0)", "var(--c0)", "var(--c1)", "var(--c1)"]
-
-
-def test_curves_of_changing_batches_and_local_steps():
-    """The batch is the mean between two rows, since it may change at any step."""
-    places = [(4, 400), (8, 1600), (10, 1800)]
-    fields = {"global_batch_size": 100, "noise_scale": 300.0, "gain": 2.0, "replica_drift": 0.01}
-    rows = [{"step": s, "examples_seen": e, "bytes_sent": 9.0 + s} | fields for s, e in places]
-
-    def drawn(rows):
-        run = reader.Run(Path("run"), {}, {}, rows, [], None, [])
-        return {chart.id: chart.rows[0]["y"] for chart in run_charts.curve_charts(groups.group_runs([run]))}
-
-    expected = {name: [value] * 3 for name, value in fields.items()}
-    expected |= {"global_batch_size": [100, 300, 100], "bytes_sent": [13.0, 17.0, 19.0]}
-    assert drawn(rows) == {f"curve-{name}": values for name, values in expected.items()}
-    steady = [row | {"examples_seen": 100 * row["step"]} for row in rows]
-    assert "curve-global_batch_size" not in drawn(steady)
-
-
-def test_nothing_is_loaded_from_elsewhere(study, tmp_path):
-    page = make(study, out=tmp_path / "page.html")
+    # Nothing is loaded from elsewhere.
     body = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", body)
     assert "default-src 'none'" in page
     assert "script-src 'sha256-" in page
 
 
-def test_damaged_and_unfinished_runs_are_named(study, tmp_path):
+def test_damaged_and_unfinished_runs_are_named(tmp_path):
+    study = small_study(tmp_path / "study")
     trials = study / "trials"
     with (trials / "0001" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7')
@@ -94,6 +95,9 @@ def test_damaged_and_unfinished_runs_are_named(study, tmp_path):
     shutil.rmtree(trials / "0005")
     (trials / "0005").mkdir()
     (trials / "0007" / "events.jsonl").write_text('{"event": "diverged", "reason": "loss is nan at step 20"}\n')
+    for file in (trials / "0012").iterdir():
+        os.utime(file, (time.time() - 7200,) * 2)
+    os.utime(trials / "0012" / "metrics.jsonl", (time.time() - 180,) * 2)
     page = make(study, out=tmp_path / "page.html")
     body = page[page.index("<body>") :]
     box = text_of(body[: body.index("<nav>")])
@@ -104,17 +108,21 @@ def test_damaged_and_unfinished_runs_are_named(study, tmp_path):
         ("0004", "predictions.npz: damaged"),
         ("0005", "config.json: missing"),
         ("0007", "diverged: loss is nan at step 20"),
-        ("0012", "summary.json: missing: the run goes on, or was killed"),
+        ("0012", "summary.json: missing: the run goes on, or was killed; last sign of life 3 min ago"),
         ("0020", "trial.json: the trial failed: no space left on device"),
     ]:
         line = f"trials/{where} {what}"
         assert line in box, f"{line} not in {box}"
     assert text_of(page).count("unreadable") >= 2
+    assert ">running, last sign of life 3 min ago<" in page
 
 
-def test_an_empty_study_is_a_page_too(tmp_path):
-    page = make(write_study(tmp_path / "new", []), out=tmp_path / "page.html")
+def test_an_empty_study_is_a_page_and_a_table_too(tmp_path):
+    study = write_study(tmp_path / "new", [])
+    page = make(study, out=tmp_path / "page.html", more=["--csv", tmp_path / "board.csv"])
     assert "study of 0 runs" in text_of(page)
+    columns = "rank,optimizer.name,optimizer.learning_rate,best_val_accuracy,low,high,std,seeds,status"
+    assert (tmp_path / "board.csv").read_text() == f"{columns}\n"
 
 
 def test_what_comes_from_files_never_becomes_a_tag(tmp_path):
@@ -132,14 +140,14 @@ def test_what_comes_from_files_never_becomes_a_tag(tmp_path):
     assert page.count("</script>") == 3
     assert EVIL in text_of(page)
     assert EVIL in json.dumps(data_of(page)).replace('\\"', '"')
-    lone = make(run, study / "trials" / "0001", out=tmp_path / "runs.html", more=["--png", tmp_path / "png"])
+    lone = make(run, study / "trials" / "0001", out=tmp_path / "runs.html")
     assert "<img src=x" not in lone
 
 
 def test_a_real_run(small_config, tmp_path):
     small_config.train.target_accuracy = 0.99
     summary = train.train_and_evaluate(small_config, str(tmp_path / "real"))
-    page = make(tmp_path / "real", out=tmp_path / "page.html", more=["--png", tmp_path / "png"])
+    page = make(tmp_path / "real", out=tmp_path / "page.html")
     text = text_of(page)
     assert "Every run is whole and done." in text
     assert f"{summary['best_val_accuracy']:.4f}" in text
@@ -152,50 +160,102 @@ def test_a_real_run(small_config, tmp_path):
     np.testing.assert_allclose(loss["y"], [row["val_loss"] for row in rows], rtol=1e-5)
     seconds = sum(piece["x"] for piece in group["charts"]["time"]["rows"])
     assert seconds == pytest.approx(summary["seconds"]["total"], rel=1e-3)
-    assert examples.read_confusion(reader.read(tmp_path / "real")).accuracy == pytest.approx(
-        summary["best_val_accuracy"]
-    )
-    assert {"val_accuracy.png", "time.png"} <= {p.name for p in (tmp_path / "png").iterdir()}
+    accuracy = examples.read_confusion(reader.read(tmp_path / "real")).accuracy
+    assert accuracy == pytest.approx(summary["best_val_accuracy"])
 
 
 def test_pruned_runs_are_counted_and_no_problem(tmp_path):
     trials = [{"rate": 0.01, "accuracies": (0.5, 0.9)}, {"rate": 0.1, "status": "pruned", "accuracies": (0.1,)}]
-    page = make(write_study(tmp_path / "study", trials), out=tmp_path / "page.html")
-    text = text_of(page)
+    text = text_of(make(write_study(tmp_path / "study", trials), out=tmp_path / "page.html"))
     assert "Every run is whole, and done or pruned." in text
     assert "1 of 2 runs done, 1 pruned" in text
 
 
-def test_a_run_that_was_killed_tells_its_last_sign_of_life(tmp_path):
-    path = write_run(tmp_path / "killed", status="running")
-    for file in path.iterdir():
-        os.utime(file, (time.time() - 7200,) * 2)
-    os.utime(path / "metrics.jsonl", (time.time() - 180,) * 2)
-    page = make(path, out=tmp_path / "page.html")
-    assert "summary.json: missing: the run goes on, or was killed; last sign of life 3 min ago" in text_of(page)
-    assert ">running, last sign of life 3 min ago<" in page
-    done = write_run(tmp_path / "done")
-    assert "sign of life" not in make(done, out=tmp_path / "page.html")
-
-
-def test_24_long_runs_stay_below_3_mb(tmp_path):
-    trials = [{"rate": 0.001 * (k + 1), "accuracies": tuple(np.linspace(0.1, 0.9, 1000))} for k in range(24)]
-    page = make(write_study(tmp_path / "study", trials), out=tmp_path / "page.html")
-    assert len(page) < 3e6
-    values = [row["y"] for row in data_of(page)[0]["charts"]["curve-val_accuracy"]["rows"]]
-    assert {len(run) for run in values} == {charts.MAX_POINTS}
-    assert (values[0][0], values[0][-1]) == (0.1, 0.9)
-
-
 def test_only_fields_that_differ_are_listed(tmp_path):
-    paths = [write_run(tmp_path / f"run{k}", rate=0.01 * (k + 1)) for k in range(2)]
-    page = make(*paths, out=tmp_path / "page.html")
-    table = page[page.index('id="group-0-differences"') :].split("</table>")[0]
-    assert re.findall(r"<th [^>]*>(.*?)</th>", table) == ["run", "optimizer.learning_rate"]
+    runs = [reader.read(write_run(tmp_path / f"run{k}", rate=0.01 * (k + 1))) for k in range(2)]
+    listed = tables.differences(tables.origins(groups.group_runs(runs)))
+    assert listed.columns == ["run", "optimizer.learning_rate"]
 
 
-def test_columns_that_are_not_standard_are_drawn(tmp_path):
-    path = write_run(tmp_path / "run", noise_scale=900.0, ema_val_accuracy=0.5, nothing=None, skipped_steps=3)
-    ids = chart_ids(make(path, out=tmp_path / "page.html"))
-    assert {"noise_scale", "ema_val_accuracy", "skipped_steps"} <= set(ids)
-    assert "nothing" not in ids
+# ---- the command -----------------------------------------------------------------------------------------
+
+
+def test_the_command_needs_no_jax_and_draws_every_panel(tmp_path):
+    # With a column of one's own that is called as another chart is.
+    columns = dict.fromkeys(("val_loss", "train_loss", "train_accuracy", "images_per_sec", "grad_norm")) | {
+        "time": 1.0
+    }
+    trials = [{"rate": rate, "accuracies": curve(k)} | columns for k, rate in enumerate((0.01, 0.1))]
+    study = write_study(tmp_path / "study", trials)
+    code = (
+        "import sys, report\n"
+        f"code = report.main([{str(study)!r}, '--out', 'page.html', '--csv', 'board.csv', '--png', 'png'])\n"
+        "print(code, sorted({'jax', 'flax', 'optax', 'tensorflow', 'ml_collections'} & set(sys.modules)))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.stdout.splitlines()[-1] == "0 []", result.stdout + result.stderr
+    assert result.stderr == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["board.csv", "page.html", "png", "study"]
+    header, rows = analysis.leaderboard_rows(reader.read(study))
+    assert list(csv.reader((tmp_path / "board.csv").read_text().splitlines())) == [header, *rows]
+    pictures = {path.stem: path for path in (tmp_path / "png").iterdir()}
+    (group,) = data_of((tmp_path / "page.html").read_text())
+    assert len(group["charts"]) == 4
+    assert pictures.keys() == {"learning_rate_study", "val_accuracy", "time", "curve-time"}
+    for path in pictures.values():
+        with Image.open(path) as image:
+            assert image.width >= 1000
+            colours = image.convert("RGB").quantize(32).getcolors()
+            assert max(count for count, _ in colours) < 0.99 * image.width * image.height, f"{path.name} is blank"
+
+
+def test_csv_of_runs_is_their_rows(study, tmp_path):
+    runs = [study / "trials" / name for name in ("0000", "0002")]
+    make(*runs, out=tmp_path / "page.html", more=["--csv", tmp_path / "rows.csv"])
+    table = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
+    assert [float(row["val_accuracy"]) for row in table] == [*curve(0), *curve(1)]
+    assert [row["run"] for row in table] == ["0000"] * 6 + ["0002"] * 6
+
+
+def test_steps_to_accuracies_stand_in_the_leaderboard(study, tmp_path):
+    more = ["--csv", tmp_path / "board.csv", "--updates_to", "0.5,0.85"]
+    table = table_of(make(study, out=tmp_path / "page.html", more=more), "table")
+    header, rows = analysis.leaderboard_rows(reader.read(study), (0.5, 0.85))
+    assert list(csv.reader((tmp_path / "board.csv").read_text().splitlines())) == [header, *rows]
+    heads, best = re.findall(r"<th.*?</th>", table), re.findall(r"<td.*?</td>", table)
+    place = [words(head) for head in heads].index("steps to 0.5")
+    steps, count = analysis.steps_to(analysis.leaderboard(reader.read(study))[0], 0.5)
+    assert words(best[place]).startswith(f"{steps.mean:,.0f}")
+    assert words(best[place + 1]) == f"{steps.count} of {count}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "code"),
+    [
+        (["nowhere"], "nowhere: no run or study is there; allowed: a run folder", 1),
+        (["{run}", "--out", "no/such/page.html"], "--out: cannot write no/such/page.html", 1),
+        (["{run}", "--csv", "no/such.csv"], "--csv: cannot write no/such.csv", 1),
+        (["{run}", "--png", "{run}/config.json"], "--png: cannot write", 1),
+        (["{run}", "{study}", "--csv", "x.csv"], "--csv: both runs and studies", 1),
+        (["{run}", "--updates_to", "90"], "--updates_to: 90; allowed: numbers above 0 and up to 1", 2),
+        (["{run}", "--updates_to", "x"], "--updates_to: invalid", 2),
+        ([], "RUN_OR_STUDY", 2),
+    ],
+)
+def test_errors_are_one_line(study, tmp_path, monkeypatch, capsys, arguments, said, code):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(report_page, "vega_bundle", str)
+    run = write_run(tmp_path / "run", ())
+    try:
+        found = report.main([argument.format(run=run, study=study) for argument in arguments])
+    except SystemExit as end:
+        found = end.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (found, line.startswith("report.py: error: ")) == (code, True)
+    assert said in line
+    assert {p.name for p in (tmp_path / "here").iterdir()} <= {"report.html"}
+    assert not [*run.glob(".*"), *run.parent.glob(".*")]

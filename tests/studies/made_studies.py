@@ -1,6 +1,9 @@
 """Small studies for tests, defined as sweep.py defines them."""
 
+import contextlib
 from pathlib import Path
+
+import sqlalchemy
 
 import model as models
 import train
@@ -8,13 +11,26 @@ from build import ProgramCache
 from largebatch.config import rules
 from largebatch.runs import reader
 from largebatch.runs.folder import RunFolder
-from largebatch.studies.display import SweepDisplay
 from largebatch.studies.queue import TrialQueue
 from largebatch.studies.space import Space
 from largebatch.studies.study import Study, StudyOptions, define_study
 from largebatch.studies.worker import Worker
 
 RULES = rules.rules(models.MODELS)
+
+
+@contextlib.contextmanager
+def databases_in_memory():
+    """Databases that wait for no disk: most of the time of small studies would be that."""
+
+    def forgo_the_disk(connection, _):
+        if type(connection).__module__ == "sqlite3":
+            connection.execute("PRAGMA synchronous = OFF")
+            connection.execute("PRAGMA journal_mode = MEMORY")
+
+    sqlalchemy.event.listen(sqlalchemy.Engine, "connect", forgo_the_disk)
+    yield
+    sqlalchemy.event.remove(sqlalchemy.Engine, "connect", forgo_the_disk)
 
 
 def space_of(choices: dict, **functions) -> Space:
@@ -33,11 +49,9 @@ def make_study(config, path: Path, space: Space, **options) -> Study:
     return study
 
 
-def train_study(study: Study, cache=None, *, enabled: bool = False) -> list[reader.Run]:
+def train_study(study: Study, cache=None, *, train=train.train_and_evaluate) -> list[reader.Run]:
     """Train all trials in this process; return their runs, in the order of settings and seeds."""
     queue = TrialQueue(study)
-    display = SweepDisplay("s", study.kind, lambda: queue.counts, enabled=enabled)
-    with display:
-        Worker(study, queue, display, train=train.train_and_evaluate, cache=cache or ProgramCache()).run()
+    Worker(study, queue, train=train, cache=cache or ProgramCache()).run()
     assert queue.fill().left == 0
     return reader.read_study(study.path).runs
