@@ -362,7 +362,7 @@ def main() -> None:
     """
     terminal.log_to_stderr()
     flags.DEFINE_enum("split", "val", ["val", "test"], "Which split of the run's own data.")
-    cli.path_flag("images", None, "A folder or zip of images instead of a split.")
+    cli.path_flag("images", None, "An image, or a folder or zip of them, instead of a split.")
     cli.path_flag("out", None, "Write the predictions to this CSV file; of maps to this folder.")
     flags.DEFINE_bool("views", False, "Average the logits over the run's views of each image.")
     shift_help = "Average the logits over each image and copies moved by so many pixels."

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -185,6 +186,9 @@ def test_images_of_a_folder_and_a_zip(run, folder, tmp_path, capsys):
     make_folder(tmp_path / "flat", {"birch": 4}, size=(20, 24))  # of another size: resized as in training
     assert evaluate.evaluate(run, images=str(tmp_path / "flat")) is None
     assert "4 images without labels; predicted" in capsys.readouterr().out
+    alone = next((tmp_path / "flat" / "birch").iterdir())
+    assert evaluate.evaluate(run, images=str(alone)) is None
+    assert re.search(rf"^{alone.name}: \w+$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_the_limit_of_pixels_is_the_users_own(run, monkeypatch):

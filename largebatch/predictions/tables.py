@@ -20,6 +20,7 @@ from largebatch.util import path_within, printable, replacing, writing
 COLUMNS = ("images", "recall", "precision", "most often taken for")
 WHITE = 255  # of a mask of two classes, so that people see it
 BYTES_PER_PART = 2**26
+FEW_IMAGES = 20  # whose predictions are printed one by one
 SCORES_FILE = "scores.csv"
 IOU = "iou_"  # what the score of a class begins with
 
@@ -28,7 +29,7 @@ IOU = "iou_"  # what the score of a class begins with
 
 
 def print_results(dataset: Dataset, predicted: np.ndarray, scores, heading: str) -> None:
-    """Print accuracy and loss over the labelled images, and a line for each class.
+    """Print accuracy and loss over the labelled images and a line for each class, or a line for each of few images.
 
     Args:
       dataset: label -1 where it is not known.
@@ -41,6 +42,9 @@ def print_results(dataset: Dataset, predicted: np.ndarray, scores, heading: str)
     if scores is None:
         counts = np.bincount(predicted, minlength=len(names))
         listed = ", ".join(f"{count} {name}" for name, count in zip(names, counts, strict=True) if count)
+        if len(predicted) <= FEW_IMAGES:
+            for example_id, label in zip(dataset.ids, predicted, strict=True):
+                out.print(f"{printable(example_id)}: {names[label]}", soft_wrap=True)
         out.print(f"{len(predicted):,} images without labels; predicted {listed}", soft_wrap=True)
         return
     is_labelled = dataset.labels >= 0
