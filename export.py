@@ -20,7 +20,7 @@ from configs import default
 from evaluate import TrainedRun, load_run, read_variables
 from largebatch import cli, terminal
 from largebatch.buckets import bucket
-from largebatch.exports import card, files, program
+from largebatch.exports import card, files
 from largebatch.hosts import collectives
 from largebatch.hosts.start import start_jax
 from largebatch.runs.load import load
@@ -73,7 +73,7 @@ def export(run_folder: Path, out: Path, *, ema: bool = False, alone: bool = Fals
         about = describe(run, networks["cpu"], ema=ema)
         contents = {
             files.ARRAYS: files.arrays_as_bytes(variables),
-            files.PROGRAM: program.serialized(*functions, variables, run.image_shape, run.data["image_dtype"]),
+            files.PROGRAM: files.serialized(*functions, variables, run.image_shape, run.data["image_dtype"]),
             files.PYTORCH: (Path(files.__file__).parent / files.PYTORCH).read_bytes(),
             files.DESCRIPTION: f"{json.dumps(about, indent=1, allow_nan=False)}\n".encode(),
             files.CARD: card.card(about, default.get_config().to_dict()).encode(),

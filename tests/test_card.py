@@ -5,6 +5,7 @@ import time
 
 import pytest
 from conftest import make_folder, run_script
+from machines import QUICKLY
 
 from benchmarks import card
 from benchmarks.card import Measurement
@@ -38,27 +39,22 @@ def test_each_row_is_written_before_the_next_and_failures_are_rows(tmp_path, mon
     assert capsys.readouterr().out.endswith("0 measured, 2 skipped, 2 failed\n")
 
 
-@pytest.mark.parametrize("size", card.BATCH_SIZES)
-def test_measurements_are_named_apart_and_fit_into_ten_minutes_at_least_once(size):
-    found = list(card.measurements(size))
-    assert len({one.name for one in found}) == len(found)
-    assert sum(one.least_sec for one in found[:6]) < 600
-    assert found[0].name == f"step at {card.BATCH_SIZES[size][0]}"
-
-
 def test_the_command_names_all_that_it_has_no_time_for(tmp_path):
     path = tmp_path / "card.json"
-    done = run_script("bench.py", "card", "--size=tiny", "--minutes=0", f"--json={path}", f"--data={tmp_path}")
+    done = run_script("bench.py", "card", "--minutes=0", f"--json={path}", f"--data={tmp_path}")
     assert done.returncode == 0, done.stderr
-    assert [row["name"] for row in rows_of(path)] == [one.name for one in card.measurements("tiny")]
+    names = [row["name"] for row in rows_of(path)]
+    assert names[0] == "step at 172800"
+    assert len(set(names)) == len(names)
     assert {row["status"] for row in rows_of(path)} == {"skipped"}
 
 
 @pytest.mark.full
 def test_figures_are_those_of_the_measured_processes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    monkeypatch.setenv("XLA_FLAGS", QUICKLY["XLA_FLAGS"])
     make_folder(tmp_path / card.EUROSAT, {str(label): 60 for label in range(3)})
-    chosen = ("start", "kernels at 16", "eurosat_muon seed 0")
+    chosen = ("start", "kernels at 16", "eurosat_fast seed 0")
     found = {one.name: one for one in card.measurements("tiny")}
     rows = [card.measure(found[name], 600, tmp_path / name, tmp_path) | {"name": name} for name in chosen]
     assert not [row["error"] for row in rows if row["status"] == "failed"]

@@ -40,7 +40,7 @@ def home(tmp_path, monkeypatch, session_cache):
 
 @pytest.fixture(scope="module")
 def make_run(tmp_path_factory, session_cache):
-    """Makes a finished run of a dtype, once: of the plain network, or of one with all that a convnet may have."""
+    """Make a finished run of a dtype, once: of the plain network, or of one with all that a convnet may have."""
 
     @functools.cache
     def make(dtype: str) -> Path:
@@ -50,7 +50,7 @@ def make_run(tmp_path_factory, session_cache):
         if dtype == "bfloat16":
             config.train.ema_decay, config.train.label_smoothing = 0.5, 0.2
             config.model.update(
-                {"name": "resconvnet", "norm": "batch", "stem": "whitened", "side_heads": True, "norm_decay": 0.5}
+                {"name": "convnet", "norm": "batch", "stem": "whitened", "side_heads": True, "norm_decay": 0.5}
             )
         path = tmp_path_factory.mktemp("runs") / dtype
         train.train_and_evaluate(config, str(path))
@@ -232,9 +232,6 @@ def test_a_flipped_bit_is_refused_by_evaluate_and_by_sha256sum(make_model, tmp_p
     (model / files.PROGRAM).unlink()
     with pytest.raises(UserError, match=rf"{files.PROGRAM} cannot be read \(No such file"):
         evaluate.load_run(model)
-
-
-def test_a_description_of_another_format_is_named(make_model, tmp_path):
     contents = {name: (make_model("float32") / name).read_bytes() for name in files.NAMES}
     about = json.loads(contents[files.DESCRIPTION]) | {"format": 1}
     files.write(tmp_path / "changed", contents | {files.DESCRIPTION: json.dumps(about).encode()})
@@ -242,7 +239,7 @@ def test_a_description_of_another_format_is_named(make_model, tmp_path):
         evaluate.load_run(tmp_path / "changed")
 
 
-def test_bad_input_is_one_line_and_writes_nothing(make_run, make_model, tmp_path):
+def test_bad_input_is_one_line_and_writes_nothing(make_run, make_model, tmp_path, monkeypatch):
     run, out, model = make_run("float32"), tmp_path / "out", make_model("float32")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
@@ -256,12 +253,16 @@ def test_bad_input_is_one_line_and_writes_nothing(make_run, make_model, tmp_path
         (run, tmp_path / "full" / "x"): r"^--out: .*x exists and is no folder; allowed: a new or an empty folder$",
         (run, tmp_path / "full" / "x" / "y"): r"^--out: cannot write .*y \(Not a directory\)$",
         (model, out): "is an export already; allowed: a run folder",
+        (run, Path()): r"^--out: \. exists and is the working folder; allowed: a new or an empty folder$",
     }
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     for arguments, message in cases.items():
         with pytest.raises(UserError, match=message):
             export.export(*arguments)
-    assert_one_line_error(run_script("export.py", run, "--out", tmp_path / "full"), "--out:", "is not empty")
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["damaged", "full"]
+    result = run_script("export.py", run, "--out", tmp_path / "full")
+    assert_one_line_error(result, "export.py: error: --out:", "is not empty")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["damaged", "empty", "full"]
 
 
 def test_an_empty_folder_is_filled_by_the_command(make_run, make_model, tmp_path):

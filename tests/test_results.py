@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import ROOT
+from machines import QUICKLY
 
 from benchmarks import result_tables, results
 from benchmarks.results import Job
@@ -45,6 +46,7 @@ def test_kept_rows_are_those_of_the_page():
 
 @pytest.mark.full
 def test_jobs_run_once_and_their_rows_replace_older_ones(page, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", QUICKLY["XLA_FLAGS"])
     monkeypatch.setattr(Job, "arguments", property(lambda job: [*arguments[job.name], *SHORT.split()]))
     (tmp_path / "space.py").write_text(SPACE)
     default = ["--config", "configs/default.py"]

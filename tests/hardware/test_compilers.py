@@ -177,32 +177,12 @@ def test_a_sound_update(small_case):
 
 
 @pytest.mark.compilers
-def test_a_second_psum_is_found(small_case):
-    def reduced_twice(tree):
-        total = sum_over_devices(tree)
-        return jax.tree.map(lambda x: x * lax.psum(jnp.sign(total.loss), AXIS), total)
-
-    assert len(small_case(reduce=reduced_twice).collectives) == 2
-
-
-@pytest.mark.compilers
 def test_a_callback_is_found(small_case):
     def printed(tree):
         jax.debug.callback(lambda loss: None, tree.loss)
         return sum_over_devices(tree)
 
     assert small_case(reduce=printed).host_transfers
-
-
-@pytest.mark.compilers
-def test_a_lost_donation_is_found(small_case, monkeypatch):
-    from largebatch.hosts import replicas
-
-    def kept(function, in_axes=0, out_axes=0, donate_argnums=(), devices=None):
-        return replicas.pmap(function, in_axes, out_axes, devices=devices)
-
-    monkeypatch.setattr("largebatch.training.step.pmap", kept)
-    assert small_case().aliased_outputs == 0
 
 
 @pytest.mark.compilers

