@@ -31,17 +31,8 @@ from largebatch.util import UserError
 from plan import make_network
 
 # Fields of a checkpoint's summary that say how the network was made.
-OF_SUMMARY = (
-    "examples_seen",
-    "global_batch_size",
-    "params",
-    "devices",
-    "hosts",
-    "platform",
-    "device_kind",
-    "git_commit",
-    "versions",
-)
+OF_SUMMARY = ("examples_seen", "global_batch_size", "params", "devices", "hosts", "platform", "device_kind")
+OF_SUMMARY += ("git_commit", "versions")
 
 
 def export(run_folder: Path, out: Path, *, ema: bool = False, alone: bool = False) -> str | None:

@@ -78,7 +78,7 @@ ROWS = (
     # What does not run here.
     Row("make *", skip="it runs these tests, installs gigabytes, or takes hours; tests/test_readme.py trains"),
     Row("pip install *", skip="needs a network; tests/test_docs.py finds the files that it names"),
-    Row("python bench.py *", skip="measures for minutes; tests/test_bench.py and test_card.py measure small ones"),
+    Row("python bench.py *", skip="measures for minutes; tests/test_bench.py measures small ones"),
     Row("srun *", skip="tests/launch/test_schedulers.py starts runs by Slurm where it is there"),
     Row("mpirun *", skip="tests/launch/test_schedulers.py starts runs by Open MPI where it is there"),
     Row("sbatch *", skip="tests/launch/test_schedulers.py starts it where Slurm is there"),
@@ -119,6 +119,7 @@ ROWS = (
     ),
     Row("python -m largebatch.pod *train.py ...", SYNTHETIC),
     Row("python -m largebatch.pod *eurosat_v3_32.py *", f"{ZIP} {STEP} {SMALL}"),
+    Row("python -m largebatch.pod --availability *", EUROSAT, prints=("starting on 1 host", "starting on 2 hosts")),
     Row("python -m largebatch.pod *", EUROSAT),
     # Runs.
     Row("python train.py", SYNTHETIC),

@@ -25,7 +25,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def become(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """Makes this machine one where "auto" stands for `dtype`."""
+    """Make this machine one where "auto" stands for `dtype`."""
     monkeypatch.setattr(chips, "read_cpu_flags", lambda: FLAGS[dtype])
 
 
@@ -35,7 +35,7 @@ def run_on(dtype: str, *arguments, **options):
 
 
 def target_or_skip(name: str) -> Target:
-    """The devices to compile for; the test is skipped where their compiler is not installed."""
+    """Return the devices to compile for; skip the test where their compiler is not installed."""
     try:
         return find_target(name)
     except UserError as error:

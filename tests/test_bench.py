@@ -1,14 +1,18 @@
 """bench.py: contenders that take turns and are caught idle, peers that do our step, and every command, small."""
 
+import json
 import math
+import time
 
 import jax
 import numpy as np
 import pytest
 from conftest import assert_one_line_error, make_folder, run_script
+from machines import QUICKLY
 
 import model
-from benchmarks import inputs, ours, scaling, timing
+from benchmarks import card, inputs, ours, scaling, timing
+from benchmarks.card import Measurement
 from benchmarks.peers.minimal_loop import MinimalLoop
 from largebatch.training.costs import bytes_beside_images
 from largebatch.util import UserError
@@ -24,9 +28,9 @@ def small(monkeypatch):
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """Children have one device, compile quickly, and have no least time for a turn."""
+    """Give children one device and a quick compiler, and turns no least time."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", QUICKLY["XLA_FLAGS"])
     monkeypatch.setattr(timing, "MIN_TIMED_SEC", 0.0)
 
 
@@ -118,7 +122,7 @@ def test_a_child_answers_and_its_failures_are_one_line(tmp_path):
 
 
 def share_of_equal(one, other):
-    """Adam's first steps are signs: a gradient near zero may take either."""
+    """Return the share of equal numbers: Adam's first steps are signs, and a gradient near zero may take either."""
     equal = [np.abs(a - b) < 1e-5 for a, b in zip(one, other, strict=True)]
     return sum(e.sum() for e in equal) / sum(e.size for e in equal)
 
@@ -155,23 +159,6 @@ def test_torch_has_the_same_network_and_accumulates(small):
     options = {"batch_size": 64, "channels_last": True}
     whole, accumulated = (torch_step.TorchStep(options | {"micro_batch_size": size}) for size in (0, 16))
     assert share_of_equal(after_a_step(whole), after_a_step(accumulated)) > 0.98
-
-
-def test_a_padded_stem_of_torch_is_the_same_network(small):
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed: benchmarks/peers/torch_requirements.txt")
-    from benchmarks.peers import torch_step
-
-    options = {"batch_size": 64, "channels_last": True}
-    plain, padded = torch_step.TorchStep(options), torch_step.TorchStep(options | {"stem_channels": 8})
-    with torch.no_grad():
-        of_padded = iter(padded._network.parameters())
-        for number, parameter in enumerate(plain._network.parameters()):
-            target = next(of_padded)
-            (target if number else target[:, :3]).copy_(parameter)
-    before = padded.params()[0].copy()
-    expected, after = after_a_step(plain), after_a_step(padded)
-    np.testing.assert_array_equal(after[0][:, 3:], before[:, 3:])  # they see zeros
-    assert share_of_equal(expected, [after[0][:, :3], *after[1:]]) > 0.98
 
 
 @pytest.mark.full
@@ -244,6 +231,62 @@ def test_input_and_stream_take_images_to_the_devices(tmp_path, one_device, capsy
     assert list(result["images_per_sec"]) == ["streamed", "on_device"]
     inputs.print_stream(result)
     assert f"{result['ratio']['median']:.3f}x" in capsys.readouterr().out
+
+
+def rows_of(path) -> list[dict]:
+    """Return the rows that are written so far."""
+    return json.loads(path.read_text())["rows"]
+
+
+def test_each_row_is_written_before_the_next_and_failures_are_rows(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "card.json"
+
+    def measurements(size):
+        yield Measurement("no data", ("train.py",), 1, 9, data=card.EUROSAT)
+        (row,) = rows_of(path)
+        assert (row["status"], row["reason"]) == ("skipped", "--data: no EuroSAT.zip there")
+        yield Measurement("no time", ("scaling",), 200, 300)
+        assert rows_of(path)[-1]["reason"].startswith("needs 200 s, ")
+        yield Measurement("fails", ("nothing",), 1, 60)
+        assert rows_of(path)[-1]["error"].startswith("bench.py: give one command")
+        yield Measurement("is killed", ("scaling",), 1, 0.2)
+
+    monkeypatch.setattr(card, "measurements", measurements)
+    started = time.monotonic()
+    result = card.bench_card(2, "tiny", str(path), str(tmp_path))
+    assert time.monotonic() - started < 60
+    assert rows_of(path) == result["rows"]
+    assert result["rows"][-1]["error"] == "killed after 0 s"
+    card.print_card(result)
+    assert capsys.readouterr().out.endswith("0 measured, 2 skipped, 2 failed\n")
+
+
+def test_the_command_names_all_that_it_has_no_time_for(tmp_path):
+    path = tmp_path / "card.json"
+    done = run_script("bench.py", "card", "--minutes=0", f"--json={path}", f"--data={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    names = [row["name"] for row in rows_of(path)]
+    assert names[0] == "step at 172800"
+    assert len(set(names)) == len(names)
+    assert {row["status"] for row in rows_of(path)} == {"skipped"}
+
+
+@pytest.mark.full
+def test_figures_are_those_of_the_measured_processes(tmp_path, one_device, capsys):
+    make_folder(tmp_path / card.EUROSAT, {str(label): 60 for label in range(3)})
+    chosen = ("start", "kernels at 16", "eurosat_fast seed 0")
+    found = {one.name: one for one in card.measurements("tiny")}
+    rows = [card.measure(found[name], 600, tmp_path / name, tmp_path) | {"name": name} for name in chosen]
+    assert not [row["error"] for row in rows if row["status"] == "failed"]
+    start, kernels, recipe = rows
+    cold, warm = start["starts"]
+    assert 0 < warm["compile"] < cold["compile"] < cold["to_first_step"] < cold["to_exit"]
+    assert 0 < sum(one["ms"] for one in kernels["kernels"]) <= 1.001 * kernels["ms_per_step"]
+    assert recipe["summary"] == json.loads((tmp_path / chosen[-1] / "summary.json").read_text())
+    assert recipe["took_sec"] > recipe["summary"]["train_sec"] > 0
+    assert "144 training images" in recipe["printed"]
+    card.print_card({"rows": rows})
+    assert "3 measured, 0 skipped, 0 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -42,14 +42,14 @@ CLASSES = (
 )
 # Of batch sizes, and of devices.
 TRACE = "step,batchsize\n0,512\n200,1024\n400,1900\n599,1900\n"
-DEVICES = "time,GPUs\n0,8\n50,16\n"
+DEVICES = "time,GPUs\n0,8\n20,16\n"
 
 
 # ---- reading pages ----------------------------------------------------------------------------------
 
 
 def lines_of(path: Path) -> list[str]:
-    """The command lines of a page or of a Python file's docstring in their order, comments and all."""
+    """Return the command lines of a page or of a Python file's docstring in their order, comments and all."""
     text = path.read_text()
     if path.suffix == ".py":
         docstring = re.sub(r"\\\n\s*", "", text.split('"""')[1])  # as it stands in the file, to be copied
@@ -66,7 +66,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def commands_of(page: str) -> list[str]:
-    """The commands of a page, each once, without comments."""
+    """Return the commands of a page, each once, without comments."""
     paths = sorted(ROOT.glob(page))
     lines = [re.sub(r"(^|\s+)#.*", "", line) for path in paths for line in lines_of(path)]
     return [command for command in dict.fromkeys(" ".join(line.split()) for line in lines) if command]
@@ -77,7 +77,7 @@ LONG = ("docs/results.md",)  # whose studies take minutes; with the commands of 
 
 @functools.cache
 def row_of(command: str) -> Row:
-    """The first row that matches a command."""
+    """Return the first row that matches a command."""
     for row in ROWS:
         if re.fullmatch(".*".join(map(re.escape, row.pattern.split("*"))), command):
             return row
@@ -85,7 +85,7 @@ def row_of(command: str) -> Row:
 
 
 def shortened(command: str) -> str:
-    """What is run in the place of a command."""
+    """Return what is run in the place of a command."""
     row, line = row_of(command), command
     for old, new in FILL.items():
         line = line.replace(old, new)
@@ -132,7 +132,7 @@ def write_zip(path: Path, folders: list[str], each: int, suffix: str = ".jpg") -
 
 
 def write_data(folder: Path) -> None:
-    """The images, lists and traces that the commands name."""
+    """Write the images, lists and traces that the commands name."""
     names = write_zip(folder / "EuroSAT.zip", [f"2750/{name}" for name in CLASSES], 40)
     write_zip(folder / "EuroSAT_MS.zip", list(CLASSES), 3, ".tif")
     cifar = [f"{split}/{name}" for split in ("train", "test") for name in CLASSES]

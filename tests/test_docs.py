@@ -27,12 +27,12 @@ def prose_of(path: Path) -> str:
 
 
 def spans_of(path: Path) -> list[str]:
-    """What stands between backticks outside of blocks, each on one line."""
+    """Return what stands between backticks outside of blocks, each on one line."""
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose_of(path))]
 
 
 def anchors_of(path: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
+    """Return the anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", prose_of(path), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -95,7 +95,6 @@ AUTO = "auto"
 DTYPES = ("float32", "bfloat16")
 # Instructions that multiply bfloat16, by Linux's names. Without them XLA converts to float32 and back.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-BFLOAT16_ISAS = ("AVX512_BF16", "AMX", "AMX_FP16")  # limits of --xla_cpu_max_isa that leave XLA some of them
 
 
 def auto_dtype(platform: str | None = None) -> str:
@@ -106,9 +105,6 @@ def auto_dtype(platform: str | None = None) -> str:
     """
     if (platform or jax.default_backend()) in ("gpu", "tpu"):
         return "bfloat16"
-    limits = re.findall(r"--xla_cpu_max_isa=[\"']?(\w*)", os.environ.get("XLA_FLAGS", ""))
-    if limits and limits[-1].upper() not in BFLOAT16_ISAS:
-        return "float32"
     return "bfloat16" if BFLOAT16_FLAGS & read_cpu_flags() else "float32"
 
 

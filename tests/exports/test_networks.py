@@ -45,7 +45,7 @@ def make(name: str, dtype: str, conv: str):
 
 
 def random_variables(network, shape=SHAPE) -> dict:
-    """Of the right sizes for values to keep theirs from layer to layer; scales and variances around 1."""
+    """Draw arrays of such sizes that values neither vanish nor explode over the layers."""
     params, state = model.init_variables(network, shape, 0)
     rng = np.random.default_rng(0)
 

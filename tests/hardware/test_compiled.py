@@ -32,7 +32,7 @@ def test_loops_are_counted_by_their_turns(program):
 
 
 def test_instructions_sources_collectives_and_donations_are_found(program):
-    """Those of all branches once; lines of the project behind those of libraries."""
+    """Instructions of all branches count once; a source is a line of the project, also behind a library's."""
     opcodes = [one.opcode for one in program.instructions()]
     assert opcodes.count("add") == 1
     assert opcodes.count("while") == 3

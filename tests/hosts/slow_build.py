@@ -40,7 +40,7 @@ def hold(build_files):
 
 
 def small_config():
-    """A run of two steps."""
+    """Return the config of a run of two steps."""
     config = default.get_config()
     config.augment.cache_dir = str(FOLDER / "cache")
     config.dataset.num_examples, config.dataset.image_size = 100, 16
@@ -69,7 +69,7 @@ def run() -> None:
 
 
 def fill_disk(*_):
-    """In place of a method of Checkpoints."""
+    """Stand in for a method of Checkpoints."""
     raise UserError("--workdir: no space left")
 
 

@@ -39,7 +39,7 @@ def run_code(folder, *lines: str) -> tuple[int, list[str]]:
 
 @pytest.mark.full
 def test_hosts_wait_for_a_build(tmp_path):
-    """And then train; texts of any length arrive."""
+    """They train then; texts of any length arrive."""
     done = run_script(*pod_arguments(sys.executable, SLOW_BUILD, tmp_path, 3), env=QUICKLY)
     assert done.returncode == 0, done.stderr
     hosts = [json.loads((tmp_path / f"{host}.json").read_text()) for host in range(2)]

@@ -88,7 +88,7 @@ def end_of(started: subprocess.Popen, code: int) -> str:
 
 
 def test_hosts_come_and_go_as_a_trace_says(start_pod, tmp_path):
-    """Also one that is told to stop before it answers signals."""
+    """The first is told to stop before it answers signals."""
     trace = "time,GPUs\n100,8\n120,24\n140,0\n145,16\n"
     started = start_pod("early wait 0", trace, "--trace_devices_per_host=8", "--trace_seconds_per_unit=0.1")
     told = end_of(started, 0)

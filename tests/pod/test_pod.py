@@ -1,4 +1,4 @@
-"""Pods that are started once."""
+"""Pods of train.py, evaluate.py and export.py, and one host of a pod that works alone."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from conftest import ROOT, run_script, small_flags
 from machines import QUICKLY
 from test_resume import assert_same_run
 
+from largebatch.exports import files as export_files
 from largebatch.predictions import files as prediction_files
 
 SMALL = {
@@ -32,7 +33,7 @@ def train_command(tmp_path, workdir: str, **fields) -> list[str]:
 
 
 def pod_command(command: list[str], hosts: int, devices: int) -> list[str]:
-    """The same under largebatch.pod."""
+    """Return the arguments of Python that run a command under largebatch.pod."""
     return ["-m", "largebatch.pod", "--hosts", str(hosts), "--devices", str(devices), "--", *command]
 
 
@@ -122,7 +123,6 @@ def test_a_dead_host_is_named_and_takes_the_others_along(tmp_path):
 @pytest.mark.full
 def test_one_host_signalled_saves_and_stops_all_and_a_start_goes_on_bitwise(tmp_path):
     fields = {"train.inner_steps": 4, "train.outer_steps": 4, "batch.size": 150, "dataset.num_examples": 400}
-    fields |= {"model.norm": "batch", "model.stem": "whitened"}
     whole = run_script(*pod_command(train_command(tmp_path, "whole", **fields), 2, 2), env=QUICKLY)
     assert whole.returncode == 0, whole.stderr
     pod = start_pod(train_command(tmp_path, "cut", **fields))
@@ -153,6 +153,7 @@ def test_replicas_that_differ_between_hosts_are_found_before_the_first_step():
     assert "parameters differ between replicas: devices [2, 3] disagree with device 0" in result.stderr
 
 
+@pytest.mark.full
 def test_hosts_that_disagree_about_the_config_stop(tmp_path):
     command = (
         " ".join(train_command(tmp_path, "run")) + " --config.optimizer.learning_rate=0.${LARGEBATCH_HOST_INDEX}5"
@@ -211,3 +212,33 @@ def test_evaluation_on_two_hosts_is_that_of_one(tmp_path):
     assert one.stdout.count("over 10 images") == 1
     assert "accuracy" not in (hosts[1] / "out").read_text()
     assert not (hosts[1] / "two.csv").exists()
+
+
+# As the second of two hosts has them; the first never comes.
+OF_A_POD = QUICKLY | {
+    "LARGEBATCH_NUM_HOSTS": "2",
+    "LARGEBATCH_HOST_INDEX": "1",
+    "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1",
+}
+
+
+@pytest.mark.full
+def test_one_host_of_a_pod_works_alone_and_of_all_one_writes(tmp_path):
+    done = run_script(*train_command(tmp_path, "run", **{"train.outer_steps": 1})[1:], env=QUICKLY)
+    assert done.returncode == 0, done.stderr
+    run, cache = tmp_path / "run", f"--config.augment.cache_dir={tmp_path / 'cache'}"
+    evaluate, export = [ROOT / "evaluate.py", run, cache], [ROOT / "export.py", run, "--out"]
+    expected = run_script(*evaluate, "--out", tmp_path / "expected.csv", env=QUICKLY)
+    done = run_script(*evaluate, "--alone", "--out", tmp_path / "alone.csv", env=OF_A_POD)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected.stdout
+    assert (tmp_path / "alone.csv").read_text() == (tmp_path / "expected.csv").read_text()
+
+    done = run_script(*export, tmp_path / "alone", "--alone", env=OF_A_POD)
+    assert done.returncode == 0, done.stderr
+    each = f"{sys.executable} {' '.join(map(str, export))} {tmp_path / 'both'} >{tmp_path}/$LARGEBATCH_HOST_INDEX"
+    done = run_script(*pod_command(["sh", "-c", each], 2, 1), env=QUICKLY)
+    assert done.returncode == 0, done.stderr
+    assert ["SHA-256" in (tmp_path / str(host)).read_text() for host in range(2)] == [True, False]
+    for name in (export_files.ARRAYS, export_files.PROGRAM):
+        assert (tmp_path / "both" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
