@@ -20,7 +20,7 @@ from configs import default
 from evaluate import TrainedRun, load_run, read_variables
 from largebatch import cli, terminal
 from largebatch.buckets import bucket
-from largebatch.exports import card, files, program
+from largebatch.exports import card, files
 from largebatch.hosts import collectives
 from largebatch.hosts.start import start_jax
 from largebatch.runs.load import load
@@ -31,17 +31,8 @@ from largebatch.util import UserError
 from plan import make_network
 
 # Fields of a checkpoint's summary that say how the network was made.
-OF_SUMMARY = (
-    "examples_seen",
-    "global_batch_size",
-    "params",
-    "devices",
-    "hosts",
-    "platform",
-    "device_kind",
-    "git_commit",
-    "versions",
-)
+OF_SUMMARY = ("examples_seen", "global_batch_size", "params", "devices", "hosts", "platform", "device_kind")
+OF_SUMMARY += ("git_commit", "versions")
 
 
 def export(run_folder: Path, out: Path, *, ema: bool = False, alone: bool = False) -> str | None:
@@ -73,7 +64,7 @@ def export(run_folder: Path, out: Path, *, ema: bool = False, alone: bool = Fals
         about = describe(run, networks["cpu"], ema=ema)
         contents = {
             files.ARRAYS: files.arrays_as_bytes(variables),
-            files.PROGRAM: program.serialized(*functions, variables, run.image_shape, run.data["image_dtype"]),
+            files.PROGRAM: files.serialized(*functions, variables, run.image_shape, run.data["image_dtype"]),
             files.PYTORCH: (Path(files.__file__).parent / files.PYTORCH).read_bytes(),
             files.DESCRIPTION: f"{json.dumps(about, indent=1, allow_nan=False)}\n".encode(),
             files.CARD: card.card(about, default.get_config().to_dict()).encode(),

@@ -1,23 +1,26 @@
-"""The training step of train.py as a contender."""
+"""The training step of train.py as a contender, and its kernels by the time that they take."""
 
 import functools
+import gzip
+import json
 import math
 import tempfile
+from collections import defaultdict
+from pathlib import Path
 
 import jax
 import numpy as np
 
 import model
 from benchmarks import timing
-from benchmarks.kernels import read_trace
 from build import make_step
 from configs import default
 from largebatch.config import rules
 from largebatch.data.batching import DataSharding
 from largebatch.data.cache import DatasetInfo, RowLayout
 from largebatch.data.streaming import Resident, Upcoming
-from largebatch.hardware.chips import Hardware, auto_dtype, options_for
-from largebatch.hardware.compiled import COLLECTIVE, parse
+from largebatch.hardware.chips import Hardware, auto_dtype
+from largebatch.hardware.compiled import CompiledProgram, compile_and_look
 from largebatch.hosts import replicas
 from largebatch.hosts.start import start_jax
 from largebatch.optim.optimizers import Hyperparams
@@ -29,6 +32,7 @@ from plan import RunPlan, make_init, plan_run, possible_storages, state_shapes
 
 INNER_STEPS = 256  # of a call at most
 PROFILED_STEPS = 2
+NAME_LENGTH, KEPT = 120, 40  # kernels: names of templates go on for thousands of letters
 
 
 def build(options: dict) -> "OurStep":
@@ -118,15 +122,15 @@ class OurStep:
             "commit": git_commit(),
         }
 
-    def compiled(self) -> jax.stages.Compiled:
-        """Compile the inner loop once more, for its text and memory."""
+    def compiled(self) -> CompiledProgram:
+        """Compile the inner loop once more, for its figures: those of a step of one micro-batch."""
         inputs = self.plan.schedule.inputs(0, self.plan.inputs_length)
         lowered = self._inner_loop.lower(self._state, self._data.arrays, inputs, np.int32(0))
-        return lowered.compile(compiler_options=options_for(jax.default_backend()))
+        return compile_and_look(lowered, {"steps": 1, "micro_batches": 1}, jax.default_backend())
 
     def traffic(self) -> dict:
-        """Return the collectives of the compiled program."""
-        return {"collectives": collectives(self.compiled().as_text())}
+        """Return the collectives of a step."""
+        return {"collectives": self.compiled().collectives}
 
     def kernels(self) -> dict:
         """Return kernels by their time, from a profile of some steps after a warm-up."""
@@ -137,10 +141,54 @@ class OurStep:
             return read_trace(folder, PROFILED_STEPS)
 
 
-def collectives(text: str) -> list[dict]:
-    """Return the kind of every collective of a compiled program, and the bytes that one device puts in."""
-    return [
-        {"kind": one.opcode.removesuffix("-start"), "bytes": one.output_bytes}
-        for one in parse(text).instructions()
-        if COLLECTIVE.fullmatch(one.opcode)
+# ---- kernels, from a trace of jax.profiler -----------------------------------------------------------
+
+
+def read_trace(folder: str, steps: int) -> dict:
+    """Read the kernels of so many steps from a folder that `jax.profiler.trace` wrote.
+
+    Returns:
+      "ms_per_step" of all kernels of all devices, and "kernels", the longest first: for each its "ms" and
+      "launches" per step, its "name" and the operation of "hlo" that it is launched for.
+    """
+    (path,) = Path(folder).glob("**/*.trace.json.gz")
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    found = defaultdict(list)
+    for event, own_us in own_times(kernel_events(events)):
+        found[event["name"][:NAME_LENGTH], event.get("args", {}).get("hlo_op", "")].append(own_us)
+    rows = [
+        {"ms": sum(times) / 1e3 / steps, "launches": len(times) / steps, "name": name, "hlo": hlo}
+        for (name, hlo), times in sorted(found.items(), key=lambda item: -sum(item[1]))
     ]
+    return {"ms_per_step": sum(row["ms"] for row in rows), "kernels": rows[:KEPT]}
+
+
+def kernel_events(events: list[dict]) -> list[dict]:
+    """Return the events of a card's streams, or of a TPU's or CPU's operations."""
+    names = {
+        (event["name"], event["pid"], event.get("tid")): event["args"]["name"]
+        for event in events
+        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name")
+    }
+    timed, on_device = [event for event in events if event.get("ph") == "X"], []
+    for event in timed:
+        process = names.get(("process_name", event["pid"], None), "")
+        line = names.get(("thread_name", event["pid"], event["tid"]), "")
+        if process.startswith("/device:") and (line.startswith("Stream") or line == "XLA Ops"):
+            on_device.append(event)
+    return on_device or [event for event in timed if "hlo_op" in event.get("args", {})]
+
+
+def own_times(events: list[dict]) -> list[tuple[dict, float]]:
+    """Return each event with its microseconds, less those of events within it, such as the turns of a loop."""
+    own, around = {}, defaultdict(list)
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        open_ = around[event["pid"], event["tid"]]
+        while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
+            open_.pop()
+        if open_:
+            own[id(open_[-1])] -= event["dur"]
+        own[id(event)] = event["dur"]
+        open_.append(event)
+    return [(event, max(0.0, own[id(event)])) for event in events]

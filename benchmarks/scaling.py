@@ -32,11 +32,15 @@ def bench_scaling(repeats: int, counts=DEVICE_COUNTS) -> dict:
     return {"command": "scaling", "rows": rows, "commit": facts["commit"], "versions": facts["versions"], **FIELDS}
 
 
-def traffic(collectives: list[dict], params: int, num_devices: int) -> dict:
-    """Return the bytes that a device sends per step if all-reduces are rings, and those of the float32 gradient."""
+def traffic(collectives: list[tuple[str, int, float]], params: int, num_devices: int) -> dict:
+    """Return the bytes that a device sends per step if all-reduces are rings, and those of the float32 gradient.
+
+    Args:
+      collectives: opcode, bytes that a device puts in, and executions per step.
+    """
     ring = 2 * (num_devices - 1) / num_devices
-    reduced = sum(one["bytes"] for one in collectives if one["kind"] == "all-reduce")
-    kinds = [one["kind"] for one in collectives]
+    kinds = [opcode.removesuffix("-start") for opcode, _, _ in collectives]
+    reduced = sum(size for kind, (_, size, _) in zip(kinds, collectives, strict=True) if kind == "all-reduce")
     return {"collectives": kinds, "bytes_per_step": ring * reduced, "ring_formula": ring * 4 * params}
 
 

@@ -50,13 +50,13 @@ def serve(module: str) -> None:
     sys.stdout = sys.stderr  # whatever a library prints is no answer
     for line in sys.stdin:
         try:
-            reply = answer(importlib.import_module(module).build, steps, json.loads(line))
+            reply = _answer(importlib.import_module(module).build, steps, json.loads(line))
         except Exception as error:  # a package or options that do not work here are the parent's to report
             reply = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
         print(json.dumps(reply), file=out, flush=True)
 
 
-def answer(build: Callable, steps: dict, request: dict) -> dict:
+def _answer(build: Callable, steps: dict, request: dict) -> dict:
     """Answer one request, as in the module's docstring; `steps` are those that have been built, by name."""
     name = request["name"]
     if "build" in request:

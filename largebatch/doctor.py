@@ -14,7 +14,6 @@ import numpy as np
 from rich import box, table
 from rich.text import Text
 
-from largebatch import util
 from largebatch.data.cache_build import CachePlan
 from largebatch.data.streaming import load_inputs
 from largebatch.hardware.chips import Chip
@@ -33,8 +32,6 @@ COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 # Limits of the ratio of a step's norm to its layer's: too high diverges, too low stands still.
 FAIL_RATIO, HIGH_RATIO, LOW_RATIO = 1.0, 0.1, 1e-6
 BUDGET_SEC = 40.0  # time after which no further micro-batch size is tried
-SAMPLED_IMAGES, SAMPLE_SEC = 4096, 4.0  # the sample of decoded images ends at either
-SAMPLED_AT_ONCE = 2**27  # bytes
 BETTER = 1.1  # speed-up from which another micro-batch size is recommended
 TIMED_SEC, TIMED_REPEATS = 0.5, 3
 LARGEST = 6  # number of operations that are listed
@@ -72,26 +69,13 @@ def show(findings: list[Finding], ending: str = "") -> None:
 
 
 def check_build(plan: CachePlan) -> Finding:
-    """Compare the disk space that building a cache takes with what is free, and estimate its time; write nothing.
-
-    The time is that of decoding some images on all cores, for a few seconds at most.
-
-    Raises:
-      UserError: an image is damaged or unlike the first.
-    """
-    layout, begin = plan.layout, time.perf_counter()
-    sample = np.random.default_rng(0).permutation(layout.num_rows)[:SAMPLED_IMAGES]
-    for some in util.iterate_batches(len(sample), max(1, SAMPLED_AT_ONCE // layout.row_bytes)):
-        plan.dataset.images(sample[some])
-        if time.perf_counter() - begin > SAMPLE_SEC:
-            break
-    rate = some.stop / (time.perf_counter() - begin)
+    """Compare the disk space that building a cache takes with what is free; write nothing."""
+    layout = plan.layout
     height, width, channels = layout.image_shape
     free = shutil.disk_usage(next(folder for folder in plan.folder.parents if folder.exists())).free
     text = (
         f"{layout.num_rows:,} images of {height}x{width}x{channels} {layout.dtype}: "
-        f"{plan.disk_bytes / 1e9:,.2f} GB on disk, about {duration(layout.num_rows / rate)} to build, at "
-        f"{rate:,.0f} images/s on this host ({some.stop:,} were decoded for this); {free / 1e9:,.2f} GB free"
+        f"{plan.disk_bytes / 1e9:,.2f} GB on disk; {free / 1e9:,.2f} GB free"
     )
     if plan.disk_bytes > free:
         advice = "give an augment.cache_dir with more room, or a smaller dataset.image_size"

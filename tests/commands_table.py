@@ -58,16 +58,17 @@ FILL = {
     "--xla_backend_optimization_level=0'",
 }
 ZIP = "--config.dataset.path EuroSAT.zip"
+MINIMAL = "--inner_steps 1 --outer_steps 1 --batch_size 64"
 STEP = "--config.train.inner_steps 1 --config.train.outer_steps 1"
 STEPS = "--config.train.inner_steps 1 --config.train.outer_steps 3"
 WARMUP = "--config.schedule.warmup_steps 1"
 SYNTHETIC = f"{STEP} --config.dataset.num_examples 60 --config.dataset.image_size 8"
-EUROSAT = f"{ZIP} {STEPS} --config.batch.size 64"
+SMALL = "--config.dataset.image_size 8"
+EUROSAT = f"{ZIP} {STEPS} {SMALL} --config.batch.size 64"
 AVERAGED = f"{EUROSAT} --config.train.ema_decay 0.9"
 MUON = f"{EUROSAT} {WARMUP}"
 SCENES = f"{STEPS} {WARMUP} --config.batch.size 16 --config.dataset.num_examples 60 --config.dataset.image_size 16"
-RECIPE = f"{STEPS} {WARMUP} --config.batch.size 64"
-SMALL = "--config.dataset.image_size 8"
+RECIPE = f"{STEPS} {WARMUP} {SMALL} --config.batch.size 64"
 OWN_IMAGES = f"{SMALL} --config.batch.size 16 --config.train.outer_steps 2"
 IMAGENET = f"--config.model.name resnet8 {SMALL} --config.schedule.decay_steps '(1, 2)'"
 # Compiles quickly.
@@ -77,7 +78,7 @@ ROWS = (
     # What does not run here.
     Row("make *", skip="it runs these tests, installs gigabytes, or takes hours; tests/test_readme.py trains"),
     Row("pip install *", skip="needs a network; tests/test_docs.py finds the files that it names"),
-    Row("python bench.py *", skip="measures for minutes; tests/test_bench.py and test_card.py measure small ones"),
+    Row("python bench.py *", skip="measures for minutes; tests/test_bench.py measures small ones"),
     Row("srun *", skip="tests/launch/test_schedulers.py starts runs by Slurm where it is there"),
     Row("mpirun *", skip="tests/launch/test_schedulers.py starts runs by Open MPI where it is there"),
     Row("sbatch *", skip="tests/launch/test_schedulers.py starts it where Slurm is there"),
@@ -94,7 +95,11 @@ ROWS = (
     Row(". .venv/bin/activate"),
     Row(".venv/bin/python -m pytest *"),
     Row("sha256sum *", shell="cd model && {}", prints=("model.safetensors: OK",)),
-    Row("python minimal.py*", "--inner_steps 1 --outer_steps 1", prints=("step 1 ", "final val accuracy")),
+    Row(
+        "python minimal.py*",
+        "--inner_steps 1 --outer_steps 1 --batch_size 64",
+        prints=("step 1 ", "final val accuracy"),
+    ),
     Row("python evaluate.py runs/scenes --split test", prints=("test split", "mean iou")),
     Row("python evaluate.py * --split test*", prints=("test split", "accuracy", "macro F1")),
     Row("python evaluate.py runs/eurosat", prints=("val split", "accuracy")),
@@ -113,24 +118,27 @@ ROWS = (
         shell="{0} & {0} --config.devices.host_index 1 && wait $!",
     ),
     Row("python -m largebatch.pod *train.py ...", SYNTHETIC),
-    Row("python -m largebatch.pod *eurosat_v3_32.py *", f"{ZIP} {STEP}"),
+    Row("python -m largebatch.pod *eurosat_v3_32.py *", f"{ZIP} {STEP} {SMALL}"),
+    Row("python -m largebatch.pod --availability *", EUROSAT, prints=("starting on 1 host", "starting on 2 hosts")),
     Row("python -m largebatch.pod *", EUROSAT),
     # Runs.
     Row("python train.py", SYNTHETIC),
     Row("python train.py ...", SYNTHETIC),
     Row("python train.py --workdir *"),
     Row("*--show_batches", f"{ZIP} {STEPS}", prints=("3 steps, batch 512",)),
-    Row("*--config.batch.trace runs/studies/*", f"{ZIP} {STEPS} {WARMUP}"),
-    Row("*--config.batch.trace *", f"{ZIP} {STEPS}"),
-    Row("*--config.batch.size full *", f"{ZIP} {STEP}"),
+    Row("*--config.batch.trace runs/studies/*", f"{PLAIN} {STEPS} {WARMUP}"),
+    Row("*--config.batch.trace *", f"{ZIP} {STEPS} {SMALL}"),
+    Row("*--config.schedule.decay_by *", f"{MUON} {PLAIN}"),
+    Row("*--config.batch.size full *", f"{ZIP} {STEP} {SMALL}"),
     Row("*--profile", f"{EUROSAT} --workdir runs/profiled", makes=("runs/profiled/profile",)),
     Row("*--config.log.wandb *", EUROSAT, makes=("runs/tracked/wandb",)),
     Row("*--workdir runs/eurosat", AVERAGED),  # which others evaluate
+    Row("*--workdir runs/trunk", f"{MUON} {PLAIN} --config.optimizer.name lamb"),
     Row("python train.py --config configs/own_images.py *", OWN_IMAGES),
     Row("python train.py --config configs/imagenet_resnet50.py *", f"{MUON} {IMAGENET}"),
     Row("python train.py --config configs/scenes_30m.py *", f"{SCENES} --config.model.name resunet_tiny"),
     Row("python train.py --config configs/scenes_*", SCENES),
-    Row("python train.py --config configs/eurosat_v3_32.py --workdir *", f"{ZIP} {STEP}"),
+    Row("python train.py --config configs/eurosat_v3_32.py --workdir *", f"{ZIP} {STEP} {SMALL}"),
     Row("python train.py --config configs/eurosat_ms.py *", RECIPE),
     Row("python train.py --config configs/cifar10_*", RECIPE),
     Row("python train.py --config configs/eurosat.py *", EUROSAT),
@@ -155,30 +163,32 @@ ROWS = (
     Row("*python sweep.py *", PLAIN),
 )
 
-# ---- pages: the commands of others that a reader has run before ---------------------------------------
+# ---- pages, and the commands of others that stand before theirs; what an earlier page has runs once ------
 
-A_RUN = "python train.py --config configs/eurosat.py --workdir runs/eurosat"
 A_STUDY = f"python sweep.py {STUDY}/optimizers"
 A_RUN_OF_SCENES = "python train.py --config configs/scenes_tiny.py --workdir runs/scenes"
-A_TRUNK = (
+# Every page begins in a folder where these have run.
+BEFORE = (
+    "python train.py --config configs/eurosat.py --workdir runs/eurosat",
+    "python export.py runs/eurosat --out model",
     "python train.py --config configs/eurosat_muon.py --config.schedule.name constant --config.checkpoint.keep 5 "
-    "--workdir runs/trunk"
+    "--workdir runs/trunk",
 )
 PAGES = {
     "README.md": (),
     "CONTRIBUTING.md": (),
     "docs/batches.md": (),
     "docs/benchmarks.md": (),
-    "docs/export.md": (A_RUN,),
+    "docs/export.md": (),
     "docs/guarantees.md": (),
     "docs/hardware.md": (),
     "docs/maps.md": (),
     "docs/pods.md": (),
-    "docs/results.md": (A_RUN,),
-    "docs/studies.md": (A_RUN, A_TRUNK),
+    "docs/studies.md": (),
     "docs/training.md": (),
+    "docs/results.md": (),
     "configs/*.py": (),
-    "*.py": (A_RUN, "python export.py runs/eurosat --out model", A_RUN_OF_SCENES, A_TRUNK, A_STUDY),
+    "*.py": (A_RUN_OF_SCENES, A_STUDY),
     "configs/sweeps/*.py": (),
 }
 

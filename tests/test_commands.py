@@ -1,7 +1,7 @@
 """Every command of README, the pages and the docstrings of configs and scripts runs, as a reader's shell runs it.
 
-A page's commands run in its order, in a copy of the project of their own. tests/commands_table.py says how each is
-shortened, or why it does not run here.
+A page's commands run in its order, in a copy of the project of their own; a command that several pages have runs on
+the first. tests/commands_table.py says how each is shortened, or why it does not run here.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-from commands_table import FILL, PAGES, ROWS, SHORT_STUDY, SPACES, Row
+from commands_table import BEFORE, FILL, PAGES, ROWS, SHORT_STUDY, SPACES, Row
 from conftest import ROOT
 from PIL import Image
 
@@ -42,14 +42,14 @@ CLASSES = (
 )
 # Of batch sizes, and of devices.
 TRACE = "step,batchsize\n0,512\n200,1024\n400,1900\n599,1900\n"
-DEVICES = "time,GPUs\n0,8\n50,16\n"
+DEVICES = "time,GPUs\n0,8\n20,16\n"
 
 
 # ---- reading pages ----------------------------------------------------------------------------------
 
 
 def lines_of(path: Path) -> list[str]:
-    """The command lines of a page or of a Python file's docstring in their order, comments and all."""
+    """Return the command lines of a page or of a Python file's docstring in their order, comments and all."""
     text = path.read_text()
     if path.suffix == ".py":
         docstring = re.sub(r"\\\n\s*", "", text.split('"""')[1])  # as it stands in the file, to be copied
@@ -66,7 +66,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def commands_of(page: str) -> list[str]:
-    """The commands of a page, each once, without comments."""
+    """Return the commands of a page, each once, without comments."""
     paths = sorted(ROOT.glob(page))
     lines = [re.sub(r"(^|\s+)#.*", "", line) for path in paths for line in lines_of(path)]
     return [command for command in dict.fromkeys(" ".join(line.split()) for line in lines) if command]
@@ -77,7 +77,7 @@ LONG = ("docs/results.md",)  # whose studies take minutes; with the commands of 
 
 @functools.cache
 def row_of(command: str) -> Row:
-    """The first row that matches a command."""
+    """Return the first row that matches a command."""
     for row in ROWS:
         if re.fullmatch(".*".join(map(re.escape, row.pattern.split("*"))), command):
             return row
@@ -85,23 +85,19 @@ def row_of(command: str) -> Row:
 
 
 def shortened(command: str) -> str:
-    """What is run in the place of a command."""
+    """Return what is run in the place of a command."""
     row, line = row_of(command), command
     for old, new in FILL.items():
         line = line.replace(old, new)
     return row.shell.format(f"{line.replace(' ...', f' {row.dots}')} {row.add}".strip())
 
 
-@functools.cache
-def words_of_pages() -> set[frozenset[str]]:
-    """The words of every command line that the pages in Markdown run."""
-    commands = [command for page in PAGES if page.endswith(".md") for command in commands_of(page)]
-    return {frozenset(shortened(command).split()) for command in commands}
-
-
-def repeats(page: str, command: str) -> bool:
-    """Says whether a docstring has a command that a page runs, with its words in any order."""
-    return page.endswith(".py") and frozenset(shortened(command).split()) in words_of_pages()
+def its_own(page: str) -> list[str]:
+    """Return the commands of a page that no earlier page has, with their words in any order."""
+    earlier = list(PAGES)[: list(PAGES).index(page)]
+    known = [*BEFORE, *(command for page in earlier for command in commands_of(page))]
+    words = {frozenset(shortened(command).split()) for command in known}
+    return [command for command in commands_of(page) if frozenset(shortened(command).split()) not in words]
 
 
 def promised(line: str) -> list[str]:
@@ -136,7 +132,7 @@ def write_zip(path: Path, folders: list[str], each: int, suffix: str = ".jpg") -
 
 
 def write_data(folder: Path) -> None:
-    """The images, lists and traces that the commands name."""
+    """Write the images, lists and traces that the commands name."""
     names = write_zip(folder / "EuroSAT.zip", [f"2750/{name}" for name in CLASSES], 40)
     write_zip(folder / "EuroSAT_MS.zip", list(CLASSES), 3, ".tif")
     cifar = [f"{split}/{name}" for split in ("train", "test") for name in CLASSES]
@@ -177,6 +173,8 @@ def reader(tmp_path_factory) -> Path:
     here = {sysconfig.get_paths()[name] for name in ("purelib", "platlib")}
     (packages / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
     write_data(folder)
+    environment = environment_of(folder.parent / "home")
+    fail_by([line for command in BEFORE for line in complaints("before all pages", command, folder, environment)])
     return folder
 
 
@@ -247,7 +245,7 @@ def test_every_command_has_a_row_and_every_row_a_command():
         assert path in covered or not lines_of(path), f"{path.name}: no page of tests/commands_table.py"
     commands = {command for page in PAGES for command in commands_of(page)}
     assert {row.pattern for row in ROWS} == {row_of(command).pattern for command in commands}
-    assert {command for first in PAGES.values() for command in first} <= commands
+    assert {*BEFORE, *(command for first in PAGES.values() for command in first)} <= commands
     text = "\n".join(commands)
     assert not [old for old in FILL if old not in text]
 
@@ -278,8 +276,7 @@ def test_every_command_runs(page, reader, tmp_path):
     folder = tmp_path / "project"
     shutil.copytree(reader, folder, symlinks=True)
     environment, wrong = environment_of(tmp_path / "home"), []
-    its_own = [command for command in commands_of(page) if not repeats(page, command)]
-    for command in [*PAGES[page], *its_own]:
+    for command in [*PAGES[page], *its_own(page)]:
         if not row_of(command).skip and not row_of(command).needs:
             wrong += complaints(page, command, folder, environment)
     fail_by(wrong)

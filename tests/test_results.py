@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import ROOT
+from machines import QUICKLY
 
 from benchmarks import result_tables, results
 from benchmarks.results import Job
@@ -45,6 +46,7 @@ def test_kept_rows_are_those_of_the_page():
 
 @pytest.mark.full
 def test_jobs_run_once_and_their_rows_replace_older_ones(page, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", QUICKLY["XLA_FLAGS"])
     monkeypatch.setattr(Job, "arguments", property(lambda job: [*arguments[job.name], *SHORT.split()]))
     (tmp_path / "space.py").write_text(SPACE)
     default = ["--config", "configs/default.py"]
@@ -77,46 +79,3 @@ def test_what_cannot_be_run_is_refused(page, tmp_path):
     with pytest.raises(UserError, match=r"--data: .*CIFAR-10-jpeg.zip is missing"):  # before any of the jobs
         results.bench_results(str(tmp_path), str(tmp_path), "recipes")
     assert not results.ROWS.exists()
-
-
-def rows_of_batches(optimizer: str, size: int, rate: float, steps: list[int | None]) -> dict:
-    values = {"optimizer.name": optimizer, "batch.size": size, "optimizer.learning_rate": rate}
-    row = {"values": values, "planned_steps": 1000, "steps_to_target": steps}
-    return row | {"best_val_score": [0.8 - rate]}
-
-
-def test_the_table_of_steps_has_the_best_setting_of_each_batch_size():
-    rows = [  # by their means, as a leaderboard has them
-        rows_of_batches("muon", 128, 0.2, [105]),
-        rows_of_batches("muon", 128, 0.1, [100, 110, 120]),
-        rows_of_batches("sgd", 128, 0.2, [150, None]),
-        rows_of_batches("sgd", 128, 0.4, [200, 210]),
-        rows_of_batches("sgd", 8192, 0.4, [None]),
-        rows_of_batches("sgd", 8192, 0.2, [None]),
-    ]
-    table = result_tables.steps_tables(rows)
-    assert table.splitlines()[2:5] == [
-        "| muon | 128 | 0.1 | 128,000 | 110 ± 10 (3 of 3) | 14,080 |",
-        "| sgd | 128 | 0.4 | 128,000 | 205 ± 7 (2 of 2) | 26,240 |",
-        "| sgd | 8,192 | 0.2 | 8,192,000 | not reached |  |",
-    ]
-    assert "| sgd | fewer than 3 batch sizes reached the target |" in table
-
-
-def test_critical_batch_sizes_are_fitted_to_all_seeds_of_the_best_settings():
-    def last_row(steps_by_size: dict[int, list[int | None]]) -> str:
-        rows = [rows_of_batches("muon", size, 0.1, steps) for size, steps in steps_by_size.items()]
-        return result_tables.steps_tables(rows).splitlines()[-1]
-
-    means = {size: 100 * (1 + 1000 / size) for size in (128, 512, 2048, 8192)}
-    steps = {size: [round(mean * factor) for factor in (0.98, 1, 1.02)] for size, mean in means.items()}
-    name, critical, interval, *_ = last_row({**steps, 21_600: [None]}).strip("| ").split(" | ")
-    assert name == "muon"
-    low, high = (float(end.replace(",", "")) for end in interval.split(" to "))
-    assert low < 1000 < high
-    assert float(critical.replace(",", "")) == pytest.approx(1000, rel=0.03)
-    flat, straight = (
-        {size: [count(size)] for size in (64, 256, 1024)} for count in (lambda _: 8, lambda b: 8192 // b)
-    )
-    assert last_row(flat) == "| muon | 0 |  | 8 | smaller batches still save images |"
-    assert last_row(straight) == "| muon | inf |  | larger batches still save steps | 8,192 |"

@@ -7,6 +7,7 @@ import optax
 
 import minimal
 from benchmarks import timing
+from largebatch.hosts.replicas import first_replica
 
 
 class MinimalLoop:
@@ -39,15 +40,11 @@ class MinimalLoop:
 
     def steps(self) -> int:
         """Return the number of steps so far, by the optimizer."""
-        return int(_first(optax.tree.get(self._state[1], "count")))
+        return int(first_replica(optax.tree.get(self._state[1], "count")))
 
     def params(self) -> list[np.ndarray]:
         """Return all parameters."""
-        return [_first(x) for x in jax.tree.leaves(self._state[0])]
-
-
-def _first(x: jax.Array) -> np.ndarray:
-    return np.asarray(x.addressable_shards[0].data)[0]
+        return jax.tree.leaves(first_replica(self._state[0]))
 
 
 build = MinimalLoop

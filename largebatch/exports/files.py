@@ -12,10 +12,15 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
+from flax import linen as nn
+from jax import export, lax
 
 from largebatch import util
 from largebatch.runs.checkpoints import LoadedCheckpoint, named_leaves
@@ -25,6 +30,7 @@ ARRAYS, PROGRAM, PYTORCH = "model.safetensors", "model.stablehlo", "pytorch_mode
 DESCRIPTION, CARD, SUMS = "model.json", "README.md", "SHA256SUMS"
 NAMES = (CARD, DESCRIPTION, ARRAYS, PROGRAM, PYTORCH)
 FORMAT = 3
+PLATFORMS = ("cpu", "cuda", "tpu")  # of the program
 
 
 def is_export(folder: Path) -> bool:
@@ -48,6 +54,61 @@ def arrays_as_bytes(variables: dict) -> bytes:
     return safetensors.numpy.save(arrays, metadata={"format": "pt"})
 
 
+# ---- the program ------------------------------------------------------------------------------------
+
+
+def serialized(
+    on_cpu: Callable, elsewhere: Callable, variables: dict, image_shape: tuple[int, ...], image_dtype: str
+) -> bytes:
+    """Return the program (arrays by name, integer images [b, H, W, C] of any b) -> float32 [b, ...].
+
+    Args:
+      on_cpu, elsewhere: (variables, images) -> what the network gives; see `loss.make_logits_fn`.
+      variables: NumPy arrays; they are arguments of the program and not in it. Names are those of `named_leaves`.
+      image_shape: height, width, channels.
+    """
+    names, structure = list(named_leaves(variables)), jax.tree.structure(variables)
+
+    def program(arrays, images):
+        tree = jax.tree.unflatten(structure, [arrays[name] for name in names])
+        with nn.intercept_methods(_keep_sums_of_head):
+            return lax.platform_dependent(tree, images, cpu=on_cpu, default=elsewhere)
+
+    shape = export.symbolic_shape(", ".join(["b", *map(str, image_shape)]))
+    arrays = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named_leaves(variables).items()}
+    images = jax.ShapeDtypeStruct(shape, np.dtype(image_dtype))
+    with _without_places():
+        return bytes(export.export(jax.jit(program), platforms=PLATFORMS)(arrays, images).serialize())
+
+
+@contextlib.contextmanager
+def _without_places():
+    """Leave out the source file of every operation, which would name a folder on this machine."""
+    name = "jax_traceback_in_locations_limit"
+    limit = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, limit)
+
+
+def _keep_sums_of_head(layer: Callable, arguments, options, context):
+    """Apply the last layer without rounding its sums: between 4 and 8 two neighbours in bfloat16 are 0.03 apart.
+
+    What a run sees is rounded there, so this differs from it by up to half of that; rounded too, it would now and
+    then be rounded the other way, and differ by all of it.
+    """
+    head = context.module
+    if not (isinstance(head, nn.Dense) and head.name == "head" and context.method_name == "__call__"):
+        return layer(*arguments, **options)
+    kernel, bias = (head.variables["params"][name].astype(head.dtype) for name in ("kernel", "bias"))
+    return jnp.dot(arguments[0].astype(head.dtype), kernel, preferred_element_type=jnp.float32) + bias
+
+
+# ---- the folder -------------------------------------------------------------------------------------
+
+
 def _sums_of(contents: dict[str, bytes]) -> list[str]:
     """Return the lines of SHA256SUMS."""
     return [f"{hashlib.sha256(contents[name]).hexdigest()}  {name}" for name in NAMES]
@@ -59,8 +120,14 @@ def check_out(out: Path) -> None:
     Raises:
       UserError: names what is there.
     """
-    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-        kind = "is not empty" if out.is_dir() else "is no folder"
+    kind = ""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        kind = "is no folder"
+    elif out.exists() and any(out.iterdir()):
+        kind = "is not empty"
+    elif out.exists() and out.samefile(Path.cwd()):  # which cannot be replaced
+        kind = "is the working folder"
+    if kind:
         raise UserError(f"--out: {out} exists and {kind}; allowed: a new or an empty folder")
 
 

@@ -248,8 +248,7 @@ def test_the_doctor_compares_the_size_of_a_build_with_the_disk(tmp_path, monkeyp
     finding = check_build(plan)
     assert not plan.folder.parent.exists()  # nothing was written
     assert finding.status == "ok"
-    text = r"80 images of 32x48x3 uint8: 0\.00 GB on disk, about .* to build, at .* \(80 were decoded for this\)"
-    assert re.match(text, finding.text)
+    assert finding.text.startswith("80 images of 32x48x3 uint8: 0.00 GB on disk; ")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=plan.disk_bytes - 1))
     assert check_build(plan).status == "fail"
     monkeypatch.undo()

@@ -36,7 +36,7 @@ def hold(build_files):
 
 
 def small_config():
-    """A run of two steps."""
+    """Return the config of a run of two steps."""
     config = default.get_config()
     config.augment.cache_dir = str(FOLDER / "cache")
     config.dataset.num_examples, config.dataset.image_size = 100, 16

@@ -37,7 +37,7 @@ if action in ("kill", "wait", "save", "full", "early"):
     time.sleep(60)
 sys.exit(int(action))
 """
-ONE_TWO = "time,GPUs\n0,1\n4,2\n"
+ONE_TWO = "time,GPUs\n0,1\n2,2\n"
 
 
 @pytest.fixture
@@ -88,8 +88,9 @@ def end_of(started: subprocess.Popen, code: int) -> str:
 
 
 def test_hosts_come_and_go_as_a_trace_says(start_pod, tmp_path):
-    trace = "time,GPUs\n100,8\n130,24\n160,0\n190,16\n"
-    started = start_pod("wait wait 0", trace, "--trace_devices_per_host=8", "--trace_seconds_per_unit=0.1")
+    """The first is told to stop before it answers signals."""
+    trace = "time,GPUs\n100,8\n120,24\n140,0\n145,16\n"
+    started = start_pod("early wait 0", trace, "--trace_devices_per_host=8", "--trace_seconds_per_unit=0.1")
     told = end_of(started, 0)
     assert hosts_of_starts(tmp_path) == [1, 3, 2]
     lines = [line.split(": ")[2] for line in told.splitlines()]
@@ -105,16 +106,10 @@ def test_a_signal_stops_the_pod(start_pod, tmp_path, trace):
     assert hosts_of_starts(tmp_path) == [1 if trace else 3]
 
 
-def test_hosts_told_to_stop_before_they_answer_signals_have_not_failed(start_pod, tmp_path):
-    told = end_of(start_pod("early 0", ONE_TWO), 0)
-    assert hosts_of_starts(tmp_path) == [1, 2]
-    assert "SIGTERM" not in told
-
-
 def test_a_signal_while_hosts_save_for_others_does_not_stop_the_save(start_pod, tmp_path):
     started = start_pod("save", ONE_TWO)
     wait_for_hosts(started, tmp_path, 1)
-    time.sleep(4)  # the second host is there
+    time.sleep(2)  # the second host is there
     started.send_signal(signal.SIGTERM)
     end_of(started, 143)
     assert hosts_of_starts(tmp_path) == [1]
@@ -124,9 +119,8 @@ def test_a_signal_while_hosts_save_for_others_does_not_stop_the_save(start_pod, 
     ("plan", "trace", "code", "hosts", "line"),
     [
         ("kill", None, 137, [3], "host 2 was killed by SIGKILL; ending the others"),
-        ("7", ONE_TWO, 7, [1], "host 0 ended with exit code 7; ending the others"),
         ("full", ONE_TWO, 1, [1], "host 0 ended with exit code 1; ending the others"),  # it cannot save
-        ("wait", "time,GPUs\n0,2\n4,0\n", 1, [2], "the trace ends without hosts (--availability)"),
+        ("wait", "time,GPUs\n0,2\n2,0\n", 1, [2], "the trace ends without hosts (--availability)"),
     ],
 )
 def test_a_pod_that_cannot_go_on_says_so(start_pod, tmp_path, plan, trace, code, hosts, line):
@@ -140,7 +134,6 @@ def test_a_pod_that_cannot_go_on_says_so(start_pod, tmp_path, plan, trace, code,
     [
         (["--trace_seconds_per_unit=nan"], None, "--trace_seconds_per_unit above 0"),
         ([], "time,GPUs\n0,4\n1,5\n", "GPUs 4 at 0 is 4 hosts; allowed: up to 3 (--hosts)"),
-        ([], "step,batchsize\n0,1\n", "has the columns step, batchsize; allowed: a time or"),
         (["--availability=/no/file.csv"], None, "cannot be read (No such file"),
     ],
 )

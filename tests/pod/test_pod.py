@@ -1,4 +1,4 @@
-"""Pods that are started once."""
+"""Pods of train.py, evaluate.py and export.py, and one host of a pod that works alone."""
 
 import json
 import os
@@ -11,8 +11,10 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT, run_script, small_flags
+from machines import QUICKLY
 from test_resume import assert_same_run
 
+from largebatch.exports import files as export_files
 from largebatch.predictions import files as prediction_files
 
 SMALL = {
@@ -31,7 +33,7 @@ def train_command(tmp_path, workdir: str, **fields) -> list[str]:
 
 
 def pod_command(command: list[str], hosts: int, devices: int) -> list[str]:
-    """The same under largebatch.pod."""
+    """Return the arguments of Python that run a command under largebatch.pod."""
     return ["-m", "largebatch.pod", "--hosts", str(hosts), "--devices", str(devices), "--", *command]
 
 
@@ -49,6 +51,13 @@ def host_of(pid: int) -> str | None:
     with open(f"/proc/{pid}/environ", "rb") as file:
         variables = dict(entry.split(b"=", 1) for entry in file.read().split(b"\0") if b"=" in entry)
     return variables.get(b"LARGEBATCH_HOST_INDEX", b"").decode() or None
+
+
+def start_pod(command: list[str]) -> subprocess.Popen:
+    """Start a pod of two hosts with two devices each."""
+    command = [sys.executable, *pod_command(command, 2, 2)]
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | QUICKLY, **output)
 
 
 def rows_of(workdir) -> list[dict]:
@@ -70,33 +79,30 @@ def wait_for(path, pod: subprocess.Popen) -> None:
 @pytest.mark.full
 def test_4x8_hosts_give_the_parameters_of_one_device(tmp_path):
     summaries, predictions = {}, {}
-    commands = {"pod": pod_command(train_command(tmp_path, "pod"), 4, 8), "one": train_command(tmp_path, "one")[1:]}
+    train = {name: train_command(tmp_path, name, **{"batch.size": 128}) for name in ("pod", "one")}
+    commands = {"pod": pod_command(train["pod"], 4, 8), "one": train["one"][1:]}
     for name, command in commands.items():
-        variables = {"JAX_NUM_CPU_DEVICES": "1"}  # the pod must not mind
-        result = run_script(*command, env=variables)
+        result = run_script(*command, env=QUICKLY | {"JAX_NUM_CPU_DEVICES": "1"})  # the pod must not mind
         assert result.returncode == 0, result.stderr + result.stdout
         summary = summaries[name] = json.loads((tmp_path / name / "summary.json").read_text())
         with np.load(tmp_path / name / "predictions.npz", allow_pickle=False) as arrays:
             predictions[name] = dict(arrays)
-        assert (summary["steps"], summary["examples_seen"]) == (3, 3 * 640)
+        assert (summary["steps"], summary["examples_seen"]) == (3, 3 * 128)
     assert [(s["hosts"], s["devices"]) for s in summaries.values()] == [(4, 32), (1, 1)]
     np.testing.assert_array_equal(predictions["pod"]["ids"], predictions["one"]["ids"])
-    # Both take the full batch, summed in another order: 640 float32 terms agree to about 1e-6, and three
-    # plain SGD steps do not amplify that (LAMB would: it divides by near-zero second moments).
+    # The same 128 of 640 views are summed in another order: float32 terms agree to about 1e-6, and three plain SGD
+    # steps do not amplify that (LAMB would: it divides by near-zero second moments). Other views have other losses.
     np.testing.assert_allclose(predictions["pod"]["logits"], predictions["one"]["logits"], atol=2e-5)
     names = "train_loss", "grad_norm", "val_loss"
     for pod, one in zip(rows_of(tmp_path / "pod"), rows_of(tmp_path / "one"), strict=True):
         assert [pod[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-5)
-    losses = [row["train_loss"] for row in rows_of(tmp_path / "one")]
-    assert losses[0] - losses[-1] > 100 * 1e-5 * losses[0]  # a wrong gradient would show
+    losses = [row["val_loss"] for row in rows_of(tmp_path / "one")]
+    assert abs(losses[0] - losses[-1]) > 100 * 1e-5 * losses[0]  # a wrong gradient would show
 
 
 @pytest.mark.full
 def test_a_dead_host_is_named_and_takes_the_others_along(tmp_path):
-    command = train_command(tmp_path, "run", **{"train.outer_steps": 100_000})
-    arguments = pod_command(command, 2, 2)
-    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    pod = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, **output)
+    pod = start_pod(train_command(tmp_path, "run", **{"train.outer_steps": 100_000}))
     try:
         wait_for(tmp_path / "run" / "metrics.jsonl", pod)
         hosts = hosts_of(tmp_path / "run", pod)
@@ -117,12 +123,9 @@ def test_a_dead_host_is_named_and_takes_the_others_along(tmp_path):
 @pytest.mark.full
 def test_one_host_signalled_saves_and_stops_all_and_a_start_goes_on_bitwise(tmp_path):
     fields = {"train.inner_steps": 4, "train.outer_steps": 4, "batch.size": 150, "dataset.num_examples": 400}
-    fields |= {"model.norm": "batch", "model.stem": "whitened"}
-    whole = run_script(*pod_command(train_command(tmp_path, "whole", **fields), 2, 2))
+    whole = run_script(*pod_command(train_command(tmp_path, "whole", **fields), 2, 2), env=QUICKLY)
     assert whole.returncode == 0, whole.stderr
-    arguments = pod_command(train_command(tmp_path, "cut", **fields), 2, 2)
-    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    pod = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, **output)
+    pod = start_pod(train_command(tmp_path, "cut", **fields))
     events = tmp_path / "cut" / "events.jsonl"
     wait_for(events, pod)
     os.kill(hosts_of(tmp_path / "cut", pod)["1"], signal.SIGTERM)
@@ -134,7 +137,7 @@ def test_one_host_signalled_saves_and_stops_all_and_a_start_goes_on_bitwise(tmp_
     assert (started["devices"], started["hosts"]) == (4, 2)
     assert stopped["event"] == "interrupted"
     assert stopped["step"] < 16
-    again = run_script(*arguments)
+    again = run_script(*pod_command(train_command(tmp_path, "cut", **fields), 2, 2), env=QUICKLY)
     assert again.returncode == 0, again.stderr
     assert f"resuming at step {stopped['step']}; the process before interrupted" in again.stderr
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
@@ -145,11 +148,12 @@ def test_replicas_that_differ_between_hosts_are_found_before_the_first_step():
         "import jax; from largebatch.hosts import replicas, start; start.start_jax(); "
         "replicas.check_replicas(replicas.replicate(float(jax.process_index())), 'parameters')"
     )
-    result = run_script(*pod_command([sys.executable, "-c", code], 2, 2), env={"PYTHONPATH": str(ROOT)})
+    result = run_script(*pod_command([sys.executable, "-c", code], 2, 2), env=QUICKLY)
     assert result.returncode == 1
     assert "parameters differ between replicas: devices [2, 3] disagree with device 0" in result.stderr
 
 
+@pytest.mark.full
 def test_hosts_that_disagree_about_the_config_stop(tmp_path):
     command = (
         " ".join(train_command(tmp_path, "run")) + " --config.optimizer.learning_rate=0.${LARGEBATCH_HOST_INDEX}5"
@@ -166,11 +170,11 @@ def test_hosts_that_disagree_about_the_config_stop(tmp_path):
 def test_two_hosts_read_validation_in_blocks_and_write_parts_as_one_that_does_neither(tmp_path):
     fields = {"dataset.num_examples": 190, "batch.micro_batch_size": 1, "batch.size": 16, "train.outer_steps": 2}
     one = train_command(tmp_path, "one", **fields)[1:]
-    result = run_script(*one, env={"JAX_NUM_CPU_DEVICES": "4"})
+    result = run_script(*one, env=QUICKLY | {"JAX_NUM_CPU_DEVICES": "4"})
     assert result.returncode == 0, result.stderr
     python, *script = train_command(tmp_path, "two", **fields)
     command = [python, str(ROOT / "tests" / "pod" / "all_too_large.py"), *script]
-    result = run_script(*pod_command(command, 2, 2), env={"PYTHONPATH": str(ROOT)})
+    result = run_script(*pod_command(command, 2, 2), env=QUICKLY)
     assert result.returncode == 0, result.stderr
     assert "is read anew for every pass" in result.stderr
     for expected, row in zip(rows_of(tmp_path / "one"), rows_of(tmp_path / "two"), strict=True):
@@ -188,7 +192,7 @@ def test_evaluation_on_two_hosts_is_that_of_one(tmp_path):
     hosts = [tmp_path / "0", tmp_path / "1"]
     command = train_command(tmp_path / "0", "run", **{"augment.cache_dir": "cache"})
     hosts[0].mkdir()
-    result = run_script(*command[1:], cwd=hosts[0])
+    result = run_script(*command[1:], cwd=hosts[0], env=QUICKLY)
     assert result.returncode == 0, result.stderr
     shutil.copytree(hosts[0] / "cache", hosts[1] / "cache")
     (images,) = hosts[1].glob("cache/*/images-00000.raw")
@@ -196,11 +200,10 @@ def test_evaluation_on_two_hosts_is_that_of_one(tmp_path):
     content[-18 * 16 * 16 * 3] ^= 1  # the third of 10 validation images, before 10 test images: host 1 reads it
     images.write_bytes(content)
     evaluate = [str(ROOT / "evaluate.py"), "run", "--config.augment.cache_dir=cache", "--out"]
-    four = {"JAX_NUM_CPU_DEVICES": "4"}
-    one = run_script(*evaluate, "one.csv", cwd=hosts[0], env=four)
+    one = run_script(*evaluate, "one.csv", cwd=hosts[0], env=QUICKLY | {"JAX_NUM_CPU_DEVICES": "4"})
     assert one.returncode == 0, one.stderr
     both = f"cd {tmp_path}/$LARGEBATCH_HOST_INDEX && {sys.executable} {' '.join(evaluate)} two.csv >out 2>err"
-    result = run_script(*pod_command(["sh", "-c", both], 2, 2), env={"PYTHONPATH": str(ROOT)})
+    result = run_script(*pod_command(["sh", "-c", both], 2, 2), env=QUICKLY)
     told = [(host / "err").read_text() for host in hosts]
     assert result.returncode == 0, told
     assert ["damaged cache" in text for text in told] == [False, True]
@@ -209,3 +212,33 @@ def test_evaluation_on_two_hosts_is_that_of_one(tmp_path):
     assert one.stdout.count("over 10 images") == 1
     assert "accuracy" not in (hosts[1] / "out").read_text()
     assert not (hosts[1] / "two.csv").exists()
+
+
+# As the second of two hosts has them; the first never comes.
+OF_A_POD = QUICKLY | {
+    "LARGEBATCH_NUM_HOSTS": "2",
+    "LARGEBATCH_HOST_INDEX": "1",
+    "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1",
+}
+
+
+@pytest.mark.full
+def test_one_host_of_a_pod_works_alone_and_of_all_one_writes(tmp_path):
+    done = run_script(*train_command(tmp_path, "run", **{"train.outer_steps": 1})[1:], env=QUICKLY)
+    assert done.returncode == 0, done.stderr
+    run, cache = tmp_path / "run", f"--config.augment.cache_dir={tmp_path / 'cache'}"
+    evaluate, export = [ROOT / "evaluate.py", run, cache], [ROOT / "export.py", run, "--out"]
+    expected = run_script(*evaluate, "--out", tmp_path / "expected.csv", env=QUICKLY)
+    done = run_script(*evaluate, "--alone", "--out", tmp_path / "alone.csv", env=OF_A_POD)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected.stdout
+    assert (tmp_path / "alone.csv").read_text() == (tmp_path / "expected.csv").read_text()
+
+    done = run_script(*export, tmp_path / "alone", "--alone", env=OF_A_POD)
+    assert done.returncode == 0, done.stderr
+    each = f"{sys.executable} {' '.join(map(str, export))} {tmp_path / 'both'} >{tmp_path}/$LARGEBATCH_HOST_INDEX"
+    done = run_script(*pod_command(["sh", "-c", each], 2, 1), env=QUICKLY)
+    assert done.returncode == 0, done.stderr
+    assert ["SHA-256" in (tmp_path / str(host)).read_text() for host in range(2)] == [True, False]
+    for name in (export_files.ARRAYS, export_files.PROGRAM):
+        assert (tmp_path / "both" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()

@@ -10,7 +10,6 @@ from conftest import run_script, typed
 import examine
 from build import Prepared, ProgramCache, prepare
 from largebatch import doctor
-from largebatch.hosts import memory
 from largebatch.hosts.clock import Clock
 from largebatch.training.loss import make_loss_fn
 from largebatch.util import UserError
@@ -28,10 +27,9 @@ def quick(small_config, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("storage", ["expanded", "streamed"])
-def test_a_sound_config_is_sound(quick, tmp_path, monkeypatch, storage):
+def test_a_sound_config_is_sound(quick, tmp_path, monkeypatch):
     quick.augment.cache_dir = str(tmp_path)  # of no other test, whose cache would need no build
-    quick.augment.storage = storage
+    quick.augment.storage = "streamed"
     shown = []
     monkeypatch.setattr(doctor, "show", lambda findings, *ending: shown.extend(findings))
     assert examine.run(quick, here=True, target_name=None) == 0
@@ -139,13 +137,3 @@ def test_the_command_exits_by_what_it_found(tmp_path, session_cache):
     assert "-> optimizer.learning_rate 1e+06 is far too high" in result.stdout
     assert result.stderr.splitlines()[-1] == "train.py: error: the doctor found what would fail; see above"
     assert not (tmp_path / "run").exists()
-
-
-def test_memory_that_is_not_told_is_a_warning(monkeypatch):
-    needed = {"training images": 2_000_000, "validation images": 1_000_000}
-    monkeypatch.setattr(memory, "available_bytes", lambda: 5_000_000)
-    finding = doctor.check_memory("expanded", needed)
-    assert finding.status == "ok"
-    assert "3.0 MB (training images 2.0 MB, validation images 1.0 MB) a device; 5.0 MB free now" in finding.text
-    monkeypatch.setattr(memory, "available_bytes", lambda: None)
-    assert doctor.check_memory("expanded", needed).status == "warn"
