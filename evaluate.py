@@ -6,7 +6,7 @@
     python evaluate.py runs/eurosat --images photos.zip --out photos.csv
     python evaluate.py runs/scenes --images photos --out maps        a run of masks or depths: a PNG of each
     python evaluate.py runs/theirs --config.dataset.path EuroSAT.zip   the data from here, not from its own path
-    python evaluate.py model --images photos.zip                     an export, as export.py writes it
+    python evaluate.py runs/eurosat_model --images photos.zip        an export, as export.py writes it
 
 It takes the checkpoint with the best validation score. Images given by --images count as labelled where the folder
 they lie in is a class of the run, or, for masks, where there are images/ and masks/; all others are predicted only.

@@ -1,6 +1,6 @@
 """A finished run as a folder that others can use without this project.
 
-    python export.py runs/eurosat --out model
+    python export.py runs/eurosat --out runs/eurosat_model
     python export.py runs/NAME --out average --ema      the moving average of the parameters
 
 Takes the checkpoint with the best validation score. The folder holds model.safetensors (the arrays),

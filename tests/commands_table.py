@@ -43,6 +43,7 @@ FILL = {
     "--workdir DIR": "--workdir runs/eurosat",
     "configs/NAME": "configs/eurosat_fast.py",
     "path FOLDER": "path mine",
+    "--images NEW_IMAGES": "--images mine",
     "seed S": "seed 1",
     "_tiny-S": "_tiny-1",
     "_unet-S": "_unet-1",
@@ -94,7 +95,7 @@ ROWS = (
     # Other programs, and the scripts beside train.py and sweep.py.
     Row(". .venv/bin/activate"),
     Row(".venv/bin/python -m pytest *"),
-    Row("sha256sum *", shell="cd model && {}", prints=("model.safetensors: OK",)),
+    Row("sha256sum *", shell="cd runs/eurosat_model && {}", prints=("model.safetensors: OK",)),
     Row(
         "python minimal.py*",
         "--inner_steps 1 --outer_steps 1 --batch_size 64",
@@ -104,7 +105,10 @@ ROWS = (
     Row("python evaluate.py * --split test*", prints=("test split", "accuracy", "macro F1")),
     Row("python evaluate.py runs/eurosat", prints=("val split", "accuracy")),
     Row("python evaluate.py *"),
-    Row("python export.py runs/eurosat *", makes=("model/model.safetensors", "model/README.md")),
+    Row(
+        "python export.py runs/eurosat *",
+        makes=("runs/eurosat_model/model.safetensors", "runs/eurosat_model/README.md"),
+    ),
     Row("python export.py *"),
     Row("python report.py *--out *"),
     Row("python report.py *", makes=("report.html",)),
@@ -170,7 +174,7 @@ A_RUN_OF_SCENES = "python train.py --config configs/scenes_tiny.py --workdir run
 # Every page begins in a folder where these have run.
 BEFORE = (
     "python train.py --config configs/eurosat.py --workdir runs/eurosat",
-    "python export.py runs/eurosat --out model",
+    "python export.py runs/eurosat --out runs/eurosat_model",
     "python train.py --config configs/eurosat_muon.py --config.schedule.name constant --config.checkpoint.keep 5 "
     "--workdir runs/trunk",
 )

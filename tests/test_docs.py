@@ -9,7 +9,9 @@ from test_commands import lines_of
 from test_imports import MAY_IMPORT
 
 import bench
+import model as models
 from largebatch.config.dicts import RULES
+from largebatch.optim.optimizers import OPTIMIZERS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 CONFIGS = sorted(ROOT.glob("configs/**/*.py"))  # whose docstrings hold commands
@@ -113,3 +115,11 @@ def test_flags_and_config_fields_of_all_commands_and_sentences_exist():
                 ours = re.split(r"launch/slurm\.sbatch|(?=\bpython )", line, maxsplit=1)[-1]
                 named = set(re.findall(r"(?<!\S)--([a-z][\w.]*)", ours))
                 assert named <= known, f"{path.name}: {named - known} in {line}"
+
+
+def test_pages_name_every_network_and_optimizer():
+    """Their names are written out where a reader looks for what to choose."""
+    named = {span for page in ("training", "maps") for span in spans_of(ROOT / f"docs/{page}.md")}
+    assert set(models.MODELS) | set(OPTIMIZERS) <= named
+    row = next(line for line in (ROOT / "docs/config.md").read_text().splitlines() if "`model.name`" in line)
+    assert set(models.MODELS) <= set(re.findall(r"\w+", row))
