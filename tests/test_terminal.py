@@ -34,10 +34,7 @@ def test_a_run_shows_its_folder_and_headline(capsys):
 @pytest.mark.parametrize(
     ("calls", "said"),
     [
-        (
-            [(1, 1.0), (100, 1.0), (10, 1.0)],
-            "about 33 min of training, at 100 images/s",
-        ),  # the first step is slow
+        ([(1, 1.0), (100, 1.0), (10, 1.0)], "about 33 min of training, at 100 images/s"),  # the first step is slow
         ([(100, 10.0), (100, 1.0)], "about 5.6 h of training, at 10 images/s"),  # and so is the network
         ([(1, 1.0), (10_000, 1.0), (1, 1.0)], ""),
     ],
