@@ -27,6 +27,11 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
+def one_line(error: object) -> str:
+    """Return the text of an error in one line; its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class UserError(Exception):
     """A mistake that the user can correct. Its text is one line, printed without a traceback."""
 

@@ -1,6 +1,5 @@
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -238,25 +237,6 @@ def test_nobody_reading_the_output_is_no_reason_to_stop(tmp_path, session_cache)
     assert process.wait(120) == 0, stderr
     assert "BrokenPipe" not in stderr
     assert len(rows_of(tmp_path / "run")) == 6
-
-
-@pytest.mark.full
-def test_a_progress_bar_on_a_terminal(tmp_path, session_cache):
-    parent, child = pty.openpty()
-    environment = on_devices(2) | {"TERM": "xterm", "COLUMNS": "150"}
-    terminal = {"stdout": child, "stderr": child, "stdin": child, "env": environment}
-    process = start(*small_flags(session_cache), "--workdir", tmp_path / "run", **terminal)
-    os.close(child)
-    shown = b""
-    try:
-        while block := os.read(parent, 4096):
-            shown += block
-    except OSError:
-        pass  # what Linux answers when the other side has closed
-    os.close(parent)
-    assert process.wait() == 0, shown
-    for words in (b"3/3 steps", b"outer    1/1", b"best val accuracy"):
-        assert words in shown
 
 
 # ---- signals ----------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from pathlib import Path, PurePosixPath
 import fsspec
 
 from largebatch import util
-from largebatch.util import UserError, expanded
+from largebatch.util import UserError, expanded, one_line
 
 log = logging.getLogger("largebatch")
 
@@ -237,5 +237,6 @@ class Bucket:
         except UserError:
             raise
         except Exception as error:  # of gcsfs, s3fs, aiohttp, botocore, google.auth, ...
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise Unreachable(f"--workdir: {self.url} cannot be read or written ({reason[:300]})") from error
+            raise Unreachable(
+                f"--workdir: {self.url} cannot be read or written ({one_line(error)[:300]})"
+            ) from error

@@ -172,7 +172,7 @@ class Checkpoints:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    text = " ".join(str(error).split())
+    text = util.one_line(error)
     return "No space left on device" if "No space left on device" in text else text[:300]
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from largebatch.util import one_line
+
 log = logging.getLogger("largebatch")
 
 INIT_SEC = 15.0  # to reach the server of Weights & Biases
@@ -130,7 +132,7 @@ def _open_record(run: TrackedRun):
         record = begin()
     except (wandb.Error, OSError) as error:
         log.warning(
-            "log.wandb: %s; offline: wandb sync %s/wandb/offline-run-* sends it", _one_line(error), run.folder
+            "log.wandb: %s; offline: wandb sync %s/wandb/offline-run-* sends it", one_line(error), run.folder
         )
         wandb.teardown()  # else it knows the id already, and refuses it
         record = begin(mode="offline")
@@ -185,9 +187,5 @@ class Trackers:
             yield
         except Exception as error:
             self._trackers.pop(name, None)
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            log.warning("log.%s: %s; the run goes on without it", name, _one_line(reason))
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())
+            reason = getattr(error, "strerror", None) or one_line(error)
+            log.warning("log.%s: %s; the run goes on without it", name, reason)

@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 from conftest import ROOT, make_small_config, on_devices, run_script, small_flags
-from emulators import gcs, open_files, s3
+from emulators import gcs, s3, s3_files
 from test_resume import assert_same_run, rows_of
 
 import train
@@ -168,7 +168,7 @@ def test_wherever_a_copy_ends_the_bucket_has_a_whole_checkpoint(tmp_path, monkey
         other = elsewhere(tmp_path)
         assert steps_in(other), f"killed at change {places} of the bucket"
         assert not (other / "summary.json").exists() or 20 in steps_in(other)
-        bucket_at(run)  # the same machine again goes on from what it has
+        bucket_at(run)  # the same machine again resumes from what it has
         bucket_at(run).push()
         assert steps_in(elsewhere(tmp_path)) == steps_in(run)
     assert places > 5
@@ -420,7 +420,7 @@ def test_a_process_that_is_killed_while_it_copies_resumes_on_a_pod_of_other_mach
     whole = tmp_path / "whole"
     assert run_script("train.py", *arguments(session_cache, whole)).returncode == 0
     with s3() as environment:
-        files = open_files("s3", environment)
+        files = s3_files(environment)
         command, environment = arguments(session_cache, "s3://bucket/run"), environment | home
         assert kill_while_copying(command, environment, files, 4), "it ended before it was killed"
         named = json.loads(files.cat_file("bucket/run/pointer.json"))["files"]

@@ -21,23 +21,15 @@ from largebatch.optim.optimizers import OPTIMIZERS
 from largebatch.tasks.kinds import KINDS
 from largebatch.util import UserError
 
-BAD_FIELDS = {  # of each kind of rule
-    "dataset.source": "disk",
+BAD_FIELDS = {  # beside texts that are no values
     "dataset.channels": 0,
-    "dataset.split_file": "",
-    "dataset.tfds_split": " ",
     "augment.crop_scale": 0.0,
     "augment.brightness": 1.1,
-    "augment.cutout": -1,
-    "model.dtype": "float16",
     "batch.micro_batch_size": -4,
     "optimizer.name": "lambb",
     "optimizer.momentum": 1.0,
-    "optimizer.weight_decay": -0.1,
     "train.inner_steps": 0,
     "train.target_accuracy": 1.5,
-    "log.wandb_project": "a/b",
-    "seed": -1,
 }
 
 
@@ -230,13 +222,6 @@ def test_fields_of_mixed_type_take_both_and_what_a_file_sets_may_be_taken_away(a
     assert answer(*fast, "--config.schedule.warmup_steps", "None")[1].schedule.warmup_steps is None
     others = ["--config.schedule.warmup_steps=None", "--config.schedule.warmup_epochs=0.1"]
     assert answer(*fast, *others)[1].schedule.warmup_epochs == 0.1
-
-
-def test_differences_name_the_fields():
-    ours, theirs = {"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3, "d": 4}}
-    names = ("here", "there")
-    assert dicts.difference(ours, ours, names) == ""
-    assert dicts.difference(ours, theirs, names) == "a.c: 2 here, 3 there; a.d: 'missing' here, 4 there"
 
 
 def test_compiled_programs_are_kept_where_the_user_says_first(tmp_path):

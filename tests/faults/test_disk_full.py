@@ -1,4 +1,4 @@
-"""A disk that is full wherever a run writes: a clear message, and a start goes on once there is space."""
+"""A disk that is full wherever a run writes: a clear message, and a start resumes once there is space."""
 
 import contextlib
 import os
@@ -66,7 +66,7 @@ def run_on(disk: Path, command: list[str], free: int, rows: int | None) -> tuple
 
 
 def check(disk: Path, tmp_path: Path, free: int, rows: int | None) -> str:
-    """Runs until the disk is full, checks what is left, makes space and goes on; returns what failed."""
+    """Runs until the disk is full, checks what is left, makes space and resumes; returns what failed."""
     run = disk / "run"
     for path in disk.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()

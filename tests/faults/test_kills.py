@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: the run goes on and ends bitwise as if nothing had happened.
+"""SIGKILL at any moment: the run resumes and ends bitwise as if nothing had happened.
 
 Moments are drawn at random: a time, a change of a file (crash.py), or right after something appeared in
 the run folder (a checkpoint being written, a row).
