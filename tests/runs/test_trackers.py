@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -91,33 +92,14 @@ def test_what_is_not_installed_is_refused_before_the_run(config, tmp_path, monke
 # ---- Weights & Biases ---------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_wandb_is_offline_where_its_server_is_not_reached(tmp_path, config, monkeypatch, caplog, capfd):
-    """And the trials of a study are a group."""
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    monkeypatch.setattr(trackers, "INIT_SEC", 10.0)  # of a busy machine's wandb without a server, too
-    monkeypatch.setattr(trackers, "FINISH_SEC", 120.0)
-    trial = tmp_path / "my_study" / "trials" / "0000"
-    trial.mkdir(parents=True)
-    (trial / "trial.json").write_text("{}")
-    tracked = Trackers(TrackedRun(trial, "abc", "0000", config.to_dict()))
-    tracked.row({"step": 1, "val_loss": 0.59375})
-    tracked.finish({"status": "done"})
-    (record,) = records_of(trial)
-    assert_has(record, "my_study", "0.59375")
-    (told,) = [message for message in caplog.messages if "log.wandb" in message]
-    assert "offline: wandb sync" in told
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def service() -> int:
-    """Return the pid of wandb's own process, once it is there."""
+def services() -> list[int]:
+    """Return the pids of wandb's own processes, once there is one."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        for children in Path("/proc/self/task").glob("*/children"):
-            for pid in children.read_text().split():
-                if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return int(pid)
+        children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+        pids = [int(pid) for pid in itertools.chain.from_iterable(children)]
+        if found := [pid for pid in pids if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]:
+            return found
         time.sleep(0.05)
     raise AssertionError("there is no process of wandb's")
 
@@ -130,6 +112,7 @@ def test_wandb_gets_the_whole_run_and_resumes_in_the_same_record(config, tmp_pat
     run = tmp_path / "first_run"
     with pytest.raises(KeyboardInterrupt):
         train.train_and_evaluate(config, str(run), report=Stops(enabled=False))
+    time.sleep(1)  # the names of W&B's folders have the second
     train.train_and_evaluate(config, str(run))
     records = records_of(run)
     run_id = json.loads((run / "run.json").read_text())["id"]
@@ -149,7 +132,8 @@ def test_its_process_killed_or_frozen_changes_no_bit_of_a_run(config, tmp_path, 
     class Hits(Reporter):
         def row(self, row, outer_steps):
             if row["outer"] == 1:
-                os.kill(service(), number)
+                for pid in services():
+                    os.kill(pid, number)
 
     summary = train.train_and_evaluate(config, str(tmp_path / "run"), report=Hits(enabled=False))
     config.log.wandb = False
@@ -160,3 +144,22 @@ def test_its_process_killed_or_frozen_changes_no_bit_of_a_run(config, tmp_path, 
     for process in gc.get_objects():  # wandb does not wait for a killed one, of which Python warns at exit
         if isinstance(process, subprocess.Popen):
             process.wait(10)
+
+
+@pytest.mark.full
+def test_wandb_is_offline_where_its_server_is_not_reached(tmp_path, config, monkeypatch, caplog, capfd):
+    """And the trials of a study are a group."""
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr(trackers, "INIT_SEC", 10.0)  # of a busy machine's wandb without a server, too
+    monkeypatch.setattr(trackers, "FINISH_SEC", 120.0)
+    trial = tmp_path / "my_study" / "trials" / "0000"
+    trial.mkdir(parents=True)
+    (trial / "trial.json").write_text("{}")
+    tracked = Trackers(TrackedRun(trial, "abc", "0000", config.to_dict()))
+    tracked.row({"step": 1, "val_loss": 0.59375})
+    tracked.finish({"status": "done"})
+    (record,) = records_of(trial)
+    assert_has(record, "my_study", "0.59375")
+    (told,) = [message for message in caplog.messages if "log.wandb" in message]
+    assert "offline: wandb sync" in told
+    assert "Traceback" not in capfd.readouterr().err
