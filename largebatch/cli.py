@@ -173,26 +173,27 @@ def parse_flags(argv: list[str]) -> "config_dict.ConfigDict":
 
     if "--help" in argv:
         show_help(CONFIG_HELP)
-    argv = _join_values(argv)
     may_be_none = {f"--config.{field}=None": field for field, rule in RULES.items() if rule.allows(None)}
-    fields_set_to_none = [may_be_none[arg] for arg in argv if arg in may_be_none]  # config_flags cannot parse it
-    argv = [arg for arg in argv if arg not in may_be_none]
     try:
+        argv = _join_values(argv)
+        set_to_none = [may_be_none[arg] for arg in argv if arg in may_be_none]  # config_flags cannot parse it
+        argv = [arg for arg in argv if arg not in may_be_none]
         # Defines a flag for every override in `argv`, so that the parser of flags knows them.
         default = str(ROOT / "configs" / "default.py")
         config_flags.DEFINE_config_file("config", default, "Config file.", sys_argv=argv)
         rest = parse_plain_flags(argv)
         if not isinstance(flags.FLAGS.config, config_dict.ConfigDict):  # config_flags' stand-in for a missing file
             raise UsageError(f"--config: there is no file {flags.FLAGS['config'].config_filename}")
-        flags.FLAGS.config.update_from_flattened_dict(dict.fromkeys(fields_set_to_none))
-    except (AttributeError, KeyError) as error:  # config_flags: an override of a field that is not there
-        names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
-        bad = [f"--config.{name}: unknown field{nearest_field(name)}" for name in names if name not in RULES]
-        raise UsageError("; ".join(bad) or f"--config: the file cannot be run: {_one_line(error)}") from error
+        flags.FLAGS.config.update_from_flattened_dict(dict.fromkeys(set_to_none))
     except UsageError:
         raise
-    except Exception as error:  # whatever a user's config file raises when it is run
-        raise UsageError(f"--config: the file cannot be run: {type(error).__name__}: {_one_line(error)}") from error
+    except UserError as error:
+        raise UsageError(str(error)) from error
+    except Exception as error:  # of an override of a field that is not there, or whatever a config file raises
+        names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
+        bad = [f"--config.{name}: unknown field{nearest_field(name)}" for name in names if name not in RULES]
+        cannot_run = f"--config: the file cannot be run: {type(error).__name__}: {_one_line(error)}"
+        raise UsageError("; ".join(bad) or cannot_run) from error
     if rest:
         raise UsageError(f"unexpected argument {rest[0]!r}; allowed: --config FILE, --config.FIELD VALUE")
     return flags.FLAGS.config
@@ -209,7 +210,12 @@ def parse_plain_flags(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)[1:]
     except flags.Error as error:
-        raise UsageError(_wrong_type(str(error)) or _one_line(error)) from error
+        message = _one_line(error)
+        # Config fields of the wrong type, in the words of their rules.
+        found = re.match(r"flag --config\.(?P<field>[\w.]+)=(?P<value>.*?): ", message)
+        if found and found["field"] in RULES:
+            message = f"{found['field']}: {found['value']!r}; allowed: {RULES[found['field']].text}"
+        raise UsageError(message) from error
 
 
 def show_help(more: str = "") -> NoReturn:
@@ -218,21 +224,10 @@ def show_help(more: str = "") -> NoReturn:
     sys.exit(0)
 
 
-def _wrong_type(message: str) -> str | None:
-    """Translate absl's error for a config field of the wrong type into the words of the field's rule."""
-    found = re.match(r"flag --config\.(?P<field>[\w.]+)=(?P<value>.*?): ", message)
-    if found is None or found["field"] not in RULES:
-        return None
-    return f"{found['field']}: {found['value']!r}; allowed: {RULES[found['field']].text}"
-
-
 def _join_values(argv: list[str]) -> list[str]:
     """Join "--config", "FILE" and "--config.FIELD", "VALUE" by "=", with ~ replaced in FILE.
 
     config_flags takes a field of mixed type (batch.size) for a switch, and would not read the value after it.
-
-    Raises:
-      UsageError: there is no such home folder.
     """
     joined = []
     for arg in argv:
@@ -240,13 +235,8 @@ def _join_values(argv: list[str]) -> list[str]:
             joined[-1] += f"={arg}"
         else:
             joined.append(arg)
-    for number, arg in enumerate(joined):
-        if arg.startswith("--config="):
-            try:
-                joined[number] = f"--config={expanded(arg.partition('=')[2], '--config')}"
-            except UserError as error:
-                raise UsageError(str(error)) from error
-    return joined
+    file = "--config="
+    return [file + expanded(arg[len(file) :], "--config") if arg.startswith(file) else arg for arg in joined]
 
 
 def _one_line(error: BaseException) -> str:

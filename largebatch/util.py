@@ -1,9 +1,9 @@
 """Helpers of all packages: errors that a user can correct, paths, atomic writes, work on all cores."""
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
-import itertools
 import os
 import pathlib
 import re
@@ -25,6 +25,11 @@ STALE_SEC = 3600
 def printable(text: object) -> str:
     """Escape control characters: names in a file that others made must not control a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def one_line(error: object) -> str:
+    """Return the text of an error in one line; its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class UserError(Exception):
@@ -129,21 +134,19 @@ def remove_stale(path) -> None:
 
     What was written to in the last `STALE_SEC` stays: a process on another host may be at work on it.
     """
-    name = re.escape(path.name)
-    _remove_old(path.parent, re.compile(rf"\.{name}\.[0-9a-f]{{32}}\.tmp"))
+    remove_stale_in(path.parent, re.escape(path.name))
 
 
-def remove_stale_in(folder) -> None:
-    """Remove what killed processes left `beside` any file of a folder that belongs to this code."""
-    _remove_old(folder, re.compile(r"\..*\.[0-9a-f]{32}\.tmp"))
+def remove_stale_in(folder, name: str = ".*") -> None:
+    """Remove what killed processes left `beside` any file of a folder that belongs to this code.
 
-
-def _remove_old(folder, leftover: re.Pattern) -> None:
-    if not folder.exists():
-        return
-    for candidate in folder.iterdir():
+    Args:
+      name: regular expression of the files' names.
+    """
+    for candidate in folder.iterdir() if folder.exists() else ():
         with contextlib.suppress(OSError):  # another process removes it too, or it is another user's
-            if leftover.fullmatch(candidate.name) and time.time() - _last_written(candidate) > STALE_SEC:
+            is_leftover = re.fullmatch(rf"\.{name}\.[0-9a-f]{{32}}\.tmp", candidate.name)
+            if is_leftover and time.time() - _last_written(candidate) > STALE_SEC:
                 remove(candidate)
 
 
@@ -152,17 +155,8 @@ def remove(path) -> None:
     with contextlib.suppress(FileNotFoundError):
         if isinstance(path, pathlib.Path) and path.is_dir():
             shutil.rmtree(path)
-        elif path.is_dir():
-            path.rmtree()
         else:
-            path.unlink()
-
-
-def num_bytes(path) -> int:
-    """Return the bytes of a file, or of all files in a folder."""
-    if path.is_dir():
-        return sum(map(num_bytes, path.iterdir()))
-    return path.stat().length if "://" in os.fspath(path) else pathlib.Path(path).stat().st_size
+            path.rmtree() if path.is_dir() else path.unlink()
 
 
 def _last_written(path) -> float:
@@ -199,14 +193,9 @@ def run_ranges(work: Callable[[int, int], None], length: int, num_threads: int |
     num_workers = num_threads or os.cpu_count() or 1
     if num_workers == 1:
         return work(0, length)
-    edges = np.linspace(0, length, 4 * num_workers + 1).astype(int).tolist()
+    edges = np.unique(np.linspace(0, length, 4 * num_workers + 1).astype(int)).tolist()
     with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-        futures = [pool.submit(work, a, b) for a, b in itertools.pairwise(edges) if a < b]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        collections.deque(pool.map(work, edges[:-1], edges[1:]), maxlen=0)  # an error cancels the rest
 
 
 def iterate_batches(length: int, size: int) -> Iterator[slice]:

@@ -1,20 +1,11 @@
 """Names that others chose are shown as they stand: no markup, no emoji, nothing that steers the terminal."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 
 from largebatch import terminal
-from largebatch.data.dataset import dataset_of_arrays
 from largebatch.doctor import OK, Finding, show
-from largebatch.predictions import tables
 from largebatch.runs.display import Reporter
 from largebatch.runs.summary import empty_summary
-from largebatch.studies.queue import Counts
-from largebatch.studies.worker import Worker
-from largebatch.tasks.kinds import CLASSIFICATION
-from largebatch.tasks.scores import Scores
 
 NAME = "[/lr] [bold]x[/bold] :cat: [red \x1b[2J"
 SHOWN = r"[/lr] [bold]x[/bold] :cat: [red \x1b[2J"
@@ -36,10 +27,7 @@ def test_a_run_shows_its_folder_and_headline(capsys):
 @pytest.mark.parametrize(
     ("calls", "said"),
     [
-        (
-            [(1, 1.0), (100, 1.0), (10, 1.0)],
-            "about 33 min of training, at 100 images/s",
-        ),  # the first step is slow
+        ([(1, 1.0), (100, 1.0), (10, 1.0)], "about 33 min of training, at 100 images/s"),  # the first step is slow
         ([(100, 10.0), (100, 1.0)], "about 5.6 h of training, at 10 images/s"),  # and so is the network
         ([(1, 1.0), (10_000, 1.0), (1, 1.0)], ""),
     ],
@@ -54,24 +42,9 @@ def test_a_long_run_says_once_how_long_it_takes(calls, said, capsys):
     assert capsys.readouterr().out.strip() == said
 
 
-def test_a_study_shows_its_trials_and_errors(capsys):
-    queue = SimpleNamespace(counts=Counts(0, 0, 1))
-    worker = Worker(SimpleNamespace(), queue, train=None, cache=None)
-    worker._show_end(f"t{NAME}", "failed", NAME, 1.0)
-    shown = capsys.readouterr().out
-    for text in (f"trial t{SHOWN}", f"failed  {SHOWN}", "1 of 1 trials ended"):
-        assert text in shown
-    assert "\x1b" not in shown
-
-
-def test_predictions_and_findings_show_classes_and_folders(capsys):
-    dataset = dataset_of_arrays(np.zeros((2, 8, 8, 3), np.uint8), np.array([0, 1]), [NAME, "b"], ["0", "1"])
-    values = {"loss": 1.0, "accuracy": 0.5, "accuracy_top5": None, "examples": 2}
-    scores = Scores(CLASSIFICATION, values)
-    tables.print_results(dataset, np.array([1, 1]), scores, f"runs/{NAME}")
-    tables.print_results(dataset, np.array([0, 1]), None, f"runs/{NAME}")
+def test_tables_and_findings_show_what_they_are_given(capsys):
     show([Finding(OK, NAME, NAME, advice=NAME)], ending=f"see {NAME}")
     terminal.print_table([NAME], [[NAME]])
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.count(SHOWN) for line in lines) == 2 + 2 + 4 + 2  # the first table has the class once more: b's
+    assert sum(line.count(SHOWN) for line in lines) == 4 + 2
     assert not any("\x1b" in line for line in lines)

@@ -28,7 +28,7 @@ from pathlib import Path, PurePosixPath
 import fsspec
 
 from largebatch import util
-from largebatch.util import UserError, expanded
+from largebatch.util import UserError, expanded, one_line
 
 log = logging.getLogger("largebatch")
 
@@ -119,10 +119,18 @@ class Bucket:
             return self._files.cat_file(path)
 
     def read_pointer(self) -> dict:
-        """Read the current pointer; return NOTHING where there is none."""
-        with self._reached():
-            content = self._read(self._at(POINTER))
-            return NOTHING if content is None else json.loads(content)
+        """Read the current pointer; return NOTHING where there is none.
+
+        Raises:
+          UserError: it is damaged.
+        """
+        content = self._read(self._at(POINTER))
+        try:
+            pointer = NOTHING if content is None else json.loads(content)
+            return {"id": pointer["id"], "files": dict(pointer["files"])}
+        except (ValueError, TypeError, KeyError) as error:
+            hint = "give another folder, or put it back"
+            raise UserError(f"--workdir: {self.url}/{POINTER} is damaged ({error}); {hint}") from error
 
     def probe(self) -> None:
         """Write an object, so that a missing or read-only bucket is found before the work; `push` removes it."""
@@ -229,5 +237,6 @@ class Bucket:
         except UserError:
             raise
         except Exception as error:  # of gcsfs, s3fs, aiohttp, botocore, google.auth, ...
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise Unreachable(f"--workdir: {self.url} cannot be read or written ({reason[:300]})") from error
+            raise Unreachable(
+                f"--workdir: {self.url} cannot be read or written ({one_line(error)[:300]})"
+            ) from error

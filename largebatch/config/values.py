@@ -17,11 +17,11 @@ class Rule:
     """The rule of a field: its allowed values, and what it decides.
 
     Attributes:
-      allows: tells whether a value is allowed.
+      allows: returns True for a value that is allowed.
       text: what is allowed, as error messages say it.
-      identity: whether a run with another value is another run. Studies search no other fields.
-      path: whether it may name a file or folder.
-      data: whether it decides which data lie on the devices.
+      identity: True if a run with another value is another run. Studies search no other fields.
+      path: True if it may name a file or folder.
+      data: True if it decides which data lie on the devices.
     """
 
     allows: Callable[[object], bool]

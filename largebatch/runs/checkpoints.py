@@ -79,17 +79,16 @@ def _orbax():
 def _checkpointer():
     """Return an Orbax checkpointer of arrays and description that is confined to this process."""
     ocp, process = _orbax(), jax.process_index()
-    options = ocp.options.MultiprocessingOptions(
+    alone = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix="alone"
     )
-    handlers = {
-        "arrays": ocp.PyTreeCheckpointHandler(multiprocessing_options=options),
-        "description": ocp.JsonCheckpointHandler(multiprocessing_options=options),
-    }
-    # The composite too: by default it waits for all hosts, in a collective of its own.
-    alone = ocp.CompositeOptions(multiprocessing_options=options)
-    handler = ocp.CompositeCheckpointHandler(composite_options=alone, **handlers)
-    return ocp.Checkpointer(handler, multiprocessing_options=options)
+    handler = ocp.CompositeCheckpointHandler(
+        # The composite too: by default it waits for all hosts, in a collective of its own.
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+        arrays=ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
+        description=ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+    )
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 # ---- writing -----------------------------------------------------------------------------------------
@@ -139,11 +138,9 @@ class Checkpoints:
             if path.exists():  # from before a rollback
                 self._remove(step)
             digests = {name: _array_digest(array) for name, array in arrays.items()}
-            items = {
-                "arrays": save.PyTreeSave(arrays),
-                "description": save.JsonSave(sealed({"step": step, **description, "arrays": digests})),
-            }
-            _checkpointer().save(path, args=save.Composite(**items))
+            about = save.JsonSave(sealed({"step": step, **description, "arrays": digests}))
+            items = save.Composite(arrays=save.PyTreeSave(arrays), description=about)
+            _checkpointer().save(path, args=items)
             for old in saved_steps(self.folder)[: -self._keep]:
                 if old not in protect:
                     self._remove(old)
@@ -175,7 +172,7 @@ class Checkpoints:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    text = " ".join(str(error).split())
+    text = util.one_line(error)
     return "No space left on device" if "No space left on device" in text else text[:300]
 
 
@@ -211,19 +208,15 @@ def read_newest(folder: Path) -> LoadedCheckpoint | None:
             damages[path] = damage
             continue
         for damaged, damage in damages.items():
-            _set_aside(damaged, damage)
+            aside = damaged.with_suffix(".damaged")
+            log.warning("%s; set aside as %s", damage, aside.name)
+            with util.writing(aside):
+                util.remove(aside)
+                damaged.rename(aside)
         return newest_sound
     if damages:
         raise UserError(f"--workdir: no checkpoint is sound: {damages[max(damages)]}; start in a new folder")
     return None
-
-
-def _set_aside(path: Path, damage: DamagedCheckpoint) -> None:
-    aside = path.with_suffix(".damaged")
-    log.warning("%s; set aside as %s", damage, aside.name)
-    with util.writing(aside):
-        util.remove(aside)
-        path.rename(aside)
 
 
 def read_description(path: Path) -> dict:

@@ -16,6 +16,7 @@ import numpy as np
 
 from largebatch import util
 from largebatch.buckets import bucket
+from largebatch.config.dicts import flatten
 from largebatch.predictions.files import Outcome
 from largebatch.runs import reader
 from largebatch.util import UserError, expanded, writing
@@ -79,8 +80,11 @@ class RunFolder:
           UserError: it cannot be read, or is of a run that another version of the code wrote.
         """
         config = self.read("config.json")
-        if config is not None:
-            reader.refuse_other_format(self.read("run.json"), self.address)
+        if config is None:
+            return None
+        reader.refuse_other_format(self.read("run.json"), self.address)
+        if not isinstance(config, dict) or not {"model.dtype", "train.outer_steps"} <= flatten(config).keys():
+            raise UserError(f"--workdir: {self.address}/config.json is damaged: it is no config of a run")
         return config
 
     def lock(self) -> None:

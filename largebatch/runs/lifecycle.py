@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import logging
 
 import numpy as np
@@ -9,7 +10,6 @@ import numpy as np
 from largebatch.config import dicts
 from largebatch.hosts import collectives, preemption
 from largebatch.runs.folder import RunFolder
-from largebatch.runs.trackers import check_installed
 from largebatch.util import UserError
 
 log = logging.getLogger("largebatch")
@@ -36,7 +36,8 @@ def open_run(config: dict, workdir: str) -> tuple[RunFolder, dict | None]:
 
 
 def _ended_or_locked(run: RunFolder, config: dict) -> dict | None:
-    check_installed(config["log"])
+    if config["log"]["wandb"] and importlib.util.find_spec("wandb") is None:
+        raise UserError("log.wandb: wandb is not installed; allowed: after pip install -r requirements-cloud.txt")
     stored, summary = _stored_config(run, config), run.read("summary.json")
     if stored and summary and _has_ended(summary, stored, config):
         here, there = dicts.flatten(config), dicts.flatten(stored)
@@ -67,11 +68,9 @@ def _stored_config(run: RunFolder, config: dict) -> dict | None:
         return None
     here, there = dicts.identity_of_run(config), dicts.identity_of_run(stored)
     schedule, trace = config["schedule"], config["batch"]["trace"]
-    may_be_longer = schedule["name"] == "constant" and schedule["scaling"] != "adascale" and trace is None
-    if may_be_longer:
+    if schedule["name"] == "constant" and schedule["scaling"] != "adascale" and trace is None:
         there[LENGTH] = max(there[LENGTH], here[LENGTH])
-    changed = dicts.difference(here, there, ("here", "there"))
-    if changed:
+    if changed := dicts.difference(here, there, ("here", "there")):
         hint = f"; {LONGER_HINT}" if here[LENGTH] != there[LENGTH] else ""
         raise UserError(f"--workdir: {run.address} holds a run of another config: {changed}{hint}")
     return stored

@@ -127,14 +127,11 @@ class RunProgress:
         if events := read_lines(self._run.path / "events.jsonl", problems=[]):
             self._log_what_happened(events[-1], description)
         run_id = self._run.begin(self.config)
-        counted = sum(self._clock.seconds.get(section, 0.0) for section in COUNTED_SECTIONS)
-        self._run.log_event(
-            "start",
-            step=self._trainer.step,
-            **environment_of(self.summary),
-            start_sec=self._clock.since_made(),
-            counted_sec=counted,
-        )
+        seconds = {
+            "start_sec": self._clock.since_made(),
+            "counted_sec": sum(self._clock.seconds[section] for section in COUNTED_SECTIONS),
+        }
+        self._run.log_event("start", step=self._trainer.step, **environment_of(self.summary), **seconds)
         name, config = Path(self._run.address).name, jsonable(self.config)
         self._trackers = Trackers(TrackedRun(self._run.path, run_id, name, config))
 

@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import contextlib
-import importlib.util
+import functools
 import logging
 import os
 import signal
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from largebatch.util import UserError
+from largebatch.util import one_line
 
 log = logging.getLogger("largebatch")
 
@@ -112,36 +112,30 @@ def _open_record(run: TrackedRun):
     """Open the record of a run, new or of its earlier processes; offline if there is no key or no server."""
     import wandb
 
-    try:
-        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
-            raise wandb.Error("no API key is configured")
-        return _init_record(run, mode=None)
-    except (wandb.Error, OSError) as error:
-        log.warning(
-            "log.wandb: %s; offline: wandb sync %s/wandb/offline-run-* sends it", _one_line(error), run.folder
-        )
-        wandb.teardown()  # else it knows the id already, and refuses it
-        return _init_record(run, mode="offline")
-
-
-def _init_record(run: TrackedRun, mode: str | None):
-    import wandb
-
-    study = run.folder.parents[1].name if (run.folder / "trial.json").exists() else None
-    record = wandb.init(
+    begin = functools.partial(
+        wandb.init,
         id=run.id,
         resume="allow",
         project=run.config["log"]["wandb_project"],
-        group=study,
+        group=run.folder.parents[1].name if (run.folder / "trial.json").exists() else None,  # the study
         name=run.name,
         config=run.config,
         dir=str(run.folder),
-        mode=mode,
         reinit="create_new",
         settings=wandb.Settings(
             console="off", silent=True, save_code=False, init_timeout=INIT_SEC, finish_timeout=FINISH_SEC
         ),
     )
+    try:
+        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
+            raise wandb.Error("no API key is configured")
+        record = begin()
+    except (wandb.Error, OSError) as error:
+        log.warning(
+            "log.wandb: %s; offline: wandb sync %s/wandb/offline-run-* sends it", one_line(error), run.folder
+        )
+        wandb.teardown()  # else it knows the id already, and refuses it
+        record = begin(mode="offline")
     record.define_metric("*", step_metric="step")
     return record
 
@@ -164,18 +158,6 @@ def _end_service() -> None:
 TRACKERS: dict[str, Callable] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
-def check_installed(options: dict) -> None:
-    """Refuse trackers that are not installed, before a run begins.
-
-    Args:
-      options: a config's `log`.
-    Raises:
-      UserError: a package is missing.
-    """
-    if options.get("wandb") and importlib.util.find_spec("wandb") is None:
-        raise UserError("log.wandb: wandb is not installed; allowed: after pip install -r requirements-cloud.txt")
-
-
 class Trackers:
     """Trackers that a run's config enables; one that fails is logged once and then dropped."""
 
@@ -188,15 +170,16 @@ class Trackers:
 
     def row(self, row: dict) -> None:
         """Send a line of metrics.jsonl to all trackers."""
-        for name, tracker in list(self._trackers.items()):
-            with self._dropped_if_it_fails(name):
-                tracker.row(row)
+        self._send("row", row)
 
     def finish(self, summary: dict) -> None:
         """Send summary.json to all trackers."""
+        self._send("finish", summary)
+
+    def _send(self, method: str, content: dict) -> None:
         for name, tracker in list(self._trackers.items()):
             with self._dropped_if_it_fails(name):
-                tracker.finish(summary)
+                getattr(tracker, method)(content)
 
     @contextlib.contextmanager
     def _dropped_if_it_fails(self, name: str):
@@ -204,9 +187,5 @@ class Trackers:
             yield
         except Exception as error:
             self._trackers.pop(name, None)
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            log.warning("log.%s: %s; the run goes on without it", name, _one_line(reason))
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())
+            reason = getattr(error, "strerror", None) or one_line(error)
+            log.warning("log.%s: %s; the run goes on without it", name, reason)

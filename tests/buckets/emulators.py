@@ -61,14 +61,12 @@ def running(command: list, protocol: str, environment: dict[str, str]) -> Iterat
         process.wait()
 
 
-def open_files(protocol: str, environment: dict[str, str]) -> fsspec.AbstractFileSystem:
-    """The bucket's files for this process."""
-    if protocol == "s3":
-        return fsspec.filesystem(
-            "s3",
-            key=environment["AWS_ACCESS_KEY_ID"],
-            secret=environment["AWS_SECRET_ACCESS_KEY"],
-            endpoint_url=environment["AWS_ENDPOINT_URL"],
-            use_listings_cache=False,
-        )
-    return fsspec.filesystem("gs", token="anon", endpoint_url=environment["STORAGE_EMULATOR_HOST"])
+def s3_files(environment: dict[str, str]) -> fsspec.AbstractFileSystem:
+    """The files of the emulated S3 for this process."""
+    return fsspec.filesystem(
+        "s3",
+        key=environment["AWS_ACCESS_KEY_ID"],
+        secret=environment["AWS_SECRET_ACCESS_KEY"],
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        use_listings_cache=False,
+    )

@@ -13,9 +13,9 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from conftest import ROOT, assert_one_line_error, make_small_config, on_devices, run_script, small_flags
-from emulators import gcs, open_files, s3
-from test_resume import assert_same_run
+from conftest import ROOT, make_small_config, on_devices, run_script, small_flags
+from emulators import gcs, s3, s3_files
+from test_resume import assert_same_run, rows_of
 
 import train
 from largebatch.buckets import bucket
@@ -51,7 +51,7 @@ def own_folders(tmp_path, monkeypatch):
 
 def make_config(cache_dir):
     config = make_small_config(cache_dir)
-    config.batch.size, config.train.outer_steps, config.checkpoint.keep = 128, 4, 2
+    config.train.outer_steps, config.checkpoint.keep = 4, 2
     config.log.tensorboard = False
     return config
 
@@ -168,7 +168,7 @@ def test_wherever_a_copy_ends_the_bucket_has_a_whole_checkpoint(tmp_path, monkey
         other = elsewhere(tmp_path)
         assert steps_in(other), f"killed at change {places} of the bucket"
         assert not (other / "summary.json").exists() or 20 in steps_in(other)
-        bucket_at(run)  # the same machine again goes on from what it has
+        bucket_at(run)  # the same machine again resumes from what it has
         bucket_at(run).push()
         assert steps_in(elsewhere(tmp_path)) == steps_in(run)
     assert places > 5
@@ -273,10 +273,37 @@ def test_readers_get_what_is_there_now(mine):
         bucket.local_copy("memory://bucket/none")
 
 
-@pytest.mark.parametrize("url", ["gs://", "s3://bucket", "s3://bucket//run"])
-def test_what_is_no_folder_in_a_bucket_is_refused(url):
-    with pytest.raises(UserError, match="allowed: a folder, or gs://BUCKET/FOLDER or s3://BUCKET/FOLDER"):
-        Bucket(url)
+@pytest.mark.parametrize("content", [b"[1", b"[]", b"{}"])
+def test_a_damaged_pointer_is_named(mine, content):
+    fsspec.filesystem("memory").pipe_file("/bucket/run/pointer.json", content)
+    with pytest.raises(UserError, match=r"^--workdir: memory://bucket/run/pointer\.json is damaged \("):
+        bucket.local_copy(URL)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        *(
+            (url, "allowed: a folder, or gs://BUCKET/FOLDER")
+            for url in ("gs://", "s3://bucket", "s3://bucket//run")
+        ),
+        (
+            "nothing://bucket/run",
+            "nothing://bucket/run .*Protocol not known: nothing.*; allowed: gs://... or s3://",
+        ),
+        ("s3://bucket/run", "s3://bucket/run cannot be read or written .Unable to locate credentials"),
+    ],
+)
+def test_what_is_no_folder_in_a_bucket_of_ours_is_refused_before_the_run(
+    url, message, config, tmp_path, monkeypatch
+):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match=f"^--workdir: .*{message}"):
+        train.train_and_evaluate(config, url)
+    assert not list(tmp_path.rglob("config.json"))
 
 
 # ---- runs -----------------------------------------------------------------------------------------------
@@ -298,18 +325,16 @@ def whole(session_cache, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_run_goes_on_on_another_machine_with_the_same_bits(config, tmp_path, whole, caplog, is_damaged):
+def test_a_run_resumes_on_another_machine_with_the_same_bits(config, tmp_path, whole, caplog):
     with pytest.raises(preemption.Stopped):
         train.train_and_evaluate(config, URL, report=Stops(enabled=False))
-    shutil.rmtree(tmp_path / "here")  # the machine is lost
-    if is_damaged:
-        store = fsspec.filesystem("memory").store
-        newest = max((name for name in store if name.endswith(DESCRIPTION)), key=lambda name: name.split("/")[-3])
-        changed = store[newest].getvalue().replace(b"step", b"stop", 1)
-        store[newest] = type(store[newest])(None, newest, changed)
+    shutil.rmtree(tmp_path / "here")  # the machine is lost, and the newest checkpoint damaged
+    store = fsspec.filesystem("memory").store
+    newest = max((name for name in store if name.endswith(DESCRIPTION)), key=lambda name: name.split("/")[-3])
+    changed = store[newest].getvalue().replace(b"step", b"stop", 1)
+    store[newest] = type(store[newest])(None, newest, changed)
     train.train_and_evaluate(config, URL)
-    assert ("damaged checkpoint: " in caplog.text) == is_damaged
+    assert "damaged checkpoint: " in caplog.text
     copy = bucket.local_copy(URL)
     assert_same_run(copy, whole)
     events = [json.loads(line)["event"] for line in (copy / "events.jsonl").read_text().splitlines()]
@@ -326,23 +351,20 @@ def test_a_run_goes_on_on_another_machine_with_the_same_bits(config, tmp_path, w
     assert all(np.array_equal(learned[name], taken[name]) for name in names)
 
 
-@pytest.mark.parametrize("away", ["pipe_file", "put"])
-def test_a_run_bears_a_bucket_that_is_away_and_is_copied_later(config, tmp_path, whole, monkeypatch, caplog, away):
+def test_a_run_bears_a_bucket_that_is_away_and_is_copied_later(config, tmp_path, whole, monkeypatch, caplog):
     monkeypatch.setattr(folder, "LAST_COPY_SEC", 0.2)
     monkeypatch.setattr(folder, "RETRY_SEC", 0.1)
-    operation = getattr(MEMORY, away)
+    put = MEMORY.put
 
-    def fail(files, path, *arguments, **options):
-        if bucket.PROBE not in path:
-            raise OSError("Connection reset by peer")
-        return operation(files, path, *arguments, **options)
+    def fail(*arguments, **options):
+        raise OSError("Connection reset by peer")
 
-    monkeypatch.setattr(MEMORY, away, fail)
+    monkeypatch.setattr(MEMORY, "put", fail)
     text = r"run cannot be read or written \(Connection reset by peer\); the whole run is in"
     with pytest.raises(UserError, match=text):
         train.train_and_evaluate(config, URL)
     assert "the run goes on, and the next checkpoint is copied with this one" in caplog.text
-    monkeypatch.setattr(MEMORY, away, operation)
+    monkeypatch.setattr(MEMORY, "put", put)
     config.seed += 1
     with pytest.raises(UserError, match="holds a run of another config: seed"):
         train.train_and_evaluate(config, URL)
@@ -376,15 +398,10 @@ def kill_while_copying(command: list[str], environment: dict, files, count: int)
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    named, begin = set(), time.time()
+    named = set()
     try:
         while process.poll() is None:
-            found = files.find("bucket/run", detail=True)
-            names = [
-                name.removeprefix("bucket/run/")
-                for name, info in found.items()
-                if info["type"] == "file" and info["LastModified"].timestamp() > begin
-            ]
+            names = [name.removeprefix("bucket/run/") for name in files.find("bucket/run")]
             if bucket.POINTER in names:
                 files_named = json.loads(files.cat_file("bucket/run/pointer.json"))["files"]
                 named = {entry[0] for entry in files_named.values()}
@@ -399,49 +416,27 @@ def kill_while_copying(command: list[str], environment: dict, files, count: int)
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_a_process_that_is_killed_again_and_again_while_it_copies(tmp_path, session_cache, home):
+def test_a_process_that_is_killed_while_it_copies_resumes_on_a_pod_of_other_machines(tmp_path, session_cache, home):
     whole = tmp_path / "whole"
     assert run_script("train.py", *arguments(session_cache, whole)).returncode == 0
     with s3() as environment:
-        files = open_files("s3", environment)
+        files = s3_files(environment)
         command, environment = arguments(session_cache, "s3://bucket/run"), environment | home
-        for count in (1, 4):
-            assert kill_while_copying(command, environment, files, count), "it ended before it was killed"
-            named = json.loads(files.cat_file("bucket/run/pointer.json"))["files"]
-            assert any(name.endswith(DESCRIPTION) for name in named)
-            shutil.rmtree(home["HOME"])  # the machine is gone
-        last = run_script("train.py", *command, env=environment)
+        assert kill_while_copying(command, environment, files, 4), "it ended before it was killed"
+        named = json.loads(files.cat_file("bucket/run/pointer.json"))["files"]
+        assert any(name.endswith(DESCRIPTION) for name in named)
+        shutil.rmtree(home["HOME"])  # the machine is gone
+        pod = ["-m", "largebatch.pod", "--hosts=2", "--devices=1", "--", sys.executable, "train.py"]
+        last = run_script(*pod, *command, env=environment)
         assert last.returncode == 0, last.stderr
         assert "resuming at step" in last.stderr
         (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*")
-        assert_same_run(copy, whole)
+        for one, other in zip(rows_of(copy), rows_of(whole), strict=True):
+            assert one["step"] == other["step"]
+            assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-3)
         shutil.rmtree(home["HOME"])
         report = run_script("report.py", "s3://bucket/run", f"--out={tmp_path}/r.html", env=environment)
         assert report.returncode == 0, report.stderr
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_pod_that_is_stopped_goes_on_on_other_machines(session_cache, home):
-    pod = ["-m", "largebatch.pod", "--hosts=2", "--devices=1", "--", sys.executable, "train.py"]
-    with s3() as environment:
-        files = open_files("s3", environment)
-        command, environment = [*pod, *arguments(session_cache, "s3://bucket/run")], environment | home
-        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=os.environ | environment)
-        try:
-            while not any(name.endswith(f"00000002/{DESCRIPTION}") for name in files.find("bucket/run")):
-                assert process.poll() is None
-            process.terminate()
-            assert process.wait(120) == 128 + signal.SIGTERM
-        finally:
-            process.kill()
-        shutil.rmtree(home["HOME"])
-        last = run_script(*command, env=environment)
-        assert last.returncode == 0, last.stderr
-        assert "resuming at step" in last.stderr
-        (copy,) = Path(home["HOME"]).glob(".cache/largebatch/runs/run-*")
-        rows = [json.loads(line)["step"] for line in (copy / "metrics.jsonl").read_text().splitlines()]
-        assert rows == [2, 4, 6, 8, 10, 12]
 
 
 @pytest.mark.full
@@ -456,22 +451,3 @@ def test_google_cloud_storage(session_cache, home):
         again = run_script("train.py", *command, env=environment)
         assert "gs://bucket/run is a finished run of this config" in again.stderr
         assert run_script("evaluate.py", "gs://bucket/run", env=environment).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("workdir", "environment", "words"),
-    [
-        ("s3://bucket/run", {"AWS_EC2_METADATA_DISABLED": "true"}, ["Unable to locate credentials"]),
-        ("nothing://bucket/run", {}, ["Protocol not known: nothing", "allowed: gs://... or s3://..."]),
-    ],
-    ids=["no credentials", "unknown"],
-)
-def test_a_bucket_that_cannot_be_used_is_named_before_the_run(session_cache, home, workdir, environment, words):
-    result = run_script("train.py", *arguments(session_cache, workdir), env=environment | home)
-    assert_one_line_error(result, "train.py: error: --workdir: ", workdir, *words)
-    assert not list(Path(home["HOME"]).rglob("config.json"))
-
-
-def test_a_study_in_a_bucket_is_refused():
-    result = run_script("sweep.py", "--study=gs://bucket/study", "--space=configs/sweeps/adascale.py")
-    assert_one_line_error(result, "--study: gs://bucket/study", "allowed: a folder of this machine")

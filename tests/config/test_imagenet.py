@@ -36,6 +36,7 @@ def test_rates_are_those_of_the_paper(setup):
         np.testing.assert_allclose(rates[(epochs > begin) & (epochs < end)], 3.2 * factor, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_images_and_a_step_fit_on_a_core_of_a_tpu_v3(setup, monkeypatch):
     monkeypatch.setattr("largebatch.hosts.memory.available_bytes", lambda: int(DEVICE_BYTES))
     needed = needed_bytes(setup[0])

@@ -5,13 +5,14 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
+from conftest import make_small_config
 from etils import epath
 from figures import record
-from ml_collections import config_dict
 
 import train
 from largebatch.data import cache as caches
@@ -24,31 +25,24 @@ from largebatch.runs import checkpoints
 from largebatch.util import UserError
 
 
-@dataclasses.dataclass(frozen=True)
-class FinishedRun:
-    """A run's folder, that of its data cache, and its config."""
+class FinishedRun(NamedTuple):
+    """A run's folder, that of its data cache, and the seed of its split."""
 
     folder: Path
     cache_folder: epath.Path
-    config: config_dict.ConfigDict
+    split_seed: int
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run with checkpoints."""
-    from configs import default
-
-    config = default.get_config()
-    config.augment.cache_dir = str(tmp_path_factory.mktemp("cache"))
-    config.dataset.num_examples, config.dataset.image_size = 100, 16
-    config.train.inner_steps = 3  # the program of most other tests
-    config.train.outer_steps = 2
+    config = make_small_config(tmp_path_factory.mktemp("cache"))
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(caches, "MIN_FILE_BYTES", 24 * 16 * 16 * 3)  # five images files for 100 images
         train.train_and_evaluate(config, str(folder))
     (cache_folder,) = epath.Path(config.augment.cache_dir).glob("synthetic-*")
-    return FinishedRun(folder, cache_folder, config)
+    return FinishedRun(folder, cache_folder, config.dataset.split_seed)
 
 
 def damage(path: Path, rng: random.Random) -> str:
@@ -66,12 +60,12 @@ def trouble_of(read, *arguments) -> str:
     """Return the error that names the damage; empty if there is none."""
     try:
         read(*arguments)
-    except (checkpoints.DamagedCheckpoint, DamagedCache, UserError) as trouble:
+    except (DamagedCache, UserError) as trouble:
         return str(trouble)
     return ""
 
 
-def damage_checkpoints(run: FinishedRun, count: int, rng: random.Random) -> dict:
+def damage_checkpoints(run: FinishedRun, count: int, rng: random.Random) -> Counter:
     """Damages a file, reads the checkpoint as a resuming run does, and mends the file, `count` times.
 
     Some of Orbax's own files say nothing that is read again: damage there counts as harmless if all is restored.
@@ -79,21 +73,21 @@ def damage_checkpoints(run: FinishedRun, count: int, rng: random.Random) -> dict
     newest = max((run.folder / "checkpoints").iterdir())
     sound, description = checkpoints.read_arrays(newest)
     files = sorted(path for path in newest.rglob("*") if path.is_file())
-    outcomes = {"flipped": 0, "cut": 0, "harmless": 0, "restored silently": 0}
     # Half of the damage to what is largest, where nearly all bytes are, and to the description; half to any file.
     largest = [max(files, key=lambda path: path.stat().st_size), newest / checkpoints.DESCRIPTION]
+    outcomes = Counter()
     for number in range(count):
         path = rng.choice(largest if number % 2 else files)
         before = path.read_bytes()
         kind = damage(path, rng)
         if trouble := trouble_of(checkpoints.read_arrays, newest):
             assert str(newest) in trouble
-            assert "\n" not in trouble
             outcomes[kind] += 1
         else:
             arrays, again = checkpoints.read_arrays(newest)
-            same = again == description and all(np.array_equal(arrays[name], sound[name]) for name in sound)
-            outcomes["harmless" if same and arrays.keys() == sound.keys() else "restored silently"] += 1
+            assert (again, arrays.keys()) == (description, sound.keys()), f"{path} was {kind}"
+            assert all(np.array_equal(arrays[name], sound[name]) for name in sound), f"{path} was {kind}"
+            outcomes["harmless"] += 1
         path.write_bytes(before)
     record("damage", {"of": "checkpoint files"} | outcomes)
     return outcomes
@@ -112,43 +106,34 @@ def read_cache(run: FinishedRun, read_training: Callable) -> None:
     """Reads a cache as training does, and its test images as augment.py does; raises what they raise."""
     cache = open_cache(run.cache_folder)
     sharding = choose_sharding(None, cache.layout.counts["train"], jax.device_count(), 8)
-    read_training(cache, sharding, run.config.dataset.split_seed)
+    read_training(cache, sharding, run.split_seed)
     cache.split("test").images(np.arange(cache.layout.counts["test"]))
 
 
 def damage_caches(run: FinishedRun, count: int, rng: random.Random, read_training=place) -> None:
     """Damages a data cache, reads and mends it, `count` times: images files, arrays and manifest, in turn."""
-    files = sorted(run.cache_folder.iterdir())
-    images = [path for path in files if path.name.startswith("images-")]
+    images = sorted(run.cache_folder.glob("images-*"))
     assert len(images) == 5
-    arrays, manifest = [path for path in files if path.suffix == ".npy"], [run.cache_folder / "manifest.json"]
-    places = {"images": images, "arrays": arrays, "manifest": manifest}
-    figures = {place_: Counter() for place_ in places}
+    kinds_of_files = images, sorted(run.cache_folder.glob("*.npy")), [run.cache_folder / "manifest.json"]
     for number in range(count):
-        place_ = list(places)[number % len(places)]
-        path = rng.choice(places[place_])
+        path = rng.choice(kinds_of_files[number % 3])
         before = path.read_bytes()
         kind = damage(path, rng)
         trouble = trouble_of(read_cache, run, read_training)
         path.write_bytes(before)
-        assert trouble, f"{path} was {kind}, and nobody has noticed"
-        assert "\n" not in trouble
-        assert path.name in trouble, (path, trouble)
-        figures[place_][kind] += 1
+        assert path.name in trouble, f"{path} was {kind}; {trouble or 'nobody has noticed'}"
     open_cache(run.cache_folder).verify()
     how = " of a stream" if read_training is stream_a_pass else ""
-    for place_, counts in figures.items():
-        record("damage", {"of": f"cache, {place_}{how}"} | counts)
+    record("damage", {"of": f"cache{how}", "found": count})
 
 
 def test_some_damage_to_checkpoints(run):
-    outcomes = damage_checkpoints(run, 40, random.Random(0))
-    assert outcomes["restored silently"] == 0
-    assert outcomes["flipped"] + outcomes["cut"] >= 20
+    outcomes = damage_checkpoints(run, 12, random.Random(0))
+    assert outcomes["flipped"] + outcomes["cut"] >= 6
 
 
 def test_some_damage_to_caches(run):
-    damage_caches(run, 33, random.Random(0))
+    damage_caches(run, 15, random.Random(0))
 
 
 @pytest.fixture
@@ -158,12 +143,12 @@ def kept_caches(monkeypatch):
 
 
 def test_some_damage_to_caches_that_are_streamed(run, kept_caches):
-    damage_caches(run, 16, random.Random(2), stream_a_pass)
+    damage_caches(run, 9, random.Random(2), stream_a_pass)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
 def test_much_damage(run, kept_caches):
-    assert damage_checkpoints(run, 400, random.Random(1))["restored silently"] == 0
+    damage_checkpoints(run, 400, random.Random(1))
     damage_caches(run, 300, random.Random(1))
     damage_caches(run, 300, random.Random(3), stream_a_pass)

@@ -1,7 +1,6 @@
 """Runs whose hosts die and whose layout changes again and again end as if nobody had disturbed them."""
 
-import dataclasses
-import json
+import contextlib
 import os
 import random
 import signal
@@ -17,7 +16,7 @@ from conftest import ROOT
 from figures import record
 from test_pod import host_of, processes_with
 
-from largebatch.runs.checkpoints import UNFINISHED, path_of, read_arrays, saved_steps
+from largebatch.runs.checkpoints import path_of, read_arrays, saved_steps
 
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)]  # hosts, devices of each
 LIMIT_SEC = 300
@@ -34,20 +33,19 @@ VISITS = {
     "checkpoint.every_sec": 0,
     "log.tensorboard": False,
 }
-UPDATES_PER_EPOCH = visits.NUM_TRAIN * visits.VIEWS // visits.BATCH_SIZE
+STEPS_PER_EPOCH = visits.NUM_TRAIN * visits.VIEWS // visits.BATCH_SIZE
 
 
-@dataclasses.dataclass
 class Disturber:
     """Starts a run on pods, disturbs it, and starts it again, as a scheduler would.
 
-    command: of one host, without --workdir.
+    Args:
+      command: of one host, without --workdir.
     """
 
-    folder: Path
-    command: list[str]
-    rng: random.Random
-    counts: dict[str, int] = dataclasses.field(default_factory=dict)  # of faults by kind
+    def __init__(self, folder: Path, command: list[str], rng: random.Random):
+        self.folder, self.command, self.rng = folder, command, rng
+        self.counts: dict[str, int] = {}  # of faults by kind
 
     def start(self, workdir: Path) -> subprocess.Popen:
         """The run on a layout drawn by lot."""
@@ -59,81 +57,47 @@ class Disturber:
 
     def run(self, workdir: Path, num_faults: int) -> int:
         """Takes a run to its end through at most `num_faults` faults; returns how many came before it was done."""
+        num_done, process = 0, self.start(workdir)
         try:
-            return self._run(workdir, self.start(workdir), num_faults)
+            while num_done < num_faults and self._wait_for_training(workdir, process):
+                num_done += 1
+                self._disturb(workdir, process)
+                process.wait(LIMIT_SEC)
+                while processes_with(f"--workdir={workdir}"):
+                    time.sleep(0.05)
+                check_visits(workdir)
+                process = self.start(workdir)
+            assert process.wait(LIMIT_SEC) == 0, (self.folder / "log").read_text()[-4000:]
+            check_visits(workdir)
         finally:
             for pid in processes_with(f"--workdir={workdir}"):
                 os.kill(pid, signal.SIGKILL)
-
-    def _run(self, workdir: Path, process: subprocess.Popen, num_faults: int) -> int:
-        num_done = 0
-        while num_done < num_faults and process.poll() is None:
-            if not self._wait_for_moment(workdir, process):
-                break
-            kind = self.rng.choice(["host", "host", "pod", "stop"])
-            if kind == "host" and not self._kill_a_host(workdir):
-                continue
-            num_done += 1
-            self.counts[kind] = self.counts.get(kind, 0) + 1
-            if kind != "host" and process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL) if kind == "pod" else process.terminate()
-            process.wait(LIMIT_SEC)
-            while processes_with(f"--workdir={workdir}"):
-                time.sleep(0.05)
-            check_visits(workdir)
-            process = self.start(workdir)
-        assert process.wait(LIMIT_SEC) == 0, self.log()
-        check_visits(workdir)
         return num_done
 
-    def log(self) -> str:
-        return (self.folder / "log").read_text()[-4000:]
+    def _wait_for_training(self, workdir: Path, process) -> bool:
+        """Waits for a moment after training has begun. False if it ended."""
+        before = starts_of(workdir)
+        while process.poll() is None and starts_of(workdir) == before:
+            time.sleep(0.01)
+        time.sleep(self.rng.uniform(0, 1))
+        return process.poll() is None
 
-    def _wait_for_moment(self, workdir: Path, process) -> bool:
-        """Waits for a moment: any, after training goes on, or while a checkpoint is written. False if it ended."""
-        before = len(events_of(workdir))
-        kind, begin = self.rng.choice(["any time", "training", "training", "save"]), time.monotonic()
-        delay = self.rng.uniform(0, 12)
-        while process.poll() is None and time.monotonic() - begin < LIMIT_SEC:
-            if kind == "any time" and time.monotonic() - begin > delay:
-                return True
-            is_training = "start" in [event["event"] for event in events_of(workdir)[before:]]
-            if is_training and kind == "training":
-                time.sleep(self.rng.uniform(0, 1))
-                return True
-            if is_training and kind == "save" and list((workdir / "checkpoints").glob(UNFINISHED)):
-                time.sleep(self.rng.uniform(0, 0.02))
-                return True
-            time.sleep(0.002 if is_training else 0.05)
-        return False
-
-    def _kill_a_host(self, workdir: Path) -> bool:
-        hosts = [pid for pid in processes_with(f"--workdir={workdir}") if _host_of(pid) is not None]
-        if not hosts:
-            return False
-        try:
-            os.kill(self.rng.choice(hosts), signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-        return True
+    def _disturb(self, workdir: Path, process) -> None:
+        kind = self.rng.choice(["host", "host", "pod", "stop"])
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        with contextlib.suppress(OSError):  # gone
+            if kind == "stop":
+                process.terminate()
+            elif kind == "pod":
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                hosts = [pid for pid in processes_with(f"--workdir={workdir}") if host_of(pid) is not None]
+                os.kill(self.rng.choice(hosts or [process.pid]), signal.SIGKILL)
 
 
-def _host_of(pid: int) -> str | None:
-    try:
-        return host_of(pid)
-    except OSError:  # gone
-        return None
-
-
-def events_of(workdir: Path) -> list[dict]:
+def starts_of(workdir: Path) -> int:
     path = workdir / "events.jsonl"
-    events = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            events.append(json.loads(line))
-        except ValueError:  # torn by a kill
-            continue
-    return events
+    return path.read_text().count('"event": "start"') if path.exists() else 0
 
 
 def visits_at(workdir: Path, step: int) -> np.ndarray:
@@ -153,7 +117,7 @@ def check_visits(workdir: Path) -> None:
 
 def count_visits(folder: Path, rng: random.Random, num_faults: int, faults_per_run: int, epochs: int) -> None:
     """Disturbs runs `num_faults` times; every example of each was visited exactly once an epoch."""
-    fields = VISITS | {"train.outer_steps": epochs * UPDATES_PER_EPOCH // VISITS["train.inner_steps"]}
+    fields = VISITS | {"train.outer_steps": epochs * STEPS_PER_EPOCH // VISITS["train.inner_steps"]}
     fields |= {"dataset.path": folder / "images", "augment.cache_dir": folder / "cache"}
     script = [sys.executable, str(Path(visits.__file__)), str(folder / "images")]
     command = [*script, *(f"--config.{name}={value}" for name, value in fields.items())]
@@ -165,7 +129,7 @@ def count_visits(folder: Path, rng: random.Random, num_faults: int, faults_per_r
         visited = visits_at(workdir, fields["train.outer_steps"] * VISITS["train.inner_steps"])
         of_training = visited[visited.any(axis=1)]
         assert of_training.shape == (visits.NUM_TRAIN, visits.VIEWS)
-        assert (of_training == epochs).all(), (of_training.min(), of_training.max(), disturber.log())
+        assert (of_training == epochs).all(), (of_training.min(), of_training.max())
         runs += 1
     record("visits through faults", {"runs": runs, "epochs": epochs} | disturber.counts)
 

@@ -15,10 +15,10 @@ from conftest import ROOT
 
 SCRIPT = ROOT / "launch" / "tpu_vm.sh"
 STUB = Path(__file__).with_name("stub_gcloud.py")
-# The script on a worker: says which worker it is, and that it goes on where an earlier start has saved.
+# The script on a worker: says which worker it is, and that it resumes where an earlier start has saved.
 TRAINING = """
 echo "$(basename $HOME): $1 in $(basename $PWD)"
-[ -f ../../saved ] && echo "goes on" && exit 0
+[ -f ../../saved ] && echo "resumes" && exit 0
 [ $(basename $HOME) = worker-0 ] && sleep 1 && touch ../../saved
 exit 143
 """
@@ -101,9 +101,9 @@ def test_a_run_that_is_preempted_starts_again_on_a_new_tpu(cloud, after_preempti
         *["--zone=us-central2-b", "--quiet"],
     ]
     # Worker 0's log is shown; the argument of two words arrived as one.
-    assert done.stdout.splitlines() == [*["worker-0: a  b in largebatch"] * 2, "goes on"]
+    assert done.stdout.splitlines() == [*["worker-0: a  b in largebatch"] * 2, "resumes"]
     assert "my-tpu was pre-empted; starting again" in done.stderr
-    assert (cloud / "worker-1/largebatch.log").read_text() == "worker-1: a  b in largebatch\ngoes on\n"
+    assert (cloud / "worker-1/largebatch.log").read_text() == "worker-1: a  b in largebatch\nresumes\n"
     for worker in ("worker-0", "worker-1"):
         assert (cloud / worker / "largebatch/train.py").read_text() == "the program"
         assert not (cloud / worker / "largebatch/runs").exists()
@@ -123,7 +123,7 @@ def test_the_real_gcloud_knows_every_flag(after_preemption, tmp_path):
         assert "You do not currently have an active account" in done.stderr, (call, done.stderr)
 
 
-@pytest.mark.parametrize(("code", "afterwards"), [(0, "SUSPENDED"), (3, "SUSPENDED"), (143, "ACTIVE")])
+@pytest.mark.parametrize(("code", "afterwards"), [(3, "SUSPENDED"), (143, "ACTIVE")])
 def test_what_ends_by_itself_is_not_started_again(cloud, code, afterwards):
     (cloud / "states").write_text(f"ACTIVE {afterwards}")
     done = tpu_vm(cloud, "run", "my-tpu", "bash", "-c", f"exit {code}", cwd=small_project(cloud / "here"))
@@ -168,7 +168,6 @@ def test_a_command_that_runs_is_stopped_and_not_started_twice(cloud):
     [
         (["launch", "my-tpu"], {}, "'launch'; allowed: run, create, copy, start, follow, stop or delete"),
         (["create", "My_TPU"], {}, "name 'My_TPU'; allowed: lower-case letters, digits and hyphens"),
-        (["create", "my-tpu"], {"ZONE": ""}, "ZONE is not set; for example ZONE=us-central2-b"),
         (["create", "my-tpu"], {"ACCELERATOR": ""}, "ACCELERATOR is not set; for example ACCELERATOR=v4-32"),
         (["run", "my-tpu"], {}, "no command; allowed: run NAME python train.py ..."),
     ],
@@ -199,16 +198,9 @@ def test_what_the_cloud_refuses_is_one_line(cloud):
     assert "scp all" not in names_of(calls_of(cloud))
 
 
-def test_without_gcloud_or_credentials_nothing_is_called(cloud):
+def test_without_credentials_nothing_is_called(cloud):
     (cloud / "account").unlink()
     done = tpu_vm(cloud, "create", "my-tpu")
     message = "tpu_vm.sh: gcloud has no credentials; log in by: gcloud auth login\n"
     assert (done.returncode, done.stderr) == (1, message)
     assert calls_of(cloud) == []
-    tools = cloud / "tools"
-    tools.mkdir()
-    for name in ("bash", "env", "mktemp", "rm"):
-        (tools / name).symlink_to(shutil.which(name))
-    done = tpu_vm(cloud, "create", "my-tpu", PATH=str(tools))
-    assert done.returncode == 1
-    assert done.stderr.startswith("tpu_vm.sh: gcloud is not installed; see https://")

@@ -7,27 +7,22 @@ import sys
 import pytest
 from conftest import run_script
 from machines import SCRIPT_ON, become
-from test_resume import assert_same_run
 
 import evaluate
-import examine
 import train
-from largebatch.hardware.chips import Hardware
-from largebatch.hardware.targets import Target
+from largebatch import cli
 from largebatch.hosts import preemption
 from largebatch.runs import checkpoints
-from largebatch.training import trainer
+from largebatch.runs.folder import RunFolder
 from largebatch.util import UserError
+from model import MODELS
 
 OTHER = {"float32": "bfloat16", "bfloat16": "float32"}
 
 
 @pytest.fixture
-def config(small_config, monkeypatch):
-    """Three calls of a step in each outer loop."""
-    monkeypatch.setattr(trainer, "SECONDS_PER_CALL", 0.0)
+def config(small_config):
     small_config.model.dtype = "auto"
-    small_config.batch.size = 128
     return small_config
 
 
@@ -38,59 +33,41 @@ def said(caplog):
     return lambda: [message for message in caplog.messages if message.startswith("model.dtype")]
 
 
-def stop_after_first_call(monkeypatch, config, workdir) -> None:
+def test_a_run_resumes_in_its_dtype_and_says_so(config, tmp_path, monkeypatch, said, capfd):
+    become(monkeypatch, "float32")
     with monkeypatch.context() as patch:
         patch.setattr(preemption, "agree", lambda vote=0: (15, vote))
         with pytest.raises(preemption.Stopped):
-            train.train_and_evaluate(config, str(workdir))
-
-
-@pytest.mark.parametrize("first", [pytest.param("bfloat16", marks=pytest.mark.full), "float32"])
-def test_a_run_goes_on_in_its_dtype_and_says_so(config, tmp_path, monkeypatch, said, capfd, first):
-    become(monkeypatch, first)
-    train.train_and_evaluate(config, str(tmp_path / "whole"))
-    assert f"8 cpu devices on 1 hosts, computing in {first}; " in capfd.readouterr().out
-    stop_after_first_call(monkeypatch, config, tmp_path / "cut")
+            train.train_and_evaluate(config, str(tmp_path))
     assert said() == []
-    become(monkeypatch, OTHER[first])
-    train.train_and_evaluate(config, str(tmp_path / "cut"))
-    assert said() == [f"model.dtype: auto is {first} in this run; here it would be {OTHER[first]}"]
-    assert f"computing in {first}; " in capfd.readouterr().out
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
-    assert train.train_and_evaluate(config, str(tmp_path / "cut"))["status"] == "done"  # nothing left to do
-    assert config.model.dtype == "auto"  # the caller's own
-
-    assert json.loads((tmp_path / "cut" / "config.json").read_text())["model"]["dtype"] == first
-    for path in (tmp_path / "cut" / "checkpoints").iterdir():
-        assert checkpoints.read_description(path)["config"]["model"]["dtype"] == first
-    assert evaluate.load_run(tmp_path / "cut").config.model.dtype == first
-
-
-def test_a_dtype_that_was_given_is_kept_by_auto_and_another_is_another_run(config, tmp_path, monkeypatch, said):
     become(monkeypatch, "bfloat16")
-    config.model.dtype = "float32"
-    stop_after_first_call(monkeypatch, config, tmp_path)
-    config.model.dtype = "bfloat16"
-    with pytest.raises(UserError, match=r"of another config: model.dtype: 'bfloat16' here, 'float32' there$"):
+    assert train.train_and_evaluate(config, str(tmp_path))["status"] == "done"
+    assert said() == ["model.dtype: auto is float32 in this run; here it would be bfloat16"]
+    assert capfd.readouterr().out.count("computing in float32; ") == 2
+    assert train.train_and_evaluate(config, str(tmp_path))["status"] == "done"  # nothing left to do
+    assert config.model.dtype == "auto"  # the caller's own
+    assert json.loads((tmp_path / "config.json").read_text())["model"]["dtype"] == "float32"
+    for path in (tmp_path / "checkpoints").iterdir():
+        assert checkpoints.read_description(path)["config"]["model"]["dtype"] == "float32"
+    assert evaluate.load_run(tmp_path).config.model.dtype == "float32"
+
+
+@pytest.mark.parametrize("first", OTHER)
+def test_a_dtype_that_was_given_is_kept_by_auto_and_another_is_another_run(
+    config, tmp_path, monkeypatch, said, first
+):
+    become(monkeypatch, OTHER[first])
+    config.model.dtype = first
+    run = RunFolder(tmp_path)
+    run.begin(config.to_dict())
+    config.model.dtype = OTHER[first]
+    with pytest.raises(UserError, match=f"of another config: model.dtype: '{OTHER[first]}' here, '{first}' there$"):
         train.train_and_evaluate(config, str(tmp_path))
     assert said() == []
     config.model.dtype = "auto"
-    assert train.train_and_evaluate(config, str(tmp_path))["status"] == "done"
-    assert said() == ["model.dtype: auto is float32 in this run; here it would be bfloat16"]
-
-
-@pytest.mark.parametrize(("here", "name", "dtype"), [(True, None, "float32"), (False, "v3:4x4", "bfloat16")])
-def test_what_is_examined_is_what_would_run(config, monkeypatch, here, name, dtype):
-    def stop(config, *_, **__):
-        raise UserError(f"examined in {config.model.dtype}")
-
-    become(monkeypatch, "float32")
-    monkeypatch.setattr(examine, "prepare", stop)
-    monkeypatch.setattr(examine, "choose_plan", stop)
-    target = Target("v3:4x4", Hardware("tpu", "TPU v3", 32), devices=[])
-    monkeypatch.setattr(examine, "find_target", lambda name: target)
-    with pytest.raises(UserError, match=f"^examined in {dtype}$"):
-        examine.run(config, here=here, target_name=name)
+    typed_config, plain = cli.start(config, MODELS, run.read_config)
+    assert typed_config.model.dtype == plain["model"]["dtype"] == first
+    assert said() == [f"model.dtype: auto is {first} in this run; here it would be {OTHER[first]}"]
 
 
 SETTLE = """

@@ -10,7 +10,7 @@ from largebatch.predictions.files import Predictions
 from largebatch.runs import reader
 from largebatch.runs.folder import InUse, RunFolder
 from largebatch.runs.summary import add_to_summary, empty_summary, timings
-from largebatch.tasks.kinds import CLASSIFICATION, KINDS
+from largebatch.tasks.kinds import KINDS
 from largebatch.util import UserError
 
 
@@ -25,44 +25,37 @@ def row(step, score, accuracy=None):
     }
 
 
-def test_summary_follows_the_rows():
-    summary = empty_summary() | {"target_score": 0.8}
-    rows = [row(step, score, score) for step, score in enumerate((0.5, 0.85, 0.84, 0.85), 1)]
-    assert [add_to_summary(summary, one, CLASSIFICATION) for one in rows] == [True, True, False, False]
-    expected = {"best_score": 0.85, "best_val_accuracy": 0.85, "best_step": 2, "final_score": 0.85}
-    expected |= {"final_val_accuracy": 0.85, "steps": 4, "examples_seen": 40, "images_per_sec": 12.5}
-    expected |= {"steps_to_target": 2, "examples_to_target": 20, "sec_to_target": 4.0}
+@pytest.mark.parametrize(
+    ("task", "target", "scores", "improved", "best"),
+    [
+        ("classification", 0.8, (0.5, 0.85, 0.84, 0.85), [True, True, False, False], 2),
+        ("depth", 0.1, (0.3, 0.2, 0.25, 0.05), [True, True, False, True], 4),  # low is good
+    ],
+)
+def test_summary_follows_the_rows(task, target, scores, improved, best):
+    summary = empty_summary() | {"target_score": target}
+    rows = [row(step, score, score) for step, score in enumerate(scores, 1)]
+    assert [add_to_summary(summary, one, KINDS[task]) for one in rows] == improved
+    expected = {"best_score": scores[best - 1], "best_step": best, "final_score": scores[-1], "steps": 4}
+    expected |= {"examples_seen": 40, "images_per_sec": 12.5, "steps_to_target": best}
+    expected |= {"examples_to_target": 10 * best, "sec_to_target": 2.0 * best}
     assert {key: summary[key] for key in expected} == expected
 
 
-def test_a_score_that_should_be_low():
-    summary = empty_summary() | {"target_score": 0.1}
-    rows = [row(step, score) for step, score in enumerate((0.3, 0.2, 0.25, 0.05), 1)]
-    assert [add_to_summary(summary, one, KINDS["depth"]) for one in rows] == [True, True, False, True]
-    found = [summary[name] for name in ("best_score", "best_step", "steps_to_target", "best_val_accuracy")]
-    assert found == [0.05, 4, 4, None]
-
-
-def test_the_clock_adds_sections_up_and_goes_on_after_a_restart():
+def test_the_clock_adds_sections_up_and_resumes_after_a_restart():
     clock = Clock()
     for section in ("train", "train", "evaluation", "compile"):
         with clock.measure(section):
             sum(range(1000))
     assert clock.total() >= clock.seconds["train"] + clock.seconds["evaluation"] > 0
-    times = timings(clock, {}, steps=4, examples=40)
+    times = timings(clock, {"compile": clock.seconds["compile"]}, steps=4, examples=40)
     assert times["images_per_sec"] == pytest.approx(40 / clock.seconds["train"])
     assert times["step_time_ms"] == pytest.approx(250 * clock.seconds["train"])
-    before = {"compile": clock.seconds["compile"]}
-    assert (times["compile_sec"], timings(clock, before, 4, 40)["compile_sec"]) == (before["compile"], 0)
-
+    assert times["compile_sec"] == 0
     seconds_here = clock.seconds["train"]
     clock.add({"seconds": {"train": 10.0, "evaluation": 2.0}, "total": 15.0})
     assert clock.seconds["train"] == 10.0 + seconds_here
     assert 15 < clock.total() < 16
-    again = Clock()
-    again.add(clock.saved())
-    assert again.seconds == clock.seconds
-    assert again.total() >= clock.saved()["total"] - 1e-3
 
 
 def test_no_number_is_written_as_nan(tmp_path):
@@ -71,12 +64,6 @@ def test_no_number_is_written_as_nan(tmp_path):
     run.append_row({"step": 2, "train_loss": np.float32(0.5)})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"step": 1, "train_loss": None, "grad_norm": None, "n": 3}, {"step": 2, "train_loss": 0.5}]
-
-
-def test_a_damaged_json_file_is_named(tmp_path):
-    (tmp_path / "config.json").write_text('{"a": ')
-    with pytest.raises(UserError, match=r"config.json cannot be read"):
-        RunFolder(tmp_path).read("config.json")
 
 
 @pytest.fixture
@@ -91,7 +78,7 @@ def full_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
+def test_a_full_disk_is_named_and_leaves_the_old_files(full_disk):
     run = RunFolder(full_disk / "run")
     run.write_json("config.json", {"a": 1})
     (full_disk / "ballast").write_bytes(bytes(200_000))
@@ -103,14 +90,13 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(full_disk):
         run.write_outcome(predictions, predictions.parts())
 
     def fill():
-        for step in range(1, 10_000):
+        for step in range(10_000):
             run.append_row({"step": step} | {f"metric_{i}": i for i in range(50)})
 
-    with pytest.raises(UserError, match=r"cannot write .* \(No space left on device\)"):
+    with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl \(No space left on device\)"):
         fill()
-    rows = reader.read_lines(full_disk / "run" / "metrics.jsonl", [])
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert len(rows) > 1
+    steps = [row["step"] for row in reader.read_lines(full_disk / "run" / "metrics.jsonl", [])]
+    assert steps == list(range(len(steps))) != []
     assert sorted(path.name for path in (full_disk / "run").iterdir()) == ["config.json", "metrics.jsonl"]
 
 
@@ -158,3 +144,11 @@ def test_lines_are_cut_back_to_a_mark_and_stand_apart_from_torn_ones(tmp_path):
     path.write_text("")
     with pytest.raises(UserError, match="has 0 bytes, where the checkpoint's rows have"):
         run.cut_rows(mark)
+
+
+@pytest.mark.parametrize("config", [{"model": {}}, [1]])
+def test_a_config_of_no_run_is_named(tmp_path, config):
+    run = RunFolder(tmp_path)
+    run.begin(config)
+    with pytest.raises(UserError, match=r"config\.json is damaged: it is no config of a run$"):
+        run.read_config()
