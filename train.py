@@ -274,7 +274,7 @@ def main(config: config_dict.ConfigDict) -> int:
         log.error("%s", error)
         return cli.EXIT_DIVERGED
     except preemption.Stopped as stopped:
-        log.info("%s; python train.py --workdir %s goes on", stopped, workdir)
+        log.info("%s; python train.py --workdir %s resumes it", stopped, workdir)
         return stopped.exit_code
     return 0
 

@@ -49,6 +49,7 @@ class GroupReport:
     """All that is shown of a group, in its order on the page; charts have an id of their own within it."""
 
     group: Group
+    common: str  # what all of its runs have in common
     fits: list[Fit]
     parts: list[Part]
 
@@ -72,7 +73,12 @@ def report_groups(groups: list[Group], accuracies: Sequence[float]) -> list[Grou
         if fit.is_resolved
     }
     return [
-        GroupReport(group, of_group, list(parts_of(group, of_group, swept, accuracies)))
+        GroupReport(
+            group,
+            tables.in_common(tables.origins(group)),
+            of_group,
+            list(parts_of(group, of_group, swept, accuracies)),
+        )
         for group, of_group in zip(groups, fits, strict=True)
     ]
 

@@ -14,6 +14,15 @@ from largebatch.runs.reader import BATCH, SCORES, Run, number
 from largebatch.studies import analysis
 
 COLUMN_NAMES = {analysis.OPTIMIZER: "optimizer", BATCH: "batch"}
+# What the page says of all runs of a group at once, with the word for it.
+COMMON = {
+    "dataset.name": "data",
+    "model.name": "network",
+    "model.dtype": "dtype",
+    "device_kind": "on",
+    "git_commit": "commit",
+    "versions.jax": "jax",
+}
 ENVIRONMENT = ("platform", "device_kind", "devices", "hosts", "micro_batch_size", "git_commit")
 COMMIT_LENGTH = 12
 NOTHING = "–"
@@ -206,6 +215,16 @@ def environment(run: Run) -> dict[str, str]:
     if isinstance(versions, dict):
         known |= {f"versions.{name}": plain(version) for name, version in versions.items()}
     return known
+
+
+def in_common(runs: list[Origin]) -> str:
+    """Return data, network, device and code of the runs, as far as all that tell them have the same."""
+    texts = []
+    for name, word in COMMON.items():
+        known = [run.config | run.environment for run in runs]
+        values = {plain(of_run[name]) for of_run in known if of_run.get(name) is not None}
+        texts += [f"{word} {value}" for value in values if len(values) == 1]
+    return ", ".join(texts)
 
 
 def whole_config(origin: Origin) -> Table:

@@ -139,7 +139,7 @@ class RunProgress:
         """Log how the process before ended, by its last event, and what differs from a run without a stop."""
         if last["event"] in ENDED:
             reason = f" ({last['reason']})" if last["reason"] else ""
-            end = f"the process before {last['event']}{reason}"
+            end = f"the process before ended as {last['event']}{reason}"
         else:
             end = f"the process before (pid {last['pid']} on {last['node']}) was killed, or a host died"
         if description is None:

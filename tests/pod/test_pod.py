@@ -139,7 +139,7 @@ def test_one_host_signalled_saves_and_stops_all_and_a_start_goes_on_bitwise(tmp_
     assert stopped["step"] < 16
     again = run_script(*pod_command(train_command(tmp_path, "cut", **fields), 2, 2), env=QUICKLY)
     assert again.returncode == 0, again.stderr
-    assert f"resuming at step {stopped['step']}; the process before interrupted" in again.stderr
+    assert f"resuming at step {stopped['step']}; the process before ended as interrupted" in again.stderr
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 

@@ -55,6 +55,7 @@ def table_of(page: str, name: str) -> str:
 def test_page_of_a_study(study, tmp_path):
     page = make(study, out=tmp_path / "page.html")
     text = text_of(page)
+    assert "data synthetic" in text
     assert text.index("Leaderboard") < text.index("Curves") < text.index("Runs", text.index("Curves"))
     rows = re.findall(r"<tr>(.*?)</tr>", table_of(page, "table"))[1:]
     settings = analysis.leaderboard(reader.read(study))

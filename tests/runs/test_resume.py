@@ -238,7 +238,7 @@ def test_a_damaged_checkpoint_and_other_code_are_named_and_the_one_before_is_use
     with caplog.at_level("INFO", "largebatch"):
         train.train_and_evaluate(config, str(cut))
     assert f"damaged checkpoint: {newest}/arrays" in caplog.text
-    assert "resuming at step 4; the process before interrupted" in caplog.text
+    assert "resuming at step 4; the process before ended as interrupted" in caplog.text
     commit, optax, files = git_commit(), versions()["optax"], code_sha256()[:12]
     changes = f"files {files}, was {'f' * 12}; commit {commit}, was 0123abc; optax {optax}, was 0.0.1"
     assert f"resuming with {changes}: " in caplog.text
