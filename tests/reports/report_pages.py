@@ -35,9 +35,10 @@ def write_run(
     config = {
         "batch": {"size": batch},
         "dataset": {"name": "synthetic", "path": None},
+        "model": {"dtype": "float32"},
         "optimizer": {"name": optimizer, "learning_rate": rate},
         "seed": seed,
-        "train": {"target_accuracy": target},
+        "train": {"outer_steps": len(accuracies), "target_accuracy": target},
     }
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))

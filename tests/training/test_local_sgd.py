@@ -11,8 +11,8 @@ import pytest
 from jax import flatten_util, lax
 from problems import Problem
 
-from benchmarks.ours import collectives
 from largebatch.config.fields import BatchConfig, OptimizerConfig, ScheduleConfig
+from largebatch.hardware.compiled import COLLECTIVE, parse
 from largebatch.hosts import replicas
 from largebatch.hosts.replicas import AXIS, pmap
 from largebatch.optim import schedules
@@ -262,8 +262,8 @@ def test_devices_cross_once_a_synchronisation_and_once_a_call():
     local = LocalSGD(problem.step, "average")
     arguments = problem.first_state(), problem.data, inputs_of([64]), np.int32(MAX_STEPS), sync_of(every)
     text = make_local_loop(local).lower(*arguments).compile().as_text()
-    reductions = collectives(text)
-    assert [one["kind"] for one in reductions] == ["all-reduce"] * 2
+    reductions = [one for one in parse(text).instructions() if COLLECTIVE.fullmatch(one.opcode)]
+    assert [one.opcode.removesuffix("-start") for one in reductions] == ["all-reduce"] * 2
     # One stands in the branch of a conditional, the other outside every loop.
     computations = text.split("\n\n")
     conditional = next(part for part in computations if " conditional(" in part)
@@ -273,7 +273,7 @@ def test_devices_cross_once_a_synchronisation_and_once_a_call():
     _, metrics = run_local(problem, [64], sync_of(every))
     assert np.asarray(metrics["synced"]).sum() == MAX_STEPS / every
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), problem.first_state())
-    assert local.sync_bytes(state) in [one["bytes"] for one in reductions]
+    assert local.sync_bytes(state) in [one.output_bytes for one in reductions]
 
 
 def test_a_device_passes_over_a_step_that_is_not_finite():
