@@ -8,7 +8,7 @@ QUICKLY := --xla_backend_optimization_level=0
 # Beside the other environment: where a compiler is installed, JAX looks for its devices at every start.
 COMPILERS := $(VENV)/compilers
 # uv installs in a tenth of pip's time, where it is there and reaches the packages.
-install = (command -v uv > /dev/null && uv pip install --quiet --python $(1) $(2)) || $(1) -m pip install --quiet --disable-pip-version-check $(2)
+install = (command -v uv > /dev/null && (uv pip install --quiet --python $(1) $(2) || (echo "uv could not; pip tries"; false))) || $(1) -m pip install --quiet --disable-pip-version-check $(2)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 # make hands what stands behind it to every program, and launch/slurm.sbatch would take that PYTHON.

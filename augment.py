@@ -112,7 +112,7 @@ class CacheRequest(NamedTuple):
     """The cache that a config asks for."""
 
     cache_dir: Path
-    prefix: str  # of the names of its folder, whatever the source's files are
+    prefix: str  # first part of the cache folder's name; the stamp of the files follows
     places: list[epath.Path]  # folders and files that the data are read from
     split_file: SplitFile | None
 

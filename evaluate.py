@@ -16,6 +16,7 @@ On several hosts run it on each: host 0 prints and writes, all read the images; 
 import contextlib
 import dataclasses
 import hashlib
+import json
 import logging
 import sys
 from functools import partial
@@ -82,7 +83,7 @@ def evaluate(
 
     Args:
       split: of the run's own data, "val" or "test".
-      images: a folder or zip, evaluated instead of the split.
+      images: an image, or a folder or zip of them, evaluated instead of the split.
       out: CSV file for the predictions; of maps a folder.
       views: logits are the mean over the run's views of an image.
       shift: logits are the mean over the image and copies moved by so many pixels; 0 takes the image alone.
@@ -96,6 +97,9 @@ def evaluate(
     # Never in the folder that the run names: compiled programs are code.
     cli.use_compilation_cache(own_cache_dir(overrides))
     start_jax(num_hosts=1 if alone else None)
+    options = json.dumps([split, images, out, views, shift, ema, overrides])
+    if len(set(collectives.gather_text(options))) > 1:
+        raise UserError("hosts disagree about the options; allowed: the same on each")
     run = load_run(run_folder, overrides)
     num_views = augment.VIEW_COUNTS[run.config.augment.views] if views else 1
     if views and num_views == 1:
@@ -122,10 +126,8 @@ def print_and_write(
         predictions = Predictions(dataset.labels, result, dataset.ids)
         classes = np.concatenate([part.argmax(axis=1) for part in predictions.parts()])
         parts = predictions.parts()
-        print_scores, write = (
-            partial(tables.print_results, dataset, classes),
-            partial(tables.write_csv, out, dataset),
-        )
+        print_scores = partial(tables.print_results, dataset, classes)
+        write = partial(tables.write_csv, out, dataset)
 
     def show(parts):
         print_scores(result.scores, heading)
@@ -294,7 +296,7 @@ def name_foreign(run_folder: Path, field: str, path: str) -> None:
 
 
 def shard_images(path: str, run: TrainedRun) -> ShardedSplit:
-    """Shard all images in a folder or zip, in the size and with the channels of the run's. Collective.
+    """Shard an image, or all of a folder or zip, in the size and with the channels of the run's. Collective.
 
     They are decoded block by block as they are predicted, unless all of them fit on the devices.
 

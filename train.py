@@ -111,7 +111,11 @@ def train_and_evaluate(
 def run_loop(
     plan: RunPlan, data: DeviceData, trainer: Trainer, progress: RunProgress, report: Reporter, clock: Clock
 ) -> None:
-    """Train, validate and save until the last step or the target; raises what `train_and_evaluate` does."""
+    """Train, validate and save until the last step or the target.
+
+    Raises:
+      Diverged, lifecycle.Pruned, preemption.Stopped: see `train_and_evaluate`.
+    """
     flops_per_image = training_costs(plan.network, plan.image_shape).flops
     while not trainer.done and not progress.reached_target:
         if plan.config.batch.auto and trainer.at_validation:

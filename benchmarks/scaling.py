@@ -32,7 +32,7 @@ def bench_scaling(repeats: int, counts=DEVICE_COUNTS) -> dict:
     return {"command": "scaling", "rows": rows, "commit": facts["commit"], "versions": facts["versions"], **FIELDS}
 
 
-def traffic(collectives: list[tuple[str, int, float]], params: int, num_devices: int) -> dict:
+def traffic(collectives: list[list], params: int, num_devices: int) -> dict:
     """Return the bytes that a device sends per step if all-reduces are rings, and those of the float32 gradient.
 
     Args:
@@ -40,7 +40,8 @@ def traffic(collectives: list[tuple[str, int, float]], params: int, num_devices:
     """
     ring = 2 * (num_devices - 1) / num_devices
     kinds = [opcode.removesuffix("-start") for opcode, _, _ in collectives]
-    reduced = sum(size for kind, (_, size, _) in zip(kinds, collectives, strict=True) if kind == "all-reduce")
+    sizes = [size * times for _, size, times in collectives]
+    reduced = sum(size for kind, size in zip(kinds, sizes, strict=True) if kind == "all-reduce")
     return {"collectives": kinds, "bytes_per_step": ring * reduced, "ring_formula": ring * 4 * params}
 
 

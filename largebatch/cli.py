@@ -192,8 +192,9 @@ def parse_flags(argv: list[str]) -> "config_dict.ConfigDict":
     except Exception as error:  # of an override of a field that is not there, or whatever a config file raises
         names = [arg.split("=")[0].removeprefix("--config.") for arg in argv if arg.startswith("--config.")]
         bad = [f"--config.{name}: unknown field{nearest_field(name)}" for name in names if name not in RULES]
-        cannot_run = f"--config: the file cannot be run: {type(error).__name__}: {_one_line(error)}"
-        raise UsageError("; ".join(bad) or cannot_run) from error
+        cannot_run = f"--config: the file cannot be run: {type(error).__name__}: {_last_line(error)}"
+        is_unknown = isinstance(error, (AttributeError, KeyError)) and bad
+        raise UsageError("; ".join(bad) if is_unknown else cannot_run) from error
     if rest:
         raise UsageError(f"unexpected argument {rest[0]!r}; allowed: --config FILE, --config.FIELD VALUE")
     return flags.FLAGS.config
@@ -210,7 +211,7 @@ def parse_plain_flags(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)[1:]
     except flags.Error as error:
-        message = _one_line(error)
+        message = _last_line(error)
         # Config fields of the wrong type, in the words of their rules.
         found = re.match(r"flag --config\.(?P<field>[\w.]+)=(?P<value>.*?): ", message)
         if found and found["field"] in RULES:
@@ -228,6 +229,9 @@ def _join_values(argv: list[str]) -> list[str]:
     """Join "--config", "FILE" and "--config.FIELD", "VALUE" by "=", with ~ replaced in FILE.
 
     config_flags takes a field of mixed type (batch.size) for a switch, and would not read the value after it.
+
+    Raises:
+      UserError: there is no such home folder.
     """
     joined = []
     for arg in argv:
@@ -239,7 +243,7 @@ def _join_values(argv: list[str]) -> list[str]:
     return [file + expanded(arg[len(file) :], "--config") if arg.startswith(file) else arg for arg in joined]
 
 
-def _one_line(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
     """Return an error's text in one line; of the traceback that config_flags puts in it, only the last line."""
     before, _, trace = str(error).strip().partition("Traceback (most recent call last):")
     last = trace.splitlines()[-1] if trace else ""

@@ -155,8 +155,10 @@ def remove(path) -> None:
     with contextlib.suppress(FileNotFoundError):
         if isinstance(path, pathlib.Path) and path.is_dir():
             shutil.rmtree(path)
+        elif path.is_dir():
+            path.rmtree()
         else:
-            path.rmtree() if path.is_dir() else path.unlink()
+            path.unlink()
 
 
 def _last_written(path) -> float:

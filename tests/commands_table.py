@@ -98,7 +98,7 @@ ROWS = (
     Row("sha256sum *", shell="cd runs/eurosat_model && {}", prints=("model.safetensors: OK",)),
     Row(
         "python minimal.py*",
-        "--inner_steps 1 --outer_steps 1 --batch_size 64",
+        MINIMAL,
         prints=("step 1 ", "final val accuracy"),
     ),
     Row("python evaluate.py runs/scenes --split test", prints=("test split", "mean iou")),

@@ -226,3 +226,13 @@ def test_a_cache_folder_that_cannot_be_written_is_named(small_config, tmp_path):
     small_config.augment.cache_dir = str(tmp_path / "file" / "cache")
     with pytest.raises(UserError, match=r"^augment\.cache_dir: cannot write"):
         augment.prepare_cache(typed(small_config))
+
+
+@pytest.mark.parametrize(("views", "num_examples"), [("all", 640), ("flip", 160), ("none", 80)])
+def test_an_epoch_is_all_views_of_all_originals(small_config, views, num_examples):
+    small_config.augment.views, small_config.batch.size = views, "full"
+    plan = plan_run(typed(small_config), facts_of(80, (16, 16, 3)), Hardware.here(8))
+    assert plan.num_examples == plan.schedule.batch_size_at(0) == num_examples
+    small_config.batch.size = num_examples + 1
+    with pytest.raises(BadSetting, match=f"from 1 to {num_examples}"):
+        plan_run(typed(small_config), facts_of(80, (16, 16, 3)), Hardware.here(8))

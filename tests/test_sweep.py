@@ -295,6 +295,7 @@ def test_a_signal_stops_all_workers_and_a_killed_one_is_named(command):
     ("arguments", "space", "words"),
     [
         ([], None, ["--study: no study in", "give --space"]),
+        (["--study=gs://bucket/study"], "space.py", ["--study: gs://bucket/study"]),
         (["--config.dataset.name=mine", "--config.dataset.path=/no"], "space.py", ["dataset.path: /no"]),
     ],
 )
@@ -306,8 +307,8 @@ def test_bad_input_is_one_line_and_writes_nothing(command, arguments, space, wor
 @pytest.mark.full
 def test_every_host_of_a_pod_joins_the_same_trial(command):
     pod = ("-m", "largebatch.pod", "--hosts", "2", "--devices", "2", "--", sys.executable, "sweep.py")
-    result = run_script(*pod, *command.options("--trials=1", study="pod"))
+    result = run_script(*pod, *command.options("--trials=2", study="pod"))
     assert result.returncode == 0, result.stderr + result.stdout
-    assert "1 of 1 trials ended" in result.stdout
-    (run,) = reader.read_study(command.folder / "pod").runs
-    assert (run.summary["hosts"], run.summary["devices"], run.status) == (2, 4, "done")
+    assert "2 of 2 trials ended" in result.stdout
+    runs = reader.read_study(command.folder / "pod").runs
+    assert [(run.summary["hosts"], run.summary["devices"], run.status) for run in runs] == [(2, 4, "done")] * 2

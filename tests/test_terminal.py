@@ -1,11 +1,16 @@
 """Names that others chose are shown as they stand: no markup, no emoji, nothing that steers the terminal."""
 
+import numpy as np
 import pytest
 
 from largebatch import terminal
+from largebatch.data.dataset import dataset_of_arrays
 from largebatch.doctor import OK, Finding, show
+from largebatch.predictions import tables
 from largebatch.runs.display import Reporter
 from largebatch.runs.summary import empty_summary
+from largebatch.tasks.kinds import CLASSIFICATION
+from largebatch.tasks.scores import Scores
 
 NAME = "[/lr] [bold]x[/bold] :cat: [red \x1b[2J"
 SHOWN = r"[/lr] [bold]x[/bold] :cat: [red \x1b[2J"
@@ -42,9 +47,15 @@ def test_a_long_run_says_once_how_long_it_takes(calls, said, capsys):
     assert capsys.readouterr().out.strip() == said
 
 
-def test_tables_and_findings_show_what_they_are_given(capsys):
+def test_predictions_and_findings_show_classes_and_folders(capsys):
+    dataset = dataset_of_arrays(np.zeros((2, 8, 8, 3), np.uint8), np.array([0, 1]), [NAME, "b"], ["0", "1"])
+    values = {"loss": 1.0, "accuracy": 0.5, "accuracy_top5": None, "examples": 2}
+    scores = Scores(CLASSIFICATION, values)
+    tables.print_results(dataset, np.array([1, 1]), scores, f"runs/{NAME}")
+    tables.print_results(dataset, np.array([0, 1]), None, f"runs/{NAME}")
     show([Finding(OK, NAME, NAME, advice=NAME)], ending=f"see {NAME}")
     terminal.print_table([NAME], [[NAME]])
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.count(SHOWN) for line in lines) == 4 + 2
+    # Heading and class of the first table; heading, one image's line and the counts where there are no labels.
+    assert sum(line.count(SHOWN) for line in lines) == 2 + 3 + 4 + 2
     assert not any("\x1b" in line for line in lines)

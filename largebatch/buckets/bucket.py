@@ -129,8 +129,8 @@ class Bucket:
             pointer = NOTHING if content is None else json.loads(content)
             return {"id": pointer["id"], "files": dict(pointer["files"])}
         except (ValueError, TypeError, KeyError) as error:
-            hint = "give another folder, or put it back"
-            raise UserError(f"--workdir: {self.url}/{POINTER} is damaged ({error}); {hint}") from error
+            hint = "give another folder, or restore that object"
+            raise UserError(f"--workdir: {self.url}/{POINTER} is damaged ({error!r}); {hint}") from error
 
     def probe(self) -> None:
         """Write an object, so that a missing or read-only bucket is found before the work; `push` removes it."""

@@ -78,10 +78,10 @@ class RowLayout:
         """Number of images files."""
         return -(-self.num_rows // self.rows_per_file)
 
-    def rows_of_split(self, split: str) -> np.ndarray:
+    def rows_of_split(self, split: str) -> slice:
         """Return the rows of a split among all rows."""
         first = sum(self.counts[before] for before in SPLITS[: SPLITS.index(split)])
-        return np.arange(first, first + self.counts[split])
+        return slice(first, first + self.counts[split])
 
     def rows_of_file(self, number: int) -> range:
         """Return the rows that lie in images file `number`."""
@@ -265,12 +265,12 @@ def _discard(folder: Path, damage: DamagedCache) -> None:
     trash = util.beside(folder)
     try:
         folder.rename(trash)  # atomically: hosts that share the file system do this at the same time
+        log.warning("damaged cache: %s; building it again", damage)
+        util.remove(trash)
     except FileNotFoundError:
         return  # another process was first
     except OSError as error:
         raise UserError(f"augment.cache_dir: cannot remove {folder} ({error.strerror or error})") from error
-    log.warning("damaged cache: %s; building it again", damage)
-    util.remove(trash)
 
 
 # ---- lookup -------------------------------------------------------------------------------------------

@@ -62,18 +62,19 @@ class Dataset:
         self.fill(examples, out)
         return out
 
-    def take(self, examples: np.ndarray) -> "Dataset":
+    def take(self, examples: np.ndarray | slice) -> "Dataset":
         """Return the data set of some examples, whose first one tells the shape of an image."""
+        indices = np.arange(len(self.ids))[examples]
 
         def fill(chosen: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
-            self.fill(examples[chosen], out, num_threads)
+            self.fill(indices[chosen], out, num_threads)
 
         return dataclasses.replace(
             self,
-            ids=np.array(self.ids)[examples],
+            ids=np.asarray(self.ids)[examples],
             labels=self.labels[examples],
             fill=fill,
-            read_one=lambda example: self.read_one(examples[example]),
+            read_one=lambda example: self.read_one(indices[example]),
             splits=None,
         )
 
@@ -100,7 +101,7 @@ def dataset_of_files(
     targets: PixelTargets = NO_TARGETS,
 ) -> Dataset:
     """Return the data set of encoded images."""
-    first_id = None  # of the image that told the shape of all
+    first_id = None  # name of the image that told the shape of all
 
     def fill(examples: np.ndarray, out: np.ndarray, num_threads: int | None = None) -> None:
         def fill_range(begin: int, end: int) -> None:
@@ -122,7 +123,7 @@ def dataset_of_files(
 
     def read_one(example: int) -> np.ndarray:
         nonlocal first_id
-        first_id = ids[example]
+        first_id = first_id or ids[example]
         (image,) = decode([int(example)])
         return image
 

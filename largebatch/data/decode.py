@@ -13,7 +13,7 @@ import tifffile
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from largebatch.config.fields import DatasetConfig
-from largebatch.util import UserError
+from largebatch.util import UserError, one_line
 
 MAX_IMAGE_PIXELS = 89_478_485  # Pillow's own limit, which is for the whole process; ours holds for one data set
 Image.MAX_IMAGE_PIXELS = None
@@ -79,9 +79,10 @@ def decode(name: str, content: bytes, options: DecodeOptions) -> np.ndarray:
         raise UserError(f"{name}: {error}") from error
     except UnidentifiedImageError as error:
         raise UserError(f"{name}: damaged image (no JPEG, PNG, TIFF, GIF, BMP or WebP)") from error
+    except MemoryError as error:
+        raise UserError(f"{name}: does not fit into memory") from error
     except Exception as error:  # the libraries raise a dozen kinds on damaged input
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{name}: damaged image ({reason})") from error
+        raise UserError(f"{name}: damaged image ({one_line(error)})") from error
 
 
 def _read_pixels(content: bytes, options: DecodeOptions) -> np.ndarray:

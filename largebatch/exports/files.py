@@ -30,7 +30,7 @@ ARRAYS, PROGRAM, PYTORCH = "model.safetensors", "model.stablehlo", "pytorch_mode
 DESCRIPTION, CARD, SUMS = "model.json", "README.md", "SHA256SUMS"
 NAMES = (CARD, DESCRIPTION, ARRAYS, PROGRAM, PYTORCH)
 FORMAT = 3
-PLATFORMS = ("cpu", "cuda", "tpu")  # of the program
+PLATFORMS = ("cpu", "cuda", "tpu")  # for which the program is lowered
 
 
 def is_export(folder: Path) -> bool:

@@ -34,28 +34,40 @@ TPUS = {  # by the name that JAX gives them
 }
 
 
-# Fields of XLA's description of a GPU that differ between cards; a core is a streaming multiprocessor.
-_FIELDS = ("cuda_compute_capability", "core_count", "fpus_per_core", "clock_rate_ghz", "l2_cache_size")
-_FIELDS += ("shared_memory_per_core", "threads_per_core_limit")
+def _gpu(
+    capability: str,
+    cores: int,
+    lanes: int,
+    clock_ghz: float,
+    l2_bytes: int,
+    shared_bytes: int,
+    *,
+    threads: int = 2048,
+) -> dict[str, Any]:
+    """Return what XLA needs to compile for a GPU; lanes, shared memory and threads are those of a core."""
+    return {
+        "cuda_compute_capability": capability,
+        "core_count": cores,
+        "fpus_per_core": lanes,
+        "clock_rate_ghz": clock_ghz,
+        "l2_cache_size": l2_bytes,
+        "shared_memory_per_core": shared_bytes,
+        "threads_per_core_limit": threads,
+    }
+
+
 _HOPPER = "{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }"  # sm_90a, not sm_90
-_A100 = ("{ major: 8 minor: 0 }", 108, 64, 1.41, 41_943_040, 167_936, 2048)
-_A6000 = ("{ major: 8 minor: 6 }", 84, 128, 1.8, 6_291_456, 102_400, 1536)
-_H100 = (_HOPPER, 132, 128, 1.98, 52_428_800, 233_472, 2048)
-_H100_PCIE = (_HOPPER, 114, 128, 1.755, 52_428_800, 233_472, 2048)
-
-
-def _card(peak_flops: float, memory_bytes: int, bytes_per_second: float, target: str, fields: tuple) -> Chip:
-    gpu_fields = dict(zip(_FIELDS, fields, strict=True))
-    return Chip(peak_flops, memory_bytes, bytes_per_second, target, gpu_fields=gpu_fields)
-
-
+_A100 = _gpu("{ major: 8 minor: 0 }", 108, 64, 1.41, 41_943_040, 167_936)
+_A6000 = _gpu("{ major: 8 minor: 6 }", 84, 128, 1.8, 6_291_456, 102_400, threads=1536)
+_H100 = _gpu(_HOPPER, 132, 128, 1.98, 52_428_800, 233_472)
+_H100_PCIE = _gpu(_HOPPER, 114, 128, 1.755, 52_428_800, 233_472)
 CARDS = {
-    "NVIDIA A100-SXM4-40GB": _card(312e12, 42_331_013_120, 1555e9, "a100-40gb", _A100),
-    "NVIDIA A100-SXM4-80GB": _card(312e12, 85_100_068_864, 2039e9, "a100", _A100),
-    "NVIDIA RTX A6000": _card(155e12, 51_041_271_808, 768e9, "a6000", _A6000),
-    "NVIDIA H100 80GB HBM3": _card(989e12, 84_942_979_072, 3352e9, "h100", _H100),
-    "NVIDIA H100 PCIe": _card(756e12, 84_942_979_072, 2039e9, "h100-pcie", _H100_PCIE),
-    "NVIDIA H200": _card(989e12, 151_397_597_184, 4800e9, "h200", _H100),
+    "NVIDIA A100-SXM4-40GB": Chip(312e12, 42_331_013_120, 1555e9, "a100-40gb", gpu_fields=_A100),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 85_100_068_864, 2039e9, "a100", gpu_fields=_A100),
+    "NVIDIA RTX A6000": Chip(155e12, 51_041_271_808, 768e9, "a6000", gpu_fields=_A6000),
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 84_942_979_072, 3352e9, "h100", gpu_fields=_H100),
+    "NVIDIA H100 PCIe": Chip(756e12, 84_942_979_072, 2039e9, "h100-pcie", gpu_fields=_H100_PCIE),
+    "NVIDIA H200": Chip(989e12, 151_397_597_184, 4800e9, "h200", gpu_fields=_H100),
 }
 CHIPS: dict[str, Chip] = {**TPUS, **CARDS}
 

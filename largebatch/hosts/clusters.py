@@ -21,6 +21,7 @@ LAUNCHERS = (
 )
 OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"  # address of mpirun, in Open MPI 4
 SEEN = (*(name for names in LAUNCHERS for name in names[:2]), "SLURM_JOB_ID", SLURM_STEP, "TPU_WORKER_HOSTNAMES")
+LONGEST_VALUE = 60  # most characters of a variable in a message
 DEFAULT_PORT = 8476
 FIRST_JOB_PORT, JOB_PORTS = 61440, 4096  # as in JAX: jobs that share a machine need ports of their own
 FIELDS = "devices.coordinator_address, devices.num_hosts and devices.host_index"
@@ -114,7 +115,7 @@ def find_place(address: str | None, num_hosts: int | None, host_index: int | Non
 
 def seen() -> str:
     """Return the variables of launchers that are set here, as "SLURM_NTASKS=2, SLURM_PROCID=0"."""
-    found = [f"{name}={os.environ[name]}" for name in SEEN if name in os.environ]
+    found = [f"{name}={os.environ[name][:LONGEST_VALUE]}" for name in SEEN if name in os.environ]
     return f"seen here: {', '.join(found)}" if found else "no variable of a launcher is set"
 
 

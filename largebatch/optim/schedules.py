@@ -29,6 +29,7 @@ SHAPES = {
     "cosine": lambda done, end: end + (1 - end) * (1 + np.cos(np.pi * done)) / 2,
 }
 WARMUPS = ("warmup_steps", "warmup_epochs", "warmup_examples")  # a config gives one, or none
+MOST_ROUNDING = 0.1  # largest relative error of 1 - b2 in float32
 MOST_EXAMPLES = 2**62  # more examples than any run has; fits 64 bits
 
 
@@ -195,7 +196,7 @@ def create_schedule(
       examples_per_epoch: examples in an epoch, which no batch exceeds.
       b2: decay of the second moment, at the reference batch size.
     Raises:
-      BadSetting: the warm-up is as long as training.
+      BadSetting: the warm-up is as long as training; float32 does not hold the b2 of a batch.
     """
     warmup = _count_warmup(options, batch_sizes, examples_per_epoch)
     limit, end = num_steps - 1, "the last step"
@@ -211,7 +212,9 @@ def create_schedule(
         num_steps, batch_sizes, decay = grow_at_decays(
             decay, options.decay_by, num_steps, int(batch_sizes.values[0]), examples_per_epoch
         )
-    return Schedule(options, learning_rate, b2, num_steps, examples_per_epoch, batch_sizes, decay, warmup)
+    schedule = Schedule(options, learning_rate, b2, num_steps, examples_per_epoch, batch_sizes, decay, warmup)
+    _refuse_b2_that_rounds(schedule)
+    return schedule
 
 
 def _count_warmup(options: ScheduleConfig, batch_sizes: BatchSchedule, examples_per_epoch: int) -> int:
@@ -225,6 +228,19 @@ def _count_warmup(options: ScheduleConfig, batch_sizes: BatchSchedule, examples_
     elif batch_sizes.found_in_training:
         counted_by = batch_sizes.first(1)
     return int(counted_by.steps_to(min(examples, MOST_EXAMPLES))) if examples else 0
+
+
+def _refuse_b2_that_rounds(schedule: Schedule) -> None:
+    """Refuse a b2 so near to 1, at a small batch, that float32 makes another half-life of it, or none."""
+    sizes = schedule.batch_sizes.values
+    exact = schedule.b2s(sizes)
+    off = np.abs((1.0 - np.float64(np.float32(exact))) / (1.0 - exact) - 1)
+    if schedule.options.b2_scaling != "none" and off.max() > MOST_ROUNDING:
+        size, value = sizes[off.argmax()], exact[off.argmax()]
+        raise BadSetting(
+            f"schedule.b2_scaling: {schedule.options.b2_scaling!r} makes b2 {value:.10g} at batch {size}, which "
+            "float32 rounds; allowed: a smaller optimizer.b2, or a smaller schedule.reference_batch_size"
+        )
 
 
 def _shape_at(options: ScheduleConfig, done, first, end):

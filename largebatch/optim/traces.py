@@ -21,7 +21,6 @@ from largebatch.util import BadSetting, read_text
 
 # Steps, and the examples of a step, are counted in 32 bits on the devices; so 63 bits hold those of a run.
 LARGEST = 2**31 - 1
-LARGEST_TIME = 1e100  # of either sign, so that differences are finite
 # Names of columns, in lower case without blanks and signs; those of times, indices and counts begin with a word or
 # contain it.
 STEP_COLUMNS = ("step", "update", "iteration")
@@ -142,6 +141,13 @@ def _check_ascending(table: _Table, values: np.ndarray, index: int) -> None:
         raise BadSetting(f"{place}: {found}; allowed: ascending rows")
 
 
+def _check_late(table: _Table, starts: np.ndarray) -> None:
+    """Raise BadSetting for a row whose first step no run comes to."""
+    if (late := np.flatnonzero(~(starts <= LARGEST))).size:  # NaN, too
+        place, start = table.rows[late[0]][0], float(starts[late[0]])
+        raise BadSetting(f"{place}: begins with step {start:.0f}; allowed: up to {LARGEST}")
+
+
 def _batch_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple[np.ndarray, np.ndarray, int, str]:
     """Return first steps and batch sizes of the rows, the length of the trace, and its origin."""
     if batch.per_device_batch_size is not None:
@@ -156,8 +162,11 @@ def _batch_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple[np.nda
     restarts = np.append(False, (counted[1:] == 0) & (counted[:-1] > 0))
     starts = counted + np.cumsum(np.append(0, counted[:-1] + 1) * restarts)
     _check_ascending(table, starts, steps[0])
+    _check_late(table, starts)
     text = f"{batch.trace}, {len(starts):,} rows"
-    text += ", where steps begin again at 0 they are counted on" if restarts.any() else ""
+    if restarts.any():
+        line = table.rows[int(np.argmax(restarts))][0].rpartition("line ")[2]
+        text += f", steps begin again at 0 in line {line}: they are counted on"
     return starts, _column(table, sizes[0], 1, largest), starts[-1] + 1, text
 
 
@@ -172,8 +181,8 @@ def _available_devices(table: _Table, other_kinds: str = "") -> AvailableDevices
             f"{table.source} has the columns {', '.join(table.header)}; allowed: {other_kinds}a time or index and "
             "one that counts devices, such as GPUs or TPU_cores"
         )
-    when = _column(table, times[0], -LARGEST_TIME, LARGEST_TIME, _parse_time)
-    available = _column(table, counts[0], 0, LARGEST)
+    finite = float(np.finfo(np.float64).max)
+    when, available = _column(table, times[0], -finite, finite, _parse_time), _column(table, counts[0], 0, LARGEST)
     _check_ascending(table, when, times[0])
     counted = table.header[counts[0]]
     if not available.any():
@@ -202,8 +211,11 @@ def _availability_rows(table: _Table, batch: BatchConfig, largest: int) -> tuple
         raise BadSetting(f"{table.rows[row][0]}: {problem}; allowed: up to {largest}")
     has_devices = counts > 0
     # A row's first step is the first that starts once the time with devices before the row is over.
-    elapsed = np.concatenate([[0.0], np.cumsum(np.diff(devices.times) * has_devices[:-1])])
-    starts = np.ceil(elapsed / batch.time_per_step - 1e-9).astype(np.int64)
+    with np.errstate(over="ignore", invalid="ignore"):  # times at the ends of float64, which are refused
+        elapsed = np.concatenate([[0.0], np.cumsum(np.diff(devices.times) * has_devices[:-1])])
+        starts = np.ceil(elapsed / batch.time_per_step - 1e-9)
+    _check_late(table, starts)
+    starts = starts.astype(np.int64)
     length = starts[has_devices][-1] + 1
     if not has_devices[-1]:  # the last devices left at the time of the last row
         length = max(length, starts[-1])

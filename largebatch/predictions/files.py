@@ -108,7 +108,7 @@ def read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in names}
     except Exception as error:  # zipfile and NumPy raise a dozen kinds on damaged input
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = util.one_line(error)
         raise DamagedPredictions(f"{path.name}: damaged: {reason}") from error
 
 

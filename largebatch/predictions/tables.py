@@ -113,7 +113,7 @@ def write_csv(path: str, dataset: Dataset, parts: Iterable[np.ndarray]) -> None:
 
 
 def map_parts(predicted: Any) -> Iterator[np.ndarray]:
-    """Yield uint8 planes [n, H, W, P] of consecutive images. Collective; see `files.in_parts`."""
+    """Yield uint8 planes [n, H, W, P] of consecutive images, in parts that fit into memory. Collective."""
     return in_parts(predicted, BYTES_PER_PART)
 
 

@@ -133,7 +133,7 @@ def run_seconds(run: Run) -> dict[str, float]:
 
 # ---- devices -----------------------------------------------------------------------------------------------
 
-MAX_LIVES = 8  # runs of a chart
+MAX_LIVES = 8  # most runs in one chart
 
 
 @dataclass(frozen=True)

@@ -218,10 +218,9 @@ def environment(run: Run) -> dict[str, str]:
 
 
 def in_common(runs: list[Origin]) -> str:
-    """Return data, network, device and code of the runs, as far as all that tell them have the same."""
-    texts = []
+    """Return the data, network, device and code that all runs which record them share."""
+    texts, known = [], [run.config | run.environment for run in runs]
     for name, word in COMMON.items():
-        known = [run.config | run.environment for run in runs]
         values = {plain(of_run[name]) for of_run in known if of_run.get(name) is not None}
         texts += [f"{word} {value}" for value in values if len(values) == 1]
     return ", ".join(texts)

@@ -83,6 +83,7 @@ class RunFolder:
         if config is None:
             return None
         reader.refuse_other_format(self.read("run.json"), self.address)
+        # These two are read before the whole config is checked.
         if not isinstance(config, dict) or not {"model.dtype", "train.outer_steps"} <= flatten(config).keys():
             raise UserError(f"--workdir: {self.address}/config.json is damaged: it is no config of a run")
         return config

@@ -113,7 +113,7 @@ class Worker:
             raise UserError(f"{self._num_failures} trials in a row failed, the last one: {error}")
 
     def _show_end(self, name: str, status: str, result: str, seconds: float) -> None:
-        counts = self._queue.counts  # of before this trial ended
+        counts = self._queue.counts  # counted before this trial ended
         ended = f"{min(counts.ended + 1, counts.total)} of {counts.total} trials ended"
         self._console.print(f"trial {name}  {status}  {result}  {duration(seconds)}; {ended}", soft_wrap=True)
 

@@ -81,7 +81,11 @@ def test_what_is_wrong_is_found():
         with jax.named_scope("steps"):
             return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
 
+    def reduces_twice(x):
+        return jax.lax.psum(jnp.sin(jax.lax.psum(x, replicas.AXIS)), replicas.AXIS)
+
     assert look(prints).host_transfers
+    assert len(look(reduces_twice).collectives) == 2
     assert [name.partition(" ")[0] for name in look(loops).unknown_loops] == ["steps"]
     with jax.enable_x64(True):
         assert look(lambda x: (x.astype(jnp.float64) * 3.3).astype(jnp.float32)).uses_float64

@@ -7,6 +7,7 @@ from largebatch.config.fields import ScheduleConfig
 from largebatch.optim.batch_schedule import BatchSchedule
 from largebatch.optim.schedule_text import describe_schedule
 from largebatch.optim.schedules import create_schedule, epoch_and_offset
+from largebatch.util import BadSetting
 
 EPOCH = 172_800
 
@@ -199,6 +200,15 @@ def test_b2_keeps_its_half_life_in_examples(size, b2):
     assert b2 ** (examples / size) == pytest.approx(0.5)
     half = f"b2 {b2:g}: half of the second moment is of the last {examples:,.0f} images"
     assert half in describe_schedule(schedule)
+
+
+def test_a_b2_that_float32_rounds_is_refused():
+    options = ScheduleConfig(b2_scaling="half_life", reference_batch_size=4096)
+    with pytest.raises(
+        BadSetting, match=r"schedule.b2_scaling: 'half_life' makes b2 0.9999999756 at batch 1, which"
+    ):
+        create_schedule(options, 0.1, 100, BatchSchedule(np.array([0, 5]), np.array([64, 1])), EPOCH, b2=0.9999)
+    create_schedule(options, 0.1, 100, BatchSchedule.constant(64), EPOCH, b2=0.9999)
 
 
 def test_a_stage_without_an_update_is_left_out():

@@ -51,9 +51,9 @@ def test_batch_traces(write, text, sizes):
     assert sizes_of(read(write(text))) == sizes
 
 
-def test_a_trace_says_that_its_steps_begin_again(write):
+def test_a_trace_says_where_its_steps_begin_again(write):
     path = write("step,batchsize\n0,8\n5,9\n0,10\n2,11\n")
-    assert read(path).text == f"{path}, 4 rows, where steps begin again at 0 they are counted on"
+    assert read(path).text == f"{path}, 4 rows, steps begin again at 0 in line 4: they are counted on"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,7 @@ def test_a_trace_says_that_its_steps_begin_again(write):
         ("step,batchsize\n1,4\n", "line 2: the first step is 1; allowed: 0"),
         ("step,batchsize\n0,4,7\n", "line 2: 3 values; allowed: 2"),
         ("step,batchsize\n0,4\n4294967296,5\n", "line 3: step '4294967296'; allowed: an integer from 0 to 2147"),
+        ("step,batchsize\n0,4\n2147483647,5\n0,6\n", "line 4: begins with step 2147483648; allowed: up to 2147"),
         ('step,batchsize\n0,"4\n', "is no CSV file"),
         ("time,GPUs\n0,4\n", "counts GPUs; allowed: with batch.per_device_batch_size"),
     ],
@@ -120,6 +121,8 @@ def test_availability_traces(write, text, per_device, time_per_step, sizes):
         ("time,GPUs\n0,1\nnan,1\n", "line 3: time 'nan'; allowed: a finite number"),
         ("time,GPUs\n5,1\n4,1\n", "line 3: time 4 after 5; allowed: ascending rows"),
         ("time,GPUs\n0,1\n1,26\n", "line 3: GPUs 26 x 4 is a batch of 104; allowed: up to 100"),
+        ("time,GPUs\n0,4\n1e10,8\n", "line 3: begins with step 10000000000; allowed: up to 2147483647"),
+        ("time,GPUs\n-1e308,0\n1e308,4\n1.1e308,4\n", "line 3: begins with step nan; allowed: up to 2147483647"),
         (SEED_TRACE, "per_device_batch_size: 4; allowed: None with"),  # it has no devices
     ],
 )

@@ -128,6 +128,10 @@ def test_a_place_outside_of_the_run_is_said_and_a_name_does_not_steer_the_termin
     change_config(run, "dataset", path=str(run / "data"))
     examples.read_confusion(reader.read(run))
     assert len(caplog.messages) == 1  # of what lies in the run's own folder nothing is said
+    (run / "link").symlink_to(tmp_path)
+    change_config(run, "dataset", path=str(run / "link"))
+    examples.read_confusion(reader.read(run))
+    assert len(caplog.messages) == 2
     (tmp_path / "a\x1b[2J").mkdir()
     assert report.main([str(tmp_path / "a\x1b[2J")]) == 1
     printed = capsys.readouterr()

@@ -17,7 +17,7 @@ from evaluate import load_run
 from largebatch.config import dicts
 from largebatch.data.sources.splits import split_indices
 from largebatch.hosts import preemption
-from largebatch.runs import checkpoints
+from largebatch.runs import checkpoints, progress
 from largebatch.runs.folder import RunFolder
 from largebatch.runs.lifecycle import Diverged
 from largebatch.runs.load import best_checkpoint
@@ -142,7 +142,7 @@ def cut(runs_of_module, tmp_path):
 ALL_STATE = {  # whatever has a state, and a batch that grows, so that the last outer loop is shorter
     "model.norm": "batch",
     "model.stem": "whitened",
-    "optimizer.name": "adamw",
+    "optimizer.name": "soap",
     "train.ema_decay": 0.9,
     "schedule.name": "step",
     "schedule.decay_steps": (4, 8),
@@ -194,7 +194,7 @@ def test_a_run_stopped_again_and_again_is_bitwise_the_same(config, tmp_path, tra
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, monkeypatch, whole):
+def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, monkeypatch, whole, caplog):
     record = RunProgress.record
 
     def record_and_die(self, row, predictions):
@@ -213,8 +213,24 @@ def test_a_kill_between_row_and_checkpoint_doubles_nothing(config, tmp_path, mon
     assert checkpoints.saved_steps(tmp_path / "checkpoints")[-1] < 8
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 12, "torn')
-    train.train_and_evaluate(config, str(tmp_path))
+    with caplog.at_level("INFO", "largebatch"):
+        train.train_and_evaluate(config, str(tmp_path))
+    assert ") was killed, or a host died" in caplog.text
     assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.full
+def test_the_last_and_the_best_are_kept(config, tmp_path, monkeypatch):
+    scores, add = iter([0.1, 0.9, 0.3, 0.4, 0.5, 0.6]), progress.add_to_summary
+
+    def add_made_up(summary, row, kind):
+        return add(summary, row | dict.fromkeys(("val_score", "val_accuracy"), next(scores)), kind)
+
+    monkeypatch.setattr(progress, "add_to_summary", add_made_up)
+    config.train.outer_steps, config.checkpoint.keep = 6, 2
+    train.train_and_evaluate(config, str(tmp_path))
+    assert checkpoints.saved_steps(tmp_path / "checkpoints") == [8, 20, 24]
+    assert best_checkpoint(tmp_path).description["step"] == 8
 
 
 def rewrite_descriptions(run, change) -> None:

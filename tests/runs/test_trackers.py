@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, run_script
 
 import train
 from largebatch.runs import trackers
@@ -125,17 +126,16 @@ def test_wandb_gets_the_whole_run_and_resumes_in_the_same_record(config, tmp_pat
     assert told == [line] * 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
-def test_its_process_killed_or_frozen_changes_no_bit_of_a_run(config, tmp_path, monkeypatch, caplog, number):
+def test_its_process_killed_changes_no_bit_of_a_run(config, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trackers, "FINISH_SEC", 1.0)
 
-    class Hits(Reporter):
+    class Kills(Reporter):
         def row(self, row, outer_steps):
             if row["outer"] == 1:
                 for pid in services():
-                    os.kill(pid, number)
+                    os.kill(pid, signal.SIGKILL)
 
-    summary = train.train_and_evaluate(config, str(tmp_path / "run"), report=Hits(enabled=False))
+    summary = train.train_and_evaluate(config, str(tmp_path / "run"), report=Kills(enabled=False))
     config.log.wandb = False
     alone = train.train_and_evaluate(config, str(tmp_path / "alone"))
     assert (summary["params_sha256"], summary["status"]) == (alone["params_sha256"], "done")
@@ -144,6 +144,35 @@ def test_its_process_killed_or_frozen_changes_no_bit_of_a_run(config, tmp_path, 
     for process in gc.get_objects():  # wandb does not wait for a killed one, of which Python warns at exit
         if isinstance(process, subprocess.Popen):
             process.wait(10)
+
+
+FROZEN = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, "tests/runs")
+from largebatch.runs import trackers
+from test_trackers import services
+trackers.FINISH_SEC = 1.0
+run = trackers.TrackedRun(Path(sys.argv[1]), "abc", "run", {"log": {"wandb": True, "wandb_project": "p"}})
+tracked = trackers.Trackers(run)
+tracked.row({"step": 0})
+time.sleep(5)
+for pid in services():
+    os.kill(pid, signal.SIGSTOP)
+begin = time.monotonic()
+for step in range(100):
+    tracked.row({"step": step, "text": "x" * 100_000})
+assert time.monotonic() - begin < 5
+tracked.finish({"status": "done"})
+"""
+
+
+@pytest.mark.full
+def test_a_frozen_process_holds_up_neither_the_run_nor_its_exit(tmp_path):
+    result = run_script("-c", FROZEN, tmp_path, env={"PYTHONPATH": str(ROOT / "tests")}, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "still sends after 1 s" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.full

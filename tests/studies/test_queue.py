@@ -86,6 +86,17 @@ def test_processes_that_fill_the_queue_at_once_run_no_trial_twice(make_queue):
     assert one.fill() == Counts(0, 0, 6)
 
 
+def test_of_two_rows_of_a_run_the_one_that_ended_counts(make_queue):
+    queue = make_queue(trials=1)
+    ((key, trial),) = queue._wanted({}).items()
+    queue._enqueue(key, trial)
+    queue._enqueue(key, trial)
+    first, second = queue._database.ask(), queue._database.ask()
+    queue._storage.set_trial_state_values(second._trial_id, TrialState.COMPLETE, [0.5])
+    assert queue.fill() == Counts(0, 0, 1)
+    assert queue._rows()[key].number == second.number != first.number
+
+
 def test_the_run_of_a_dead_process_comes_again_and_that_of_a_living_one_does_not(make_queue):
     space = Space(lambda trial: trial.suggest_float(RATE, 1e-4, 1, log=True), space_of({}).rules)
     options = {"space": space, "sampler": "tpe", "trials": 2, "heartbeat_sec": 1}

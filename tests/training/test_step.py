@@ -117,7 +117,7 @@ def assert_trees_close(one, other, tolerance):
     ("name", "storage", "num_devices", "batch_sizes"),
     [
         ("images", "expanded", 1, (50, 400)),
-        ("images", "on_device", 2, (1, 133)),
+        ("images", "on_device", 2, (1, 133, 400)),
         ("images", "expanded", 8, (1, 7, 256, 400)),
         pytest.param("maps", "on_device", 8, (7, 133), marks=pytest.mark.full),
     ],

@@ -44,7 +44,7 @@ def run(config, workdir, storage: str, **changed_fields) -> dict:
 
 
 # Synchronised at other steps than those after which a run stops.
-LOCAL = {"sync__mode": "local", "sync__every": 5, "sync__optimizer_state": "keep"}
+LOCAL = {"sync__mode": "local", "sync__every": 5, "sync__optimizer_state": "keep", "augment__shift": 2}
 
 
 @pytest.mark.full

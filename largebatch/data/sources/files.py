@@ -12,7 +12,7 @@ from pathlib import Path
 
 from etils import epath
 
-from largebatch.util import UserError, expanded
+from largebatch.util import UserError, expanded, one_line
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".tif", ".tiff")
 # What operating systems and disk stations leave beside the user's files.
@@ -42,7 +42,7 @@ def open_files(path: str, field: str, kind: str = "auto") -> FileSet:
     """Open the files of a folder or zip, or a single image.
 
     Args:
-      path: a local path, or a URL of a zip in a bucket.
+      path: a local path of a folder, zip or image, or a URL of a zip in a bucket.
       field: the config field or flag that gives it, for messages.
       kind: "folder", "zip" or "auto".
     Raises:
@@ -56,7 +56,7 @@ def open_files(path: str, field: str, kind: str = "auto") -> FileSet:
     where = f"{field}: {path}"
     if kind != "zip" and root.is_dir():
         return _open_folder(os.fspath(root), where)
-    if kind == "auto" and is_image(root.name, field):
+    if kind == "auto" and "://" not in path and is_image(root.name, field):
         return FileSet(os.fspath(root), where, [root.name], functools.partial(_read, os.fspath(root.parent), where))
     return _open_zip(root, where)
 
@@ -133,7 +133,7 @@ def _open_zip(path: epath.Path, where: str) -> FileSet:
         is_local = "://" not in os.fspath(path)
         archive = zipfile.ZipFile(os.fspath(path) if is_local else path.open("rb"))
     except Exception as error:  # zipfile raises a dozen kinds on damaged input
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"{where} is not a readable zip file ({reason})") from error
     entries = [(_plain_name(entry.filename), entry) for entry in archive.infolist()]
     entries = [(name, entry) for name, entry in entries if name and not any(map(is_hidden, name.split("/")))]

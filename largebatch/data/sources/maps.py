@@ -203,9 +203,10 @@ def _checked_mask(name: str, mask: np.ndarray, num_classes: int, object_in: dict
     """
     values = np.unique(mask).tolist()
     allowed = f"0 to {num_classes - 1}" if num_classes > 2 else "0 and 1, or 0 and 255"
-    if values[-1] >= num_classes and not (num_classes == 2 and {0, 255}.issuperset(values)):
-        shown = ", ".join(map(str, values[:SHOWN_VALUES])) + ", ..." * (len(values) > SHOWN_VALUES)
-        raise UserError(f"{name} has the values {shown}; allowed: {allowed}{NO_VOID}")
+    if values[-1] >= num_classes and not (num_classes == 2 and {0, LARGEST_MASK_VALUE}.issuperset(values)):
+        shown = values if len(values) <= SHOWN_VALUES else [*values[: SHOWN_VALUES - 1], "...", values[-1]]
+        void = NO_VOID if LARGEST_MASK_VALUE in values else ""
+        raise UserError(f"{name} has the values {', '.join(map(str, shown))}; allowed: {allowed}{void}")
     if num_classes > 2:
         return mask
     if values[-1] > 0:
