@@ -188,7 +188,7 @@ PAGES = {
     "docs/hardware.md": (),
     "docs/maps.md": (),
     "docs/pods.md": (),
-    "docs/studies.md": (),
+    "docs/studies.md": (A_STUDY,),
     "docs/training.md": (),
     "docs/results.md": (),
     "configs/*.py": (),

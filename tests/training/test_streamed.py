@@ -88,7 +88,6 @@ def test_streamed_on_two_hosts(tmp_path):
 def test_a_damaged_image_is_never_trained_on_and_a_restart_resumes(config, tmp_path, monkeypatch):
     """Each of 8 devices reads for every step; the first of them finds the damage when it reads for the sixth."""
     fields = {"batch__trace": None, "batch__size": 64, "train__outer_steps": 2, "augment__cache_dir": str(tmp_path)}
-    whole = run(config, tmp_path / "whole", "streamed", **fields)
     fill, reads = Cache.fill, []
 
     def damage_and_read(cache, rows, out, num_threads=None):
@@ -109,6 +108,7 @@ def test_a_damaged_image_is_never_trained_on_and_a_restart_resumes(config, tmp_p
     assert (last_event["event"], last_event["step"]) == ("failed", 5)
     assert not list(tmp_path.glob("synthetic-*"))
     again = run(config, tmp_path / "cut", "streamed", **fields)
+    whole = run(config, tmp_path / "whole", "streamed", **fields)
     assert again["params_sha256"] == whole["params_sha256"]
     assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
 
