@@ -164,7 +164,7 @@ def run(given: argparse.Namespace, received: list[int]) -> int:
     while not received:
         if num_hosts := hosts_now():
             if given.availability:
-                say(f"{time.monotonic() - begin:.1f} s: starting on {num_hosts} hosts")
+                say(f"{time.monotonic() - begin:.1f} s: starting on {num_hosts} host{'s' * (num_hosts > 1)}")
             with Hosts(given.command, num_hosts, given.devices) as hosts:
                 code = watch(hosts, received, lambda num_hosts=num_hosts: hosts_now() != num_hosts)
             if code is not None:

@@ -94,7 +94,7 @@ def test_hosts_come_and_go_as_a_trace_says(start_pod, tmp_path):
     told = end_of(started, 0)
     assert hosts_of_starts(tmp_path) == [1, 3, 2]
     lines = [line.split(": ")[2] for line in told.splitlines()]
-    assert lines == [f"starting on {hosts} hosts" for hosts in (1, 3, 2)]
+    assert lines == ["starting on 1 host", "starting on 3 hosts", "starting on 2 hosts"]
 
 
 @pytest.mark.parametrize("trace", [None, ONE_TWO])
