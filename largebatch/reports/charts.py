@@ -20,6 +20,7 @@ from largebatch.reports.groups import COLOURS, Group, rounded
 AXES = {"step": "steps", "examples_seen": "images", "seconds": "seconds"}  # of training
 AXIS = "{axis}"  # in a specification of curves: the unit that the reader chose
 MAX_POINTS = 400  # of a curve; more cannot be told apart on a page
+MAX_ROWS = 20_000  # of all runs of a group: with 200 runs of 8 curves each a page has 2.8 MB
 MAX_TICKS = 12
 BAR_HEIGHT = 21
 MIN_SPAN = 0.02  # of the values on an axis, in its own units or decades
@@ -98,15 +99,20 @@ def axes_of(group: Group) -> list[dict[str, list]]:
     axes = []
     for run in group.runs:
         seconds = np.cumsum([row.get("train_sec") or 0.0 for row in run.rows]).tolist()
-        rows = thinned(len(run.rows))
+        rows = thinned(len(run.rows), len(group.runs))
         axis = {name: [run.rows[i].get(name) for i in rows] for name in ("step", "examples_seen")}
         axes.append(axis | {"seconds": [rounded(seconds[i]) for i in rows]})
     return axes
 
 
-def thinned(count: int) -> list[int]:
-    """Return the indices of at most MAX_POINTS rows, first and last among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, MAX_POINTS)).astype(int)).tolist() if count else []
+def thinned(count: int, num_runs: int) -> list[int]:
+    """Return the indices of at most `most_points(num_runs)` of the rows of a run, first and last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most_points(num_runs))).astype(int)).tolist()
+
+
+def most_points(num_runs: int) -> int:
+    """Return the number of rows that the curves of one of so many runs show."""
+    return max(2, min(MAX_POINTS, MAX_ROWS // max(num_runs, 1)))
 
 
 def curves(name: str, title: str, unit: str, scale: str, values: list[list]) -> Chart | None:

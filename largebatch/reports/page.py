@@ -138,7 +138,7 @@ def make_page(reports: list[GroupReport]) -> str:
         problems=[problem for report in reports for problem in problems_of(report.group)],
         max_problems=MAX_PROBLEMS,
         has_pruned=any(run.status == "pruned" for report in reports for run in report.group.runs),
-        max_points=charts.MAX_POINTS,
+        max_points=min(charts.most_points(len(report.group.runs)) for report in reports),
         max_matrix=MAX_MATRIX,
         reports=reports,
         tiles=tiles,

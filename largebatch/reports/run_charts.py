@@ -57,7 +57,7 @@ WIDE = 30  # largest value over smallest, from which on a logarithmic scale show
 
 def curve_charts(group: Group) -> Iterator[Chart]:
     """Yield a chart of every column that has a value anywhere, except times and places."""
-    rows = [[run.rows[i] for i in thinned(len(run.rows))] for run in group.runs]
+    rows = [[run.rows[i] for i in thinned(len(run.rows), len(group.runs))] for run in group.runs]
     others = sorted({name for run in rows for row in run for name in row})
     of_classes = [name for name in others if name.startswith(IOU)]
     if len(of_classes) > MAX_CLASSES:  # evaluate.py prints all of them

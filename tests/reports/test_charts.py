@@ -46,6 +46,8 @@ def test_curves_of_changing_batches_and_local_steps_and_of_unknown_columns():
 def test_a_long_curve_is_thinned_between_its_ends():
     values = curves_of([{"val_accuracy": k / 1000} for k in range(1001)])["curve-val_accuracy"]
     assert (len(values), values[0], values[-1]) == (charts.MAX_POINTS, 0, 1)
+    of_200_runs = charts.thinned(1001, 200)
+    assert (len(of_200_runs), of_200_runs[0], of_200_runs[-1]) == (charts.MAX_ROWS // 200, 0, 1000)
 
 
 def test_few_settings_of_one_optimizer_have_a_colour_each(tmp_path):
